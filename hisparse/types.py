@@ -1,0 +1,109 @@
+"""Shared types, and the glossary of the letters used in shapes.
+
+====  ==========================================================================
+B     requests in the batch
+T     tokens in the forward (prefill: all chunks one after the other)
+L     layers
+S     tokens per page (``page_size``)
+P     pages (of a sequence, a pool or a page table, as the name says)
+K     width of a selection: the most pages that one row may select
+H     heads of a selection: 1 ("layer"), Hkv ("kv_head") or Hq ("query_head")
+Hq    query heads
+Hkv   key/value heads
+Hr    key/value heads stored in one device page: Hkv for scope "layer", else 1
+D     width of a head (Dk of keys, Dv of values)
+R     rows in the batch, ``B * H``; row ``b * H + h`` belongs to request b, head h
+N     device pages of one layer's pool
+C     slots that a row's tables have room for (``max_row_capacity / S``)
+====  ==========================================================================
+
+Page indices, slots and page ids are int32 and -1 means "nothing here".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "HostLayout",
+    "KVSpec",
+    "PagedKV",
+    "Selection",
+    "SelectionScope",
+]
+
+SelectionScope = Literal["layer", "kv_head", "query_head"]
+HostLayout = Literal["layer_first", "page_first", "page_head"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVSpec:
+    """What a model's attention layers look like, on one rank.
+
+    Attributes:
+        num_layers: L.
+        num_q_heads: Hq of this rank.
+        num_kv_heads: Hkv of this rank.
+        head_dim: Dk, elements.
+        v_head_dim: Dv, elements.
+        dtype: dtype of keys and values as stored.
+        page_size: S, tokens.
+    """
+
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    page_size: int
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def token_bytes_per_layer(self) -> int:
+        """Bytes of K and V of one token in one layer, all KV heads."""
+        width = self.head_dim + self.v_head_dim
+        return self.num_kv_heads * width * self.dtype.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token in all layers."""
+        return self.num_layers * self.token_bytes_per_layer
+
+    def selection_heads(self, scope: SelectionScope) -> int:
+        """H for a selection scope."""
+        heads = {"layer": 1, "kv_head": self.num_kv_heads, "query_head": self.num_q_heads}
+        return heads[scope]
+
+
+class PagedKV(NamedTuple):
+    """One layer's keys and values as pages; views, strides depend on the layout.
+
+    Attributes:
+        k: ``[P, Hr, S, Dk]``.
+        v: ``[P, Hr, S, Dv]``.
+    """
+
+    k: Tensor
+    v: Tensor
+
+
+class Selection(NamedTuple):
+    """The pages that an algorithm chose for each request and head.
+
+    Attributes:
+        pages: ``[B, H, K] int32``, page index in the sequence, unique, ascending, -1 padded
+            at the end.
+        lengths: ``[B, H] int32``, number of pages chosen.
+    """
+
+    pages: Tensor
+    lengths: Tensor
