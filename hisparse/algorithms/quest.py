@@ -1,0 +1,41 @@
+"""Quest: bound a page's logits by its channel-wise key range. https://arxiv.org/abs/2406.10774"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hisparse.algorithms.base import register_algorithm
+from hisparse.algorithms.page_score import PageScoreAlgorithm
+from hisparse.types import KVSpec
+
+__all__ = ["Quest"]
+
+
+@register_algorithm("quest")
+@dataclass(frozen=True, kw_only=True)
+class Quest(PageScoreAlgorithm):
+    """Keeps the pages whose largest possible q.k is highest (section 3.3 of the paper)."""
+
+    def summary_shape(self, kv: KVSpec) -> tuple[int, ...]:
+        return (kv.num_kv_heads, 2 * kv.head_dim)
+
+    def summarize(self, keys: Tensor, mask: Tensor) -> Tensor:
+        """``keys [P, S, Hkv, D]``, ``mask [P, S]`` -> ``[P, Hkv, 2D]``: maxima, then minima."""
+        empty = ~mask[..., None, None]
+        high = keys.masked_fill(empty, -torch.inf).amax(dim=1)
+        low = keys.masked_fill(empty, torch.inf).amin(dim=1)
+        return torch.cat([high, low], dim=-1)
+
+    def score(self, query: Tensor, summaries: Tensor) -> Tensor:
+        """``query [B, Hq, D]``, ``summaries [B, P, Hkv, 2D]`` -> ``[B, Hq, P]``.
+
+        sum_d max(q_d * high_d, q_d * low_d), as one product: the positive part of q meets the
+        maxima, the negative part the minima.
+        """
+        kv_heads = summaries.shape[2]
+        signed = torch.cat([query.clamp(min=0), query.clamp(max=0)], dim=-1)
+        signed = signed.unflatten(1, (kv_heads, -1)).to(summaries.dtype)
+        return (signed @ summaries.permute(0, 2, 3, 1)).flatten(1, 2)

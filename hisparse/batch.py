@@ -1,0 +1,149 @@
+"""What a forward pass is, as the coordinator and the algorithms see it.
+
+A framework (SGLang, transformers) fills a :class:`PrefillBatch` or a :class:`DecodeBatch`; the
+coordinator turns the latter into one :class:`DecodeStep` per way of attending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from hisparse.types import KVSpec, SelectionScope
+
+__all__ = ["DecodeBatch", "DecodeStep", "PrefillBatch", "PrefillChunk", "SelectionPolicy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectionPolicy:
+    """What every selection has to keep to; the same for all layers and requests.
+
+    Attributes:
+        kv: shapes of the model.
+        scope: for whom pages are selected: all heads together, a KV head or a query head.
+        max_pages: K, pages that a selection may hold; the tail page comes on top.
+        num_sink_pages: first pages of the sequence that are always selected.
+        num_recent_pages: last full pages that are always selected.
+        scale: factor between q.k and the attention logits.
+    """
+
+    kv: KVSpec
+    scope: SelectionScope
+    max_pages: int
+    num_sink_pages: int
+    num_recent_pages: int
+    scale: float
+
+    @property
+    def heads(self) -> int:
+        """H, the heads of a selection."""
+        return self.kv.selection_heads(self.scope)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillChunk:
+    """The part of one request's prompt that is computed in this forward.
+
+    Attributes:
+        slot: request slot.
+        start: position of the first token; what stands before it is in host memory.
+        length: number of tokens.
+        offset: where the tokens begin in the forward's flat token dimension.
+        host_pages: ``[ceil((start + length) / S)] int32``, host page of each page so far.
+    """
+
+    slot: int
+    start: int
+    length: int
+    offset: int
+    host_pages: Tensor
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillBatch:
+    """Chunks of several requests, their tokens one after the other.
+
+    Attributes:
+        chunks: one per request.
+        host_slots: ``[T] int64``, host slot of each token.
+    """
+
+    chunks: Sequence[PrefillChunk]
+    host_slots: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBatch:
+    """One new token for each of B requests.
+
+    Attributes:
+        slots: ``[B] int64``, request slots.
+        slots_cpu: ``[B]``, the same on the host.
+        seq_lens: ``[B] int64``, tokens including the new one.
+        seq_lens_cpu: ``[B]``, the same on the host.
+        host_slots: ``[B] int64``, host slot of the new token.
+        host_page_table: ``[B, P] int32``, host page of each page of the sequences.
+    """
+
+    slots: Tensor
+    slots_cpu: np.ndarray
+    seq_lens: Tensor
+    seq_lens_cpu: np.ndarray
+    host_slots: Tensor
+    host_page_table: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeStep:
+    """Requests of one decode step that are attended in the same way; what algorithms receive.
+
+    Attributes:
+        policy: what a selection has to keep to.
+        representations: name to ``[L, host pages, ...]``, owned by the coordinator.
+        index: ``[B] int64``, which requests of the whole batch these are; None for all.
+        rows: ``[R] int64``, state row of each (request, head).
+        num_pages: ``[B] int32``, full pages before the tail page: what can be selected.
+        max_pages: the largest of ``num_pages``, on the host.
+        tail_lens: ``[B] int32``, tokens in the tail page, the new one included.
+        host_page_table: ``[B, P] int32``.
+        capacity: ``[R] int32``, slots of each row.
+        num_real_rows: ``[1] int32``, rows that are not padding.
+        tail_pages: ``[L, R] int32``, device page id of each row's tail page.
+    """
+
+    policy: SelectionPolicy
+    representations: Mapping[str, Tensor]
+    index: Tensor | None
+    rows: Tensor
+    num_pages: Tensor
+    max_pages: int
+    tail_lens: Tensor
+    host_page_table: Tensor
+    capacity: Tensor
+    num_real_rows: Tensor
+    tail_pages: Tensor
+
+    def take(self, index: Tensor, max_pages: int) -> DecodeStep:
+        """The requests ``index [B'] int64`` of this step, as a step of their own."""
+        heads = self.policy.heads
+        row_index = (index[:, None] * heads + index.new_tensor(range(heads))).flatten()
+        return replace(
+            self,
+            index=index,
+            rows=self.rows[row_index],
+            num_pages=self.num_pages[index],
+            max_pages=max_pages,
+            tail_lens=self.tail_lens[index],
+            host_page_table=self.host_page_table[index],
+            capacity=self.capacity[row_index],
+            num_real_rows=self.num_real_rows.new_full((1,), row_index.numel()),
+            tail_pages=self.tail_pages[:, row_index],
+        )
