@@ -1,0 +1,79 @@
+"""How a backend attends: over pages for decoding, over contiguous tokens for prefill."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hisparse.registry import Registry
+from hisparse.types import PagedKV, SelectionScope
+
+__all__ = ["ADAPTERS", "Attended", "BackendAdapter", "merge_attended"]
+
+
+class Attended(NamedTuple):
+    """Attention over part of the keys; parts are merged by :func:`merge_attended`.
+
+    Attributes:
+        out: ``[..., Dv] float32``.
+        lse: ``[...] float32``, natural log of the sum of exponentials of the logits.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def merge_attended(a: Attended, b: Attended) -> Attended:
+    """Attention over the keys of both parts; a part without keys has lse -inf."""
+    lse = torch.logaddexp(a.lse, b.lse)
+    # Two empty parts give -inf - -inf: their weight is 0, not NaN.
+    weight_a = (a.lse - lse).exp().nan_to_num(0.0)[..., None]
+    weight_b = (b.lse - lse).exp().nan_to_num(0.0)[..., None]
+    return Attended(a.out * weight_a + b.out * weight_b, lse)
+
+
+class BackendAdapter(ABC):
+    """Turns page tables and lengths into calls of one attention library."""
+
+    #: Selection scopes that the library can serve, best first.
+    scopes: tuple[SelectionScope, ...]
+
+    @abstractmethod
+    def attend(
+        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
+    ) -> Attended:
+        """One query token per row over the pages of that row.
+
+        Args:
+            q: ``[R, Q, D]``; Q is a multiple of Hr, query heads of one KV head side by side.
+            kv: ``[N, Hr, S, D]``, pages.
+            page_table: ``[R, P] int32``, page ids; entries beyond ``seq_lens`` are not read from,
+                and may be -1.
+            seq_lens: ``[R] int32``, tokens to attend: all pages are full but the last one.
+            scale: softmax scale.
+
+        Returns:
+            out ``[R, Q, Dv]``, lse ``[R, Q]``.
+        """
+
+    @abstractmethod
+    def attend_prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
+    ) -> Attended:
+        """Many query tokens over contiguous keys.
+
+        Args:
+            q: ``[T, Hq, D]``.
+            k, v: ``[Tk, Hkv, D]``.
+            scale: softmax scale.
+            causal: query t sees keys up to t (``T == Tk``); otherwise all.
+
+        Returns:
+            out ``[T, Hq, Dv]``, lse ``[T, Hq]``.
+        """
+
+
+ADAPTERS: Registry[BackendAdapter] = Registry("adapter", "hisparse.adapters")

@@ -1,0 +1,90 @@
+"""The adapter that needs nothing but PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter
+from hisparse.types import PagedKV, SelectionScope
+
+__all__ = ["TorchAdapter"]
+
+#: Queries at a time where no fused kernel returns the log-sum-exp: bounds the logits in memory.
+_QUERY_BLOCK = 512
+
+
+@ADAPTERS.register("torch")
+class TorchAdapter(BackendAdapter):
+    """Attends with PyTorch operators, in float32."""
+
+    scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
+
+    def attend(
+        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
+    ) -> Attended:
+        rows, num_pages = page_table.shape
+        heads, page_size = kv.k.shape[1:3]
+        pages = page_table.clamp(min=0).flatten()
+        k = self._gather(kv.k, pages, rows)
+        v = self._gather(kv.v, pages, rows)
+        queries = q.float().unflatten(1, (heads, -1))
+        logits = (queries @ k.transpose(-1, -2)) * scale
+        token = torch.arange(num_pages * page_size, device=q.device)
+        absent = token >= seq_lens[:, None]
+        logits.masked_fill_(absent[:, None, None], -torch.inf)
+        # What lies beyond a sequence may be another request's, even NaN: 0 * NaN would leak it.
+        v.masked_fill_(absent[:, None, :, None], 0.0)
+        lse = logits.logsumexp(-1)
+        # A row without tokens has lse -inf; its weights are to be 0, not NaN.
+        shift = lse.masked_fill(lse == -torch.inf, 0.0)
+        out = logits.sub_(shift[..., None]).exp_() @ v
+        return Attended(out.flatten(1, 2), lse.flatten(1, 2))
+
+    @staticmethod
+    def _gather(pages_kv: Tensor, pages: Tensor, rows: int) -> Tensor:
+        """``[N, Hr, S, D]`` at ``[R * P]`` -> ``[R, Hr, P * S, D]`` float32."""
+        taken = pages_kv.index_select(0, pages).unflatten(0, (rows, -1))
+        return taken.transpose(1, 2).flatten(2, 3).float()
+
+    def attend_prefill(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
+    ) -> Attended:
+        if q.device.type == "cpu":
+            return self._fused_cpu(q, k, v, scale, causal)
+        return self._blocked(q, k, v, scale, causal)
+
+    @staticmethod
+    def _fused_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Attended:
+        """The operator behind SDPA on a CPU, called directly because it returns the lse."""
+        group = q.shape[1] // k.shape[1]
+        queries, keys, values = (
+            x.transpose(0, 1)[None]
+            for x in (q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1))
+        )
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, 0.0, causal, scale=scale
+        )
+        return Attended(out[0].transpose(0, 1).float(), lse[0].transpose(0, 1))
+
+    @staticmethod
+    def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Attended:
+        kv_heads = k.shape[1]
+        keys, values = k.float().permute(1, 2, 0), v.float().transpose(0, 1)
+        position = torch.arange(k.shape[0], device=q.device)
+        parts = []
+        for start in range(0, q.shape[0], _QUERY_BLOCK):
+            block = q[start : start + _QUERY_BLOCK].float()
+            queries = block.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+            logits = (queries @ keys[:, None]) * scale
+            if causal:
+                hidden = position > position[start : start + block.shape[0], None]
+                logits.masked_fill_(hidden, -torch.inf)
+            lse = logits.logsumexp(-1)
+            out = (logits - lse[..., None]).exp_() @ values[:, None]
+            parts.append(
+                Attended(
+                    out.flatten(0, 1).transpose(0, 1).contiguous(), lse.flatten(0, 1).transpose(0, 1)
+                )
+            )
+        return Attended(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))

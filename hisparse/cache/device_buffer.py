@@ -1,0 +1,85 @@
+"""The pages in device memory, and the tables that say which page lies where."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.kernels import RowState
+from hisparse.types import KVSpec, PagedKV
+
+__all__ = ["DeviceBuffer"]
+
+
+class DeviceBuffer:
+    """One pool of device pages per layer, shared by all rows, and every row's LRU tables.
+
+    A state row is ``slot * H + head``. Each row owns one page for its tail for good; the pages
+    behind its slots come from the pool and go back to it.
+
+    Args:
+        kv: shapes of the model.
+        heads: H, rows per request; a device page holds all KV heads if it is 1, else one.
+        num_slots: request slots.
+        num_pages: N, pages of one layer, the rows' tail pages included.
+        max_row_pages: C, the most slots that a row may have.
+        device: where all of it lies.
+    """
+
+    def __init__(
+        self,
+        kv: KVSpec,
+        *,
+        heads: int,
+        num_slots: int,
+        num_pages: int,
+        max_row_pages: int,
+        device: torch.device,
+    ) -> None:
+        self.kv = kv
+        self.heads = heads
+        num_rows = num_slots * heads
+        layers, stored_heads = kv.num_layers, kv.num_kv_heads if heads == 1 else 1
+
+        def pages(width: int) -> Tensor:
+            shape = (layers, num_pages, kv.page_size, stored_heads, width)
+            return torch.zeros(shape, dtype=kv.dtype, device=device).transpose(2, 3)
+
+        def table(*shape: int) -> Tensor:
+            return torch.full(shape, -1, dtype=torch.int32, device=device)
+
+        self._k, self._v = pages(kv.head_dim), pages(kv.v_head_dim)
+        tables = (layers, num_rows, max_row_pages)
+        self.states = RowState(table(*tables), table(*tables), table(*tables))
+        self.capacity = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        page_ids = torch.arange(num_pages, dtype=torch.int32, device=device)
+        self.tail_pages = page_ids[:num_rows].repeat(layers, 1)
+        self.free_pages = table(layers, num_pages - num_rows)
+        self.free_pages[:] = page_ids[num_rows:]
+        self.num_free = torch.full(
+            (layers,), num_pages - num_rows, dtype=torch.int32, device=device
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return self._k.nbytes + self._v.nbytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the rows' tables and of the free lists."""
+        tables = (*self.states, self.capacity, self.tail_pages, self.free_pages, self.num_free)
+        return sum(t.nbytes for t in tables)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one device page."""
+        return (self._k[0, 0].numel() + self._v[0, 0].numel()) * self.kv.dtype.itemsize
+
+    def layer(self, layer_id: int) -> PagedKV:
+        """One layer as ``[N, Hr, S, D]`` views."""
+        return PagedKV(self._k[layer_id], self._v[layer_id])
+
+    def state(self, layer_id: int) -> RowState:
+        """One layer's tables."""
+        return RowState(*(t[layer_id] for t in self.states))

@@ -1,0 +1,67 @@
+"""The pool in host memory that holds the whole KV cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.types import HostLayout, KVSpec, PagedKV
+
+__all__ = ["HOST_LAYOUTS", "HostKVPool"]
+
+#: Order of the dimensions in memory, slowest first, of keys and of values each.
+HOST_LAYOUTS: dict[HostLayout, str] = {
+    "layer_first": "LPSHD",
+    "page_first": "PLSHD",
+    "page_head": "LPHSD",
+}
+_VIEW = "LPHSD"
+
+
+class HostKVPool:
+    """Keys and values of every token in host memory; a row of it is a "host slot".
+
+    Args:
+        kv: shapes of the model.
+        num_pages: pages, the padding page 0 included.
+        layout: ``layer_first`` and ``page_first`` keep a token's heads together, ``page_head``
+            keeps each head's page contiguous, which suits selections per head.
+        pin: page-lock the memory, so that a GPU can read it.
+    """
+
+    def __init__(self, kv: KVSpec, num_pages: int, layout: HostLayout, *, pin: bool) -> None:
+        self.kv = kv
+        self.num_pages = num_pages
+        self.layout = layout
+        self._k, self._v = (
+            self._allocate(width, pin=pin) for width in (kv.head_dim, kv.v_head_dim)
+        )
+
+    def _allocate(self, width: int, *, pin: bool) -> Tensor:
+        """``[L, P, Hkv, S, D]``, a view of memory in the order of the layout."""
+        sizes = {
+            "L": self.kv.num_layers,
+            "P": self.num_pages,
+            "S": self.kv.page_size,
+            "H": self.kv.num_kv_heads,
+            "D": width,
+        }
+        order = HOST_LAYOUTS[self.layout]
+        storage = torch.zeros([sizes[x] for x in order], dtype=self.kv.dtype, pin_memory=pin)
+        return storage.permute([order.index(x) for x in _VIEW])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return self._k.nbytes + self._v.nbytes
+
+    def layer(self, layer_id: int) -> PagedKV:
+        """One layer as ``[P, Hkv, S, D]`` views."""
+        return PagedKV(self._k[layer_id], self._v[layer_id])
+
+    def tokens(self, layer_id: int) -> PagedKV | None:
+        """One layer as ``[slots, Hkv, D]`` views, None where the layout has no such view."""
+        if self.layout != "layer_first":
+            return None
+        k, v = (x[layer_id].transpose(1, 2).flatten(0, 1) for x in (self._k, self._v))
+        return PagedKV(k, v)

@@ -1,0 +1,275 @@
+"""Where every page is: host pool, device pages, and what moves between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hisparse.batch import DecodeStep
+from hisparse.cache.capacity import CapacityPlanner
+from hisparse.cache.device_buffer import DeviceBuffer
+from hisparse.cache.host_pool import HostKVPool
+from hisparse.kernels import (
+    gather_pages,
+    gather_tokens,
+    lru_diff,
+    promote_tail,
+    rebalance,
+    reset_rows,
+    scatter_tokens,
+)
+from hisparse.metrics import CacheCounters
+from hisparse.types import PagedKV, Selection
+
+__all__ = ["SparseKVCacheManager"]
+
+
+class SparseKVCacheManager:
+    """Keeps a working set of each request's pages on the device.
+
+    Args:
+        host: the whole KV cache.
+        device: the device pages and the rows' tables.
+        planner: decides the capacity of each row, on the host.
+        staging_pages: host pages that fit one staging tile.
+        counters: what the cache did.
+    """
+
+    def __init__(
+        self,
+        host: HostKVPool,
+        device: DeviceBuffer,
+        planner: CapacityPlanner,
+        *,
+        staging_pages: int,
+        counters: CacheCounters,
+    ) -> None:
+        self.host = host
+        self.device = device
+        self.planner = planner
+        self.counters = counters
+        self.staging_pages = staging_pages
+        self._staging = self._make_staging()
+        self._all_staged = torch.arange(staging_pages, dtype=torch.int32, device=self._where)
+        self._resets: set[int] = set()
+        self._cold: set[int] = set()
+
+    @property
+    def _where(self) -> torch.device:
+        return self.device.capacity.device
+
+    def _make_staging(self) -> PagedKV:
+        kv = self.host.kv
+        shape = (self.staging_pages, kv.page_size, kv.num_kv_heads)
+        k, v = (
+            torch.zeros(*shape, width, dtype=kv.dtype, device=self._where).transpose(1, 2)
+            for width in (kv.head_dim, kv.v_head_dim)
+        )
+        return PagedKV(k, v)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the staging tile."""
+        return self._staging.k.nbytes + self._staging.v.nbytes
+
+    # Requests come and go at schedule time, while an earlier forward may still be running: the
+    # tables are changed only at the start of the next forward, on its stream.
+
+    def begin(self, slot: int) -> None:
+        """A request takes over a request slot; what the slot's rows hold is not its own."""
+        self._resets.add(slot)
+        self._cold.add(slot)
+        self.planner.begin(slot)
+
+    def is_cold(self, slot: int) -> bool:
+        """Whether a request has not been through a prefill yet: nothing of it is resident."""
+        return slot in self._cold
+
+    def warmed(self, slots: Iterable[int]) -> None:
+        """A prefill of these requests is done."""
+        self._cold.difference_update(slots)
+
+    def end(self, slot: int) -> None:
+        """A request is over; its device pages go back to the pool at the next forward."""
+        self.planner.end(slot)
+
+    def reset_all(self) -> None:
+        """Every request is over."""
+        for slot in self.planner.live:
+            self.planner.end(slot)
+
+    def start_forward(self, needs: dict[int, int]) -> None:
+        """Forget what reset rows held and fit the rows' capacities to what runs.
+
+        Args:
+            needs: request slot to the full pages that its context has after this forward.
+        """
+        if self._resets:
+            rows = self._state_rows(sorted(self._resets))
+            reset_rows(rows, self.device.capacity, self.device.states)
+            self._resets.clear()
+        changes = self.planner.plan(needs)
+        if changes:
+            heads = self.device.heads
+            rows = self._state_rows([slot for slot, _ in changes])
+            capacity = torch.tensor([new for _, new in changes], dtype=torch.int32)
+            rebalance(
+                rows,
+                capacity.repeat_interleave(heads).to(self._where),
+                self.device.capacity,
+                self.device.states,
+                self.device.free_pages,
+                self.device.num_free,
+            )
+
+    def _state_rows(self, slots: list[int]) -> Tensor:
+        heads = self.device.heads
+        rows = [slot * heads + head for slot in slots for head in range(heads)]
+        return torch.tensor(rows, dtype=torch.int64, device=self._where)
+
+    def write(self, layer_id: int, host_slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write new tokens through to host memory: ``host_slots [T]``, ``k, v [T, Hkv, D]``."""
+        scatter_tokens(k, v, self.host.layer(layer_id), host_slots)
+        self.counters.count_written(host_slots.numel() * self.host.kv.token_bytes_per_layer)
+
+    def append_tail(self, layer_id: int, step: DecodeStep, k: Tensor, v: Tensor) -> None:
+        """Put each request's new token, ``k, v [B, Hkv, D]``, into its rows' tail pages."""
+        heads = step.policy.heads
+        pages = step.tail_pages[layer_id].long()
+        offsets = (step.tail_lens - 1).long().repeat_interleave(heads)
+        for pages_kv, new in zip(self.device.layer(layer_id), (k, v), strict=True):
+            if heads == 1:
+                rows = new
+            else:
+                rows = new.repeat_interleave(heads // new.shape[1], dim=1).flatten(0, 1)[:, None]
+            pages_kv[pages, :, offsets] = rows
+
+    def tail_keys(self, layer_id: int, step: DecodeStep) -> Tensor:
+        """Keys of the tail pages, ``[B, S, Hkv, D]``."""
+        keys = self.device.layer(layer_id).k[step.tail_pages[layer_id].long()]
+        if step.policy.heads > 1:
+            kv_heads = step.policy.kv.num_kv_heads
+            keys = keys.unflatten(0, (-1, kv_heads, step.policy.heads // kv_heads))[:, :, 0, 0]
+        return keys.transpose(1, 2)
+
+    def promote_tail(self, layer_id: int, step: DecodeStep, filled: Tensor) -> None:
+        """Let the tail pages of the rows ``filled [R] bool`` enter the LRU as hottest."""
+        heads = step.policy.heads
+        promote_tail(
+            step.rows,
+            step.num_pages.repeat_interleave(heads),
+            filled,
+            step.capacity,
+            self.device.state(layer_id),
+            self.device.tail_pages[layer_id],
+        )
+
+    def swap_in(self, layer_id: int, selection: Selection, step: DecodeStep) -> Tensor:
+        """Make the selected pages resident.
+
+        Returns:
+            ``[R, K] int32``, the device page of each selected page; undefined where the
+            selection is padded.
+        """
+        pages = selection.pages.reshape(step.rows.numel(), -1)
+        table, diff = self._load(
+            layer_id,
+            pages,
+            step.rows,
+            step.host_page_table,
+            step.capacity,
+            step.num_real_rows,
+            self.host.layer(layer_id),
+        )
+        self.counters.count_selection(*diff)
+        return table
+
+    def _load(
+        self,
+        layer_id: int,
+        pages: Tensor,
+        rows: Tensor,
+        source_table: Tensor,
+        capacity: Tensor,
+        num_real_rows: Tensor,
+        source: PagedKV,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        state = self.device.state(layer_id)
+        diff = lru_diff(pages, source_table, capacity, num_real_rows, state, rows=rows)
+        row = rows[:, None]
+        table = state.device_pages[row, diff.curr_device_slots.clamp(min=0)]
+        loads = diff.load_device_slots
+        targets = state.device_pages[row, loads.clamp(min=0)].masked_fill_(loads < 0, -1)
+        gather_pages(
+            source,
+            diff.load_host_pages,
+            self.device.layer(layer_id),
+            targets,
+            heads=self.device.heads,
+        )
+        return table, (diff.num_hits, diff.num_misses)
+
+    def place(
+        self, layer_id: int, slot: int, first: int, last: int, source: PagedKV, table: Tensor
+    ) -> None:
+        """Make pages ``first`` to ``last - 1`` of a request resident, the last one hottest.
+
+        Args:
+            layer_id: layer number.
+            slot: request slot; its rows' capacity is at least ``last - first``.
+            first, last: page indices; the pages are not resident yet.
+            source: where the pages are read from.
+            table: ``[last] int32``, page of ``source`` for each page index.
+        """
+        heads = self.device.heads
+        rows = torch.arange(slot * heads, (slot + 1) * heads, device=self._where)
+        pages = torch.arange(first, last, dtype=torch.int32, device=self._where)
+        real = torch.tensor([heads], dtype=torch.int32, device=self._where)
+        self._load(
+            layer_id,
+            pages.expand(heads, -1).contiguous(),
+            rows,
+            table[None],
+            self.device.capacity[rows],
+            real,
+            source,
+        )
+
+    def write_tail(self, layer_id: int, slot: int, k: Tensor, v: Tensor) -> None:
+        """Fill the first tokens of a request's tail pages: ``k, v [t, Hkv, D]``, t < S."""
+        heads = self.device.heads
+        rows = slice(slot * heads, (slot + 1) * heads)
+        pages = self.device.tail_pages[layer_id, rows].long()
+        for pages_kv, new in zip(self.device.layer(layer_id), (k, v), strict=True):
+            by_head = new.transpose(0, 1)
+            if heads == 1:
+                pages_kv[pages, :, : new.shape[0]] = by_head[None]
+            else:
+                by_head = by_head.repeat_interleave(heads // new.shape[1], dim=0)
+                pages_kv[pages, :, : new.shape[0]] = by_head[:, None]
+
+    def read_tokens(self, layer_id: int, host_slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V at ``host_slots [T]``, each ``[T, Hkv, D]`` on the device."""
+        k, v = gather_tokens(self.host.layer(layer_id), host_slots)
+        return k.to(self._where), v.to(self._where)
+
+    def read_prefix(self, layer_id: int, host_pages: Tensor) -> PagedKV:
+        """Bring host pages into the staging tile, in order.
+
+        Args:
+            layer_id: layer number.
+            host_pages: ``[P] int32``, at most ``staging_pages`` of them.
+
+        Returns:
+            ``[P, Hkv, S, D]`` views of the tile, valid until the next call.
+        """
+        count = host_pages.numel()
+        gather_pages(
+            self.host.layer(layer_id),
+            host_pages[None],
+            self._staging,
+            self._all_staged[None, :count],
+        )
+        return PagedKV(self._staging.k[:count], self._staging.v[:count])

@@ -1,0 +1,97 @@
+"""Counts of what the cache did: exact under batching, read out without a sync."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["CacheCounters", "CacheStats"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheStats:
+    """Totals since the start.
+
+    Attributes:
+        hit_pages: pages that a decode step selected and found on the device, over layers and rows.
+        miss_pages: pages that a decode step selected and had to bring in.
+        selected_tokens: tokens that decode steps attended, over layers and rows.
+        decode_read_bytes: host to device, during decode steps.
+        prefill_read_bytes: host to device, during prefill.
+        written_bytes: device to host.
+    """
+
+    hit_pages: int
+    miss_pages: int
+    selected_tokens: int
+    decode_read_bytes: int
+    prefill_read_bytes: int
+    written_bytes: int
+
+    @property
+    def hit_ratio(self) -> float:
+        """Hits among the selected pages; 1.0 before anything was selected."""
+        selected = self.hit_pages + self.miss_pages
+        return self.hit_pages / selected if selected else 1.0
+
+
+class CacheCounters:
+    """Hits and misses are counted on the device, bytes that the host decides on the host.
+
+    Args:
+        page_tokens: S.
+        page_bytes: bytes of one device page.
+        device: where hits and misses are counted.
+    """
+
+    def __init__(self, page_tokens: int, page_bytes: int, device: torch.device) -> None:
+        self._page_tokens = page_tokens
+        self._page_bytes = page_bytes
+        self._pages = torch.zeros(2, dtype=torch.int64, device=device)
+        self._seen = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._tail_tokens = 0
+        self._dense_read_bytes = 0
+        self._prefill_read_bytes = 0
+        self._written_bytes = 0
+
+    def count_selection(self, num_hits: Tensor, num_misses: Tensor) -> None:
+        """``[R] int32`` each, of one layer of a decode step; stays on the device."""
+        self._pages[0].add_(num_hits.sum())
+        self._pages[1].add_(num_misses.sum())
+
+    def count_placed(self, num_pages: int) -> None:
+        """Pages that prefill read from host memory into device pages."""
+        self._prefill_read_bytes += num_pages * self._page_bytes
+
+    def count_tail(self, num_tokens: int) -> None:
+        """Tokens of tail pages that a decode step attended, over layers and rows."""
+        self._tail_tokens += num_tokens
+
+    def count_staged(self, num_bytes: int, *, decode: bool) -> None:
+        """Bytes that were read from host memory through staging."""
+        if decode:
+            self._dense_read_bytes += num_bytes
+        else:
+            self._prefill_read_bytes += num_bytes
+
+    def count_written(self, num_bytes: int) -> None:
+        """Bytes that went to host memory."""
+        self._written_bytes += num_bytes
+
+    def publish(self) -> None:
+        """Start to copy the device's counts to the host, on the current stream, without waiting."""
+        self._seen.copy_(self._pages, non_blocking=True)
+
+    def stats(self) -> CacheStats:
+        """Totals as of the last :meth:`publish` that the device has finished."""
+        hits, misses = self._seen.tolist()
+        return CacheStats(
+            hit_pages=hits,
+            miss_pages=misses,
+            selected_tokens=(hits + misses) * self._page_tokens + self._tail_tokens,
+            decode_read_bytes=misses * self._page_bytes + self._dense_read_bytes,
+            prefill_read_bytes=self._prefill_read_bytes,
+            written_bytes=self._written_bytes,
+        )

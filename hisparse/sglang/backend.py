@@ -1,0 +1,130 @@
+"""SGLang's attention backend: translates forward batches and calls the coordinator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+from torch import Tensor
+
+from hisparse.batch import DecodeBatch, PrefillBatch, PrefillChunk
+from hisparse.errors import HiSparseError
+from hisparse.sglang import runtime
+from hisparse.sglang.build import build_coordinator
+from hisparse.sglang.metrics import MetricsReporter
+
+__all__ = ["HiSparseAttnBackend"]
+
+
+class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
+    """Prefill is dense and exact; decoding attends over what the algorithm selects."""
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        session = runtime.session()
+        self.coordinator = build_coordinator(session, model_runner)
+        session.coordinator = self.coordinator
+        session.req_to_token_pool = model_runner.req_to_token_pool
+        model_runner.req_to_token_pool.register_on_alloc_rows(self._on_alloc_rows)
+        self._spec = session.spec
+        self._first_layer = model_runner.token_to_kv_pool.start_layer
+        self._last_layer = self._first_layer + session.spec.num_layers - 1
+        self._req_to_token = model_runner.req_to_token_pool.req_to_token
+        self._metrics = MetricsReporter(session, model_runner)
+
+    def _on_alloc_rows(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.coordinator.on_request_begin(slot)
+
+    def shared_read_ends(self, fm: Any) -> SharedReadEnds:
+        """Page tables are copied before the layers run; no layer reads what SGLang shares."""
+        return SharedReadEnds.PRE_REPLAY
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Copy what the layers need from SGLang's tables and begin the forward."""
+        mode = forward_batch.forward_mode
+        if mode.is_idle():
+            return
+        if mode.is_decode():
+            self.coordinator.forward_begin(self._decode_batch(forward_batch))
+        elif mode.is_extend() and not mode.is_mixed():
+            self.coordinator.forward_begin(self._prefill_batch(forward_batch))
+        else:
+            raise HiSparseError(f"forward mode {mode.name} is not supported (EXTEND, DECODE)")
+
+    def _page_table(self, slots: Tensor, num_pages: int) -> Tensor:
+        """``[B, num_pages] int32``, a copy: the scheduler rewrites its table during forwards."""
+        size = self._spec.page_size
+        first_tokens = self._req_to_token[slots, : num_pages * size : size]
+        return first_tokens // size
+
+    def _decode_batch(self, forward_batch: Any) -> DecodeBatch:
+        seq_lens_cpu = forward_batch.seq_lens_cpu.numpy()
+        slots = forward_batch.req_pool_indices.long()
+        num_pages = -(-int(seq_lens_cpu.max()) // self._spec.page_size)
+        return DecodeBatch(
+            slots=slots,
+            slots_cpu=forward_batch.req_pool_indices_cpu.numpy(),
+            seq_lens=forward_batch.seq_lens.long(),
+            seq_lens_cpu=seq_lens_cpu,
+            host_slots=forward_batch.out_cache_loc.long(),
+            host_page_table=self._page_table(slots, num_pages),
+        )
+
+    def _prefill_batch(self, forward_batch: Any) -> PrefillBatch:
+        chunks = []
+        offset = 0
+        for row, slot in enumerate(forward_batch.req_pool_indices_cpu.tolist()):
+            start = int(forward_batch.extend_prefix_lens_cpu[row])
+            length = int(forward_batch.extend_seq_lens_cpu[row])
+            if length:
+                num_pages = -(-(start + length) // self._spec.page_size)
+                table = self._page_table(forward_batch.req_pool_indices[row : row + 1], num_pages)
+                chunks.append(
+                    PrefillChunk(
+                        slot=slot, start=start, length=length, offset=offset, host_pages=table[0]
+                    )
+                )
+            offset += length
+        return PrefillBatch(chunks=chunks, host_slots=forward_batch.out_cache_loc[:offset].long())
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """``q [T, Hq * D]``, ``k, v [T, Hkv, D]`` -> ``[T, Hq * Dv]``."""
+        width = layer.tp_q_head_num * layer.v_head_dim
+        if forward_batch.forward_mode.is_idle():
+            return q.new_empty(q.shape[0], width)
+        if not save_kv_cache or k is None:
+            raise HiSparseError(
+                f"layer {layer.layer_id} did not hand over K and V (save_kv_cache={save_kv_cache}); "
+                "this model writes or shares K/V in a way that hisparse does not serve"
+            )
+        spec = self._spec
+        out = self.coordinator.attention(
+            layer.layer_id - self._first_layer,
+            q.reshape(-1, spec.num_q_heads, spec.head_dim),
+            k.reshape(-1, spec.num_kv_heads, spec.head_dim),
+            v.reshape(-1, spec.num_kv_heads, spec.v_head_dim),
+        )
+        if layer.layer_id == self._last_layer:
+            self.coordinator.forward_end()
+            self._metrics.report()
+        return out.reshape(-1, width)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length that SGLang gives to padded requests."""
+        return 1
+
+    def support_triton(self) -> bool:
+        """Whether SGLang may use its Triton helpers beside this backend."""
+        device: str = self._req_to_token.device.type
+        return device == "cuda"
+

@@ -1,0 +1,107 @@
+"""What is refused at start, before the model loads: each in one line."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import psutil
+
+from hisparse.config import HiSparseConfig, build_algorithm, resolve_memory
+from hisparse.errors import ConfigError
+
+__all__ = ["BACKEND", "after_resolution", "before_resolution", "is_requested"]
+
+BACKEND = "hisparse"
+
+#: Fields of SGLang's arguments that must have one of these values: field, allowed, flag.
+_MUST_BE: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("enable_mixed_chunk", (False,), "--enable-mixed-chunk"),
+    ("speculative_algorithm", (None, "NONE"), "--speculative-algorithm"),
+    ("enable_hierarchical_cache", (False,), "--enable-hierarchical-cache"),
+    ("enable_lmcache", (False,), "--enable-lmcache"),
+    ("enable_hisparse", (False,), "--enable-hisparse (SGLang's own feature)"),
+    ("disaggregation_mode", (None, "null"), "--disaggregation-mode"),
+    ("attn_cp_size", (1,), "--attn-cp-size"),
+    ("dcp_size", (1,), "--dcp-size"),
+    ("pp_size", (1,), "--pp-size"),
+    ("enable_memory_saver", (False,), "--enable-memory-saver"),
+    ("kv_cache_dtype", ("auto", "bf16", "bfloat16", "float16", "float32"), "--kv-cache-dtype"),
+    ("enable_kv_cache_sharding", (False,), "--enable-kv-cache-sharding"),
+    ("enable_unified_memory", (False,), "--enable-unified-memory"),
+    ("enable_page_major_kv_layout", (False,), "--enable-page-major-kv-layout"),
+    ("prefill_only_disable_kv_cache", (False,), "--prefill-only-disable-kv-cache"),
+    ("enable_two_batch_overlap", (False,), "--enable-two-batch-overlap"),
+    ("enable_pdmux", (False,), "--enable-pdmux"),
+)
+
+
+def is_requested(server_args: Any) -> bool:
+    """Whether any of the three backend flags names hisparse."""
+    flags = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    return any(getattr(server_args, flag, None) == BACKEND for flag in flags)
+
+
+def before_resolution(server_args: Any) -> None:
+    """Check the configuration against itself and the machine; give SGLang our page size."""
+    config = HiSparseConfig.parse(server_args.hisparse_config)
+    build_algorithm(config)
+    resolve_memory(config.host_memory, psutil.virtual_memory().available, "host_memory")
+    if server_args.page_size is None:
+        server_args.page_size = config.page_size
+    # The decode step is not captured in CUDA graphs yet.
+    server_args.disable_cuda_graph = True
+
+
+def after_resolution(server_args: Any) -> None:
+    """Refuse what hisparse does not do, by the arguments as SGLang resolved them."""
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.environ import envs
+
+    view = resolved_view(server_args)
+    for field, allowed, flag in _MUST_BE:
+        got = getattr(view, field)
+        if got not in allowed:
+            choices = " or ".join(map(str, allowed))
+            raise ConfigError(f"{flag} is {got}; hisparse does not do that yet, it needs {choices}")
+    backends = attention_backends_of(view)
+    if set(backends) != {BACKEND}:
+        raise ConfigError(
+            f"prefill uses {backends[0]} and decode {backends[1]}; hisparse serves both or none: "
+            "use --attention-backend hisparse alone"
+        )
+    if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
+        raise ConfigError(
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set; hisparse sizes its pool from host "
+            "memory, unset it"
+        )
+    config = HiSparseConfig.parse(server_args.hisparse_config)
+    if view.page_size % config.page_size:
+        raise ConfigError(
+            f"page_size is {config.page_size} but --page-size is {view.page_size}; hisparse's "
+            "must divide SGLang's"
+        )
+    _check_model(server_args)
+
+
+def _check_model(server_args: Any) -> None:
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.configs.model_config import AttentionArch
+
+    model = model_config_of(server_args)
+    name = ", ".join(model.hf_config.architectures or ["this model"])
+    if model.attention_arch != AttentionArch.MHA:
+        raise ConfigError(
+            f"{name} has {model.attention_arch.name} attention; hisparse serves MHA and GQA models"
+        )
+    window = getattr(model.hf_text_config, "use_sliding_window", True) and model.sliding_window_size
+    if model.is_hybrid_swa or (window and window > 0):
+        raise ConfigError(
+            f"{name} has sliding-window attention; hisparse serves models with full attention in "
+            "every layer"
+        )
+    if model.is_encoder_decoder:
+        raise ConfigError(f"{name} is an encoder-decoder model; hisparse serves decoders")
+    if os.environ.get("SGLANG_USE_HND_KVCACHE", "0").lower() in ("1", "true"):
+        raise ConfigError("SGLANG_USE_HND_KVCACHE is set; unset it: use host_layout instead")

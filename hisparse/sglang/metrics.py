@@ -1,0 +1,137 @@
+"""Cache statistics in SGLang's Prometheus endpoint and in its log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from hisparse.metrics import CacheStats
+from hisparse.sglang.runtime import Session
+
+__all__ = ["MetricsReporter"]
+
+logger = logging.getLogger("hisparse")
+
+#: Seconds between two lines in the log while something is served.
+_LOG_INTERVAL_S = 30.0
+
+_COUNTERS = {
+    "hit_pages": "Pages that decode steps selected and found on the device",
+    "miss_pages": "Pages that decode steps selected and brought in from host memory",
+    "selected_tokens": "Tokens that decode steps attended, over layers and rows",
+    "decode_read_bytes": "Bytes that decode steps read from host memory",
+    "prefill_read_bytes": "Bytes that prefill read from host memory",
+    "written_bytes": "Bytes written through to host memory",
+}
+_GAUGES = {
+    "hit_ratio": "Hits among the pages that decode steps selected, since the start",
+    "host_tokens_used": "Tokens in the host pool",
+    "host_tokens_total": "Tokens that the host pool has room for",
+    "device_tokens_used": "Tokens that running requests' device pages have room for, over rows",
+    "device_tokens_total": "Tokens that all device pages have room for, over rows",
+    "host_kv_bytes": "Bytes of the KV cache in host memory",
+    "device_kv_bytes": "Bytes of keys and values on the device, staging included",
+    "device_representation_bytes": "Bytes on the device by which the algorithm scores pages",
+    "device_table_bytes": "Bytes of LRU tables and free lists on the device",
+}
+
+
+class MetricsReporter:
+    """Publishes what the coordinator counted, without waiting for the device.
+
+    Args:
+        session: this rank's session.
+        model_runner: SGLang's, for its allocator and labels.
+    """
+
+    def __init__(self, session: Session, model_runner: Any) -> None:
+        assert session.coordinator is not None, "the coordinator is built before its metrics"
+        self._coordinator = session.coordinator
+        self._page_size = session.spec.page_size
+        self._runner = model_runner
+        self._published: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        self._last_log = time.monotonic()
+        self._logged: CacheStats | None = None
+        self._counters: dict[str, Any] = {}
+        self._gauges: dict[str, Any] = {}
+        if model_runner.server_args.enable_metrics:
+            self._register()
+
+    def _register(self) -> None:
+        # SGLang sets PROMETHEUS_MULTIPROC_DIR before its schedulers start and
+        # prometheus_client reads it on import.
+        from prometheus_client import Counter, Gauge
+
+        labels = {
+            "model_name": self._runner.server_args.served_model_name
+            or self._runner.server_args.model_path,
+            "tp_rank": str(self._runner.ps.tp_rank),
+        }
+        names = list(labels)
+        self._counters = {
+            name: Counter(f"hisparse:{name}", text, names).labels(**labels)
+            for name, text in _COUNTERS.items()
+        }
+        self._gauges = {
+            name: Gauge(f"hisparse:{name}", text, names, multiprocess_mode="mostrecent").labels(
+                **labels
+            )
+            for name, text in _GAUGES.items()
+        }
+        self._publish(self._coordinator.manager.counters.stats())
+
+    def report(self) -> None:
+        """Called after each forward."""
+        due = time.monotonic() - self._last_log >= _LOG_INTERVAL_S
+        if not (due or self._gauges):
+            return
+        stats = self._coordinator.manager.counters.stats()
+        if self._gauges:
+            self._publish(stats)
+        if due:
+            self._last_log = time.monotonic()
+            self._log(stats)
+
+    def _publish(self, stats: CacheStats) -> None:
+        for name, counter in self._counters.items():
+            value = getattr(stats, name)
+            counter.inc(value - self._published[name])
+            self._published[name] = value
+        for name, value in self._levels(stats).items():
+            self._gauges[name].set(value)
+
+    def _levels(self, stats: CacheStats) -> dict[str, float]:
+        coordinator = self._coordinator
+        manager, planner = coordinator.manager, coordinator.manager.planner
+        allocator, size = self._runner.token_to_kv_pool_allocator, self._page_size
+        return {
+            "hit_ratio": stats.hit_ratio,
+            "host_tokens_used": allocator.size - allocator.available_size(),
+            "host_tokens_total": allocator.size,
+            "device_tokens_used": planner.used_pages * size,
+            "device_tokens_total": planner.total_pages * size,
+            "host_kv_bytes": manager.host.num_bytes,
+            "device_kv_bytes": manager.device.num_bytes + manager.staging_bytes,
+            "device_representation_bytes": sum(
+                t.nbytes for t in coordinator.representations.values()
+            ),
+            "device_table_bytes": manager.device.table_bytes,
+        }
+
+    def _log(self, stats: CacheStats) -> None:
+        levels = self._levels(stats)
+        logger.info(
+            "hisparse: hit ratio %.3f (%d hits, %d misses), read %.2f GiB decoding and %.2f GiB in "
+            "prefill, wrote %.2f GiB, host tokens %d of %d, device tokens %d of %d",
+            stats.hit_ratio,
+            stats.hit_pages,
+            stats.miss_pages,
+            stats.decode_read_bytes / 2**30,
+            stats.prefill_read_bytes / 2**30,
+            stats.written_bytes / 2**30,
+            levels["host_tokens_used"],
+            levels["host_tokens_total"],
+            levels["device_tokens_used"],
+            levels["device_tokens_total"],
+        )

@@ -1,0 +1,65 @@
+"""Reads what attention looks like from a model that SGLang has loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hisparse.errors import ConfigError
+from hisparse.types import KVSpec
+
+__all__ = ["read_model_shape"]
+
+
+def read_model_shape(model: Any, dtype: torch.dtype, page_size: int) -> tuple[KVSpec, float]:
+    """Shapes on this rank, and the softmax scale.
+
+    Args:
+        model: SGLang's model.
+        dtype: dtype of the KV cache.
+        page_size: S of the selection.
+
+    Raises:
+        ConfigError: its layers differ from each other, or attend in a way that is not built.
+    """
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"the KV cache is {dtype}; hisparse stores float32, bfloat16 or float16: use "
+            "--kv-cache-dtype bfloat16"
+        )
+    layers = [m for m in model.modules() if isinstance(m, RadixAttention)]
+    shapes = {
+        (m.tp_q_head_num, m.tp_k_head_num, m.qk_head_dim, m.v_head_dim, m.scaling) for m in layers
+    }
+    if len(shapes) != 1:
+        raise ConfigError(
+            f"the model's attention layers have {len(shapes)} different shapes; hisparse serves "
+            "models whose layers are all alike"
+        )
+    plain = all(
+        m.attn_type == AttentionType.DECODER
+        and not m.is_cross_attention
+        and not m.logit_cap
+        and m.sliding_window_size <= 0
+        and m.xai_temperature_len <= 0
+        for m in layers
+    )
+    if not plain:
+        raise ConfigError(
+            "a layer of the model has cross attention, capped logits, a sliding window or "
+            "temperature scaling; hisparse serves plain causal attention"
+        )
+    q_heads, kv_heads, head_dim, v_head_dim, scale = shapes.pop()
+    spec = KVSpec(
+        num_layers=len(layers),
+        num_q_heads=q_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        dtype=dtype,
+        page_size=page_size,
+    )
+    return spec, scale
