@@ -1,0 +1,224 @@
+"""Settings: defaults, aliases, and a one-line error for whatever cannot be used."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hisparse.algorithms import ALGORITHMS
+from hisparse.config import HiSparseConfig, build_algorithm, format_bytes, resolve_memory
+from hisparse.errors import ConfigError
+
+GIB = 1 << 30
+
+
+def refused(settings: dict[str, Any], *words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        HiSparseConfig.from_dict(settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_defaults() -> None:
+    config = HiSparseConfig()
+    assert (config.algorithm, config.budget, config.device_buffer_size) == ("quest", 2048, 4096)
+    assert (config.page_size, config.num_sink_pages, config.num_recent_pages) == (16, 1, 2)
+    assert config.host_memory == 0.7
+    assert config.checked is False
+    assert HiSparseConfig.from_dict({}) == HiSparseConfig.parse(None) == config
+    assert HiSparseConfig.parse(" ") == config
+
+
+def test_frozen() -> None:
+    config = HiSparseConfig(algorithm_config={})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.budget = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        config.algorithm_config["beta"] = 1  # type: ignore[index]
+
+
+def test_buffer_follows_budget() -> None:
+    assert HiSparseConfig(budget=512).device_buffer_size == 1024
+    assert HiSparseConfig.from_dict({"budget": 96, "device_buffer_size": None}) == HiSparseConfig(
+        budget=96
+    )
+
+
+def test_smallest_budget() -> None:
+    assert HiSparseConfig(budget=80).budget == 80
+    refused({"budget": 64}, "got 64", "at least 80", "num_recent_pages (2)")
+
+
+def test_alias() -> None:
+    assert HiSparseConfig.from_dict({"top_k": 512}).budget == 512
+    refused({"top_k": 512, "budget": 512}, "both budget and top_k")
+    refused({"budget": 512, "top_k": 1024}, "both budget and top_k")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        pytest.param({"budgte": 1}, ["'budgte'", "did you mean 'budget'", "choices:"], id="close"),
+        pytest.param({"topk": 1}, ["did you mean 'top_k'"], id="close-alias"),
+        pytest.param({"host_to_device_ratio": 4}, ["host_memory"], id="upstream-ratio"),
+        pytest.param({"min_sparse_prompt_len": 4}, ["min_sparse_context"], id="upstream-len"),
+        pytest.param({"budget": "2k"}, ["budget: got '2k' (str), expected int"], id="str"),
+        pytest.param({"budget": True}, ["got True (bool), expected int"], id="bool-as-int"),
+        pytest.param({"budget": 2048.0}, ["got 2048.0 (float), expected int"], id="float"),
+        pytest.param({"budget": None}, ["got None (NoneType), expected int"], id="null"),
+        pytest.param({"checked": 1}, ["got 1 (int), expected bool"], id="int-as-bool"),
+        pytest.param({"algorithm_config": []}, ["(list), expected an object"], id="mapping"),
+        pytest.param({"dense_layers": [0, "1"]}, ["expected a list of int or null"], id="list"),
+        pytest.param({"dense_layers": [0, 0]}, ["got [0, 0]", "different"], id="twice"),
+        pytest.param({"dense_layers": [-1]}, ["got [-1]", "from 0"], id="negative-layer"),
+        pytest.param({"selection_scope": "head"}, ["'head'", '"kv_head"'], id="scope"),
+        pytest.param({"host_layout": 3}, ["got 3 (int)", '"page_first"'], id="layout"),
+        pytest.param({"page_size": 0}, ["page_size: got 0, expected at least 1"], id="page-0"),
+        pytest.param({"budget": -16}, ["budget: got -16, expected at least 1"], id="negative"),
+        pytest.param({"budget": 100}, ["got 100", "page_size (16)", "96 or 112"], id="multiple"),
+        pytest.param({"device_buffer_size": 4100}, ["device_buffer_size: got 4100"], id="dbs"),
+        pytest.param({"max_row_capacity": 8200}, ["max_row_capacity: got 8200"], id="mrc"),
+        pytest.param({"device_buffer_size": 1024}, ["got 1024", "budget (2048)"], id="dbs<budget"),
+        pytest.param({"max_row_capacity": 2048}, ["device_buffer_size (4096)"], id="mrc<dbs"),
+        pytest.param({"budget": 80, "num_sink_pages": 2}, ["at least 96"], id="no-ranked-page"),
+        pytest.param({"reuse_layers": 2}, ["not there yet", "works is 1"], id="reuse"),
+        pytest.param({"tail_estimate": True}, ["not there yet", "works is false"], id="tail"),
+        pytest.param({"numa_node": 0}, ["not there yet", "works is null"], id="numa"),
+        pytest.param({"host_memory": "64 gallons"}, ["'64 gallons'", "'64GiB'", "TiB"], id="unit"),
+        pytest.param({"host_memory": "64"}, ["'64'", "units:"], id="no-unit"),
+        pytest.param({"host_memory": 1.0}, ["got 1.0", "(0, 1)"], id="whole-fraction"),
+        pytest.param({"host_memory": float("nan")}, ["(0, 1)"], id="nan"),
+        pytest.param({"host_memory": 0}, ["got 0 bytes"], id="zero"),
+        pytest.param({"host_memory": None}, ["expected int or float or str"], id="null-memory"),
+        pytest.param({"device_memory": -1}, ["device_memory: got -1 bytes"], id="device"),
+        pytest.param({"staging_bytes": 0}, ["staging_bytes: got 0"], id="staging"),
+    ],
+)
+def test_refused(settings: dict[str, Any], words: list[str]) -> None:
+    refused(settings, *words)
+
+
+def test_parse_text_and_file(tmp_path: Path) -> None:
+    expected = HiSparseConfig(budget=512, dense_layers=(0, 1))
+    text = json.dumps({"budget": 512, "dense_layers": [0, 1]})
+    assert HiSparseConfig.parse(text) == expected
+    file = tmp_path / "hisparse.json"
+    file.write_text(text)
+    assert HiSparseConfig.parse(f"@{file}") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"budget": 2048,\n}', ["not JSON at line 2 column 1"]),
+        ("budget=2", ["not JSON at line 1 column 1", "@file.json"]),
+        ("[1]", ["got [1] (list)", "expected an object"]),
+        ("@/nowhere/x.json", ["'/nowhere/x.json'", "No such file"]),
+        ('{"budget": 512, "budget": 512}', ["'budget'", "more than once"]),
+    ],
+)
+def test_parse_refused(text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        HiSparseConfig.parse(text)
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_effective_holds_every_key_and_reads_back() -> None:
+    config = HiSparseConfig(budget=512, dense_layers=(0,), host_memory="64GiB")
+    values = json.loads(json.dumps(config.effective()))
+    assert set(values) == {f.name for f in dataclasses.fields(HiSparseConfig)}
+    assert HiSparseConfig.from_dict(values) == config
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.5, 50 * GIB),
+        (7, 7),
+        ("64GiB", 64 * GIB),
+        ("1.5 GiB", 3 * GIB // 2),
+        ("2MB", 2_000_000),
+        ("3kib", 3072),
+        ("100GiB", 100 * GIB),
+        ("10B", 10),
+    ],
+)
+def test_resolve_memory(value: float | str, expected: int) -> None:
+    assert resolve_memory(value, 100 * GIB, "host_memory") == expected
+
+
+def test_more_than_the_machine_has() -> None:
+    with pytest.raises(ConfigError, match=r"host_memory: got '1TiB' = 1 TiB, but 100 GiB is free"):
+        resolve_memory("1TiB", 100 * GIB, "host_memory")
+
+
+def test_format_bytes() -> None:
+    assert [format_bytes(n) for n in (0, 1023, 1536, 3 * GIB, 1 << 51)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "3 GiB",
+        "2048 TiB",
+    ]
+
+
+@pytest.fixture
+def options_algorithm() -> Iterator[None]:
+    """A registered class with options; the registry does not care what it can do."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class WithOptions:
+        beta: float
+        codes: tuple[int, ...] = ()
+
+        def __post_init__(self) -> None:
+            if self.beta <= 0:
+                raise ValueError(f"beta: got {self.beta}, expected more than 0")
+
+    globals()["WithOptions"] = WithOptions
+    ALGORITHMS._entries["with_options"] = WithOptions  # type: ignore[assignment]
+    yield
+    del ALGORITHMS._entries["with_options"]
+
+
+def test_build_algorithm() -> None:
+    assert type(build_algorithm(HiSparseConfig())).__name__ == "Quest"
+
+
+def test_build_algorithm_options(options_algorithm: None) -> None:
+    config = HiSparseConfig(algorithm="with_options", algorithm_config={"beta": 3, "codes": [1]})
+    algorithm: Any = build_algorithm(config)
+    assert (algorithm.beta, algorithm.codes) == (3, (1,))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "words"),
+    [
+        ("qest", {}, ["unknown algorithm 'qest'", "did you mean 'quest'"]),
+        ("quest", {"beta": 1}, ["unknown quest option 'beta'", "choices: none"]),
+        ("with_options", {"betta": 1}, ["'betta'", "did you mean 'beta'", "codes"]),
+        ("with_options", {"beta": "1"}, ["algorithm_config.beta: got '1' (str), expected float"]),
+        ("with_options", {"beta": True}, ["got True (bool)"]),
+        ("with_options", {}, ["algorithm_config.beta: got nothing", "expects float"]),
+        ("with_options", {"beta": -1.0}, ["beta: got -1.0, expected more than 0"]),
+    ],
+)
+def test_build_algorithm_refused(
+    options_algorithm: None, algorithm: str, options: dict[str, Any], words: list[str]
+) -> None:
+    config = HiSparseConfig(algorithm=algorithm, algorithm_config=options)
+    with pytest.raises(ConfigError) as caught:
+        build_algorithm(config)
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
