@@ -280,14 +280,8 @@ def resolve_memory(value: MemorySize, free_bytes: int, what: str) -> int:
 
 def format_bytes(num_bytes: int) -> str:
     """A size for people, such as "1.5 GiB"."""
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            break
-        size /= 1024
-    else:
-        unit = "TiB"
-    return f"{num_bytes} B" if unit == "B" else f"{size:.4g} {unit}"
+    power = min((max(num_bytes, 1).bit_length() - 1) // 10, 4)
+    return f"{num_bytes / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def _parse_memory(what: str, value: MemorySize) -> int | float:
