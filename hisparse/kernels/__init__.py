@@ -1,0 +1,17 @@
+"""The operations on device pages; every one has a reference implementation in PyTorch."""
+
+from hisparse.kernels._state import LruDiff, RowState
+from hisparse.kernels.lru import lru_diff, promote_tail, rebalance, reset_rows
+from hisparse.kernels.transfer import gather_pages, gather_tokens, scatter_tokens
+
+__all__ = [
+    "LruDiff",
+    "RowState",
+    "gather_pages",
+    "gather_tokens",
+    "lru_diff",
+    "promote_tail",
+    "rebalance",
+    "reset_rows",
+    "scatter_tokens",
+]

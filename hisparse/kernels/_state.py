@@ -1,0 +1,41 @@
+"""The tensors that the kernels share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["LruDiff", "RowState"]
+
+
+class RowState(NamedTuple):
+    """Tables of one layer's rows; NR state rows, C slots each.
+
+    Attributes:
+        slot_pages: ``[NR, C] int32``, page index in the sequence that a slot holds, -1 if empty.
+        lru_order: ``[NR, C] int32``, slots from cold to hot; -1 from the row's capacity on.
+        device_pages: ``[NR, C] int32``, device page behind a slot; -1 from the capacity on.
+    """
+
+    slot_pages: Tensor
+    lru_order: Tensor
+    device_pages: Tensor
+
+
+class LruDiff(NamedTuple):
+    """What one step has to move; int32, -1 padded.
+
+    Attributes:
+        curr_device_slots: ``[R, K]``, row-local slot of each selected page, hit or miss.
+        load_host_pages: ``[R, K]``, host pages of the misses, in order of first occurrence.
+        load_device_slots: ``[R, K]``, row-local slots that they go to.
+        num_hits: ``[R]``, unique pages that were resident.
+        num_misses: ``[R]``, unique pages that were not.
+    """
+
+    curr_device_slots: Tensor
+    load_host_pages: Tensor
+    load_device_slots: Tensor
+    num_hits: Tensor
+    num_misses: Tensor

@@ -1,0 +1,241 @@
+"""The invariants of the design on the real coordinator, with random K/V in place of a model."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from hisparse.batch import DecodeStep
+from hisparse.types import Selection
+from tests.simulator import Request, Simulator
+
+SCOPES = ["layer", "kv_head", "query_head"]
+LAYOUTS = ["layer_first", "page_first", "page_head"]
+
+
+def check_dense(sim: Simulator, request: Request, out: Tensor, start: int) -> None:
+    expected = sim.dense(request, start, start + out.shape[1]).float()
+    assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_budget_of_the_whole_context_is_dense(scope: str, layout: str) -> None:
+    """Invariant 1, with chunk boundaries inside and at the edge of pages."""
+    sim = Simulator(scope=scope, layout=layout, budget=96, device_buffer=96, max_row=96)
+    request = sim.request(1, 90, seed=0)
+    for chunk in (5, 11, 24, 1, 20):
+        (out,) = sim.prefill((request, chunk))
+        check_dense(sim, request, out, request.done - chunk)
+    for _ in range(29):
+        check_dense(sim, request, sim.decode(request), request.done - 1)
+
+
+@pytest.mark.parametrize("chunk", [7, 8, 16, 61], ids=lambda c: f"chunk{c}")
+def test_prefill_is_exact_however_long_the_prefix(chunk: int) -> None:
+    """The prefix streams through a staging tile of 3 pages; rows hold only 4 pages."""
+    sim = Simulator(budget=32, device_buffer=32, max_row=32, device_pages=8, num_slots=2)
+    request = sim.request(1, 183, seed=1)
+    while request.done < 183:
+        n = min(chunk, 183 - request.done)
+        (out,) = sim.prefill((request, n))
+        check_dense(sim, request, out, request.done - n)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"min_sparse_context": 1000}, id="short-context-resident"),
+        pytest.param({"min_sparse_context": 1000, "max_row": 64}, id="short-context-staged"),
+        pytest.param({"dense_layers": (0, 1)}, id="dense-layers-resident"),
+        pytest.param({"dense_layers": (0, 1), "max_row": 64}, id="dense-layers-staged"),
+    ],
+)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_dense_service_equals_dense_attention(scope: str, settings: dict[str, object]) -> None:
+    sim = Simulator(scope=scope, **settings)
+    a, b = sim.request(1, 120, seed=2), sim.request(2, 100, seed=3)
+    sim.prefill((a, 100), (b, 61))
+    for _ in range(18):
+        out = sim.decode(a, b)
+        check_dense(sim, a, out[:, :1], a.done - 1)
+        check_dense(sim, b, out[:, 1:], b.done - 1)
+
+
+def attended(sim: Simulator, request: Request, selection: Selection, row: int) -> Tensor:
+    """Float64 attention of the last position over exactly the selected pages and the tail."""
+    size, last = sim.page_size, request.done - 1
+    heads, group = sim.policy.heads, sim.spec.group_size
+    outs = []
+    for q_head in range(sim.q_heads):
+        head = q_head * heads // sim.q_heads
+        chosen = [p for p in selection.pages[row, head].tolist() if p >= 0]
+        keep = [p * size + i for p in chosen for i in range(size)]
+        keep += range(last // size * size, last + 1)
+        k = request.k[0, keep, q_head // group].double()
+        v = request.v[0, keep, q_head // group].double()
+        logits = (k @ request.q[0, last, q_head].double()) * 0.3
+        outs.append(logits.softmax(0) @ v)
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_sparse_decoding_attends_exactly_what_was_selected(
+    scope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also invariant 6: in range, unique, sinks and recent pages in it, within the budget."""
+    sim = Simulator(scope=scope, layers=1)
+    seen: list[Selection] = []
+    retrieve = type(sim.algorithm).retrieve_topk
+
+    def spy(self: object, q: Tensor, layer_id: int, batch: DecodeStep) -> Selection:
+        seen.append(retrieve(self, q, layer_id, batch))
+        return seen[-1]
+
+    monkeypatch.setattr(type(sim.algorithm), "retrieve_topk", spy)
+    a, b = sim.request(1, 180, seed=4), sim.request(3, 100, seed=5)
+    sim.prefill((a, 125), (b, 50))
+    for _ in range(45):
+        out = sim.decode(a, b)[0]
+        selection = seen[-1]
+        for row, request in enumerate((a, b)):
+            assert_close(out[row], attended(sim, request, selection, row).float(),
+                         rtol=1e-4, atol=1e-5)
+            num_pages = (request.done - 1) // sim.page_size
+            for pages, length in zip(selection.pages[row], selection.lengths[row], strict=True):
+                chosen = [p for p in pages.tolist() if p >= 0]
+                assert len(chosen) == length <= sim.policy.max_pages
+                assert all(x < y for x, y in pairwise(chosen))
+                assert {0, num_pages - 1} <= set(chosen) <= set(range(num_pages))
+
+
+def run_alone(settings: dict[str, object], length: int, seed: int, prompt: int) -> Tensor:
+    sim = Simulator(**settings)
+    request = sim.request(2, length, seed)
+    (first,) = sim.prefill((request, prompt))
+    return torch.cat([first, *(sim.decode(request) for _ in range(length - prompt))], dim=1)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_other_requests_never_change_a_request(scope: str) -> None:
+    """Invariants 3 and 4: rows are reused, shrink and grow; the outputs stay bitwise the same."""
+    heads = {"layer": 1, "kv_head": 2, "query_head": 4}[scope]
+    tight = {"scope": scope, "device_pages": 24 * heads, "device_buffer": 48, "max_row": 192,
+             "num_slots": 5}
+    alone = run_alone(tight, 150, seed=6, prompt=100)
+    sim = Simulator(**tight)
+    request = sim.request(2, 150, seed=6)
+    (first,) = sim.prefill((request, 100))
+    outs, others, capacities = [first], [], []
+    for step in range(50):
+        if step % 12 == 5:
+            other = sim.request([1, 3, 4][step // 12 % 3], 150, seed=step)
+            sim.prefill((other, 90 + step))
+            others.append(other)
+        if step % 12 == 11:
+            sim.end(others.pop(0))
+        batch = [*others, request] if step % 2 else [request, *others]
+        outs.append(sim.decode(*batch)[:, [batch.index(request)]])
+        capacities.append(sim.manager.planner.capacity(2))
+    assert_close(torch.cat(outs, dim=1), alone, rtol=1e-5, atol=1e-6)
+    assert len(set(capacities)) > 1, "the row was to shrink and to grow"
+
+
+def test_a_shared_prefix_gives_what_each_request_gives_alone() -> None:
+    """Invariant 5: the second request reads the first one's host pages and summaries."""
+    sim = Simulator()
+    a = sim.request(1, 120, seed=7)
+    sim.prefill((a, 100))
+    b = sim.request(2, 120, seed=8, like=a, shared=64)
+    (prompt,) = sim.prefill((b, 30))
+    check_dense(sim, b, prompt, 64)
+    shared = [sim.decode(a, b)[:, 1:] for _ in range(20)]
+
+    alone = Simulator()
+    twin = alone.request(1, 120, seed=8, like=a, shared=64)
+    twin.host_pages, twin.done = [], 0
+    alone.prefill((twin, 94))
+    for step in shared:
+        assert_close(step, alone.decode(twin), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_resident_bytes_equal_host_bytes(scope: str) -> None:
+    """Invariant 2, after prefill, swaps, tail promotions, shrinking and growing."""
+    sim = Simulator(scope=scope, device_pages=40, device_buffer=32, max_row=96, num_slots=3)
+    a, b = sim.request(1, 150, seed=9), sim.request(2, 150, seed=10)
+    sim.prefill((a, 90))
+    for step in range(40):
+        if step == 10:
+            sim.prefill((b, 77))
+        if step == 30:
+            sim.end(b)
+        sim.decode(*([a, b] if 10 <= step < 30 else [a]))
+        for request in [a, b] if 10 <= step < 30 else [a]:
+            assert check_residents(sim, request) > 0
+
+
+def check_residents(sim: Simulator, request: Request) -> int:
+    """Compare every resident page of a request with its host page; returns how many there are."""
+    heads, kv_heads, count = sim.policy.heads, sim.kv_heads, 0
+    for layer in range(sim.layers):
+        state, host = sim.manager.device.state(layer), sim.manager.host.layer(layer)
+        device = sim.manager.device.layer(layer)
+        for head in range(heads):
+            row = request.slot * heads + head
+            which = slice(None) if heads == 1 else [head * kv_heads // heads]
+            for page, device_page in zip(state.slot_pages[row].tolist(),
+                                         state.device_pages[row].tolist(), strict=True):
+                if page >= 0:
+                    count += 1
+                    host_page = request.host_pages[page]
+                    assert torch.equal(device.k[device_page], host.k[host_page, which])
+                    assert torch.equal(device.v[device_page], host.v[host_page, which])
+    return count
+
+
+def test_a_lone_request_with_room_reads_nothing_while_it_decodes() -> None:
+    sim = Simulator(max_row=256)
+    request = sim.request(1, 220, seed=11)
+    for _ in range(4):
+        sim.prefill((request, 40))
+    before = sim.manager.counters.stats()
+    for _ in range(60):
+        sim.decode(request)
+    after = sim.manager.counters.stats()
+    assert after.decode_read_bytes == 0
+    assert after.miss_pages == 0 < after.hit_pages
+    assert after.written_bytes - before.written_bytes == 60 * sim.spec.token_bytes
+
+
+def test_a_radix_hit_leaves_a_warm_row_behind() -> None:
+    sim = Simulator(max_row=256)
+    a = sim.request(1, 160, seed=12)
+    sim.prefill((a, 128))
+    b = sim.request(2, 160, seed=13, like=a, shared=128)
+    sim.prefill((b, 10))
+    for _ in range(20):
+        sim.decode(b)
+    assert sim.manager.counters.stats().decode_read_bytes == 0
+
+
+def test_ended_requests_give_everything_back() -> None:
+    """Invariant 7."""
+    sim = Simulator(num_slots=3)
+    free = sim.manager.device.num_free.clone()
+    a, b = sim.request(1, 100, seed=14), sim.request(2, 100, seed=15)
+    sim.prefill((a, 80), (b, 60))
+    sim.decode(a, b)
+    assert (sim.manager.device.num_free < free).all()
+    sim.end(a)
+    sim.end(b)
+    sim.manager.start_forward({})
+    assert torch.equal(sim.manager.device.num_free, free)
+    assert sim.manager.planner.used_pages == 0
+    assert (sim.manager.device.capacity == 0).all()
+    for layer_pages in sim.manager.device.free_pages:
+        assert len(set(layer_pages.tolist())) == layer_pages.numel()
