@@ -200,7 +200,7 @@ def test_default_max_requests() -> None:
 )
 def test_one_request_does_not_fit(change: dict[str, int], words: list[str]) -> None:
     with pytest.raises(CapacityError) as caught:
-        size(replace(LLAMA, **change))  # type: ignore[arg-type]
+        size(replace(LLAMA, **change))
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
