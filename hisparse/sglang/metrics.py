@@ -62,11 +62,11 @@ class MetricsReporter:
         # SGLang sets PROMETHEUS_MULTIPROC_DIR before its schedulers start and
         # prometheus_client reads it on import.
         from prometheus_client import Counter, Gauge
+        from sglang.srt.runtime_context import get_parallel, get_serving
 
         labels = {
-            "model_name": self._runner.server_args.served_model_name
-            or self._runner.server_args.model_path,
-            "tp_rank": str(self._runner.ps.tp_rank),
+            "model_name": get_serving().served_model_name,
+            "tp_rank": get_parallel().tp_rank,
         }
         names = list(labels)
         self._counters = {
@@ -110,7 +110,7 @@ class MetricsReporter:
             "host_tokens_used": allocator.size - allocator.available_size(),
             "host_tokens_total": allocator.size,
             "device_tokens_used": planner.used_pages * size,
-            "device_tokens_total": planner.total_pages * size,
+            "device_tokens_total": manager.device.free_pages.shape[1] * size,
             "host_kv_bytes": manager.host.num_bytes,
             "device_kv_bytes": manager.device.num_bytes + manager.staging_bytes,
             "device_representation_bytes": sum(

@@ -14,6 +14,7 @@ HOOKS = (
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows",
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear",
     "sglang.srt.models.utils.enable_fused_set_kv_buffer",
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
 )
 
 #: Names that it calls, subclasses or reads.
@@ -35,4 +36,7 @@ USED = (
     "sglang.srt.mem_cache.memory_pool.unwrap_write_loc",
     "sglang.srt.plugins.hook_registry.HookRegistry.register",
     "sglang.srt.plugins.hook_registry.HookType.AROUND",
+    "sglang.srt.runtime_context.get_parallel",
+    "sglang.srt.runtime_context.get_schedule",
+    "sglang.srt.runtime_context.get_serving",
 )

@@ -61,6 +61,7 @@ def _register() -> None:
                 runtime.around_free_rows,
                 runtime.around_clear,
                 runtime.around_enable_fused_set_kv_buffer,
+                runtime.around_init_new,
             ),
             strict=True,
         )

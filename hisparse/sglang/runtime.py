@@ -13,10 +13,11 @@ from hisparse.adapters import ADAPTERS
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.config import HiSparseConfig, build_algorithm, resolve_memory
 from hisparse.coordinator import SparseCoordinator
-from hisparse.errors import CapacityError, ConfigError, HiSparseError
+from hisparse.errors import ConfigError, HiSparseError
 from hisparse.sglang import checks
 from hisparse.sglang.model_shape import read_model_shape
-from hisparse.sizing import Sizing, SizingRequest, compute_sizing
+from hisparse import sizing as sizing_formula
+from hisparse.sizing import Sizing, SizingRequest
 from hisparse.types import HostLayout, KVSpec, SelectionScope
 
 __all__ = ["Session", "session"]
@@ -77,7 +78,7 @@ def _plan(configurator: Any, device_bytes: int) -> Session:
     representation_bytes = sum(r.num_bytes for r in algorithm.representations(spec).values())
     stored_heads = spec.num_kv_heads if heads == 1 else 1
     page_width = stored_heads * (spec.head_dim + spec.v_head_dim)
-    sizing = compute_sizing(
+    sizing = sizing_formula.size(
         SizingRequest(
             kv_token_bytes=spec.token_bytes,
             representation_page_bytes=representation_bytes * spec.num_layers,
@@ -160,10 +161,8 @@ def around_resolve_max_num_reqs(
 
 def around_get_kv_pool_cls(original: Callable[..., Any], platform: Any, *, kind: str) -> Any:
     """Put the pool in host memory."""
-    if _session is None:
+    if _session is None or kind != "mha":
         return original(platform, kind=kind)
-    if kind != "mha":
-        raise CapacityError(f"SGLang asked for a {kind!r} KV pool; hisparse has 'mha' only")
     from hisparse.sglang.kv_pool import HiSparseMHAPool
 
     return HiSparseMHAPool
@@ -187,3 +186,13 @@ def around_clear(original: Callable[..., None], pool: Any) -> None:
 def around_enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any) -> bool:
     """Some models write K/V straight into the pool; new tokens must pass through the backend."""
     return False if _session is not None else original(*args)
+
+
+def around_init_new(
+    original: Callable[..., Any], cls: type, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Let decode batches keep the request slots on the host, so that reading them is no sync."""
+    forward_batch = original(cls, batch, *args, **kwargs)
+    if _session is not None and forward_batch.req_pool_indices_cpu is None:
+        forward_batch.req_pool_indices_cpu = batch.req_pool_indices_cpu
+    return forward_batch
