@@ -1,7 +1,8 @@
 """The operations on device pages; every one has a reference implementation in PyTorch."""
 
 from hisparse.kernels._state import LruDiff, RowState
-from hisparse.kernels.lru import lru_diff, promote_tail, rebalance, reset_rows
+from hisparse.kernels.lru_diff import lru_diff
+from hisparse.kernels.rebalance import promote_tail, rebalance, reset_rows
 from hisparse.kernels.transfer import gather_pages, gather_tokens, scatter_tokens
 
 __all__ = [

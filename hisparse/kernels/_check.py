@@ -11,15 +11,25 @@ __all__ = ["check_tensor"]
 
 
 def check_tensor(
-    name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int | None, ...]
+    name: str,
+    tensor: Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int | None, ...],
+    device: torch.device | None = None,
 ) -> None:
-    """Raise ``KernelError`` unless dtype and shape fit; None stands for any size."""
+    """Raise ``KernelError`` unless dtype, shape and device fit; None stands for any."""
     if tensor.dtype != dtype:
         raise KernelError(f"{name}: got dtype {tensor.dtype}, expected {dtype}")
     got = tensor.shape
-    fits = len(got) == len(shape) and all(
-        want is None or have == want for have, want in zip(got, shape, strict=True)
-    )
-    if not fits:
+    # One comparison of tuples settles the common case, of a shape that is known in full.
+    if got != shape and not _fits(got, shape):
         want_text = ", ".join("any" if want is None else str(want) for want in shape)
         raise KernelError(f"{name}: got shape {list(got)}, expected [{want_text}]")
+    if device is not None and tensor.device != device:
+        raise KernelError(f"{name}: got device {tensor.device}, expected {device}")
+
+
+def _fits(got: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+    return len(got) == len(shape) and all(
+        want is None or have == want for have, want in zip(got, shape, strict=True)
+    )

@@ -17,6 +17,7 @@ def lru_diff(
     num_real_rows: Tensor,
     state: RowState,
     rows: Tensor,
+    out: LruDiff | None = None,
 ) -> LruDiff:
     """See :func:`hisparse.kernels.lru_diff`.
 
@@ -94,13 +95,12 @@ def lru_diff(
     target = rows[source]
     state.slot_pages[target] = new_pages[source, :slots]
     state.lru_order[target] = new_order[source].int()
-    return LruDiff(
-        current.int(),
-        load_host.int(),
-        victims[:, :width].int(),
-        num_hits.int(),
-        num_misses.int(),
-    )
+    diff = (current, load_host, victims[:, :width], num_hits, num_misses)
+    if out is None:
+        return LruDiff(*(x.int() for x in diff))
+    for given, x in zip(out, diff, strict=True):
+        given.copy_(x)
+    return out
 
 
 def promote_tail(
@@ -144,9 +144,7 @@ def rebalance(
     num_free: Tensor,
 ) -> None:
     """See :func:`hisparse.kernels.rebalance`; the few rows that change are known on the host."""
-    changes = list(
-        zip(rows.tolist(), capacity[rows].tolist(), new_capacity.tolist(), strict=True)
-    )
+    changes = list(zip(rows.tolist(), capacity[rows].tolist(), new_capacity.tolist(), strict=True))
     free = int(num_free[0])
     for row, old, new in (c for c in changes if c[2] < c[1]):
         order = states.lru_order[:, row, :old].long()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hisparse.types import PagedKV
@@ -14,16 +13,19 @@ def gather_pages(
     src: PagedKV, src_pages: Tensor, dst: PagedKV, dst_pages: Tensor, heads: int
 ) -> None:
     """See :func:`hisparse.kernels.gather_pages`."""
-    moved = (src_pages >= 0) & (dst_pages >= 0)
-    row = moved.nonzero()[:, 0]
-    source, target = src_pages[moved].long(), dst_pages[moved].long()
+    # The sign bit of the disjunction is set where either is negative.
+    moved = ((src_pages | dst_pages).flatten() >= 0).nonzero()[:, 0]
+    source = src_pages.flatten()[moved].to(src.k.device).long()
+    target = dst_pages.flatten()[moved].to(dst.k.device).long()
+    src_heads = src.k.shape[1]
+    if dst.k.shape[1] != src_heads:
+        row = moved // max(src_pages.shape[1], 1)
+        head = (row % heads * src_heads // heads).to(src.k.device)
     for src_kv, dst_kv in zip(src, dst, strict=True):
-        src_heads = src_kv.shape[1]
         if dst_kv.shape[1] == src_heads:
-            dst_kv[target] = _at(src_kv, source).to(dst_kv.device)
+            dst_kv.index_copy_(0, target, src_kv.index_select(0, source).to(dst_kv.device))
         else:
-            head = row % heads * src_heads // heads
-            dst_kv[target, 0] = _at(src_kv, source, head).to(dst_kv.device)
+            dst_kv[:, 0].index_copy_(0, target, src_kv[source, head].to(dst_kv.device))
 
 
 def scatter_tokens(k: Tensor, v: Tensor, dst: PagedKV, slots: Tensor) -> None:
@@ -40,8 +42,3 @@ def gather_tokens(src: PagedKV, slots: Tensor) -> tuple[Tensor, Tensor]:
     size = src.k.shape[2]
     k, v = (pages_kv[slots // size, :, slots % size] for pages_kv in src)
     return k, v
-
-
-def _at(pages_kv: Tensor, *index: Tensor) -> Tensor:
-    where: torch.device = pages_kv.device
-    return pages_kv[tuple(i.to(where) for i in index)]

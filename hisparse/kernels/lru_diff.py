@@ -1,0 +1,93 @@
+"""Find what is resident, choose what to evict, say what to load: the checked entry point."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.errors import KernelError
+from hisparse.kernels._check import check_tensor
+from hisparse.kernels._impl import implementation
+from hisparse.kernels._state import LruDiff, RowState
+
+__all__ = ["lru_diff"]
+
+_I32, _I64 = torch.int32, torch.int64
+
+
+def lru_diff(
+    selection: Tensor,
+    host_page_table: Tensor,
+    capacity: Tensor,
+    num_real_rows: Tensor,
+    state: RowState,
+    *,
+    rows: Tensor | None = None,
+    out: LruDiff | None = None,
+    impl: str = "auto",
+) -> LruDiff:
+    """Find which selected pages are resident, choose victims, and say what to load where.
+
+    The tables of ``state`` are updated in place: the order becomes survivors in their old order,
+    then slots just loaded in load order, then hits in their old order.
+
+    Args:
+        selection: ``[R, K] int32``, page indices; -1 and duplicates may stand anywhere.
+        host_page_table: ``[T, Pmax] int32``, host page of each page index; R is a multiple of T
+            and row r uses table row ``r // (R // T)``, so that heads share a request's table.
+        capacity: ``[R] int32``, slots of each row, at least the unique pages of its selection.
+        num_real_rows: ``[1] int32``; rows from there on are padding: -1 out, nothing changed.
+        state: tables of the layer.
+        rows: ``[R] int64``, state row of each row, no row twice; the first R state rows if None.
+        out: written to and returned if given.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device, or there is no such
+            implementation.
+    """
+    _check(selection, host_page_table, capacity, num_real_rows, state, rows)
+    if rows is None:
+        rows = torch.arange(selection.shape[0], device=selection.device)
+    if out is not None:
+        _check_out(out, selection)
+    ops = implementation(impl, selection.device)
+    diff: LruDiff = ops.lru_diff(
+        selection, host_page_table, capacity, num_real_rows, state, rows, out
+    )
+    return diff
+
+
+def _check(
+    selection: Tensor,
+    table: Tensor,
+    capacity: Tensor,
+    num_real_rows: Tensor,
+    state: RowState,
+    rows: Tensor | None,
+) -> None:
+    device = selection.device
+    check_tensor("selection", selection, _I32, (None, None))
+    check_tensor("host_page_table", table, _I32, (None, None), device)
+    num_rows, requests = selection.shape[0], table.shape[0]
+    if (num_rows % requests if requests else num_rows) != 0:
+        raise KernelError(
+            f"host_page_table: got {requests} rows, expected a divisor of the selection's "
+            f"{num_rows}"
+        )
+    check_tensor("capacity", capacity, _I32, (num_rows,), device)
+    check_tensor("num_real_rows", num_real_rows, _I32, (1,), device)
+    check_tensor("slot_pages", state.slot_pages, _I32, (None, None), device)
+    tables = state.slot_pages.shape
+    check_tensor("lru_order", state.lru_order, _I32, tables, device)
+    check_tensor("device_pages", state.device_pages, _I32, tables, device)
+    if rows is not None:
+        check_tensor("rows", rows, _I64, (num_rows,), device)
+    elif num_rows > tables[0]:
+        raise KernelError(f"slot_pages: got {tables[0]} rows, expected {num_rows} or more")
+
+
+def _check_out(out: LruDiff, selection: Tensor) -> None:
+    for name, tensor in zip(out._fields, out, strict=True):
+        shape = selection.shape[:1] if name.startswith("num_") else selection.shape
+        check_tensor(name, tensor, _I32, shape, selection.device)

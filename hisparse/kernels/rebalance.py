@@ -1,0 +1,129 @@
+"""Changes to rows outside ``lru_diff``: capacity, reuse, full tail pages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.errors import KernelError
+from hisparse.kernels._check import check_tensor
+from hisparse.kernels._impl import implementation
+from hisparse.kernels._state import RowState
+
+__all__ = ["promote_tail", "rebalance", "reset_rows"]
+
+_I32, _I64 = torch.int32, torch.int64
+
+
+def promote_tail(
+    rows: Tensor,
+    page_index: Tensor,
+    filled: Tensor,
+    capacity: Tensor,
+    state: RowState,
+    tail_pages: Tensor,
+    *,
+    impl: str = "auto",
+) -> None:
+    """Let full tail pages enter the LRU as hottest, in place of the coldest slot's page.
+
+    Device page ids are exchanged: the evicted page's memory becomes the row's next tail page.
+
+    Args:
+        rows: ``[R] int64``, state rows, unique.
+        page_index: ``[R] int32``, index of the tail page in its sequence.
+        filled: ``[R] bool``; other rows stay as they are, as do rows without capacity.
+        capacity: ``[R] int32``.
+        state: tables of the layer.
+        tail_pages: ``[NR] int32``, device page of each state row's tail.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    num_rows, device = rows.shape[0], rows.device
+    num_states = state.slot_pages.shape[0]
+    check_tensor("rows", rows, _I64, (num_rows,))
+    check_tensor("page_index", page_index, _I32, (num_rows,), device)
+    check_tensor("filled", filled, torch.bool, (num_rows,), device)
+    check_tensor("capacity", capacity, _I32, (num_rows,), device)
+    check_tensor("tail_pages", tail_pages, _I32, (num_states,), device)
+    for name, table in zip(state._fields, state, strict=True):
+        check_tensor(name, table, _I32, (num_states, None), device)
+    ops = implementation(impl, device)
+    ops.promote_tail(rows, page_index, filled, capacity, state, tail_pages)
+
+
+def reset_rows(rows: Tensor, capacity: Tensor, states: RowState, *, impl: str = "auto") -> None:
+    """Forget what rows hold, in all layers; they keep their capacity and device pages.
+
+    Args:
+        rows: ``[M] int64``, state rows.
+        capacity: ``[NR] int32``.
+        states: tables of all layers, ``[L, NR, C]`` each.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    device = rows.device
+    check_tensor("rows", rows, _I64, (None,))
+    check_tensor("capacity", capacity, _I32, (states.slot_pages.shape[1],), device)
+    _check_states(states, device)
+    implementation(impl, device).reset_rows(rows, capacity, states)
+
+
+def rebalance(
+    rows: Tensor,
+    new_capacity: Tensor,
+    capacity: Tensor,
+    states: RowState,
+    free_pages: Tensor,
+    num_free: Tensor,
+    *,
+    impl: str = "auto",
+) -> None:
+    """Change the capacity of rows, in all layers; no K/V bytes move.
+
+    Shrinks come before grows, each in the order of ``rows``. A shrinking row drops its coldest
+    slots and pushes their device pages, cold to hot, onto the free stack; a growing row pops its
+    new pages one by one. A changed row's slots are renumbered ``0..n-1`` from cold to hot, newly
+    gained empty slots first. A row whose capacity stays is left alone.
+
+    Args:
+        rows: ``[M] int64``, state rows, unique.
+        new_capacity: ``[M] int32``.
+        capacity: ``[NR] int32``, updated.
+        states: tables of all layers, ``[L, NR, C]`` each.
+        free_pages: ``[L, N] int32``, stack of free device pages: the first ``num_free`` of a row.
+        num_free: ``[L] int32``, the same for every layer.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: more pages are asked for than are free, or than a row has room for; nothing
+            has changed then.
+    """
+    layers, num_states, slots = states.slot_pages.shape
+    device = rows.device
+    check_tensor("rows", rows, _I64, (None,))
+    check_tensor("new_capacity", new_capacity, _I32, (rows.shape[0],), device)
+    check_tensor("capacity", capacity, _I32, (num_states,), device)
+    check_tensor("free_pages", free_pages, _I32, (layers, None), device)
+    check_tensor("num_free", num_free, _I32, (layers,), device)
+    _check_states(states, device)
+    if rows.numel() == 0:
+        return
+    most, least = int(new_capacity.max()), int(new_capacity.min())
+    if most > slots or least < 0:
+        raise KernelError(f"new_capacity: got {least} to {most}, expected 0 to {slots}")
+    asked = int((new_capacity - capacity[rows]).sum())
+    if asked > int(num_free[0]):
+        raise KernelError(f"new_capacity: asks for {asked} more pages, {int(num_free[0])} are free")
+    ops = implementation(impl, device)
+    ops.rebalance(rows, new_capacity, capacity, states, free_pages, num_free)
+
+
+def _check_states(states: RowState, device: torch.device) -> None:
+    shape = states.slot_pages.shape
+    for name, table in zip(states._fields, states, strict=True):
+        check_tensor(name, table, _I32, shape, device)

@@ -1,0 +1,197 @@
+"""``lru_diff`` against an ``OrderedDict``, on its worked example, at its edges, on bad input."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hisparse.errors import KernelError
+from hisparse.kernels import LruDiff, RowState, lru_diff
+from tests.kernels.world import World, i32
+
+
+def example() -> RowState:
+    """Capacity 4 of 6, order (cold to hot) slots 2:p7, 0:p1, 3:p4, 1:p9."""
+    return RowState(
+        i32([[1, 9, 7, 4, -1, -1]]), i32([[2, 0, 3, 1, -1, -1]]), i32([[10, 11, 12, 13, -1, -1]])
+    )
+
+
+TABLE = i32([[page + 100 for page in range(10)]])
+
+
+def test_the_worked_example_of_the_design(impl: str) -> None:
+    state = example()
+    diff = lru_diff(i32([[4, 5, 9, 4, -1]]), TABLE, i32([4]), i32([1]), state, impl=impl)
+    assert diff.curr_device_slots.tolist() == [[3, 2, 1, 3, -1]]
+    assert diff.load_host_pages.tolist() == [[105, -1, -1, -1, -1]]
+    assert diff.load_device_slots.tolist() == [[2, -1, -1, -1, -1]]
+    assert (diff.num_hits.tolist(), diff.num_misses.tolist()) == ([2], [1])
+    assert state.lru_order.tolist() == [[0, 2, 3, 1, -1, -1]]
+    assert state.slot_pages.tolist() == [[1, 9, 5, 4, -1, -1]]
+    assert state.device_pages.tolist() == [[10, 11, 12, 13, -1, -1]]
+
+
+def test_more_pages_than_slots_are_refused_before_anything_changes(impl: str) -> None:
+    state = example()
+    with pytest.raises((KernelError, RuntimeError)):
+        lru_diff(i32([[4, 5, 9, 3, 2]]), TABLE, i32([4]), i32([1]), state, impl=impl)
+    assert [t.tolist() for t in state] == [t.tolist() for t in example()]
+
+
+@settings(max_examples=120, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), num_rows=st.integers(1, 6), slots=st.integers(1, 9))
+def test_any_trace_agrees_with_an_ordered_dict(
+    impl: str, seed: int, num_rows: int, slots: int
+) -> None:
+    """Contexts grow; rows are reused, resized and take in their tails; steps between all that."""
+    rng = Random(seed)
+    world = World(num_rows, slots, rng, impl, layers=2)
+    world.resize(list(range(num_rows)), [rng.randint(0, slots) for _ in range(num_rows)])
+    num_pages = rng.randint(1, 2 * slots)
+    for _ in range(12):
+        action = rng.choice(["step", "step", "step", "reset", "resize", "promote"])
+        if action == "step":
+            for layer in range(world.layers):
+                world.step(layer, num_pages, padded=rng.randint(0, 2), shared=rng.choice([1, 2, 3]))
+        elif action == "reset":
+            world.reset(world.some_rows())
+        elif action == "resize":
+            rows = world.some_rows()
+            world.resize(rows, [rng.randint(0, slots) for _ in rows])
+        else:
+            world.promote(world.some_rows(), num_pages)
+            num_pages += num_rows
+        world.check()
+
+
+@pytest.mark.parametrize("slots", [63, 64, 500], ids=lambda n: f"slots{n}")
+def test_wide_rows_agree_too(impl: str, slots: int) -> None:
+    """Sizes around and beyond vector widths, with rows that are full."""
+    world = World(3, slots, Random(slots), impl)
+    world.resize([0, 1, 2], [slots, slots - 1, slots // 2])
+    for step in range(12):
+        world.step(0, slots + 40 * step + 1, padded=1, shared=2)
+        world.check()
+
+
+def test_rows_default_to_the_first_state_rows(impl: str) -> None:
+    world = World(3, 4, Random(0), impl)
+    world.resize([0, 1, 2], [4, 4, 4])
+    diff = lru_diff(i32([[5, 6], [7, -1]]), TABLE, i32([4, 4]), i32([2]), world.layer(0), impl=impl)
+    assert diff.num_misses.tolist() == [2, 1]
+    assert world.states.slot_pages[0].tolist() == [[5, 6, -1, -1], [7, -1, -1, -1], [-1] * 4]
+
+
+def test_results_go_into_the_given_tensors(impl: str) -> None:
+    out = LruDiff(
+        *(torch.full((1, 4), 77, dtype=torch.int32) for _ in range(3)), i32([7]), i32([7])
+    )
+    args = (i32([[4, 5, 9, -1]]), TABLE, i32([4]), i32([1]))
+    diff = lru_diff(*args, example(), out=out, impl=impl)
+    assert [t.data_ptr() for t in diff] == [t.data_ptr() for t in out]
+    fresh = lru_diff(*args, example(), impl=impl)
+    assert [t.tolist() for t in out] == [t.tolist() for t in fresh]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "width"), [(0, 3), (2, 0)], ids=["no-rows", "nothing-selected"]
+)
+def test_empty_input_changes_nothing(impl: str, num_rows: int, width: int) -> None:
+    world = World(2, 4, Random(1), impl)
+    world.resize([0, 1], [4, 3])
+    diff = lru_diff(
+        torch.zeros((num_rows, width), dtype=torch.int32),
+        torch.zeros((num_rows, 5), dtype=torch.int32),
+        world.capacity[:num_rows],
+        i32([num_rows]),
+        world.layer(0),
+        impl=impl,
+    )
+    assert diff.curr_device_slots.shape == (num_rows, width)
+    assert diff.num_misses.tolist() == [0] * num_rows
+    world.check()
+
+
+def test_padding_alone_changes_nothing(impl: str) -> None:
+    """All rows padded, and all of them name one state row."""
+    state = example()
+    diff = lru_diff(
+        i32([[4, 5], [6, 7]]),
+        TABLE,
+        i32([4, 4]),
+        i32([0]),
+        state,
+        rows=torch.tensor([0, 0]),
+        impl=impl,
+    )
+    assert [t.tolist() for t in diff] == [[[-1, -1]] * 2] * 3 + [[0, 0]] * 2
+    assert [t.tolist() for t in state] == [t.tolist() for t in example()]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            {"selection": torch.zeros(2, 3)},
+            "selection: got dtype torch.float32, expected torch.int32",
+            id="dtype",
+        ),
+        pytest.param(
+            {"capacity": i32([4])}, r"capacity: got shape \[1\], expected \[2\]", id="shape"
+        ),
+        pytest.param(
+            {"host_page_table": i32([[0] * 5] * 3)},
+            "host_page_table: got 3 rows, expected a divisor of the selection's 2",
+            id="more-tables-than-rows",
+        ),
+        pytest.param(
+            {"host_page_table": torch.zeros((0, 5), dtype=torch.int32)},
+            "host_page_table: got 0 rows",
+            id="no-table",
+        ),
+        pytest.param(
+            {"num_real_rows": i32([2, 2])}, r"num_real_rows: got shape \[2\]", id="num-real-rows"
+        ),
+        pytest.param({"rows": i32([0, 1])}, "rows: got dtype torch.int32", id="rows"),
+        pytest.param(
+            {"capacity": i32([4, 4]).to("meta")},
+            "capacity: got device meta, expected cpu",
+            id="device",
+        ),
+        pytest.param(
+            {"state": RowState(*(i32([[0] * 4]) for _ in range(3)))},
+            "slot_pages: got 1 rows, expected 2 or more",
+            id="too-few-state-rows",
+        ),
+        pytest.param(
+            {"state": RowState(i32([[0] * 4] * 2), i32([[0] * 3] * 2), i32([[0] * 4] * 2))},
+            r"lru_order: got shape \[2, 3\], expected \[2, 4\]",
+            id="state",
+        ),
+        pytest.param(
+            {"out": LruDiff(*(i32([0, 0]) for _ in range(5)))},
+            r"curr_device_slots: got shape \[2\], expected \[2, 3\]",
+            id="out",
+        ),
+        pytest.param(
+            {"impl": "refrence"},
+            "unknown implementation 'refrence'; did you mean",
+            id="implementation",
+        ),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        "selection": i32([[0, 1, 2], [2, 1, 0]]),
+        "host_page_table": i32([[0] * 5] * 2),
+        "capacity": i32([4, 4]),
+        "num_real_rows": i32([2]),
+        "state": RowState(*(torch.zeros(2, 4, dtype=torch.int32) for _ in range(3))),
+    } | change
+    with pytest.raises(KernelError, match=message):
+        lru_diff(**arguments)

@@ -1,0 +1,209 @@
+"""Moving pages and tokens: bytes, layouts, heads, and that nothing else is touched."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from hisparse.errors import KernelError
+from hisparse.kernels import gather_pages, gather_tokens, lru_diff, scatter_tokens
+from hisparse.types import PagedKV
+from tests.kernels.world import World, i32
+
+LAYOUTS = {"layer_first": "PSHD", "page_first": "PSHD", "page_head": "PHSD"}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def pages(
+    layout: str,
+    num: int,
+    heads: int,
+    size: int,
+    widths: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+    fill: float | None = None,
+) -> PagedKV:
+    """Random pages, or all ``fill``, as ``[P, H, S, D]`` views; page_first has layers between."""
+
+    def make(width: int) -> Tensor:
+        sizes = {"P": num, "H": heads, "S": size, "D": width}
+        order = LAYOUTS[layout]
+        shape = [sizes[x] for x in order]
+        if layout == "page_first":
+            shape.insert(1, 3)
+        memory = torch.randn(shape).to(dtype) if fill is None else torch.full(shape, fill).to(dtype)
+        if layout == "page_first":
+            memory = memory[:, 1]
+        return memory.permute([order.index(x) for x in "PHSD"])
+
+    return PagedKV(*map(make, widths))
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def assert_same_bytes(got: PagedKV, expected: PagedKV) -> None:
+    for name, a, b in zip("kv", got, expected, strict=True):
+        wrong = (bits(a) != bits(b)).nonzero()
+        assert not len(wrong), f"{name} differs first at {wrong[0].tolist()}"
+
+
+def random_pairs(rows: int, width: int, num_src: int, num_dst: int) -> tuple[Tensor, Tensor]:
+    """Unique destinations; a third of the entries is -1 on one side or on both."""
+    src = torch.randint(0, num_src, (rows, width), dtype=torch.int32)
+    dst = torch.randperm(num_dst)[: rows * width].view(rows, width).int()
+    src[torch.rand(rows, width) < 0.2] = -1
+    dst[torch.rand(rows, width) < 0.2] = -1
+    return src, dst
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("widths", [(64, 64), (24, 8), (5, 3)], ids=["d64", "d24v8", "odd"])
+@pytest.mark.parametrize("size", [16, 1, 7], ids=lambda s: f"page{s}")
+@pytest.mark.parametrize("to", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_pages_arrive_and_nothing_else_changes(
+    impl: str, layout: str, to: str, size: int, widths: tuple[int, int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(size)
+    src = pages(layout, 40, 3, size, widths, dtype)
+    dst = pages(to, 50, 3, size, widths, dtype, fill=torch.nan)
+    expected = PagedKV(dst.k.clone(), dst.v.clone())
+    src_pages, dst_pages = random_pairs(5, 7, 40, 50)
+    for a, b in zip(src_pages.flatten().tolist(), dst_pages.flatten().tolist(), strict=True):
+        if a >= 0 and b >= 0:
+            expected.k[b], expected.v[b] = src.k[a], src.v[a]
+    gather_pages(src, src_pages, dst, dst_pages, impl=impl)
+    assert_same_bytes(dst, expected)
+
+
+@pytest.mark.parametrize(
+    ("heads", "src_heads"),
+    [(1, 2), (2, 2), (6, 2), (4, 4), (3, 3)],
+    ids=["one-row", "kv_head", "query_head", "kv_head4", "kv_head3"],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_of_a_head_gets_its_own_head(
+    impl: str, layout: str, heads: int, src_heads: int
+) -> None:
+    torch.manual_seed(heads)
+    requests, width = 3, 4
+    src = pages(layout, 30, src_heads, 16, (8, 12))
+    num_dst = requests * heads * width + 3
+    dst = pages("page_head", num_dst, 1, 16, (8, 12), fill=torch.nan)
+    expected = PagedKV(dst.k.clone(), dst.v.clone())
+    src_pages, dst_pages = random_pairs(requests * heads, width, 30, num_dst)
+    for row in range(requests * heads):
+        head = (row % heads) * src_heads // heads
+        for a, b in zip(src_pages[row].tolist(), dst_pages[row].tolist(), strict=True):
+            if a >= 0 and b >= 0:
+                expected.k[b, 0], expected.v[b, 0] = src.k[a, head], src.v[a, head]
+    gather_pages(src, src_pages, dst, dst_pages, heads=heads, impl=impl)
+    assert_same_bytes(dst, expected)
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 3), (2, 0), (2, 3)], ids=["no-rows", "no-entries", "all-off"]
+)
+def test_nothing_to_move_is_fine(impl: str, shape: tuple[int, int]) -> None:
+    src, dst = pages("layer_first", 4, 2, 4, (8, 8)), pages("page_head", 4, 1, 4, (8, 8), fill=5.0)
+    off = torch.full(shape, -1, dtype=torch.int32)
+    gather_pages(src, off, dst, off, heads=2, impl=impl)
+    assert (dst.k == 5).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("count", [0, 1, 63, 500], ids=lambda n: f"tokens{n}")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_go_to_their_slots_and_come_back(
+    impl: str, layout: str, count: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(count)
+    pool = pages(layout, 80, 3, 7, (24, 8), dtype, fill=torch.nan)
+    expected = PagedKV(pool.k.clone(), pool.v.clone())
+    slots = torch.randperm(80 * 7)[:count]
+    # Tokens as they come out of a fused projection: rows with a stride.
+    fused = torch.randn(count, 3, 32).to(dtype)
+    k, v = fused[..., :24], fused[..., 24:]
+    for token, slot in enumerate(slots.tolist()):
+        page, offset = divmod(slot, 7)
+        expected.k[page, :, offset], expected.v[page, :, offset] = k[token], v[token]
+    scatter_tokens(k, v, pool, slots, impl=impl)
+    assert_same_bytes(pool, expected)
+    back = PagedKV(*gather_tokens(pool, slots, impl=impl))
+    assert_same_bytes(back, PagedKV(k, v))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(4), ids=lambda s: f"seed{s}")
+def test_resident_bytes_equal_host_bytes_after_any_trace(impl: str, layout: str, seed: int) -> None:
+    """Invariant 2: what ``lru_diff`` calls resident is what ``gather_pages`` brought there."""
+    rng, size, width = Random(seed), 4, 8
+    torch.manual_seed(seed)
+    world = World(3, 6, rng, impl)
+    world.resize([0, 1, 2], [6, 4, 3])
+    host = pages(layout, 10_000, 1, size, (width, width))
+    device = pages("page_head", world.num_pages, 1, size, (width, width), fill=torch.nan)
+    loaded_from: dict[tuple[int, int], int] = {}
+    for step in range(25):
+        if step % 8 == 7:
+            world.resize([0, 1, 2], rng.sample([2, 4, 6], 3))
+        rows = world.some_rows()
+        table = torch.randint(0, 10_000, (len(rows), 9), dtype=torch.int32)
+        for r, row in enumerate(rows):
+            for page in range(9):
+                table[r, page] = loaded_from.get((row, page), int(table[r, page]))
+                loaded_from[row, page] = int(table[r, page])
+        selection = i32([[rng.randrange(-1, 9) for _ in range(2)] for _ in rows])
+        swap_in(world, host, device, rows, table, selection)
+        state = world.layer(0)
+        for row in range(world.num_rows):
+            for page, at in zip(state.slot_pages[row], state.device_pages[row], strict=True):
+                if page >= 0:
+                    source = loaded_from[row, int(page)]
+                    assert torch.equal(device.k[at], host.k[source])
+                    assert torch.equal(device.v[at], host.v[source])
+
+
+def swap_in(
+    world: World, host: PagedKV, device: PagedKV, rows: list[int], table: Tensor, selection: Tensor
+) -> None:
+    state, index = world.layer(0), torch.tensor(rows)
+    diff = lru_diff(
+        selection,
+        table,
+        world.capacity[index],
+        i32([len(rows)]),
+        state,
+        rows=index,
+        impl=world.impl,
+    )
+    slots = diff.load_device_slots
+    at = state.device_pages[index].gather(1, slots.clamp(min=0).long())
+    at = at.masked_fill(slots < 0, -1)
+    gather_pages(host, diff.load_host_pages, device, at, impl=world.impl)
+    for oracle, chosen in zip((world.oracles[0][r] for r in rows), selection.tolist(), strict=True):
+        oracle.step(chosen, list(range(9)))
+    world.check()
+
+
+def test_bad_tensors_are_named() -> None:
+    src, pair = pages("page_head", 4, 2, 4, (8, 8)), i32([[0, 1]])
+    three = pages("page_head", 4, 3, 4, (8, 8))
+    with pytest.raises(
+        KernelError, match=r"dst.k: got pages \[3, 4, 8\] of torch.float32, expected"
+    ):
+        gather_pages(src, pair, three, pair)
+    with pytest.raises(KernelError, match="src_pages: got dtype torch.int64, expected torch.int32"):
+        gather_pages(src, pair.long(), src, pair)
+    with pytest.raises(KernelError, match="heads: got 0, expected 1 or more"):
+        gather_pages(src, pair, src, pair, heads=0)
+    token = torch.zeros(1, 2, 8)
+    with pytest.raises(KernelError, match=r"v: got shape \[1, 2, 9\], expected \[1, 2, 8\]"):
+        scatter_tokens(token, torch.zeros(1, 2, 9), src, torch.tensor([0]))
+    with pytest.raises(KernelError, match="slots: got dtype torch.int32, expected torch.int64"):
+        gather_tokens(src, i32([0]))
