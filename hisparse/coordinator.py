@@ -77,7 +77,9 @@ class SparseCoordinator:
             self._step = None
         else:
             needs = batch.seq_lens_cpu // size
-            self.manager.start_forward(dict(zip(batch.slots_cpu.tolist(), needs.tolist())))
+            self.manager.start_forward(
+                dict(zip(batch.slots_cpu.tolist(), needs.tolist(), strict=True))
+            )
             self._step = self._make_step(batch)
             self._plan_parts(batch, self._step)
 
@@ -147,7 +149,8 @@ class SparseCoordinator:
         batch, step = self._batch, self._step
         if isinstance(batch, PrefillBatch):
             return self._prefill.attention(layer_id, q, k, v, batch)
-        assert batch is not None and step is not None, "forward_begin comes before attention"
+        assert batch is not None, "forward_begin comes before attention"
+        assert step is not None, "a decode batch has a step"
         self.manager.append_tail(layer_id, step, k, v)
         self.manager.write(layer_id, batch.host_slots, k, v)
         parts = self._dense_parts if layer_id in self._dense_layers else self._parts

@@ -78,7 +78,8 @@ class DecodeAttention:
         kv = self._manager.device.layer(layer_id)
         queries = q.unflatten(1, (heads, -1)).flatten(0, 1)
         attended = self._adapter.attend(queries, kv, table, seq_lens, self._policy.scale)
-        return attended.out.unflatten(0, (-1, heads)).flatten(1, 2)
+        out: Tensor = attended.out.unflatten(0, (-1, heads)).flatten(1, 2)
+        return out
 
     def attend_staged(self, layer_id: int, q: Tensor, step: DecodeStep) -> Tensor:
         """Dense, over a context that does not fit: host pages in tiles, merged by log-sum-exp."""
@@ -105,9 +106,7 @@ class DecodeAttention:
             tile: PagedKV = manager.read_prefix(layer_id, pages.flatten())
             table = torch.arange(pages.numel(), dtype=torch.int32, device=q.device)
             lens = (seq_lens - first * size).clamp(0, pages.shape[1] * size)
-            part = self._adapter.attend(
-                q, tile, table.view(pages.shape), lens, self._policy.scale
-            )
+            part = self._adapter.attend(q, tile, table.view(pages.shape), lens, self._policy.scale)
             attended = part if attended is None else merge_attended(attended, part)
             manager.counters.count_staged(
                 pages.numel() * size * self._policy.kv.token_bytes_per_layer, decode=True

@@ -41,7 +41,9 @@ class Prefill:
         self._adapter = adapter
         self._representations = dict(representations)
 
-    def attention(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: PrefillBatch) -> Tensor:
+    def attention(
+        self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: PrefillBatch
+    ) -> Tensor:
         """``q [T, Hq, D]``, ``k, v [T, Hkv, D]`` -> ``[T, Hq, Dv]`` in the dtype of q."""
         self._manager.write(layer_id, batch.host_slots, k, v)
         outputs = []

@@ -132,8 +132,9 @@ class Simulator:
         def noise(heads: int) -> Tensor:
             return torch.randn(spec.num_layers, length, heads, spec.head_dim, generator=rng)
 
-        new = Request(slot, noise(spec.num_q_heads), noise(spec.num_kv_heads),
-                      noise(spec.num_kv_heads), [])
+        new = Request(
+            slot, noise(spec.num_q_heads), noise(spec.num_kv_heads), noise(spec.num_kv_heads), []
+        )
         if like is not None:
             for mine, other in ((new.q, like.q), (new.k, like.k), (new.v, like.v)):
                 mine[:, :shared] = other[:, :shared]
@@ -161,8 +162,11 @@ class Simulator:
         for request, n in parts:
             start = request.done
             pages = self._grow(request, start + n)
-            chunks.append(PrefillChunk(slot=request.slot, start=start, length=n, offset=offset,
-                                       host_pages=pages))
+            chunks.append(
+                PrefillChunk(
+                    slot=request.slot, start=start, length=n, offset=offset, host_pages=pages
+                )
+            )
             slots.append(self._slots(request, start, start + n))
             offset += n
             request.done += n
@@ -171,8 +175,12 @@ class Simulator:
         outs = []
         for layer in range(self.layers):
             q, k, v = (
-                torch.cat([getattr(r, x)[layer, c.start : c.end]
-                           for (r, _), c in zip(parts, chunks, strict=True)])
+                torch.cat(
+                    [
+                        getattr(r, x)[layer, c.start : c.end]
+                        for (r, _), c in zip(parts, chunks, strict=True)
+                    ]
+                )
                 for x in "qkv"
             )
             outs.append(self.coordinator.attention(layer, q, k, v))
@@ -201,8 +209,9 @@ class Simulator:
         self.coordinator.forward_begin(batch)
         outs = []
         for layer in range(self.layers):
-            q, k, v = (torch.stack([getattr(r, x)[layer, r.done - 1] for r in requests])
-                       for x in "qkv")
+            q, k, v = (
+                torch.stack([getattr(r, x)[layer, r.done - 1] for r in requests]) for x in "qkv"
+            )
             outs.append(self.coordinator.attention(layer, q, k, v))
         self.coordinator.forward_end()
         return torch.stack(outs)

@@ -103,8 +103,9 @@ def test_sparse_decoding_attends_exactly_what_was_selected(
         out = sim.decode(a, b)[0]
         selection = seen[-1]
         for row, request in enumerate((a, b)):
-            assert_close(out[row], attended(sim, request, selection, row).float(),
-                         rtol=1e-4, atol=1e-5)
+            assert_close(
+                out[row], attended(sim, request, selection, row).float(), rtol=1e-4, atol=1e-5
+            )
             num_pages = (request.done - 1) // sim.page_size
             for pages, length in zip(selection.pages[row], selection.lengths[row], strict=True):
                 chosen = [p for p in pages.tolist() if p >= 0]
@@ -124,8 +125,13 @@ def run_alone(settings: dict[str, object], length: int, seed: int, prompt: int) 
 def test_other_requests_never_change_a_request(scope: str) -> None:
     """Invariants 3 and 4: rows are reused, shrink and grow; the outputs stay bitwise the same."""
     heads = {"layer": 1, "kv_head": 2, "query_head": 4}[scope]
-    tight = {"scope": scope, "device_pages": 24 * heads, "device_buffer": 48, "max_row": 192,
-             "num_slots": 5}
+    tight = {
+        "scope": scope,
+        "device_pages": 24 * heads,
+        "device_buffer": 48,
+        "max_row": 192,
+        "num_slots": 5,
+    }
     alone = run_alone(tight, 150, seed=6, prompt=100)
     sim = Simulator(**tight)
     request = sim.request(2, 150, seed=6)
@@ -188,8 +194,9 @@ def check_residents(sim: Simulator, request: Request) -> int:
         for head in range(heads):
             row = request.slot * heads + head
             which = slice(None) if heads == 1 else [head * kv_heads // heads]
-            for page, device_page in zip(state.slot_pages[row].tolist(),
-                                         state.device_pages[row].tolist(), strict=True):
+            for page, device_page in zip(
+                state.slot_pages[row].tolist(), state.device_pages[row].tolist(), strict=True
+            ):
                 if page >= 0:
                     count += 1
                     host_page = request.host_pages[page]

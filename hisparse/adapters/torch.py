@@ -44,7 +44,7 @@ class TorchAdapter(BackendAdapter):
     @staticmethod
     def _gather(pages_kv: Tensor, pages: Tensor, rows: int) -> Tensor:
         """``[N, Hr, S, D]`` at ``[R * P]`` -> ``[R, Hr, P * S, D]`` float32."""
-        taken = pages_kv.index_select(0, pages).unflatten(0, (rows, -1))
+        taken: Tensor = pages_kv.index_select(0, pages).unflatten(0, (rows, -1))
         return taken.transpose(1, 2).flatten(2, 3).float()
 
     def attend_prefill(
@@ -84,7 +84,8 @@ class TorchAdapter(BackendAdapter):
             out = (logits - lse[..., None]).exp_() @ values[:, None]
             parts.append(
                 Attended(
-                    out.flatten(0, 1).transpose(0, 1).contiguous(), lse.flatten(0, 1).transpose(0, 1)
+                    out.flatten(0, 1).transpose(0, 1).contiguous(),
+                    lse.flatten(0, 1).transpose(0, 1),
                 )
             )
         return Attended(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))

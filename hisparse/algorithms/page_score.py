@@ -33,7 +33,8 @@ class PageScoreAlgorithm(BaseSparseAlgorithm):
     @abstractmethod
     def score(self, query: Tensor, summaries: Tensor) -> Tensor:
         """``query [B, Hq, D]`` (times the softmax scale), ``summaries [B, P, *summary]``
-        -> ``[B, Hq or Hkv, P]``; higher is kept."""
+        -> ``[B, Hq or Hkv, P]``; higher is kept.
+        """
 
     def representations(self, kv: KVSpec) -> dict[str, Representation]:
         return {"summary": Representation(self.summary_shape(kv), kv.dtype)}

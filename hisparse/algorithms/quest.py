@@ -38,4 +38,5 @@ class Quest(PageScoreAlgorithm):
         kv_heads = summaries.shape[2]
         signed = torch.cat([query.clamp(min=0), query.clamp(max=0)], dim=-1)
         signed = signed.unflatten(1, (kv_heads, -1)).to(summaries.dtype)
-        return (signed @ summaries.permute(0, 2, 3, 1)).flatten(1, 2)
+        scores: Tensor = (signed @ summaries.permute(0, 2, 3, 1)).flatten(1, 2)
+        return scores

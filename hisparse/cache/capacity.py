@@ -59,6 +59,11 @@ class CapacityPlanner:
         """Device pages of one layer that rows hold as of the last plan."""
         return self._rows * sum(self._capacity.values())
 
+    @property
+    def live_pages(self) -> int:
+        """Those that rows of live requests hold: the others are free at the next forward."""
+        return self._rows * sum(self._capacity.get(slot, 0) for slot in self._needs)
+
     def capacity(self, slot: int) -> int:
         """Device pages that each row of a request slot holds as of the last plan."""
         return self._capacity.get(slot, 0)
@@ -152,5 +157,6 @@ class CapacityPlanner:
 
 def _wanted(need: int) -> int:
     """Pages for a context of ``need`` pages and a 16th more, in steps of 16: a row that decodes
-    then changes its capacity once in some hundred tokens."""
+    then changes its capacity once in some hundred tokens.
+    """
     return (need + need // 16) // 16 * 16 + 16

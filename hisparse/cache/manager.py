@@ -95,11 +95,6 @@ class SparseKVCacheManager:
         """A request is over; its device pages go back to the pool at the next forward."""
         self.planner.end(slot)
 
-    def reset_all(self) -> None:
-        """Every request is over."""
-        for slot in self.planner.live:
-            self.planner.end(slot)
-
     def start_forward(self, needs: dict[int, int]) -> None:
         """Forget what reset rows held and fit the rows' capacities to what runs.
 

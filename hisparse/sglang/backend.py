@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from torch import Tensor
 
 from hisparse.batch import DecodeBatch, PrefillBatch, PrefillChunk
@@ -12,6 +11,7 @@ from hisparse.errors import HiSparseError
 from hisparse.sglang import runtime
 from hisparse.sglang.build import build_coordinator
 from hisparse.sglang.metrics import MetricsReporter
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 
 __all__ = ["HiSparseAttnBackend"]
 
@@ -24,13 +24,13 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         session = runtime.session()
         self.coordinator = build_coordinator(session, model_runner)
         session.coordinator = self.coordinator
-        session.req_to_token_pool = model_runner.req_to_token_pool
         model_runner.req_to_token_pool.register_on_alloc_rows(self._on_alloc_rows)
         self._spec = session.spec
         self._first_layer = model_runner.token_to_kv_pool.start_layer
         self._last_layer = self._first_layer + session.spec.num_layers - 1
         self._req_to_token = model_runner.req_to_token_pool.req_to_token
-        self._metrics = MetricsReporter(session, model_runner)
+        self._metrics = session.metrics = MetricsReporter(session, model_runner)
+        session.req_to_token_pool = model_runner.req_to_token_pool
 
     def _on_alloc_rows(self, slots: list[int]) -> None:
         for slot in slots:
@@ -55,7 +55,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
     def _page_table(self, slots: Tensor, num_pages: int) -> Tensor:
         """``[B, num_pages] int32``, a copy: the scheduler rewrites its table during forwards."""
         size = self._spec.page_size
-        first_tokens = self._req_to_token[slots, : num_pages * size : size]
+        first_tokens: Tensor = self._req_to_token[slots, : num_pages * size : size]
         return first_tokens // size
 
     def _decode_batch(self, forward_batch: Any) -> DecodeBatch:
@@ -104,7 +104,8 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
             return q.new_empty(q.shape[0], width)
         if not save_kv_cache or k is None:
             raise HiSparseError(
-                f"layer {layer.layer_id} did not hand over K and V (save_kv_cache={save_kv_cache}); "
+                f"layer {layer.layer_id} did not hand over K and V "
+                f"(save_kv_cache={save_kv_cache}); "
                 "this model writes or shares K/V in a way that hisparse does not serve"
             )
         spec = self._spec
@@ -127,4 +128,3 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         """Whether SGLang may use its Triton helpers beside this backend."""
         device: str = self._req_to_token.device.type
         return device == "cuda"
-

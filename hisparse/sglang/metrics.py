@@ -13,8 +13,10 @@ __all__ = ["MetricsReporter"]
 
 logger = logging.getLogger("hisparse")
 
-#: Seconds between two lines in the log while something is served.
+#: Seconds between two lines in the log, and between two updates for Prometheus, while something
+#: is served; the end of a request updates too, so that an idle server shows its last state.
 _LOG_INTERVAL_S = 30.0
+_PUBLISH_INTERVAL_S = 1.0
 
 _COUNTERS = {
     "hit_pages": "Pages that decode steps selected and found on the device",
@@ -52,7 +54,7 @@ class MetricsReporter:
         self._runner = model_runner
         self._published: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
         self._last_log = time.monotonic()
-        self._logged: CacheStats | None = None
+        self._last_publish = 0.0
         self._counters: dict[str, Any] = {}
         self._gauges: dict[str, Any] = {}
         if model_runner.server_args.enable_metrics:
@@ -62,6 +64,7 @@ class MetricsReporter:
         # SGLang sets PROMETHEUS_MULTIPROC_DIR before its schedulers start and
         # prometheus_client reads it on import.
         from prometheus_client import Counter, Gauge
+
         from sglang.srt.runtime_context import get_parallel, get_serving
 
         labels = {
@@ -79,19 +82,17 @@ class MetricsReporter:
             )
             for name, text in _GAUGES.items()
         }
-        self._publish(self._coordinator.manager.counters.stats())
+        self.report(now=True)
 
-    def report(self) -> None:
-        """Called after each forward."""
-        due = time.monotonic() - self._last_log >= _LOG_INTERVAL_S
-        if not (due or self._gauges):
-            return
-        stats = self._coordinator.manager.counters.stats()
-        if self._gauges:
-            self._publish(stats)
-        if due:
-            self._last_log = time.monotonic()
-            self._log(stats)
+    def report(self, *, now: bool = False) -> None:
+        """Called after each forward, and with ``now`` when a request has ended."""
+        time_s = time.monotonic()
+        if self._gauges and (now or time_s - self._last_publish >= _PUBLISH_INTERVAL_S):
+            self._last_publish = time_s
+            self._publish(self._coordinator.manager.counters.stats())
+        if time_s - self._last_log >= _LOG_INTERVAL_S:
+            self._last_log = time_s
+            self._log(self._coordinator.manager.counters.stats())
 
     def _publish(self, stats: CacheStats) -> None:
         for name, counter in self._counters.items():
@@ -109,7 +110,7 @@ class MetricsReporter:
             "hit_ratio": stats.hit_ratio,
             "host_tokens_used": allocator.size - allocator.available_size(),
             "host_tokens_total": allocator.size,
-            "device_tokens_used": planner.used_pages * size,
+            "device_tokens_used": planner.live_pages * size,
             "device_tokens_total": manager.device.free_pages.shape[1] * size,
             "host_kv_bytes": manager.host.num_bytes,
             "device_kv_bytes": manager.device.num_bytes + manager.staging_bytes,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from hisparse import sizing as sizing_formula
 from hisparse.adapters import ADAPTERS
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.config import HiSparseConfig, build_algorithm, resolve_memory
@@ -16,9 +17,11 @@ from hisparse.coordinator import SparseCoordinator
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.sglang import checks
 from hisparse.sglang.model_shape import read_model_shape
-from hisparse import sizing as sizing_formula
 from hisparse.sizing import Sizing, SizingRequest
 from hisparse.types import HostLayout, KVSpec, SelectionScope
+
+if TYPE_CHECKING:
+    from hisparse.sglang.metrics import MetricsReporter
 
 __all__ = ["Session", "session"]
 
@@ -38,6 +41,14 @@ class Session:
     sizing: Sizing
     req_to_token_pool: Any = None
     coordinator: SparseCoordinator | None = None
+    metrics: MetricsReporter | None = None
+
+    def end_requests(self, slots: Iterable[int]) -> None:
+        """The requests in these slots are over."""
+        assert self.coordinator is not None and self.metrics is not None
+        for slot in slots:
+            self.coordinator.on_request_end(slot)
+        self.metrics.report(now=True)
 
 
 _session: Session | None = None
@@ -70,7 +81,9 @@ def around_profile_available_bytes(
 def _plan(configurator: Any, device_bytes: int) -> Session:
     config = HiSparseConfig.parse(configurator.server_args.hisparse_config)
     algorithm = build_algorithm(config)
-    spec, scale = read_model_shape(configurator.model, configurator.kv_cache_dtype, config.page_size)
+    spec, scale = read_model_shape(
+        configurator.model, configurator.kv_cache_dtype, config.page_size
+    )
     scope = _choose_scope(config, algorithm)
     layout: HostLayout = config.host_layout or ("layer_first" if scope == "layer" else "page_head")
     heads = spec.selection_heads(scope)
@@ -97,7 +110,9 @@ def _plan(configurator: Any, device_bytes: int) -> Session:
     )
     bad = sorted(x for x in config.dense_layers or () if x >= spec.num_layers)
     if bad:
-        raise ConfigError(f"dense_layers names {bad}; the model has layers 0 to {spec.num_layers - 1}")
+        raise ConfigError(
+            f"dense_layers names {bad}; the model has layers 0 to {spec.num_layers - 1}"
+        )
     return Session(
         config=config,
         algorithm=algorithm,
@@ -169,18 +184,17 @@ def around_get_kv_pool_cls(original: Callable[..., Any], platform: Any, *, kind:
 
 
 def around_free_rows(original: Callable[..., None], pool: Any, indices: list[int]) -> None:
-    """A request is over: its device pages go back."""
+    """Requests are over: their device pages go back."""
     original(pool, indices)
-    if _session is not None and pool is _session.req_to_token_pool and _session.coordinator:
-        for slot in indices:
-            _session.coordinator.on_request_end(slot)
+    if _session is not None and pool is _session.req_to_token_pool:
+        _session.end_requests(indices)
 
 
 def around_clear(original: Callable[..., None], pool: Any) -> None:
     """All requests are over."""
     original(pool)
-    if _session is not None and pool is _session.req_to_token_pool and _session.coordinator:
-        _session.coordinator.manager.reset_all()
+    if _session is not None and pool is _session.req_to_token_pool:
+        _session.end_requests(range(1, pool.size + 1))
 
 
 def around_enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any) -> bool:

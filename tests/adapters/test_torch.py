@@ -53,8 +53,9 @@ def test_prefill(tokens: int, causal: bool, way: str) -> None:
     for token in {0, tokens // 2, tokens - 1}:
         seen = token + 1 if causal else keys
         for head in range(6):
-            expected = oracle(q[token, head : head + 1], k[:seen, head // 3], v[:seen, head // 3],
-                              0.25)
+            expected = oracle(
+                q[token, head : head + 1], k[:seen, head // 3], v[:seen, head // 3], 0.25
+            )
             assert_close(out[token, head].double(), expected.out[0], rtol=1e-4, atol=1e-5)
             assert_close(lse[token, head].double(), expected.lse[0], rtol=1e-4, atol=1e-5)
 

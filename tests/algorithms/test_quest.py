@@ -19,15 +19,24 @@ QUEST = Quest()
 
 
 def policy(scope: str = "kv_head", max_pages: int = 4) -> SelectionPolicy:
-    spec = KVSpec(num_layers=1, num_q_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=8,
-                  dtype=torch.float32, page_size=4)
-    return SelectionPolicy(kv=spec, scope=scope, max_pages=max_pages, num_sink_pages=1,
-                           num_recent_pages=1, scale=1.0)
+    spec = KVSpec(
+        num_layers=1,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        v_head_dim=8,
+        dtype=torch.float32,
+        page_size=4,
+    )
+    return SelectionPolicy(
+        kv=spec, scope=scope, max_pages=max_pages, num_sink_pages=1, num_recent_pages=1, scale=1.0
+    )
 
 
 def step(num_pages: list[int], **kwargs: object) -> SimpleNamespace:
-    return SimpleNamespace(policy=policy(**kwargs),
-                           num_pages=torch.tensor(num_pages, dtype=torch.int32))
+    return SimpleNamespace(
+        policy=policy(**kwargs), num_pages=torch.tensor(num_pages, dtype=torch.int32)
+    )
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([torch.float32, torch.bfloat16]))
@@ -47,8 +56,9 @@ def test_score_is_the_papers_sum_of_channel_maxima() -> None:
     keys, query = torch.randn(3, 4, 2, 8), torch.randn(1, 4, 8)
     high, low = keys.amax(1), keys.amin(1)
     per_head = query[0].unflatten(0, (2, 2))[:, :, None]
-    products = torch.maximum(per_head * high.transpose(0, 1)[:, None],
-                             per_head * low.transpose(0, 1)[:, None])
+    products = torch.maximum(
+        per_head * high.transpose(0, 1)[:, None], per_head * low.transpose(0, 1)[:, None]
+    )
     expected = products.sum(-1).flatten(0, 1)[None]
     summaries = QUEST.summarize(keys, torch.ones(3, 4, dtype=torch.bool))[None]
     assert_close(QUEST.score(query, summaries), expected)
