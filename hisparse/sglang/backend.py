@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from torch import Tensor
 
 from hisparse.batch import DecodeBatch, PrefillBatch, PrefillChunk
@@ -11,7 +12,6 @@ from hisparse.errors import HiSparseError
 from hisparse.sglang import runtime
 from hisparse.sglang.build import build_coordinator
 from hisparse.sglang.metrics import MetricsReporter
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 
 __all__ = ["HiSparseAttnBackend"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
 
 from hisparse.cache import HostKVPool
 from hisparse.errors import HiSparseError
 from hisparse.kernels import scatter_tokens
 from hisparse.sglang import runtime
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
 
 __all__ = ["HiSparseMHAPool"]
 

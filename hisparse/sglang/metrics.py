@@ -64,7 +64,6 @@ class MetricsReporter:
         # SGLang sets PROMETHEUS_MULTIPROC_DIR before its schedulers start and
         # prometheus_client reads it on import.
         from prometheus_client import Counter, Gauge
-
         from sglang.srt.runtime_context import get_parallel, get_serving
 
         labels = {

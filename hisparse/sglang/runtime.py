@@ -45,7 +45,8 @@ class Session:
 
     def end_requests(self, slots: Iterable[int]) -> None:
         """The requests in these slots are over."""
-        assert self.coordinator is not None and self.metrics is not None
+        assert self.coordinator is not None
+        assert self.metrics is not None
         for slot in slots:
             self.coordinator.on_request_end(slot)
         self.metrics.report(now=True)

@@ -1,0 +1,6 @@
+"""Names only."""
+
+from torchvision.transforms import functional
+from torchvision.transforms.functional import InterpolationMode
+
+__all__ = ["InterpolationMode", "functional"]

@@ -1,0 +1,5 @@
+"""Names only."""
+
+from torchvision.transforms.v2 import functional
+
+__all__ = ["functional"]
