@@ -1,0 +1,360 @@
+"""Starts the real SGLang server as a subprocess and talks to it over HTTP.
+
+What makes a start quick (about 20 s on two cores, nearly all of it imports): ``--skip-server-warmup``
+sends no warm-up request; ``--skip-tokenizer-init`` loads no tokenizer, prompts and answers are token
+ids; ``OMP_NUM_THREADS=1`` keeps SGLang's processes from fighting for the cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+
+__all__ = ["Answer", "Metrics", "Refused", "Server", "run_to_exit"]
+
+_START_TIMEOUT_S = 180
+_REQUEST_TIMEOUT_S = 240
+_LOG_END = 6000
+
+
+class Refused(Exception):
+    """The server answered with an error.
+
+    Attributes:
+        status: HTTP status code.
+    """
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"HTTP {status}: {text}")
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request got.
+
+    Attributes:
+        ids: output token ids.
+        cached: prompt tokens taken from the radix cache.
+        retractions: how often the request lost its place and was prefilled again.
+        logprobs: of each output token.
+        top_logprobs: for each output token, token id to logprob of the best ones.
+        text: output text, where the server has a tokenizer.
+        finish: why it ended.
+    """
+
+    ids: list[int]
+    cached: int
+    retractions: int
+    logprobs: list[float]
+    top_logprobs: list[dict[int, float]]
+    text: str
+    finish: dict[str, Any]
+
+
+class Metrics(Mapping[str, float]):
+    """SGLang's Prometheus page: name to value, summed over label sets."""
+
+    def __init__(self, page: str) -> None:
+        self._values: dict[str, float] = {}
+        for line in page.splitlines():
+            if line and not line.startswith("#"):
+                name, value = re.match(r"([^{\s]+)(?:\{.*\})?\s+(\S+)", line).groups()
+                self._values[name] = self._values.get(name, 0.0) + float(value)
+
+    def __getitem__(self, name: str) -> float:
+        for key in (name, f"{name}_total"):
+            if key in self._values:
+                return self._values[key]
+        shown = ", ".join(n for n in self._values if n.startswith("hisparse")) or "none of hisparse"
+        raise KeyError(f"{name} is not among the metrics ({shown})")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _environment(python_path: Sequence[Path], env: Mapping[str, str]) -> dict[str, str]:
+    paths = [str(p) for p in python_path]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    quick = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return os.environ | quick | {"PYTHONPATH": os.pathsep.join(paths)} | dict(env)
+
+
+def command_line(
+    model: Path,
+    *flags: str,
+    port: int,
+    backend: str = "hisparse",
+    config: Mapping[str, Any] | str | None = None,
+    tokenizer: bool = False,
+) -> list[str]:
+    """``python -m sglang.launch_server`` with what every test wants."""
+    line = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    line += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
+    line += ["--attention-backend", backend, "--skip-server-warmup", "--enable-metrics"]
+    line += ["--sleep-on-idle", *(() if tokenizer else ("--skip-tokenizer-init",))]
+    if config is not None:
+        line += ["--hisparse-config", config if isinstance(config, str) else json.dumps(config)]
+    return [*line, *flags]
+
+
+def run_to_exit(
+    model: Path, *flags: str, config: Mapping[str, Any] | str | None, timeout_s: float = 120
+) -> tuple[int, str, str]:
+    """Start a server that should not come up: exit code, standard output, standard error."""
+    line = command_line(model, *flags, port=_free_port(), config=config)
+    process = subprocess.Popen(
+        line,
+        env=_environment((), {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+        return process.returncode, out, err
+    finally:
+        _kill_group(process)
+
+
+def _kill_group(process: subprocess.Popen[Any]) -> None:
+    """End what is left of the process's own group."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+class Server:
+    """A running server; use it as a context manager.
+
+    Args:
+        model: folder of the model.
+        log: file that gets what the server prints.
+        flags: more of SGLang's flags.
+        backend: attention backend.
+        config: value of ``--hisparse-config``.
+        tokenizer: let the server load the model's tokenizer.
+        python_path: folders in front of the module path, for test-only plugins.
+        env: more environment variables.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        *flags: str,
+        backend: str = "hisparse",
+        config: Mapping[str, Any] | None = None,
+        tokenizer: bool = False,
+        python_path: Sequence[Path] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._port = _free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._log = log
+        self._env = _environment(python_path, env or {})
+        self._line = command_line(
+            model, *flags, port=self._port, backend=backend, config=config, tokenizer=tokenizer
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._line, env=self._env, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            self._wait_until_up()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _wait_until_up(self) -> None:
+        end = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < end:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the server ended with {self._process.returncode}{self._end()}")
+            try:
+                if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            except requests.RequestException:
+                pass
+            time.sleep(0.2)
+        raise RuntimeError(f"the server did not come up in {_START_TIMEOUT_S} s{self._end()}")
+
+    def _end(self) -> str:
+        return f"; its log ends:\n{self.log()[-_LOG_END:]}"
+
+    def log(self) -> str:
+        """What the server has printed."""
+        return self._log.read_text(errors="replace")
+
+    def stop(self) -> None:
+        """SIGTERM to the server, then SIGKILL to what is left of its process group."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(15)
+            except subprocess.TimeoutExpired:
+                pass
+        _kill_group(self._process)
+
+    def _post(self, path: str, body: Mapping[str, Any], **options: Any) -> requests.Response:
+        try:
+            reply = requests.post(
+                f"{self.url}{path}", json=body, timeout=_REQUEST_TIMEOUT_S, **options
+            )
+        except requests.RequestException as error:
+            raise RuntimeError(f"{path}: {error}{self._end()}") from error
+        if reply.status_code != 200:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the server ended while it served {path}{self._end()}")
+            raise Refused(reply.status_code, reply.text)
+        return reply
+
+    def generate(
+        self,
+        prompt: Sequence[int] | str,
+        max_new_tokens: int = 32,
+        *,
+        top_logprobs: int = 0,
+        ignore_eos: bool = True,
+        **body: Any,
+    ) -> Answer:
+        """Greedy continuation of token ids, or of a text where the server has a tokenizer."""
+        request = _request(prompt, max_new_tokens, ignore_eos) | body
+        if top_logprobs:
+            request |= {"return_logprob": True, "top_logprobs_num": top_logprobs}
+        return _answer(self._post("/generate", request).json())
+
+    def generate_many(
+        self,
+        prompts: Sequence[Sequence[int] | str],
+        max_new_tokens: int | Sequence[int] = 32,
+        *,
+        delay_s: float = 0.0,
+        **options: Any,
+    ) -> list[Answer]:
+        """Continuations of all prompts at the same time, each a request of its own.
+
+        Args:
+            prompts: one per request.
+            max_new_tokens: for all, or one per request.
+            delay_s: time between two sends.
+            options: as for :meth:`generate`.
+        """
+        many = isinstance(max_new_tokens, int)
+        lengths = [max_new_tokens] * len(prompts) if many else max_new_tokens
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            waiting = []
+            for prompt, length in zip(prompts, lengths, strict=True):
+                waiting.append(threads.submit(self.generate, prompt, length, **options))
+                time.sleep(delay_s)
+            return [reply.result() for reply in waiting]
+
+    @contextmanager
+    def stream(
+        self, prompt: Sequence[int] | str, max_new_tokens: int, **body: Any
+    ) -> Iterator[Iterator[dict[str, Any]]]:
+        """Events of a streamed answer; leaving the block early aborts the request."""
+        request = _request(prompt, max_new_tokens, True) | {"stream": True} | body
+        reply = self._post("/generate", request, stream=True)
+        try:
+            yield _events(reply)
+        finally:
+            reply.close()
+
+    def abort_after(self, prompt: Sequence[int], num_tokens: int, max_new_tokens: int) -> list[int]:
+        """Start a request and abort it by its id once it has so many tokens; what it got."""
+        rid = f"abort-{time.monotonic_ns()}"
+        ids: list[int] = []
+        with self.stream(prompt, max_new_tokens, rid=rid) as events:
+            for event in events:
+                if len(ids) < num_tokens <= len(event["output_ids"]):
+                    self._post("/abort_request", {"rid": rid})
+                ids = event["output_ids"]
+        return ids
+
+    def metrics(self) -> Metrics:
+        """The Prometheus page as of now."""
+        return Metrics(requests.get(f"{self.url}/metrics", timeout=30).text)
+
+    def counted(self, *names: str) -> tuple[float, ...]:
+        """``hisparse:`` metrics."""
+        metrics = self.metrics()
+        return tuple(metrics[f"hisparse:{name}"] for name in names)
+
+    def flush_cache(self) -> None:
+        """Empty the radix cache; the server has to be idle, and is given time to become so."""
+        end = time.monotonic() + 60
+        while True:
+            reply = requests.post(f"{self.url}/flush_cache", timeout=30)
+            if reply.status_code == 200:
+                return
+            if time.monotonic() > end:
+                raise RuntimeError(f"flush_cache: {reply.status_code} {reply.text}{self._end()}")
+            time.sleep(0.2)
+
+
+def _request(
+    prompt: Sequence[int] | str, max_new_tokens: int, ignore_eos: bool
+) -> dict[str, Any]:
+    given = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+    sampling = {
+        "temperature": 0.0,
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": ignore_eos,
+    }
+    return given | {"sampling_params": sampling}
+
+
+def _answer(reply: dict[str, Any]) -> Answer:
+    meta = reply["meta_info"]
+    return Answer(
+        ids=reply["output_ids"],
+        cached=meta["cached_tokens"],
+        retractions=meta.get("num_retractions") or 0,
+        logprobs=[entry[0] for entry in meta.get("output_token_logprobs") or ()],
+        top_logprobs=[
+            {entry[1]: entry[0] for entry in step} for step in meta.get("output_top_logprobs") or ()
+        ],
+        text=reply.get("text") or "",
+        finish=meta["finish_reason"],
+    )
+
+
+def _events(reply: requests.Response) -> Iterator[dict[str, Any]]:
+    for line in reply.iter_lines():
+        if line.startswith(b"data: ") and line != b"data: [DONE]":
+            yield json.loads(line[len(b"data: ") :])
