@@ -117,6 +117,7 @@ class DecodeStep:
         capacity: ``[R] int32``, slots of each row.
         num_real_rows: ``[1] int32``, rows that are not padding.
         tail_pages: ``[L, R] int32``, device page id of each row's tail page.
+        tail_row_lens: ``[R] int32``, ``tail_lens`` of each row's request.
     """
 
     policy: SelectionPolicy
@@ -130,6 +131,7 @@ class DecodeStep:
     capacity: Tensor
     num_real_rows: Tensor
     tail_pages: Tensor
+    tail_row_lens: Tensor
 
     def take(self, index: Tensor, max_pages: int) -> DecodeStep:
         """The requests ``index [B'] int64`` of this step, as a step of their own."""
@@ -146,4 +148,5 @@ class DecodeStep:
             capacity=self.capacity[row_index],
             num_real_rows=self.num_real_rows.new_full((1,), row_index.numel()),
             tail_pages=self.tail_pages[:, row_index],
+            tail_row_lens=self.tail_row_lens[row_index],
         )

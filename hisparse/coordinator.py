@@ -58,6 +58,7 @@ class SparseCoordinator:
         self._step: DecodeStep | None = None
         self._parts: list[tuple[DecodeStep, AttendPart]] = []
         self._dense_parts: list[tuple[DecodeStep, AttendPart]] = []
+        self._tail_slots: Tensor = torch.empty(0)
         self._filled: tuple[Tensor, Tensor] | None = None
 
     def on_request_begin(self, slot: int, prompt_len: int = 0) -> None:
@@ -88,6 +89,7 @@ class SparseCoordinator:
         head = torch.arange(heads, device=batch.slots.device)
         rows = (batch.slots[:, None] * heads + head).flatten()
         position = batch.seq_lens - 1
+        tail_lens = (position % size + 1).to(torch.int32)
         step = DecodeStep(
             policy=self.policy,
             representations=self.representations,
@@ -95,12 +97,14 @@ class SparseCoordinator:
             rows=rows,
             num_pages=(position // size).to(torch.int32),
             max_pages=int(batch.seq_lens_cpu.max() - 1) // size,
-            tail_lens=(position % size + 1).to(torch.int32),
+            tail_lens=tail_lens,
             host_page_table=batch.host_page_table,
             capacity=self.manager.device.capacity[rows],
             num_real_rows=torch.full((1,), rows.numel(), dtype=torch.int32, device=rows.device),
             tail_pages=self.manager.device.tail_pages[:, rows],
+            tail_row_lens=tail_lens.repeat_interleave(heads),
         )
+        self._tail_slots = step.tail_pages.long() * size + (step.tail_row_lens - 1)
         self._filled = None
         if (batch.seq_lens_cpu % size == 0).any():
             full = step.tail_lens == size
@@ -151,7 +155,7 @@ class SparseCoordinator:
             return self._prefill.attention(layer_id, q, k, v, batch)
         assert batch is not None, "forward_begin comes before attention"
         assert step is not None, "a decode batch has a step"
-        self.manager.append_tail(layer_id, step, k, v)
+        self.manager.append_tail(layer_id, self._tail_slots[layer_id], k, v)
         self.manager.write(layer_id, batch.host_slots, k, v)
         parts = self._dense_parts if layer_id in self._dense_layers else self._parts
         out = self._decode.attention(layer_id, q, parts)

@@ -74,7 +74,7 @@ class DecodeAttention:
         table.scatter_(1, lengths.long(), step.tail_pages[layer_id][:, None])
         heads = self._policy.heads
         tokens = lengths[:, 0] * self._policy.kv.page_size
-        seq_lens = tokens + step.tail_lens.repeat_interleave(heads)
+        seq_lens = tokens + step.tail_row_lens
         kv = self._manager.device.layer(layer_id)
         queries = q.unflatten(1, (heads, -1)).flatten(0, 1)
         attended = self._adapter.attend(queries, kv, table, seq_lens, self._policy.scale)

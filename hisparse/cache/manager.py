@@ -129,17 +129,20 @@ class SparseKVCacheManager:
         scatter_tokens(k, v, self.host.layer(layer_id), host_slots)
         self.counters.count_written(host_slots.numel() * self.host.kv.token_bytes_per_layer)
 
-    def append_tail(self, layer_id: int, step: DecodeStep, k: Tensor, v: Tensor) -> None:
-        """Put each request's new token, ``k, v [B, Hkv, D]``, into its rows' tail pages."""
-        heads = step.policy.heads
-        pages = step.tail_pages[layer_id].long()
-        offsets = (step.tail_lens - 1).long().repeat_interleave(heads)
-        for pages_kv, new in zip(self.device.layer(layer_id), (k, v), strict=True):
-            if heads == 1:
-                rows = new
-            else:
-                rows = new.repeat_interleave(heads // new.shape[1], dim=1).flatten(0, 1)[:, None]
-            pages_kv[pages, :, offsets] = rows
+    def append_tail(self, layer_id: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put each request's new token into its rows' tail pages.
+
+        Args:
+            layer_id: layer number.
+            slots: ``[R] int64``, device page of the row's tail times S, plus the offset in it.
+            k, v: ``[B, Hkv, D]``.
+        """
+        if self.device.heads > 1:
+            copies = self.device.heads // k.shape[1]
+            if copies > 1:
+                k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
+            k, v = k.flatten(0, 1)[:, None], v.flatten(0, 1)[:, None]
+        scatter_tokens(k, v, self.device.layer(layer_id), slots)
 
     def tail_keys(self, layer_id: int, step: DecodeStep) -> Tensor:
         """Keys of the tail pages, ``[B, S, Hkv, D]``."""

@@ -1,0 +1,1 @@
+"""Benchmarks; every figure stands beside the correctness check that it passed."""

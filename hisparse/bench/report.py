@@ -1,0 +1,141 @@
+"""What a benchmark found, as one JSON object and as a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["Case", "Report", "Result"]
+
+_PACKAGES = ("hisparse", "sglang", "torch", "transformers", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Times of one implementation, microseconds.
+
+    Attributes:
+        impl: what was timed.
+        median_us, p10_us, p90_us: over the repeats.
+        gb_s: bytes moved per second / 1e9, where bytes are what counts.
+    """
+
+    impl: str
+    median_us: float
+    p10_us: float
+    p90_us: float
+    gb_s: float | None = None
+
+    @classmethod
+    def of(cls, impl: str, seconds: Sequence[float]) -> Result:
+        """Summarise repeats, each in seconds."""
+        p10, median, p90 = np.percentile(np.array(seconds) * 1e6, [10, 50, 90]).round(1).tolist()
+        return cls(impl=impl, median_us=median, p10_us=p10, p90_us=p90)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One thing that was timed, by several implementations.
+
+    Attributes:
+        name: of the case.
+        params: sizes.
+        gate: whether the correctness check passed; without it ``results`` are not shown.
+        results: one per implementation.
+    """
+
+    name: str
+    params: dict[str, Any]
+    gate: str
+    results: list[Result]
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """``a/b``: a's median over b's, for every pair in the order of the results."""
+        return {
+            f"{a.impl}/{b.impl}": round(a.median_us / b.median_us, 3)
+            for i, a in enumerate(self.results)
+            for b in self.results[i + 1 :]
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All cases of one run, and where it ran."""
+
+    command: str
+    device: str
+    cases: list[Case]
+    machine: str = field(default_factory=lambda: _machine())
+    versions: dict[str, str] = field(default_factory=lambda: _versions())
+    commit: str = field(default_factory=lambda: _commit())
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        found = asdict(self)
+        for case, entry in zip(self.cases, found["cases"], strict=True):
+            entry["ratios"] = case.ratios if case.gate == "passed" else {}
+            if case.gate != "passed":
+                entry["results"] = []
+        return json.dumps(found, indent=2)
+
+    def print_table(self, console: Console) -> None:
+        """A table for people."""
+        table = Table(title=f"{self.command} on {self.device} ({self.machine})")
+        for column in ("case", "gate", "implementation", "median", "p10", "p90"):
+            table.add_column(column, justify="left" if column != "median" else "right")
+        for case in self.cases:
+            if case.gate != "passed":
+                table.add_row(case.name, case.gate, "not shown: the check failed")
+                continue
+            for result in case.results:
+                times = (result.median_us, result.p10_us, result.p90_us)
+                table.add_row(case.name, case.gate, result.impl, *map(_milliseconds, times))
+        console.print(table)
+        for case in self.cases:
+            if case.gate == "passed":
+                console.print(f"{case.name}: " + ", ".join(f"{k} {v}" for k, v in case.ratios.items()))
+
+
+def _milliseconds(us: float) -> str:
+    return f"{us / 1000:,.2f} ms"
+
+
+def _machine() -> str:
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str:
+    """The commit of the checkout that hisparse runs from; "unknown" outside one."""
+    where = Path(__file__).parent
+    git = ["git", "-C", str(where), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -1,0 +1,67 @@
+"""``hisparse bench``: speed, shown only beside a passed correctness check."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hisparse.errors import ConfigError
+
+__all__ = ["add_parser"]
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the ``hisparse`` parser."""
+    parser = commands.add_parser("bench", help="measure speed")
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
+    serve = benches.add_parser("serve", help="one long request through the real SGLang server")
+    serve.add_argument("--model", default="smollm2-135m", help="name, folder or hub id")
+    serve.add_argument("--context", type=int, default=7000, help="tokens of the prompt")
+    serve.add_argument("--budget", type=int, default=512, help="tokens attended per step")
+    serve.add_argument("--tokens", type=int, default=64, help="tokens to generate")
+    serve.add_argument("--repeats", type=int, default=3, help="timed requests of each server")
+    serve.add_argument("--threads", type=int, default=os.cpu_count(), help="of each server")
+    serve.add_argument("--text", type=Path, help="file to take the prompt from; the demo's document")
+    serve.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    serve.set_defaults(run=_run_serve)
+
+
+def _run_serve(arguments: argparse.Namespace) -> int:
+    from hisparse import models
+    from hisparse.bench.serve import ServeBench
+
+    console = Console(stderr=True)
+    model = models.resolve(arguments.model)
+    report = ServeBench(
+        model=model,
+        prompt=_prompt(model, arguments.text, arguments.context),
+        budget=arguments.budget,
+        num_tokens=arguments.tokens,
+        repeats=arguments.repeats,
+        num_threads=arguments.threads,
+    ).run(console)
+    if arguments.json:
+        print(report.to_json())
+    else:
+        report.print_table(Console())
+    return 0 if all(case.gate == "passed" for case in report.cases) else 1
+
+
+def _prompt(model: str, text: Path | None, num_tokens: int) -> list[int]:
+    """The first tokens of a real text."""
+    from transformers import AutoTokenizer
+
+    from hisparse.demo import document
+
+    ids: list[int] = AutoTokenizer.from_pretrained(model)(
+        document.text() if text is None else text.read_text()
+    )["input_ids"]
+    if len(ids) < num_tokens:
+        raise ConfigError(
+            f"--context: got {num_tokens}, the text has {len(ids)} tokens; give a longer --text"
+        )
+    return ids[:num_tokens]

@@ -1,0 +1,197 @@
+"""Runs the real SGLang server as a child process, for the demo and the benchmarks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hisparse.errors import HiSparseError
+
+__all__ = ["Generation", "ServerProcess"]
+
+_START_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A streamed answer.
+
+    Attributes:
+        text: what was generated.
+        ids: token ids of it, where the request was made with token ids.
+        times_s: when each event came, in seconds since the request was sent.
+        prompt_tokens, cached_tokens: of the prompt.
+    """
+
+    text: str
+    ids: list[int]
+    times_s: list[float]
+    prompt_tokens: int
+    cached_tokens: int
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.times_s[0]
+
+    @property
+    def time_per_token_s(self) -> float:
+        """Median time between two events."""
+        gaps = sorted(b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False))
+        return gaps[len(gaps) // 2]
+
+
+class ServerProcess:
+    """SGLang on a free loopback port, in a process group of its own; a context manager.
+
+    Args:
+        model: folder or hub id.
+        log: file that gets what the server prints.
+        flags: SGLang's flags, beyond model, address and metrics.
+        on_wait: called several times a second while the server starts.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        log: Path,
+        flags: Sequence[str],
+        *,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._url = f"http://127.0.0.1:{port}"
+        self._log = log
+        self._on_wait = on_wait
+        self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
+        self._command += ["--host", "127.0.0.1", "--port", str(port), "--enable-metrics", *flags]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @staticmethod
+    def cpu_environment(num_threads: int) -> dict[str, str]:
+        """Environment in which SGLang serves on a CPU."""
+        return {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(num_threads)}
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Start and wait until it answers; ``HiSparseError`` with the end of its log if not."""
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=log,
+                stderr=log,
+                env=os.environ | dict(environment),
+                start_new_session=True,
+            )
+        end = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < end and self._process.poll() is None:
+            self._on_wait()
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{self._url}/health", timeout=5).close()
+                return
+            time.sleep(0.2)
+        self.stop()
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
+        raise HiSparseError(f"SGLang did not come up; the end of {self._log}:\n{tail}")
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """SIGTERM to the server, then SIGKILL to what is left of its process group."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+    def stream(
+        self, prompt: str | Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True
+    ) -> Generation:
+        """Greedy continuation of a text or of token ids, timed event by event."""
+        body: dict[str, Any] = {
+            "stream": True,
+            "sampling_params": {
+                "temperature": 0.0,
+                "max_new_tokens": max_new_tokens,
+                "ignore_eos": ignore_eos,
+            },
+        }
+        body |= {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+        started, times, last = time.perf_counter(), [], {}
+        with self._open("/generate", body) as reply:
+            for line in reply:
+                if line.startswith(b"data: {"):
+                    times.append(time.perf_counter() - started)
+                    last = json.loads(line[len(b"data: ") :])
+        meta = last["meta_info"]
+        return Generation(
+            last.get("text") or "",
+            last.get("output_ids") or [],
+            times,
+            meta["prompt_tokens"],
+            meta["cached_tokens"],
+        )
+
+    def flush_cache(self) -> None:
+        """Empty the radix cache; waits until the server is idle."""
+        end = time.monotonic() + 60
+        while True:
+            try:
+                self._open("/flush_cache", {}).close()
+                return
+            except HiSparseError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.2)
+
+    def metrics(self) -> dict[str, float]:
+        """Prometheus metrics, summed over label sets."""
+        found: dict[str, float] = {}
+        with urllib.request.urlopen(f"{self._url}/metrics", timeout=30) as reply:
+            for line in reply.read().decode().splitlines():
+                match = re.match(r"([^#{\s]+)(?:\{.*\})?\s+(\S+)$", line)
+                if match:
+                    found[match[1]] = found.get(match[1], 0.0) + float(match[2])
+        return found
+
+    def _open(self, path: str, body: Mapping[str, Any]) -> Any:
+        request = urllib.request.Request(
+            self._url + path,
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            return urllib.request.urlopen(request, timeout=600)
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")
+            raise HiSparseError(f"the server answered {error.code} to {path}: {text}") from error
