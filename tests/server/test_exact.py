@@ -1,0 +1,121 @@
+"""A budget that holds the whole context: greedy tokens are those of dense attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import DenseTokens
+from harness import Refused, Server
+from tiny_models import tiny_model
+from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
+
+ROOMY = {"budget": 8192, "host_memory": "1GiB", "device_memory": "600MB"}
+POOL = 4096
+#: Staging of 128 tokens, so that prefixes come in many tiles.
+SMALL = ROOMY | {"budget": POOL, "device_buffer_size": POOL, "staging_bytes": 65536}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server and the model that it serves."""
+
+    kind: str
+    server: Server
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("llama", "4096"), ("qwen2", "256")],
+    ids=["llama", "qwen2 in chunks of 256"],
+)
+def served(request: pytest.FixtureRequest, log_dir: Path) -> Iterator[Served]:
+    kind, chunk = request.param
+    flags = ("--max-total-tokens", "40000", "--chunked-prefill-size", chunk)
+    log = log_dir / f"exact-{kind}.log"
+    with Server(tiny_model(kind), log, *flags, config=ROOMY) as server:
+        yield Served(kind, server)
+
+
+@pytest.fixture
+def roomy(served: Served) -> Served:
+    served.server.flush_cache()
+    return served
+
+
+def test_each_prompt_alone(roomy: Served, dense_tokens: DenseTokens) -> None:
+    answers = [roomy.server.generate(p, NEW_TOKENS) for p in PROMPTS.prompts]
+    assert [a.ids for a in answers] == dense_tokens(roomy.kind, PROMPTS)
+    assert [a.cached for a in answers] == [0] * len(answers)
+
+
+def test_eight_at_the_same_time(roomy: Served, dense_tokens: DenseTokens) -> None:
+    answers = roomy.server.generate_many(PROMPTS.prompts, NEW_TOKENS)
+    assert [a.ids for a in answers] == dense_tokens(roomy.kind, PROMPTS)
+
+
+def test_a_shared_prefix_comes_from_the_radix_cache(
+    roomy: Served, dense_tokens: DenseTokens
+) -> None:
+    answers = [roomy.server.generate(p, NEW_TOKENS) for p in SHARED.prompts]
+    assert [a.ids for a in answers] == dense_tokens(roomy.kind, SHARED)
+    assert [a.cached for a in answers] == [0, 992, 992], "62 whole pages of 16 are shared"
+
+
+def test_shared_prefixes_at_the_same_time(roomy: Served, dense_tokens: DenseTokens) -> None:
+    twice = SHARED.prompts * 2
+    answers = roomy.server.generate_many(twice, NEW_TOKENS, delay_s=0.1)
+    assert [a.ids for a in answers] == dense_tokens(roomy.kind, SHARED) * 2
+    assert max(a.cached for a in answers) >= 992
+
+
+def test_an_abort_in_mid_decode_leaves_the_others_alone(
+    roomy: Served, dense_tokens: DenseTokens
+) -> None:
+    expected = dense_tokens(roomy.kind, PROMPTS)
+    with ThreadPoolExecutor(1) as thread:
+        others = thread.submit(roomy.server.generate_many, PROMPTS.prompts[:4], NEW_TOKENS)
+        got = roomy.server.abort_after(PROMPTS.prompts[5], num_tokens=10, max_new_tokens=2000)
+        assert [a.ids for a in others.result()] == expected[:4]
+    assert 10 <= len(got) < 2000
+    assert got[:NEW_TOKENS] == expected[5][: len(got)]
+    assert roomy.server.generate(PROMPTS.prompts[6], NEW_TOKENS).ids == expected[6]
+    assert roomy.server.generate(PROMPTS.prompts[5], NEW_TOKENS).ids == expected[5]
+
+
+@pytest.fixture(scope="module")
+def small_pool(log_dir: Path) -> Iterator[Server]:
+    flags = ("--max-total-tokens", str(POOL), "--chunked-prefill-size", "256")
+    flags += ("--schedule-conservativeness", "0.01")
+    log = log_dir / "exact-small-pool.log"
+    with Server(tiny_model("llama"), log, *flags, config=SMALL) as server:
+        yield server
+
+
+def test_long_prompts_in_chunks_of_256(small_pool: Server, dense_tokens: DenseTokens) -> None:
+    small_pool.flush_cache()
+    answers = small_pool.generate_many(PROMPTS.prompts, NEW_TOKENS)
+    assert [a.ids for a in answers] == dense_tokens("llama", PROMPTS)
+
+
+def test_retracted_requests_start_over_and_end_the_same(
+    small_pool: Server, dense_tokens: DenseTokens
+) -> None:
+    small_pool.flush_cache()
+    answers = small_pool.generate_many(RETRACTED.prompts, RETRACTED.new_tokens)
+    assert sum(a.retractions for a in answers) > 0, "nothing was retracted, the pool is too large"
+    assert "KV cache pool is full. Retract requests" in small_pool.log()
+    assert [a.ids for a in answers] == dense_tokens("llama", RETRACTED)
+
+
+def test_a_prompt_longer_than_the_pool_gets_400_and_the_server_goes_on(
+    small_pool: Server, dense_tokens: DenseTokens
+) -> None:
+    with pytest.raises(Refused, match="longer than|maximum allowed length") as refused:
+        small_pool.generate(tokens(POOL + 900, seed=5), 4)
+    assert refused.value.status == 400
+    after = small_pool.generate(PROMPTS.prompts[3], NEW_TOKENS)
+    assert after.ids == dense_tokens("llama", PROMPTS)[3]
