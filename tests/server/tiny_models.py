@@ -12,19 +12,33 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["CONTEXT", "VOCAB", "deepseek_v2_config", "tiny_model"]
+__all__ = [
+    "CONTEXT",
+    "KV_HEADS",
+    "LAYERS",
+    "TOKEN_BYTES",
+    "VOCAB",
+    "deepseek_v2_config",
+    "tiny_model",
+]
 
 CONTEXT = 8192
 VOCAB = 512
+LAYERS = 3
+KV_HEADS = 2
+_HEAD_DIM = 32
+
+#: K and V of one token in float32, all layers.
+TOKEN_BYTES = LAYERS * KV_HEADS * 2 * _HEAD_DIM * 4
 
 _SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": _HEAD_DIM,
     "max_position_embeddings": CONTEXT,
     "rope_theta": 10000.0,
     "rms_norm_eps": 1e-5,
