@@ -9,9 +9,10 @@ from torch import Tensor
 
 from hisparse.algorithms.base import BaseSparseAlgorithm, PageRun, Representation
 from hisparse.batch import DecodeStep
+from hisparse.kernels import select
 from hisparse.types import KVSpec, Selection
 
-__all__ = ["PageScoreAlgorithm", "all_pages", "combine_heads", "select_pages"]
+__all__ = ["PageScoreAlgorithm", "all_pages"]
 
 
 class PageScoreAlgorithm(BaseSparseAlgorithm):
@@ -54,13 +55,33 @@ class PageScoreAlgorithm(BaseSparseAlgorithm):
         summaries[host_pages] = self.summarize(keys, mask).to(summaries.dtype)
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, batch: DecodeStep) -> Selection:
-        if batch.max_pages <= batch.policy.max_pages:
-            return all_pages(batch, batch.policy.max_pages)
-        table = batch.host_page_table[:, : batch.max_pages]
+        policy = batch.policy
+        if batch.max_pages <= policy.max_pages:
+            return all_pages(batch, policy.max_pages)
         summaries = batch.representations["summary"][layer_id]
-        summaries = summaries.index_select(0, table.flatten()).unflatten(0, table.shape)
-        scores = self.score(queries * batch.policy.scale, summaries)
-        return select_pages(combine_heads(scores, batch), batch)
+        return select(
+            self.score_pages(queries * policy.scale, summaries, batch).float(),
+            batch.num_pages,
+            heads=policy.heads,
+            max_pages=policy.max_pages,
+            num_sinks=policy.num_sink_pages,
+            num_recents=policy.num_recent_pages,
+        )
+
+    def score_pages(self, query: Tensor, summaries: Tensor, batch: DecodeStep) -> Tensor:
+        """Score by host page; a subclass with a kernel that gathers by itself overrides it.
+
+        Args:
+            query: ``[B, Hq, D]``, times the softmax scale.
+            summaries: ``[host pages, *summary]`` of the layer.
+            batch: the step.
+
+        Returns:
+            ``[B, Hq or Hkv, batch.max_pages]``; anything where there is no page.
+        """
+        table = batch.host_page_table[:, : batch.max_pages]
+        own = summaries.index_select(0, table.flatten()).unflatten(0, table.shape)
+        return self.score(query, own)
 
 
 def all_pages(batch: DecodeStep, width: int) -> Selection:
@@ -72,55 +93,3 @@ def all_pages(batch: DecodeStep, width: int) -> Selection:
         pages[:, None].expand(-1, heads, -1), batch.num_pages[:, None].expand(-1, heads)
     )
 
-
-def combine_heads(scores: Tensor, batch: DecodeStep) -> Tensor:
-    """Let the heads that share a selection agree on one score per page.
-
-    Each head's scores become a softmax over its pages, then the shares of the group are added: a
-    head with one peak counts as much as a head with many high logits, which raw sums or maxima
-    do not give (measured: about a third less divergence from dense attention).
-
-    Args:
-        scores: ``[B, heads, P]``, in units of attention logits.
-        batch: the step; its policy says how many heads a selection has.
-
-    Returns:
-        ``[B, H, P] float32``, -inf where there is no page.
-    """
-    pages = torch.arange(scores.shape[-1], device=scores.device)
-    absent = (pages >= batch.num_pages[:, None])[:, None]
-    scores = scores.float().masked_fill(absent, -torch.inf)
-    heads = batch.policy.heads
-    if scores.shape[1] < heads:
-        return scores.repeat_interleave(heads // scores.shape[1], dim=1)
-    if scores.shape[1] > heads:
-        # A request without a full page is all -inf here: its softmax is NaN and is masked again.
-        scores = scores.softmax(-1).unflatten(1, (heads, -1)).sum(2)
-        scores = scores.masked_fill(absent, -torch.inf)
-    return scores
-
-
-def select_pages(scores: Tensor, batch: DecodeStep) -> Selection:
-    """Sinks, recent pages and the best of the others, at most ``batch.policy.max_pages``.
-
-    Args:
-        scores: ``[B, H, P] float``, higher is kept, -inf where there is no page.
-        batch: the step.
-
-    Returns:
-        pages in ascending order, which makes host reads sequential and the order of the sum in
-        attention independent of the scores.
-    """
-    policy = batch.policy
-    count = batch.num_pages[:, None]
-    pages = torch.arange(scores.shape[-1], device=scores.device)
-    forced = (pages < policy.num_sink_pages) | (pages >= count - policy.num_recent_pages)
-    forced = forced & (pages < count)
-    scores = scores.masked_fill(forced[:, None], torch.inf)
-    width = min(policy.max_pages, scores.shape[-1])
-    best = scores.topk(width, dim=-1, sorted=False)
-    chosen = torch.where(best.values == -torch.inf, scores.shape[-1], best.indices)
-    chosen = chosen.sort(dim=-1).values.to(torch.int32)
-    lengths = count.clamp(max=width).expand(-1, scores.shape[1])
-    chosen = chosen.masked_fill(chosen == scores.shape[-1], -1)
-    return Selection(chosen, lengths)

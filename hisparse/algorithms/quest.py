@@ -9,6 +9,8 @@ from torch import Tensor
 
 from hisparse.algorithms.base import register_algorithm
 from hisparse.algorithms.page_score import PageScoreAlgorithm
+from hisparse.batch import DecodeStep
+from hisparse.kernels import page_score
 from hisparse.types import KVSpec
 
 __all__ = ["Quest"]
@@ -40,3 +42,8 @@ class Quest(PageScoreAlgorithm):
         signed = signed.unflatten(1, (kv_heads, -1)).to(summaries.dtype)
         scores: Tensor = (signed @ summaries.permute(0, 2, 3, 1)).flatten(1, 2)
         return scores
+
+    def score_pages(self, query: Tensor, summaries: Tensor, batch: DecodeStep) -> Tensor:
+        """The same by a kernel that reads the summaries where they lie."""
+        table = batch.host_page_table[:, : batch.max_pages]
+        return page_score(query.float(), summaries, table, batch.num_pages)

@@ -3,6 +3,7 @@
 from hisparse.kernels._state import LruDiff, RowState
 from hisparse.kernels.lru_diff import lru_diff
 from hisparse.kernels.rebalance import promote_tail, rebalance, reset_rows
+from hisparse.kernels.select import page_score, select
 from hisparse.kernels.transfer import gather_pages, gather_tokens, scatter_tokens
 
 __all__ = [
@@ -11,8 +12,10 @@ __all__ = [
     "gather_pages",
     "gather_tokens",
     "lru_diff",
+    "page_score",
     "promote_tail",
     "rebalance",
     "reset_rows",
     "scatter_tokens",
+    "select",
 ]

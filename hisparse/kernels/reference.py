@@ -1,14 +1,17 @@
 """Every operation in plain PyTorch: the oracle that the other implementations equal bitwise."""
 
 from hisparse.kernels.reference_lru import lru_diff, promote_tail, rebalance, reset_rows
+from hisparse.kernels.reference_select import page_score, select
 from hisparse.kernels.reference_transfer import gather_pages, gather_tokens, scatter_tokens
 
 __all__ = [
     "gather_pages",
     "gather_tokens",
     "lru_diff",
+    "page_score",
     "promote_tail",
     "rebalance",
     "reset_rows",
     "scatter_tokens",
+    "select",
 ]
