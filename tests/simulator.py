@@ -98,6 +98,7 @@ class Simulator:
             planner,
             staging_pages=self.staging_pages,
             counters=CacheCounters(self.page_size, device.page_bytes, torch.device("cpu")),
+            checked=True,
         )
         self.policy = SelectionPolicy(
             kv=spec,

@@ -105,7 +105,9 @@ class Report:
         console.print(table)
         for case in self.cases:
             if case.gate == "passed":
-                console.print(f"{case.name}: " + ", ".join(f"{k} {v}" for k, v in case.ratios.items()))
+                console.print(
+                    f"{case.name}: " + ", ".join(f"{k} {v}" for k, v in case.ratios.items())
+                )
 
 
 def _milliseconds(us: float) -> str:

@@ -88,8 +88,7 @@ class ServeBench:
         return config
 
     def _cases(self, runs: Mapping[str, Sequence[Generation]]) -> list[Case]:
-        """The gate: dense tokens agree throughout, and the sparse run agrees on the first one,
-        which comes from prefill."""
+        """The gate: dense tokens agree throughout; a sparse run's first one, from prefill, too."""
         reference = runs["torch_native"][0].ids
         exact = all(run.ids == reference for run in runs["hisparse_dense"])
         starts = all(run.ids[:1] == reference[:1] for run in runs["hisparse"])

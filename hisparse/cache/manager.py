@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hisparse.batch import DecodeStep
 from hisparse.cache.capacity import CapacityPlanner
+from hisparse.cache.checking import check_resident, check_selection
 from hisparse.cache.device_buffer import DeviceBuffer
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.kernels import (
@@ -35,6 +36,7 @@ class SparseKVCacheManager:
         planner: decides the capacity of each row, on the host.
         staging_pages: host pages that fit one staging tile.
         counters: what the cache did.
+        checked: verify selections and resident bytes in every step.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class SparseKVCacheManager:
         *,
         staging_pages: int,
         counters: CacheCounters,
+        checked: bool = False,
     ) -> None:
+        self._checked = checked
         self.host = host
         self.device = device
         self.planner = planner
@@ -171,6 +175,8 @@ class SparseKVCacheManager:
             ``[R, K] int32``, the device page of each selected page; undefined where the
             selection is padded.
         """
+        if self._checked:
+            check_selection(layer_id, selection, step)
         pages = selection.pages.reshape(step.rows.numel(), -1)
         table, diff = self._load(
             layer_id,
@@ -182,6 +188,8 @@ class SparseKVCacheManager:
             self.host.layer(layer_id),
         )
         self.counters.count_selection(*diff)
+        if self._checked:
+            check_resident(layer_id, selection, table, step, self.host, self.device)
         return table
 
     def _load(

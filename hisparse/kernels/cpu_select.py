@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from hisparse.kernels._build import cpu_library
 
 __all__ = ["page_score", "select"]
 
-_library = cpu_library()
+_library: Any = cpu_library()
 
 
 def page_score(

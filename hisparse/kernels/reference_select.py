@@ -16,7 +16,8 @@ def page_score(
     signed = torch.cat([query.clamp(min=0), query.clamp(max=0)], dim=-1)
     signed = signed.unflatten(1, (summaries.shape[1], -1))
     scores = (signed @ own.permute(0, 2, 3, 1).to(signed.dtype)).flatten(1, 2)
-    return scores.masked_fill_(_absent(scores, num_pages), -torch.inf)
+    masked: Tensor = scores.masked_fill_(_absent(scores, num_pages), -torch.inf)
+    return masked
 
 
 def select(
@@ -44,7 +45,8 @@ def select(
 
 def _absent(scores: Tensor, num_pages: Tensor) -> Tensor:
     page = torch.arange(scores.shape[-1], device=scores.device)
-    return (page >= num_pages[:, None])[:, None]
+    absent: Tensor = (page >= num_pages[:, None])[:, None]
+    return absent
 
 
 def _combine_heads(scores: Tensor, heads: int) -> Tensor:

@@ -52,6 +52,7 @@ def build_coordinator(session: Session, model_runner: Any) -> SparseCoordinator:
         planner,
         staging_pages=max(1, sizing.staging_bytes // (size * spec.token_bytes_per_layer)),
         counters=CacheCounters(size, buffer.page_bytes, device),
+        checked=config.checked,
     )
     representations = {
         name: torch.zeros(

@@ -33,6 +33,10 @@ _MUST_BE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("prefill_only_disable_kv_cache", (False,), "--prefill-only-disable-kv-cache"),
     ("enable_two_batch_overlap", (False,), "--enable-two-batch-overlap"),
     ("enable_pdmux", (False,), "--enable-pdmux"),
+    ("enable_flexkv", (False,), "--enable-flexkv"),
+    ("enable_dp_attention", (False,), "--enable-dp-attention"),
+    ("enable_torch_compile", (False,), "--enable-torch-compile"),
+    ("dllm_algorithm", (None,), "--dllm-algorithm"),
 )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
+import torch
 
 from hisparse import sizing as sizing_formula
 from hisparse.adapters import ADAPTERS
@@ -150,9 +151,22 @@ def _memory(config: HiSparseConfig, configurator: Any, profiled: int) -> tuple[i
     if configurator.device == "cpu":
         # There is no device: its memory is simulated by host memory that the pool does not take.
         profiled = min(profiled, free - host * ranks)
-    if config.device_memory is None:
-        return host, profiled
-    return host, min(profiled, resolve_memory(config.device_memory, profiled, "device_memory"))
+    if config.device_memory is not None:
+        profiled = min(profiled, resolve_memory(config.device_memory, profiled, "device_memory"))
+    return _least_of_ranks(host, profiled)
+
+
+def _least_of_ranks(host: int, device: int) -> tuple[int, int]:
+    """Every rank must come to the same sizes: what the poorest one has."""
+    from sglang.srt.runtime_context import get_parallel
+
+    if get_parallel().launch_world_size == 1:
+        return host, device
+    both = torch.tensor([host, device], dtype=torch.int64)
+    group = get_parallel().world_group.cpu_group
+    torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MIN, group=group)
+    least_host, least_device = both.tolist()
+    return least_host, least_device
 
 
 def _requested_rows() -> int | None:
