@@ -1,0 +1,30 @@
+# make demo    a long document answered by a real model, dense and with hisparse, side by side
+# make test    everything that CI runs
+# make lint    the part of it that takes seconds
+# make setup   .venv/, which the others make themselves
+# make clean   delete what the others made in this folder (models stay in ~/.cache/hisparse)
+
+.DEFAULT_GOAL := demo
+.PHONY: demo test lint setup clean
+
+export PYTHONUNBUFFERED := 1
+python := .venv/bin/python
+
+demo: setup
+	@$(python) -m hisparse.demo $(if $(MODEL),--model "$(MODEL)")
+
+test: lint
+	$(python) -m pytest
+
+lint: setup
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -m mypy --strict hisparse/
+
+setup:
+	@scripts/setup.sh
+
+clean:
+	rm -rf .venv build dist *.egg-info cpu_standins/build cpu_standins/*.egg-info
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find hisparse tests -name __pycache__ -type d -prune -exec rm -rf {} +
