@@ -1,0 +1,57 @@
+"""What benchmarks print: the fields that other programs read, and nothing beside a failed check."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from hisparse.bench.report import Case, Report, Result
+
+
+def _case(gate: str) -> Case:
+    slow = Result.of("slow", [3.0, 1.0, 2.0])
+    return Case(name="both", params={"n": 1}, gate=gate, results=[slow, Result.of("fast", [0.5])])
+
+
+def _table(report: Report) -> str:
+    out = io.StringIO()
+    report.print_table(Console(file=out, width=200))
+    return out.getvalue()
+
+
+def test_of_takes_seconds_and_gives_microseconds() -> None:
+    result = Result.of("x", [3.0, 1.0, 2.0])
+    assert result == Result(impl="x", median_us=2e6, p10_us=1.2e6, p90_us=2.8e6)
+
+
+def test_ratios_are_the_first_over_the_second() -> None:
+    assert _case("passed").ratios == {"slow/fast": 4.0}
+
+
+def test_fields() -> None:
+    report = json.loads(Report(command="bench x", device="cpu", cases=[_case("passed")]).to_json())
+    assert set(report) == {"command", "device", "machine", "versions", "commit", "cases"}
+    assert report["versions"]["python"].startswith("3.")
+    assert report["machine"]
+    assert report["commit"]
+    (case,) = report["cases"]
+    assert set(case) == {"name", "params", "gate", "results", "ratios"}
+    assert [r["impl"] for r in case["results"]] == ["slow", "fast"]
+    assert set(case["results"][0]) == {"impl", "median_us", "p10_us", "p90_us", "gb_s"}
+    assert case["ratios"] == {"slow/fast": 4.0}
+
+
+def test_a_failed_check_hides_the_times() -> None:
+    report = Report(command="bench x", device="cpu", cases=[_case("failed")])
+    (case,) = json.loads(report.to_json())["cases"]
+    assert (case["gate"], case["results"], case["ratios"]) == ("failed", [], {})
+    assert "2,000" not in _table(report)
+    assert "slow" not in _table(report)
+
+
+@pytest.mark.parametrize("shown", ["2,000.00 ms", "slow/fast 4.0", "passed"])
+def test_table(shown: str) -> None:
+    assert shown in _table(Report(command="bench x", device="cpu", cases=[_case("passed")]))

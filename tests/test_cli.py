@@ -1,0 +1,78 @@
+"""The ``hisparse`` command: exit codes, one-line errors, JSON alone on standard output."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from hisparse.cli import main
+from hisparse.errors import ConfigError
+
+
+def test_algorithms_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["algorithms", "--json"]) == 0
+    found = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)["algorithms"]}
+    assert found["quest"]["module"] == "hisparse.algorithms.quest"
+    assert found["quest"]["summary"]
+    assert "kv_head" in found["quest"]["scopes"]
+
+
+def test_algorithms_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["algorithms"]) == 0
+    assert "quest" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "COMMAND"),
+        (["no-such-command"], "no-such-command"),
+        (["bench"], "BENCH"),
+        (["bench", "serve", "--context", "many"], "--context"),
+    ],
+)
+def test_a_wrong_command_line(
+    argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == 2
+    assert expected in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_unknown_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--model", "smollm"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.startswith("hisparse: error: unknown model 'smollm'; did you mean 'smollm2-135m'?")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (ConfigError("budget: got 7"), 2, "hisparse: error: budget: got 7\n"),
+        (KeyboardInterrupt(), 130, "hisparse: interrupted\n"),
+    ],
+)
+def test_what_ends_a_command(
+    raised: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*_: object, **__: object) -> Path:
+        raise raised
+
+    monkeypatch.setattr("hisparse.models.resolve", fail)
+    assert main(["bench", "serve"]) == code
+    assert capsys.readouterr().err == said
+
+
+def test_the_installed_command_is_this_one() -> None:
+    (script,) = entry_points(group="console_scripts", name="hisparse")
+    assert script.load() is main
