@@ -53,4 +53,5 @@ def _combine_heads(scores: Tensor, heads: int) -> Tensor:
     if scores.shape[1] <= heads:
         return scores.repeat_interleave(heads // scores.shape[1], dim=1)
     # A request without a full page is all -inf: its softmax is NaN, and is masked by the caller.
-    return scores.softmax(-1).unflatten(1, (heads, -1)).sum(2)
+    shares: Tensor = scores.softmax(-1).unflatten(1, (heads, -1)).sum(2)
+    return shares
