@@ -25,7 +25,9 @@ def add_parser(commands: Any) -> None:
     serve.add_argument("--tokens", type=int, default=64, help="tokens to generate")
     serve.add_argument("--repeats", type=int, default=3, help="timed requests of each server")
     serve.add_argument("--threads", type=int, default=os.cpu_count(), help="of each server")
-    serve.add_argument("--text", type=Path, help="file to take the prompt from; the demo's document")
+    serve.add_argument(
+        "--text", type=Path, help="file to take the prompt from; the demo's document"
+    )
     serve.add_argument("--json", action="store_true", help="one JSON object on standard output")
     serve.set_defaults(run=_run_serve)
 

@@ -8,10 +8,11 @@ import torch
 
 from hisparse.errors import KernelError, unknown_name
 from hisparse.kernels import reference
+from hisparse.kernels._build import cpu_library
 
 __all__ = ["IMPLEMENTATIONS", "implementation"]
 
-IMPLEMENTATIONS = ("reference",)
+IMPLEMENTATIONS = ("reference", "cpu")
 
 
 def implementation(impl: str, *devices: torch.device) -> ModuleType:
@@ -22,8 +23,18 @@ def implementation(impl: str, *devices: torch.device) -> ModuleType:
         devices: where the tensors lie.
 
     Raises:
-        KernelError: no such implementation.
+        KernelError: no such implementation, or it cannot run here.
     """
-    if impl in ("auto", "reference"):
+    if impl == "reference":
         return reference
-    raise KernelError(unknown_name("implementation", impl, ("auto", *IMPLEMENTATIONS)))
+    if impl not in ("auto", "cpu"):
+        raise KernelError(unknown_name("implementation", impl, ("auto", *IMPLEMENTATIONS)))
+    on_cpu = all(device.type == "cpu" for device in devices)
+    if on_cpu and cpu_library() is not None:
+        from hisparse.kernels import cpu
+
+        return cpu
+    if impl == "auto":
+        return reference
+    why = "the library cannot be built" if on_cpu else f"tensors are on {devices[0]}"
+    raise KernelError(f"implementation 'cpu': {why} (choices: auto, reference)")

@@ -49,7 +49,7 @@ _SHAPE = {
 }
 
 #: Counted up when the weights change, so that no old folder is taken.
-_VERSION = 2
+_VERSION = 3
 
 
 def _cache() -> Path:
@@ -84,6 +84,8 @@ def _scale(model: torch.nn.Module) -> None:
         elif weight.ndim == 2:
             gain = 2.0 if "q_proj" in name or "o_proj" in name else 1.5
             weight.normal_(0, gain / weight.shape[1] ** 0.5)
+    # The end-of-text token never leads.
+    model.lm_head.weight[_SHAPE["eos_token_id"]] = 0
 
 
 def deepseek_v2_config(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""New tokens pass through the backend, and no pool method touches device buffers that are not there."""
+"""New tokens pass through the backend; no pool method touches device buffers that are not there."""
 
 from __future__ import annotations
 
