@@ -1,0 +1,224 @@
+"""What cannot be served ends the start in one line, before the model loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from harness import run_to_exit
+from tiny_models import deepseek_v2_config, tiny_model
+
+pytest.importorskip("sglang", reason="the server tests need SGLang")
+
+#: SGLang warns while it is imported.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+Resolve = Callable[..., object]
+
+
+@pytest.fixture(scope="module")
+def resolve() -> Resolve:
+    """Parses a command line and resolves it as the server does, in this process."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.server_args import prepare_server_args
+
+    def run(*flags: str, model: Path | None = None, config: object = None) -> object:
+        line = ["--model-path", str(model or tiny_model("llama")), "--device", "cpu"]
+        line += ["--dtype", "float32", "--attention-backend", "hisparse"]
+        if config is not None:
+            text = config if isinstance(config, str) else json.dumps(config)
+            line += ["--hisparse-config", text]
+        args = prepare_server_args([*line, *flags])
+        args.resolve_once()
+        return args
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    yield
+
+
+def refusal(resolve: Resolve, *flags: str, **options: object) -> str:
+    """The one line that the start ends with."""
+    with pytest.raises(SystemExit) as end:
+        resolve(*flags, **options)
+    message = str(end.value.code)
+    assert message.startswith("hisparse: error: ")
+    assert "\n" not in message
+    return message
+
+
+def test_what_can_be_served_is_not_refused(resolve: Resolve) -> None:
+    resolve()
+    resolve("--page-size", "64", config={"top_k": 512})
+    resolve("--chunked-prefill-size", "256", "--kv-cache-dtype", "bfloat16")
+    assert resolve(config={"page_size": 32}).page_size == 32
+
+
+CONFIGS = {
+    "unknown key": ({"budgt": 512}, "unknown config key 'budgt'; did you mean 'budget'?"),
+    "wrong type": ({"budget": "512"}, "budget: got '512' (str), expected int"),
+    "bool is no number": ({"budget": True}, "budget: got True (bool), expected int"),
+    "alias beside its key": ({"budget": 512, "top_k": 512}, "got both budget and top_k"),
+    "key of upstream": ({"host_to_device_ratio": 2}, "host_memory takes its place"),
+    "old key of upstream": ({"min_sparse_prompt_len": 2}, "min_sparse_context takes its place"),
+    "budget beyond the buffer": (
+        {"budget": 1024, "device_buffer_size": 512},
+        "device_buffer_size: got 512, expected at least budget (1024)",
+    ),
+    "not whole pages": ({"budget": 1000}, "budget: got 1000, expected a multiple of page_size"),
+    "buffer not whole pages": ({"device_buffer_size": 4100}, "expected a multiple of page_size"),
+    "unknown algorithm": ({"algorithm": "qest"}, "unknown algorithm 'qest'; did you mean 'quest'?"),
+    "unknown option": ({"algorithm_config": {"beta": 1}}, "unknown quest option 'beta'"),
+    "more memory than there is": ({"host_memory": "900TiB"}, "host_memory: got '900TiB'"),
+    "fraction beyond one": ({"host_memory": 1.5}, "expected a fraction in (0, 1)"),
+    "not there yet": ({"tail_estimate": True}, "this is not there yet"),
+    "not JSON": ("{budget: 1}", "not JSON at line 1 column 2"),
+    "not an object": ("[1]", "expected an object"),
+    "no such file": ("@/no/such/file.json", "cannot read '/no/such/file.json'"),
+}
+
+
+@pytest.mark.parametrize("config, message", CONFIGS.values(), ids=CONFIGS)
+def test_a_configuration_that_cannot_be_used(
+    resolve: Resolve, config: object, message: str
+) -> None:
+    assert message in refusal(resolve, config=config)
+
+
+def test_an_error_in_a_file_names_the_file(resolve: Resolve, tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text("{")
+    assert str(path) in refusal(resolve, config=f"@{path}")
+
+
+FLAGS = {
+    "mixed chunk": ("--enable-mixed-chunk",),
+    "n-gram speculation": ("--speculative-algorithm", "NGRAM"),
+    "EAGLE speculation": ("--speculative-algorithm", "EAGLE"),
+    "HiCache": ("--enable-hierarchical-cache",),
+    "LMCache": ("--enable-lmcache",),
+    "SGLang's own HiSparse": ("--enable-hisparse",),
+    "prefill of a pair": ("--disaggregation-mode", "prefill"),
+    "decode of a pair": ("--disaggregation-mode", "decode"),
+    "context parallelism": ("--tp-size", "2", "--attn-cp-size", "2"),
+    "decode context parallelism": ("--tp-size", "2", "--dcp-size", "2"),
+    "pipeline parallelism": ("--pp-size", "2"),
+    "memory saver": ("--enable-memory-saver",),
+    "fp8 KV": ("--kv-cache-dtype", "fp8_e4m3"),
+    "KV sharding": ("--enable-kv-cache-sharding",),
+    "unified memory": ("--enable-unified-memory",),
+    "page-major layout": ("--enable-page-major-kv-layout",),
+    "no KV cache": ("--prefill-only-disable-kv-cache",),
+    "two batches at a time": ("--enable-two-batch-overlap",),
+    "PD multiplexing": ("--enable-pdmux",),
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
+def test_a_feature_that_is_not_built(resolve: Resolve, flags: tuple[str, ...]) -> None:
+    assert flags[-2 if len(flags) > 1 else 0] in refusal(resolve, *flags)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_hisparse_for_one_phase_only(resolve: Resolve, phase: str) -> None:
+    message = refusal(resolve, f"--{phase}-attention-backend", "torch_native")
+    assert f"{phase} " in message and "torch_native" in message
+
+
+@pytest.mark.parametrize("page_size", ["1", "8", "24"])
+def test_a_page_that_does_not_divide_that_of_sglang(resolve: Resolve, page_size: str) -> None:
+    message = refusal(resolve, "--page-size", page_size)
+    assert f"page_size is 16 but --page-size is {page_size}" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "SGLANG_USE_HND_KVCACHE"]
+)
+def test_an_environment_variable_that_changes_the_pool(
+    resolve: Resolve, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "1")
+    assert name in refusal(resolve)
+
+
+def test_a_model_with_latent_attention(resolve: Resolve, tmp_path: Path) -> None:
+    message = refusal(resolve, model=deepseek_v2_config(tmp_path))
+    assert "DeepseekV2ForCausalLM has MLA attention" in message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 128},
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "use_sliding_window": True,
+            "sliding_window": 128,
+            "max_window_layers": 0,
+        },
+    ],
+    ids=["mistral", "qwen2"],
+)
+def test_a_model_with_a_sliding_window(
+    resolve: Resolve, tmp_path: Path, change: dict[str, object]
+) -> None:
+    config = json.loads((tiny_model("llama") / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "sliding-window attention" in refusal(resolve, model=tmp_path)
+
+
+STARTS = {
+    "unknown key": ((), {"budgt": 512}, "unknown config key 'budgt'; did you mean 'budget'?"),
+    "mixed chunk": (("--enable-mixed-chunk",), {"budget": 512}, "--enable-mixed-chunk"),
+    "host memory": ((), {"host_memory": "900TiB"}, "host_memory: got '900TiB'"),
+}
+
+
+def _end_of_start(*flags: str, model: Path, config: object) -> str:
+    """The last line that a start prints which is refused."""
+    code, out, err = run_to_exit(model, *flags, config=config)
+    assert code != 0
+    assert "Load weight begin" not in out + err, "the model was loaded before the refusal"
+    assert "Traceback" not in out + err
+    lines = [line for line in err.splitlines() if "hisparse: error: " in line]
+    assert len(lines) == 1
+    return lines[0]
+
+
+@pytest.mark.parametrize("flags, config, message", STARTS.values(), ids=STARTS)
+def test_the_command_line_ends_with_one_line(
+    flags: tuple[str, ...], config: object, message: str
+) -> None:
+    line = _end_of_start(*flags, model=tiny_model("llama"), config=config)
+    assert line.startswith("hisparse: error: ") and message in line
+
+
+def test_the_command_line_refuses_latent_attention(tmp_path: Path) -> None:
+    line = _end_of_start(model=deepseek_v2_config(tmp_path), config=None)
+    assert "MLA attention" in line
+
+
+@pytest.mark.parametrize(
+    "config, term",
+    [
+        ({"host_memory": "1MB", "budget": 1024}, "host_memory: got"),
+        ({"host_memory": "1GB", "device_memory": "1MB", "budget": 1024}, "device_memory: got"),
+    ],
+    ids=["host", "device"],
+)
+def test_too_little_memory_for_one_request_names_the_term(config: object, term: str) -> None:
+    """Known only when the model's shape is: the message stands in the log, once."""
+    code, out, err = run_to_exit(tiny_model("llama"), config=config)
+    assert code != 0
+    lines = [line for line in (out + err).splitlines() if "hisparse: error: " in line]
+    assert len(lines) == 1
+    assert term in lines[0] and "one request" in lines[0]
