@@ -98,6 +98,26 @@ def test_results_go_into_the_given_tensors(impl: str) -> None:
     assert [t.tolist() for t in out] == [t.tolist() for t in fresh]
 
 
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with other elements in between, in every dimension."""
+    apart = torch.full([2 * n for n in tensor.shape], 3).to(tensor.dtype)
+    view = apart[tuple(slice(None, None, 2) for _ in tensor.shape)]
+    return view.copy_(tensor)
+
+
+def test_inputs_may_be_strided(impl: str) -> None:
+    inputs = (i32([[4, 5, 9], [2, -1, 2]]), i32([range(50, 60)]), i32([4, 3]), i32([2]))
+    results = []
+    for change in (torch.clone, strided):
+        world = World(2, 4, Random(0), impl)
+        world.resize([0, 1], [3, 4])
+        diff = lru_diff(
+            *map(change, inputs), world.layer(0), rows=change(torch.tensor([1, 0])), impl=impl
+        )
+        results.append([t.tolist() for t in (*diff, *world.states)])
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize(
     ("num_rows", "width"), [(0, 3), (2, 0)], ids=["no-rows", "nothing-selected"]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 import pytest
@@ -114,6 +115,36 @@ def test_nothing_to_move_is_fine(impl: str, shape: tuple[int, int]) -> None:
     off = torch.full(shape, -1, dtype=torch.int32)
     gather_pages(src, off, dst, off, heads=2, impl=impl)
     assert (dst.k == 5).all()
+
+
+def test_indices_may_be_strided(impl: str) -> None:
+    src = pages("page_head", 9, 2, 4, (8, 8))
+    dst = pages("page_head", 9, 2, 4, (8, 8), fill=torch.nan)
+    index = i32([[8, 7], [0, 1], [5, 6]]).t()
+    gather_pages(src, index, dst, index.flip(0).t().contiguous().t(), impl=impl)
+    for a, b in [(8, 7), (0, 1), (5, 6)]:
+        assert torch.equal(dst.k[a], src.k[b])
+        assert torch.equal(dst.v[b], src.v[a])
+    slots = torch.arange(36)[::5]
+    k, v = gather_tokens(src, slots, impl=impl)
+    scatter_tokens(k + 1, v + 1, src, slots, impl=impl)
+    again = gather_tokens(src, slots.contiguous(), impl=impl)
+    assert_same_bytes(PagedKV(*again), PagedKV(k + 1, v + 1))
+
+
+@pytest.mark.parametrize("name", ["src_pages", "dst_pages", "slots"])
+def test_indices_out_of_range_are_refused(impl: str, name: str) -> None:
+    pool, pair = pages("page_head", 4, 2, 4, (8, 8)), i32([[0, 1]])
+    before = PagedKV(pool.k.clone(), pool.v.clone())
+    if name == "slots":
+        call = partial(gather_tokens, pool, torch.tensor([16]), impl=impl)
+    elif name == "src_pages":
+        call = partial(gather_pages, pool, i32([[0, 4]]), pool, pair, impl=impl)
+    else:
+        call = partial(gather_pages, pool, pair, pool, i32([[0, 4]]), impl=impl)
+    with pytest.raises((KernelError, IndexError), match=name if impl == "cpu" else None):
+        call()
+    assert_same_bytes(pool, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])

@@ -1,0 +1,90 @@
+#include "parallel.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+namespace hisparse {
+namespace {
+
+struct Job {
+  void (*body)(void*, int64_t);
+  void* context;
+  int64_t items;
+  int helpers;                  // how many more threads may join; guarded by Pool::mutex
+  int active = 0;               // helpers that have joined and not left; guarded by Pool::mutex
+  std::atomic<int64_t> next{0};
+
+  void work() {
+    for (int64_t i = next.fetch_add(1); i < items; i = next.fetch_add(1)) body(context, i);
+  }
+};
+
+class Pool {
+ public:
+  // Serves one caller at a time; another one that comes meanwhile works alone.
+  void run(Job& job) {
+    std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
+    if (!owner) {
+      job.work();
+      return;
+    }
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (; num_workers_ < job.helpers; ++num_workers_) {
+        std::thread([this] { serve(); }).detach();
+      }
+      job_ = &job;
+    }
+    wake_.notify_all();
+    job.work();
+    std::unique_lock<std::mutex> lock(mutex_);
+    job_ = nullptr;
+    done_.wait(lock, [&] { return job.active == 0; });
+  }
+
+ private:
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [this] { return job_ != nullptr && job_->helpers > 0; });
+      Job& job = *job_;
+      --job.helpers;
+      ++job.active;
+      lock.unlock();
+      job.work();
+      lock.lock();
+      if (--job.active == 0) done_.notify_one();
+    }
+  }
+
+  std::mutex owner_, mutex_;
+  std::condition_variable wake_, done_;
+  Job* job_ = nullptr;
+  int num_workers_ = 0;
+};
+
+}  // namespace
+
+int num_threads(int64_t items, double total_ns) {
+  constexpr double kWorthAThreadNs = 20000;
+  const auto useful = std::min<int64_t>(items, static_cast<int64_t>(total_ns / kWorthAThreadNs));
+  return static_cast<int>(std::clamp<int64_t>(useful, 1, omp_get_max_threads()));
+}
+
+void parallel_for(int64_t items, int threads, void (*body)(void*, int64_t), void* context) {
+  if (threads <= 1) {
+    for (int64_t i = 0; i < items; ++i) body(context, i);
+    return;
+  }
+  // Never destroyed: its threads run until the process ends.
+  static Pool& pool = *new Pool;
+  Job job{body, context, items, threads - 1};
+  pool.run(job);
+}
+
+}  // namespace hisparse

@@ -1,0 +1,26 @@
+// Threads for the CPU operations.
+//
+// Not OpenMP's: its join waits for every thread of the team, and where the cores are shared with
+// other processes (a server's are) one that is not scheduled costs milliseconds. Here items are
+// claimed one by one and the caller claims too, so it never waits for a thread that has not begun.
+#pragma once
+
+#include <cstdint>
+
+namespace hisparse {
+
+// Threads worth using for `items` independent pieces of `total_ns` of work: waking a thread costs
+// more than a small call takes. Never more than torch.set_num_threads allows.
+int num_threads(int64_t items, double total_ns);
+
+// Calls `body(context, item)` for every item from 0 on, in any order, on `threads` threads at most.
+// `body` must not throw.
+void parallel_for(int64_t items, int threads, void (*body)(void*, int64_t), void* context);
+
+template <typename Body>
+void parallel_for(int64_t items, int threads, Body&& body) {
+  auto call = [](void* context, int64_t item) { (*static_cast<Body*>(context))(item); };
+  parallel_for(items, threads, call, &body);
+}
+
+}  // namespace hisparse

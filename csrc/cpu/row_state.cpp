@@ -1,0 +1,149 @@
+// Changes to rows outside lru_diff: full tail pages, and capacity.
+#include "tensors.h"
+
+#include <vector>
+
+namespace hisparse {
+namespace {
+
+void require_index(int64_t got, int64_t size, const char* name) {
+  if (got < 0 || got >= size) {
+    TVM_FFI_THROW(ValueError) << name << ": got " << got << ", expected 0 to " << size - 1;
+  }
+}
+
+struct PromoteTailParams {
+  const int64_t* rows;        // [R]
+  const int32_t* page_index;  // [R]
+  const bool* filled;         // [R]
+  const int32_t* capacity;    // [R]
+  Rows<int32_t> slot_pages;   // [NR, C]
+  Rows<int32_t> lru_order;    // [NR, C]
+  Rows<int32_t> device_pages; // [NR, C]
+  int32_t* tail_pages;        // [NR]
+  int64_t num_rows, num_states, slots;
+};
+
+void run(const PromoteTailParams& p) {
+  for (int64_t r = 0; r < p.num_rows; ++r) {
+    const int64_t row = p.rows[r];
+    require_index(row, p.num_states, "rows");
+    const int32_t capacity = p.capacity[r];
+    require_index(capacity, p.slots + 1, "capacity");
+    if (!p.filled[r] || capacity == 0) continue;
+    int32_t* order = p.lru_order[row];
+    const int32_t coldest = order[0];
+    require_index(coldest, p.slots, "lru_order");
+    std::rotate(order, order + 1, order + capacity);
+    std::swap(p.device_pages[row][coldest], p.tail_pages[row]);
+    p.slot_pages[row][coldest] = p.page_index[r];
+  }
+}
+
+struct RebalanceParams {
+  const int64_t* rows;          // [M]
+  const int32_t* new_capacity;  // [M]
+  const int32_t* capacity;      // [NR]
+  Rows<int32_t> slot_pages;     // [NR, C], of one layer
+  Rows<int32_t> lru_order;      // [NR, C]
+  Rows<int32_t> device_pages;   // [NR, C]
+  int32_t* free_pages;          // [N]
+  int64_t num_changes, slots;
+};
+
+// Renumbers a row's slots 0..n-1 from cold to hot; `held` and `pages` are in that order.
+void renumber(const RebalanceParams& p, int64_t row, const int32_t* held, const int32_t* pages,
+              int64_t count) {
+  for (int64_t slot = 0; slot < p.slots; ++slot) {
+    const bool owned = slot < count;
+    p.slot_pages[row][slot] = owned ? held[slot] : -1;
+    p.device_pages[row][slot] = owned ? pages[slot] : -1;
+    p.lru_order[row][slot] = owned ? static_cast<int32_t>(slot) : -1;
+  }
+}
+
+// One layer; `free` is how many pages are free before. Returns how many are after.
+int64_t run(const RebalanceParams& p, int64_t free) {
+  std::vector<int32_t> held(p.slots), pages(p.slots);
+  for (const bool shrink : {true, false}) {
+    for (int64_t i = 0; i < p.num_changes; ++i) {
+      const int64_t row = p.rows[i], old = p.capacity[row], count = p.new_capacity[i];
+      if (count == old || (count < old) != shrink) continue;
+      // Gained slots are the coldest.
+      const int64_t gained = std::max<int64_t>(count - old, 0);
+      const int64_t dropped = std::max<int64_t>(old - count, 0);
+      for (int64_t slot = 0; slot < gained; ++slot) {
+        held[slot] = -1;
+        pages[slot] = p.free_pages[--free];
+      }
+      for (int64_t rank = 0; rank < old; ++rank) {
+        const int32_t slot = p.lru_order[row][rank];
+        require_index(slot, p.slots, "lru_order");
+        if (rank < dropped) {
+          p.free_pages[free++] = p.device_pages[row][slot];
+        } else {
+          held[gained + rank - dropped] = p.slot_pages[row][slot];
+          pages[gained + rank - dropped] = p.device_pages[row][slot];
+        }
+      }
+      renumber(p, row, held.data(), pages.data(), count);
+    }
+  }
+  return free;
+}
+
+Rows<int32_t> layer_of(const TensorView& tables, int64_t layer, const char* name) {
+  require_unit_stride(tables, name);
+  return {static_cast<int32_t*>(tables.data_ptr()) + layer * tables.stride(0), tables.stride(1)};
+}
+
+}  // namespace
+
+void promote_tail(TensorView rows, TensorView page_index, TensorView filled, TensorView capacity,
+                  TensorView slot_pages, TensorView lru_order, TensorView device_pages,
+                  TensorView tail_pages) {
+  run(PromoteTailParams{vector_of<const int64_t>(rows, "rows"),
+                        vector_of<const int32_t>(page_index, "page_index"),
+                        vector_of<const bool>(filled, "filled"),
+                        vector_of<const int32_t>(capacity, "capacity"),
+                        rows_of<int32_t>(slot_pages, "slot_pages"),
+                        rows_of<int32_t>(lru_order, "lru_order"),
+                        rows_of<int32_t>(device_pages, "device_pages"),
+                        vector_of<int32_t>(tail_pages, "tail_pages"),
+                        rows.size(0),
+                        slot_pages.size(0),
+                        slot_pages.size(1)});
+}
+
+// The wrapper has checked capacities against the tables and the free pages.
+void rebalance(TensorView rows, TensorView new_capacity, TensorView capacity,
+               TensorView slot_pages, TensorView lru_order, TensorView device_pages,
+               TensorView free_pages, TensorView num_free) {
+  int32_t* counts = vector_of<int32_t>(num_free, "num_free");
+  int32_t* capacities = vector_of<int32_t>(capacity, "capacity");
+  const Rows<int32_t> free = rows_of<int32_t>(free_pages, "free_pages");
+  RebalanceParams p;
+  p.rows = vector_of<const int64_t>(rows, "rows");
+  p.new_capacity = vector_of<const int32_t>(new_capacity, "new_capacity");
+  p.capacity = capacities;
+  p.num_changes = rows.size(0);
+  p.slots = slot_pages.size(2);
+  for (int64_t i = 0; i < p.num_changes; ++i) {
+    require_index(p.rows[i], slot_pages.size(1), "rows");
+    require_index(capacities[p.rows[i]], p.slots + 1, "capacity");
+  }
+  const int64_t before = counts[0];
+  for (int64_t layer = 0; layer < slot_pages.size(0); ++layer) {
+    p.slot_pages = layer_of(slot_pages, layer, "slot_pages");
+    p.lru_order = layer_of(lru_order, layer, "lru_order");
+    p.device_pages = layer_of(device_pages, layer, "device_pages");
+    p.free_pages = free[layer];
+    counts[layer] = static_cast<int32_t>(run(p, before));
+  }
+  for (int64_t i = 0; i < p.num_changes; ++i) capacities[p.rows[i]] = p.new_capacity[i];
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(promote_tail, promote_tail);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(rebalance, rebalance);
+
+}  // namespace hisparse

@@ -1,0 +1,190 @@
+// Moving pages and tokens between pools of pages; a pool is [P, H, S, D] with any strides.
+#include "copy.h"
+#include "tensors.h"
+
+namespace hisparse {
+namespace {
+
+// More bytes than this do not stay in the caches anyway, so they need not displace what is there.
+constexpr int64_t kStreamingBytes = 16 << 20;
+// Bytes that one core copies in a nanosecond, roughly.
+constexpr double kBytesPerNs = 8.0;
+constexpr int64_t kEntriesPerTask = 32;
+
+struct Pool {
+  char* data;
+  int64_t item_bytes;
+  int64_t pages, heads, size, width;
+  int64_t page_stride, head_stride, token_stride, item_stride;  // bytes
+
+  explicit Pool(const TensorView& t)
+      : data(static_cast<char*>(t.data_ptr())),
+        item_bytes(t.dtype().bits * t.dtype().lanes / 8),
+        pages(t.size(0)),
+        heads(t.size(1)),
+        size(t.size(2)),
+        width(t.size(3)),
+        page_stride(t.stride(0) * item_bytes),
+        head_stride(t.stride(1) * item_bytes),
+        token_stride(t.stride(2) * item_bytes),
+        item_stride(t.stride(3) * item_bytes) {}
+};
+
+struct GatherPagesParams {
+  Pool src[2], dst[2];              // keys, values
+  Rows<const int32_t> src_pages;    // [R, K]
+  Rows<const int32_t> dst_pages;    // [R, K]
+  int64_t num_rows, width, heads;
+
+  bool whole_pages() const { return src[0].heads == dst[0].heads; }
+};
+
+BlockCopy page_copy(const Pool& src, const Pool& dst) {
+  return BlockCopy({{dst.heads, src.head_stride, dst.head_stride},
+                    {src.size, src.token_stride, dst.token_stride},
+                    {src.width, src.item_stride, dst.item_stride}},
+                   src.item_bytes);
+}
+
+// Throws unless every page that is to move exists. Returns how many move.
+int64_t count_moves(const GatherPagesParams& p) {
+  int64_t moves = 0;
+  for (int64_t r = 0; r < p.num_rows; ++r) {
+    for (int64_t i = 0; i < p.width; ++i) {
+      const int32_t from = p.src_pages[r][i], to = p.dst_pages[r][i];
+      if ((from | to) < 0) continue;
+      if (from >= p.src[0].pages) {
+        TVM_FFI_THROW(ValueError) << "src_pages: got " << from << " in row " << r
+                                  << ", expected at most " << p.src[0].pages - 1;
+      }
+      if (to >= p.dst[0].pages) {
+        TVM_FFI_THROW(ValueError) << "dst_pages: got " << to << " in row " << r
+                                  << ", expected at most " << p.dst[0].pages - 1;
+      }
+      ++moves;
+    }
+  }
+  return moves;
+}
+
+void run(const GatherPagesParams& p) {
+  const int64_t moves = count_moves(p);
+  const BlockCopy copies[2] = {page_copy(p.src[0], p.dst[0]), page_copy(p.src[1], p.dst[1])};
+  const int64_t bytes = moves * (copies[0].bytes() + copies[1].bytes());
+  const bool streaming = bytes > kStreamingBytes;
+  const int64_t per_row = (p.width + kEntriesPerTask - 1) / kEntriesPerTask;
+  const int64_t tasks = p.num_rows * per_row;
+  parallel_for(tasks, num_threads(tasks, bytes / kBytesPerNs), [&](int64_t task) {
+    const int64_t r = task / per_row, first = task % per_row * kEntriesPerTask;
+    const int64_t last = std::min(first + kEntriesPerTask, p.width);
+    const int64_t head = p.whole_pages() ? 0 : r % p.heads * p.src[0].heads / p.heads;
+    const int32_t *from = p.src_pages[r], *to = p.dst_pages[r];
+    for (int which = 0; which < 2; ++which) {
+      const Pool &src = p.src[which], &dst = p.dst[which];
+      const char* source = src.data + head * src.head_stride;
+      for (int64_t i = first; i < last; ++i) {
+        if (i + 1 < last && from[i + 1] >= 0) {
+          copies[which].prefetch(source + from[i + 1] * src.page_stride);
+        }
+        if ((from[i] | to[i]) < 0) continue;
+        copies[which](dst.data + to[i] * dst.page_stride, source + from[i] * src.page_stride,
+                      streaming);
+      }
+    }
+  });
+}
+
+struct Tokens {
+  char* data;
+  int64_t token_stride, head_stride, item_stride;  // bytes
+
+  explicit Tokens(const TensorView& t) : data(static_cast<char*>(t.data_ptr())) {
+    const int64_t item_bytes = t.dtype().bits * t.dtype().lanes / 8;
+    token_stride = t.stride(0) * item_bytes;
+    head_stride = t.stride(1) * item_bytes;
+    item_stride = t.stride(2) * item_bytes;
+  }
+};
+
+struct MoveTokensParams {
+  Tokens tokens[2];      // keys, values: [T, H, D]
+  Pool pool[2];
+  const int64_t* slots;  // [T]
+  int64_t num_tokens;
+  bool into_pool;
+};
+
+BlockCopy token_copy(const Tokens& tokens, const Pool& pool, bool into_pool) {
+  Dim heads{pool.heads, tokens.head_stride, pool.head_stride};
+  Dim items{pool.width, tokens.item_stride, pool.item_stride};
+  if (!into_pool) {
+    std::swap(heads.src_stride, heads.dst_stride);
+    std::swap(items.src_stride, items.dst_stride);
+  }
+  return BlockCopy({heads, items}, pool.item_bytes);
+}
+
+void run(const MoveTokensParams& p) {
+  const int64_t size = p.pool[0].size, num_slots = p.pool[0].pages * size;
+  for (int64_t t = 0; t < p.num_tokens; ++t) {
+    if (p.slots[t] < 0 || p.slots[t] >= num_slots) {
+      TVM_FFI_THROW(ValueError) << "slots: got " << p.slots[t] << " for token " << t
+                                << ", expected 0 to " << num_slots - 1;
+    }
+  }
+  const BlockCopy copies[2] = {token_copy(p.tokens[0], p.pool[0], p.into_pool),
+                               token_copy(p.tokens[1], p.pool[1], p.into_pool)};
+  const int64_t bytes = p.num_tokens * (copies[0].bytes() + copies[1].bytes());
+  const int64_t tasks = (p.num_tokens + kEntriesPerTask - 1) / kEntriesPerTask;
+  parallel_for(tasks, num_threads(tasks, bytes / kBytesPerNs), [&](int64_t task) {
+    const int64_t first = task * kEntriesPerTask;
+    const int64_t last = std::min(first + kEntriesPerTask, p.num_tokens);
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t page = p.slots[t] / size, offset = p.slots[t] % size;
+      for (int which = 0; which < 2; ++which) {
+        const Pool& pool = p.pool[which];
+        char* stored = pool.data + page * pool.page_stride + offset * pool.token_stride;
+        char* token = p.tokens[which].data + t * p.tokens[which].token_stride;
+        copies[which](p.into_pool ? stored : token, p.into_pool ? token : stored, false);
+      }
+    }
+  });
+}
+
+void move_tokens(TensorView k, TensorView v, TensorView pool_k, TensorView pool_v,
+                 TensorView slots, bool into_pool) {
+  run(MoveTokensParams{{Tokens(k), Tokens(v)},
+                       {Pool(pool_k), Pool(pool_v)},
+                       vector_of<const int64_t>(slots, "slots"),
+                       slots.size(0),
+                       into_pool});
+}
+
+}  // namespace
+
+void gather_pages(TensorView src_k, TensorView src_v, TensorView src_pages, TensorView dst_k,
+                  TensorView dst_v, TensorView dst_pages, int64_t heads) {
+  run(GatherPagesParams{{Pool(src_k), Pool(src_v)},
+                        {Pool(dst_k), Pool(dst_v)},
+                        rows_of<const int32_t>(src_pages, "src_pages"),
+                        rows_of<const int32_t>(dst_pages, "dst_pages"),
+                        src_pages.size(0),
+                        src_pages.size(1),
+                        heads});
+}
+
+void scatter_tokens(TensorView k, TensorView v, TensorView dst_k, TensorView dst_v,
+                    TensorView slots) {
+  move_tokens(k, v, dst_k, dst_v, slots, true);
+}
+
+void gather_tokens(TensorView k, TensorView v, TensorView src_k, TensorView src_v,
+                   TensorView slots) {
+  move_tokens(k, v, src_k, src_v, slots, false);
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_pages, gather_pages);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter_tokens, scatter_tokens);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_tokens, gather_tokens);
+
+}  // namespace hisparse

@@ -1,0 +1,20 @@
+"""Every operation in C++ on the CPU; equal to ``reference``, bitwise where nothing is rounded."""
+
+from hisparse.kernels.cpu_lru import lru_diff, promote_tail, rebalance
+from hisparse.kernels.cpu_attention import paged_attention
+from hisparse.kernels.cpu_select import page_score, select
+from hisparse.kernels.cpu_transfer import gather_pages, gather_tokens, scatter_tokens
+from hisparse.kernels.reference_lru import reset_rows
+
+__all__ = [
+    "gather_pages",
+    "gather_tokens",
+    "lru_diff",
+    "page_score",
+    "paged_attention",
+    "promote_tail",
+    "rebalance",
+    "reset_rows",
+    "scatter_tokens",
+    "select",
+]

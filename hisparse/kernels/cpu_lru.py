@@ -1,0 +1,58 @@
+"""LRU bookkeeping in C++."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.kernels._build import call_cpu, dense_rows
+from hisparse.kernels._state import LruDiff, RowState
+
+__all__ = ["lru_diff", "promote_tail", "rebalance"]
+
+
+def lru_diff(
+    selection: Tensor,
+    host_page_table: Tensor,
+    capacity: Tensor,
+    num_real_rows: Tensor,
+    state: RowState,
+    rows: Tensor,
+    out: LruDiff | None = None,
+) -> LruDiff:
+    """See :func:`hisparse.kernels.lru_diff`; the tables of a row with an error are unchanged."""
+    if out is None:
+        # One by one: views of a common tensor take twice as long to make.
+        entries = (torch.empty(selection.shape, dtype=torch.int32) for _ in range(3))
+        counts = (torch.empty(selection.shape[0], dtype=torch.int32) for _ in range(2))
+        out = LruDiff(*entries, *counts)
+    slot_pages, lru_order, _ = state
+    inputs = (dense_rows(x) for x in (selection, host_page_table, capacity, num_real_rows))
+    call_cpu("lru_diff", *inputs, slot_pages, lru_order, dense_rows(rows), *out)
+    return out
+
+
+def promote_tail(
+    rows: Tensor,
+    page_index: Tensor,
+    filled: Tensor,
+    capacity: Tensor,
+    state: RowState,
+    tail_pages: Tensor,
+) -> None:
+    """See :func:`hisparse.kernels.promote_tail`."""
+    inputs = (dense_rows(x) for x in (rows, page_index, filled, capacity))
+    call_cpu("promote_tail", *inputs, *state, tail_pages)
+
+
+def rebalance(
+    rows: Tensor,
+    new_capacity: Tensor,
+    capacity: Tensor,
+    states: RowState,
+    free_pages: Tensor,
+    num_free: Tensor,
+) -> None:
+    """See :func:`hisparse.kernels.rebalance`."""
+    inputs = (dense_rows(rows), dense_rows(new_capacity))
+    call_cpu("rebalance", *inputs, capacity, *states, free_pages, num_free)
