@@ -11,6 +11,6 @@ __version__ = "0.0.0+hisparse.standin"
 
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
-        f"torchvision.{name}: torchvision is a stand-in on this CPU-only set-up, with the names that "
-        "text models need; install the real one for others"
+        f"torchvision.{name}: torchvision is a stand-in on this CPU-only set-up, with the names "
+        "that text models need; install the real one for others"
     )
