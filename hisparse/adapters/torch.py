@@ -1,4 +1,4 @@
-"""The adapter that needs nothing but PyTorch."""
+"""The adapter that needs nothing but PyTorch; it uses C++ kernels where a compiler is at hand."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter
+from hisparse.kernels import paged_attention
 from hisparse.types import PagedKV, SelectionScope
 
 __all__ = ["TorchAdapter"]
@@ -16,36 +17,15 @@ _QUERY_BLOCK = 512
 
 @ADAPTERS.register("torch")
 class TorchAdapter(BackendAdapter):
-    """Attends with PyTorch operators, in float32."""
+    """Attends with PyTorch operators for prefill and the project's kernels for decoding."""
 
     scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
 
     def attend(
         self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
     ) -> Attended:
-        rows, num_pages = page_table.shape
-        heads, page_size = kv.k.shape[1:3]
-        pages = page_table.clamp(min=0).flatten()
-        k = self._gather(kv.k, pages, rows)
-        v = self._gather(kv.v, pages, rows)
-        queries = q.float().unflatten(1, (heads, -1))
-        logits = (queries @ k.transpose(-1, -2)) * scale
-        token = torch.arange(num_pages * page_size, device=q.device)
-        absent = token >= seq_lens[:, None]
-        logits.masked_fill_(absent[:, None, None], -torch.inf)
-        # What lies beyond a sequence may be another request's, even NaN: 0 * NaN would leak it.
-        v.masked_fill_(absent[:, None, :, None], 0.0)
-        lse = logits.logsumexp(-1)
-        # A row without tokens has lse -inf; its weights are to be 0, not NaN.
-        shift = lse.masked_fill(lse == -torch.inf, 0.0)
-        out = logits.sub_(shift[..., None]).exp_() @ v
-        return Attended(out.flatten(1, 2), lse.flatten(1, 2))
-
-    @staticmethod
-    def _gather(pages_kv: Tensor, pages: Tensor, rows: int) -> Tensor:
-        """``[N, Hr, S, D]`` at ``[R * P]`` -> ``[R, Hr, P * S, D]`` float32."""
-        taken: Tensor = pages_kv.index_select(0, pages).unflatten(0, (rows, -1))
-        return taken.transpose(1, 2).flatten(2, 3).float()
+        query = q.float() * scale
+        return Attended(*paged_attention(query, kv, page_table, seq_lens))
 
     def attend_prefill(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool

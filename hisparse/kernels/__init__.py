@@ -1,6 +1,7 @@
 """The operations on device pages; every one has a reference implementation in PyTorch."""
 
 from hisparse.kernels._state import LruDiff, RowState
+from hisparse.kernels.attention import paged_attention
 from hisparse.kernels.lru_diff import lru_diff
 from hisparse.kernels.rebalance import promote_tail, rebalance, reset_rows
 from hisparse.kernels.select import page_score, select
@@ -13,6 +14,7 @@ __all__ = [
     "gather_tokens",
     "lru_diff",
     "page_score",
+    "paged_attention",
     "promote_tail",
     "rebalance",
     "reset_rows",

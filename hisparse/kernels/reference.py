@@ -1,5 +1,6 @@
 """Every operation in plain PyTorch: the oracle that the other implementations equal bitwise."""
 
+from hisparse.kernels.reference_attention import paged_attention
 from hisparse.kernels.reference_lru import lru_diff, promote_tail, rebalance, reset_rows
 from hisparse.kernels.reference_select import page_score, select
 from hisparse.kernels.reference_transfer import gather_pages, gather_tokens, scatter_tokens
@@ -9,6 +10,7 @@ __all__ = [
     "gather_tokens",
     "lru_diff",
     "page_score",
+    "paged_attention",
     "promote_tail",
     "rebalance",
     "reset_rows",
