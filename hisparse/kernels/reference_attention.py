@@ -34,4 +34,5 @@ def paged_attention(
 def _gather(pages_kv: Tensor, pages: Tensor, rows: int) -> Tensor:
     """``[N, Hr, S, D]`` at ``[R * P]`` -> ``[R, Hr, P * S, D]`` float32."""
     taken = pages_kv.index_select(0, pages).unflatten(0, (rows, -1))
-    return taken.transpose(1, 2).flatten(2, 3).float()
+    tokens: Tensor = taken.transpose(1, 2).flatten(2, 3).float()
+    return tokens
