@@ -61,8 +61,7 @@ class DecodeAttention:
 
     def attend_resident(self, layer_id: int, q: Tensor, step: DecodeStep) -> Tensor:
         """Dense, over a context that fits the row's device pages."""
-        selection = all_pages(step, max(step.max_pages, 1))
-        return self._attend_selection(layer_id, q, step, selection)
+        return self._attend_selection(layer_id, q, step, all_pages(step))
 
     def _attend_selection(
         self, layer_id: int, q: Tensor, step: DecodeStep, selection: Selection

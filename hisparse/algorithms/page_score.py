@@ -57,7 +57,7 @@ class PageScoreAlgorithm(BaseSparseAlgorithm):
     def retrieve_topk(self, queries: Tensor, layer_id: int, batch: DecodeStep) -> Selection:
         policy = batch.policy
         if batch.max_pages <= policy.max_pages:
-            return all_pages(batch, policy.max_pages)
+            return all_pages(batch)
         summaries = batch.representations["summary"][layer_id]
         return select(
             self.score_pages(queries * policy.scale, summaries, batch).float(),
@@ -84,8 +84,9 @@ class PageScoreAlgorithm(BaseSparseAlgorithm):
         return self.score(query, own)
 
 
-def all_pages(batch: DecodeStep, width: int) -> Selection:
-    """The selection of every full page; ``width`` (K) is at least ``batch.max_pages``."""
+def all_pages(batch: DecodeStep) -> Selection:
+    """The selection of every full page, as wide as the longest context needs."""
+    width = max(batch.max_pages, 1)
     pages = torch.arange(width, dtype=torch.int32, device=batch.num_pages.device)
     pages = torch.where(pages < batch.num_pages[:, None], pages, -1)
     heads = batch.policy.heads
