@@ -1,0 +1,1 @@
+"""``python -m hisparse.demo``: one long document, answered densely and then by hisparse."""

@@ -1,0 +1,45 @@
+"""Command line of the demo; ``make demo`` calls it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+
+import torch
+from rich.console import Console
+
+from hisparse.demo.compare import measure, sides
+from hisparse.demo.report import print_report
+from hisparse.errors import HiSparseError
+from hisparse.models import resolve
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Run the demo; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m hisparse.demo", description=__doc__)
+    parser.add_argument(
+        "--model", default="smollm2-135m", help="known name, folder or hub id (%(default)s)"
+    )
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args()
+    console = Console()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        model = resolve(options.model, progress=lambda line: console.print(line, style="dim"))
+        dense, sparse = (measure(x, model, options.threads, console) for x in sides())
+    except KeyboardInterrupt:
+        console.print("\nstopped; no server is left running")
+        return 128 + signal.SIGINT
+    except HiSparseError as error:
+        print(f"hisparse: error: {error}", file=sys.stderr)
+        return 1
+    print_report(console, dense, sparse, on_cpu=not torch.cuda.is_available())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""The long document: the beginning of Moby Dick with one planted sentence, and a question about it.
+
+The text is Herman Melville's, in the public domain (chapters 1, 2 and the beginning of 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+
+__all__ = ["HARBOUR", "Fact", "make_prompt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """A sentence that the document does not hold, and how to tell that it was found.
+
+    Attributes:
+        sentence: what is planted, as a paragraph of its own.
+        question: asked after the document.
+        answer: a right answer holds this, in any case.
+    """
+
+    sentence: str
+    question: str
+    answer: str
+
+    def is_found_in(self, text: str) -> bool:
+        """Whether a text answers the question rightly."""
+        return self.answer.lower() in text.lower()
+
+
+HARBOUR = Fact(
+    sentence="The password of the harbour gate is BLUE HERRING.",
+    question="What is the password of the harbour gate?",
+    answer="blue herring",
+)
+
+
+def make_prompt(fact: Fact, depth: float) -> str:
+    """The document with the fact in it, and then the question: about 7,000 tokens.
+
+    Args:
+        fact: what to plant.
+        depth: where, from 0 (beginning) to 1 (end).
+    """
+    text = resources.files("hisparse.demo").joinpath("moby_dick.txt").read_text(encoding="utf-8")
+    paragraphs = text.rstrip().split("\n\n")
+    before, place = 0, 0
+    while place < len(paragraphs) and before < depth * len(text):
+        before += len(paragraphs[place]) + 2
+        place += 1
+    document = [*paragraphs[:place], fact.sentence, *paragraphs[place:]]
+    return "\n\n".join([*document, f"Question: {fact.question}"])
