@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import resources
 
-__all__ = ["HARBOUR", "Fact", "make_prompt"]
+__all__ = ["HARBOUR", "Fact", "make_prompt", "text"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,11 @@ HARBOUR = Fact(
 )
 
 
+def text() -> str:
+    """The document without a planted sentence."""
+    return resources.files("hisparse.demo").joinpath("moby_dick.txt").read_text(encoding="utf-8")
+
+
 def make_prompt(fact: Fact, depth: float) -> str:
     """The document with the fact in it, and then the question: about 7,000 tokens.
 
@@ -44,10 +49,10 @@ def make_prompt(fact: Fact, depth: float) -> str:
         fact: what to plant.
         depth: where, from 0 (beginning) to 1 (end).
     """
-    text = resources.files("hisparse.demo").joinpath("moby_dick.txt").read_text(encoding="utf-8")
-    paragraphs = text.rstrip().split("\n\n")
+    whole = text()
+    paragraphs = whole.rstrip().split("\n\n")
     before, place = 0, 0
-    while place < len(paragraphs) and before < depth * len(text):
+    while place < len(paragraphs) and before < depth * len(whole):
         before += len(paragraphs[place]) + 2
         place += 1
     document = [*paragraphs[:place], fact.sentence, *paragraphs[place:]]
