@@ -43,47 +43,34 @@ class BlockCopy {
 
   int64_t bytes() const { return bytes_; }
 
-  // `streaming`: past the caches, for more bytes than they hold.
-  void operator()(char* dst, const char* src, bool streaming) const {
+  // `ahead` is the source of a copy to come: its lines are fetched meanwhile, for no hardware
+  // prefetcher foresees where a scattered block begins.
+  void operator()(char* dst, const char* src, const char* ahead) const {
     for (int64_t a = 0; a < outer_[2].count; ++a) {
       for (int64_t b = 0; b < outer_[1].count; ++b) {
-        const char* from = src + a * outer_[2].src_stride + b * outer_[1].src_stride;
+        const int64_t skip = a * outer_[2].src_stride + b * outer_[1].src_stride;
         char* to = dst + a * outer_[2].dst_stride + b * outer_[1].dst_stride;
         for (int64_t c = 0; c < outer_[0].count; ++c) {
-          copy_bytes(to, from, inner_bytes_, streaming);
-          from += outer_[0].src_stride;
+          const int64_t at = skip + c * outer_[0].src_stride;
+          copy_bytes(to, src + at, ahead + at, inner_bytes_);
           to += outer_[0].dst_stride;
         }
       }
     }
   }
 
-  // Hides the latency of the next block's first lines, which no hardware prefetcher foresees.
-  void prefetch(const char* src) const {
-    const int64_t ahead = std::min<int64_t>(inner_bytes_, kPrefetchBytes);
-    for (int64_t at = 0; at < ahead; at += 64) __builtin_prefetch(src + at);
-  }
-
  private:
-  static constexpr int64_t kPrefetchBytes = 1024;
-
-  static void copy_bytes(char* dst, const char* src, int64_t count, bool streaming) {
+  static void copy_bytes(char* dst, const char* src, const char* ahead, int64_t count) {
 #ifdef __AVX512F__
     if (count % 64 == 0) {
-      if (streaming && reinterpret_cast<uintptr_t>(dst) % 64 == 0) {
-        for (int64_t at = 0; at < count; at += 64) {
-          _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + at), _mm512_loadu_si512(src + at));
-        }
-      } else {
-        for (int64_t at = 0; at < count; at += 64) {
-          _mm512_storeu_si512(dst + at, _mm512_loadu_si512(src + at));
-        }
+      for (int64_t at = 0; at < count; at += 64) {
+        __builtin_prefetch(ahead + at);
+        _mm512_storeu_si512(dst + at, _mm512_loadu_si512(src + at));
       }
       return;
     }
-#else
-    (void)streaming;
 #endif
+    for (int64_t at = 0; at < count; at += 64) __builtin_prefetch(ahead + at);
     std::memcpy(dst, src, static_cast<size_t>(count));
   }
 

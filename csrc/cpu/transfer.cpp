@@ -5,8 +5,8 @@
 namespace hisparse {
 namespace {
 
-// More bytes than this do not stay in the caches anyway, so they need not displace what is there.
-constexpr int64_t kStreamingBytes = 16 << 20;
+// How far ahead of a copy memory is fetched: as much as keeps a core's misses in flight.
+constexpr int64_t kBytesAhead = 8 << 10;
 // Bytes that one core copies in a nanosecond, roughly.
 constexpr double kBytesPerNs = 8.0;
 constexpr int64_t kEntriesPerTask = 32;
@@ -46,6 +46,10 @@ BlockCopy page_copy(const Pool& src, const Pool& dst) {
                    src.item_bytes);
 }
 
+int64_t copies_ahead(int64_t bytes) {
+  return std::clamp<int64_t>(kBytesAhead / std::max<int64_t>(bytes, 1), 1, 32);
+}
+
 // Throws unless every page that is to move exists. Returns how many move.
 int64_t count_moves(const GatherPagesParams& p) {
   int64_t moves = 0;
@@ -71,7 +75,6 @@ void run(const GatherPagesParams& p) {
   const int64_t moves = count_moves(p);
   const BlockCopy copies[2] = {page_copy(p.src[0], p.dst[0]), page_copy(p.src[1], p.dst[1])};
   const int64_t bytes = moves * (copies[0].bytes() + copies[1].bytes());
-  const bool streaming = bytes > kStreamingBytes;
   const int64_t per_row = (p.width + kEntriesPerTask - 1) / kEntriesPerTask;
   const int64_t tasks = p.num_rows * per_row;
   parallel_for(tasks, num_threads(tasks, bytes / kBytesPerNs), [&](int64_t task) {
@@ -82,13 +85,12 @@ void run(const GatherPagesParams& p) {
     for (int which = 0; which < 2; ++which) {
       const Pool &src = p.src[which], &dst = p.dst[which];
       const char* source = src.data + head * src.head_stride;
+      const int64_t distance = copies_ahead(copies[which].bytes());
       for (int64_t i = first; i < last; ++i) {
-        if (i + 1 < last && from[i + 1] >= 0) {
-          copies[which].prefetch(source + from[i + 1] * src.page_stride);
-        }
         if ((from[i] | to[i]) < 0) continue;
+        const int64_t ahead = std::max(from[std::min(i + distance, last - 1)], 0);
         copies[which](dst.data + to[i] * dst.page_stride, source + from[i] * src.page_stride,
-                      streaming);
+                      source + ahead * src.page_stride);
       }
     }
   });
@@ -145,7 +147,8 @@ void run(const MoveTokensParams& p) {
         const Pool& pool = p.pool[which];
         char* stored = pool.data + page * pool.page_stride + offset * pool.token_stride;
         char* token = p.tokens[which].data + t * p.tokens[which].token_stride;
-        copies[which](p.into_pool ? stored : token, p.into_pool ? token : stored, false);
+        const char* from = p.into_pool ? token : stored;
+        copies[which](p.into_pool ? stored : token, from, from);
       }
     }
   });

@@ -36,5 +36,9 @@ def implementation(impl: str, *devices: torch.device) -> ModuleType:
         return cpu
     if impl == "auto":
         return reference
-    why = "the library cannot be built" if on_cpu else f"tensors are on {devices[0]}"
+    why = (
+        "the library cannot be built"
+        if on_cpu
+        else "tensors are on " + ", ".join(sorted({str(d) for d in devices}))
+    )
     raise KernelError(f"implementation 'cpu': {why} (choices: auto, reference)")

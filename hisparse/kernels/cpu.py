@@ -1,7 +1,7 @@
 """Every operation in C++ on the CPU; equal to ``reference``, bitwise where nothing is rounded."""
 
-from hisparse.kernels.cpu_lru import lru_diff, promote_tail, rebalance
 from hisparse.kernels.cpu_attention import paged_attention
+from hisparse.kernels.cpu_lru import lru_diff, promote_tail, rebalance
 from hisparse.kernels.cpu_select import page_score, select
 from hisparse.kernels.cpu_transfer import gather_pages, gather_tokens, scatter_tokens
 from hisparse.kernels.reference_lru import reset_rows

@@ -1,0 +1,149 @@
+"""Building the C++ kernels: once, under a key of all that matters, and never in the way."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from hisparse.errors import KernelError
+from hisparse.kernels import _build, _impl, reference
+from tests.kernels.world import World
+
+SOURCE = """
+#include <tvm/ffi/function.h>
+int forty_two() { return 42; }
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(forty_two, forty_two);
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A small library to build in place of the real one, into an empty cache."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "answer.cpp").write_text(SOURCE)
+    monkeypatch.setattr(_build, "_SOURCES", folder)
+    monkeypatch.setattr(_build, "_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(_build, "_FLAGS", ["-std=c++17", "-O0", "-fPIC", "-shared"])
+    _build.cpu_library.cache_clear()
+    yield folder
+    _build.cpu_library.cache_clear()
+
+
+def test_a_library_is_built_once_and_says_so(
+    sources: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _build.cpu_library().forty_two() == 42
+    first = _build.build_cpu()
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 1)
+    assert "building CPU kernels" in said.err
+    modified = first.stat().st_mtime_ns
+    assert _build.build_cpu() == first
+    assert first.stat().st_mtime_ns == modified
+    assert capsys.readouterr().err == ""
+
+
+def test_the_key_follows_sources_flags_and_compiler(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {_build.build_cpu().name}
+    (sources / "answer.cpp").write_text(SOURCE + "\n")
+    keys.add(_build.build_cpu().name)
+    (sources / "answer.h").write_text("")
+    keys.add(_build.build_cpu().name)
+    monkeypatch.setattr(_build, "_FLAGS", [*_build._FLAGS, "-DHISPARSE_OTHER_FLAG"])
+    keys.add(_build.build_cpu().name)
+    monkeypatch.setattr(_build, "_processor", lambda: "another one")
+    keys.add(_build.build_cpu().name)
+    assert len(keys) == 5
+
+
+def test_builders_at_the_same_time_build_once(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, run = [], subprocess.run
+
+    def spy(command: list[str], **kwargs: object) -> object:
+        if "-o" in command:
+            compiled.append(command)
+        return run(command, **kwargs)
+
+    monkeypatch.setattr(subprocess, "run", spy)
+    with ThreadPoolExecutor(3) as pool:
+        paths = {f.result() for f in [pool.submit(_build.build_cpu) for _ in range(3)]}
+    assert (len(paths), len(compiled)) == (1, 1)
+
+
+def break_the_source(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sources / "answer.cpp").write_text("this is no C++")
+
+
+def hide_compilers(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(sources))
+    monkeypatch.delenv("CXX", raising=False)
+
+
+def name_no_compiler(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+
+def lose_the_sources(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sources / "answer.cpp").unlink()
+
+
+def lose_the_binding(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tvm_ffi", None)
+
+
+def forbid_the_cache(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sources.parent / "cache").write_text("a file where a folder is wanted")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (break_the_source, "failed: .*error"),
+        (hide_compilers, r"no C\+\+ compiler found \(looked for g\+\+, c\+\+, clang\+\+\)"),
+        (name_no_compiler, r"no C\+\+ compiler found \(looked for no-such-compiler\)"),
+        (lose_the_sources, "no sources in"),
+        (lose_the_binding, "tvm_ffi"),
+        (forbid_the_cache, "File exists"),
+    ],
+    ids=["bad-source", "no-compiler", "bad-CXX", "no-sources", "no-tvm-ffi", "no-cache"],
+)
+def test_without_a_library_all_works_and_it_is_said_once(
+    sources: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    spoil: Callable[[Path, pytest.MonkeyPatch], None],
+    why: str,
+) -> None:
+    spoil(sources, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        assert _impl.implementation("auto", torch.device("cpu")) is reference
+        world = World(2, 4, Random(0), "auto")
+        world.resize([0, 1], [4, 3])
+        for _ in range(3):
+            world.step(0, 9, padded=0, shared=1)
+        world.check()
+    (record,) = caplog.records
+    assert re.search(f"C\\+\\+ kernels are off, .*{why}", record.message)
+    with pytest.raises(KernelError, match="implementation 'cpu': the library cannot be built"):
+        _impl.implementation("cpu", torch.device("cpu"))
+
+
+def test_tensors_elsewhere_go_to_the_reference() -> None:
+    where = torch.device("meta")
+    assert _impl.implementation("auto", torch.device("cpu"), where) is reference
+    with pytest.raises(KernelError, match="implementation 'cpu': tensors are on cpu, meta"):
+        _impl.implementation("cpu", torch.device("cpu"), where)
