@@ -32,7 +32,7 @@ CONFIG: Final[Mapping[str, Any]] = {
 }
 #: Room for this many tokens on both sides, so that their KV bytes can be compared.
 _KV_TOKENS: Final = 32768
-_DEPTH: Final = 0.6
+_DEPTH: Final = 0.8
 _MAX_NEW_TOKENS: Final = 48
 
 
