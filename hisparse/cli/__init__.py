@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for module in (algorithms, bench):
         module.add_parser(commands)
     arguments = parser.parse_args(argv)
+    # Ended by a supervisor, as by Ctrl-C: the servers that a benchmark started are stopped.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         result: int = arguments.run(arguments)
     except HiSparseError as error:
