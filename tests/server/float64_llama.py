@@ -53,7 +53,9 @@ class Float64Llama:
         return (x @ self.weights["lm_head.weight"].T).log_softmax(-1)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt() * weight
+        return (
+            x * (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt() * weight
+        )
 
     def _attention(self, own: Mapping[str, Tensor], x: Tensor, mask: Tensor) -> Tensor:
         """``x [T, hidden]``, ``mask [T, T]``."""

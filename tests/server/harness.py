@@ -1,8 +1,10 @@
 """Starts the real SGLang server as a subprocess and talks to it over HTTP.
 
-What makes a start quick (about 20 s on two cores, nearly all of it imports): ``--skip-server-warmup``
-sends no warm-up request; ``--skip-tokenizer-init`` loads no tokenizer, prompts and answers are token
-ids; ``OMP_NUM_THREADS=1`` keeps SGLang's processes from fighting for the cores.
+What makes a start quick (about 20 s on two idle cores, nearly all of it imports):
+``--skip-server-warmup`` sends no warm-up request; ``--skip-tokenizer-init`` loads no tokenizer,
+prompts and answers are token ids; ``--max-total-tokens`` (given by the tests) keeps a dense server
+from filling all memory with zeros; ``OMP_NUM_THREADS=1`` and ``--sleep-on-idle`` keep SGLang's
+processes from fighting for the cores.
 """
 
 from __future__ import annotations
@@ -327,9 +329,7 @@ class Server:
             time.sleep(0.2)
 
 
-def _request(
-    prompt: Sequence[int] | str, max_new_tokens: int, ignore_eos: bool
-) -> dict[str, Any]:
+def _request(prompt: Sequence[int] | str, max_new_tokens: int, ignore_eos: bool) -> dict[str, Any]:
     given = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
     sampling = {
         "temperature": 0.0,

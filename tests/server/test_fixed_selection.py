@@ -76,9 +76,7 @@ def server(
     }
     flags = ("--max-total-tokens", "20000", "--max-running-requests", "8")
     log = log_dir / f"fixed-{scope}.log"
-    with Server(
-        tiny_model("llama"), log, *flags, config=config, python_path=[folder]
-    ) as server:
+    with Server(tiny_model("llama"), log, *flags, config=config, python_path=[folder]) as server:
         yield server
 
 

@@ -24,17 +24,21 @@ POOL = 10 * CONTEXTS * BUFFER
 STAGING = 1 << 23
 LAYERS, KV_HEADS, HEAD_DIM, FLOAT = 30, 3, 64, 4
 
-#: A gate each, the sentence at a depth of its own.
-FACTS = [
-    (Fact(sentence=f"The password of the {gate} gate is {word}.",
-          question=f"What is the password of the {gate} gate?", answer=word), depth)
-    for gate, word, depth in (
-        ("harbour", "BLUE HERRING", 0.5),
-        ("garden", "RED PIANO", 0.3),
-        ("castle", "GREEN LANTERN", 0.7),
-        ("station", "SILVER HORSE", 0.9),
+_HARBOUR, _CASTLE, _STATION = (
+    Fact(
+        sentence=f"The password of the {gate} gate is {word}.",
+        question=f"What is the password of the {gate} gate?",
+        answer=word,
     )
-]  # fmt: skip
+    for gate, word in (
+        ("harbour", "BLUE HERRING"),
+        ("castle", "GREEN LANTERN"),
+        ("station", "SILVER HORSE"),
+    )
+)
+
+#: Four documents that differ from the depth of the fact on.
+FACTS = [(_HARBOUR, 0.8), (_STATION, 0.8), (_STATION, 0.9), (_CASTLE, 0.95)]
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,12 @@ def seen(log_dir: Path) -> Iterator[Seen]:
 def test_the_contexts_are_long_and_lie_in_host_memory_together(seen: Seen) -> None:
     lengths = [len(prompt) for prompt in seen.prompts]
     assert min(lengths) >= 6900
-    assert seen.host_tokens_used >= sum(lengths)
+    # A page that several documents share lies there once.
+    pages = {
+        tuple(prompt[:end]) for prompt in seen.prompts for end in range(PAGE, len(prompt) + 1, PAGE)
+    }
+    assert seen.host_tokens_used >= len(pages) * PAGE
+    assert seen.host_tokens_used > 2 * CONTEXTS * BUFFER
     assert [answer.retractions for answer in seen.answers] == [0] * CONTEXTS
     assert seen.metrics["hisparse:host_tokens_total"] == POOL
 

@@ -12,7 +12,6 @@ pytest.importorskip("sglang", reason="these names are SGLang's")
 from hisparse.errors import PluginError
 from hisparse.sglang import names, plugin
 
-
 #: SGLang warns while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore")
 

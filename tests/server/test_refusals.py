@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,9 +40,8 @@ def resolve() -> Resolve:
 
 
 @pytest.fixture(autouse=True)
-def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    yield
 
 
 def refusal(resolve: Resolve, *flags: str, **options: object) -> str:
@@ -139,9 +138,7 @@ def test_a_page_that_does_not_divide_that_of_sglang(resolve: Resolve, page_size:
     assert f"page_size is 16 but --page-size is {page_size}" in message
 
 
-@pytest.mark.parametrize(
-    "name", ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "SGLANG_USE_HND_KVCACHE"]
-)
+@pytest.mark.parametrize("name", ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "SGLANG_USE_HND_KVCACHE"])
 def test_an_environment_variable_that_changes_the_pool(
     resolve: Resolve, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

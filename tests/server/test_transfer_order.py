@@ -93,9 +93,7 @@ def test_chunks_radix_hits_duplicates_and_an_abort_with_slow_transfers(
     random.Random(seed).shuffle(order)
     with ThreadPoolExecutor(1) as thread:
         aborted = thread.submit(slow_server.abort_after, prompts[1], 4, 1000)
-        answers = slow_server.generate_many(
-            [prompts[i] for i in order], NEW_TOKENS, delay_s=0.15
-        )
+        answers = slow_server.generate_many([prompts[i] for i in order], NEW_TOKENS, delay_s=0.15)
         assert len(aborted.result()) < 1000
     assert [a.ids for a in answers] == [expected[i] for i in order]
     assert sum(a.cached > 0 for a in answers) >= 5, "too few radix hits to show anything"
