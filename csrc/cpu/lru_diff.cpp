@@ -27,12 +27,16 @@ struct LruDiffParams {
 
 enum class Fault : int { kNone, kStateRow, kCapacity, kPage, kOrder, kTooMany };
 
+inline uint32_t entry_of(int32_t page) {
+  return page < 0 ? 0u : static_cast<uint32_t>(page) + 1u;
+}
+
 // Tables over the pages of a row; entry 0 stands for "no page" and entry p + 1 for page p.
 struct Scratch {
   static constexpr int32_t kUnknown = -1;
   std::vector<uint8_t> selected;  // all 0 between rows
   std::vector<int32_t> slot_of;   // all kUnknown between rows
-  std::vector<int32_t> hits, others;
+  std::vector<int32_t> hits, others, missing;
   std::vector<uint8_t> is_hit;
 
   void fit(const LruDiffParams& p) {
@@ -41,19 +45,29 @@ struct Scratch {
       slot_of.resize(entries, kUnknown);
       selected.resize(entries, 0);
     }
-    // A selection that is too wide reads on behind the last slot before it is refused.
-    const size_t slots = static_cast<size_t>(p.slots) + p.width + kPartitionSlack;
+    const size_t slots = static_cast<size_t>(p.slots) + kPartitionSlack;
     if (hits.size() < slots) {
       hits.resize(slots);
       others.resize(slots);
       is_hit.resize(slots);
     }
+    const size_t width = static_cast<size_t>(p.width) + kPartitionSlack;
+    if (missing.size() < width) missing.resize(width);
+  }
+
+  // After a row: entry by entry, or at a stroke where that is less to write.
+  void clear(const int32_t* selection, int32_t width, int32_t num_pages) {
+    if (num_pages / 8 < width) {
+      std::fill_n(selected.begin(), num_pages + 2, 0);
+      std::fill_n(slot_of.begin(), num_pages + 2, kUnknown);
+      return;
+    }
+    for (int32_t i = 0; i < width; ++i) {
+      selected[entry_of(selection[i])] = 0;
+      slot_of[entry_of(selection[i])] = kUnknown;
+    }
   }
 };
-
-inline uint32_t entry_of(int32_t page) {
-  return page < 0 ? 0u : static_cast<uint32_t>(page) + 1u;
-}
 
 void fill_padding(const LruDiffParams& p, int64_t r) {
   for (const auto& out : {p.curr_device_slots, p.load_host_pages, p.load_device_slots}) {
@@ -63,28 +77,24 @@ void fill_padding(const LruDiffParams& p, int64_t r) {
 }
 
 // Gives each miss, in order of first occurrence, the coldest slot that is left. Returns how many.
-[[gnu::noinline]] int32_t map_loads(const LruDiffParams& p, int64_t r, Scratch& scratch) {
+int32_t map_loads(const LruDiffParams& p, int64_t r, int32_t num_victims, Scratch& scratch) {
   int32_t* slot_of = scratch.slot_of.data();
-  const int32_t* others = scratch.others.data();
   const int32_t* selection = p.selection[r];
   int32_t* current = p.curr_device_slots[r];
-  int32_t* load_pages = p.load_host_pages[r];
-  int32_t* load_slots = p.load_device_slots[r];
-  const int32_t width = p.width;
+  int32_t* missing = scratch.missing.data();
+  const int32_t count = find_slots(selection, p.width, slot_of, current, missing);
   int32_t num_misses = 0;
-  for (int32_t i = 0; i < width; ++i) {
-    const int32_t page = selection[i];
-    const uint32_t entry = entry_of(page);
-    const int32_t known = slot_of[entry];
-    const int32_t victim = others[num_misses];
-    const bool missing = (known < 0) & (page >= 0);
-    // By mask: as a branch it would be mispredicted at every miss.
-    const int32_t slot = known ^ ((known ^ victim) & -static_cast<int32_t>(missing));
-    slot_of[entry] = slot;
-    current[i] = slot;
-    load_pages[num_misses] = page;
-    load_slots[num_misses] = slot;
-    num_misses += missing;
+  for (int32_t m = 0; m < count; ++m) {
+    const int32_t page = selection[missing[m]];
+    int32_t& slot = slot_of[entry_of(page)];
+    if (slot < 0) {
+      if (num_misses == num_victims) return num_victims + 1;
+      slot = scratch.others[num_misses];
+      p.load_host_pages[r][num_misses] = page;
+      p.load_device_slots[r][num_misses] = slot;
+      ++num_misses;
+    }
+    current[missing[m]] = slot;
   }
   return num_misses;
 }
@@ -140,17 +150,14 @@ Fault step_row(const LruDiffParams& p, int64_t r, Scratch& scratch) {
   Fault fault = part.run() ? Fault::kNone : Fault::kOrder;
   if (fault == Fault::kNone) {
     for (int32_t i = 0; i < part.num_hits; ++i) slot_of[pages[part.hits[i]] + 1] = part.hits[i];
-    const int32_t num_misses = map_loads(p, r, scratch);
+    const int32_t num_misses = map_loads(p, r, part.num_others, scratch);
     if (num_misses > part.num_others) {
       fault = Fault::kTooMany;
     } else {
       commit(p, r, part, num_misses);
     }
   }
-  for (int32_t i = 0; i < width; ++i) {
-    selected[entry_of(selection[i])] = 0;
-    slot_of[entry_of(selection[i])] = Scratch::kUnknown;
-  }
+  scratch.clear(selection, width, p.num_pages);
   return fault;
 }
 

@@ -1,4 +1,4 @@
-// Splitting a row's slots by whether the page that they hold is selected: the hot loop of lru_diff.
+// The two hot loops of lru_diff: which slots hold a selected page, and where each selected page is.
 #pragma once
 
 #ifdef __AVX512F__
@@ -82,5 +82,34 @@ struct Partition {
     num_others = other;
   }
 };
+
+// Looks up the slot of each selected page; `slot_of` is -1 at entry 0 and where a page is in none.
+// Writes the positions of the pages in no slot to `missing`, which needs room for `width` and
+// `kPartitionSlack` entries, and returns how many there are.
+inline int32_t find_slots(const int32_t* selection, int32_t width, const int32_t* slot_of,
+                          int32_t* current, int32_t* missing) {
+  int32_t i = 0, count = 0;
+#ifdef __AVX512F__
+  const __m512i none = _mm512_set1_epi32(-1);
+  __m512i position = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (; i + 16 <= width; i += 16) {
+    const __m512i page = _mm512_max_epi32(_mm512_loadu_si512(selection + i), none);
+    const __m512i slot = _mm512_i32gather_epi32(page, slot_of + 1, 4);
+    _mm512_storeu_si512(current + i, slot);
+    const __mmask16 wanted = _mm512_cmpneq_epi32_mask(page, none);
+    const __mmask16 absent = _mm512_mask_cmpeq_epi32_mask(wanted, slot, none);
+    _mm512_storeu_si512(missing + count, _mm512_maskz_compress_epi32(absent, position));
+    count += __builtin_popcount(absent);
+    position = _mm512_add_epi32(position, _mm512_set1_epi32(16));
+  }
+#endif
+  for (; i < width; ++i) {
+    const int32_t page = std::max(selection[i], -1);
+    current[i] = slot_of[page + 1];
+    missing[count] = i;
+    count += (page >= 0) & (current[i] < 0);
+  }
+  return count;
+}
 
 }  // namespace hisparse

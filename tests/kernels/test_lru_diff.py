@@ -87,6 +87,23 @@ def test_rows_default_to_the_first_state_rows(impl: str) -> None:
     assert world.states.slot_pages[0].tolist() == [[5, 6, -1, -1], [7, -1, -1, -1], [-1] * 4]
 
 
+def test_pages_held_beyond_the_table_are_evicted_like_others(impl: str) -> None:
+    """A batch's table is as wide as its own contexts; a row may hold pages from before."""
+    world = World(1, 20, Random(2), impl)
+    world.resize([0], [20])
+    table = [list(range(100, 110))]
+    world.states.slot_pages[0, 0, :18] = 2**30 + torch.arange(18, dtype=torch.int32)
+    for slot in range(18):
+        world.oracles[0][0].slots[slot] = 2**30 + slot
+    for pages in ([3, 4, 9], [9, 2, 3]):
+        diff = lru_diff(
+            i32([pages]), i32(table), world.capacity, i32([1]), world.layer(0), impl=impl
+        )
+        expected = world.oracles[0][0].step(pages, table[0])
+        assert diff.curr_device_slots[0].tolist() == expected["current"]
+        world.check()
+
+
 def test_results_go_into_the_given_tensors(impl: str) -> None:
     out = LruDiff(
         *(torch.full((1, 4), 77, dtype=torch.int32) for _ in range(3)), i32([7]), i32([7])
