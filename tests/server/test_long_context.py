@@ -72,8 +72,8 @@ def seen(log_dir: Path) -> Iterator[Seen]:
         "budget": BUDGET,
         "device_buffer_size": BUFFER,
         "max_row_capacity": BUFFER,
-        "host_memory": "6GiB",
-        "device_memory": "2GiB",
+        "host_memory": "2GiB",
+        "device_memory": "1GiB",
         "staging_bytes": STAGING,
         "selection_scope": "kv_head",
     }
