@@ -53,6 +53,7 @@ class Measured:
         answer: with its times.
         kv_tokens: that the KV pool has room for.
         device_bytes: of K and V on the device.
+        scoring_bytes: of page summaries and tables on the device.
         host_bytes: of K and V in host memory.
         hit_ratio: hits among the pages that this request's decode steps selected.
     """
@@ -60,6 +61,7 @@ class Measured:
     answer: Answer
     kv_tokens: int
     device_bytes: int
+    scoring_bytes: int = 0
     host_bytes: int = 0
     hit_ratio: float | None = None
 
@@ -101,6 +103,9 @@ def measure(side: Side, model: str, num_threads: int, console: Console) -> Measu
             answer=answer,
             kv_tokens=kv_tokens,
             device_bytes=int(after["hisparse:device_kv_bytes"]),
+            scoring_bytes=int(
+                after["hisparse:device_representation_bytes"] + after["hisparse:device_table_bytes"]
+            ),
             host_bytes=int(after["hisparse:host_kv_bytes"]),
             hit_ratio=hits / (hits + misses) if hits + misses else None,
         )

@@ -37,6 +37,7 @@ _LABELS = (
     "time per token",
     "room for tokens",
     "KV bytes on the device",
+    "summaries and tables there",
     "KV bytes in host memory",
     "hit ratio",
 )
@@ -50,6 +51,7 @@ def _cells(measured: Measured) -> tuple[Text, ...]:
         f"{1000 * answer.time_per_token_s:.0f} ms",
         f"{measured.kv_tokens:,}",
         format_bytes(measured.device_bytes),
+        format_bytes(measured.scoring_bytes) if measured.scoring_bytes else "none",
         format_bytes(measured.host_bytes) if measured.host_bytes else "none",
         "" if ratio is None else f"{ratio:.3f}",
     )
