@@ -21,14 +21,16 @@ def lru_diff(
     out: LruDiff | None = None,
 ) -> LruDiff:
     """See :func:`hisparse.kernels.lru_diff`; the tables of a row with an error are unchanged."""
+    selection, capacity = dense_rows(selection), dense_rows(capacity)
     if out is None:
-        # One by one: views of a common tensor take twice as long to make.
-        entries = (torch.empty(selection.shape, dtype=torch.int32) for _ in range(3))
-        counts = (torch.empty(selection.shape[0], dtype=torch.int32) for _ in range(2))
+        # One by one and from a pattern: the cheapest way to make small tensors.
+        entries = (torch.empty_like(selection) for _ in range(3))
+        counts = (torch.empty_like(capacity) for _ in range(2))
         out = LruDiff(*entries, *counts)
     slot_pages, lru_order, _ = state
-    inputs = (dense_rows(x) for x in (selection, host_page_table, capacity, num_real_rows))
-    call_cpu("lru_diff", *inputs, slot_pages, lru_order, dense_rows(rows), *out)
+    table, rows = dense_rows(host_page_table), dense_rows(rows)
+    inputs = (selection, table, capacity, num_real_rows)
+    call_cpu("lru_diff", *inputs, slot_pages, lru_order, rows, *out)
     return out
 
 
