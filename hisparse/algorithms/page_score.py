@@ -93,4 +93,3 @@ def all_pages(batch: DecodeStep) -> Selection:
     return Selection(
         pages[:, None].expand(-1, heads, -1), batch.num_pages[:, None].expand(-1, heads)
     )
-
