@@ -49,8 +49,10 @@ class DeviceBuffer:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
         self._k, self._v = pages(kv.head_dim), pages(kv.v_head_dim)
+        self._layers = [PagedKV(k, v) for k, v in zip(self._k, self._v, strict=True)]
         tables = (layers, num_rows, max_row_pages)
         self.states = RowState(table(*tables), table(*tables), table(*tables))
+        self._layer_states = [RowState(*each) for each in zip(*self.states, strict=True)]
         self.capacity = torch.zeros(num_rows, dtype=torch.int32, device=device)
         page_ids = torch.arange(num_pages, dtype=torch.int32, device=device)
         self.tail_pages = page_ids[:num_rows].repeat(layers, 1)
@@ -78,8 +80,8 @@ class DeviceBuffer:
 
     def layer(self, layer_id: int) -> PagedKV:
         """One layer as ``[N, Hr, S, D]`` views."""
-        return PagedKV(self._k[layer_id], self._v[layer_id])
+        return self._layers[layer_id]
 
     def state(self, layer_id: int) -> RowState:
         """One layer's tables."""
-        return RowState(*(t[layer_id] for t in self.states))
+        return self._layer_states[layer_id]

@@ -39,6 +39,7 @@ class HostKVPool:
         self._k, self._v = (
             self._allocate(width, pin=pin) for width in (kv.head_dim, kv.v_head_dim)
         )
+        self._layers = [PagedKV(k, v) for k, v in zip(self._k, self._v, strict=True)]
 
     def _allocate(self, width: int, *, pin: bool) -> Tensor:
         """``[L, P, Hkv, S, D]``, a view of memory in the order of the layout."""
@@ -60,7 +61,7 @@ class HostKVPool:
 
     def layer(self, layer_id: int) -> PagedKV:
         """One layer as ``[P, Hkv, S, D]`` views."""
-        return PagedKV(self._k[layer_id], self._v[layer_id])
+        return self._layers[layer_id]
 
     def tokens(self, layer_id: int) -> PagedKV | None:
         """One layer as ``[slots, Hkv, D]`` views, None where the layout has no such view."""
