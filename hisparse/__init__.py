@@ -1,4 +1,4 @@
-"""Hierarchical sparse attention for SGLang: the KV cache in host memory, a working set on the device."""
+"""Sparse attention for SGLang: the KV cache in host memory, a small working set on the device."""
 
 from hisparse.config import HiSparseConfig
 from hisparse.errors import CapacityError, ConfigError, HiSparseError, KernelError, PluginError

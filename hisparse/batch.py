@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hisparse.types import KVSpec, SelectionScope
@@ -111,7 +112,7 @@ class DecodeStep:
         index: ``[B] int64``, which requests of the whole batch these are; None for all.
         rows: ``[R] int64``, state row of each (request, head).
         num_pages: ``[B] int32``, full pages before the tail page: what can be selected.
-        max_pages: the largest of ``num_pages``, on the host.
+        seq_lens_cpu: ``[B]``, tokens of each request with the new one, on the host.
         tail_lens: ``[B] int32``, tokens in the tail page, the new one included.
         host_page_table: ``[B, P] int32``.
         capacity: ``[R] int32``, slots of each row.
@@ -125,7 +126,7 @@ class DecodeStep:
     index: Tensor | None
     rows: Tensor
     num_pages: Tensor
-    max_pages: int
+    seq_lens_cpu: np.ndarray
     tail_lens: Tensor
     host_page_table: Tensor
     capacity: Tensor
@@ -133,8 +134,20 @@ class DecodeStep:
     tail_pages: Tensor
     tail_row_lens: Tensor
 
-    def take(self, index: Tensor, max_pages: int) -> DecodeStep:
-        """The requests ``index [B'] int64`` of this step, as a step of their own."""
+    @property
+    def max_pages(self) -> int:
+        """The largest of ``num_pages``, known on the host."""
+        return int(self.seq_lens_cpu.max() - 1) // self.policy.kv.page_size
+
+    @property
+    def num_tail_tokens(self) -> int:
+        """Tokens in all rows' tail pages, known on the host."""
+        in_tail = (self.seq_lens_cpu - 1) % self.policy.kv.page_size + 1
+        return int(in_tail.sum()) * self.policy.heads
+
+    def take(self, who: np.ndarray) -> DecodeStep:
+        """The requests with ``who [B] bool``, as a step of their own."""
+        index = torch.from_numpy(np.flatnonzero(who)).to(self.rows.device)
         heads = self.policy.heads
         row_index = (index[:, None] * heads + index.new_tensor(range(heads))).flatten()
         return replace(
@@ -142,7 +155,7 @@ class DecodeStep:
             index=index,
             rows=self.rows[row_index],
             num_pages=self.num_pages[index],
-            max_pages=max_pages,
+            seq_lens_cpu=self.seq_lens_cpu[who],
             tail_lens=self.tail_lens[index],
             host_page_table=self.host_page_table[index],
             capacity=self.capacity[row_index],

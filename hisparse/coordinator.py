@@ -96,7 +96,7 @@ class SparseCoordinator:
             index=None,
             rows=rows,
             num_pages=(position // size).to(torch.int32),
-            max_pages=int(batch.seq_lens_cpu.max() - 1) // size,
+            seq_lens_cpu=batch.seq_lens_cpu,
             tail_lens=tail_lens,
             host_page_table=batch.host_page_table,
             capacity=self.manager.device.capacity[rows],
@@ -128,16 +128,10 @@ class SparseCoordinator:
                 (is_dense & fits, decode.attend_resident),
                 (is_dense & ~fits, decode.attend_staged),
             ]
-            return [(self._subset(step, seq_lens, who), how) for who, how in ways if who.any()]
+            return [(step if who.all() else step.take(who), how) for who, how in ways if who.any()]
 
         self._parts = parts(dense)
         self._dense_parts = parts(beyond) if self._dense_layers else []
-
-    def _subset(self, step: DecodeStep, seq_lens: np.ndarray, who: np.ndarray) -> DecodeStep:
-        if who.all():
-            return step
-        index = torch.from_numpy(np.flatnonzero(who)).to(step.rows.device)
-        return step.take(index, int(seq_lens[who].max() - 1) // self.policy.kv.page_size)
 
     def attention(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one layer over what ``forward_begin`` was given.

@@ -67,6 +67,7 @@ class DecodeAttention:
         self, layer_id: int, q: Tensor, step: DecodeStep, selection: Selection
     ) -> Tensor:
         table = self._manager.swap_in(layer_id, selection, step)
+        self._manager.counters.count_tokens(step.num_tail_tokens)
         lengths = selection.lengths.reshape(-1, 1)
         # The tail page is attended right after the selected pages, the only one that is not full.
         table = torch.cat([table, table[:, :1]], dim=1)
@@ -85,6 +86,7 @@ class DecodeAttention:
         manager, size = self._manager, self._policy.kv.page_size
         out = q.new_empty(*q.shape[:-1], self._policy.kv.v_head_dim, dtype=torch.float32)
         seq_lens = step.num_pages * size + step.tail_lens
+        manager.counters.count_tokens(int(step.seq_lens_cpu.sum()) * self._policy.heads)
         group = manager.staging_pages
         for start in range(0, q.shape[0], group):
             own = slice(start, start + group)

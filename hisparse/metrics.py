@@ -51,7 +51,7 @@ class CacheCounters:
         self._page_bytes = page_bytes
         self._pages = torch.zeros(2, dtype=torch.int64, device=device)
         self._seen = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._tail_tokens = 0
+        self._other_tokens = 0
         self._dense_read_bytes = 0
         self._prefill_read_bytes = 0
         self._written_bytes = 0
@@ -65,9 +65,9 @@ class CacheCounters:
         """Pages that prefill read from host memory into device pages."""
         self._prefill_read_bytes += num_pages * self._page_bytes
 
-    def count_tail(self, num_tokens: int) -> None:
-        """Tokens of tail pages that a decode step attended, over layers and rows."""
-        self._tail_tokens += num_tokens
+    def count_tokens(self, num_tokens: int) -> None:
+        """Tokens that a layer of a decode step attended beside selected pages, over rows."""
+        self._other_tokens += num_tokens
 
     def count_staged(self, num_bytes: int, *, decode: bool) -> None:
         """Bytes that were read from host memory through staging."""
@@ -90,7 +90,7 @@ class CacheCounters:
         return CacheStats(
             hit_pages=hits,
             miss_pages=misses,
-            selected_tokens=(hits + misses) * self._page_tokens + self._tail_tokens,
+            selected_tokens=(hits + misses) * self._page_tokens + self._other_tokens,
             decode_read_bytes=misses * self._page_bytes + self._dense_read_bytes,
             prefill_read_bytes=self._prefill_read_bytes,
             written_bytes=self._written_bytes,

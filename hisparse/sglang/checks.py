@@ -48,6 +48,8 @@ def is_requested(server_args: Any) -> bool:
 
 def before_resolution(server_args: Any) -> None:
     """Check the configuration against itself and the machine; give SGLang our page size."""
+    # SGLang's own resolution refuses some of these with a traceback that does not name hisparse.
+    _check_flags(server_args)
     config = HiSparseConfig.parse(server_args.hisparse_config)
     build_algorithm(config)
     resolve_memory(config.host_memory, psutil.virtual_memory().available, "host_memory")
@@ -64,11 +66,7 @@ def after_resolution(server_args: Any) -> None:
     from sglang.srt.environ import envs
 
     view = resolved_view(server_args)
-    for field, allowed, flag in _MUST_BE:
-        got = getattr(view, field)
-        if got not in allowed:
-            choices = " or ".join(map(str, allowed))
-            raise ConfigError(f"{flag} is {got}; hisparse does not do that yet, it needs {choices}")
+    _check_flags(view)
     backends = attention_backends_of(view)
     if set(backends) != {BACKEND}:
         raise ConfigError(
@@ -81,12 +79,30 @@ def after_resolution(server_args: Any) -> None:
             "memory, unset it"
         )
     config = HiSparseConfig.parse(server_args.hisparse_config)
+    tokens = view.max_total_tokens
+    if tokens is not None and tokens < config.device_buffer_size:
+        raise ConfigError(
+            f"--max-total-tokens is {tokens}; expected at least device_buffer_size "
+            f"({config.device_buffer_size}): raise it, or lower budget and device_buffer_size"
+        )
     if view.page_size % config.page_size:
         raise ConfigError(
             f"page_size is {config.page_size} but --page-size is {view.page_size}; hisparse's "
             "must divide SGLang's"
         )
     _check_model(server_args)
+
+
+def _check_flags(view: Any) -> None:
+    """What was asked for, or what SGLang made of it; None is a flag that was not given."""
+    for field, allowed, flag in _MUST_BE:
+        got = getattr(view, field)
+        if got is not None and got not in allowed:
+            choices = " or ".join(str(value) for value in allowed if value is not None)
+            raise ConfigError(
+                f"{flag} is {got}; hisparse does not do that yet"
+                + (f", it needs {choices}" if choices else "")
+            )
 
 
 def _check_model(server_args: Any) -> None:

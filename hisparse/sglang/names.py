@@ -12,7 +12,7 @@ HOOKS = (
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs",
     "sglang.srt.platforms.interface.SRTPlatform.get_kv_pool_cls",
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows",
-    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear",
+    "sglang.srt.managers.scheduler.Scheduler.flush_cache",
     "sglang.srt.models.utils.enable_fused_set_kv_buffer",
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
 )

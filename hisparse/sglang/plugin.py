@@ -59,7 +59,7 @@ def _register() -> None:
                 runtime.around_resolve_max_num_reqs,
                 runtime.around_get_kv_pool_cls,
                 runtime.around_free_rows,
-                runtime.around_clear,
+                runtime.around_flush_cache,
                 runtime.around_enable_fused_set_kv_buffer,
                 runtime.around_init_new,
             ),
@@ -77,7 +77,8 @@ def _resolve(target: str) -> object:
         found: object = pkgutil.resolve_name(target)
     except (ImportError, AttributeError):
         return None
-    return found
+    # A class method is a new bound object at each look: the function behind it is what stays.
+    return getattr(found, "__func__", found)
 
 
 def verify_hooks() -> None:

@@ -205,11 +205,12 @@ def around_free_rows(original: Callable[..., None], pool: Any, indices: list[int
         _session.end_requests(indices)
 
 
-def around_clear(original: Callable[..., None], pool: Any) -> None:
-    """All requests are over."""
-    original(pool)
-    if _session is not None and pool is _session.req_to_token_pool:
-        _session.end_requests(range(1, pool.size + 1))
+def around_flush_cache(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The radix cache gave its host slots back: show it."""
+    flushed = original(*args, **kwargs)
+    if _session is not None and _session.metrics is not None:
+        _session.metrics.report(now=True)
+    return flushed
 
 
 def around_enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any) -> bool:
