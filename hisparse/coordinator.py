@@ -74,13 +74,11 @@ class SparseCoordinator:
         self._batch = batch
         size = self.policy.kv.page_size
         if isinstance(batch, PrefillBatch):
-            self.manager.start_forward({c.slot: c.end // size for c in batch.chunks})
+            slots, ends = np.array([(c.slot, c.end) for c in batch.chunks]).T
+            self.manager.start_forward(slots, ends // size)
             self._step = None
         else:
-            needs = batch.seq_lens_cpu // size
-            self.manager.start_forward(
-                dict(zip(batch.slots_cpu.tolist(), needs.tolist(), strict=True))
-            )
+            self.manager.start_forward(batch.slots_cpu, batch.seq_lens_cpu // size)
             self._step = self._make_step(batch)
             self._plan_parts(batch, self._step)
 
@@ -117,8 +115,7 @@ class SparseCoordinator:
         size, decode = self.policy.kv.page_size, self._decode
         budget = (self.policy.max_pages + 1) * size
         seq_lens = batch.seq_lens_cpu
-        capacity = np.array([self.manager.planner.capacity(s) for s in batch.slots_cpu.tolist()])
-        fits = capacity >= (seq_lens - 1) // size
+        fits = self.manager.capacities(batch.slots_cpu) >= (seq_lens - 1) // size
         beyond = seq_lens > budget
         dense = beyond & (seq_lens <= self._min_sparse_context)
 

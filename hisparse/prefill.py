@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,7 +101,7 @@ class Prefill:
         """Leave the most recent full pages, and the tail, on the device."""
         manager, size = self._manager, self._policy.kv.page_size
         first, last = chunk.start // size, chunk.end // size
-        oldest = max(0, last - manager.planner.capacity(chunk.slot))
+        oldest = max(0, last - int(manager.capacities(np.array(chunk.slot))))
         if oldest < first and manager.is_cold(chunk.slot):
             host = manager.host.layer(layer_id)
             manager.place(layer_id, chunk.slot, oldest, first, host, chunk.host_pages)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -240,7 +241,8 @@ def test_ended_requests_give_everything_back() -> None:
     assert (sim.manager.device.num_free < free).all()
     sim.end(a)
     sim.end(b)
-    sim.manager.start_forward({})
+    nobody = np.empty(0, dtype=np.int64)
+    sim.manager.start_forward(nobody, nobody)
     assert torch.equal(sim.manager.device.num_free, free)
     assert sim.manager.planner.used_pages == 0
     assert (sim.manager.device.capacity == 0).all()

@@ -68,6 +68,15 @@ class CapacityPlanner:
         """Device pages that each row of a request slot holds as of the last plan."""
         return self._capacity.get(slot, 0)
 
+    @property
+    def pending(self) -> bool:
+        """Whether a request has begun or ended since the last plan."""
+        return self._changed
+
+    def settled_need(self, slot: int) -> int:
+        """The largest need of a slot that, on its own, asks for no other plan."""
+        return self._enough.get(slot, 0)
+
     def begin(self, slot: int) -> None:
         """A request takes over a slot, also one whose request has not ended."""
         if slot not in self._needs and len(self._needs) == self._max_requests:

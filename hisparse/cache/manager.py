@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +58,8 @@ class SparseKVCacheManager:
         self.staging_pages = staging_pages
         self._staging = self._make_staging()
         self._all_staged = torch.arange(staging_pages, dtype=torch.int32, device=self._where)
+        num_slots = device.capacity.shape[0] // device.heads
+        self._needs, self._settled, self._capacity = np.zeros((3, num_slots), dtype=np.int64)
         self._resets: set[int] = set()
         self._cold: set[int] = set()
 
@@ -84,6 +87,7 @@ class SparseKVCacheManager:
     def begin(self, slot: int) -> None:
         """A request takes over a request slot; what the slot's rows hold is not its own."""
         self._resets.add(slot)
+        self._needs[slot] = 0
         self._cold.add(slot)
         self.planner.begin(slot)
 
@@ -99,18 +103,30 @@ class SparseKVCacheManager:
         """A request is over; its device pages go back to the pool at the next forward."""
         self.planner.end(slot)
 
-    def start_forward(self, needs: dict[int, int]) -> None:
+    def capacities(self, slots: np.ndarray) -> np.ndarray:
+        """Device pages that each row of the request slots ``[B]`` holds, ``[B]``."""
+        held: np.ndarray = self._capacity[slots]
+        return held
+
+    def start_forward(self, slots: np.ndarray, needs: np.ndarray) -> None:
         """Forget what reset rows held and fit the rows' capacities to what runs.
 
         Args:
-            needs: request slot to the full pages that its context has after this forward.
+            slots: ``[B]``, request slots of this forward.
+            needs: ``[B]``, full pages that each one's context has after it.
         """
+        self._needs[slots] = needs
         if self._resets:
             rows = self._state_rows(sorted(self._resets))
             reset_rows(rows, self.device.capacity, self.device.states)
             self._resets.clear()
-        changes = self.planner.plan(needs)
+        if not self.planner.pending and (needs <= self._settled[slots]).all():
+            return
+        live = self.planner.live
+        changes = self.planner.plan({slot: int(self._needs[slot]) for slot in live})
+        self._settled[list(live)] = [self.planner.settled_need(slot) for slot in live]
         if changes:
+            self._capacity[[slot for slot, _ in changes]] = [new for _, new in changes]
             heads = self.device.heads
             rows = self._state_rows([slot for slot, _ in changes])
             capacity = torch.tensor([new for _, new in changes], dtype=torch.int32)

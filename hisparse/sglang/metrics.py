@@ -16,7 +16,7 @@ logger = logging.getLogger("hisparse")
 #: Seconds between two lines in the log, and between two updates for Prometheus, while something
 #: is served; the end of a request updates too, so that an idle server shows its last state.
 _LOG_INTERVAL_S = 30.0
-_PUBLISH_INTERVAL_S = 1.0
+_PUBLISH_INTERVAL_S = 0.25
 
 _COUNTERS = {
     "hit_pages": "Pages that decode steps selected and found on the device",

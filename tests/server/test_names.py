@@ -7,8 +7,6 @@ from importlib.metadata import version
 
 import pytest
 
-pytest.importorskip("sglang", reason="these names are SGLang's")
-
 from hisparse.errors import PluginError
 from hisparse.sglang import names, plugin
 
@@ -38,7 +36,7 @@ def test_every_hook_is_in_place() -> None:
 @pytest.mark.parametrize("target", names.HOOKS)
 def test_a_hook_that_did_not_take_is_named(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if SGLang had left the original in place."""
-    monkeypatch.setitem(plugin._originals, target, pkgutil.resolve_name(target))
+    monkeypatch.setitem(plugin._originals, target, plugin._resolve(target))
     with pytest.raises(PluginError) as error:
         plugin.verify_hooks()
     assert target in str(error.value)
@@ -60,7 +58,7 @@ def test_a_hook_that_did_not_take_stops_the_start(
     from tiny_models import tiny_model
 
     target = "sglang.srt.platforms.interface.SRTPlatform.get_kv_pool_cls"
-    monkeypatch.setitem(plugin._originals, target, pkgutil.resolve_name(target))
+    monkeypatch.setitem(plugin._originals, target, plugin._resolve(target))
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     line = ["--model-path", str(tiny_model("llama")), "--device", "cpu", "--dtype", "float32"]
     args = prepare_server_args([*line, "--attention-backend", "hisparse"])

@@ -10,8 +10,6 @@ import pytest
 from harness import run_to_exit
 from tiny_models import deepseek_v2_config, tiny_model
 
-pytest.importorskip("sglang", reason="the server tests need SGLang")
-
 #: SGLang warns while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
