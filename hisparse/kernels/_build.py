@@ -23,7 +23,8 @@ __all__ = ["build_cpu", "call_cpu", "cpu_library", "dense_rows"]
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "cpu"
+# In a checkout hisparse/_csrc is a link to csrc/; a wheel holds the files themselves.
+_SOURCES = Path(__file__).resolve().parents[1] / "_csrc" / "cpu"
 _CACHE = Path.home() / ".cache" / "hisparse" / "kernels"
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wall", "-Wextra"]
 
