@@ -1,4 +1,5 @@
-// Moving pages and tokens between pools of pages; a pool is [P, H, S, D] with any strides.
+// Moving pages and tokens between pools of pages; a pool is [P, H, S, D], or [L, P, H, S, D] for all
+// layers at once, with any strides. A call moves one pool, or two alike: keys and values.
 #include "copy.h"
 #include "tensors.h"
 
@@ -14,27 +15,29 @@ constexpr int64_t kEntriesPerTask = 32;
 struct Pool {
   char* data;
   int64_t item_bytes;
-  int64_t pages, heads, size, width;
-  int64_t page_stride, head_stride, token_stride, item_stride;  // bytes
+  int64_t layers, pages, heads, size, width;
+  int64_t layer_stride, page_stride, head_stride, token_stride, item_stride;  // bytes
 
   explicit Pool(const TensorView& t)
       : data(static_cast<char*>(t.data_ptr())),
         item_bytes(t.dtype().bits * t.dtype().lanes / 8),
-        pages(t.size(0)),
-        heads(t.size(1)),
-        size(t.size(2)),
-        width(t.size(3)),
-        page_stride(t.stride(0) * item_bytes),
-        head_stride(t.stride(1) * item_bytes),
-        token_stride(t.stride(2) * item_bytes),
-        item_stride(t.stride(3) * item_bytes) {}
+        layers(t.ndim() == 5 ? t.size(0) : 1),
+        pages(t.size(-4)),
+        heads(t.size(-3)),
+        size(t.size(-2)),
+        width(t.size(-1)),
+        layer_stride(t.ndim() == 5 ? t.stride(0) * item_bytes : 0),
+        page_stride(t.stride(-4) * item_bytes),
+        head_stride(t.stride(-3) * item_bytes),
+        token_stride(t.stride(-2) * item_bytes),
+        item_stride(t.stride(-1) * item_bytes) {}
 };
 
 struct GatherPagesParams {
-  Pool src[2], dst[2];              // keys, values
-  Rows<const int32_t> src_pages;    // [R, K]
-  Rows<const int32_t> dst_pages;    // [R, K]
-  int64_t num_rows, width, heads;
+  Pool src[2], dst[2];            // as many of them as there are pools
+  Rows<const int32_t> src_pages;  // [R, K]
+  Rows<const int32_t> dst_pages;  // [R, K]
+  int64_t num_rows, width, heads, num_pools;
 
   bool whole_pages() const { return src[0].heads == dst[0].heads; }
 };
@@ -71,48 +74,60 @@ int64_t count_moves(const GatherPagesParams& p) {
   return moves;
 }
 
+// Some entries of a row, in one layer of one pool.
+void gather_entries(const GatherPagesParams& p, const BlockCopy& copy, int64_t which,
+                    int64_t layer, int64_t r, int64_t first) {
+  const Pool &src = p.src[which], &dst = p.dst[which];
+  const int64_t last = std::min(first + kEntriesPerTask, p.width);
+  const int64_t head = p.whole_pages() ? 0 : r % p.heads * src.heads / p.heads;
+  const int32_t *from = p.src_pages[r], *to = p.dst_pages[r];
+  const char* source = src.data + layer * src.layer_stride + head * src.head_stride;
+  char* target = dst.data + layer * dst.layer_stride;
+  const int64_t distance = copies_ahead(copy.bytes());
+  for (int64_t i = first; i < last; ++i) {
+    if ((from[i] | to[i]) < 0) continue;
+    const int64_t ahead = std::max(from[std::min(i + distance, last - 1)], 0);
+    copy(target + to[i] * dst.page_stride, source + from[i] * src.page_stride,
+         source + ahead * src.page_stride);
+  }
+}
+
 void run(const GatherPagesParams& p) {
   const int64_t moves = count_moves(p);
   const BlockCopy copies[2] = {page_copy(p.src[0], p.dst[0]), page_copy(p.src[1], p.dst[1])};
-  const int64_t bytes = moves * (copies[0].bytes() + copies[1].bytes());
+  const int64_t layers = p.src[0].layers;
+  int64_t bytes = 0;
+  for (int64_t which = 0; which < p.num_pools; ++which) bytes += copies[which].bytes();
   const int64_t per_row = (p.width + kEntriesPerTask - 1) / kEntriesPerTask;
-  const int64_t tasks = p.num_rows * per_row;
-  parallel_for(tasks, num_threads(tasks, bytes / kBytesPerNs), [&](int64_t task) {
-    const int64_t r = task / per_row, first = task % per_row * kEntriesPerTask;
-    const int64_t last = std::min(first + kEntriesPerTask, p.width);
-    const int64_t head = p.whole_pages() ? 0 : r % p.heads * p.src[0].heads / p.heads;
-    const int32_t *from = p.src_pages[r], *to = p.dst_pages[r];
-    for (int which = 0; which < 2; ++which) {
-      const Pool &src = p.src[which], &dst = p.dst[which];
-      const char* source = src.data + head * src.head_stride;
-      const int64_t distance = copies_ahead(copies[which].bytes());
-      for (int64_t i = first; i < last; ++i) {
-        if ((from[i] | to[i]) < 0) continue;
-        const int64_t ahead = std::max(from[std::min(i + distance, last - 1)], 0);
-        copies[which](dst.data + to[i] * dst.page_stride, source + from[i] * src.page_stride,
-                      source + ahead * src.page_stride);
-      }
+  const int64_t per_layer = p.num_rows * per_row, tasks = layers * per_layer;
+  const int threads = num_threads(tasks, moves * layers * bytes / kBytesPerNs);
+  parallel_for(tasks, threads, [&](int64_t task) {
+    const int64_t layer = task / per_layer, r = task % per_layer / per_row;
+    const int64_t first = task % per_row * kEntriesPerTask;
+    for (int64_t which = 0; which < p.num_pools; ++which) {
+      gather_entries(p, copies[which], which, layer, r, first);
     }
   });
 }
 
 struct Tokens {
   char* data;
-  int64_t token_stride, head_stride, item_stride;  // bytes
+  int64_t layer_stride, token_stride, head_stride, item_stride;  // bytes
 
   explicit Tokens(const TensorView& t) : data(static_cast<char*>(t.data_ptr())) {
     const int64_t item_bytes = t.dtype().bits * t.dtype().lanes / 8;
-    token_stride = t.stride(0) * item_bytes;
-    head_stride = t.stride(1) * item_bytes;
-    item_stride = t.stride(2) * item_bytes;
+    layer_stride = t.ndim() == 4 ? t.stride(0) * item_bytes : 0;
+    token_stride = t.stride(-3) * item_bytes;
+    head_stride = t.stride(-2) * item_bytes;
+    item_stride = t.stride(-1) * item_bytes;
   }
 };
 
 struct MoveTokensParams {
-  Tokens tokens[2];      // keys, values: [T, H, D]
+  Tokens tokens[2];      // [T, H, D] or [L, T, H, D]
   Pool pool[2];
   const int64_t* slots;  // [T]
-  int64_t num_tokens;
+  int64_t num_tokens, num_pools;
   bool into_pool;
 };
 
@@ -126,27 +141,37 @@ BlockCopy token_copy(const Tokens& tokens, const Pool& pool, bool into_pool) {
   return BlockCopy({heads, items}, pool.item_bytes);
 }
 
-void run(const MoveTokensParams& p) {
-  const int64_t size = p.pool[0].size, num_slots = p.pool[0].pages * size;
+void require_slots(const MoveTokensParams& p) {
+  const int64_t num_slots = p.pool[0].pages * p.pool[0].size;
   for (int64_t t = 0; t < p.num_tokens; ++t) {
     if (p.slots[t] < 0 || p.slots[t] >= num_slots) {
       TVM_FFI_THROW(ValueError) << "slots: got " << p.slots[t] << " for token " << t
                                 << ", expected 0 to " << num_slots - 1;
     }
   }
+}
+
+void run(const MoveTokensParams& p) {
+  require_slots(p);
   const BlockCopy copies[2] = {token_copy(p.tokens[0], p.pool[0], p.into_pool),
                                token_copy(p.tokens[1], p.pool[1], p.into_pool)};
-  const int64_t bytes = p.num_tokens * (copies[0].bytes() + copies[1].bytes());
-  const int64_t tasks = (p.num_tokens + kEntriesPerTask - 1) / kEntriesPerTask;
-  parallel_for(tasks, num_threads(tasks, bytes / kBytesPerNs), [&](int64_t task) {
-    const int64_t first = task * kEntriesPerTask;
+  const int64_t layers = p.pool[0].layers, size = p.pool[0].size;
+  int64_t bytes = 0;
+  for (int64_t which = 0; which < p.num_pools; ++which) bytes += copies[which].bytes();
+  const int64_t per_layer = (p.num_tokens + kEntriesPerTask - 1) / kEntriesPerTask;
+  const int64_t tasks = layers * per_layer;
+  const int threads = num_threads(tasks, layers * p.num_tokens * bytes / kBytesPerNs);
+  parallel_for(tasks, threads, [&](int64_t task) {
+    const int64_t layer = task / per_layer, first = task % per_layer * kEntriesPerTask;
     const int64_t last = std::min(first + kEntriesPerTask, p.num_tokens);
     for (int64_t t = first; t < last; ++t) {
       const int64_t page = p.slots[t] / size, offset = p.slots[t] % size;
-      for (int which = 0; which < 2; ++which) {
+      for (int64_t which = 0; which < p.num_pools; ++which) {
         const Pool& pool = p.pool[which];
-        char* stored = pool.data + page * pool.page_stride + offset * pool.token_stride;
-        char* token = p.tokens[which].data + t * p.tokens[which].token_stride;
+        const Tokens& tokens = p.tokens[which];
+        char* stored = pool.data + layer * pool.layer_stride + page * pool.page_stride +
+                       offset * pool.token_stride;
+        char* token = tokens.data + layer * tokens.layer_stride + t * tokens.token_stride;
         const char* from = p.into_pool ? token : stored;
         copies[which](p.into_pool ? stored : token, from, from);
       }
@@ -155,35 +180,37 @@ void run(const MoveTokensParams& p) {
 }
 
 void move_tokens(TensorView k, TensorView v, TensorView pool_k, TensorView pool_v,
-                 TensorView slots, bool into_pool) {
+                 TensorView slots, int64_t num_pools, bool into_pool) {
   run(MoveTokensParams{{Tokens(k), Tokens(v)},
                        {Pool(pool_k), Pool(pool_v)},
                        vector_of<const int64_t>(slots, "slots"),
                        slots.size(0),
+                       num_pools,
                        into_pool});
 }
 
 }  // namespace
 
 void gather_pages(TensorView src_k, TensorView src_v, TensorView src_pages, TensorView dst_k,
-                  TensorView dst_v, TensorView dst_pages, int64_t heads) {
+                  TensorView dst_v, TensorView dst_pages, int64_t heads, int64_t num_pools) {
   run(GatherPagesParams{{Pool(src_k), Pool(src_v)},
                         {Pool(dst_k), Pool(dst_v)},
                         rows_of<const int32_t>(src_pages, "src_pages"),
                         rows_of<const int32_t>(dst_pages, "dst_pages"),
                         src_pages.size(0),
                         src_pages.size(1),
-                        heads});
+                        heads,
+                        num_pools});
 }
 
 void scatter_tokens(TensorView k, TensorView v, TensorView dst_k, TensorView dst_v,
-                    TensorView slots) {
-  move_tokens(k, v, dst_k, dst_v, slots, true);
+                    TensorView slots, int64_t num_pools) {
+  move_tokens(k, v, dst_k, dst_v, slots, num_pools, true);
 }
 
 void gather_tokens(TensorView k, TensorView v, TensorView src_k, TensorView src_v,
-                   TensorView slots) {
-  move_tokens(k, v, src_k, src_v, slots, false);
+                   TensorView slots, int64_t num_pools) {
+  move_tokens(k, v, src_k, src_v, slots, num_pools, false);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_pages, gather_pages);

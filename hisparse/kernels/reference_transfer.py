@@ -4,41 +4,53 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hisparse.types import PagedKV
-
 __all__ = ["gather_pages", "gather_tokens", "scatter_tokens"]
 
 
 def gather_pages(
-    src: PagedKV, src_pages: Tensor, dst: PagedKV, dst_pages: Tensor, heads: int
+    src: tuple[Tensor, ...],
+    src_pages: Tensor,
+    dst: tuple[Tensor, ...],
+    dst_pages: Tensor,
+    heads: int,
 ) -> None:
-    """See :func:`hisparse.kernels.gather_pages`."""
+    """See :func:`hisparse.kernels.gather_pages`; one or two pools at a time."""
     # The sign bit of the disjunction is set where either is negative.
     moved = ((src_pages | dst_pages).flatten() >= 0).nonzero()[:, 0]
-    source = src_pages.flatten()[moved].to(src.k.device).long()
-    target = dst_pages.flatten()[moved].to(dst.k.device).long()
-    src_heads = src.k.shape[1]
-    if dst.k.shape[1] != src_heads:
-        row = moved // max(src_pages.shape[1], 1)
-        head = (row % heads * src_heads // heads).to(src.k.device)
-    for src_kv, dst_kv in zip(src, dst, strict=True):
+    source = src_pages.flatten()[moved].to(src[0].device).long()
+    target = dst_pages.flatten()[moved].to(dst[0].device).long()
+    src_heads = src[0].shape[-3]
+    row = moved // max(src_pages.shape[1], 1)
+    head = (row % heads * src_heads // heads).to(source.device)
+    for src_kv, dst_kv in zip(_layers(src), _layers(dst), strict=True):
         if dst_kv.shape[1] == src_heads:
             dst_kv.index_copy_(0, target, src_kv.index_select(0, source).to(dst_kv.device))
         else:
             dst_kv[:, 0].index_copy_(0, target, src_kv[source, head].to(dst_kv.device))
 
 
-def scatter_tokens(k: Tensor, v: Tensor, dst: PagedKV, slots: Tensor) -> None:
+def scatter_tokens(new: tuple[Tensor, ...], dst: tuple[Tensor, ...], slots: Tensor) -> None:
     """See :func:`hisparse.kernels.scatter_tokens`."""
-    slots = slots.to(dst.k.device)
-    for pages_kv, new in zip(dst, (k, v), strict=True):
-        size = pages_kv.shape[2]
-        pages_kv[slots // size, :, slots % size] = new.to(pages_kv.device)
+    slots = slots.to(dst[0].device)
+    for pages_kv, tokens in zip(dst, new, strict=True):
+        size = pages_kv.shape[-2]
+        pages_kv[..., slots // size, :, slots % size, :] = _token_first(tokens, pages_kv)
 
 
-def gather_tokens(src: PagedKV, slots: Tensor) -> tuple[Tensor, Tensor]:
+def gather_tokens(src: tuple[Tensor, ...], slots: Tensor) -> tuple[Tensor, ...]:
     """See :func:`hisparse.kernels.gather_tokens`."""
-    slots = slots.to(src.k.device)
-    size = src.k.shape[2]
-    k, v = (pages_kv[slots // size, :, slots % size] for pages_kv in src)
-    return k, v
+    slots = slots.to(src[0].device)
+    size = src[0].shape[-2]
+    tokens = [pages_kv[..., slots // size, :, slots % size, :] for pages_kv in src]
+    # Indices apart from each other put their dimension first.
+    return tuple(x if x.ndim == 3 else x.transpose(0, 1) for x in tokens)
+
+
+def _layers(pools: tuple[Tensor, ...]) -> list[Tensor]:
+    """``[P, H, S, D]`` of every pool and layer."""
+    return [each for pool in pools for each in (pool if pool.ndim == 5 else [pool])]
+
+
+def _token_first(tokens: Tensor, pages_kv: Tensor) -> Tensor:
+    moved = tokens if tokens.ndim == 3 else tokens.transpose(0, 1)
+    return moved.to(pages_kv.device)

@@ -1,4 +1,9 @@
-"""Moving pages and tokens between host and device: checked entry points."""
+"""Moving pages and tokens between host and device: checked entry points.
+
+Pools are one layer's ``[P, H, S, D]`` or all layers' ``[L, P, H, S, D]``; then a call moves the
+same pages or tokens in every layer. Where V is a view of K, as with MLA, whose values are the first
+columns of its keys, K alone is moved.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +30,10 @@ def gather_pages(
     """Copy page ``src_pages[r, i]`` to page ``dst_pages[r, i]`` wherever both are >= 0.
 
     Args:
-        src: ``[Psrc, Hs, S, D]`` pages, any strides.
+        src: ``[Psrc, Hs, S, D]`` or ``[L, Psrc, Hs, S, D]`` pages, any strides.
         src_pages: ``[R, K] int32``.
-        dst: ``[Pdst, Hd, S, D]`` pages, any strides; Hd is Hs, or 1: then row r gets head
-            ``r % heads * Hs // heads``.
+        dst: ``[Pdst, Hd, S, D]`` or ``[L, Pdst, Hd, S, D]`` pages, any strides; Hd is Hs, or 1:
+            then row r gets head ``r % heads * Hs // heads``.
         dst_pages: ``[R, K] int32``; no page twice.
         heads: rows per request.
         impl: "auto", or an implementation's name.
@@ -39,22 +44,21 @@ def gather_pages(
     check_tensor("src_pages", src_pages, torch.int32, (None, None))
     check_tensor("dst_pages", dst_pages, torch.int32, src_pages.shape)
     for name, to, of in (("dst.k", dst.k, src.k), ("dst.v", dst.v, src.v)):
-        got, expected = to.shape[1:], of.shape[1:]
-        fits = got == expected or (got[:1] == (1,) and got[1:] == expected[1:])
-        if to.ndim != 4 or not fits or to.dtype != of.dtype:
+        if to.dtype != of.dtype or not _fits(to.shape, of.shape):
             raise KernelError(
-                f"{name}: got pages {list(got)} of {to.dtype}, expected "
-                f"{list(expected)} of {of.dtype} as in the source, or one head of it"
+                f"{name}: got pages {list(to.shape)} of {to.dtype}, expected those of the "
+                f"source, {list(of.shape)} of {of.dtype}, in any number, or one head of them"
             )
-    if src.k.shape[1] != src.v.shape[1] or dst.k.shape[1] != dst.v.shape[1]:
+    if src.k.shape[-3] != src.v.shape[-3] or dst.k.shape[-3] != dst.v.shape[-3]:
         raise KernelError(
-            f"v: got {src.v.shape[1]} heads to {dst.v.shape[1]}, expected those of k, "
-            f"{src.k.shape[1]} to {dst.k.shape[1]}"
+            f"v: got {src.v.shape[-3]} heads to {dst.v.shape[-3]}, expected those of k, "
+            f"{src.k.shape[-3]} to {dst.k.shape[-3]}"
         )
     if heads < 1:
         raise KernelError(f"heads: got {heads}, expected 1 or more")
     ops = implementation(impl, src.k.device, dst.k.device)
-    ops.gather_pages(src, src_pages, dst, dst_pages, heads)
+    shared = _shared(src) and _shared(dst)
+    ops.gather_pages(_pools(src, shared), src_pages, _pools(dst, shared), dst_pages, heads)
 
 
 def scatter_tokens(
@@ -63,38 +67,61 @@ def scatter_tokens(
     """Write token t to page ``slots[t] // S``, offset ``slots[t] % S``, all heads.
 
     Args:
-        k: ``[T, H, Dk]``, any strides.
-        v: ``[T, H, Dv]``, any strides.
-        dst: ``[P, H, S, D]`` pages, any strides.
+        k: ``[T, H, Dk]`` or ``[L, T, H, Dk]``, any strides.
+        v: ``[T, H, Dv]`` or ``[L, T, H, Dv]``, any strides; not read where ``dst.v`` is a view of
+            ``dst.k``.
+        dst: ``[P, H, S, D]`` or ``[L, P, H, S, D]`` pages, any strides.
         slots: ``[T] int64``, 0 or more; where a slot stands twice, either token may win.
         impl: "auto", or an implementation's name.
 
     Raises:
         KernelError: a tensor has another shape or dtype.
     """
-    check_tensor("slots", slots, torch.int64, (k.shape[0],))
+    tokens = k.shape[-3]
+    check_tensor("slots", slots, torch.int64, (tokens,))
     for name, new, pages in (("k", k, dst.k), ("v", v, dst.v)):
-        heads, _, width = pages.shape[1:]
-        check_tensor(name, new, pages.dtype, (slots.shape[0], heads, width))
+        *layers, _, heads, _, width = pages.shape
+        check_tensor(name, new, pages.dtype, (*layers, tokens, heads, width))
     ops = implementation(impl, k.device, dst.k.device)
-    ops.scatter_tokens(k, v, dst, slots)
+    shared = _shared(dst)
+    ops.scatter_tokens((k,) if shared else (k, v), _pools(dst, shared), slots)
 
 
 def gather_tokens(src: PagedKV, slots: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
     """Read tokens from pages.
 
     Args:
-        src: ``[P, H, S, D]`` pages, any strides.
+        src: ``[P, H, S, D]`` or ``[L, P, H, S, D]`` pages, any strides.
         slots: ``[T] int64``, 0 or more.
         impl: "auto", or an implementation's name.
 
     Returns:
-        K ``[T, H, Dk]`` and V ``[T, H, Dv]`` on the pages' device.
+        K ``[T, H, Dk]`` and V ``[T, H, Dv]``, or ``[L, T, H, D]``, on the pages' device; V is a
+        view of K where it is one in ``src``.
 
     Raises:
         KernelError: a tensor has another shape or dtype.
     """
     check_tensor("slots", slots, torch.int64, (None,))
     ops = implementation(impl, src.k.device, slots.device)
-    tokens: tuple[Tensor, Tensor] = ops.gather_tokens(src, slots)
-    return tokens
+    shared = _shared(src)
+    tokens = ops.gather_tokens(_pools(src, shared), slots)
+    if shared:
+        return tokens[0], tokens[0][..., : src.v.shape[-1]]
+    return tokens[0], tokens[1]
+
+
+def _shared(kv: PagedKV) -> bool:
+    """Whether V is a view of K's first columns."""
+    return kv.v.data_ptr() == kv.k.data_ptr() and kv.v.shape[-1] <= kv.k.shape[-1]
+
+
+def _pools(kv: PagedKV, shared: bool) -> tuple[Tensor, ...]:
+    return (kv.k,) if shared else (kv.k, kv.v)
+
+
+def _fits(to: torch.Size, of: torch.Size) -> bool:
+    """Whether pages of shape ``to`` can take those of shape ``of``, or one head of them."""
+    if len(to) != len(of) or len(to) not in (4, 5) or to[:-4] != of[:-4]:
+        return False
+    return to[-2:] == of[-2:] and to[-3] in (1, of[-3])

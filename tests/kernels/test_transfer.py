@@ -226,7 +226,7 @@ def test_bad_tensors_are_named() -> None:
     src, pair = pages("page_head", 4, 2, 4, (8, 8)), i32([[0, 1]])
     three = pages("page_head", 4, 3, 4, (8, 8))
     with pytest.raises(
-        KernelError, match=r"dst.k: got pages \[3, 4, 8\] of torch.float32, expected"
+        KernelError, match=r"dst.k: got pages \[4, 3, 4, 8\] of torch.float32, expected"
     ):
         gather_pages(src, pair, three, pair)
     with pytest.raises(KernelError, match="src_pages: got dtype torch.int64, expected torch.int32"):
