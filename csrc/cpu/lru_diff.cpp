@@ -27,45 +27,29 @@ struct LruDiffParams {
 
 enum class Fault : int { kNone, kStateRow, kCapacity, kPage, kOrder, kTooMany };
 
-inline uint32_t entry_of(int32_t page) {
-  return page < 0 ? 0u : static_cast<uint32_t>(page) + 1u;
-}
-
-// Tables over the pages of a row; entry 0 stands for "no page" and entry p + 1 for page p.
+// Room for one row's lists; what is in it when a row begins does not matter.
+template <typename Slot>
 struct Scratch {
-  static constexpr int32_t kUnknown = -1;
-  std::vector<uint8_t> selected;  // all 0 between rows
-  std::vector<int32_t> slot_of;   // all kUnknown between rows
+  std::vector<Slot> slot_of;      // by page + 1
+  std::vector<uint8_t> slot_hit;  // by slot + 1
   std::vector<int32_t> hits, others, missing;
   std::vector<uint8_t> is_hit;
 
   void fit(const LruDiffParams& p) {
-    const size_t entries = static_cast<size_t>(p.num_pages) + 2;
-    if (slot_of.size() < entries) {
-      slot_of.resize(entries, kUnknown);
-      selected.resize(entries, 0);
-    }
+    // One entry more than there are: a narrow table is read in pairs.
+    grow(slot_of, static_cast<size_t>(p.num_pages) + 3);
+    grow(slot_hit, static_cast<size_t>(p.slots) + 1);
     const size_t slots = static_cast<size_t>(p.slots) + kPartitionSlack;
-    if (hits.size() < slots) {
-      hits.resize(slots);
-      others.resize(slots);
-      is_hit.resize(slots);
-    }
-    const size_t width = static_cast<size_t>(p.width) + kPartitionSlack;
-    if (missing.size() < width) missing.resize(width);
+    grow(hits, slots);
+    grow(others, slots);
+    grow(is_hit, slots);
+    grow(missing, static_cast<size_t>(p.width) + kPartitionSlack);
   }
 
-  // After a row: entry by entry, or at a stroke where that is less to write.
-  void clear(const int32_t* selection, int32_t width, int32_t num_pages) {
-    if (num_pages / 8 < width) {
-      std::fill_n(selected.begin(), num_pages + 2, 0);
-      std::fill_n(slot_of.begin(), num_pages + 2, kUnknown);
-      return;
-    }
-    for (int32_t i = 0; i < width; ++i) {
-      selected[entry_of(selection[i])] = 0;
-      slot_of[entry_of(selection[i])] = kUnknown;
-    }
+ private:
+  template <typename T>
+  static void grow(std::vector<T>& list, size_t size) {
+    if (list.size() < size) list.resize(size);
   }
 };
 
@@ -76,25 +60,25 @@ void fill_padding(const LruDiffParams& p, int64_t r) {
   p.num_hits[r] = p.num_misses[r] = 0;
 }
 
-// Gives each miss, in order of first occurrence, the coldest slot that is left. Returns how many.
-int32_t map_loads(const LruDiffParams& p, int64_t r, int32_t num_victims, Scratch& scratch) {
-  int32_t* slot_of = scratch.slot_of.data();
+// Gives each of `count` missing entries, in order of first occurrence, the coldest slot that is
+// left. Returns how many slots that takes; more than there are victims means it gave up.
+template <typename Slot>
+int32_t map_loads(const LruDiffParams& p, int64_t r, int32_t count, const Partition& part,
+                  Scratch<Slot>& scratch) {
   const int32_t* selection = p.selection[r];
   int32_t* current = p.curr_device_slots[r];
-  int32_t* missing = scratch.missing.data();
-  const int32_t count = find_slots(selection, p.width, slot_of, current, missing);
   int32_t num_misses = 0;
   for (int32_t m = 0; m < count; ++m) {
-    const int32_t page = selection[missing[m]];
-    int32_t& slot = slot_of[entry_of(page)];
-    if (slot < 0) {
-      if (num_misses == num_victims) return num_victims + 1;
-      slot = scratch.others[num_misses];
-      p.load_host_pages[r][num_misses] = page;
-      p.load_device_slots[r][num_misses] = slot;
+    const int32_t entry = scratch.missing[m];
+    Slot& slot = scratch.slot_of[selection[entry] + 1];
+    if (slot == kNoSlot<Slot>) {
+      if (num_misses == part.num_others) return num_misses + 1;
+      slot = static_cast<Slot>(part.others[num_misses]);
+      p.load_host_pages[r][num_misses] = selection[entry];
+      p.load_device_slots[r][num_misses] = part.others[num_misses];
       ++num_misses;
     }
-    current[missing[m]] = slot;
+    current[entry] = static_cast<int32_t>(slot);
   }
   return num_misses;
 }
@@ -120,45 +104,32 @@ void commit(const LruDiffParams& p, int64_t r, const Partition& part, int32_t nu
   p.num_misses[r] = num_misses;
 }
 
-Fault step_row(const LruDiffParams& p, int64_t r, Scratch& scratch) {
+template <typename Slot>
+Fault step_row(const LruDiffParams& p, int64_t r, Scratch<Slot>& scratch) {
   const int64_t row = p.rows[r];
   if (row < 0 || row >= p.num_states) return Fault::kStateRow;
   const int32_t capacity = p.capacity[r];
   if (capacity < 0 || capacity > p.slots) return Fault::kCapacity;
   const int32_t* selection = p.selection[r];
-  const int32_t width = p.width;
   int32_t largest = -1;
-  for (int32_t i = 0; i < width; ++i) largest = std::max(largest, selection[i]);
+  for (int32_t i = 0; i < p.width; ++i) largest = std::max(largest, selection[i]);
   if (largest >= p.num_pages) return Fault::kPage;
 
   scratch.fit(p);
-  uint8_t* selected = scratch.selected.data();
-  int32_t* slot_of = scratch.slot_of.data();
-  for (int32_t i = 0; i < width; ++i) selected[entry_of(selection[i])] = 1;
-  selected[0] = 0;
-  const int32_t* pages = p.slot_pages[row];
-  Partition part;
-  part.order = p.lru_order[row];
-  part.pages = pages;
-  part.selected = selected;
-  part.is_hit = scratch.is_hit.data();
-  part.hits = scratch.hits.data();
-  part.others = scratch.others.data();
-  part.capacity = capacity;
-  part.num_slots = p.slots;
-  part.num_pages = p.num_pages;
-  Fault fault = part.run() ? Fault::kNone : Fault::kOrder;
-  if (fault == Fault::kNone) {
-    for (int32_t i = 0; i < part.num_hits; ++i) slot_of[pages[part.hits[i]] + 1] = part.hits[i];
-    const int32_t num_misses = map_loads(p, r, part.num_others, scratch);
-    if (num_misses > part.num_others) {
-      fault = Fault::kTooMany;
-    } else {
-      commit(p, r, part, num_misses);
-    }
-  }
-  scratch.clear(selection, width, p.num_pages);
-  return fault;
+  map_pages(selection, p.width, p.slot_pages[row], p.slots, p.num_pages, scratch.slot_of.data());
+  int32_t* current = p.curr_device_slots[r];
+  const int32_t num_missing =
+      find_slots(selection, p.width, scratch.slot_of.data(), current, scratch.missing.data());
+  uint8_t* slot_hit = scratch.slot_hit.data();
+  mark_hits(current, p.width, slot_hit, p.slots);
+  Partition part{p.lru_order[row],      slot_hit + 1,          scratch.is_hit.data(),
+                 scratch.hits.data(),   scratch.others.data(), capacity,
+                 p.slots};
+  if (!part.run()) return Fault::kOrder;
+  const int32_t num_misses = map_loads(p, r, num_missing, part, scratch);
+  if (num_misses > part.num_others) return Fault::kTooMany;
+  commit(p, r, part, num_misses);
+  return Fault::kNone;
 }
 
 void raise(const LruDiffParams& p, Fault fault, int64_t r) {
@@ -184,12 +155,13 @@ void raise(const LruDiffParams& p, Fault fault, int64_t r) {
   }
 }
 
+template <typename Slot>
 void run(const LruDiffParams& p) {
-  const double total_ns = 1.3 * p.num_real_rows * (static_cast<double>(p.width) + p.slots);
+  const double total_ns = 1.1 * p.num_real_rows * (static_cast<double>(p.width) + p.slots);
   std::atomic<int64_t> bad_row{-1};
   std::vector<Fault> faults(p.num_rows, Fault::kNone);
   parallel_for(p.num_rows, num_threads(p.num_rows, total_ns), [&](int64_t r) {
-    static thread_local Scratch scratch;
+    static thread_local Scratch<Slot> scratch;
     if (r >= p.num_real_rows) {
       fill_padding(p, r);
       return;
@@ -226,7 +198,11 @@ void lru_diff(TensorView selection, TensorView host_page_table, TensorView capac
   p.width = static_cast<int32_t>(selection.size(1));
   p.slots = static_cast<int32_t>(slot_pages.size(1));
   p.num_pages = static_cast<int32_t>(host_page_table.size(1));
-  run(p);
+  if (p.slots < kNoSlot<uint16_t>) {
+    run<uint16_t>(p);
+  } else {
+    run<int32_t>(p);
+  }
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(lru_diff, lru_diff);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -11,12 +12,16 @@
 namespace hisparse {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+// How long a caller looks for its helpers' end before it sleeps.
+constexpr auto kSpin = std::chrono::microseconds(50);
+
 struct Job {
   void (*body)(void*, int64_t);
   void* context;
   int64_t items;
   int helpers;                  // how many more threads may join; guarded by Pool::mutex
-  int active = 0;               // helpers that have joined and not left; guarded by Pool::mutex
+  std::atomic<int> active{0};   // helpers that have joined and not left; set under Pool::mutex
   std::atomic<int64_t> next{0};
 
   void work() {
@@ -42,8 +47,15 @@ class Pool {
     }
     wake_.notify_all();
     job.work();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      job_ = nullptr;
+    }
+    // A helper has one item left at most: to sleep and be woken takes longer than most items.
+    const auto give_up = Clock::now() + kSpin;
+    while (job.active != 0 && Clock::now() < give_up) {
+    }
     std::unique_lock<std::mutex> lock(mutex_);
-    job_ = nullptr;
     done_.wait(lock, [&] { return job.active == 0; });
   }
 
@@ -71,7 +83,7 @@ class Pool {
 }  // namespace
 
 int num_threads(int64_t items, double total_ns) {
-  constexpr double kWorthAThreadNs = 20000;
+  constexpr double kWorthAThreadNs = 50000;
   const auto useful = std::min<int64_t>(items, static_cast<int64_t>(total_ns / kWorthAThreadNs));
   return static_cast<int>(std::clamp<int64_t>(useful, 1, omp_get_max_threads()));
 }

@@ -1,4 +1,4 @@
-// The two hot loops of lru_diff: which slots hold a selected page, and where each selected page is.
+// The hot loops of lru_diff: where each selected page is, and which slots hold one.
 #pragma once
 
 #ifdef __AVX512F__
@@ -7,23 +7,99 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 namespace hisparse {
 
-// Entries that `hits` and `others` need room for beyond the last one: whole vectors are stored.
+// Entries that compressed lists need room for beyond the last one: whole vectors are stored.
 constexpr int32_t kPartitionSlack = 16;
 
+// "No slot" in a table of slots; Slot is as narrow as the slots allow, for the cache's sake.
+template <typename Slot>
+constexpr Slot kNoSlot = std::numeric_limits<Slot>::max();
+
+// Where the selected pages are: `slot_of[page + 1]`, kNoSlot if in none; entry 0 and the last one
+// take what is no page of the table. Nothing is assumed of `slot_of`, which has num_pages + 2
+// entries, and entries of pages that are neither selected nor resident stay undefined.
+template <typename Slot>
+void map_pages(const int32_t* selection, int32_t width, const int32_t* pages, int32_t num_slots,
+               int32_t num_pages, Slot* slot_of) {
+  // Only what is selected has to be known; where that is much of it, all goes at a stroke.
+  if (num_pages / 16 < width) {
+    std::fill_n(slot_of, num_pages + 2, kNoSlot<Slot>);
+  } else {
+    for (int32_t i = 0; i < width; ++i) slot_of[std::max(selection[i], -1) + 1] = kNoSlot<Slot>;
+  }
+  const uint32_t beyond = static_cast<uint32_t>(num_pages) + 1u;
+  uint32_t largest = 0;
+  for (int32_t slot = 0; slot < num_slots; ++slot) {
+    largest = std::max(largest, static_cast<uint32_t>(pages[slot]) + 1u);
+  }
+  if (largest < beyond) {  // As a rule: then nothing has to be clamped.
+#pragma GCC unroll 8
+    for (int32_t slot = 0; slot < num_slots; ++slot) {
+      slot_of[pages[slot] + 1] = static_cast<Slot>(slot);
+    }
+  } else {
+    for (int32_t slot = 0; slot < num_slots; ++slot) {
+      slot_of[std::min(static_cast<uint32_t>(pages[slot]) + 1u, beyond)] = static_cast<Slot>(slot);
+    }
+  }
+  slot_of[0] = kNoSlot<Slot>;
+}
+
+// Writes the slot of each selected page, or -1, to `current`, and the positions of the pages in no
+// slot to `missing`, which has room for `width` and the slack. Returns how many are missing.
+template <typename Slot>
+int32_t find_slots(const int32_t* selection, int32_t width, const Slot* slot_of, int32_t* current,
+                   int32_t* missing) {
+  int32_t i = 0, count = 0;
+#ifdef __AVX512F__
+  const __m512i none = _mm512_set1_epi32(-1);
+  const __m512i no_slot = _mm512_set1_epi32(static_cast<int32_t>(kNoSlot<Slot>));
+  __m512i position = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (; i + 16 <= width; i += 16) {
+    const __m512i page = _mm512_max_epi32(_mm512_loadu_si512(selection + i), none);
+    // A narrow table is read in pairs: the higher half belongs to the next page.
+    const __m512i pair = _mm512_i32gather_epi32(page, slot_of + 1, sizeof(Slot));
+    const __m512i slot = _mm512_and_si512(pair, no_slot);
+    const __mmask16 found = _mm512_cmpneq_epi32_mask(slot, no_slot);
+    const __mmask16 wanted = _mm512_cmpneq_epi32_mask(page, none);
+    _mm512_storeu_si512(current + i, _mm512_mask_mov_epi32(none, found, slot));
+    const __mmask16 absent = static_cast<__mmask16>(wanted & ~found);
+    _mm512_storeu_si512(missing + count, _mm512_maskz_compress_epi32(absent, position));
+    count += __builtin_popcount(absent);
+    position = _mm512_add_epi32(position, _mm512_set1_epi32(16));
+  }
+#endif
+  for (; i < width; ++i) {
+    const int32_t page = std::max(selection[i], -1);
+    const Slot slot = slot_of[page + 1];
+    current[i] = slot == kNoSlot<Slot> ? -1 : static_cast<int32_t>(slot);
+    missing[count] = i;
+    count += (page >= 0) & (current[i] < 0);
+  }
+  return count;
+}
+
+// `slot_hit[slot + 1]` is 1 if one of the selected pages is in the slot, else 0.
+inline void mark_hits(const int32_t* current, int32_t width, uint8_t* slot_hit,
+                      int32_t num_slots) {
+  std::fill_n(slot_hit, num_slots + 1, 0);
+  for (int32_t i = 0; i < width; ++i) slot_hit[current[i] + 1] = 1;
+}
+
+// Slots in the order of the LRU, apart by whether they were hit.
 struct Partition {
-  const int32_t* order;     // [capacity], slots from cold to hot
-  const int32_t* pages;     // [num_slots], page of each slot, -1 if none
-  const uint8_t* selected;  // [num_pages + 2]: 1 at p + 1 if page p is selected; 0 at both ends
-  uint8_t* is_hit;          // [capacity + kPartitionSlack], scratch
-  int32_t* hits;            // out: slots whose page is selected, in order
-  int32_t* others;          // out: the rest, in order
-  int32_t capacity, num_slots, num_pages;
+  const int32_t* order;      // [capacity], slots from cold to hot
+  const uint8_t* slot_hit;   // [num_slots], 1 if the slot holds a selected page
+  uint8_t* is_hit;           // [capacity + kPartitionSlack], scratch
+  int32_t* hits;             // out: hit slots, in order
+  int32_t* others;           // out: the rest, in order
+  int32_t capacity, num_slots;
   int32_t num_hits = 0, num_others = 0;
 
-  // Pages beyond the table are not selected. False if `order` holds what is no slot.
+  // False if `order` holds what is no slot.
   bool run() {
     uint32_t largest = 0;
     for (int32_t i = 0; i < capacity; ++i) {
@@ -38,21 +114,13 @@ struct Partition {
  private:
   // Scalar on purpose: the loads are independent, and gather instructions are slower here.
   void look_up() {
-    const uint32_t beyond = static_cast<uint32_t>(num_pages) + 1u;
     // Copies, for a store of bytes might alias the members.
     const int32_t* const slots = order;
-    const int32_t* const page_of = pages;
-    const uint8_t* const wanted = selected;
+    const uint8_t* const hit = slot_hit;
     uint8_t* const flags = is_hit;
     const int64_t count = capacity;
 #pragma GCC unroll 8
-    for (int64_t i = 0; i < count; ++i) {
-      uint32_t page = static_cast<uint32_t>(page_of[slots[i]]);
-#ifdef __x86_64__
-      asm("" : "+r"(page));  // Keeps the compiler from vectorising with gathers.
-#endif
-      flags[i] = wanted[std::min(page + 1u, beyond)];
-    }
+    for (int64_t i = 0; i < count; ++i) flags[i] = hit[slots[i]];
   }
 
   void split() {
@@ -82,34 +150,5 @@ struct Partition {
     num_others = other;
   }
 };
-
-// Looks up the slot of each selected page; `slot_of` is -1 at entry 0 and where a page is in none.
-// Writes the positions of the pages in no slot to `missing`, which needs room for `width` and
-// `kPartitionSlack` entries, and returns how many there are.
-inline int32_t find_slots(const int32_t* selection, int32_t width, const int32_t* slot_of,
-                          int32_t* current, int32_t* missing) {
-  int32_t i = 0, count = 0;
-#ifdef __AVX512F__
-  const __m512i none = _mm512_set1_epi32(-1);
-  __m512i position = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  for (; i + 16 <= width; i += 16) {
-    const __m512i page = _mm512_max_epi32(_mm512_loadu_si512(selection + i), none);
-    const __m512i slot = _mm512_i32gather_epi32(page, slot_of + 1, 4);
-    _mm512_storeu_si512(current + i, slot);
-    const __mmask16 wanted = _mm512_cmpneq_epi32_mask(page, none);
-    const __mmask16 absent = _mm512_mask_cmpeq_epi32_mask(wanted, slot, none);
-    _mm512_storeu_si512(missing + count, _mm512_maskz_compress_epi32(absent, position));
-    count += __builtin_popcount(absent);
-    position = _mm512_add_epi32(position, _mm512_set1_epi32(16));
-  }
-#endif
-  for (; i < width; ++i) {
-    const int32_t page = std::max(selection[i], -1);
-    current[i] = slot_of[page + 1];
-    missing[count] = i;
-    count += (page >= 0) & (current[i] < 0);
-  }
-  return count;
-}
 
 }  // namespace hisparse

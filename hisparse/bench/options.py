@@ -1,0 +1,45 @@
+"""What the kernel benchmarks share: sizes by flag, devices, dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hisparse.errors import ConfigError, unknown_name
+
+__all__ = ["DTYPES", "Options", "device_of", "dtype_of"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a kernel benchmark runs.
+
+    Attributes:
+        device: where the kernels run.
+        num_steps: timed steps of each implementation.
+        seed: of the inputs.
+    """
+
+    device: torch.device
+    num_steps: int
+    seed: int = 0
+
+
+def device_of(name: str) -> torch.device:
+    """The device ``name``; one line if this machine has none of it."""
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(unknown_name("--device", name, ("cpu", "cuda")))
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device: got cuda, PyTorch finds no CUDA GPU here (choices: cpu)")
+    return torch.device(name)
+
+
+def dtype_of(name: str, choices: Sequence[str] = tuple(DTYPES)) -> torch.dtype:
+    """The dtype ``name``."""
+    if name not in choices:
+        raise ConfigError(unknown_name("--dtype", name, tuple(choices)))
+    return DTYPES[name]

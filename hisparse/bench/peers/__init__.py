@@ -1,0 +1,1 @@
+"""What hisparse is measured against, besides what other packages bring."""
