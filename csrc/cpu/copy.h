@@ -17,6 +17,18 @@ struct Dim {
   int64_t dst_stride;  // bytes
 };
 
+// Blocks that are copied side by side, line by line: several streams keep more of a core's misses in
+// flight than one does (measured: a third more bytes a second out of scattered pages).
+constexpr int kAtOnce = 4;
+
+// One copy. `ahead` is the source of a copy to come: its lines are fetched meanwhile, for no
+// hardware prefetcher foresees where a scattered block begins.
+struct Move {
+  char* dst;
+  const char* src;
+  const char* ahead;
+};
+
 // A block of bytes, repeated along up to three dimensions.
 class BlockCopy {
  public:
@@ -43,16 +55,15 @@ class BlockCopy {
 
   int64_t bytes() const { return bytes_; }
 
-  // `ahead` is the source of a copy to come: its lines are fetched meanwhile, for no hardware
-  // prefetcher foresees where a scattered block begins.
-  void operator()(char* dst, const char* src, const char* ahead) const {
+  // Copies `count` blocks at once, kAtOnce at most.
+  void operator()(const Move* moves, int count) const {
     for (int64_t a = 0; a < outer_[2].count; ++a) {
       for (int64_t b = 0; b < outer_[1].count; ++b) {
-        const int64_t skip = a * outer_[2].src_stride + b * outer_[1].src_stride;
-        char* to = dst + a * outer_[2].dst_stride + b * outer_[1].dst_stride;
+        int64_t from = a * outer_[2].src_stride + b * outer_[1].src_stride;
+        int64_t to = a * outer_[2].dst_stride + b * outer_[1].dst_stride;
         for (int64_t c = 0; c < outer_[0].count; ++c) {
-          const int64_t at = skip + c * outer_[0].src_stride;
-          copy_bytes(to, src + at, ahead + at, inner_bytes_);
+          copy_bytes(moves, count, from, to, inner_bytes_);
+          from += outer_[0].src_stride;
           to += outer_[0].dst_stride;
         }
       }
@@ -60,18 +71,23 @@ class BlockCopy {
   }
 
  private:
-  static void copy_bytes(char* dst, const char* src, const char* ahead, int64_t count) {
+  static void copy_bytes(const Move* moves, int count, int64_t from, int64_t to, int64_t bytes) {
 #ifdef __AVX512F__
-    if (count % 64 == 0) {
-      for (int64_t at = 0; at < count; at += 64) {
-        __builtin_prefetch(ahead + at);
-        _mm512_storeu_si512(dst + at, _mm512_loadu_si512(src + at));
+    if (bytes % 64 == 0 && count == kAtOnce) {
+      for (int64_t at = 0; at < bytes; at += 64) {
+        for (int m = 0; m < kAtOnce; ++m) {
+          __builtin_prefetch(moves[m].ahead + from + at);
+          _mm512_storeu_si512(moves[m].dst + to + at,
+                              _mm512_loadu_si512(moves[m].src + from + at));
+        }
       }
       return;
     }
 #endif
-    for (int64_t at = 0; at < count; at += 64) __builtin_prefetch(ahead + at);
-    std::memcpy(dst, src, static_cast<size_t>(count));
+    for (int m = 0; m < count; ++m) {
+      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(moves[m].ahead + from + at);
+      std::memcpy(moves[m].dst + to, moves[m].src + from, static_cast<size_t>(bytes));
+    }
   }
 
   Dim outer_[3] = {{1, 0, 0}, {1, 0, 0}, {1, 0, 0}};

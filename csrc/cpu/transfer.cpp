@@ -6,8 +6,6 @@
 namespace hisparse {
 namespace {
 
-// How far ahead of a copy memory is fetched: as much as keeps a core's misses in flight.
-constexpr int64_t kBytesAhead = 8 << 10;
 // Bytes that one core copies in a nanosecond, roughly.
 constexpr double kBytesPerNs = 8.0;
 constexpr int64_t kEntriesPerTask = 32;
@@ -49,10 +47,6 @@ BlockCopy page_copy(const Pool& src, const Pool& dst) {
                    src.item_bytes);
 }
 
-int64_t copies_ahead(int64_t bytes) {
-  return std::clamp<int64_t>(kBytesAhead / std::max<int64_t>(bytes, 1), 1, 32);
-}
-
 // Throws unless every page that is to move exists. Returns how many move.
 int64_t count_moves(const GatherPagesParams& p) {
   int64_t moves = 0;
@@ -83,13 +77,14 @@ void gather_entries(const GatherPagesParams& p, const BlockCopy& copy, int64_t w
   const int32_t *from = p.src_pages[r], *to = p.dst_pages[r];
   const char* source = src.data + layer * src.layer_stride + head * src.head_stride;
   char* target = dst.data + layer * dst.layer_stride;
-  const int64_t distance = copies_ahead(copy.bytes());
+  Move moves[kEntriesPerTask];
+  int count = 0;
   for (int64_t i = first; i < last; ++i) {
     if ((from[i] | to[i]) < 0) continue;
-    const int64_t ahead = std::max(from[std::min(i + distance, last - 1)], 0);
-    copy(target + to[i] * dst.page_stride, source + from[i] * src.page_stride,
-         source + ahead * src.page_stride);
+    moves[count++] = {target + to[i] * dst.page_stride, source + from[i] * src.page_stride, nullptr};
   }
+  for (int i = 0; i < count; ++i) moves[i].ahead = moves[std::min(i + kAtOnce, count - 1)].src;
+  for (int i = 0; i < count; i += kAtOnce) copy(moves + i, std::min(kAtOnce, count - i));
 }
 
 void run(const GatherPagesParams& p) {
@@ -173,7 +168,8 @@ void run(const MoveTokensParams& p) {
                        offset * pool.token_stride;
         char* token = tokens.data + layer * tokens.layer_stride + t * tokens.token_stride;
         const char* from = p.into_pool ? token : stored;
-        copies[which](p.into_pool ? stored : token, from, from);
+        const Move move{p.into_pool ? stored : token, from, from};
+        copies[which](&move, 1);
       }
     }
   });

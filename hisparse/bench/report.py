@@ -38,10 +38,11 @@ class Result:
     gb_s: float | None = None
 
     @classmethod
-    def of(cls, impl: str, seconds: Sequence[float]) -> Result:
-        """Summarise repeats, each in seconds."""
+    def of(cls, impl: str, seconds: Sequence[float], moved: int | None = None) -> Result:
+        """Summarise repeats, each in seconds; ``moved`` is bytes per repeat."""
         p10, median, p90 = np.percentile(np.array(seconds) * 1e6, [10, 50, 90]).round(1).tolist()
-        return cls(impl=impl, median_us=median, p10_us=p10, p90_us=p90)
+        gb_s = None if moved is None else round(moved / median / 1e3, 2)
+        return cls(impl=impl, median_us=median, p10_us=p10, p90_us=p90, gb_s=gb_s)
 
 
 @dataclass(frozen=True, kw_only=True)
