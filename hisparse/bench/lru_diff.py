@@ -48,7 +48,6 @@ class LruDiffBench:
             {impl: work.candidate(impl) for impl in ["reference", *self._others(options)]},
             options.num_steps,
             device=options.device,
-            prepare=work.load,
         )
         return Case(
             name="lru-diff",
@@ -123,18 +122,20 @@ class _Work:
         inputs = (self._selection, self._table, capacity)
         if impl == "numpy":
             arrays = [t.numpy() for t in (*inputs, state.slot_pages, state.lru_order)]
-            return lambda step: numpy_lru.lru_diff(*arrays)
+            return Candidate(lambda step: numpy_lru.lru_diff(*arrays), self.load)
         entries = (torch.empty_like(self._selection) for _ in range(3))
         out = LruDiff(*entries, *(torch.empty_like(capacity) for _ in range(2)))
         index = torch.arange(rows, device=device)
-        return lambda step: lru_diff(*inputs, real, state, rows=index, out=out, impl=impl)
+        return Candidate(
+            lambda step: lru_diff(*inputs, real, state, rows=index, out=out, impl=impl), self.load
+        )
 
     def agree(self, impl: str) -> bool:
         """Whether ``impl`` gives what the reference gives, bit for bit, in every step."""
         candidate, reference = self.candidate(impl), self.candidate("reference")
         for step in range(len(self._chain)):
             self.load(step)
-            got, expected = candidate(step), reference(step)
+            got, expected = candidate.run(step), reference.run(step)
             if not all(
                 torch.equal(torch.as_tensor(a), b) for a, b in zip(got, expected, strict=True)
             ):

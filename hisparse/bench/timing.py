@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 __all__ = ["Candidate", "time_in_turns"]
 
-#: Does one step of the work; gets the number of the step, so that inputs can rotate.
-Candidate = Callable[[int], Any]
+
+class Candidate(NamedTuple):
+    """One implementation at work; both get the number of the step, so that inputs can rotate.
+
+    Attributes:
+        run: does one step.
+        prepare: done before each step, and not timed.
+    """
+
+    run: Callable[[int], Any]
+    prepare: Callable[[int], Any] | None = None
+
 
 #: Steps of a turn.
 _BLOCK = 8
-
 
 def time_in_turns(
     candidates: Mapping[str, Candidate],
     num_steps: int,
     *,
     device: torch.device,
-    prepare: Callable[[int], object] | None = None,
     num_warmups: int = 3,
 ) -> dict[str, list[float]]:
     """Seconds of every step of every candidate, the first ``num_warmups`` steps left out.
@@ -35,7 +43,6 @@ def time_in_turns(
         candidates: implementation to what it does.
         num_steps: steps that are timed.
         device: where the candidates run.
-        prepare: done before each step, and not timed.
         num_warmups: steps before them.
     """
     clock = _seconds_cuda if device.type == "cuda" else _seconds_cpu
@@ -44,25 +51,25 @@ def time_in_turns(
     for first in range(0, total, _BLOCK):
         for impl, candidate in candidates.items():
             for step in range(first, min(first + _BLOCK, total)):
-                if prepare is not None:
-                    prepare(step)
-                seconds = clock(candidate, step)
+                if candidate.prepare is not None:
+                    candidate.prepare(step)
+                seconds = clock(candidate.run, step)
                 if step >= num_warmups and step > first:
                     times[impl].append(seconds)
     return times
 
 
-def _seconds_cpu(candidate: Candidate, step: int) -> float:
+def _seconds_cpu(run: Callable[[int], Any], step: int) -> float:
     start = time.perf_counter()
-    candidate(step)
+    run(step)
     return time.perf_counter() - start
 
 
-def _seconds_cuda(candidate: Candidate, step: int) -> float:
+def _seconds_cuda(run: Callable[[int], Any], step: int) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin.record()
-    candidate(step)
+    run(step)
     end.record()
     torch.cuda.synchronize()
     return float(begin.elapsed_time(end)) / 1e3

@@ -47,8 +47,11 @@ class TransferBench:
             )
         host = self._pool(num_pages, options)
         work = _Work(host, self.pages, options)
-        candidates: dict[str, Candidate] = {options.device.type: work.gather}
-        candidates |= {"reference": work.reference, "memcpy": work.contiguous}
+        candidates = {
+            options.device.type: Candidate(work.gather),
+            "reference": Candidate(work.reference),
+            "memcpy": Candidate(work.contiguous),
+        }
         gate = "passed" if work.agree() else "failed"
         times = time_in_turns(candidates, options.num_steps, device=options.device)
         moved = self.pages * 2 * self.page_bytes

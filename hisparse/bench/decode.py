@@ -1,0 +1,202 @@
+"""``hisparse bench decode``: attention of one layer and step, selection and swap-in included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from hisparse.bench.one_layer import DecodeWorld
+from hisparse.bench.options import Options
+from hisparse.bench.peers.sglang_native import torch_native_decode
+from hisparse.bench.report import Case, Result
+from hisparse.bench.timing import Candidate, time_in_turns
+from hisparse.errors import ConfigError
+from hisparse.types import KVSpec
+
+__all__ = ["DecodeBench"]
+
+#: Tokens decoded to find how fast queries have to drift for the wanted misses.
+_SETTLE = 40
+_WARMUPS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBench:
+    """The served path against dense attention over contiguous keys and values.
+
+    Attributes:
+        context: tokens of each request.
+        budget: tokens attended per step and row.
+        misses: share of the selected pages that are not resident; 0: every page is.
+        batch: requests.
+        q_heads, kv_heads, head_dim: of the model.
+        page_size: tokens.
+        dtype: of keys and values.
+        num_layers: take turns, so that each finds the caches as the others leave them.
+    """
+
+    context: int = 32768
+    budget: int = 2048
+    misses: float = 0.15
+    batch: int = 1
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+    num_layers: int = 2
+
+    def run(self, options: Options) -> Case:
+        """The output is compared with attention in float64 over the pages that were selected."""
+        self._check()
+        steps = options.num_steps + _WARMUPS
+        world = self._world(options, -(-steps // self.num_layers) + _SETTLE + 2)
+        work = _Work(world, self.misses)
+        gate = "passed" if work.agrees() else "failed"
+        work.settle(_SETTLE)
+        before = world.stats
+        ours = Candidate(work.decode, work.prepare)
+        times = time_in_turns(
+            {options.device.type: ours} | work.peers(),
+            options.num_steps,
+            device=options.device,
+            num_warmups=_WARMUPS,
+        )
+        after = world.stats
+        missed = after.miss_pages - before.miss_pages
+        selected = missed + after.hit_pages - before.hit_pages
+        return Case(
+            name="decode",
+            params=self._params() | {"miss_ratio": round(missed / selected, 4)},
+            gate=gate,
+            results=[Result.of(impl, seconds) for impl, seconds in times.items()],
+        )
+
+    def _check(self) -> None:
+        size = self.page_size
+        for flag, tokens in (("--context", self.context), ("--budget", self.budget)):
+            if tokens % size or tokens < 4 * size:
+                raise ConfigError(
+                    f"{flag}: got {tokens}, expected a multiple of --page-size {size}, "
+                    f"{4 * size} or more"
+                )
+        if not 0 <= self.misses < 1:
+            raise ConfigError(f"--misses: got {self.misses}, expected 0 or more and less than 1")
+        if self.budget > self.context:
+            raise ConfigError(f"--budget: got {self.budget}, expected at most the context")
+
+    def _world(self, options: Options, room: int) -> DecodeWorld:
+        kv = KVSpec(
+            num_layers=self.num_layers,
+            num_q_heads=self.q_heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.head_dim,
+            dtype=self.dtype,
+            page_size=self.page_size,
+        )
+        room = -(-room // self.page_size) * self.page_size
+        row_tokens = 2 * self.budget if self.misses else self.context + room
+        return DecodeWorld(
+            kv=kv,
+            batch=self.batch,
+            context=self.context,
+            budget=self.budget,
+            row_tokens=row_tokens,
+            room=room,
+            device=options.device,
+            seed=options.seed,
+        )
+
+    def _params(self) -> dict[str, Any]:
+        names = ("context", "budget", "batch", "q_heads", "kv_heads", "head_dim", "page_size")
+        return {name: getattr(self, name) for name in names} | {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "algorithm": "quest",
+            "threads": torch.get_num_threads(),
+            "cache": f"as {self.num_layers} layers in turn leave it",
+        }
+
+
+class _Work:
+    """Queries that drift from step to step, and the coordinator's answers."""
+
+    def __init__(self, world: DecodeWorld, misses: float) -> None:
+        self._world, self._misses = world, misses
+        kv = world.kv
+        shape = (kv.num_layers, world.batch, kv.num_q_heads, kv.head_dim)
+        self._queries = torch.randn(shape, device=world.device)
+        self._drift = 0.3 if misses else 1.0
+        self._layer = kv.num_layers - 1
+        self._kv = world.new_token()
+
+    @property
+    def query(self) -> Tensor:
+        return self._queries[self._layer].to(self._world.kv.dtype)
+
+    def prepare(self, step: int) -> None:
+        """Go on to the next layer, or to the first one of the next token."""
+        world = self._world
+        self._layer = (self._layer + 1) % world.kv.num_layers
+        if self._layer:
+            return
+        world.coordinator.forward_end()
+        world.begin_token()
+        self._kv = world.new_token()
+        fresh = torch.randn_like(self._queries)
+        self._queries = (1 - self._drift**2) ** 0.5 * self._queries + self._drift * fresh
+
+    def decode(self, step: int) -> Tensor:
+        return self._world.coordinator.attention(self._layer, self.query, *self._kv)
+
+    def settle(self, num_tokens: int) -> None:
+        """Decode until as much is missed as wanted; queries that turn faster miss more."""
+        layers = self._world.kv.num_layers
+        for token in range(num_tokens):
+            before = self._world.stats
+            for step in range(layers):
+                self.prepare(step)
+                self.decode(step)
+            after = self._world.stats
+            missed = after.miss_pages - before.miss_pages
+            got = missed / (missed + after.hit_pages - before.hit_pages)
+            if self._misses and token >= 4:
+                self._drift *= min(max((self._misses / max(got, 1e-3)) ** 0.5, 0.8), 1.25)
+                self._drift = min(self._drift, 1.0)
+
+    def agrees(self) -> bool:
+        """One token through all layers: attention over exactly the pages that were selected."""
+        tolerance = 2e-5 if self._world.kv.dtype == torch.float32 else 2e-2
+        for step in range(self._world.kv.num_layers):
+            self.prepare(step)
+            out = self.decode(step).double().cpu()
+            expected = self._world.attend(self._layer, self.query)
+            if not torch.allclose(out, expected, atol=tolerance, rtol=tolerance):
+                return False
+        return True
+
+    def peers(self) -> dict[str, Candidate]:
+        """Dense attention over contiguous K/V: PyTorch's, as it is fastest, and SGLang's."""
+        world = self._world
+        contexts = [world.contiguous(layer) for layer in range(world.kv.num_layers)]
+        scale, queries = world.policy.scale, self._queries.to(world.kv.dtype)
+
+        def sdpa(step: int) -> Tensor:
+            layer = step % len(contexts)
+            k, v = contexts[layer]
+            # A group's queries as one sequence: as fast as its heads one by one, or faster.
+            q = queries[layer].unflatten(1, (k.shape[1], -1))
+            return scaled_dot_product_attention(q, k, v, scale=scale)
+
+        lens = torch.full((world.batch,), world.context)
+        native = [torch_native_decode(kv, lens, scale) for kv in contexts]
+        peers = {"sdpa": Candidate(sdpa)}
+        if None not in native and world.device.type == "cpu":
+            peers["torch_native"] = Candidate(
+                lambda step: native[step % len(native)](queries[step % len(native)])
+            )
+        return peers

@@ -1,0 +1,194 @@
+"""Requests with random K/V, decoded through the real coordinator: what ``decode`` times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hisparse.adapters import TorchAdapter
+from hisparse.algorithms import Quest, PageRun
+from hisparse.batch import DecodeBatch, DecodeStep, SelectionPolicy
+from hisparse.cache import DeviceBuffer, HostKVPool, SparseKVCacheManager
+from hisparse.cache.capacity import CapacityPlanner
+from hisparse.coordinator import SparseCoordinator
+from hisparse.metrics import CacheCounters, CacheStats
+from hisparse.types import KVSpec, PagedKV, Selection, SelectionScope
+
+__all__ = ["DecodeWorld"]
+
+
+@dataclass(kw_only=True)
+class DecodeWorld:
+    """B requests of equal length whose host pages lie scattered over the pool.
+
+    Attributes:
+        kv: shapes of the model.
+        batch: B.
+        context: tokens of each request before the first step, a multiple of the page size.
+        budget: tokens attended per step and row.
+        row_tokens: tokens that a row's device pages hold.
+        room: tokens of each request that can be decoded.
+        device: where the device pages lie.
+        seed: of keys, values and queries.
+        scope: for whom pages are selected.
+    """
+
+    kv: KVSpec
+    batch: int
+    context: int
+    budget: int
+    row_tokens: int
+    room: int
+    device: torch.device
+    seed: int = 0
+    scope: SelectionScope = "kv_head"
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.seed)
+        kv, size = self.kv, self.kv.page_size
+        pages = -(-(self.context + self.room) // size)
+        self.policy = SelectionPolicy(
+            kv=kv,
+            scope=self.scope,
+            max_pages=self.budget // size - 1,
+            num_sink_pages=1,
+            num_recent_pages=2,
+            scale=kv.head_dim**-0.5,
+        )
+        pin = self.device.type == "cuda"
+        self.host = HostKVPool(kv, self.batch * pages + 1, "page_head", pin=pin)
+        for layer in range(kv.num_layers):
+            for pool in self.host.layer(layer):
+                for page in pool:  # One by one: a copy of the whole pool may not fit.
+                    page.normal_()
+        order = torch.randperm(self.batch * pages) + 1
+        self.table = order.int().view(self.batch, pages).to(self.device)
+        self.algorithm = _RecordingQuest()
+        self.representations = {
+            name: torch.zeros((kv.num_layers, self.host.num_pages, *r.shape), dtype=r.dtype)
+            for name, r in self.algorithm.representations(kv).items()
+        }
+        for pages_of_one in order.view(self.batch, pages)[:, : self.context // size]:
+            run = PageRun(self.policy, self.representations, pages_of_one)
+            for layer in range(kv.num_layers):
+                keys = self.host.layer(layer).k[pages_of_one].transpose(1, 2)
+                self.algorithm.construct_representations(keys, keys.new_empty(0), layer, run)
+        self.representations = {n: r.to(self.device) for n, r in self.representations.items()}
+        manager = self._manager()
+        self.coordinator = SparseCoordinator(
+            self.policy, self.algorithm, manager, TorchAdapter(), self.representations
+        )
+        self.length = self.context
+        self._begin_requests(manager)
+
+    def _manager(self) -> SparseKVCacheManager:
+        heads, size = self.policy.heads, self.kv.page_size
+        row_pages = self.row_tokens // size
+        total = self.batch * heads * row_pages
+        device = DeviceBuffer(
+            self.kv,
+            heads=heads,
+            num_slots=self.batch,
+            num_pages=total + self.batch * heads,
+            max_row_pages=row_pages,
+            device=self.device,
+        )
+        planner = CapacityPlanner(
+            total_pages=total,
+            rows_per_request=heads,
+            min_pages=row_pages,
+            max_pages=row_pages,
+            max_requests=self.batch,
+        )
+        counters = CacheCounters(size, device.page_bytes, self.device)
+        return SparseKVCacheManager(
+            self.host, device, planner, staging_pages=16, counters=counters
+        )
+
+    def _begin_requests(self, manager: SparseKVCacheManager) -> None:
+        """Leave the most recent pages on the device, as a prefill does."""
+        size = self.kv.page_size
+        slots = np.arange(self.batch)
+        for slot in slots:
+            self.coordinator.on_request_begin(int(slot))
+        pages = self.context // size
+        manager.start_forward(slots, np.full(self.batch, pages))
+        oldest = max(0, pages - self.row_tokens // size)
+        for layer in range(self.kv.num_layers):
+            for slot in slots:
+                host, table = self.host.layer(layer), self.table[slot, :pages]
+                manager.place(layer, int(slot), oldest, pages, host, table)
+
+    def begin_token(self) -> None:
+        """Start a forward: each request gets one token more."""
+        self.length += 1
+        position = self.length - 1
+        slots = torch.arange(self.batch)
+        lens = torch.full((self.batch,), self.length)
+        page = self.table[:, position // self.kv.page_size].long()
+        batch = DecodeBatch(
+            slots=slots.to(self.device),
+            slots_cpu=slots.numpy(),
+            seq_lens=lens.to(self.device),
+            seq_lens_cpu=np.asarray(lens),
+            host_slots=page * self.kv.page_size + position % self.kv.page_size,
+            host_page_table=self.table[:, : position // self.kv.page_size + 1],
+        )
+        self.coordinator.forward_begin(batch)
+
+    def new_token(self) -> tuple[Tensor, Tensor]:
+        """Random K and V of the new tokens, ``[B, Hkv, D]``."""
+        shape = (self.batch, self.kv.num_kv_heads, self.kv.head_dim)
+        k, v = (torch.randn(shape, device=self.device).to(self.kv.dtype) for _ in range(2))
+        return k, v
+
+    @property
+    def stats(self) -> CacheStats:
+        """What the cache did so far."""
+        self.coordinator.forward_end()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return self.coordinator.manager.counters.stats()
+
+    def attend(self, layer: int, query: Tensor) -> Tensor:
+        """``query [B, Hq, D]`` over the pages selected last and the tail, in float64."""
+        size, heads = self.kv.page_size, self.policy.heads
+        pages, _ = self.algorithm.last
+        out = torch.empty(query.shape, dtype=torch.float64)
+        group = self.kv.num_q_heads // heads
+        tail = (self.length - 1) // size
+        for b in range(self.batch):
+            for h in range(self.kv.num_q_heads):
+                chosen = pages[b, h // group]
+                chosen = [*chosen[chosen >= 0].tolist(), tail]
+                index = self.table[b, chosen].long().cpu()
+                tokens = (len(chosen) - 1) * size + self.length - tail * size
+                head = h // self.kv.group_size
+                k, v = (
+                    pool[index, head].flatten(0, 1)[:tokens].double()
+                    for pool in self.host.layer(layer)
+                )
+                weights = (k @ query[b, h].double().cpu() * self.policy.scale).softmax(0)
+                out[b, h] = weights @ v
+        return out
+
+    def contiguous(self, layer: int) -> PagedKV:
+        """K and V of the contexts without the decoded tokens, ``[B, Hkv, S, D]``, on the device."""
+        index = self.table[:, : self.context // self.kv.page_size].cpu().long()
+        k, v = (
+            pool[index].transpose(1, 2).flatten(2, 3).contiguous().to(self.device)
+            for pool in self.host.layer(layer)
+        )
+        return PagedKV(k, v)
+
+
+class _RecordingQuest(Quest):
+    """Quest that keeps its last selection."""
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, batch: DecodeStep) -> Selection:
+        selection = super().retrieve_topk(queries, layer_id, batch)
+        object.__setattr__(self, "last", selection)
+        return selection
