@@ -1,11 +1,14 @@
-// paged_attention: one query token per row over the row's pages, split over the pages.
+// paged_attention: one query token per row over the row's pages.
+//
+// A task is one KV head of one row, and a split of its pages where rows and heads are fewer than
+// threads. It goes over the keys once, for all queries that share them, then over the values.
 #include "parallel.h"
+#include "simd.h"
 #include "tensors.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstring>
 #include <vector>
 
 namespace hisparse {
@@ -17,222 +20,263 @@ struct Pages {
   int64_t page, head, token;  // strides in bytes
   int32_t width;              // D
 
-  const char* at(int64_t page_id, int64_t head_id) const {
-    return data + page_id * page + head_id * head;
+  template <typename T>
+  const typename T::Raw* at(int64_t page_id, int64_t head_id, int64_t offset) const {
+    return reinterpret_cast<const typename T::Raw*>(data + page_id * page + head_id * head +
+                                                    offset * token);
   }
 };
 
 struct AttentionParams {
-  const float* query;             // [R, Q, Dk], times the softmax scale
+  const float* query;              // [R, Q, Dk], times the softmax scale
   Pages keys, values;
-  Rows<const int32_t> page_table; // [R, P]
-  const int32_t* seq_lens;        // [R]
-  float* out;                     // [R, splits, Q, Dv]
-  float* lse;                     // [R, splits, Q]
+  Rows<const int32_t> page_table;  // [R, P]
+  const int32_t* seq_lens;         // [R]
+  float* out;                      // [R, Q, Dv]
+  float* lse;                      // [R, Q]
   int64_t num_rows, num_pages, splits, pages_per_split;
   int32_t queries, heads, page_size, table_width;
+
+  int32_t group() const { return queries / heads; }
 };
 
-constexpr int32_t kLanes = 16;
+// Tokens of one split: enough work for a thread that has to be woken.
+constexpr int64_t kSplitTokens = 2048;
 
-struct Float32 {
-  using Raw = float;
-  static float load(Raw x) { return x; }
-};
+// The tokens of one task: pages `first` to `last - 1` of a row, the last one perhaps not full.
+struct Span {
+  const int32_t* pages;
+  int64_t first, last, tokens;
 
-struct BFloat16 {
-  using Raw = uint16_t;
-  static float load(Raw x) {
-    const uint32_t bits = static_cast<uint32_t>(x) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof(value));
-    return value;
+  int32_t count(const AttentionParams& p, int64_t i) const {
+    return static_cast<int32_t>(std::min<int64_t>(p.page_size, tokens - i * p.page_size));
   }
 };
 
-// e^x for x <= 0, relative error about 2e-7: 2^n * 2^f with a polynomial in f. It vectorises,
-// std::exp does not.
-inline float exp_of_nonpositive(float x) {
-  const float scaled = std::max(x, -87.0f) * 1.44269504f;
-  const float whole = std::floor(scaled + 0.5f);
-  const float f = (scaled - whole) * 0.693147181f;
-  float poly = 1.0f / 5040;
-  poly = poly * f + 1.0f / 720;
-  poly = poly * f + 1.0f / 120;
-  poly = poly * f + 1.0f / 24;
-  poly = poly * f + 1.0f / 6;
-  poly = poly * f + 0.5f;
-  poly = poly * f + 1.0f;
-  poly = poly * f + 1.0f;
-  const int32_t bits = (static_cast<int32_t>(whole) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, sizeof(power));
-  return x < -87.0f ? 0.0f : poly * power;
-}
-
-// Width of a head: known when compiled for the usual ones, so that a query and an output stay in
-// registers over a page; 0 stands for any other.
-template <int W>
-inline int32_t width_or(int32_t width) {
-  return W > 0 ? W : width;
-}
-
-template <typename T, int W>
-inline float dot(const float* q, const typename T::Raw* k, int32_t any_width) {
-  const int32_t dim = width_or<W>(any_width);
-  float lanes[kLanes] = {};
+// Logits of G queries and one key.
+template <typename T, int G>
+HISPARSE_INLINE void dot(const float* q, const typename T::Raw* key, const typename T::Raw* ahead,
+                         int32_t width, float* logits, int64_t stride) {
+  Floats sums[G] = {};
   int32_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) {
-    for (int32_t i = 0; i < kLanes; ++i) lanes[i] += q[d + i] * T::load(k[d + i]);
+  for (; d + kLanes <= width; d += kLanes) {
+    __builtin_prefetch(ahead + d);
+    const Floats x = T::load(key + d);
+    for (int g = 0; g < G; ++g) sums[g] += Float32::load(q + g * width + d) * x;
   }
-  float sum = 0;
-  for (; d < dim; ++d) sum += q[d] * T::load(k[d]);
-  for (int32_t half = kLanes / 2; half > 0; half /= 2) {
-    for (int32_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  }
-  return sum + lanes[0];
-}
-
-// out += sum over tokens of weight * value.
-template <typename T, int W>
-inline void add_values(const Pages& values, const char* v, int32_t count, const float* weights,
-                       float* out) {
-  using Raw = typename T::Raw;
-  const int32_t dim = width_or<W>(values.width);
-  if constexpr (W > 0) {
-    float sum[W];
-    for (int32_t d = 0; d < W; ++d) sum[d] = out[d];
-    for (int32_t t = 0; t < count; ++t) {
-      const Raw* value = reinterpret_cast<const Raw*>(v + t * values.token);
-      for (int32_t d = 0; d < W; ++d) sum[d] += weights[t] * T::load(value[d]);
-    }
-    for (int32_t d = 0; d < W; ++d) out[d] = sum[d];
-  } else {
-    for (int32_t t = 0; t < count; ++t) {
-      const Raw* value = reinterpret_cast<const Raw*>(v + t * values.token);
-      for (int32_t d = 0; d < dim; ++d) out[d] += weights[t] * T::load(value[d]);
-    }
+  for (int g = 0; g < G; ++g) {
+    float total = sum(sums[g]);
+    for (int32_t rest = d; rest < width; ++rest) total += q[g * width + rest] * T::one(key[rest]);
+    logits[g * stride] = total;
   }
 }
 
-// Softmax over the tokens seen so far, of one query.
-struct Running {
-  float highest = -INFINITY;
-  float sum = 0;
-};
+// logits [group, stride]: of every query and token of the span.
+template <typename T>
+void score_keys(const AttentionParams& p, const Span& span, int64_t head, const float* q,
+                float* logits, int64_t stride) {
+  const int32_t width = p.keys.width, group = p.group();
+  for (int64_t i = span.first; i < span.last; ++i) {
+    const int32_t next = span.pages[std::min(i + 1, span.last - 1)];
+    for (int32_t t = 0, count = span.count(p, i); t < count; ++t, ++logits) {
+      // Pages lie scattered: the next one is fetched while this one is read.
+      const typename T::Raw* ahead = p.keys.at<T>(next, head, t);
+      const typename T::Raw* key = p.keys.at<T>(span.pages[i], head, t);
+      int32_t g = 0;
+      for (; g + 4 <= group; g += 4) {
+        dot<T, 4>(q + g * width, key, ahead, width, logits + g * stride, stride);
+      }
+      for (; g < group; ++g) {
+        dot<T, 1>(q + g * width, key, ahead, width, logits + g * stride, stride);
+      }
+    }
+  }
+}
 
-// Adds `count` tokens of a page to what one query has attended.
-template <typename T, int W>
-void attend_page(const float* q, const Pages& keys, const Pages& values, const char* k,
-                 const char* v, int32_t count, float* weights, Running& running, float* out) {
+// out[g] += weights[g] . values, for G queries, C vectors of a value's columns at a time. Pages lie
+// scattered: the next one is fetched meanwhile.
+template <typename T, int G, int C>
+HISPARSE_INLINE void add_columns(const AttentionParams& p, int32_t page, int32_t next,
+                                 int64_t head, int32_t count, const float* weights, int64_t stride, int32_t d,
+                                 float* out) {
+  const int32_t width = p.values.width;
+  Floats sums[G][C];
+  for (int g = 0; g < G; ++g) {
+    for (int c = 0; c < C; ++c) sums[g][c] = Float32::load(out + g * width + d + c * kLanes);
+  }
   using Raw = typename T::Raw;
-  float highest = running.highest;
   for (int32_t t = 0; t < count; ++t) {
-    weights[t] = dot<T, W>(q, reinterpret_cast<const Raw*>(k + t * keys.token), keys.width);
-    highest = std::max(highest, weights[t]);
-  }
-  if (highest > running.highest) {
-    const float shrink = running.sum == 0 ? 0 : exp_of_nonpositive(running.highest - highest);
-    running.sum *= shrink;
-    for (int32_t d = 0; d < values.width; ++d) out[d] *= shrink;
-    running.highest = highest;
-  }
-  for (int32_t t = 0; t < count; ++t) weights[t] = exp_of_nonpositive(weights[t] - highest);
-  for (int32_t t = 0; t < count; ++t) running.sum += weights[t];
-  add_values<T, W>(values, v, count, weights, out);
-}
-
-// One row over one split of its pages; false if a page id is not a page.
-template <typename T, int W>
-bool attend_split(const AttentionParams& p, int64_t row, int64_t split) {
-  thread_local std::vector<float> weights;
-  thread_local std::vector<Running> running;
-  weights.resize(static_cast<size_t>(p.page_size));
-  running.assign(static_cast<size_t>(p.queries), Running());
-  const int64_t item = row * p.splits + split;
-  float* out = p.out + item * p.queries * p.values.width;
-  std::fill_n(out, p.queries * p.values.width, 0.0f);
-  const int64_t first = split * p.pages_per_split;
-  const int64_t tokens = p.seq_lens[row];
-  const int64_t last = std::min(first + p.pages_per_split,
-                                (tokens + p.page_size - 1) / p.page_size);
-  const int32_t group = p.queries / p.heads;
-  for (int64_t i = first; i < last; ++i) {
-    const int32_t page = p.page_table[row][i];
-    if (page < 0 || page >= p.num_pages) return false;
-    const int32_t count =
-        static_cast<int32_t>(std::min<int64_t>(p.page_size, tokens - i * p.page_size));
-    for (int32_t h = 0; h < p.queries; ++h) {
-      const float* q = p.query + (row * p.queries + h) * p.keys.width;
-      attend_page<T, W>(q, p.keys, p.values, p.keys.at(page, h / group), p.values.at(page, h / group),
-                     count, weights.data(), running[h], out + h * p.values.width);
+    const Raw* value = p.values.at<T>(page, head, t) + d;
+    const Raw* ahead = p.values.at<T>(next, head, t) + d;
+    for (int c = 0; c < C; ++c) {
+      __builtin_prefetch(ahead + c * kLanes);
+      const Floats x = T::load(value + c * kLanes);
+      for (int g = 0; g < G; ++g) sums[g][c] += weights[g * stride + t] * x;
     }
   }
-  for (int32_t h = 0; h < p.queries; ++h) {
-    const Running& r = running[h];
-    const float scale = r.sum > 0 ? 1.0f / r.sum : 0.0f;
-    for (int32_t d = 0; d < p.values.width; ++d) out[h * p.values.width + d] *= scale;
-    p.lse[item * p.queries + h] = r.sum > 0 ? r.highest + std::log(r.sum) : -INFINITY;
+  for (int g = 0; g < G; ++g) {
+    for (int c = 0; c < C; ++c) store(out + g * width + d + c * kLanes, sums[g][c]);
+  }
+}
+
+template <typename T, int G>
+void add_page(const AttentionParams& p, int32_t page, int32_t next, int64_t head, int32_t count,
+              const float* weights, int64_t stride, float* out) {
+  const int32_t width = p.values.width;
+  int32_t d = 0;
+  for (; d + 4 * kLanes <= width; d += 4 * kLanes) {
+    add_columns<T, G, 4>(p, page, next, head, count, weights, stride, d, out);
+  }
+  for (; d + kLanes <= width; d += kLanes) {
+    add_columns<T, G, 1>(p, page, next, head, count, weights, stride, d, out);
+  }
+  for (; d < width; ++d) {
+    for (int32_t t = 0; t < count; ++t) {
+      const float x = T::one(p.values.at<T>(page, head, t)[d]);
+      for (int g = 0; g < G; ++g) out[g * width + d] += weights[g * stride + t] * x;
+    }
+  }
+}
+
+// out [group, Dv] = weights . values
+template <typename T>
+void add_values(const AttentionParams& p, const Span& span, int64_t head, const float* weights,
+                int64_t stride, float* out) {
+  const int32_t width = p.values.width, group = p.group();
+  std::fill_n(out, group * width, 0.0f);
+  for (int64_t i = span.first; i < span.last; ++i) {
+    const int32_t page = span.pages[i], next = span.pages[std::min(i + 1, span.last - 1)];
+    const int32_t count = span.count(p, i);
+    int32_t g = 0;
+    for (; g + 4 <= group; g += 4) {
+      add_page<T, 4>(p, page, next, head, count, weights + g * stride, stride, out + g * width);
+    }
+    for (; g < group; ++g) {
+      add_page<T, 1>(p, page, next, head, count, weights + g * stride, stride, out + g * width);
+    }
+    weights += count;
+  }
+}
+
+// One split of one head of a row: out [group, Dv], lse [group]. False if a page id is not a page.
+template <typename T>
+bool attend_split(const AttentionParams& p, int64_t row, int64_t head, int64_t split, float* out,
+                  float* lse) {
+  thread_local std::vector<float> room;
+  const int64_t tokens = p.seq_lens[row];
+  Span span{p.page_table[row], split * p.pages_per_split, 0, tokens};
+  span.last = std::min(span.first + p.pages_per_split, (tokens + p.page_size - 1) / p.page_size);
+  for (int64_t i = span.first; i < span.last; ++i) {
+    if (span.pages[i] < 0 || span.pages[i] >= p.num_pages) return false;
+  }
+  const int32_t group = p.group(), width = p.values.width;
+  if (span.first >= span.last) {
+    std::fill_n(out, group * width, 0.0f);
+    std::fill_n(lse, group, -INFINITY);
+    return true;
+  }
+  const int64_t count = std::min(tokens, span.last * p.page_size) - span.first * p.page_size;
+  const int64_t stride = (count + kLanes - 1) / kLanes * kLanes;
+  if (room.size() < static_cast<size_t>(group * stride)) room.resize(group * stride);
+  float* logits = room.data();
+  const float* q = p.query + (row * p.queries + head * group) * p.keys.width;
+  score_keys<T>(p, span, head, q, logits, stride);
+  std::vector<float> totals(group);
+  for (int32_t g = 0; g < group; ++g) {
+    lse[g] = exponentiate(logits + g * stride, count, &totals[g]);
+  }
+  add_values<T>(p, span, head, logits, stride, out);
+  for (int32_t g = 0; g < group; ++g) {
+    const float scale = 1.0f / totals[g];
+    for (int32_t d = 0; d < width; ++d) out[g * width + d] *= scale;
+    lse[g] += std::log(totals[g]);
   }
   return true;
 }
 
-template <typename T, int W>
-bool run(const AttentionParams& p) {
-  std::atomic<bool> in_range{true};
-  const int64_t items = p.num_rows * p.splits;
-  const double per_item = static_cast<double>(p.pages_per_split) * p.page_size * p.queries *
-                          (p.keys.width + p.values.width) / 32;
-  parallel_for(items, num_threads(items, per_item * static_cast<double>(items)), [&](int64_t i) {
-    if (!attend_split<T, W>(p, i / p.splits, i % p.splits)) in_range = false;
-  });
-  return in_range;
+// Merges the splits of one query: partial [splits, Dv], lse [splits], both with a stride.
+void merge_splits(const float* partial, const float* lses, int64_t splits, int64_t stride,
+                  int32_t width, float* out, float* lse) {
+  float highest = -INFINITY, total = 0;
+  for (int64_t s = 0; s < splits; ++s) highest = std::max(highest, lses[s * stride]);
+  std::fill_n(out, width, 0.0f);
+  *lse = highest;
+  if (highest == -INFINITY) return;
+  for (int64_t s = 0; s < splits; ++s) total += std::exp(lses[s * stride] - highest);
+  for (int64_t s = 0; s < splits; ++s) {
+    const float weight = std::exp(lses[s * stride] - highest) / total;
+    for (int32_t d = 0; d < width; ++d) out[d] += weight * partial[s * stride * width + d];
+  }
+  *lse += std::log(total);
 }
 
 template <typename T>
-bool run_any_width(const AttentionParams& p) {
-  const bool square = p.keys.width == p.values.width;
-  if (square && p.keys.width == 64) return run<T, 64>(p);
-  if (square && p.keys.width == 128) return run<T, 128>(p);
-  return run<T, 0>(p);
+bool run(const AttentionParams& p) {
+  const int64_t tasks = p.num_rows * p.splits * p.heads, group = p.group();
+  const bool whole = p.splits == 1;
+  std::vector<float> partial(whole ? 0 : tasks * group * p.values.width);
+  std::vector<float> lses(whole ? 0 : tasks * group);
+  float* out = whole ? p.out : partial.data();
+  float* lse = whole ? p.lse : lses.data();
+  std::atomic<bool> in_range{true};
+  const double tokens = static_cast<double>(p.num_rows) * p.table_width * p.page_size;
+  const double work = tokens * p.queries * (p.keys.width + p.values.width);
+  parallel_for(tasks, num_threads(tasks, work / 40), [&](int64_t task) {
+    // [row, split, head]: what comes out is [R, splits, Q, Dv].
+    const int64_t row = task / p.heads / p.splits, split = task / p.heads % p.splits;
+    float* to = out + task * group * p.values.width;
+    if (!attend_split<T>(p, row, task % p.heads, split, to, lse + task * group)) in_range = false;
+  });
+  if (!in_range) return false;
+  for (int64_t i = 0; !whole && i < p.num_rows * p.queries; ++i) {
+    const int64_t first = i / p.queries * p.splits * p.queries + i % p.queries;
+    merge_splits(out + first * p.values.width, lse + first, p.splits, p.queries, p.values.width,
+                 p.out + i * p.values.width, p.lse + i);
+  }
+  return true;
 }
 
-Pages pages_of(const TensorView& tensor, const char* name) {
-  require_unit_stride(tensor, name);
-  const int64_t bytes = tensor.dtype().bits / 8;
-  return {static_cast<const char*>(tensor.data_ptr()), tensor.stride(0) * bytes,
-          tensor.stride(1) * bytes, tensor.stride(2) * bytes,
-          static_cast<int32_t>(tensor.size(3))};
+Pages pages_of(const TensorView& t, const char* name) {
+  require_unit_stride(t, name);
+  const int64_t bytes = t.dtype().bits / 8;
+  return {static_cast<const char*>(t.data_ptr()), t.stride(0) * bytes, t.stride(1) * bytes,
+          t.stride(2) * bytes, static_cast<int32_t>(t.size(3))};
+}
+
+void require_lengths(const AttentionParams& p) {
+  const int64_t most = static_cast<int64_t>(p.table_width) * p.page_size;
+  for (int64_t row = 0; row < p.num_rows; ++row) {
+    if (p.seq_lens[row] < 0 || p.seq_lens[row] > most) {
+      TVM_FFI_THROW(ValueError) << "seq_lens: got " << p.seq_lens[row] << ", expected 0 to " << most
+                                << ", the tokens of page_table";
+    }
+  }
 }
 
 void paged_attention(TensorView query, TensorView k, TensorView v, TensorView page_table,
-                     TensorView seq_lens, TensorView out, TensorView lse,
-                     int64_t pages_per_split) {
+                     TensorView seq_lens, TensorView out, TensorView lse) {
   AttentionParams p;
   p.query = vector_of<const float>(query, "query");
-  p.keys = pages_of(k, "k");
-  p.values = pages_of(v, "v");
+  p.keys = pages_of(k, "kv.k");
+  p.values = pages_of(v, "kv.v");
   p.page_table = rows_of<const int32_t>(page_table, "page_table");
   p.seq_lens = vector_of<const int32_t>(seq_lens, "seq_lens");
   p.out = vector_of<float>(out, "out");
   p.lse = vector_of<float>(lse, "lse");
   p.num_rows = query.size(0);
   p.num_pages = k.size(0);
-  p.splits = out.size(1);
-  p.pages_per_split = pages_per_split;
   p.queries = static_cast<int32_t>(query.size(1));
   p.heads = static_cast<int32_t>(k.size(1));
   p.page_size = static_cast<int32_t>(k.size(2));
   p.table_width = static_cast<int32_t>(page_table.size(1));
-  for (int64_t r = 0; r < p.num_rows; ++r) {
-    const int64_t most = static_cast<int64_t>(p.table_width) * p.page_size;
-    if (p.seq_lens[r] < 0 || p.seq_lens[r] > most) {
-      TVM_FFI_THROW(ValueError) << "seq_lens: got " << p.seq_lens[r] << " tokens, expected 0 to "
-                                << most << ", what the page table has room for";
-    }
-  }
-  if (!(k.dtype().bits == 16 ? run_any_width<BFloat16>(p) : run_any_width<Float32>(p))) {
-    TVM_FFI_THROW(ValueError) << "page_table: a page is outside [0, " << p.num_pages << ")";
+  p.pages_per_split = std::max<int64_t>(1, kSplitTokens / p.page_size);
+  p.splits = std::max<int64_t>(1, (p.table_width + p.pages_per_split - 1) / p.pages_per_split);
+  require_lengths(p);
+  const bool in_range =
+      with_element_type(k, "kv.k", [&](auto type) { return run<decltype(type)>(p); });
+  if (!in_range) {
+    TVM_FFI_THROW(ValueError) << "page_table: a page is outside [0, " << p.num_pages
+                              << "), the pages of kv";
   }
 }
 

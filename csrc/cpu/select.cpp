@@ -1,9 +1,11 @@
 // select: sinks, recent pages and the best of the others, in ascending order.
 #include "parallel.h"
+#include "simd.h"
 #include "tensors.h"
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <vector>
 
 namespace hisparse {
@@ -29,22 +31,38 @@ void combine(const SelectParams& p, int64_t b, int64_t head, int32_t count, floa
     std::copy_n(p.scores + (b * p.heads + source) * p.width, count, out);
     return;
   }
+  const int32_t whole = (count + kLanes - 1) / kLanes * kLanes;
+  thread_local std::vector<float> weights;
+  if (weights.size() < static_cast<size_t>(whole)) weights.resize(whole);
   std::fill_n(out, count, 0.0f);
-  std::vector<float> weight(static_cast<size_t>(count));
   for (int64_t g = 0; g < group; ++g, scores += p.width) {
-    float highest = -INFINITY, sum = 0;
-    for (int32_t i = 0; i < count; ++i) highest = std::max(highest, scores[i]);
-    for (int32_t i = 0; i < count; ++i) {
-      weight[i] = std::exp(scores[i] - highest);
-      sum += weight[i];
-    }
-    const float scale = 1.0f / sum;
-    for (int32_t i = 0; i < count; ++i) out[i] += weight[i] * scale;
+    float total = 0;
+    std::copy_n(scores, count, weights.data());
+    exponentiate(weights.data(), count, &total);
+    const float scale = 1.0f / total;
+    for (int32_t i = 0; i < count; ++i) out[i] += weights[i] * scale;
   }
 }
 
-void select_row(const SelectParams& p, int64_t b, int64_t head, std::vector<float>& combined,
-                std::vector<int32_t>& ranked) {
+// The `count` best pages from `first` to `last - 1`, in ascending order; of equal ones the first.
+void best_pages(const std::vector<float>& scores, int32_t first, int32_t last, int32_t count,
+                std::vector<float>& ranked, int32_t* pages) {
+  if (count == 0) return;
+  ranked.assign(scores.begin() + first, scores.begin() + last);
+  std::nth_element(ranked.begin(), ranked.begin() + (count - 1), ranked.end(),
+                   std::greater<float>());
+  const float least = ranked[count - 1];
+  int32_t ties = count;
+  for (int32_t i = first; i < last; ++i) ties -= scores[i] > least;
+  for (int32_t i = first; i < last; ++i) {
+    const bool tie = scores[i] == least;
+    if (scores[i] > least || (tie && ties > 0)) *pages++ = i;
+    ties -= tie;
+  }
+}
+
+void select_row(const SelectParams& p, int64_t b, int64_t head) {
+  thread_local std::vector<float> combined, ranked;
   const int32_t count = p.num_pages[b];
   const int32_t length = std::min(count, p.max_pages);
   int32_t* pages = p.pages + (b * p.out_heads + head) * p.max_pages;
@@ -59,26 +77,16 @@ void select_row(const SelectParams& p, int64_t b, int64_t head, std::vector<floa
   const int32_t sinks = std::min(p.num_sinks, length);
   const int32_t recents = std::min(p.num_recents, length - sinks);
   const int32_t best = length - sinks - recents;
-  ranked.resize(static_cast<size_t>(count - sinks - recents));
-  for (size_t i = 0; i < ranked.size(); ++i) ranked[i] = sinks + static_cast<int32_t>(i);
-  const auto higher = [&](int32_t x, int32_t y) {
-    return combined[x] != combined[y] ? combined[x] > combined[y] : x < y;
-  };
-  std::nth_element(ranked.begin(), ranked.begin() + best, ranked.end(), higher);
-  std::sort(ranked.begin(), ranked.begin() + best);
   for (int32_t i = 0; i < sinks; ++i) pages[i] = i;
-  std::copy_n(ranked.begin(), best, pages + sinks);
+  best_pages(combined, sinks, count - recents, best, ranked, pages + sinks);
   for (int32_t i = 0; i < recents; ++i) pages[sinks + best + i] = count - recents + i;
 }
 
 void run(const SelectParams& p) {
   const int64_t rows = p.batch * p.out_heads;
-  const double work_ns = 4.0 * static_cast<double>(p.batch * p.heads * p.width);
-  parallel_for(rows, num_threads(rows, work_ns), [&](int64_t r) {
-    thread_local std::vector<float> combined;
-    thread_local std::vector<int32_t> ranked;
-    select_row(p, r / p.out_heads, r % p.out_heads, combined, ranked);
-  });
+  const double work_ns = 2.0 * static_cast<double>(p.batch * p.heads * p.width);
+  parallel_for(rows, num_threads(rows, work_ns),
+               [&](int64_t r) { select_row(p, r / p.out_heads, r % p.out_heads); });
 }
 
 void select(TensorView scores, TensorView num_pages, TensorView pages, TensorView lengths,

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "parallel.h"
+#include "simd.h"
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
@@ -45,6 +46,23 @@ template <typename T>
 T* vector_of(const TensorView& tensor, const char* name) {
   require_unit_stride(tensor, name);
   return static_cast<T*>(tensor.data_ptr());
+}
+
+// Calls `body` with the element type of a tensor of floats.
+template <typename Body>
+auto with_element_type(const TensorView& tensor, const char* name, Body&& body) {
+  const DLDataType dtype = tensor.dtype();
+  if (dtype.code == kDLBfloat) return body(BFloat16());
+  if (dtype.code == kDLFloat8_e4m3fn) return body(Float8());
+#ifdef __F16C__
+  if (dtype.code == kDLFloat && dtype.bits == 16) return body(Float16());
+#endif
+  if (dtype.code != kDLFloat || dtype.bits != 32) {
+    TVM_FFI_THROW(ValueError) << name << ": got " << static_cast<int>(dtype.bits)
+                              << "-bit elements, expected float32, bfloat16, float16 or "
+                              << "float8_e4m3fn";
+  }
+  return body(Float32());
 }
 
 }  // namespace hisparse

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from hisparse.kernels import reference_select
-from hisparse.kernels._build import cpu_library
+from hisparse.kernels._build import call_cpu
 
 __all__ = ["page_score", "select"]
-
-_library: Any = cpu_library()
 
 
 def page_score(
     query: Tensor, summaries: Tensor, host_page_table: Tensor, num_pages: Tensor
 ) -> Tensor:
     """See :func:`hisparse.kernels.page_score`."""
-    if summaries.dtype != torch.float32:
-        return reference_select.page_score(query, summaries, host_page_table, num_pages)
     scores = query.new_empty(*query.shape[:2], host_page_table.shape[1])
-    _library.page_score(query.contiguous(), summaries, host_page_table, num_pages, scores)
+    summaries = summaries.contiguous()
+    call_cpu("page_score", query.contiguous(), summaries, host_page_table, num_pages, scores)
     return scores
 
 
@@ -37,5 +30,5 @@ def select(
     """See :func:`hisparse.kernels.select`."""
     pages = num_pages.new_empty(scores.shape[0], heads, max_pages)
     lengths = num_pages.new_empty(scores.shape[0], heads)
-    _library.select(scores.contiguous(), num_pages, pages, lengths, num_sinks, num_recents)
+    call_cpu("select", scores.contiguous(), num_pages, pages, lengths, num_sinks, num_recents)
     return pages, lengths

@@ -78,7 +78,7 @@ def test_large_logits_neither_overflow_nor_vanish(impl: str) -> None:
     ("page", "length", "message"),
     [
         pytest.param(9, 4, r"page_table: a page is outside \[0, 3\)", id="page"),
-        pytest.param(0, 9, "seq_lens: got 9 tokens, expected 0 to 4", id="length"),
+        pytest.param(0, 9, "seq_lens: got 9, expected 0 to 4, the tokens", id="length"),
     ],
 )
 def test_what_would_leave_memory_is_refused(
