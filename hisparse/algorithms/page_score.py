@@ -43,14 +43,21 @@ class PageScoreAlgorithm(BaseSparseAlgorithm):
     def construct_representations(
         self, keys: Tensor, queries: Tensor, layer_id: int, pages: PageRun
     ) -> None:
-        self._store(keys, pages.representations["summary"][layer_id], pages.host_pages)
+        self.store(keys, pages.representations["summary"][layer_id], pages.host_pages)
 
     def update_representations(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, batch: DecodeStep
     ) -> None:
-        self._store(keys, batch.representations["summary"][layer_id], host_pages)
+        self.store(keys, batch.representations["summary"][layer_id], host_pages)
 
-    def _store(self, keys: Tensor, summaries: Tensor, host_pages: Tensor) -> None:
+    def store(self, keys: Tensor, summaries: Tensor, host_pages: Tensor) -> None:
+        """Summarise complete pages; a subclass with a kernel that does it in place overrides it.
+
+        Args:
+            keys: ``[P, S, Hkv, D]``.
+            summaries: ``[host pages, *summary]`` of the layer, written at ``host_pages``.
+            host_pages: ``[P]``; the padding page 0 may stand there more than once.
+        """
         mask = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
         summaries[host_pages] = self.summarize(keys, mask).to(summaries.dtype)
 

@@ -104,9 +104,7 @@ class DecodeWorld:
             max_requests=self.batch,
         )
         counters = CacheCounters(size, device.page_bytes, self.device)
-        return SparseKVCacheManager(
-            self.host, device, planner, staging_pages=16, counters=counters
-        )
+        return SparseKVCacheManager(self.host, device, planner, staging_pages=16, counters=counters)
 
     def _begin_requests(self, manager: SparseKVCacheManager) -> None:
         """Leave the most recent pages on the device, as a prefill does."""

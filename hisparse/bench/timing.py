@@ -26,6 +26,7 @@ class Candidate(NamedTuple):
 #: Steps of a turn.
 _BLOCK = 8
 
+
 def time_in_turns(
     candidates: Mapping[str, Candidate],
     num_steps: int,

@@ -3,6 +3,7 @@
 from hisparse.kernels._state import LruDiff, RowState
 from hisparse.kernels.attention import paged_attention
 from hisparse.kernels.lru_diff import lru_diff
+from hisparse.kernels.page_summary import page_summary
 from hisparse.kernels.rebalance import promote_tail, rebalance, reset_rows
 from hisparse.kernels.select import page_score, select
 from hisparse.kernels.transfer import gather_pages, gather_tokens, scatter_tokens
@@ -14,6 +15,7 @@ __all__ = [
     "gather_tokens",
     "lru_diff",
     "page_score",
+    "page_summary",
     "paged_attention",
     "promote_tail",
     "rebalance",

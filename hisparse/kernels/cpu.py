@@ -2,7 +2,7 @@
 
 from hisparse.kernels.cpu_attention import paged_attention
 from hisparse.kernels.cpu_lru import lru_diff, promote_tail, rebalance
-from hisparse.kernels.cpu_select import page_score, select
+from hisparse.kernels.cpu_select import page_score, page_summary, select
 from hisparse.kernels.cpu_transfer import gather_pages, gather_tokens, scatter_tokens
 from hisparse.kernels.reference_lru import reset_rows
 
@@ -11,6 +11,7 @@ __all__ = [
     "gather_tokens",
     "lru_diff",
     "page_score",
+    "page_summary",
     "paged_attention",
     "promote_tail",
     "rebalance",

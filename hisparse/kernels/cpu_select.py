@@ -1,12 +1,17 @@
-"""Scoring and choosing pages in C++; equal to ``reference`` but for the rounding of the scores."""
+"""Summarising, scoring and choosing pages in C++; equal to ``reference`` but for the rounding of the scores."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from hisparse.kernels._build import call_cpu
+from hisparse.kernels._build import call_cpu, dense_rows
 
-__all__ = ["page_score", "select"]
+__all__ = ["page_score", "page_summary", "select"]
+
+
+def page_summary(keys: Tensor, summaries: Tensor, host_pages: Tensor) -> None:
+    """See :func:`hisparse.kernels.page_summary`."""
+    call_cpu("page_summary", dense_rows(keys), summaries, dense_rows(host_pages))
 
 
 def page_score(

@@ -1,0 +1,102 @@
+"""``page_summary``: ranges, outward rounding, and the bound that they are there for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hisparse.errors import KernelError
+from hisparse.kernels import page_score, page_summary
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def some_keys(pages: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """As a chunk's keys lie: tokens one after the other, more columns in between."""
+    fused = torch.randn(pages * size, heads, dim + 8) * torch.logspace(-3, 2, dim + 8)
+    return fused.to(dtype)[..., :dim].unflatten(0, (pages, size))
+
+
+@pytest.mark.parametrize("to", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("pages", "size", "heads", "dim"),
+    [(5, 16, 2, 64), (63, 1, 3, 24), (1, 7, 1, 128), (0, 16, 2, 64)],
+    ids=["usual", "token-pages", "odd-page", "none"],
+)
+def test_maxima_and_minima_rounded_outward(
+    impl: str, pages: int, size: int, heads: int, dim: int, dtype: str, to: str
+) -> None:
+    torch.manual_seed(pages)
+    keys = some_keys(pages, size, heads, dim, DTYPES[dtype])
+    summaries = torch.full((100, heads, 2 * dim), torch.nan, dtype=DTYPES[to])
+    where = torch.randperm(100)[:pages].int()
+    page_summary(keys, summaries, where, impl=impl)
+    high, low = summaries[where.long()].float().split(dim, dim=-1)
+    exact_high, exact_low = keys.float().amax(1), keys.float().amin(1)
+    assert (high >= exact_high).all()
+    assert (low <= exact_low).all()
+    exact = to == "fp32" or dtype == "bf16"
+    for rounded, value in ((high, exact_high), (low, exact_low)):
+        # Never further off than one step of the narrower type.
+        torch.testing.assert_close(rounded, value, rtol=0 if exact else 2**-7, atol=0)
+    untouched = torch.ones(100, dtype=torch.bool).index_fill_(0, where.long(), False)
+    assert summaries[untouched].isnan().all()
+
+
+def test_all_implementations_agree_bitwise(impl: str) -> None:
+    torch.manual_seed(0)
+    keys = some_keys(40, 16, 2, 40, torch.float32)
+    got, expected = (torch.zeros(50, 2, 80, dtype=torch.bfloat16) for _ in range(2))
+    where = torch.randperm(50)[:40]
+    where[::7] = -1
+    page_summary(keys, got, where, impl=impl)
+    page_summary(keys, expected, where, impl="reference")
+    assert torch.equal(got, expected)
+    assert (got.flatten(1) != 0).any(1).sum() == 34
+
+
+@pytest.mark.parametrize("to", ["fp32", "bf16"])
+@pytest.mark.parametrize("seed", range(5), ids=lambda s: f"seed{s}")
+def test_scores_bound_every_logit_of_a_page(impl: str, to: str, seed: int) -> None:
+    """Quest's section 3.3: no q.k in a page exceeds its score."""
+    torch.manual_seed(seed)
+    keys = some_keys(20, 16, 2, 64, torch.float32)
+    query = torch.randn(1, 6, 64) * torch.logspace(1, -2, 64)
+    summaries = torch.zeros(21, 2, 128, dtype=DTYPES[to])
+    page_summary(keys, summaries, torch.arange(1, 21), impl=impl)
+    table = torch.arange(1, 21, dtype=torch.int32)[None]
+    lens = torch.tensor([20], dtype=torch.int32)
+    bound = page_score(query, summaries, table, lens, impl=impl)[0]
+    logits = torch.einsum(
+        "hgd,pshd->hgps", query[0].double().unflatten(0, (2, 3)), keys.double()
+    ).flatten(0, 1)
+    # Scores are sums in float32: what they may fall short by is its rounding.
+    size = torch.einsum("hgd,phd->hgp", query[0].abs().unflatten(0, (2, 3)), keys.abs().amax(1))
+    assert (bound + 1e-5 * size.flatten(0, 1) >= logits.amax(-1)).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"summaries": torch.zeros(4, 1, 16, dtype=torch.float16)}, "summaries: got dtype"),
+        ({"summaries": torch.zeros(4, 1, 15)}, r"summaries: got shape \[4, 1, 15\]"),
+        ({"host_pages": torch.zeros(3).int()}, r"host_pages: got shape \[3\], expected \[2\]"),
+        ({"host_pages": torch.zeros(2)}, "host_pages: got dtype torch.float32"),
+    ],
+    ids=["dtype", "width", "count", "index-dtype"],
+)
+def test_bad_tensors_are_named(change: dict[str, Tensor], message: str) -> None:
+    given = {
+        "keys": torch.zeros(2, 4, 1, 8),
+        "summaries": torch.zeros(4, 1, 16),
+        "host_pages": torch.zeros(2).int(),
+    } | change
+    with pytest.raises(KernelError, match=message):
+        page_summary(**given)
+
+
+def test_a_page_beyond_the_summaries_is_refused(impl: str) -> None:
+    with pytest.raises((KernelError, IndexError)):
+        page_summary(torch.zeros(1, 4, 1, 8), torch.zeros(4, 1, 16), torch.tensor([4]), impl=impl)
