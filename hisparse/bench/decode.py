@@ -193,10 +193,14 @@ class _Work:
             return scaled_dot_product_attention(q, k, v, scale=scale)
 
         lens = torch.full((world.batch,), world.context)
-        native = [torch_native_decode(kv, lens, scale) for kv in contexts]
         peers = {"sdpa": Candidate(sdpa)}
-        if None not in native and world.device.type == "cpu":
-            peers["torch_native"] = Candidate(
-                lambda step: native[step % len(native)](queries[step % len(native)])
-            )
+        native = [torch_native_decode(kv, lens, scale) for kv in contexts]
+        by_layer = [decode for decode in native if decode is not None]
+        if by_layer and world.device.type == "cpu":
+
+            def torch_native(step: int) -> Tensor:
+                layer = step % len(by_layer)
+                return by_layer[layer](queries[layer])
+
+            peers["torch_native"] = Candidate(torch_native)
         return peers

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hisparse.adapters import TorchAdapter
-from hisparse.algorithms import Quest, PageRun
+from hisparse.algorithms import PageRun, Quest
 from hisparse.batch import DecodeBatch, DecodeStep, SelectionPolicy
 from hisparse.cache import DeviceBuffer, HostKVPool, SparseKVCacheManager
 from hisparse.cache.capacity import CapacityPlanner
@@ -186,7 +187,9 @@ class DecodeWorld:
 class _RecordingQuest(Quest):
     """Quest that keeps its last selection."""
 
+    last: ClassVar[Selection]
+
     def retrieve_topk(self, queries: Tensor, layer_id: int, batch: DecodeStep) -> Selection:
         selection = super().retrieve_topk(queries, layer_id, batch)
-        object.__setattr__(self, "last", selection)
+        _RecordingQuest.last = selection
         return selection

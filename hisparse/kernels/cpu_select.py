@@ -1,4 +1,4 @@
-"""Summarising, scoring and choosing pages in C++; equal to ``reference`` but for the rounding of the scores."""
+"""Summarising, scoring and choosing pages in C++; scores are rounded in another order."""
 
 from __future__ import annotations
 
