@@ -68,13 +68,9 @@ class DecodeAttention:
     ) -> Tensor:
         table = self._manager.swap_in(layer_id, selection, step)
         self._manager.counters.count_tokens(step.num_tail_tokens)
-        lengths = selection.lengths.reshape(-1, 1)
-        # The tail page is attended right after the selected pages, the only one that is not full.
-        table = torch.cat([table, table[:, :1]], dim=1)
-        table.scatter_(1, lengths.long(), step.tail_pages[layer_id][:, None])
-        heads = self._policy.heads
-        tokens = lengths[:, 0] * self._policy.kv.page_size
-        seq_lens = tokens + step.tail_row_lens
+        heads, size = self._policy.heads, self._policy.kv.page_size
+        # All pages are full but the last one, the tail.
+        seq_lens = torch.add(step.tail_row_lens, selection.lengths.flatten(), alpha=size)
         kv = self._manager.device.layer(layer_id)
         queries = q.unflatten(1, (heads, -1)).flatten(0, 1)
         attended = self._adapter.attend(queries, kv, table, seq_lens, self._policy.scale)

@@ -51,15 +51,16 @@ class CacheCounters:
         self._page_bytes = page_bytes
         self._pages = torch.zeros(2, dtype=torch.int64, device=device)
         self._seen = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._counted: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._other_tokens = 0
         self._dense_read_bytes = 0
         self._prefill_read_bytes = 0
         self._written_bytes = 0
 
     def count_selection(self, num_hits: Tensor, num_misses: Tensor) -> None:
-        """``[R] int32`` each, of one layer of a decode step; stays on the device."""
-        self._pages[0].add_(num_hits.sum())
-        self._pages[1].add_(num_misses.sum())
+        """``[R] int32`` each, of one layer of a decode step; summed up in :meth:`publish`."""
+        self._counted[0].append(num_hits)
+        self._counted[1].append(num_misses)
 
     def count_placed(self, num_pages: int) -> None:
         """Pages that prefill read from host memory into device pages."""
@@ -82,6 +83,10 @@ class CacheCounters:
 
     def publish(self) -> None:
         """Start to copy the device's counts to the host, on the current stream, without waiting."""
+        for total, counts in zip(self._pages, self._counted, strict=True):
+            if counts:
+                total.add_(torch.cat(counts).sum())
+                counts.clear()
         self._seen.copy_(self._pages, non_blocking=True)
 
     def stats(self) -> CacheStats:

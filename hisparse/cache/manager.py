@@ -14,9 +14,11 @@ from hisparse.cache.checking import check_resident, check_selection
 from hisparse.cache.device_buffer import DeviceBuffer
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.kernels import (
+    LruDiff,
     gather_pages,
     gather_tokens,
     lru_diff,
+    page_table,
     promote_tail,
     rebalance,
     reset_rows,
@@ -188,13 +190,13 @@ class SparseKVCacheManager:
         """Make the selected pages resident.
 
         Returns:
-            ``[R, K] int32``, the device page of each selected page; undefined where the
-            selection is padded.
+            ``[R, K + 1] int32``, the device page of each selected page, and right after the last
+            of them the row's tail page; -1 from there on.
         """
         if self._checked:
             check_selection(layer_id, selection, step)
         pages = selection.pages.reshape(step.rows.numel(), -1)
-        table, diff = self._load(
+        diff = self._load(
             layer_id,
             pages,
             step.rows,
@@ -203,9 +205,16 @@ class SparseKVCacheManager:
             step.num_real_rows,
             self.host.layer(layer_id),
         )
-        self.counters.count_selection(*diff)
+        table = page_table(
+            self.device.state(layer_id).device_pages,
+            step.rows,
+            diff.curr_device_slots,
+            selection.lengths.flatten(),
+            step.tail_pages[layer_id],
+        )
+        self.counters.count_selection(diff.num_hits, diff.num_misses)
         if self._checked:
-            check_resident(layer_id, selection, table, step, self.host, self.device)
+            check_resident(layer_id, selection, table[:, :-1], step, self.host, self.device)
         return table
 
     def _load(
@@ -217,21 +226,17 @@ class SparseKVCacheManager:
         capacity: Tensor,
         num_real_rows: Tensor,
         source: PagedKV,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    ) -> LruDiff:
         state = self.device.state(layer_id)
         diff = lru_diff(pages, source_table, capacity, num_real_rows, state, rows=rows)
-        row = rows[:, None]
-        table = state.device_pages[row, diff.curr_device_slots.clamp(min=0)]
-        loads = diff.load_device_slots
-        targets = state.device_pages[row, loads.clamp(min=0)].masked_fill_(loads < 0, -1)
         gather_pages(
             source,
             diff.load_host_pages,
             self.device.layer(layer_id),
-            targets,
+            page_table(state.device_pages, rows, diff.load_device_slots),
             heads=self.device.heads,
         )
-        return table, (diff.num_hits, diff.num_misses)
+        return diff
 
     def place(
         self, layer_id: int, slot: int, first: int, last: int, source: PagedKV, table: Tensor

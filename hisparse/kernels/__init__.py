@@ -4,6 +4,7 @@ from hisparse.kernels._state import LruDiff, RowState
 from hisparse.kernels.attention import paged_attention
 from hisparse.kernels.lru_diff import lru_diff
 from hisparse.kernels.page_summary import page_summary
+from hisparse.kernels.page_table import page_table
 from hisparse.kernels.rebalance import promote_tail, rebalance, reset_rows
 from hisparse.kernels.select import page_score, select
 from hisparse.kernels.transfer import gather_pages, gather_tokens, scatter_tokens
@@ -16,6 +17,7 @@ __all__ = [
     "lru_diff",
     "page_score",
     "page_summary",
+    "page_table",
     "paged_attention",
     "promote_tail",
     "rebalance",

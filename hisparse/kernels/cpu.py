@@ -1,7 +1,7 @@
 """Every operation in C++ on the CPU; equal to ``reference``, bitwise where nothing is rounded."""
 
 from hisparse.kernels.cpu_attention import paged_attention
-from hisparse.kernels.cpu_lru import lru_diff, promote_tail, rebalance
+from hisparse.kernels.cpu_lru import lru_diff, page_table, promote_tail, rebalance
 from hisparse.kernels.cpu_select import page_score, page_summary, select
 from hisparse.kernels.cpu_transfer import gather_pages, gather_tokens, scatter_tokens
 from hisparse.kernels.reference_lru import reset_rows
@@ -12,6 +12,7 @@ __all__ = [
     "lru_diff",
     "page_score",
     "page_summary",
+    "page_table",
     "paged_attention",
     "promote_tail",
     "rebalance",

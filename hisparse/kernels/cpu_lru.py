@@ -8,7 +8,7 @@ from torch import Tensor
 from hisparse.kernels._build import call_cpu, dense_rows
 from hisparse.kernels._state import LruDiff, RowState
 
-__all__ = ["lru_diff", "promote_tail", "rebalance"]
+__all__ = ["lru_diff", "page_table", "promote_tail", "rebalance"]
 
 
 def lru_diff(
@@ -32,6 +32,24 @@ def lru_diff(
     inputs = (selection, table, capacity, num_real_rows)
     call_cpu("lru_diff", *inputs, slot_pages, lru_order, rows, *out)
     return out
+
+
+def page_table(
+    device_pages: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    lengths: Tensor | None,
+    tail_pages: Tensor | None,
+) -> Tensor:
+    """See :func:`hisparse.kernels.page_table`."""
+    inputs = (dense_rows(device_pages), dense_rows(rows), dense_rows(slots))
+    if lengths is None or tail_pages is None:
+        table = torch.empty_like(inputs[2])
+        call_cpu("page_table", *inputs, slots, slots, table, False)
+    else:
+        table = slots.new_empty(slots.shape[0], slots.shape[1] + 1)
+        call_cpu("page_table", *inputs, dense_rows(lengths), dense_rows(tail_pages), table, True)
+    return table
 
 
 def promote_tail(

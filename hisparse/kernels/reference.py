@@ -4,6 +4,7 @@ from hisparse.kernels.reference_attention import paged_attention
 from hisparse.kernels.reference_lru import lru_diff, promote_tail, rebalance, reset_rows
 from hisparse.kernels.reference_select import page_score, select
 from hisparse.kernels.reference_summary import page_summary
+from hisparse.kernels.reference_table import page_table
 from hisparse.kernels.reference_transfer import gather_pages, gather_tokens, scatter_tokens
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "lru_diff",
     "page_score",
     "page_summary",
+    "page_table",
     "paged_attention",
     "promote_tail",
     "rebalance",

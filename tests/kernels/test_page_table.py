@@ -1,0 +1,44 @@
+"""``page_table``: device pages in the order of the slots, the tail page right behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hisparse.errors import KernelError
+from hisparse.kernels import page_table
+from tests.kernels.world import i32
+
+PAGES = i32([[10, 11, 12, -1], [20, 21, 22, 23], [30, 31, -1, -1]])
+
+
+def test_slots_become_pages(impl: str) -> None:
+    table = page_table(PAGES, torch.tensor([2, 0]), i32([[1, 0, -1], [2, -1, 0]]), impl=impl)
+    assert table.tolist() == [[31, 30, -1], [12, -1, 10]]
+
+
+def test_the_tail_page_follows_the_last_selected_page(impl: str) -> None:
+    slots, lengths = i32([[1, 0, 2], [0, -1, -1], [-1, -1, -1]]), i32([3, 1, 0])
+    table = page_table(PAGES, torch.tensor([1, 0, 2]), slots, lengths, i32([7, 8, 9]), impl=impl)
+    assert table.tolist() == [[21, 20, 22, 7], [10, 8, -1, -1], [9, -1, -1, -1]]
+
+
+def test_inputs_may_be_strided(impl: str) -> None:
+    slots = i32([[1, 0], [0, 1]]).t()
+    table = page_table(PAGES.flip(0).flip(0), torch.tensor([1, 9, 0])[::2], slots, impl=impl)
+    assert table.tolist() == [[21, 20], [10, 11]]
+
+
+@pytest.mark.parametrize(("rows", "slot"), [(3, 0), (0, 4)], ids=["row", "slot"])
+def test_what_is_in_no_table_is_refused(impl: str, rows: int, slot: int) -> None:
+    with pytest.raises((KernelError, IndexError)):
+        page_table(PAGES, torch.tensor([rows]), i32([[slot]]), impl=impl)
+
+
+def test_bad_tensors_are_named() -> None:
+    with pytest.raises(KernelError, match=r"slots: got shape \[2, 1\], expected \[1, any\]"):
+        page_table(PAGES, torch.tensor([0]), i32([[0], [0]]))
+    with pytest.raises(KernelError, match="rows: got dtype torch.int32, expected torch.int64"):
+        page_table(PAGES, i32([0]), i32([[0]]))
+    with pytest.raises(KernelError, match=r"lengths: got shape \[2\], expected \[1\]"):
+        page_table(PAGES, torch.tensor([0]), i32([[0]]), i32([0, 0]), i32([0]))
