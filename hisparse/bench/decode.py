@@ -61,7 +61,7 @@ class DecodeBench:
         before = world.stats
         ours = Candidate(work.decode, work.prepare)
         times = time_in_turns(
-            {options.device.type: ours} | work.peers(),
+            work.peers() | {options.device.type: ours},
             options.num_steps,
             device=options.device,
             num_warmups=_WARMUPS,

@@ -67,7 +67,7 @@ class LruDiffBench:
     @staticmethod
     def _others(options: Options) -> list[str]:
         """What is compared with the reference."""
-        return ["cpu", "numpy"] if options.device.type == "cpu" else ["cuda"]
+        return ["numpy", "cpu"] if options.device.type == "cpu" else ["cuda"]
 
 
 def drifting_selections(

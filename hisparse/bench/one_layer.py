@@ -161,8 +161,8 @@ class DecodeWorld:
         tail = (self.length - 1) // size
         for b in range(self.batch):
             for h in range(self.kv.num_q_heads):
-                chosen = pages[b, h // group]
-                chosen = [*chosen[chosen >= 0].tolist(), tail]
+                own = pages[b, h // group]
+                chosen = [*own[own >= 0].tolist(), tail]
                 index = self.table[b, chosen].long().cpu()
                 tokens = (len(chosen) - 1) * size + self.length - tail * size
                 head = h // self.kv.group_size

@@ -8,6 +8,7 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ class Report:
     command: str
     device: str
     cases: list[Case]
+    date: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat("T", "seconds"))
     machine: str = field(default_factory=lambda: _machine())
     versions: dict[str, str] = field(default_factory=lambda: _versions())
     commit: str = field(default_factory=lambda: _commit())
@@ -94,25 +96,28 @@ class Report:
     def print_table(self, console: Console) -> None:
         """A table for people."""
         table = Table(title=f"{self.command} on {self.device} ({self.machine})")
-        for column in ("case", "gate", "implementation", "median", "p10", "p90"):
-            table.add_column(column, justify="left" if column != "median" else "right")
+        for column in ("case", "gate", "implementation", "median", "p10", "p90", "GB/s"):
+            right = column in ("median", "p10", "p90", "GB/s")
+            table.add_column(column, justify="right" if right else "left")
         for case in self.cases:
             if case.gate != "passed":
                 table.add_row(case.name, case.gate, "not shown: the check failed")
                 continue
             for result in case.results:
                 times = (result.median_us, result.p10_us, result.p90_us)
-                table.add_row(case.name, case.gate, result.impl, *map(_milliseconds, times))
+                speed = "" if result.gb_s is None else f"{result.gb_s:.1f}"
+                table.add_row(case.name, case.gate, result.impl, *map(_time, times), speed)
         console.print(table)
         for case in self.cases:
+            sizes = ", ".join(f"{name} {value}" for name, value in case.params.items())
+            console.print(f"{case.name}: {sizes}")
             if case.gate == "passed":
-                console.print(
-                    f"{case.name}: " + ", ".join(f"{k} {v}" for k, v in case.ratios.items())
-                )
+                ratios = ", ".join(f"{pair} {ratio}" for pair, ratio in case.ratios.items())
+                console.print(f"{case.name}: {ratios}", highlight=False)
 
 
-def _milliseconds(us: float) -> str:
-    return f"{us / 1000:,.2f} ms"
+def _time(us: float) -> str:
+    return f"{us / 1000:,.2f} ms" if us >= 1000 else f"{us:,.1f} us"
 
 
 def _machine() -> str:

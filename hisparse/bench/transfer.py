@@ -48,9 +48,9 @@ class TransferBench:
         host = self._pool(num_pages, options)
         work = _Work(host, self.pages, options)
         candidates = {
-            options.device.type: Candidate(work.gather),
             "reference": Candidate(work.reference),
             "memcpy": Candidate(work.contiguous),
+            options.device.type: Candidate(work.gather),
         }
         gate = "passed" if work.agree() else "failed"
         times = time_in_turns(candidates, options.num_steps, device=options.device)

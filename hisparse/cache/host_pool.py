@@ -77,9 +77,9 @@ def _zeros(shape: list[int], dtype: torch.dtype, *, pin: bool) -> Tensor:
     Scattered pages are read half as fast again from huge memory pages, and ``torch.zeros`` would
     touch all of the pool at start.
     """
-    if pin:
-        return torch.zeros(shape, dtype=dtype, pin_memory=True)
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    if pin or num_bytes == 0:
+        return torch.zeros(shape, dtype=dtype, pin_memory=pin)
     memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # A kernel without huge pages.

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from hisparse.cli import kernel_benches
 from hisparse.errors import ConfigError
 
 __all__ = ["add_parser"]
@@ -30,6 +31,7 @@ def add_parser(commands: Any) -> None:
     )
     serve.add_argument("--json", action="store_true", help="one JSON object on standard output")
     serve.set_defaults(run=_run_serve)
+    kernel_benches.add_parsers(benches)
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:
@@ -46,11 +48,7 @@ def _run_serve(arguments: argparse.Namespace) -> int:
         repeats=arguments.repeats,
         num_threads=arguments.threads,
     ).run(console)
-    if arguments.json:
-        print(report.to_json())
-    else:
-        report.print_table(Console())
-    return 0 if all(case.gate == "passed" for case in report.cases) else 1
+    return kernel_benches.show(report, as_json=arguments.json)
 
 
 def _prompt(model: str, text: Path | None, num_tokens: int) -> list[int]:

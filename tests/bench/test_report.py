@@ -33,7 +33,7 @@ def test_ratios_are_the_first_over_the_second() -> None:
 
 def test_fields() -> None:
     report = json.loads(Report(command="bench x", device="cpu", cases=[_case("passed")]).to_json())
-    assert set(report) == {"command", "device", "machine", "versions", "commit", "cases"}
+    assert set(report) == {"command", "device", "date", "machine", "versions", "commit", "cases"}
     assert report["versions"]["python"].startswith("3.")
     assert report["machine"]
     assert report["commit"]

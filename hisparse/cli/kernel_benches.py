@@ -1,0 +1,120 @@
+"""``hisparse bench lru-diff|transfer|swap-in|decode``: kernels beside their peers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from hisparse.bench.report import Case, Report
+
+__all__ = ["add_parsers", "show"]
+
+#: Flag to its default and what it says; a list of defaults is one case each.
+_LRU_DIFF = {
+    "rows": (8, "rows of the batch"),
+    "width": (2048, "pages of a selection"),
+    "slots": (4096, "slots of a row"),
+    "overlap": (0.85, "share of a selection that the next one keeps"),
+}
+_TRANSFER = {
+    "pool-bytes": (4 << 30, "of the host pool"),
+    "page-bytes": (4096, "of a page's keys; its values are as many"),
+    "pages": (2048, "moved in one step"),
+}
+_SWAP_IN = {
+    "batch": (1, "requests"),
+    "width": (2048, "tokens of a selection"),
+    "slots": (4096, "tokens of a row's device buffer"),
+    "misses": (0.15, "share of a selection that is not resident"),
+    "row-bytes": (1152, "of one token's latent"),
+    "pool-bytes": (1 << 30, "of the host pool, at least"),
+}
+_DECODE = {
+    "context": (32768, "tokens of each request"),
+    "budget": (2048, "tokens attended per step"),
+    "misses": (0.15, "share of the selected pages that is not resident; 0: all are"),
+    "batch": (1, "requests"),
+    "q-heads": (32, "query heads"),
+    "kv-heads": (8, "key/value heads"),
+    "head-dim": (128, "width of a head"),
+    "page-size": (16, "tokens of a page"),
+}
+
+
+def add_parsers(benches: Any) -> None:
+    """Add the kernel benchmarks to ``hisparse bench``."""
+    _add(benches, "lru-diff", "what is resident, what is evicted, what is loaded", _LRU_DIFF)
+    _add(benches, "transfer", "scattered pages out of a large host pool", _TRANSFER)
+    _add(benches, "swap-in", "from a selection to resident bytes, MLA rows", _SWAP_IN)
+    decode = _add(
+        benches, "decode", "one layer's attention, selection and swap-in included", _DECODE
+    )
+    decode.add_argument("--dtype", default="float32", help="of keys and values")
+
+
+def _add(
+    benches: Any, name: str, text: str, flags: dict[str, tuple[Any, str]]
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = benches.add_parser(name, help=text)
+    for flag, (default, what) in flags.items():
+        kind = type(default)
+        parser.add_argument(f"--{flag}", type=kind, default=default, help=f"{what} ({default})")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
+    parser.add_argument("--steps", type=int, default=60, help="timed steps of each (60)")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs (0)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    sizes = [flag.replace("-", "_") for flag in flags]
+    parser.set_defaults(run=lambda arguments: _run(name, sizes, arguments))
+    return parser
+
+
+def _run(name: str, sizes: Sequence[str], arguments: argparse.Namespace) -> int:
+    from hisparse.bench.options import Options, device_of, dtype_of
+    from hisparse.errors import ConfigError
+
+    if arguments.steps < 1:
+        raise ConfigError(f"--steps: got {arguments.steps}, expected 1 or more")
+    values = {size: getattr(arguments, size) for size in sizes}
+    for size, value in values.items():
+        if value < 0 or (value == 0 and isinstance(value, int)):
+            flag = "--" + size.replace("_", "-")
+            raise ConfigError(f"{flag}: got {value}, expected more than 0")
+    if name == "decode":
+        values["dtype"] = dtype_of(arguments.dtype)
+    options = Options(
+        device=device_of(arguments.device), num_steps=arguments.steps, seed=arguments.seed
+    )
+    with Console(stderr=True).status(f"bench {name}"):
+        case = _bench(name)(**values).run(options)
+    report = Report(command=f"bench {name}", device=arguments.device, cases=[case])
+    return show(report, as_json=arguments.json)
+
+
+def _bench(name: str) -> Callable[..., Any]:
+    from hisparse.bench.decode import DecodeBench
+    from hisparse.bench.lru_diff import LruDiffBench
+    from hisparse.bench.swap_in import SwapInBench
+    from hisparse.bench.transfer import TransferBench
+
+    return {
+        "lru-diff": LruDiffBench,
+        "transfer": TransferBench,
+        "swap-in": SwapInBench,
+        "decode": DecodeBench,
+    }[name]
+
+
+def show(report: Report, *, as_json: bool) -> int:
+    """Print a report; the exit code says whether every check passed."""
+    if as_json:
+        print(report.to_json())
+    else:
+        report.print_table(Console())
+    return 0 if all(_passed(case) for case in report.cases) else 1
+
+
+def _passed(case: Case) -> bool:
+    return case.gate == "passed"

@@ -1,0 +1,110 @@
+"""``hisparse bench lru-diff|transfer|swap-in|decode``, at small sizes through the real commands."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from hisparse.bench import decode, lru_diff, transfer
+from hisparse.bench.decode import DecodeBench
+from hisparse.bench.lru_diff import LruDiffBench, drifting_selections
+from hisparse.bench.options import Options
+from hisparse.bench.transfer import TransferBench
+from hisparse.cli import main
+from tests.kernels.lru_oracle import LruOracle
+
+SMALL = {
+    "lru-diff": ["--rows", "2", "--width", "20", "--slots", "40"],
+    "transfer": ["--pool-bytes", "1048576", "--page-bytes", "1024", "--pages", "16"],
+    "swap-in": ["--batch", "2", "--width", "20", "--slots", "40", "--row-bytes", "656"],
+    "decode": ["--context", "256", "--budget", "64", "--page-size", "8", "--head-dim", "16"],
+}
+OPTIONS = Options(device=torch.device("cpu"), num_steps=4)
+
+
+@pytest.mark.parametrize("bench", SMALL)
+def test_json_holds_the_gate_the_times_and_the_ratios(
+    bench: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", bench, *SMALL[bench], "--steps", "4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (case,) = report["cases"]
+    assert (report["command"], case["name"], case["gate"]) == (f"bench {bench}", bench, "passed")
+    impls = [result["impl"] for result in case["results"]]
+    peer = {"decode": "sdpa", "transfer": "memcpy"}.get(bench, "reference")
+    assert peer in impls
+    assert impls[-1] == "cpu"
+    medians = {result["impl"]: result["median_us"] for result in case["results"]}
+    assert case["ratios"][f"{peer}/cpu"] == pytest.approx(medians[peer] / medians["cpu"], rel=0.01)
+    assert "cache" in case["params"]
+    if bench in ("transfer", "swap-in"):
+        assert all(result["gb_s"] > 0 for result in case["results"])
+
+
+def test_each_selection_misses_what_was_asked_for() -> None:
+    """An ``OrderedDict`` that follows the chain misses a quarter of each selection."""
+    chain = drifting_selections(1, 20, 40, 0.75, num_steps=30, seed=3)
+    oracle = LruOracle(40)
+    steps = [oracle.step(selection[0].tolist(), list(range(200))) for selection in chain]
+    assert [step["misses"] for step in steps] == [20] + [5] * 29
+
+
+def test_misses_of_the_decode_bench_settle_where_asked() -> None:
+    bench = DecodeBench(context=1024, budget=128, page_size=8, head_dim=32, misses=0.1)
+    case = bench.run(dataclasses.replace(OPTIONS, num_steps=24))
+    assert case.params["miss_ratio"] == pytest.approx(0.1, abs=0.05)
+    resident = dataclasses.replace(bench, misses=0.0).run(OPTIONS)
+    assert resident.params["miss_ratio"] == 0
+
+
+def test_a_wrong_kernel_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One index, one page and one output that are wrong, in one implementation each."""
+    right_diff, right_gather = lru_diff.lru_diff, transfer.gather_pages
+
+    def wrong_diff(*args: object, impl: str, **kwargs: object) -> object:
+        diff = right_diff(*args, impl=impl, **kwargs)
+        if impl == "cpu":
+            diff.load_host_pages[0, 0] += 1
+        return diff
+
+    def wrong_gather(*args: object, **kwargs: object) -> None:
+        right_gather(*args, **kwargs)
+        args[2].v[3, 0, 0, 0] += 1
+
+    monkeypatch.setattr(lru_diff, "lru_diff", wrong_diff)
+    monkeypatch.setattr(transfer, "gather_pages", wrong_gather)
+    right_decode = decode._Work.decode
+    monkeypatch.setattr(decode._Work, "decode", lambda self, step: right_decode(self, step) * 1.01)
+    assert LruDiffBench(rows=1, width=8, slots=16).run(OPTIONS).gate == "failed"
+    pages = TransferBench(pool_bytes=1 << 20, page_bytes=1024, pages=16)
+    assert pages.run(OPTIONS).gate == "failed"
+    heads = DecodeBench(context=256, budget=64, page_size=8, head_dim=16)
+    assert heads.run(OPTIONS).gate == "failed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["decode", "--device", "tpu"], "unknown --device 'tpu' (choices: cpu, cuda)"),
+        (["decode", "--dtype", "int4"], "unknown --dtype 'int4'"),
+        (["decode", "--budget", "100"], "--budget: got 100, expected a multiple of --page-size 16"),
+        (["decode", "--context", "64"], "--budget: got 2048, expected at most the context"),
+        (["decode", "--misses", "1.5"], "--misses: got 1.5, expected 0 or more and less than 1"),
+        (["lru-diff", "--width", "9", "--slots", "8"], "--width: got 9, expected at most --slots"),
+        (["lru-diff", "--rows", "0"], "--rows: got 0, expected more than 0"),
+        (["swap-in", "--row-bytes", "655"], "--row-bytes: got 655, expected a multiple of 8"),
+        (["transfer", "--pool-bytes", "4096"], "--pool-bytes: got 4096, expected"),
+        (["transfer", "--steps", "0"], "--steps: got 0, expected 1 or more"),
+    ],
+    ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_bad_sizes_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]
