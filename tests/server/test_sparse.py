@@ -22,7 +22,7 @@ CONFIG = {
     "budget": BUDGET,
     "device_buffer_size": BUDGET,
     "host_memory": "1GiB",
-    "device_memory": "16MB",
+    "device_memory": "14MB",
     "selection_scope": "kv_head",
 }
 
