@@ -22,10 +22,15 @@ struct Job {
   int64_t items;
   int helpers;                  // how many more threads may join; guarded by Pool::mutex
   std::atomic<int> active{0};   // helpers that have joined and not left; set under Pool::mutex
-  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> claimed{0}, from_end{0};
 
-  void work() {
-    for (int64_t i = next.fetch_add(1); i < items; i = next.fetch_add(1)) body(context, i);
+  // The caller goes through the items from the first one on, helpers from the last one back: so an
+  // item stays with a core from call to call, and what it works on in that core's cache.
+  void call_items() {
+    for (int64_t i = 0; claimed.fetch_add(1) < items; ++i) body(context, i);
+  }
+  void help() {
+    while (claimed.fetch_add(1) < items) body(context, items - 1 - from_end.fetch_add(1));
   }
 };
 
@@ -35,7 +40,7 @@ class Pool {
   void run(Job& job) {
     std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
     if (!owner) {
-      job.work();
+      job.call_items();
       return;
     }
     {
@@ -46,7 +51,7 @@ class Pool {
       job_ = &job;
     }
     wake_.notify_all();
-    job.work();
+    job.call_items();
     {
       std::lock_guard<std::mutex> lock(mutex_);
       job_ = nullptr;
@@ -68,7 +73,7 @@ class Pool {
       --job.helpers;
       ++job.active;
       lock.unlock();
-      job.work();
+      job.help();
       lock.lock();
       if (--job.active == 0) done_.notify_one();
     }
@@ -83,7 +88,7 @@ class Pool {
 }  // namespace
 
 int num_threads(int64_t items, double total_ns) {
-  constexpr double kWorthAThreadNs = 50000;
+  constexpr double kWorthAThreadNs = 25000;
   const auto useful = std::min<int64_t>(items, static_cast<int64_t>(total_ns / kWorthAThreadNs));
   return static_cast<int>(std::clamp<int64_t>(useful, 1, omp_get_max_threads()));
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -12,7 +14,43 @@ from hisparse.kernels._build import cpu_library
 
 __all__ = ["IMPLEMENTATIONS", "implementation"]
 
-IMPLEMENTATIONS = ("reference", "cpu")
+_Devices = tuple[torch.device, ...]
+
+
+def _cpu(devices: _Devices) -> ModuleType | str:
+    if any(device.type != "cpu" for device in devices):
+        return _places(devices)
+    if cpu_library() is None:
+        return "the library cannot be built"
+    return importlib.import_module("hisparse.kernels.cpu")
+
+
+def _cuda(devices: _Devices) -> ModuleType | str:
+    from hisparse.kernels._build_cuda import cuda_library
+
+    # One side of a transfer may be host memory.
+    if not _on_cuda(devices):
+        return _places(devices)
+    if cuda_library() is None:
+        return "the library cannot be built"
+    return importlib.import_module("hisparse.kernels.cuda")
+
+
+def _triton(devices: _Devices) -> ModuleType | str:
+    try:
+        return importlib.import_module("hisparse.kernels.triton")
+    except ImportError as error:
+        return str(error)
+
+
+# What each name stands for: a module, or one line that says why it cannot run on such tensors.
+_LOADERS: dict[str, Callable[[_Devices], ModuleType | str]] = {
+    "reference": lambda devices: reference,
+    "cpu": _cpu,
+    "cuda": _cuda,
+    "triton": _triton,
+}
+IMPLEMENTATIONS = tuple(_LOADERS)
 
 
 def implementation(impl: str, *devices: torch.device) -> ModuleType:
@@ -25,20 +63,21 @@ def implementation(impl: str, *devices: torch.device) -> ModuleType:
     Raises:
         KernelError: no such implementation, or it cannot run here.
     """
-    if impl == "reference":
-        return reference
-    if impl not in ("auto", "cpu"):
-        raise KernelError(unknown_name("implementation", impl, ("auto", *IMPLEMENTATIONS)))
-    on_cpu = all(device.type == "cpu" for device in devices)
-    if on_cpu and cpu_library() is not None:
-        from hisparse.kernels import cpu
-
-        return cpu
     if impl == "auto":
-        return reference
-    why = (
-        "the library cannot be built"
-        if on_cpu
-        else "tensors are on " + ", ".join(sorted({str(d) for d in devices}))
-    )
-    raise KernelError(f"implementation 'cpu': {why} (choices: auto, reference)")
+        module = (_cuda if _on_cuda(devices) else _cpu)(devices)
+        return reference if isinstance(module, str) else module
+    if impl not in _LOADERS:
+        raise KernelError(unknown_name("implementation", impl, ("auto", *IMPLEMENTATIONS)))
+    module = _LOADERS[impl](devices)
+    if isinstance(module, str):
+        raise KernelError(f"implementation {impl!r}: {module} (choices: auto, reference)")
+    return module
+
+
+def _on_cuda(devices: _Devices) -> bool:
+    kinds = {device.type for device in devices}
+    return "cuda" in kinds and kinds <= {"cuda", "cpu"}
+
+
+def _places(devices: _Devices) -> str:
+    return "tensors are on " + ", ".join(sorted({str(device) for device in devices}))

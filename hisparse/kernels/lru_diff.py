@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels._check import check_tensor
+from hisparse.kernels._check import check_once, check_tensor
 from hisparse.kernels._impl import implementation
 from hisparse.kernels._state import LruDiff, RowState
 
@@ -46,11 +46,10 @@ def lru_diff(
         KernelError: a tensor has another shape, dtype or device, or there is no such
             implementation.
     """
-    _check(selection, host_page_table, capacity, num_real_rows, state, rows)
     if rows is None:
-        rows = torch.arange(selection.shape[0], device=selection.device)
-    if out is not None:
-        _check_out(out, selection)
+        rows = _first_rows(selection, state)
+    inputs = (selection, host_page_table, capacity, num_real_rows, *state, rows)
+    check_once(_check, *inputs, *(out or ()))
     ops = implementation(impl, selection.device)
     diff: LruDiff = ops.lru_diff(
         selection, host_page_table, capacity, num_real_rows, state, rows, out
@@ -58,13 +57,24 @@ def lru_diff(
     return diff
 
 
+def _first_rows(selection: Tensor, state: RowState) -> Tensor:
+    """One state row after the other."""
+    count, held = len(selection), len(state.slot_pages)
+    if count > held:
+        raise KernelError(f"slot_pages: got {held} rows, expected {count} or more")
+    return torch.arange(count, device=selection.device)
+
+
 def _check(
     selection: Tensor,
     table: Tensor,
     capacity: Tensor,
     num_real_rows: Tensor,
-    state: RowState,
-    rows: Tensor | None,
+    slot_pages: Tensor,
+    lru_order: Tensor,
+    device_pages: Tensor,
+    rows: Tensor,
+    *out: Tensor,
 ) -> None:
     device = selection.device
     check_tensor("selection", selection, _I32, (None, None))
@@ -77,17 +87,11 @@ def _check(
         )
     check_tensor("capacity", capacity, _I32, (num_rows,), device)
     check_tensor("num_real_rows", num_real_rows, _I32, (1,), device)
-    check_tensor("slot_pages", state.slot_pages, _I32, (None, None), device)
-    tables = state.slot_pages.shape
-    check_tensor("lru_order", state.lru_order, _I32, tables, device)
-    check_tensor("device_pages", state.device_pages, _I32, tables, device)
-    if rows is not None:
-        check_tensor("rows", rows, _I64, (num_rows,), device)
-    elif num_rows > tables[0]:
-        raise KernelError(f"slot_pages: got {tables[0]} rows, expected {num_rows} or more")
-
-
-def _check_out(out: LruDiff, selection: Tensor) -> None:
-    for name, tensor in zip(out._fields, out, strict=True):
+    check_tensor("slot_pages", slot_pages, _I32, (None, None), device)
+    tables = slot_pages.shape
+    check_tensor("lru_order", lru_order, _I32, tables, device)
+    check_tensor("device_pages", device_pages, _I32, tables, device)
+    check_tensor("rows", rows, _I64, (num_rows,), device)
+    for name, tensor in zip(LruDiff._fields, out, strict=False):
         shape = selection.shape[:1] if name.startswith("num_") else selection.shape
-        check_tensor(name, tensor, _I32, shape, selection.device)
+        check_tensor(name, tensor, _I32, shape, device)

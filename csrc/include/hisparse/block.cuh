@@ -1,0 +1,82 @@
+// What the threads of a block do together: number flagged elements in their order.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace hisparse {
+
+constexpr int kWarp = 32;
+constexpr int kMaxWarps = 32;
+constexpr int kMaxThreads = kWarp * kMaxWarps;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Elements of a tile per thread: their loads are in flight together, and one barrier serves all.
+constexpr int kItems = 4;
+
+__device__ inline char* dynamic_shared() {
+  extern __shared__ __align__(16) char dynamic_shared_memory[];
+  return dynamic_shared_memory;
+}
+
+__device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
+__device__ inline int warp_id() { return static_cast<int>(threadIdx.x) / kWarp; }
+__device__ inline int32_t num_threads() { return static_cast<int32_t>(blockDim.x); }
+
+// Elements that the block takes at once.
+__device__ inline int32_t tile_size() { return num_threads() * kItems; }
+
+// Where item j of this thread is in its tile: lanes are neighbours, and so are a warp's items.
+__device__ inline int32_t tile_index(int j) { return (warp_id() * kItems + j) * kWarp + lane_id(); }
+
+// Numbers flagged elements, tile after tile, in the order of the elements.
+class BlockRank {
+ public:
+  static constexpr int kTotals = 2 * kMaxWarps;
+
+  // `totals` is [kTotals] in shared memory, for this alone.
+  __device__ explicit BlockRank(int32_t* totals) : totals_(totals) {}
+
+  // ranks[j] is the number of flagged elements before item j. All threads call it. It is a barrier:
+  // what was written before it is seen after it.
+  __device__ void operator()(const bool (&flags)[kItems], int32_t (&ranks)[kItems]) {
+    const unsigned lower_lanes = (1u << lane_id()) - 1u;
+    int32_t in_warp = 0;
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) {
+      const unsigned ballot = __ballot_sync(kAllLanes, flags[j]);
+      ranks[j] = in_warp + __popc(ballot & lower_lanes);
+      in_warp += __popc(ballot);
+    }
+    // Two sets of totals take turns, so that no second barrier has to keep a fast warp from
+    // overwriting what a slow one still reads.
+    int32_t* totals = totals_ + turn_ * kMaxWarps;
+    if (lane_id() == 0) totals[warp_id()] = in_warp;
+    __syncthreads();
+    int32_t sum = lane_id() < num_threads() / kWarp ? totals[lane_id()] : 0;
+#pragma unroll
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const int32_t lower = __shfl_up_sync(kAllLanes, sum, distance);
+      if (lane_id() >= distance) sum += lower;
+    }
+    const int32_t up_to_here = __shfl_sync(kAllLanes, sum, warp_id());
+#pragma unroll
+    for (int j = 0; j < kItems; ++j) ranks[j] += count_ + up_to_here - in_warp;
+    count_ += __shfl_sync(kAllLanes, sum, kWarp - 1);
+    turn_ ^= 1;
+  }
+
+  // Flagged elements so far; the same in every thread.
+  __device__ int32_t count() const { return count_; }
+
+  // Counts from 0 again; no barrier.
+  __device__ void restart() { count_ = 0; }
+
+ private:
+  int32_t* totals_;
+  int32_t count_ = 0;
+  int turn_ = 0;
+};
+
+}  // namespace hisparse

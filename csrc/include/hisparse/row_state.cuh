@@ -1,0 +1,158 @@
+// Changes to rows outside lru_diff, on the device: full tail pages, reuse, capacity.
+#pragma once
+
+#include "hisparse/block.cuh"
+
+namespace hisparse {
+
+// Tables of all layers, or of one.
+struct RowTables {
+  int32_t* slot_pages;    // [L, NR, C]
+  int32_t* lru_order;     // [L, NR, C]
+  int32_t* device_pages;  // [L, NR, C]
+  int64_t slot_pages_layer, lru_order_layer, device_pages_layer;  // strides, elements
+  int64_t slot_pages_row, lru_order_row, device_pages_row;        // strides, elements
+  int32_t num_states, slots;
+
+  __device__ bool has(int64_t row, int32_t capacity) const {
+    return row >= 0 && row < num_states && capacity >= 0 && capacity <= slots;
+  }
+  __device__ int32_t* held(int64_t layer, int64_t row) const {
+    return slot_pages + layer * slot_pages_layer + row * slot_pages_row;
+  }
+  __device__ int32_t* order(int64_t layer, int64_t row) const {
+    return lru_order + layer * lru_order_layer + row * lru_order_row;
+  }
+  __device__ int32_t* pages(int64_t layer, int64_t row) const {
+    return device_pages + layer * device_pages_layer + row * device_pages_row;
+  }
+};
+
+struct PromoteTailParams {
+  const int64_t* rows;        // [R]
+  const int32_t* page_index;  // [R]
+  const bool* filled;         // [R]
+  const int32_t* capacity;    // [R]
+  int32_t* tail_pages;        // [NR]
+  RowTables tables;           // of one layer
+};
+
+// One block per row. A row whose indices leave the tables is left alone.
+__global__ void __launch_bounds__(kMaxThreads)
+    promote_tail_kernel(const __grid_constant__ PromoteTailParams p) {
+  const int64_t row = p.rows[blockIdx.x];
+  const int32_t capacity = p.capacity[blockIdx.x];
+  if (!p.filled[blockIdx.x] || capacity == 0 || !p.tables.has(row, capacity)) return;
+  int32_t* order = p.tables.order(0, row);
+  const int32_t coldest = order[0];
+  if (coldest < 0 || coldest >= p.tables.slots) return;
+  // Every slot moves one place towards the cold end; a tile is read before it is written.
+  for (int32_t base = 0; base < capacity; base += num_threads()) {
+    const int32_t at = base + static_cast<int32_t>(threadIdx.x);
+    const int32_t moved = at + 1 < capacity ? order[at + 1] : coldest;
+    __syncthreads();
+    if (at < capacity) order[at] = moved;
+  }
+  if (threadIdx.x != 0) return;
+  int32_t& page = p.tables.pages(0, row)[coldest];
+  const int32_t tail = p.tail_pages[row];
+  p.tail_pages[row] = page;
+  page = tail;
+  p.tables.held(0, row)[coldest] = p.page_index[blockIdx.x];
+}
+
+struct ResetRowsParams {
+  const int64_t* rows;      // [M]
+  const int32_t* capacity;  // [NR]
+  RowTables tables;         // of all layers
+};
+
+// One block per row and layer: blockIdx.x, blockIdx.y.
+__global__ void __launch_bounds__(kMaxThreads)
+    reset_rows_kernel(const __grid_constant__ ResetRowsParams p) {
+  const int64_t row = p.rows[blockIdx.x];
+  if (!p.tables.has(row, 0)) return;
+  int32_t* held = p.tables.held(blockIdx.y, row);
+  int32_t* order = p.tables.order(blockIdx.y, row);
+  for (int32_t slot = threadIdx.x; slot < p.tables.slots; slot += num_threads()) {
+    held[slot] = -1;
+    order[slot] = slot < p.capacity[row] ? slot : -1;
+  }
+}
+
+struct RebalanceParams {
+  const int64_t* rows;          // [M]
+  const int32_t* new_capacity;  // [M]
+  int32_t* capacity;            // [NR]
+  int32_t* free_pages;          // [L, N]
+  int32_t* num_free;            // [L]
+  int32_t* scratch;             // [L, 2, C]
+  int64_t free_stride;          // elements
+  RowTables tables;             // of all layers
+  int32_t num_changes, free_size;
+};
+
+// Changes one row from `old` to `count` slots; `free` is the height of the layer's free stack.
+__device__ inline void resize_row(const RebalanceParams& p, int64_t layer, int64_t row, int32_t old,
+                                  int32_t count, int32_t free) {
+  const RowTables& t = p.tables;
+  int32_t *held = t.held(layer, row), *order = t.order(layer, row), *pages = t.pages(layer, row);
+  int32_t* stack = p.free_pages + layer * p.free_stride;
+  int32_t* new_held = p.scratch + layer * 2 * t.slots;
+  int32_t* new_pages = new_held + t.slots;
+  const int32_t gained = max(count - old, 0), dropped = max(old - count, 0);
+  for (int32_t rank = threadIdx.x; rank < old; rank += num_threads()) {
+    const int32_t slot = order[rank];
+    const bool usable = slot >= 0 && slot < t.slots;
+    const int32_t page = usable ? pages[slot] : -1;
+    if (rank >= dropped) {
+      new_held[gained + rank - dropped] = usable ? held[slot] : -1;
+      new_pages[gained + rank - dropped] = page;
+    } else if (free + rank < p.free_size) {
+      stack[free + rank] = page;
+    }
+  }
+  // Gained slots are the coldest.
+  for (int32_t slot = threadIdx.x; slot < gained; slot += num_threads()) {
+    new_held[slot] = -1;
+    new_pages[slot] = free - 1 - slot >= 0 ? stack[free - 1 - slot] : -1;
+  }
+  __syncthreads();  // The row has been read.
+  for (int32_t slot = threadIdx.x; slot < t.slots; slot += num_threads()) {
+    const bool owned = slot < count;
+    held[slot] = owned ? new_held[slot] : -1;
+    pages[slot] = owned ? new_pages[slot] : -1;
+    order[slot] = owned ? slot : -1;
+  }
+  __syncthreads();  // The scratch may be overwritten, and what was pushed may be popped.
+}
+
+// One block per layer: rows one after the other, for they share the layer's free stack.
+__global__ void __launch_bounds__(kMaxThreads)
+    rebalance_kernel(const __grid_constant__ RebalanceParams p) {
+  const int64_t layer = blockIdx.x;
+  int32_t free = p.num_free[layer];
+  for (int grows = 0; grows < 2; ++grows) {
+    for (int32_t i = 0; i < p.num_changes; ++i) {
+      const int64_t row = p.rows[i];
+      const int32_t count = p.new_capacity[i];
+      if (!p.tables.has(row, count)) continue;
+      const int32_t old = p.capacity[row];
+      if (count == old || (count > old) != (grows == 1) || !p.tables.has(row, old)) continue;
+      resize_row(p, layer, row, old, count, free);
+      free += old - count;
+    }
+  }
+  __syncthreads();  // All threads have read the count.
+  if (threadIdx.x == 0) p.num_free[layer] = free;
+}
+
+// After all layers, each of which reads the old capacities.
+__global__ void __launch_bounds__(kMaxThreads)
+    set_capacity_kernel(const __grid_constant__ RebalanceParams p) {
+  for (int32_t i = threadIdx.x; i < p.num_changes; i += num_threads()) {
+    if (p.tables.has(p.rows[i], p.new_capacity[i])) p.capacity[p.rows[i]] = p.new_capacity[i];
+  }
+}
+
+}  // namespace hisparse

@@ -1,0 +1,116 @@
+// Pools of pages as the transfers see them: bytes, strides, and how few runs a block is.
+#pragma once
+
+#include "launch.h"
+
+#include <initializer_list>
+#include <unordered_set>
+
+namespace hisparse {
+
+// Host addresses that CUDA has said the device reaches. They stay here when the memory is freed: if it
+// is given out again unpinned, that is not noticed.
+inline std::unordered_set<void*>& known_pinned() {
+  static thread_local std::unordered_set<void*> addresses;
+  return addresses;
+}
+
+// Host memory is read and written in place by the device, so it has to be pinned.
+inline void require_reachable(const TensorView& tensor, const char* name) {
+  if (tensor.device().device_type == kDLCUDA || tensor.numel() == 0) return;
+  if (known_pinned().count(tensor.data_ptr()) != 0) return;
+  cudaPointerAttributes attributes{};
+  const cudaError_t error = cudaPointerGetAttributes(&attributes, tensor.data_ptr());
+  if (error != cudaSuccess) cudaGetLastError();  // Not to be found by the next launch.
+  if (error != cudaSuccess || attributes.type == cudaMemoryTypeUnregistered) {
+    TVM_FFI_THROW(ValueError) << name << ": got unpinned host memory, expected device memory or "
+                              << "pinned host memory";
+  }
+  known_pinned().insert(tensor.data_ptr());
+}
+
+// A tensor [..., D] with its strides in bytes; dimensions that it lacks have size 1.
+struct Pool {
+  char* data;
+  int64_t row_bytes;
+  int64_t layers, pages, heads, size;
+  int64_t layer_stride, page_stride, head_stride, token_stride;
+
+  // [P, H, S, D] or [L, P, H, S, D].
+  static Pool of_pages(const TensorView& t, const char* name) {
+    Pool p = of_rows(t, name);
+    const int layer = t.ndim() - 5;
+    p.layers = layer < 0 ? 1 : t.size(0);
+    p.layer_stride = layer < 0 ? 0 : t.stride(0) * item_bytes(t);
+    p.pages = t.size(-4);
+    p.page_stride = t.stride(-4) * item_bytes(t);
+    p.heads = t.size(-3);
+    p.head_stride = t.stride(-3) * item_bytes(t);
+    p.size = t.size(-2);
+    p.token_stride = t.stride(-2) * item_bytes(t);
+    return p;
+  }
+
+  // [T, H, D] or [L, T, H, D].
+  static Pool of_tokens(const TensorView& t, const char* name) {
+    Pool p = of_rows(t, name);
+    const int layer = t.ndim() - 4;
+    p.layers = layer < 0 ? 1 : t.size(0);
+    p.layer_stride = layer < 0 ? 0 : t.stride(0) * item_bytes(t);
+    p.pages = p.page_stride = 0;
+    p.size = t.size(-3);
+    p.token_stride = t.stride(-3) * item_bytes(t);
+    p.heads = t.size(-2);
+    p.head_stride = t.stride(-2) * item_bytes(t);
+    return p;
+  }
+
+  // All bits that a unit's size has to divide.
+  uint64_t alignment_bits() const {
+    return reinterpret_cast<uint64_t>(data) | static_cast<uint64_t>(row_bytes | layer_stride |
+                                                                    page_stride | head_stride |
+                                                                    token_stride);
+  }
+
+ private:
+  static int64_t item_bytes(const TensorView& t) { return t.dtype().bits * t.dtype().lanes / 8; }
+
+  static Pool of_rows(const TensorView& t, const char* name) {
+    require_reachable(t, name);
+    Pool p{};
+    p.data = data_of<char>(t, name);
+    p.row_bytes = t.size(-1) * item_bytes(t);
+    return p;
+  }
+};
+
+struct Dim {
+  int64_t count, src_stride, dst_stride;  // bytes
+};
+
+// A block as contiguous runs in up to three dimensions, inner first; neighbours are merged.
+struct Runs {
+  int64_t bytes;
+  Dim dims[3] = {{1, 0, 0}, {1, 0, 0}, {1, 0, 0}};
+
+  Runs(std::initializer_list<Dim> all, int64_t row_bytes) : bytes(row_bytes) {
+    Dim sorted[3];
+    int count = 0, kept = 0;
+    for (const Dim& dim : all) {
+      if (dim.count != 1) sorted[count++] = dim;
+    }
+    std::sort(sorted, sorted + count,
+              [](const Dim& a, const Dim& b) { return a.src_stride < b.src_stride; });
+    for (int i = 0; i < count; ++i) {
+      if (kept == 0 && sorted[i].src_stride == bytes && sorted[i].dst_stride == bytes) {
+        bytes *= sorted[i].count;
+      } else {
+        dims[kept++] = sorted[i];
+      }
+    }
+  }
+
+  int64_t count() const { return dims[0].count * dims[1].count * dims[2].count; }
+};
+
+}  // namespace hisparse

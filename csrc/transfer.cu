@@ -1,0 +1,133 @@
+// gather_pages, scatter_tokens, gather_tokens by kernel: checks and launches. A call moves one pool,
+// or two alike: keys and values.
+#include "hisparse/transfer.cuh"
+
+#include "pools.h"
+
+namespace hisparse {
+namespace {
+
+struct Names {
+  const char *first, *second;
+};
+
+// Bytes that one load may move: all addresses and strides of both sides are multiples of it.
+int64_t unit_bytes(const Pool* a, const Names& a_names, const Pool* b, int64_t num_pools) {
+  int64_t unit = 16;
+  for (int64_t i = 0; i < num_pools; ++i) {
+    const uint64_t bits = a[i].alignment_bits() | b[i].alignment_bits();
+    while (bits % static_cast<uint64_t>(unit) != 0) unit /= 2;
+    if (unit < 2) {
+      TVM_FFI_THROW(ValueError) << (i == 0 ? a_names.first : a_names.second) << ": got rows of "
+                                << a[i].row_bytes << " bytes whose addresses, strides or widths "
+                                << "are odd, expected multiples of 8 (2 or 4 are slow)";
+    }
+  }
+  return unit;
+}
+
+BlockShape shape_of(const Runs& runs, int64_t unit) {
+  const int64_t run_units = runs.bytes / unit;
+  return {static_cast<int32_t>(run_units * runs.count()),
+          static_cast<int32_t>(std::max<int64_t>(run_units, 1)),
+          static_cast<int32_t>(std::max<int64_t>(runs.dims[0].count, 1)),
+          runs.dims[0].src_stride,
+          runs.dims[1].src_stride,
+          runs.dims[0].dst_stride,
+          runs.dims[1].dst_stride};
+}
+
+int32_t chunks_of(const BlockShape& shape) {
+  return (shape.units + kChunkUnits - 1) / kChunkUnits;
+}
+
+template <typename Params>
+void launch(const OnDevice& on, const char* name, int64_t unit, const Params& p) {
+  if (p.num_items == 0) return;
+  // Enough warps to cover the latency of host memory, and no more than there is work.
+  const int64_t most = 8 * on.attribute(cudaDevAttrMultiProcessorCount);
+  const int64_t warps = kTransferThreads / kWarp;
+  const dim3 grid(static_cast<unsigned>(std::min(most, (p.num_items + warps - 1) / warps)));
+  void (*kernel)(Params) = unit == 16  ? transfer_kernel<uint4, Params>
+                           : unit == 8 ? transfer_kernel<uint2, Params>
+                           : unit == 4 ? transfer_kernel<unsigned, Params>
+                                       : transfer_kernel<unsigned short, Params>;
+  on.launch(name, kernel, grid, kTransferThreads, 0, p);
+}
+
+void move_tokens(const TensorView (&tokens)[2], const Names& names, const TensorView (&pools)[2],
+                 const Names& pool_names, const TensorView& slots, int64_t num_pools,
+                 bool into_pages) {
+  const Pool token[2] = {Pool::of_tokens(tokens[0], names.first),
+                         Pool::of_tokens(tokens[1], names.second)};
+  const Pool pool[2] = {Pool::of_pages(pools[0], pool_names.first),
+                        Pool::of_pages(pools[1], pool_names.second)};
+  const int64_t unit = unit_bytes(token, names, pool, num_pools);
+  MoveTokensParams p{};
+  for (int64_t i = 0; i < num_pools; ++i) {
+    const Pool& from = into_pages ? token[i] : pool[i];
+    const Pool& to = into_pages ? pool[i] : token[i];
+    p.pool[i] = {pool[i].data,         token[i].data,         pool[i].layer_stride,
+                 pool[i].page_stride,  pool[i].token_stride,  token[i].layer_stride,
+                 token[i].token_stride};
+    const Runs runs({{pool[i].heads, from.head_stride, to.head_stride}}, pool[i].row_bytes);
+    p.shape[i] = shape_of(runs, unit);
+    p.chunks += chunks_of(p.shape[i]);
+  }
+  p.slots = data_of<const int64_t>(slots, "slots");
+  p.num_slots = pool[0].pages * pool[0].size;
+  p.num_tokens = size32(slots, 0);
+  p.page_size = static_cast<int32_t>(std::max<int64_t>(pool[0].size, 1));
+  p.chunks0 = chunks_of(p.shape[0]);
+  p.num_items = pool[0].layers * p.num_tokens * p.chunks;
+  p.into_pages = into_pages;
+  launch(OnDevice(slots), into_pages ? "scatter_tokens" : "gather_tokens", unit, p);
+}
+
+}  // namespace
+
+void gather_pages(TensorView src_k, TensorView src_v, TensorView src_pages, TensorView dst_k,
+                  TensorView dst_v, TensorView dst_pages, int64_t heads, int64_t num_pools) {
+  const Pool src[2] = {Pool::of_pages(src_k, "src.k"), Pool::of_pages(src_v, "src.v")};
+  const Pool dst[2] = {Pool::of_pages(dst_k, "dst.k"), Pool::of_pages(dst_v, "dst.v")};
+  const int64_t unit = unit_bytes(src, {"src.k or dst.k", "src.v or dst.v"}, dst, num_pools);
+  GatherPagesParams p{};
+  for (int64_t i = 0; i < num_pools; ++i) {
+    p.pool[i] = {src[i].data,        dst[i].data,         src[i].layer_stride, src[i].page_stride,
+                 src[i].head_stride, dst[i].layer_stride, dst[i].page_stride};
+    const Runs runs({{dst[i].heads, src[i].head_stride, dst[i].head_stride},
+                     {dst[i].size, src[i].token_stride, dst[i].token_stride}},
+                    dst[i].row_bytes);
+    p.shape[i] = shape_of(runs, unit);
+    p.chunks += chunks_of(p.shape[i]);
+  }
+  p.src_pages = data_of<const int32_t>(src_pages, "src_pages");
+  p.dst_pages = data_of<const int32_t>(dst_pages, "dst_pages");
+  p.src_pages_stride = src_pages.stride(0);
+  p.dst_pages_stride = dst_pages.stride(0);
+  p.num_entries = src_pages.numel();
+  p.width = size32(src_pages, 1);
+  p.num_src = static_cast<int32_t>(src[0].pages);
+  p.num_dst = static_cast<int32_t>(dst[0].pages);
+  p.heads = static_cast<int32_t>(heads);
+  p.src_heads = src[0].heads == dst[0].heads ? 0 : static_cast<int32_t>(src[0].heads);
+  p.chunks0 = chunks_of(p.shape[0]);
+  p.num_items = dst[0].layers * p.num_entries * p.chunks;
+  launch(OnDevice(src_pages), "gather_pages", unit, p);
+}
+
+void scatter_tokens(TensorView k, TensorView v, TensorView dst_k, TensorView dst_v,
+                    TensorView slots, int64_t num_pools) {
+  move_tokens({k, v}, {"k", "v"}, {dst_k, dst_v}, {"dst.k", "dst.v"}, slots, num_pools, true);
+}
+
+void gather_tokens(TensorView k, TensorView v, TensorView src_k, TensorView src_v,
+                   TensorView slots, int64_t num_pools) {
+  move_tokens({k, v}, {"k", "v"}, {src_k, src_v}, {"src.k", "src.v"}, slots, num_pools, false);
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_pages, gather_pages);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter_tokens, scatter_tokens);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_tokens, gather_tokens);
+
+}  // namespace hisparse

@@ -1,0 +1,36 @@
+"""Every operation on CUDA devices: bookkeeping and transfers in CUDA C++, the rest in Triton.
+
+Triton's operations are imported when one is first asked for: the others need no Triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hisparse.kernels.cuda_lru import lru_diff, page_table, promote_tail, rebalance, reset_rows
+from hisparse.kernels.cuda_transfer import gather_pages, gather_tokens, scatter_tokens
+
+if TYPE_CHECKING:
+    from hisparse.kernels.reference import page_score, page_summary, paged_attention, select
+
+__all__ = [
+    "gather_pages",
+    "gather_tokens",
+    "lru_diff",
+    "page_score",
+    "page_summary",
+    "page_table",
+    "paged_attention",
+    "promote_tail",
+    "rebalance",
+    "reset_rows",
+    "scatter_tokens",
+    "select",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("hisparse.kernels.triton"), name)

@@ -1,0 +1,58 @@
+"""Builds the real CUDA sources with the C++ compiler, against headers that run them as fibers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hisparse.kernels._build import cxx_compiler
+from hisparse.kernels._compile import CACHE, SOURCES, binding_flags, digest_of, produce
+
+HEADERS = Path(__file__).parent
+FLAGS = [
+    *("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Werror"),
+    # Pragmas of nvcc; bytes are read as whatever the unit of a copy is; fibers change stacks.
+    *("-Wno-unknown-pragmas", "-Wno-array-bounds", "-Wno-maybe-uninitialized"),
+    *("-fno-strict-aliasing", "-U_FORTIFY_SOURCE"),
+    # Libraries of several versions of the sources are loaded side by side and must not meet.
+    *("-fno-gnu-unique", "-fvisibility=hidden"),
+]
+
+
+@functools.cache
+def fiber_library() -> Any:
+    """The library of the sources as they are."""
+    return load(SOURCES)
+
+
+def load(sources: Path, cache: Path = CACHE) -> Any:
+    """The library of a ``csrc`` folder, built into the cache if need be."""
+    import tvm_ffi
+
+    includes = [f"-I{folder}" for folder in (HEADERS, sources, sources / "include")]
+    files = [*sorted(sources.glob("*.cu")), HEADERS / "controls.cpp"]
+    parts = [*files, *sources.glob("*.h"), *sources.glob("include/hisparse/*.cuh")]
+    parts += HEADERS.glob("*.h")
+    headers, link = binding_flags()
+    command = [cxx_compiler(), *FLAGS, *includes, *headers, "-x", "c++", *map(str, files), *link]
+    target = cache / f"fibers-{digest_of(parts, *command)}.so"
+    produce("CUDA kernels for fibers", command, target)
+    return tvm_ffi.load_module(str(target))
+
+
+def spoiled(folder: Path, changes: Mapping[str, Sequence[tuple[str, str]]]) -> Path:
+    """A copy of the sources of LRU bookkeeping; by file name, texts to replace that stand there
+    once, and what replaces them.
+    """
+    files = [SOURCES / "lru_diff.cu", SOURCES / "row_state.cu"]
+    for path in [*files, *SOURCES.glob("*.h"), *SOURCES.glob("include/*/*.cuh")]:
+        text = path.read_text()
+        for old, new in changes.get(path.name, ()):
+            assert text.count(old) == 1, f"{path.name}: {text.count(old)} times {old!r}"
+            text = text.replace(old, new)
+        target = folder / path.relative_to(SOURCES)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+    return folder

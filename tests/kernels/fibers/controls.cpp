@@ -1,0 +1,29 @@
+// What tests set on the library of fibers.
+#include "pools.h"
+
+namespace {
+
+void set_seed(int64_t seed) {
+  // Neighbouring seeds give unlike orders, and none gives the 0 that xorshift never leaves.
+  fibers::random_state = (static_cast<uint64_t>(seed) + 1) * 0x9E3779B97F4A7C15u;
+}
+
+void set_shared_limit(int64_t bytes) {
+  fibers::shared_limit = bytes < 0 ? fibers::kSharedBytes : static_cast<size_t>(bytes);
+}
+
+void set_pinned(tvm::ffi::TensorView tensor, bool pinned) {
+  if (pinned) {
+    fibers::unpinned.erase(tensor.data_ptr());
+  } else {
+    fibers::unpinned.insert(tensor.data_ptr());
+    // A tensor of an earlier test may have been here.
+    hisparse::known_pinned().erase(tensor.data_ptr());
+  }
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_seed, set_seed);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_shared_limit, set_shared_limit);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(set_pinned, set_pinned);

@@ -1,0 +1,200 @@
+"""What the CUDA operations promise beyond the contract suite, on fibers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from hisparse.errors import KernelError
+from hisparse.kernels import (
+    LruDiff,
+    RowState,
+    _build_cuda,
+    gather_pages,
+    gather_tokens,
+    lru_diff,
+    page_table,
+    promote_tail,
+    scatter_tokens,
+)
+from hisparse.kernels.cuda_checks import set_checked
+from hisparse.kernels.cuda_transfer import copy_pages
+from hisparse.types import PagedKV
+from tests.kernels.test_transfer import LAYOUTS, assert_same_bytes, pages
+from tests.kernels.world import World, i32
+
+
+@pytest.fixture
+def unchecked(fibers: str) -> str:
+    """As it is served: nothing is read back. (The fixture puts checked mode back.)"""
+    set_checked(False)
+    return fibers
+
+
+@pytest.fixture
+def small_shared_memory(fibers: str) -> Iterator[str]:
+    """A device on which no selection fits into shared memory."""
+    _build_cuda.call_cuda("set_shared_limit", 1024)
+    yield fibers
+    _build_cuda.call_cuda("set_shared_limit", -1)
+
+
+def full_state(rows: int, slots: int, capacity: int) -> RowState:
+    order = torch.arange(slots, dtype=torch.int32).repeat(rows, 1)
+    order[:, capacity:] = -1
+    return RowState(torch.full_like(order, -1), order, order.clone())
+
+
+def wide_trace(impl: str, steps: int, width: int, slots: int, num_pages: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    state, results = full_state(2, slots, slots - 3), []
+    for _ in range(steps):
+        chosen = [torch.randperm(num_pages, generator=generator)[:width] for _ in range(2)]
+        table = torch.randperm(num_pages, generator=generator).int().repeat(2, 1)
+        diff = lru_diff(
+            torch.stack(chosen).int(), table, i32([slots - 3] * 2), i32([2]), state, impl=impl
+        )
+        results += [t.clone() for t in (*diff, *state)]
+    return results
+
+
+def test_the_size_of_the_goal_agrees_with_the_reference(fibers: str) -> None:
+    """2,048 of 4,096 slots: blocks of 1,024 threads, lists of 72 KB in shared memory."""
+    sizes = (2, 2048, 4096, 5000)
+    assert all(map(torch.equal, wide_trace(fibers, *sizes), wide_trace("reference", *sizes)))
+
+
+def test_a_selection_too_wide_for_shared_memory_uses_scratch(small_shared_memory: str) -> None:
+    state = full_state(1, 400, 400)
+    assert (
+        _build_cuda.call_cuda("lru_diff_scratch_bytes", i32([[0] * 300]), state.slot_pages) > 1024
+    )
+    sizes = (4, 300, 400, 700)
+    got = wide_trace(small_shared_memory, *sizes)
+    assert all(map(torch.equal, got, wide_trace("reference", *sizes)))
+
+
+@pytest.mark.parametrize(
+    ("change", "selection"),
+    [
+        pytest.param({}, [[1, 2, 3, 4, 5]], id="more-pages-than-slots"),
+        pytest.param({}, [[1, 20, -1, -1, -1]], id="page-beyond-the-table"),
+        pytest.param({"capacity": i32([7])}, [[1, 2, 3, -1, -1]], id="capacity-beyond-the-tables"),
+        pytest.param({"rows": torch.tensor([3])}, [[1, 2, 3, -1, -1]], id="no-such-row"),
+        pytest.param({"order": 9}, [[1, 2, 3, -1, -1]], id="no-such-slot"),
+    ],
+)
+def test_a_row_that_cannot_be_served_is_marked_and_unchanged(
+    unchecked: str, change: dict[str, object], selection: list[list[int]]
+) -> None:
+    state = full_state(3, 6, 4)
+    state.slot_pages[0, :4] = i32([7, 1, 8, 9])
+    if "order" in change:
+        state.lru_order[0, 2] = 9
+    before = [t.clone() for t in state]
+    out = LruDiff(*(torch.full((1, 5), 77).int() for _ in range(3)), i32([7]), i32([7]))
+    diff = lru_diff(
+        i32(selection),
+        i32([list(range(20))]),
+        change.get("capacity", i32([4])),
+        i32([1]),
+        state,
+        rows=change.get("rows", torch.tensor([0])),
+        out=out,
+        impl=unchecked,
+    )
+    assert [t.tolist() for t in diff] == [[[-1] * 5]] * 3 + [[0], [-1]]
+    assert all(map(torch.equal, state, before))
+
+
+def test_indices_out_of_range_touch_nothing(unchecked: str) -> None:
+    pool, pair = pages("page_head", 4, 2, 4, (8, 8)), i32([[0, 1]])
+    before = PagedKV(pool.k.clone(), pool.v.clone())
+    gather_pages(pool, i32([[4, 2**31 - 1]]), pool, pair, impl=unchecked)
+    gather_pages(pool, pair, pool, i32([[4, 2**31 - 1]]), impl=unchecked)
+    token = torch.ones(2, 2, 8)
+    scatter_tokens(token, token, pool, torch.tensor([16, -1]), impl=unchecked)
+    assert_same_bytes(pool, before)
+    table = page_table(i32([[5]]), torch.tensor([0, 2]), i32([[3], [0]]), impl=unchecked)
+    assert table.tolist() == [[-1], [-1]]
+
+
+def test_checked_mode_names_what_is_out_of_range(fibers: str) -> None:
+    pool, pair = pages("page_head", 4, 2, 4, (8, 8)), i32([[0, 1]])
+    with pytest.raises(KernelError, match="src_pages: got 4, expected -1 to 3"):
+        gather_pages(pool, i32([[0, 4]]), pool, pair, impl=fibers)
+    with pytest.raises(KernelError, match="slots: got -1, expected 0 to 15"):
+        gather_tokens(pool, torch.tensor([-1]), impl=fibers)
+    with pytest.raises(KernelError, match="selection: row 0 cannot be served, .* capacity 1"):
+        lru_diff(
+            i32([[1, 2]]), i32([[0] * 3]), i32([1]), i32([1]), full_state(1, 1, 1), impl=fibers
+        )
+    world = World(1, 4, Random(0), fibers)
+    full = torch.tensor([True])
+    args = (torch.tensor([5]), i32([0]), full, i32([4]), world.layer(0), world.tails[0])
+    with pytest.raises(KernelError, match="rows: got 5, expected 0 to 0"):
+        promote_tail(*args, impl=fibers)
+
+
+def test_rows_that_are_not_contiguous_or_odd_are_refused(fibers: str) -> None:
+    good, pair = pages("page_head", 4, 2, 4, (8, 8)), i32([[0, 1]])
+    strided = PagedKV(torch.zeros(4, 2, 4, 16)[..., ::2], good.v)
+    with pytest.raises(KernelError, match="src.k: got stride 2 in its last dimension, expected 1"):
+        gather_pages(strided, pair, good, pair, impl=fibers)
+    with pytest.raises(KernelError, match="dst.k: got stride 2 in its last dimension"):
+        scatter_tokens(
+            torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), strided, pair[0, :1].long(), impl=fibers
+        )
+    odd = PagedKV(*(torch.zeros(4, 2, 4, 5, dtype=torch.uint8) for _ in "kv"))
+    with pytest.raises(KernelError, match="src.k or dst.k: got rows of 5 bytes .* expected multip"):
+        gather_pages(odd, pair, odd, pair, impl=fibers)
+    memory = torch.zeros(4 * 2 * 4 * 8 + 1, dtype=torch.uint8)[1:].view(4, 2, 4, 8)
+    even = torch.zeros(4, 2, 4, 8, dtype=torch.uint8)
+    shifted, plain = PagedKV(even, memory), PagedKV(even, even.clone())
+    with pytest.raises(KernelError, match="src.v or dst.v: got rows of 8 bytes"):
+        gather_pages(shifted, pair, plain, pair, impl=fibers)
+    state = RowState(*(torch.zeros(1, 8, dtype=torch.int32)[:, ::2] for _ in range(3)))
+    with pytest.raises(KernelError, match="slot_pages: got stride 2 in its last dimension"):
+        lru_diff(i32([[0]]), i32([[0]]), i32([4]), i32([1]), state, impl=fibers)
+
+
+def test_unpinned_host_memory_is_refused(fibers: str) -> None:
+    pool, pair = pages("page_head", 4, 2, 4, (8, 8)), i32([[0, 1]])
+    for name, tensor in (("src.k", pool.k), ("src.v", pool.v)):
+        _build_cuda.call_cuda("set_pinned", tensor, False)
+        with pytest.raises(KernelError, match=f"{name}: got unpinned host memory, expected device"):
+            gather_pages(pool, pair, PagedKV(pool.k.clone(), pool.v.clone()), pair, impl=fibers)
+        _build_cuda.call_cuda("set_pinned", tensor, True)
+
+
+@pytest.mark.parametrize("to", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("heads", [1, 3], ids=["whole", "per-head"])
+def test_the_copy_engine_gives_the_kernel_s_bytes(
+    fibers: str, layout: str, to: str, heads: int
+) -> None:
+    torch.manual_seed(0)
+    src = pages(layout, 20, 3, 4, (8, 16))
+    dst, expected = (pages(to, 30, 3 if heads == 1 else 1, 4, (8, 16), fill=5.0) for _ in "ab")
+    src_pages = i32([[3, 4, 5, -1, 6, 9], [10, 11, 12, 0, 1, 2], [7, 7, 8, 8, -1, 19]])
+    dst_pages = i32([[0, 1, 2, 29, 3, 4], [5, 6, 7, 10, 11, 12], [20, 21, -1, 22, 23, 24]])
+    assert copy_pages(tuple(src), src_pages, tuple(dst), dst_pages, heads, 0)
+    gather_pages(src, src_pages, expected, dst_pages, heads=heads, impl=fibers)
+    assert_same_bytes(dst, expected)
+
+
+def test_the_copy_engine_is_left_alone_where_calls_are_small(fibers: str) -> None:
+    src, dst = (pages("page_head", 9, 1, 4, (8, 8), fill=x) for x in (1.0, 2.0))
+    ids, apart = i32([[0, 1, 2, 3]]), i32([[0, 2, 4, 6]])
+    whole = 4 * 4 * 8 * 4  # bytes of the four pages, which one call moves
+    assert not copy_pages(tuple(src), ids, tuple(dst), ids, 1, whole + 1)
+    assert not copy_pages(tuple(src), apart, tuple(dst), ids, 1, whole)
+    assert (dst.k == 2).all()
+    assert copy_pages(tuple(src), ids, tuple(dst), ids, 1, whole)
+    assert (dst.k[:4] == 1).all()
+    with pytest.raises(KernelError, match="dst_pages: got 9, expected at most 8"):
+        copy_pages(tuple(src), ids, tuple(dst), ids + 6, 1, 0)

@@ -1,0 +1,89 @@
+"""Building CUDA kernels: nvcc is found or its absence is said; sources compile without spills."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hisparse.errors import KernelError
+from hisparse.kernels import _build_cuda, _compile, _impl, cuda, reference
+from scripts.compile_cuda import ARCHS, parse
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def no_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without nvcc, and with an empty cache, whose path is returned."""
+    monkeypatch.setattr(_build_cuda, "find_nvcc", lambda: None)
+    monkeypatch.setattr(_build_cuda, "CACHE", tmp_path)
+    return tmp_path
+
+
+def test_nvcc_is_looked_for_in_cuda_home_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert _build_cuda.find_nvcc() == str(nvcc)
+
+
+def test_without_nvcc_a_library_of_these_sources_will_do(no_nvcc: Path) -> None:
+    with pytest.raises(_compile.CannotBuildError, match="no nvcc found"):
+        _build_cuda.build_cuda("sm_90")
+    name = f"cuda-sm_90-{_compile.digest_of(_build_cuda.cuda_sources()[1])}-0123456789abcdef.so"
+    (no_nvcc / name).write_bytes(b"")
+    (no_nvcc / name.replace(".so", ".partial.so")).write_bytes(b"")
+    assert _build_cuda.build_cuda("sm_90") == no_nvcc / name
+    with pytest.raises(_compile.CannotBuildError, match="no nvcc found"):
+        _build_cuda.build_cuda("sm_80")
+
+
+def test_building_ahead_says_what_cannot_be_built(no_nvcc: Path) -> None:
+    built = _build_cuda.build_all(["sm_90"])
+    assert isinstance(built["cpu"], Path)
+    assert "no nvcc found" in str(built["cuda sm_90"])
+
+
+def test_tensors_of_cuda_go_to_the_reference_without_a_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host, device = torch.device("cpu"), torch.device("cuda", 0)
+    monkeypatch.setattr(_build_cuda, "cuda_library", lambda: None)
+    assert _impl.implementation("auto", host, device) is reference
+    with pytest.raises(KernelError, match="implementation 'cuda': the library cannot be built"):
+        _impl.implementation("cuda", device)
+    monkeypatch.setattr(_build_cuda, "cuda_library", object)
+    assert _impl.implementation("auto", host, device) is cuda
+    with pytest.raises(KernelError, match="implementation 'cuda': tensors are on cpu"):
+        _impl.implementation("cuda", host)
+
+
+def test_all_implementations_have_all_operations() -> None:
+    assert cuda.__all__ == reference.__all__
+    with pytest.raises(AttributeError, match="no attribute 'gather'"):
+        cuda.gather  # noqa: B018
+
+
+def test_the_compiler_s_report_is_read() -> None:
+    log = """ptxas info    : Compiling entry function '_Z1kv' for 'sm_90'
+ptxas info    : Function properties for _Z1kv
+    16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 32 bytes smem"""
+    assert parse("a.cu", log) == [("a.cu", "sm_90", "_Z1kv", 255, 12, 16, 32)]
+
+
+@pytest.mark.skipif(_build_cuda.find_nvcc() is None, reason="no nvcc")
+def test_every_kernel_compiles_without_warnings_and_spills() -> None:
+    command = [sys.executable, "scripts/compile_cuda.py"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    kernels = result.stdout.splitlines()[1:]
+    assert len(kernels) == 15 * len(ARCHS)
