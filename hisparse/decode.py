@@ -83,20 +83,20 @@ class DecodeAttention:
         out = q.new_empty(*q.shape[:-1], self._policy.kv.v_head_dim, dtype=torch.float32)
         seq_lens = step.num_pages * size + step.tail_lens
         manager.counters.count_tokens(int(step.seq_lens_cpu.sum()) * self._policy.heads)
-        group = manager.staging_pages
-        for start in range(0, q.shape[0], group):
-            own = slice(start, start + group)
-            queries, table = q[own], step.host_page_table[own, : step.max_pages + 1]
+        # One request after the other: tiles, and so the order of the sums, depend on it alone.
+        for request in range(q.shape[0]):
+            own = slice(request, request + 1)
+            num_pages = -(-int(step.seq_lens_cpu[request]) // size)
+            queries, table = q[own], step.host_page_table[own, :num_pages]
             out[own] = self._attend_tiles(layer_id, queries, table, seq_lens[own]).out
         return out
 
     def _attend_tiles(
         self, layer_id: int, q: Tensor, host_pages: Tensor, seq_lens: Tensor
     ) -> Attended:
-        """``host_pages [B, P]``, at most ``staging_pages`` requests at a time."""
+        """``q [1, Hq, D]``, ``host_pages [1, P]``."""
         manager, size = self._manager, self._policy.kv.page_size
-        batch, total = host_pages.shape
-        width = manager.staging_pages // batch
+        total, width = host_pages.shape[1], manager.staging_pages
         attended: Attended | None = None
         for first in range(0, total, width):
             pages = host_pages[:, first : first + width]

@@ -30,7 +30,8 @@ class TorchAdapter(BackendAdapter):
     def attend_prefill(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
     ) -> Attended:
-        if q.device.type == "cpu":
+        # PyTorch's fused kernel wants values as wide as keys.
+        if q.device.type == "cpu" and k.shape[-1] == v.shape[-1]:
             return self._fused_cpu(q, k, v, scale, causal)
         return self._blocked(q, k, v, scale, causal)
 

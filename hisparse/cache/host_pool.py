@@ -80,7 +80,8 @@ def _zeros(shape: list[int], dtype: torch.dtype, *, pin: bool) -> Tensor:
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if pin or num_bytes == 0:
         return torch.zeros(shape, dtype=dtype, pin_memory=pin)
-    memory = mmap.mmap(-1, num_bytes)
+    # Private: what is shared is a file in memory to the kernel, which as a rule has no huge pages.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # A kernel without huge pages.
             memory.madvise(mmap.MADV_HUGEPAGE)

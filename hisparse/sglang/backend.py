@@ -108,12 +108,18 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
                 f"(save_kv_cache={save_kv_cache}); "
                 "this model writes or shares K/V in a way that hisparse does not serve"
             )
-        spec = self._spec
+        unknown = sorted(name for name, value in kwargs.items() if value is not None)
+        if unknown:
+            raise HiSparseError(
+                f"layer {layer.layer_id} attends with {', '.join(unknown)}, which hisparse does "
+                "not do; it serves plain softmax attention over q, k and v"
+            )
+        spec, tokens = self._spec, k.shape[0]
         out = self.coordinator.attention(
             layer.layer_id - self._first_layer,
-            q.reshape(-1, spec.num_q_heads, spec.head_dim),
-            k.reshape(-1, spec.num_kv_heads, spec.head_dim),
-            v.reshape(-1, spec.num_kv_heads, spec.v_head_dim),
+            q.reshape(tokens, spec.num_q_heads, spec.head_dim),
+            k.reshape(tokens, spec.num_kv_heads, spec.head_dim),
+            v.reshape(tokens, spec.num_kv_heads, spec.v_head_dim),
         )
         if layer.layer_id == self._last_layer:
             self.coordinator.forward_end()

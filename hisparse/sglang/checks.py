@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import psutil
+import torch
 
 from hisparse.config import HiSparseConfig, build_algorithm, resolve_memory
 from hisparse.errors import ConfigError
@@ -13,6 +14,9 @@ from hisparse.errors import ConfigError
 __all__ = ["BACKEND", "after_resolution", "before_resolution", "is_requested"]
 
 BACKEND = "hisparse"
+
+#: SGLang's page size where selections are token-wise and none is given.
+_TOKEN_WISE_PAGE = 16
 
 #: Fields of SGLang's arguments that must have one of these values: field, allowed, flag.
 _MUST_BE: tuple[tuple[str, tuple[object, ...], str], ...] = (
@@ -25,6 +29,8 @@ _MUST_BE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("attn_cp_size", (1,), "--attn-cp-size"),
     ("dcp_size", (1,), "--dcp-size"),
     ("pp_size", (1,), "--pp-size"),
+    ("dp_size", (1,), "--dp-size"),
+    ("enable_streaming_session", (False,), "--enable-streaming-session"),
     ("enable_memory_saver", (False,), "--enable-memory-saver"),
     ("kv_cache_dtype", ("auto", "bf16", "bfloat16", "float16", "float32"), "--kv-cache-dtype"),
     ("enable_kv_cache_sharding", (False,), "--enable-kv-cache-sharding"),
@@ -38,6 +44,13 @@ _MUST_BE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("enable_torch_compile", (False,), "--enable-torch-compile"),
     ("dllm_algorithm", (None,), "--dllm-algorithm"),
 )
+
+_KV_DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 
 
 def is_requested(server_args: Any) -> bool:
@@ -54,7 +67,7 @@ def before_resolution(server_args: Any) -> None:
     build_algorithm(config)
     resolve_memory(config.host_memory, psutil.virtual_memory().available, "host_memory")
     if server_args.page_size is None:
-        server_args.page_size = config.page_size
+        server_args.page_size = config.page_size if config.page_size > 1 else _TOKEN_WISE_PAGE
     # The decode step is not captured in CUDA graphs yet.
     server_args.disable_cuda_graph = True
 
@@ -85,6 +98,10 @@ def after_resolution(server_args: Any) -> None:
             f"--max-total-tokens is {tokens}; expected at least device_buffer_size "
             f"({config.device_buffer_size}): raise it, or lower budget and device_buffer_size"
         )
+    if view.page_size == config.page_size == 1:
+        # Beam search, which SGLang allows with pages of one token only, hands tokens from request
+        # to request behind the rows' back.
+        raise ConfigError("--page-size is 1; hisparse needs 2 or more (its own page_size may be 1)")
     if view.page_size % config.page_size:
         raise ConfigError(
             f"page_size is {config.page_size} but --page-size is {view.page_size}; hisparse's "
@@ -120,6 +137,12 @@ def _check_model(server_args: Any) -> None:
         raise ConfigError(
             f"{name} has sliding-window attention; hisparse serves models with full attention in "
             "every layer"
+        )
+    wanted = _KV_DTYPES.get(str(server_args.kv_cache_dtype).lower())
+    if wanted not in (None, model.dtype):
+        raise ConfigError(
+            f"--kv-cache-dtype is {server_args.kv_cache_dtype} but {name} runs in {model.dtype}; "
+            "hisparse stores K and V as the model computes them: use auto"
         )
     if model.is_encoder_decoder:
         raise ConfigError(f"{name} is an encoder-decoder model; hisparse serves decoders")

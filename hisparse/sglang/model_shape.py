@@ -45,12 +45,19 @@ def read_model_shape(model: Any, dtype: torch.dtype, page_size: int) -> tuple[KV
         and not m.logit_cap
         and m.sliding_window_size <= 0
         and m.xai_temperature_len <= 0
+        and not m.use_irope
         for m in layers
     )
     if not plain:
         raise ConfigError(
-            "a layer of the model has cross attention, capped logits, a sliding window or "
-            "temperature scaling; hisparse serves plain causal attention"
+            "a layer of the model has cross attention, capped logits, a sliding window, chunks "
+            "or temperature scaling; hisparse serves plain causal attention"
+        )
+    ids = sorted(m.layer_id for m in layers)
+    if ids != list(range(ids[0], ids[0] + len(ids))):
+        raise ConfigError(
+            f"the model's attention layers have numbers {ids}; hisparse serves models with "
+            "attention in every layer"
         )
     q_heads, kv_heads, head_dim, v_head_dim, scale = shapes.pop()
     spec = KVSpec(

@@ -60,6 +60,16 @@ def test_prefill(tokens: int, causal: bool, way: str) -> None:
             assert_close(lse[token, head].double(), expected.lse[0], rtol=1e-4, atol=1e-5)
 
 
+def test_values_narrower_than_keys() -> None:
+    q, k, v = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 8)
+    out, lse = ADAPTER.attend_prefill(q, k, v, 0.25, causal=False)
+    assert out.shape == (5, 4, 8)
+    for head in range(4):
+        expected = oracle(q[:, head], k[:, head // 2], v[:, head // 2], 0.25)
+        assert_close(out[:, head].double(), expected.out, rtol=1e-4, atol=1e-5)
+        assert_close(lse[:, head].double(), expected.lse, rtol=1e-4, atol=1e-5)
+
+
 def test_parts_merge_to_the_whole_also_when_one_is_empty() -> None:
     q, k, v = torch.randn(4, 16), *torch.randn(2, 20, 16)
     whole = oracle(q, k, v, 0.3)

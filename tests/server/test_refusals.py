@@ -55,8 +55,9 @@ def refusal(resolve: Resolve, *flags: str, **options: object) -> str:
 def test_what_can_be_served_is_not_refused(resolve: Resolve) -> None:
     resolve()
     resolve("--page-size", "64", config={"top_k": 512})
-    resolve("--chunked-prefill-size", "256", "--kv-cache-dtype", "bfloat16")
+    resolve("--chunked-prefill-size", "256", "--kv-cache-dtype", "auto")
     assert resolve(config={"page_size": 32}).page_size == 32
+    assert resolve(config={"page_size": 1}).page_size == 16
 
 
 CONFIGS = {
@@ -108,6 +109,9 @@ FLAGS = {
     "context parallelism": ("--tp-size", "2", "--attn-cp-size", "2"),
     "decode context parallelism": ("--tp-size", "2", "--dcp-size", "2"),
     "pipeline parallelism": ("--pp-size", "2"),
+    "data parallelism": ("--dp-size", "2"),
+    "streaming sessions": ("--enable-streaming-session",),
+    "KV of another dtype": ("--kv-cache-dtype", "bfloat16"),
     "memory saver": ("--enable-memory-saver",),
     "fp8 KV": ("--kv-cache-dtype", "fp8_e4m3"),
     "KV sharding": ("--enable-kv-cache-sharding",),
@@ -134,6 +138,12 @@ def test_hisparse_for_one_phase_only(resolve: Resolve, phase: str) -> None:
 def test_a_page_that_does_not_divide_that_of_sglang(resolve: Resolve, page_size: str) -> None:
     message = refusal(resolve, "--page-size", page_size)
     assert f"page_size is 16 but --page-size is {page_size}" in message
+
+
+def test_pages_of_one_token(resolve: Resolve) -> None:
+    """With them SGLang serves beam search, which would take a row's history from under it."""
+    message = refusal(resolve, "--page-size", "1", config={"page_size": 1})
+    assert "--page-size is 1; hisparse needs 2 or more" in message
 
 
 @pytest.mark.parametrize("name", ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "SGLANG_USE_HND_KVCACHE"])
