@@ -2,10 +2,12 @@
 # make test    everything that CI runs
 # make lint    the part of it that takes seconds
 # make setup   .venv/, which the others make themselves
+# make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, sanitizers, speed
+# make gpu-wheels  what gpu-check needs besides, as wheels for such a machine without an index
 # make clean   delete what the others made in this folder (models stay in ~/.cache/hisparse)
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test lint setup clean
+.PHONY: demo test lint setup gpu-check gpu-wheels clean
 
 export PYTHONUNBUFFERED := 1
 python := .venv/bin/python
@@ -23,6 +25,15 @@ lint: setup
 
 setup:
 	@scripts/setup.sh
+
+# The GPU machine's own Python, which has PyTorch: GPU_PYTHON=/path/to/python to choose.
+GPU_PYTHON ?= python3
+
+gpu-check:
+	@$(GPU_PYTHON) scripts/gpu_check.py
+
+gpu-wheels:
+	@scripts/gpu_wheels.sh
 
 clean:
 	rm -rf .venv build dist *.egg-info cpu_standins/build cpu_standins/*.egg-info

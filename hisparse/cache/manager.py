@@ -24,6 +24,7 @@ from hisparse.kernels import (
     reset_rows,
     scatter_tokens,
 )
+from hisparse.kernels.cuda_checks import set_checked
 from hisparse.metrics import CacheCounters
 from hisparse.types import PagedKV, Selection
 
@@ -53,6 +54,7 @@ class SparseKVCacheManager:
         checked: bool = False,
     ) -> None:
         self._checked = checked
+        set_checked(checked)
         self.host = host
         self.device = device
         self.planner = planner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
@@ -17,12 +18,17 @@ __all__ = ["IMPLEMENTATIONS", "implementation"]
 _Devices = tuple[torch.device, ...]
 
 
+@functools.cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"hisparse.kernels.{name}")
+
+
 def _cpu(devices: _Devices) -> ModuleType | str:
     if any(device.type != "cpu" for device in devices):
         return _places(devices)
     if cpu_library() is None:
         return "the library cannot be built"
-    return importlib.import_module("hisparse.kernels.cpu")
+    return _module("cpu")
 
 
 def _cuda(devices: _Devices) -> ModuleType | str:
@@ -33,7 +39,7 @@ def _cuda(devices: _Devices) -> ModuleType | str:
         return _places(devices)
     if cuda_library() is None:
         return "the library cannot be built"
-    return importlib.import_module("hisparse.kernels.cuda")
+    return _module("cuda")
 
 
 def _triton(devices: _Devices) -> ModuleType | str:

@@ -1,7 +1,11 @@
-"""Every kernel test runs once for each implementation that can run here."""
+"""Every kernel test runs once for each implementation that can run here.
+
+With HISPARSE_TEST_CUDA=1 (``make gpu-check``) it runs on the GPU instead.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +14,7 @@ import torch
 
 from hisparse.kernels import _build_cuda, _impl, cuda_checks
 from tests.kernels.fibers import build, orders
+from tests.kernels.gpu import on_gpu
 
 ON_FIBERS = "cuda-on-cpu"
 # The tests whose operations are CUDA C++; the others' are in Triton.
@@ -29,17 +34,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = ["reference", "cpu"]
     if metafunc.module.__name__.rpartition(".")[2] in _CUDA_TESTS:
         names.append(ON_FIBERS)
+    if os.environ.get("HISPARSE_TEST_CUDA") == "1":
+        names = [on_gpu.ON_GPU]
     metafunc.parametrize("impl", names, indirect=True, scope="session")
 
 
 @pytest.fixture(scope="session")
 def impl(request: pytest.FixtureRequest) -> Iterator[str]:
     name = str(request.param)
-    if name != ON_FIBERS:
-        yield name
-        return
     with pytest.MonkeyPatch.context() as patch:
-        run_on_fibers(patch)
+        if name == ON_FIBERS:
+            run_on_fibers(patch)
+        elif name == on_gpu.ON_GPU:
+            patch.setattr(cuda_checks, "_checked", True)
+            patch.setitem(_impl._LOADERS, on_gpu.ON_GPU, lambda devices: on_gpu)
         yield name
 
 

@@ -1,0 +1,216 @@
+"""What ``make gpu-check`` runs: correctness first, then speed, on a machine with a CUDA GPU.
+
+Needs PyTorch with CUDA and nvcc; pytest, hypothesis, apache-tvm-ffi, rich and psutil are taken from
+where they are installed, or from wheels (see --wheels). What is missing is said and left out; a
+benchmark of a kernel whose tests failed is not run. Writes one JSON file and prints one table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+NEEDED = {"tvm_ffi": "apache-tvm-ffi", "pytest": "pytest", "hypothesis": "hypothesis"} | {
+    name: name for name in ("numpy", "psutil", "rich")
+}
+#: Part of the suite to the benchmarks that stand on it.
+SUITES = {
+    "lru": ["test_lru_diff.py", "test_rebalance.py", "test_page_table.py"],
+    "transfer": ["test_transfer.py", "test_transfer_layers.py"],
+    "attention": ["test_attention.py", "test_select.py", "test_page_summary.py"],
+    "graphs": ["gpu/test_graphs.py"],
+}
+BENCHES = {
+    "lru-diff": (["lru"], ["lru-diff", "--rows", "32"]),
+    "transfer": (
+        ["transfer"],
+        ["transfer", "--pool-bytes", str(20 << 30), "--page-bytes", "4096", "--pages", "4096"],
+    ),
+    "swap-in 656 B x 1": (["lru", "transfer"], ["swap-in", "--row-bytes", "656"]),
+    "swap-in 1152 B x 1": (["lru", "transfer"], ["swap-in", "--row-bytes", "1152"]),
+    "swap-in 656 B x 64": (["lru", "transfer"], ["swap-in", "--row-bytes", "656", "--batch", "64"]),
+    "swap-in 1152 B x 64": (
+        ["lru", "transfer"],
+        ["swap-in", "--row-bytes", "1152", "--batch", "64"],
+    ),
+    "decode 32k": (["lru", "transfer", "attention"], ["decode", "--dtype", "bfloat16"]),
+    "decode 8k": (
+        ["lru", "transfer", "attention"],
+        ["decode", "--dtype", "bfloat16", "--context", "8192"],
+    ),
+}
+SWAP_IN_POOL = str(20 << 30)
+SANITIZED = "tests/kernels/gpu/small_case.py"
+
+
+class Check:
+    """Runs the steps within a time limit and keeps what came of them."""
+
+    def __init__(self, limit_s: float, env: dict[str, str]) -> None:
+        self._end = time.monotonic() + limit_s
+        self._env = env
+        self.steps: list[dict[str, Any]] = []
+
+    def run(self, name: str, command: Sequence[str], limit_s: float) -> dict[str, Any]:
+        """One step; it fails if it ends badly or not in time."""
+        left = min(limit_s, self._end - time.monotonic())
+        if left <= 1:
+            return self.skip(name, "no time is left")
+        start = time.monotonic()
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=self._env, capture_output=True, text=True, timeout=left
+            )
+            status = "passed" if done.returncode == 0 else "failed"
+            out, err = done.stdout, done.stderr
+        except subprocess.TimeoutExpired as late:
+            status, out, err = "failed", _text(late.stdout), f"not done in {left:.0f} s"
+        step = {"step": name, "status": status, "seconds": round(time.monotonic() - start, 1)}
+        step["output"] = out[-20000:] if status == "passed" else (out + err)[-6000:]
+        return self._keep(step)
+
+    def skip(self, name: str, why: str) -> dict[str, Any]:
+        """A step that cannot run here."""
+        return self._keep({"step": name, "status": "skipped", "seconds": 0.0, "output": why})
+
+    def _keep(self, step: dict[str, Any]) -> dict[str, Any]:
+        self.steps.append(step)
+        first = step["output"].strip().splitlines()[-1:] if step["status"] != "passed" else []
+        print(f"{step['status']:8}{step['seconds']:7.1f} s  {step['step']}", *first, flush=True)
+        return step
+
+    def passed(self, name: str) -> bool:
+        """Whether the step ``name`` ran and passed."""
+        return any(s["step"] == name and s["status"] == "passed" for s in self.steps)
+
+
+def main() -> int:
+    """Exit code 0 if whatever could run passed, 1 if not, 2 if there is nothing to check."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="JSON file (bench/results/DATE-gpu-check-COMMIT)")
+    parser.add_argument("--limit", type=float, default=480, help="seconds for all of it (480)")
+    parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "gpu-wheels")
+    arguments = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("gpu-check: error: PyTorch finds no CUDA GPU here, expected one", file=sys.stderr)
+        return 2
+    check = Check(arguments.limit, _environment(arguments.wheels))
+    missing = _missing()
+    if missing:
+        print(
+            f"gpu-check: error: not installed: {', '.join(missing)}; install them, or put their "
+            f"wheels into {arguments.wheels} (make gpu-wheels)",
+            file=sys.stderr,
+        )
+        return 2
+    run_all(check)
+    report = describe(torch) | {"steps": check.steps}
+    out = arguments.out or _default_out(report)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    print_speeds(check.steps)
+    print(f"wrote {out}")
+    return 1 if any(step["status"] == "failed" for step in check.steps) else 0
+
+
+def run_all(check: Check) -> None:
+    """Build, tests by part, sanitizers, then the benchmarks of what is right."""
+    python = sys.executable
+    check.run("build", [python, "-m", "hisparse", "build"], 120)
+    for part, files in SUITES.items():
+        paths = [f"tests/kernels/{file}" for file in files]
+        check.run(part, [python, "-m", "pytest", "-q", "-x", *paths], 150)
+    sanitizer = shutil.which("compute-sanitizer")
+    for tool in ("memcheck", "racecheck"):
+        if sanitizer is None:
+            check.skip(tool, "compute-sanitizer is not installed")
+            continue
+        command = [sanitizer, "--tool", tool, "--error-exitcode", "9", python, SANITIZED]
+        check.run(tool, command, 90)
+    for name, (parts, arguments) in BENCHES.items():
+        wrong = [part for part in parts if not check.passed(part)]
+        if wrong:
+            check.skip(f"bench {name}", f"the tests of {', '.join(wrong)} did not pass")
+            continue
+        more = ["--pool-bytes", SWAP_IN_POOL] if arguments[0] == "swap-in" else []
+        command = [python, "-m", "hisparse", "bench", *arguments, *more]
+        check.run(f"bench {name}", [*command, "--device", "cuda", "--json"], 90)
+
+
+def print_speeds(steps: Sequence[dict[str, Any]]) -> None:
+    """A line for each implementation in each benchmark that passed its own check."""
+    for step in steps:
+        if not step["step"].startswith("bench ") or step["status"] != "passed":
+            continue
+        for case in json.loads(step["output"])["cases"]:
+            for result in case["results"]:
+                speed = "" if result["gb_s"] is None else f"{result['gb_s']:8.1f} GB/s"
+                name, impl = step["step"], result["impl"]
+                print(f"{name:26} {impl:14} {result['median_us']:10.1f} us {speed}")
+
+
+def describe(torch: Any) -> dict[str, Any]:
+    """The machine and the versions."""
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
+    for package in ("triton", "apache-tvm-ffi", "sglang", "sglang-kernel", "flashinfer-python"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True)
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    return {
+        "command": "gpu-check",
+        "date": datetime.now(timezone.utc).isoformat("T", "seconds"),
+        "device": torch.cuda.get_device_name(),
+        "commit": os.environ.get("HISPARSE_COMMIT", commit),
+        "versions": versions | {"cuda": torch.version.cuda},
+        "nvcc": nvcc.stdout.strip().splitlines()[-1:],
+    }
+
+
+def _environment(wheels: Path) -> dict[str, str]:
+    """The steps' environment; wheels are unpacked, for pip may have no index to ask."""
+    env = os.environ | {"HISPARSE_TEST_CUDA": "1", "PYTHONUNBUFFERED": "1"}
+    paths = [str(ROOT)]
+    found = sorted(wheels.glob("*.whl"))
+    if found:
+        site = wheels / "site"
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+        subprocess.run([*command, "--upgrade", "--target", str(site), *map(str, found)], check=True)
+        paths.append(str(site))
+        sys.path.append(str(site))
+    env["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [env.get("PYTHONPATH")])])
+    return env
+
+
+def _missing() -> list[str]:
+    return [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
+
+
+def _default_out(report: dict[str, Any]) -> Path:
+    day = report["date"][:10]
+    return ROOT / "bench" / "results" / f"{day}-gpu-check-{report['commit']}.json"
+
+
+def _text(out: object) -> str:
+    return out.decode(errors="replace") if isinstance(out, bytes) else str(out or "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""``make gpu-check``: what it says and leaves out; the GPU's part of it runs only where one is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.gpu_check import BENCHES, ROOT, SUITES, Check, print_speeds, run_all
+
+PYTHON = sys.executable
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to check")
+def test_without_a_gpu_it_says_so_in_one_line() -> None:
+    done = subprocess.run(
+        [PYTHON, "scripts/gpu_check.py"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.strip() == ("gpu-check: error: PyTorch finds no CUDA GPU here, expected one")
+
+
+def test_a_step_passes_fails_or_runs_out_of_time(capsys: pytest.CaptureFixture[str]) -> None:
+    check = Check(30, dict(os.environ))
+    assert check.run("good", [PYTHON, "-c", "print(1)"], 20)["status"] == "passed"
+    bad = check.run("bad", [PYTHON, "-c", "raise SystemExit('wrong')"], 20)
+    assert (bad["status"], bad["output"].strip()) == ("failed", "wrong")
+    late = check.run("late", [PYTHON, "-c", "import time; time.sleep(60)"], 2)
+    assert (late["status"], late["output"].strip()) == ("failed", "not done in 2 s")
+    assert [check.passed(name) for name in ("good", "bad", "late", "none")] == [True] + [False] * 3
+    assert Check(0, {}).run("no time", [PYTHON], 5)["status"] == "skipped"
+    assert "wrong" in capsys.readouterr().out
+
+
+def test_no_speed_of_a_kernel_whose_tests_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the transfers' tests pass: only the benchmark that stands on them alone is run."""
+    check = Check(30, {})
+    asked: list[str] = []
+
+    def run(name: str, command: list[str], limit_s: float) -> dict[str, object]:
+        asked.append(name)
+        status = "failed" if name in ("lru", "attention") else "passed"
+        return check._keep({"step": name, "status": status, "seconds": 0.0, "output": ""})
+
+    monkeypatch.setattr(check, "run", run)
+    run_all(check)
+    assert [name for name in asked if name.startswith("bench")] == ["bench transfer"]
+    skipped = [s["step"] for s in check.steps if s["status"] == "skipped"]
+    assert {f"bench {name}" for name in BENCHES} - {"bench transfer"} <= set(skipped)
+
+
+def test_the_table_holds_only_what_passed(capsys: pytest.CaptureFixture[str]) -> None:
+    result = {"impl": "cuda", "median_us": 12.5, "gb_s": 33.0}
+    output = json.dumps({"cases": [{"results": [result]}]})
+    steps = [
+        {"step": "bench a", "status": "passed", "output": output},
+        {"step": "bench b", "status": "failed", "output": output},
+        {"step": "lru", "status": "passed", "output": "7 passed"},
+    ]
+    print_speeds(steps)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.split() == ["bench", "a", "cuda", "12.5", "us", "33.0", "GB/s"]
+
+
+def test_every_suite_names_files_that_are_there() -> None:
+    for files in SUITES.values():
+        assert all((ROOT / "tests" / "kernels" / file).exists() for file in files)
+    for parts, _ in BENCHES.values():
+        assert set(parts) <= set(SUITES)
+
+
+def test_the_gpu_s_proxy_writes_back_what_an_operation_wrote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here without a GPU: the copies are made on the CPU, the rest is as it runs there."""
+    from hisparse.kernels import _impl, cpu, gather_pages
+    from hisparse.types import PagedKV
+    from tests.kernels.gpu import on_gpu
+
+    monkeypatch.setattr(on_gpu, "cuda", cpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(on_gpu._Copies, "_where", staticmethod(lambda pinned: {}))
+    monkeypatch.setitem(_impl._LOADERS, on_gpu.ON_GPU, lambda devices: on_gpu)
+    src = PagedKV(*torch.randn(2, 5, 1, 4, 8))
+    dst = PagedKV(*torch.zeros(2, 5, 1, 4, 8))
+    pages = torch.tensor([[3, -1, 0]], dtype=torch.int32)
+    gather_pages(src, pages, dst, torch.tensor([[0, 1, 4]], dtype=torch.int32), impl=on_gpu.ON_GPU)
+    assert torch.equal(dst.k[0], src.k[3])
+    assert torch.equal(dst.v[4], src.v[0])
+    assert not dst.k[1].any()
+
+
+def test_wheels_are_named_by_the_pins() -> None:
+    pins = Path(ROOT / "requirements" / "cpu.txt").read_text().lower()
+    script = (ROOT / "scripts" / "gpu_wheels.sh").read_text()
+    names = script.split("packages=(")[1].split(")")[0].split()
+    assert all(f"\n{name.lower()}==" in f"\n{pins}" for name in names)
