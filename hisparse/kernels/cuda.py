@@ -5,7 +5,10 @@ Triton's operations are imported when one is first asked for: the others need no
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from hisparse.kernels.cuda_lru import lru_diff, page_table, promote_tail, rebalance, reset_rows
@@ -13,6 +16,8 @@ from hisparse.kernels.cuda_transfer import gather_pages, gather_tokens, scatter_
 
 if TYPE_CHECKING:
     from hisparse.kernels.reference import page_score, page_summary, paged_attention, select
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "gather_pages",
@@ -33,4 +38,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("hisparse.kernels.triton"), name)
+    return getattr(_arithmetic(), name)
+
+
+@functools.cache
+def _arithmetic() -> ModuleType:
+    """Triton's operations; without Triton, said once, PyTorch's operators do their work."""
+    try:
+        return importlib.import_module("hisparse.kernels.triton")
+    except ImportError as error:
+        logger.warning("Triton kernels are off, PyTorch's operators do their work: %s", error)
+        return importlib.import_module("hisparse.kernels.reference")

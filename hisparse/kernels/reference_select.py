@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["page_score", "select"]
+__all__ = ["best_pages", "page_score", "select"]
 
 
 def page_score(
@@ -31,9 +31,16 @@ def select(
     """See :func:`hisparse.kernels.select`."""
     absent = _absent(scores, num_pages)
     combined = _combine_heads(scores.masked_fill(absent, -torch.inf), heads)
-    count = num_pages[:, None]
-    total = scores.shape[-1]
-    page = torch.arange(max(total, max_pages), device=scores.device)
+    return best_pages(combined, num_pages, max_pages, num_sinks, num_recents)
+
+
+def best_pages(
+    combined: Tensor, num_pages: Tensor, max_pages: int, num_sinks: int, num_recents: int
+) -> tuple[Tensor, Tensor]:
+    """The choice of :func:`select` by one score per page, ``combined [B, H, P]``."""
+    absent, heads = _absent(combined, num_pages), combined.shape[1]
+    count, total = num_pages[:, None], combined.shape[-1]
+    page = torch.arange(max(total, max_pages), device=combined.device)
     forced = (page[:total] < num_sinks) | (page[:total] >= count - num_recents)
     combined = combined.masked_fill(forced[:, None], torch.inf).masked_fill(absent, -torch.inf)
     best = combined.topk(min(max_pages, total), dim=-1, sorted=False)

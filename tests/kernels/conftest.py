@@ -1,6 +1,7 @@
 """Every kernel test runs once for each implementation that can run here.
 
-With HISPARSE_TEST_CUDA=1 (``make gpu-check``) it runs on the GPU instead.
+With HISPARSE_TEST_CUDA=1 (``make gpu-check``) it runs on the GPU instead, and with
+TRITON_INTERPRET=1 (``test_triton.py``) on Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names = ["reference", "cpu"]
     if metafunc.module.__name__.rpartition(".")[2] in _CUDA_TESTS:
         names.append(ON_FIBERS)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        names = ["triton"]
     if os.environ.get("HISPARSE_TEST_CUDA") == "1":
         names = [on_gpu.ON_GPU]
     metafunc.parametrize("impl", names, indirect=True, scope="session")

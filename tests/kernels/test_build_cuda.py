@@ -72,6 +72,18 @@ def test_all_implementations_have_all_operations() -> None:
         cuda.gather  # noqa: B018
 
 
+def test_without_triton_the_reference_does_its_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "hisparse.kernels.triton", None)
+    cuda._arithmetic.cache_clear()
+    assert cuda.select is reference.select
+    assert cuda.page_score is reference.page_score
+    assert len(caplog.records) == 1
+    assert "Triton kernels are off" in caplog.text
+    cuda._arithmetic.cache_clear()
+
+
 def test_the_compiler_s_report_is_read() -> None:
     log = """ptxas info    : Compiling entry function '_Z1kv' for 'sm_90'
 ptxas info    : Function properties for _Z1kv

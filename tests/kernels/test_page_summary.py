@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -97,6 +99,13 @@ def test_bad_tensors_are_named(change: dict[str, Tensor], message: str) -> None:
         page_summary(**given)
 
 
-def test_a_page_beyond_the_summaries_is_refused(impl: str) -> None:
-    with pytest.raises((KernelError, IndexError)):
-        page_summary(torch.zeros(1, 4, 1, 8), torch.zeros(4, 1, 16), torch.tensor([4]), impl=impl)
+def test_a_page_beyond_the_summaries_is_refused_or_left_out(impl: str) -> None:
+    """A GPU cannot say so without a wait; it never writes there."""
+    summaries = torch.zeros(5, 1, 16)
+    store = partial(page_summary, torch.ones(1, 4, 1, 8), summaries[:4], torch.tensor([4]))
+    if impl in ("reference", "cpu"):
+        with pytest.raises((KernelError, IndexError)):
+            store(impl=impl)
+    else:
+        store(impl=impl)
+    assert not summaries.any()

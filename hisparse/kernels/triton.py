@@ -1,0 +1,6 @@
+"""Operations in Triton: what is arithmetic on GPUs. Bookkeeping and transfers are CUDA C++."""
+
+from hisparse.kernels.triton_attention import paged_attention
+from hisparse.kernels.triton_select import page_score, page_summary, select
+
+__all__ = ["page_score", "page_summary", "paged_attention", "select"]

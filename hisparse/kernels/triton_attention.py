@@ -1,0 +1,221 @@
+"""Attention over pages in Triton: flash decoding, split over the tokens of a row.
+
+A program is a block of the queries that share one KV head, and a split of the row's tokens; a
+second kernel merges the splits by log-sum-exp. https://arxiv.org/abs/2205.14135 has the idea.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hisparse.types import PagedKV
+
+__all__ = ["launch_options", "paged_attention"]
+
+#: What ``tl.dot`` takes at least; queries of a group are padded to it.
+_MIN_DOT = 16
+_MAX_QUERIES = 32
+#: Tokens that a split has at least: fewer cost more to merge than they save.
+_MIN_SPLIT_TOKENS = 256
+#: Triton's interpreter multiplies bfloat16 matrices as if they were integers.
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+#: Programs for each multiprocessor of the GPU.
+_WAVES = 2
+
+
+def paged_attention(
+    query: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See :func:`hisparse.kernels.paged_attention`; queries are rounded to the pages' dtype.
+
+    Where values are the first columns of the keys (MLA: 512 of 576), keys are read once for both.
+    """
+    rows, queries, width = query.shape
+    heads, size = kv.k.shape[1:3]
+    value_width = kv.v.shape[-1]
+    group = queries // heads
+    query_block = min(max(_MIN_DOT, triton.next_power_of_2(group)), _MAX_QUERIES)
+    blocks = triton.cdiv(group, query_block)
+    splits = _num_splits(query.device, rows * heads * blocks, page_table.shape[1] * size)
+    out = query.new_empty(rows, splits, queries, value_width)
+    lse = query.new_empty(rows, splits, queries)
+    if out.numel() == 0:
+        return out[:, 0], lse[:, 0]
+    shared = kv.v.data_ptr() == kv.k.data_ptr() and value_width < width
+    first = value_width if shared else width
+    _attend_kernel[(splits, heads * blocks, rows)](
+        query.contiguous(),
+        *kv,
+        page_table,
+        seq_lens,
+        out,
+        lse,
+        *kv.k.stride()[:3],
+        *kv.v.stride()[:3],
+        *page_table.stride(),
+        queries,
+        splits,
+        GROUP=group,
+        QUERIES=query_block,
+        WIDTH=width,
+        FIRST=first,
+        FIRST_BLOCK=max(_MIN_DOT, triton.next_power_of_2(first)),
+        REST_BLOCK=max(_MIN_DOT, triton.next_power_of_2(width - first)) if shared else 0,
+        VALUE=value_width,
+        VALUE_BLOCK=max(_MIN_DOT, triton.next_power_of_2(value_width)),
+        SIZE=size,
+        WIDE=_INTERPRETED,
+        **launch_options(first, kv.k.dtype),
+    )
+    if splits == 1:
+        return out[:, 0], lse[:, 0]
+    merged = query.new_empty(rows, queries, value_width)
+    merged_lse = query.new_empty(rows, queries)
+    _merge_kernel[(queries, rows)](
+        out,
+        lse,
+        merged,
+        merged_lse,
+        queries,
+        splits,
+        SPLITS=triton.next_power_of_2(splits),
+        VALUE=value_width,
+        VALUE_BLOCK=triton.next_power_of_2(value_width),
+    )
+    return merged, merged_lse
+
+
+def launch_options(width: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tokens of a step of the loop, warps and stages: none of the kernels spills registers so."""
+    if width > 128:
+        return {"TOKENS": 16, "num_warps": 8, "num_stages": 2}
+    if dtype == torch.float32:
+        return {"TOKENS": 16, "num_warps": 4, "num_stages": 2}
+    return {"TOKENS": 64, "num_warps": 8, "num_stages": 3}
+
+
+def _num_splits(device: torch.device, programs: int, most_tokens: int) -> int:
+    """Enough programs to fill the GPU; known without a look at the lengths."""
+    processors = 1
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = triton.cdiv(_WAVES * processors, max(programs, 1))
+    return max(1, min(wanted, triton.cdiv(most_tokens, _MIN_SPLIT_TOKENS)))
+
+
+@triton.jit
+def _attend_kernel(
+    query,  # [R, Q, Dk], times the softmax scale
+    keys,  # [N, Hr, S, Dk]
+    values,  # [N, Hr, S, Dv]
+    page_table,  # [R, P]
+    seq_lens,  # [R]
+    out,  # [R, splits, Q, Dv]
+    lse,  # [R, splits, Q]
+    key_page,
+    key_head,
+    key_token,
+    value_page,
+    value_head,
+    value_token,
+    table_row,
+    table_entry,
+    queries,
+    splits,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    FIRST_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
+    head = (tl.program_id(1) // blocks).to(tl.int64)
+    member = tl.program_id(1) % blocks * QUERIES + tl.arange(0, QUERIES)
+    asked = member < GROUP
+    first, dim = tl.arange(0, FIRST_BLOCK), tl.arange(0, VALUE_BLOCK)
+    kind: tl.constexpr = tl.float32 if WIDE else keys.dtype.element_ty
+    source = query + (row * queries + head * GROUP + member)[:, None] * WIDTH
+    q = tl.load(source + first[None, :], mask=asked[:, None] & (first < FIRST)[None, :], other=0.0)
+    q = q.to(kind)
+    if REST_BLOCK > 0:
+        rest = FIRST + tl.arange(0, REST_BLOCK)
+        more = asked[:, None] & (rest < WIDTH)[None, :]
+        q_rest = tl.load(source + rest[None, :], mask=more, other=0.0).to(kind)
+    length = tl.load(seq_lens + row)
+    share = (length + splits - 1) // splits
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+    highest = tl.full((QUERIES,), -float("inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    acc = tl.zeros((QUERIES, VALUE_BLOCK), tl.float32)
+    for start in range(begin, end, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        live = token < end
+        entry = page_table + row * table_row + token // SIZE * table_entry
+        page = tl.load(entry, mask=live, other=0).to(tl.int64)
+        place = keys + page * key_page + head * key_head + token % SIZE * key_token
+        seen = live[:, None] & (first < FIRST)[None, :]
+        k = tl.load(place[:, None] + first[None, :], mask=seen, other=0.0).to(kind)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if REST_BLOCK > 0:
+            seen_rest = live[:, None] & (rest < WIDTH)[None, :]
+            k_rest = tl.load(place[:, None] + rest[None, :], mask=seen_rest, other=0.0).to(kind)
+            logits += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
+            v = k
+        else:
+            place = values + page * value_page + head * value_head + token % SIZE * value_token
+            seen = live[:, None] & (dim < VALUE)[None, :]
+            v = tl.load(place[:, None] + dim[None, :], mask=seen, other=0.0).to(kind)
+        logits = tl.where(live[None, :], logits, -float("inf"))
+        top = tl.maximum(highest, tl.max(logits, axis=1))
+        weights = tl.exp(logits - top[:, None])
+        shrink = tl.exp(highest - top)
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = acc * shrink[:, None] + tl.dot(weights.to(kind), v, input_precision="ieee")
+        highest = top
+    # Without a token the sum is 0: the output is 0 and its log-sum-exp -inf.
+    scale = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+    target = (row * splits + split) * queries + head * GROUP + member
+    shown = asked[:, None] & (dim < VALUE)[None, :]
+    tl.store(out + target[:, None] * VALUE + dim[None, :], acc * scale[:, None], mask=shown)
+    summed = tl.where(total > 0, highest + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
+    tl.store(lse + target, summed, mask=asked)
+
+
+@triton.jit
+def _merge_kernel(
+    partial,  # [R, splits, Q, Dv]
+    lses,  # [R, splits, Q]
+    out,  # [R, Q, Dv]
+    lse,  # [R, Q]
+    queries,
+    splits,
+    SPLITS: tl.constexpr,
+    VALUE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+):
+    q, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    split, dim = tl.arange(0, SPLITS), tl.arange(0, VALUE_BLOCK)
+    at = (row * splits + split) * queries + q
+    parts = tl.load(lses + at, mask=split < splits, other=-float("inf"))
+    top = tl.max(parts, axis=0)
+    shift = tl.where(top == -float("inf"), 0.0, top)
+    weights = tl.exp(parts - shift)
+    total = tl.sum(weights, axis=0)
+    scale = 1.0 / tl.where(total > 0, total, 1.0)
+    there = (split < splits)[:, None] & (dim < VALUE)[None, :]
+    x = tl.load(partial + at[:, None] * VALUE + dim[None, :], mask=there, other=0.0)
+    merged = tl.sum(x * (weights * scale)[:, None], axis=0)
+    target = row * queries + q
+    tl.store(out + target * VALUE + dim, merged, mask=dim < VALUE)
+    tl.store(lse + target, tl.where(total > 0, shift + tl.log(total), -float("inf")))

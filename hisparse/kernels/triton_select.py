@@ -1,0 +1,215 @@
+"""Summarising, scoring and choosing pages in Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hisparse.kernels.reference_select import best_pages
+
+__all__ = ["page_score", "page_summary", "select"]
+
+#: Pages that one program scores: 16 x 128 values of both kinds are 32 registers a thread.
+_PAGES_PER_PROGRAM = 16
+_SCORES_PER_STEP = 1024
+
+
+def page_summary(keys: Tensor, summaries: Tensor, host_pages: Tensor) -> None:
+    """See :func:`hisparse.kernels.page_summary`; one program per page and head."""
+    pages, size, heads, dim = keys.shape
+    if pages == 0:
+        return
+    _summary_kernel[(pages, heads)](
+        keys,
+        summaries,
+        host_pages,
+        *keys.stride(),
+        *summaries.stride()[:2],
+        summaries.shape[0],
+        SIZE=size,
+        SIZE_BLOCK=triton.next_power_of_2(size),
+        DIM=dim,
+        DIM_BLOCK=triton.next_power_of_2(dim),
+        NARROW=summaries.dtype == torch.bfloat16,
+    )
+
+
+def page_score(
+    query: Tensor, summaries: Tensor, host_page_table: Tensor, num_pages: Tensor
+) -> Tensor:
+    """See :func:`hisparse.kernels.page_score`; the heads of a group share a loaded summary."""
+    batch, q_heads, dim = query.shape
+    kv_heads, width = summaries.shape[1], host_page_table.shape[1]
+    scores = query.new_empty(batch, q_heads, width)
+    if scores.numel() == 0:
+        return scores
+    grid = (triton.cdiv(width, _PAGES_PER_PROGRAM), kv_heads, batch)
+    _score_kernel[grid](
+        query.contiguous(),
+        summaries,
+        host_page_table,
+        num_pages,
+        scores,
+        width,
+        *summaries.stride()[:2],
+        *host_page_table.stride(),
+        q_heads,
+        GROUP=q_heads // kv_heads,
+        DIM=dim,
+        DIM_BLOCK=triton.next_power_of_2(dim),
+        PAGES=_PAGES_PER_PROGRAM,
+    )
+    return scores
+
+
+def select(
+    scores: Tensor,
+    num_pages: Tensor,
+    heads: int,
+    max_pages: int,
+    num_sinks: int,
+    num_recents: int,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`hisparse.kernels.select`; heads agree in Triton, ``torch.topk`` chooses."""
+    batch, given, width = scores.shape
+    if given > heads and width:
+        combined = scores.new_empty(batch, heads, width)
+        _share_kernel[(heads, batch)](
+            scores.contiguous(),
+            num_pages,
+            combined,
+            width,
+            heads,
+            GROUP=given // heads,
+            STEP=min(_SCORES_PER_STEP, triton.next_power_of_2(width)),
+        )
+    else:
+        combined = scores.repeat_interleave(heads // given, dim=1) if given < heads else scores
+    return best_pages(combined, num_pages, max_pages, num_sinks, num_recents)
+
+
+@triton.jit
+def _outward(x, NARROW: tl.constexpr, UP: tl.constexpr):
+    """Float32, or bfloat16 that is never below ``x`` if UP, else never above it."""
+    if NARROW:
+        # The upper half of a float32 is a bfloat16, rounded towards zero.
+        bits = x.to(tl.int32, bitcast=True)
+        away = ((bits & 0xFFFF) != 0) & ((x > 0) if UP else (x < 0))
+        half = (bits >> 16) + away.to(tl.int32)
+        rounded = half.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        rounded = x
+    return rounded
+
+
+@triton.jit
+def _summary_kernel(
+    keys,  # [P, S, Hkv, D]
+    summaries,  # [host pages, Hkv, 2D]
+    host_pages,  # [P]
+    stride_page,
+    stride_token,
+    stride_head,
+    stride_dim,
+    stride_out_page,
+    stride_out_head,
+    num_host_pages,
+    SIZE: tl.constexpr,
+    SIZE_BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    NARROW: tl.constexpr,
+):
+    page, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    target = tl.load(host_pages + page).to(tl.int64)
+    if target < 0 or target >= num_host_pages:
+        return
+    token = tl.arange(0, SIZE_BLOCK)[:, None]
+    dim = tl.arange(0, DIM_BLOCK)
+    source = keys + page * stride_page + head * stride_head
+    source += token * stride_token + dim[None, :] * stride_dim
+    there = (token < SIZE) & (dim[None, :] < DIM)
+    x = tl.load(source, mask=there, other=0.0).to(tl.float32)
+    high = tl.max(tl.where(token < SIZE, x, -float("inf")), axis=0)
+    low = tl.min(tl.where(token < SIZE, x, float("inf")), axis=0)
+    out = summaries + target * stride_out_page + head * stride_out_head + dim
+    tl.store(out, _outward(high, NARROW, True), mask=dim < DIM)
+    tl.store(out + DIM, _outward(low, NARROW, False), mask=dim < DIM)
+
+
+@triton.jit
+def _score_kernel(
+    query,  # [B, Hq, D]
+    summaries,  # [host pages, Hkv, 2D]
+    host_page_table,  # [B, P]
+    num_pages,  # [B]
+    scores,  # [B, Hq, P]
+    width,
+    stride_page,
+    stride_head,
+    stride_table,
+    stride_entry,
+    q_heads,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
+    dim = tl.arange(0, DIM_BLOCK)
+    present = page < tl.load(num_pages + request)
+    entry = host_page_table + request * stride_table + page * stride_entry
+    host_page = tl.load(entry, mask=present, other=0).to(tl.int64)
+    there = present[:, None] & (dim[None, :] < DIM)
+    source = summaries + host_page[:, None] * stride_page + head * stride_head + dim[None, :]
+    high = tl.load(source, mask=there, other=0.0).to(tl.float32)
+    low = tl.load(source + DIM, mask=there, other=0.0).to(tl.float32)
+    first = request * q_heads + head * GROUP
+    for g in range(GROUP):
+        q = tl.load(query + (first + g) * DIM + dim, mask=dim < DIM, other=0.0)
+        above, below = tl.maximum(q, 0.0), tl.minimum(q, 0.0)
+        score = tl.sum(high * above[None, :] + low * below[None, :], axis=1)
+        score = tl.where(present, score, -float("inf"))
+        tl.store(scores + (first + g) * width + page, score, mask=page < width)
+
+
+@triton.jit
+def _share_kernel(
+    scores,  # [B, H * GROUP, P]
+    num_pages,  # [B]
+    combined,  # [B, H, P]
+    width,
+    heads,
+    GROUP: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Sum over a group of each head's softmax over the pages."""
+    head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    count = tl.load(num_pages + request)
+    row = request * heads + head
+    at = tl.arange(0, STEP)
+    for g in range(GROUP):
+        source = scores + (row * GROUP + g) * width
+        highest = tl.full((STEP,), -float("inf"), tl.float32)
+        for start in range(0, width, STEP):
+            x = tl.load(source + start + at, mask=start + at < count, other=-float("inf"))
+            highest = tl.maximum(highest, x)
+        top = tl.max(highest, axis=0)
+        top = tl.where(top == -float("inf"), 0.0, top)  # Without a page there is no maximum.
+        total = tl.zeros((STEP,), tl.float32)
+        for start in range(0, width, STEP):
+            x = tl.load(source + start + at, mask=start + at < count, other=-float("inf"))
+            total += tl.where(start + at < count, tl.exp(x - top), 0.0)
+        whole = tl.sum(total, axis=0)
+        scale = 1.0 / tl.where(whole > 0, whole, 1.0)
+        for start in range(0, width, STEP):
+            page = start + at
+            x = tl.load(source + page, mask=page < count, other=-float("inf"))
+            share = tl.where(page < count, tl.exp(x - top) * scale, 0.0)
+            out = combined + row * width + page
+            if g > 0:
+                share += tl.load(out, mask=page < width, other=0.0)
+            tl.store(out, share, mask=page < width)

@@ -1,0 +1,110 @@
+"""Compiles each of Triton's kernels for one architecture and prints what it spills; needs no GPU.
+
+.venv/bin/python tests/kernels/triton_compile.py 90
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from hisparse.kernels import triton_attention, triton_select
+
+LLAMA = {"GROUP": 4, "QUERIES": 16, "WIDTH": 128, "FIRST": 128, "FIRST_BLOCK": 128}
+LLAMA |= {"REST_BLOCK": 0, "VALUE": 128, "VALUE_BLOCK": 128, "SIZE": 16}
+MLA = {"GROUP": 128, "QUERIES": 32, "WIDTH": 576, "FIRST": 512, "FIRST_BLOCK": 512}
+MLA |= {"REST_BLOCK": 64, "VALUE": 512, "VALUE_BLOCK": 512, "SIZE": 64}
+SUMMARY = {"SIZE": 16, "SIZE_BLOCK": 16, "DIM": 128, "DIM_BLOCK": 128}
+POINTERS = {
+    "query": "*fp32",
+    "out": "*fp32",
+    "lse": "*fp32",
+    "lses": "*fp32",
+    "partial": "*fp32",
+    "scores": "*fp32",
+    "combined": "*fp32",
+    "page_table": "*i32",
+    "seq_lens": "*i32",
+    "host_page_table": "*i32",
+    "num_pages": "*i32",
+    "host_pages": "*i64",
+}
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
+    f"attend {name} {kind}": (
+        triton_attention._attend_kernel,
+        sizes
+        | {"WIDE": False}
+        | triton_attention.launch_options(sizes["FIRST"], getattr(torch, dtype)),
+        {"keys": f"*{kind}", "values": f"*{kind}"},
+    )
+    for name, sizes, kind, dtype in (
+        ("GQA", LLAMA, "bf16", "bfloat16"),
+        ("GQA", LLAMA, "fp32", "float32"),
+        ("MLA", MLA, "bf16", "bfloat16"),
+    )
+} | {
+    "merge": (
+        triton_attention._merge_kernel,
+        {"SPLITS": 16, "VALUE": 128, "VALUE_BLOCK": 128},
+        {},
+    ),
+    "summary fp32": (
+        triton_select._summary_kernel,
+        SUMMARY | {"NARROW": True},
+        {"keys": "*fp32", "summaries": "*bf16"},
+    ),
+    "summary bf16": (
+        triton_select._summary_kernel,
+        SUMMARY | {"NARROW": True},
+        {"keys": "*bf16", "summaries": "*bf16"},
+    ),
+    "score": (
+        triton_select._score_kernel,
+        {"GROUP": 4, "DIM": 128, "DIM_BLOCK": 128, "PAGES": 16},
+        {"summaries": "*bf16"},
+    ),
+    "share": (triton_select._share_kernel, {"GROUP": 4, "STEP": 1024}, {}),
+}
+
+
+def spilled_bytes(kernel: Any, arch: int, sizes: dict[str, Any], types: dict[str, str]) -> int:
+    """Compile to machine code and read ptxas's report on it."""
+    options = {name: sizes.pop(name) for name in ("num_warps", "num_stages") if name in sizes}
+    signature = {
+        name: "constexpr" if name in sizes else (POINTERS | types).get(name, "i32")
+        for name in kernel.arg_names
+    }
+    places = {(kernel.arg_names.index(name),): value for name, value in sizes.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    log = io.StringIO()
+    # What a cache holds has no report.
+    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope():
+        triton.knobs.compilation.always_compile = True
+        triton.knobs.nvidia.dump_ptxas_log = True
+        with contextlib.redirect_stdout(log):
+            compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    assert compiled.asm["cubin"]
+    found = re.findall(r"(\d+) bytes spill (?:stores|loads)", log.getvalue())
+    assert len(found) == 2, log.getvalue()
+    return sum(map(int, found))
+
+
+def main() -> None:
+    arch = int(sys.argv[1])
+    for name, (kernel, sizes, types) in CASES.items():
+        print(f"{name} sm_{arch}: {spilled_bytes(kernel, arch, dict(sizes), types)} bytes spilled")
+
+
+if __name__ == "__main__":
+    main()
