@@ -102,8 +102,8 @@ def _num_splits(device: torch.device, programs: int, most_tokens: int) -> int:
     processors = 1
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = triton.cdiv(_WAVES * processors, max(programs, 1))
-    return max(1, min(wanted, triton.cdiv(most_tokens, _MIN_SPLIT_TOKENS)))
+    wanted = -(-_WAVES * processors // max(programs, 1))
+    return max(1, min(wanted, -(-most_tokens // _MIN_SPLIT_TOKENS)))
 
 
 @triton.jit
