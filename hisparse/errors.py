@@ -23,6 +23,7 @@ __all__ = [
     "HiSparseError",
     "KernelError",
     "PluginError",
+    "one_line",
     "unknown_name",
 ]
 
@@ -53,3 +54,9 @@ def unknown_name(kind: str, got: str, choices: Iterable[str]) -> str:
     close = difflib.get_close_matches(got, known, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
     return f"unknown {kind} {got!r}{hint} (choices: {', '.join(known) or 'none'})"
+
+
+def one_line(error: Exception) -> str:
+    """Another package's exception in one line of at most 200 characters."""
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {first}"[:200]

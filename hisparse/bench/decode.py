@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hisparse.bench.one_layer import DecodeWorld
 from hisparse.bench.options import Options
+from hisparse.bench.peers import agreeing
+from hisparse.bench.peers.flashinfer_decode import flashinfer_decode
 from hisparse.bench.peers.sglang_native import torch_native_decode
 from hisparse.bench.report import Case, Result
 from hisparse.bench.timing import Candidate, time_in_turns
@@ -71,7 +74,9 @@ class DecodeBench:
         selected = missed + after.hit_pages - before.hit_pages
         return Case(
             name="decode",
-            params=self._params() | {"miss_ratio": round(missed / selected, 4)},
+            params=self._params()
+            | {"miss_ratio": round(missed / selected, 4)}
+            | ({"left_out": f"flashinfer: {work.left_out}"} if work.left_out else {}),
             gate=gate,
             results=[Result.of(impl, seconds) for impl, seconds in times.items()],
         )
@@ -127,6 +132,8 @@ class _Work:
 
     def __init__(self, world: DecodeWorld, misses: float) -> None:
         self._world, self._misses = world, misses
+        #: Why FlashInfer, which needs CUDA, is not among the peers.
+        self.left_out = ""
         kv = world.kv
         shape = (kv.num_layers, world.batch, kv.num_q_heads, kv.head_dim)
         self._queries = torch.randn(shape, device=world.device)
@@ -203,4 +210,19 @@ class _Work:
                 return by_layer[layer](queries[layer])
 
             peers["torch_native"] = Candidate(torch_native)
+        if world.device.type == "cuda":
+            page = world.kv.page_size
+            heads = world.kv.num_q_heads
+            dense: list[Callable[[Tensor], Tensor]] = []
+
+            def agrees() -> bool:
+                dense.extend(flashinfer_decode(kv, heads, page, scale) for kv in contexts)
+                got, expected = dense[0](queries[0]), sdpa(0).flatten(1, 2)
+                return torch.allclose(got.float(), expected.float(), atol=2e-2, rtol=2e-2)
+
+            self.left_out = agreeing(agrees)
+            if not self.left_out:
+                peers["flashinfer"] = Candidate(
+                    lambda step: dense[step % len(dense)](queries[step % len(dense)])
+                )
         return peers

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from hisparse.bench.lru_diff import drifting_selections
 from hisparse.bench.options import Options
+from hisparse.bench.peers import agreeing
+from hisparse.bench.peers.sglang_hisparse import fused_swap_in
 from hisparse.bench.report import Case, Result
 from hisparse.bench.timing import Candidate, time_in_turns
 from hisparse.cache import HostKVPool
@@ -51,9 +53,15 @@ class SwapInBench:
         host = self._pool(chain, options)
         work = _Work(host, chain.to(options.device), self.slots)
         ours = options.device.type
-        gate = "passed" if work.agrees(ours) else "failed"
+        gate = "passed" if work.agrees(work.candidate(ours)) else "failed"
+        candidates = {"reference": work.candidate("reference")}
+        left_out = {}
+        if ours == "cuda":
+            why = agreeing(lambda: work.agrees(work.upstream()))
+            left_out = {"left_out": f"sglang_fused: {why}"} if why else {}
+            candidates |= {} if why else {"sglang_fused": work.upstream()}
         times = time_in_turns(
-            {impl: work.candidate(impl) for impl in ("reference", ours)},
+            candidates | {ours: work.candidate(ours)},
             options.num_steps,
             device=options.device,
         )
@@ -71,7 +79,8 @@ class SwapInBench:
                 "bytes": moved,
                 "threads": torch.get_num_threads(),
                 "cache": "cold source, warm destination",
-            },
+            }
+            | left_out,
             gate=gate,
             results=[Result.of(impl, seconds, moved) for impl, seconds in times.items()],
         )
@@ -129,14 +138,20 @@ class _Work:
 
         return Candidate(step, self._load)
 
-    def agrees(self, impl: str) -> bool:
+    def upstream(self) -> Candidate:
+        """SGLang's fused kernel on the same chain."""
+        host = self._host.k.flatten(1).view(torch.uint8)
+        swap_in = fused_swap_in(host, self._table, self._chain.shape[2], self._slots)
+        return Candidate(lambda step: swap_in(self._selection), self._load)
+
+    def agrees(self, candidate: Candidate) -> bool:
         """Whether every selected token's bytes are there, in every step."""
-        candidate = self.candidate(impl)
         for step in range(len(self._chain)):
             self._load(step)
             found, k = candidate.run(step)
             source = self._table.gather(1, self._selection.long()).cpu().long()
-            got = k[found.flatten().long()].cpu().view(torch.int64)
-            if not torch.equal(got, self._host.k[source.flatten()].view(torch.int64)):
+            got = k[found.flatten().long()].cpu().flatten(1).view(torch.uint8)
+            expected = self._host.k[source.flatten()].flatten(1).view(torch.uint8)
+            if not torch.equal(got, expected):
                 return False
         return True

@@ -12,6 +12,7 @@ from hisparse.bench import decode, lru_diff, transfer
 from hisparse.bench.decode import DecodeBench
 from hisparse.bench.lru_diff import LruDiffBench, drifting_selections
 from hisparse.bench.options import Options
+from hisparse.bench.peers import agreeing
 from hisparse.bench.transfer import TransferBench
 from hisparse.cli import main
 from tests.kernels.lru_oracle import LruOracle
@@ -83,6 +84,21 @@ def test_a_wrong_kernel_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pages.run(OPTIONS).gate == "failed"
     heads = DecodeBench(context=256, budget=64, page_size=8, head_dim=16)
     assert heads.run(OPTIONS).gate == "failed"
+
+
+def test_a_peer_is_left_out_with_the_reason() -> None:
+    def missing() -> bool:
+        import no_such_package  # noqa: F401
+
+        return True
+
+    def broken() -> bool:
+        raise RuntimeError("wrong shape\nand more")
+
+    assert agreeing(lambda: True) == ""
+    assert agreeing(lambda: False) == "its results differ"
+    assert agreeing(missing) == "not installed"
+    assert agreeing(broken) == "RuntimeError: wrong shape"
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,23 @@
 """What hisparse is measured against, besides what other packages bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hisparse.errors import one_line
+
+__all__ = ["agreeing"]
+
+
+def agreeing(check: Callable[[], bool]) -> str:
+    """Why a peer is left out of a benchmark; "" if it runs and agrees.
+
+    Args:
+        check: runs the peer once and compares.
+    """
+    try:
+        return "" if check() else "its results differ"
+    except ImportError:
+        return "not installed"
+    except Exception as error:  # A peer's failure is its own: the others are still measured.
+        return one_line(error)
