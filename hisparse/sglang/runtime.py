@@ -10,16 +10,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from hisparse import sizing as sizing_formula
-from hisparse.adapters import ADAPTERS
-from hisparse.algorithms import BaseSparseAlgorithm
+from hisparse.assemble import Plan, make_plan
 from hisparse.config import HiSparseConfig, build_algorithm, resolve_memory
 from hisparse.coordinator import SparseCoordinator
-from hisparse.errors import ConfigError, HiSparseError
+from hisparse.errors import HiSparseError
 from hisparse.sglang import checks
 from hisparse.sglang.model_shape import read_model_shape
-from hisparse.sizing import Sizing, SizingRequest
-from hisparse.types import HostLayout, KVSpec, SelectionScope
 
 if TYPE_CHECKING:
     from hisparse.sglang.metrics import MetricsReporter
@@ -30,16 +26,9 @@ logger = logging.getLogger("hisparse")
 
 
 @dataclass(kw_only=True)
-class Session:
+class Session(Plan):
     """Decisions of one rank, made once the model is loaded and before the pools are built."""
 
-    config: HiSparseConfig
-    algorithm: BaseSparseAlgorithm
-    spec: KVSpec
-    scale: float
-    scope: SelectionScope
-    layout: HostLayout
-    sizing: Sizing
     req_to_token_pool: Any = None
     coordinator: SparseCoordinator | None = None
     metrics: MetricsReporter | None = None
@@ -86,58 +75,18 @@ def _plan(configurator: Any, device_bytes: int) -> Session:
     spec, scale = read_model_shape(
         configurator.model, configurator.kv_cache_dtype, config.page_size
     )
-    scope = _choose_scope(config, algorithm)
-    layout: HostLayout = config.host_layout or ("layer_first" if scope == "layer" else "page_head")
-    heads = spec.selection_heads(scope)
     host_bytes, device_bytes = _memory(config, configurator, device_bytes)
-    representation_bytes = sum(r.num_bytes for r in algorithm.representations(spec).values())
-    stored_heads = spec.num_kv_heads if heads == 1 else 1
-    page_width = stored_heads * (spec.head_dim + spec.v_head_dim)
-    sizing = sizing_formula.size(
-        SizingRequest(
-            kv_token_bytes=spec.token_bytes,
-            representation_page_bytes=representation_bytes * spec.num_layers,
-            page_size=spec.page_size,
-            num_layers=spec.num_layers,
-            rows_per_request=heads,
-            device_page_bytes=spec.page_size * page_width * spec.dtype.itemsize,
-            host_bytes=host_bytes,
-            device_bytes=device_bytes,
-            staging_bytes=config.staging_bytes or _default_staging_bytes(spec, device_bytes),
-            device_buffer_size=config.device_buffer_size,
-            max_row_capacity=config.max_row_capacity,
-            context_length=configurator.model_config.context_len,
-            max_requests=_requested_rows(),
-        )
+    plan = make_plan(
+        config,
+        algorithm,
+        spec,
+        scale,
+        host_bytes=host_bytes,
+        device_bytes=device_bytes,
+        context_length=configurator.model_config.context_len,
+        max_requests=_requested_rows(),
     )
-    bad = sorted(x for x in config.dense_layers or () if x >= spec.num_layers)
-    if bad:
-        raise ConfigError(
-            f"dense_layers names {bad}; the model has layers 0 to {spec.num_layers - 1}"
-        )
-    return Session(
-        config=config,
-        algorithm=algorithm,
-        spec=spec,
-        scale=scale,
-        scope=scope,
-        layout=layout,
-        sizing=sizing,
-    )
-
-
-def _choose_scope(config: HiSparseConfig, algorithm: BaseSparseAlgorithm) -> SelectionScope:
-    adapter = ADAPTERS.get(config.adapter or "torch")
-    both = [scope for scope in algorithm.scopes if scope in adapter.scopes]
-    if config.selection_scope is None:
-        return both[0]
-    if config.selection_scope not in both:
-        raise ConfigError(
-            f"selection_scope {config.selection_scope!r} does not go with algorithm "
-            f"{config.algorithm!r} and adapter {config.adapter or 'torch'!r} (choices: "
-            f"{', '.join(both)})"
-        )
-    return config.selection_scope
+    return Session(**vars(plan))
 
 
 def _memory(config: HiSparseConfig, configurator: Any, profiled: int) -> tuple[int, int]:
@@ -174,11 +123,6 @@ def _requested_rows() -> int | None:
 
     requested: int | None = get_schedule().max_running_requests
     return requested
-
-
-def _default_staging_bytes(spec: KVSpec, device_bytes: int) -> int:
-    """A tile of 8,192 tokens, or a sixteenth of the device memory where that is less."""
-    return min(8192 * spec.token_bytes_per_layer, device_bytes // 16)
 
 
 def around_resolve_max_num_reqs(

@@ -1,0 +1,139 @@
+"""From a model, settings and limits to a store of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from hisparse.assemble import assemble, make_plan
+from hisparse.cache import HostKVPool
+from hisparse.config import HiSparseConfig, build_algorithm, format_bytes, resolve_memory
+from hisparse.errors import CapacityError, ConfigError
+from hisparse.sizing import resize
+from hisparse.transformers.rows import RowStore
+from hisparse.transformers.shape import read_model_shape, text_config
+from hisparse.types import KVSpec
+
+__all__ = ["Limits", "build_store", "read_config"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How large a cache may become.
+
+    Attributes:
+        max_rows: rows at once.
+        max_length: columns of a row, padding included; None: what the model's configuration says.
+        max_tokens: host memory, tokens of all rows; None: ``max_rows * max_length``.
+    """
+
+    max_rows: int
+    max_length: int | None
+    max_tokens: int | None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                name = "max_batch_size" if name == "max_rows" else name
+                raise ConfigError(f"{name}: got {value}, expected at least 1")
+
+
+def read_config(
+    config: HiSparseConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]
+) -> HiSparseConfig:
+    """The settings from whichever way they were given."""
+    if isinstance(config, HiSparseConfig):
+        if settings:
+            raise ConfigError(
+                f"settings: got a HiSparseConfig and also {', '.join(sorted(settings))}, "
+                "expected one of the two"
+            )
+        return config
+    return HiSparseConfig.from_dict({**(config or {}), **settings})
+
+
+def build_store(
+    model: Any, config: HiSparseConfig, limits: Limits, device: torch.device | str | None
+) -> tuple[RowStore, int]:
+    """Allocate host pool and device side, and connect them.
+
+    Returns:
+        The store, and the columns that a row may have.
+
+    Raises:
+        ConfigError: the model or a setting cannot be used.
+        CapacityError: it does not fit into memory.
+    """
+    algorithm = build_algorithm(config)
+    spec, scale = read_model_shape(model, config.page_size)
+    where = torch.device(device or getattr(model, "device", None) or "cpu")
+    max_length = _max_length(model, limits)
+    row_pages = -(-max_length // spec.page_size)
+    if limits.max_tokens is None:
+        num_pages = limits.max_rows * row_pages
+    else:
+        num_pages = -(-limits.max_tokens // spec.page_size)
+    # The least that sizing takes is one row of device_buffer_size.
+    num_pages = max(num_pages, config.device_buffer_size // spec.page_size)
+    host_bytes, device_bytes = _memory(config, spec, num_pages, where)
+    plan = make_plan(
+        config,
+        algorithm,
+        spec,
+        scale,
+        host_bytes=host_bytes,
+        device_bytes=device_bytes,
+        context_length=max_length,
+        max_requests=limits.max_rows,
+    )
+    if plan.sizing.max_requests < limits.max_rows:
+        raise CapacityError(
+            f"max_batch_size: got {limits.max_rows}, expected at most {plan.sizing.max_requests}, "
+            f"which {format_bytes(device_bytes)} of device memory hold; lower device_buffer_size "
+            f"({config.device_buffer_size} tokens) or raise device_memory"
+        )
+    if plan.sizing.kv_tokens < num_pages * spec.page_size:
+        raise CapacityError(
+            f"max_tokens: got {num_pages * spec.page_size}, expected at most "
+            f"{plan.sizing.kv_tokens}, which {plan.sizing.limit} limits; raise that, or lower "
+            "max_batch_size, max_length or max_tokens"
+        )
+    plan.sizing = resize(plan.sizing, kv_tokens=num_pages * spec.page_size)
+    host = HostKVPool(spec, num_pages + 1, plan.layout, pin=where.type == "cuda")
+    coordinator = assemble(plan, host, num_slots=limits.max_rows + 1, device=where)
+    store = RowStore(
+        coordinator,
+        max_rows=limits.max_rows,
+        row_pages=row_pages,
+        num_pages=num_pages,
+        device=where,
+    )
+    return store, max_length
+
+
+def _max_length(model: Any, limits: Limits) -> int:
+    length = limits.max_length or getattr(text_config(model), "max_position_embeddings", None)
+    if length is None:
+        raise ConfigError(
+            "max_length: got None, but the model's configuration names no max_position_embeddings; "
+            "expected a number of tokens"
+        )
+    return int(length)
+
+
+def _memory(
+    config: HiSparseConfig, spec: KVSpec, num_pages: int, device: torch.device
+) -> tuple[int, int]:
+    """Bytes for the host pool, at most what it needs, and for the device side."""
+    free = psutil.virtual_memory().available
+    host = resolve_memory(config.host_memory, free, "host_memory")
+    host = min(host, (num_pages + 1) * spec.page_size * spec.token_bytes)
+    # Without a GPU the device is simulated by host memory that the pool does not take.
+    spare = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free - host
+    if config.device_memory is not None:
+        spare = min(spare, resolve_memory(config.device_memory, spare, "device_memory"))
+    return host, spare

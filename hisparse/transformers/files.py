@@ -1,0 +1,163 @@
+"""A stored context: rows of a cache in a safetensors file."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hisparse.algorithms import PageRun
+from hisparse.errors import CapacityError, ConfigError
+from hisparse.transformers.rows import RowStore
+
+__all__ = ["StoredRows", "read_rows", "write_rows"]
+
+_FORMAT = "hisparse context 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRows:
+    """Rows, beside their K/V.
+
+    Attributes:
+        slots: ``[B]``, request slots.
+        real: ``[B, columns] bool``, False at padding.
+        token_ids: ``[B, columns] int64``, or None.
+    """
+
+    slots: np.ndarray
+    real: np.ndarray
+    token_ids: Tensor | None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """``[B]``, tokens of each row."""
+        lengths: np.ndarray = self.real.sum(1)
+        return lengths
+
+
+def _shape(store: RowStore, model_type: str) -> dict[str, Any]:
+    """What a file and a cache have to agree in."""
+    kv = store.coordinator.policy.kv
+    return {
+        "model_type": model_type,
+        "num_layers": kv.num_layers,
+        "num_q_heads": kv.num_q_heads,
+        "num_kv_heads": kv.num_kv_heads,
+        "head_dim": kv.head_dim,
+        "v_head_dim": kv.v_head_dim,
+        "dtype": str(kv.dtype).removeprefix("torch."),
+        "page_size": kv.page_size,
+    }
+
+
+def write_rows(path: Path, store: RowStore, rows: StoredRows, model_type: str) -> None:
+    """Write rows to a file, which appears under its name once it is complete."""
+    coordinator = store.coordinator
+    tensors = {"real": torch.from_numpy(rows.real.copy())}
+    if rows.token_ids is not None:
+        tensors["token_ids"] = rows.token_ids.cpu().contiguous()
+    for row, (slot, length) in enumerate(
+        zip(rows.slots.tolist(), rows.lengths.tolist(), strict=True)
+    ):
+        own = np.array([slot]), np.array([0]), np.array([length])
+        host_slots = store.host_slots(*own)
+        full = store.page_table(own[0], length // store.page_size)[0].long()
+        for layer in range(coordinator.policy.kv.num_layers):
+            k, v = coordinator.manager.read_tokens(layer, host_slots)
+            tensors[f"{row}.{layer}.k"] = k.cpu().contiguous()
+            tensors[f"{row}.{layer}.v"] = v.cpu().contiguous()
+            for name, pages in coordinator.representations.items():
+                tensors[f"{row}.{layer}.{name}"] = pages[layer, full].cpu().contiguous()
+    metadata = {
+        "format": _FORMAT,
+        "shape": json.dumps(_shape(store, model_type)),
+        "algorithm": repr(coordinator.algorithm),
+    }
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, str(temporary), metadata)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_rows(path: Path, store: RowStore, model_type: str, max_length: int) -> StoredRows:
+    """Bring the rows of a file into a store.
+
+    Raises:
+        ConfigError: the file is none of these, or of another shape.
+        CapacityError: its rows do not fit.
+    """
+    try:
+        file: Any = safe_open(str(path), "pt")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"{path}: {error}, expected a file that HiSparseCache.save wrote"
+        ) from None
+    with file:
+        metadata = file.metadata() or {}
+        _check_metadata(path, metadata, _shape(store, model_type))
+        real = file.get_tensor("real").numpy()
+        if real.shape[1] > max_length:
+            raise CapacityError(
+                f"{path}: got {real.shape[1]} columns, expected at most max_length ({max_length})"
+            )
+        slots = store.open(real.shape[0])
+        ids = file.get_tensor("token_ids") if "token_ids" in file.keys() else None  # noqa: SIM118
+        rows = StoredRows(slots=slots, real=real, token_ids=ids)
+        nothing = np.zeros_like(rows.lengths)
+        try:
+            store.grow(slots, nothing, rows.lengths)
+        except CapacityError:
+            store.close(slots, nothing)
+            raise
+        known = metadata["algorithm"] == repr(store.coordinator.algorithm)
+        for row in range(slots.size):
+            _read_row(file, row, store, rows, known)
+    return rows
+
+
+def _check_metadata(path: Path, metadata: dict[str, str], expected: dict[str, Any]) -> None:
+    if metadata.get("format") != _FORMAT:
+        raise ConfigError(
+            f"{path}: got format {metadata.get('format')!r}, expected {_FORMAT!r}, as "
+            "HiSparseCache.save writes it"
+        )
+    stored = json.loads(metadata["shape"])
+    for name, value in expected.items():
+        if stored[name] != value:
+            raise ConfigError(
+                f"{path}: got {name} {stored[name]!r}, expected {value!r} as this model and "
+                "configuration have it"
+            )
+
+
+def _read_row(file: Any, row: int, store: RowStore, rows: StoredRows, known: bool) -> None:
+    """K/V of one row, and its representations: as stored, or made anew for another algorithm."""
+    coordinator, device, size = store.coordinator, store.device, store.page_size
+    length = int(rows.lengths[row])
+    own = rows.slots[row : row + 1]
+    host_slots = store.host_slots(own, np.array([0]), np.array([length]))
+    full = store.page_table(own, length // size)[0]
+    run = PageRun(coordinator.policy, coordinator.representations, full)
+    for layer in range(coordinator.policy.kv.num_layers):
+        k, v = (file.get_tensor(f"{row}.{layer}.{x}").to(device) for x in "kv")
+        coordinator.manager.write(layer, host_slots, k, v)
+        if known:
+            for name, pages in coordinator.representations.items():
+                stored = file.get_tensor(f"{row}.{layer}.{name}")
+                pages[layer, full.long()] = stored.to(device)
+        elif full.numel():
+            keys = k[: full.numel() * size].unflatten(0, (-1, size))
+            nobody = k.new_zeros(0, coordinator.policy.kv.num_q_heads, k.shape[-1])
+            coordinator.algorithm.construct_representations(keys, nobody, layer, run)
+    store.fill_tail(int(own[0]), length)

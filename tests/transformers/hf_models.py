@@ -1,0 +1,59 @@
+"""Tiny models and prompts of the transformers tests."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from hisparse.transformers import HiSparseCache
+from tests.server.tiny_models import VOCAB, tiny_model
+
+#: Far below the contexts of the tests, in host bytes read and in tokens attended.
+SMALL = {"budget": 96, "device_buffer_size": 128, "max_row_capacity": 128, "checked": True}
+#: Holds every context of the tests.
+ROOMY = {"budget": 1024, "checked": True}
+
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+
+
+@cache
+def model(kind: str) -> Any:
+    """ "llama", "qwen2" or "qwen3", in float32; leave its attention as it was."""
+    if kind != "qwen3":
+        return AutoModelForCausalLM.from_pretrained(tiny_model(kind)).eval()
+    torch.manual_seed(3)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
+    made = Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, **shape, **heads)).eval()
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.ndim == 2:
+                weight.normal_(0, 2.0 / weight.shape[1] ** 0.5)
+        made.lm_head.weight[made.config.eos_token_id or 0] = 0
+    return made
+
+
+def prompt(length: int, seed: int, batch: int = 1) -> Tensor:
+    """``[batch, length]`` random token ids."""
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCAB, (batch, length), generator=rng)
+
+
+def left_padded(lengths: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, ``[B, longest]`` each."""
+    ids = prompt(max(lengths), seed, len(lengths))
+    column = torch.arange(max(lengths))
+    mask = (column >= max(lengths) - torch.tensor(lengths)[:, None]).long()
+    return ids * mask, mask
+
+
+def continuation(
+    net: Any, ids: Tensor, count: int, cache: HiSparseCache | None = None, **options: Any
+) -> list[list[int]]:
+    """Greedy continuations of ``ids [B, T]``."""
+    out = net.generate(ids, max_new_tokens=count, past_key_values=cache, **GREEDY, **options)
+    return out[:, ids.shape[1] :].tolist()

@@ -1,0 +1,231 @@
+"""What is refused, each in one line that says what was got and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    DeepseekV2Config,
+    Gemma2Config,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    Qwen2Config,
+    RwkvConfig,
+    T5Config,
+)
+
+from hisparse.config import HiSparseConfig
+from hisparse.errors import CapacityError, ConfigError, HiSparseError
+from hisparse.transformers import HiSparseCache, disable, enable
+from tests.transformers.hf_models import GREEDY, ROOMY, SMALL, continuation, model, prompt
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def net() -> Iterator[Any]:
+    yield model("llama")
+    disable(model("llama"))
+
+
+def _one_line(error: pytest.ExceptionInfo[BaseException]) -> None:
+    assert "\n" not in str(error.value)
+    assert "expected" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MistralConfig(**TINY, sliding_window=16), "'mistral' with a sliding window .16 tokens."),
+        (Qwen2Config(**TINY, use_sliding_window=True, max_window_layers=1), "sliding_attention"),
+        (Gemma2Config(**TINY), "'gemma2' with capped logits"),
+        (DeepseekV2Config(**TINY), "'deepseek_v2' with latent attention .MLA"),
+        (T5Config(), "'t5' with an encoder and cross attention"),
+        (MambaConfig(hidden_size=32), "'mamba' with layers of other kinds .linear_attention"),
+        (RwkvConfig(hidden_size=32), "'rwkv' with no MHA or GQA attention .num_attention_heads"),
+    ],
+    ids=lambda x: getattr(x, "model_type", ""),
+)
+def test_models_that_attend_in_another_way(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        HiSparseCache(config, ROOMY, max_length=64)
+    _one_line(error)
+
+
+def test_a_window_that_is_off_is_no_window() -> None:
+    for config in (
+        MistralConfig(**TINY, sliding_window=None),
+        Qwen2Config(**TINY, use_sliding_window=False, sliding_window=16),
+    ):
+        assert HiSparseCache(config, ROOMY, max_length=64).get_max_length() == 64
+
+
+def test_a_model_without_the_attention_interface_stays_as_it_is() -> None:
+    net = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2))
+    before = net.config._attn_implementation
+    with pytest.raises(ConfigError, match="got BloomForCausalLM, which does not attend") as error:
+        enable(net, ROOMY, max_length=64)
+    _one_line(error)
+    assert net.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({"bugdet": 64}, {}, "unknown config key 'bugdet'; did you mean 'budget'"),
+        (HiSparseConfig(), {"budget": 64}, "got a HiSparseConfig and also budget, expected one of"),
+        (ROOMY, {"max_batch_size": 0}, "max_batch_size: got 0, expected at least 1"),
+        (ROOMY, {"max_length": 0}, "max_length: got 0, expected at least 1"),
+        (ROOMY, {"dense_layers": [3]}, "dense_layers names .3.; the model has layers 0 to 2"),
+        (ROOMY, {"host_memory": "1MiB"}, "host_memory: got 1 MiB, but one request"),
+        (
+            ROOMY,
+            {"device_memory": "12MB", "max_batch_size": 64},
+            "max_batch_size: got 64, expected",
+        ),
+        (
+            SMALL,
+            {"host_memory": "1MiB", "max_batch_size": 8, "max_length": 1024},
+            "max_tokens: got 8192, expected at most 656, which host_memory limits",
+        ),
+    ],
+)
+def test_settings_and_sizes(net: Any, config: Any, options: dict[str, Any], message: str) -> None:
+    before = net.config._attn_implementation
+    with pytest.raises((ConfigError, CapacityError), match=message) as error:
+        enable(net, config, **{"max_length": 64} | options)
+    assert "\n" not in str(error.value)
+    assert net.config._attn_implementation == before
+
+
+def test_more_rows_than_there_is_room_for(net: Any) -> None:
+    cache = enable(net, ROOMY, max_batch_size=2, max_length=64)
+    with pytest.raises(CapacityError, match=r"got 3 new ones, expected at most 2") as error:
+        continuation(net, prompt(9, seed=1, batch=3), 3, cache)
+    _one_line(error)
+    assert len(continuation(net, prompt(9, seed=1, batch=2), 3, cache)) == 2
+    with pytest.raises(CapacityError, match="max_batch_size is 2 and counts .* its forks"):
+        cache.fork()
+
+
+def test_another_batch_than_the_cache_holds(net: Any) -> None:
+    cache = enable(net, ROOMY, max_batch_size=2, max_length=64)
+    continuation(net, prompt(9, seed=1), 3, cache)
+    with pytest.raises(HiSparseError, match="got 2 rows, expected the 1 that the cache") as error:
+        continuation(net, prompt(20, seed=1, batch=2), 3, cache)
+    _one_line(error)
+
+
+def test_longer_than_max_length(net: Any) -> None:
+    cache = enable(net, ROOMY, max_length=64)
+    with pytest.raises(CapacityError, match=r"got 65 columns, expected at most max_length .64"):
+        continuation(net, prompt(60, seed=1), 10, cache)
+    assert cache.get_seq_length() == 64
+    with pytest.raises(CapacityError, match="got 74 columns") as error:
+        continuation(net, prompt(74, seed=1), 1, cache)
+    _one_line(error)
+
+
+def test_max_length_is_the_models_if_not_given(net: Any) -> None:
+    assert enable(net, SMALL).get_max_length() == net.config.max_position_embeddings == 8192
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "got 2 beams, expected num_beams=1"),
+        ({"prompt_lookup_num_tokens": 3}, "assisted generation .* expected generate without"),
+    ],
+    ids=["beam search", "prompt lookup"],
+)
+def test_ways_to_generate(net: Any, options: dict[str, Any], message: str) -> None:
+    cache = enable(net, ROOMY, max_batch_size=2, max_length=64)
+    with pytest.raises(HiSparseError, match=message) as error:
+        net.generate(
+            prompt(9, seed=1), past_key_values=cache, max_new_tokens=5, **options, **GREEDY
+        )
+    _one_line(error)
+
+
+def test_rows_are_not_moved(net: Any) -> None:
+    cache = enable(net, ROOMY, max_length=64)
+    for call, message in (
+        (lambda: cache.batch_repeat_interleave(3), r"expected cache.fork\(3\)"),
+        (lambda: cache.batch_select_indices(torch.tensor([0])), "got 1 rows to keep, expected"),
+        (lambda: cache.crop(5), "crop: got 5, expected 0 to 0"),
+        (lambda: cache.fork(0), "fork: got 0 rows for each, expected at least 1"),
+    ):
+        with pytest.raises(HiSparseError, match=message) as error:
+            call()
+        _one_line(error)
+
+
+def test_gradients(net: Any) -> None:
+    cache = enable(net, ROOMY, max_length=64)
+    with pytest.raises(HiSparseError, match="requires_grad=True.* expected inference") as error:
+        net(prompt(9, seed=1), past_key_values=cache)
+    _one_line(error)
+
+
+def test_a_model_that_is_not_enabled(net: Any) -> None:
+    cache = HiSparseCache(net, ROOMY, max_length=64)
+    with pytest.raises(HiSparseError, match="layer 0 did not attend with hisparse; call") as error:
+        continuation(net, prompt(9, seed=1), 3, cache)
+    assert "\n" not in str(error.value)
+
+
+def test_an_enabled_model_with_another_cache(net: Any) -> None:
+    enable(net, ROOMY, max_length=64)
+    with pytest.raises(HiSparseError, match="keys of no HiSparseCache; pass past_key_values=") as e:
+        continuation(net, prompt(9, seed=1), 3)
+    assert "\n" not in str(e.value)
+
+
+def test_masks(net: Any) -> None:
+    cache = enable(net, ROOMY, max_batch_size=2, max_length=64)
+    ids, mask = prompt(9, seed=1, batch=2), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    with torch.no_grad():
+        with pytest.raises(
+            HiSparseError, match=r"got shape .2, 1, 9, 9., expected .2, 9."
+        ) as error:
+            net(ids, attention_mask=torch.ones(2, 1, 9, 9).bool(), past_key_values=cache)
+        _one_line(error)
+        net(ids[:1], past_key_values=cache)
+        cache.reset()
+        net(ids, attention_mask=mask, past_key_values=cache)
+        for changed, message in (
+            (torch.ones(2, 10), "row 1 has 9 tokens in the 9 cached columns, expected the same 5"),
+            (torch.ones(2, 9), r"got shape .2, 9., expected .2, 10.: 9 cached columns and 1 new"),
+        ):
+            with pytest.raises(HiSparseError, match=message) as error:
+                net(ids[:, :1], attention_mask=changed, past_key_values=cache)
+            _one_line(error)
+    assert cache.row_lengths == (9, 5)
+
+
+def test_a_scale_that_a_configuration_does_not_tell() -> None:
+    net = GraniteForCausalLM(GraniteConfig(**TINY, attention_multiplier=0.5)).eval()
+    enable(net, ROOMY, max_length=64)
+    cache = HiSparseCache(net.config, ROOMY, max_length=64)
+    with pytest.raises(HiSparseError, match="softmax scale 0.5, expected 0.25; make the") as error:
+        continuation(net, torch.tensor([[1, 2, 3]]), 3, cache)
+    _one_line(error)
+    cache = HiSparseCache(net, ROOMY, max_length=64)
+    assert len(continuation(net, torch.tensor([[1, 2, 3]]), 3, cache)[0]) == 3
+
+
+def test_a_cache_of_another_model(net: Any) -> None:
+    enable(net, ROOMY, max_length=64)
+    cache = HiSparseCache(LlamaConfig(**TINY), ROOMY, max_length=64)
+    with pytest.raises(HiSparseError, match="heads and width of q .4, 32., expected .2, 16.") as e:
+        continuation(net, prompt(9, seed=1), 3, cache)
+    _one_line(e)
