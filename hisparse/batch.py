@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -66,6 +67,11 @@ class PrefillChunk:
     def end(self) -> int:
         """Position after the last token."""
         return self.start + self.length
+
+    @cached_property
+    def host_pages_cpu(self) -> Tensor:
+        """``host_pages`` on the host, read back once: lists that it knows can be copied in runs."""
+        return self.host_pages.cpu()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,7 +88,8 @@ class Prefill:
         tile_tokens = manager.staging_pages * size
         for start in range(0, chunk.start, tile_tokens):
             stop = min(start + tile_tokens, chunk.start)
-            tile = manager.read_prefix(layer_id, chunk.host_pages[start // size : -(-stop // size)])
+            pages = chunk.host_pages_cpu[start // size : -(-stop // size)]
+            tile = manager.read_prefix(layer_id, pages)
             keys, values = (x.transpose(1, 2).flatten(0, 1)[: stop - start] for x in tile)
             part = self._adapter.attend_prefill(q, keys, values, scale, causal=False)
             attended = merge_attended(Attended(*part), attended)

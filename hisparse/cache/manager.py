@@ -61,7 +61,9 @@ class SparseKVCacheManager:
         self.counters = counters
         self.staging_pages = staging_pages
         self._staging = self._make_staging()
-        self._all_staged = torch.arange(staging_pages, dtype=torch.int32, device=self._where)
+        staged = torch.arange(staging_pages, dtype=torch.int32)
+        # By where a list of pages lies: on the host, or with the rows.
+        self._staged = {"cpu": staged, self._where.type: staged.to(self._where)}
         num_slots = device.capacity.shape[0] // device.heads
         self._needs, self._settled, self._capacity = np.zeros((3, num_slots), dtype=np.int64)
         self._resets: set[int] = set()
@@ -289,7 +291,8 @@ class SparseKVCacheManager:
 
         Args:
             layer_id: layer number.
-            host_pages: ``[P] int32``, at most ``staging_pages`` of them.
+            host_pages: ``[P] int32``, at most ``staging_pages`` of them; on the host if it knows
+                them, which lets the copy engine move them.
 
         Returns:
             ``[P, Hkv, S, D]`` views of the tile, valid until the next call.
@@ -299,6 +302,6 @@ class SparseKVCacheManager:
             self.host.layer(layer_id),
             host_pages[None],
             self._staging,
-            self._all_staged[None, :count],
+            self._staged[host_pages.device.type][None, :count],
         )
         return PagedKV(self._staging.k[:count], self._staging.v[:count])
