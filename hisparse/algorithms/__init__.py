@@ -7,15 +7,19 @@ from hisparse.algorithms.base import (
     Representation,
     register_algorithm,
 )
+from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.page_score import PageScoreAlgorithm
 from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.streaming import Streaming
 
 __all__ = [
     "ALGORITHMS",
     "BaseSparseAlgorithm",
+    "Oracle",
     "PageRun",
     "PageScoreAlgorithm",
     "Quest",
     "Representation",
+    "Streaming",
     "register_algorithm",
 ]

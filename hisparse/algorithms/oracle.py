@@ -1,0 +1,40 @@
+"""The exact page oracle: what any page score tries to come near, at the price of all keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hisparse.algorithms.base import register_algorithm
+from hisparse.algorithms.page_score import PageScoreAlgorithm
+from hisparse.types import KVSpec
+
+__all__ = ["Oracle"]
+
+
+@register_algorithm("oracle")
+@dataclass(frozen=True, kw_only=True)
+class Oracle(PageScoreAlgorithm):
+    """Keeps the pages with the most attention mass, by exact logits: the ceiling of a table.
+
+    For measuring, not for serving: a copy of all keys lies on the device.
+    """
+
+    def summary_shape(self, kv: KVSpec) -> tuple[int, ...]:
+        return (kv.page_size, kv.num_kv_heads, kv.head_dim)
+
+    def summarize(self, keys: Tensor, mask: Tensor) -> Tensor:
+        """``keys [P, S, Hkv, D]`` as they are; pages are complete: ``mask [P, S]`` is all true."""
+        return keys
+
+    def score(self, query: Tensor, summaries: Tensor) -> Tensor:
+        """``query [B, Hq, D]``, ``summaries [B, P, S, Hkv, D]`` -> ``[B, Hq, P]``.
+
+        The log of the sum over a page's tokens of e^(q.k): its share of the softmax, but for a
+        constant; higher is kept.
+        """
+        keys = summaries.permute(0, 3, 4, 1, 2).flatten(3).to(query.dtype)
+        logits = query.unflatten(1, (keys.shape[1], -1)) @ keys
+        scores: Tensor = logits.unflatten(-1, (summaries.shape[1], -1)).logsumexp(-1)
+        return scores.flatten(1, 2)

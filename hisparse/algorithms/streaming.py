@@ -1,0 +1,52 @@
+"""StreamingLLM: attention sinks and a window. https://arxiv.org/abs/2309.17453"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hisparse.algorithms.base import (
+    BaseSparseAlgorithm,
+    PageRun,
+    Representation,
+    register_algorithm,
+)
+from hisparse.batch import DecodeStep
+from hisparse.types import KVSpec, Selection
+
+__all__ = ["Streaming"]
+
+
+@register_algorithm("streaming")
+@dataclass(frozen=True, kw_only=True)
+class Streaming(BaseSparseAlgorithm):
+    """Keeps the first pages and the most recent ones, whatever the query: the floor of a table."""
+
+    def representations(self, kv: KVSpec) -> dict[str, Representation]:
+        return {}
+
+    def construct_representations(
+        self, keys: Tensor, queries: Tensor, layer_id: int, pages: PageRun
+    ) -> None:
+        """Nothing is remembered."""
+
+    def update_representations(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, batch: DecodeStep
+    ) -> None:
+        """Nothing is remembered."""
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, batch: DecodeStep) -> Selection:
+        """Sinks, then the last pages; both are all pages while these fit."""
+        policy, count = batch.policy, batch.num_pages[:, None]
+        width = max(1, min(policy.max_pages, batch.max_pages))
+        entry = torch.arange(width, dtype=torch.int32, device=count.device)
+        sinks = min(policy.num_sink_pages, width)
+        # Behind the sinks come the last `width - sinks` pages, or what there is.
+        skipped = torch.where(entry >= sinks, (count - width).clamp(min=0), 0)
+        pages = torch.where(entry < count, entry + skipped, -1).int()
+        lengths = count.clamp(max=width)
+        return Selection(
+            pages[:, None].expand(-1, policy.heads, -1), lengths.expand(-1, policy.heads)
+        )
