@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import psutil
 import torch
 
 from hisparse.config import HiSparseConfig, build_algorithm, resolve_memory
 from hisparse.errors import ConfigError
+from hisparse.memory import free_host_memory
 
 __all__ = ["BACKEND", "after_resolution", "before_resolution", "is_requested"]
 
@@ -65,7 +65,7 @@ def before_resolution(server_args: Any) -> None:
     _check_flags(server_args)
     config = HiSparseConfig.parse(server_args.hisparse_config)
     build_algorithm(config)
-    resolve_memory(config.host_memory, psutil.virtual_memory().available, "host_memory")
+    resolve_memory(config.host_memory, free_host_memory(), "host_memory")
     if server_args.page_size is None:
         server_args.page_size = config.page_size if config.page_size > 1 else _TOKEN_WISE_PAGE
     # The decode step is not captured in CUDA graphs yet.

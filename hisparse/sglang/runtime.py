@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from hisparse.assemble import Plan, make_plan
 from hisparse.config import HiSparseConfig, build_algorithm, resolve_memory
 from hisparse.coordinator import SparseCoordinator
 from hisparse.errors import HiSparseError
+from hisparse.memory import free_host_memory
 from hisparse.sglang import checks
 from hisparse.sglang.model_shape import read_model_shape
 
@@ -95,11 +95,12 @@ def _memory(config: HiSparseConfig, configurator: Any, profiled: int) -> tuple[i
 
     args = configurator.server_args
     ranks = max(1, get_parallel().launch_world_size // max(1, args.nnodes))
-    free = psutil.virtual_memory().available
+    free = free_host_memory()
     host = resolve_memory(config.host_memory, free, "host_memory") // ranks
     if configurator.device == "cpu":
-        # There is no device: its memory is simulated by host memory that the pool does not take.
-        profiled = min(profiled, free - host * ranks)
+        # There is no device: its memory is simulated by host memory that the pools do not take,
+        # less a tenth for activations.
+        profiled = min(profiled, (free - host * ranks) * 9 // 10 // ranks)
     if config.device_memory is not None:
         profiled = min(profiled, resolve_memory(config.device_memory, profiled, "device_memory"))
     return _least_of_ranks(host, profiled)

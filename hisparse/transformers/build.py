@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
 from hisparse.assemble import assemble, make_plan
 from hisparse.cache import HostKVPool
 from hisparse.config import HiSparseConfig, build_algorithm, format_bytes, resolve_memory
 from hisparse.errors import CapacityError, ConfigError
+from hisparse.memory import free_host_memory
 from hisparse.sizing import resize
 from hisparse.transformers.rows import RowStore
 from hisparse.transformers.shape import read_model_shape, text_config
@@ -129,7 +129,7 @@ def _memory(
     config: HiSparseConfig, spec: KVSpec, num_pages: int, device: torch.device
 ) -> tuple[int, int]:
     """Bytes for the host pool, at most what it needs, and for the device side."""
-    free = psutil.virtual_memory().available
+    free = free_host_memory()
     host = resolve_memory(config.host_memory, free, "host_memory")
     host = min(host, (num_pages + 1) * spec.page_size * spec.token_bytes)
     # Without a GPU the device is simulated by host memory that the pool does not take.
