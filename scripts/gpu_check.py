@@ -29,7 +29,13 @@ NEEDED = {"tvm_ffi": "apache-tvm-ffi", "pytest": "pytest", "hypothesis": "hypoth
 SUITES = {
     "lru": ["test_lru_diff.py", "test_rebalance.py", "test_page_table.py"],
     "transfer": ["test_transfer.py", "test_transfer_layers.py"],
-    "attention": ["test_attention.py", "test_mla.py", "test_select.py", "test_page_summary.py"],
+    "attention": [
+        "test_attention.py",
+        "test_mla.py",
+        "test_splits.py",
+        "test_select.py",
+        "test_page_summary.py",
+    ],
     "graphs": ["gpu/test_graphs.py"],
 }
 BENCHES = {

@@ -93,6 +93,10 @@ def test_the_gpu_s_proxy_writes_back_what_an_operation_wrote(
     assert torch.equal(dst.k[0], src.k[3])
     assert torch.equal(dst.v[4], src.v[0])
     assert not dst.k[1].any()
+    copies, latent = on_gpu._Copies(), torch.randn(5, 1, 4, 8)
+    k, v = copies.of(PagedKV(latent, latent[..., :6]), pinned=False)
+    assert v.data_ptr() == k.data_ptr() != latent.data_ptr()
+    assert torch.equal(v, latent[..., :6])
 
 
 def test_wheels_are_named_by_the_pins() -> None:

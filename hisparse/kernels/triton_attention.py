@@ -22,6 +22,8 @@ _MAX_QUERIES = 32
 _MIN_SPLIT_TOKENS = 256
 #: Triton's interpreter multiplies bfloat16 matrices as if they were integers.
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
+#: Splits that are merged at once: 16 x 512 values are 64 registers a thread.
+_SPLITS_PER_STEP = 16
 #: Programs for each multiprocessor of the GPU.
 _WAVES = 2
 
@@ -29,9 +31,12 @@ _WAVES = 2
 def paged_attention(
     query: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`hisparse.kernels.paged_attention`; queries are rounded to the pages' dtype.
+    """See :func:`hisparse.kernels.paged_attention`.
 
-    Where values are the first columns of the keys (MLA: 512 of 576), keys are read once for both.
+    Where values are the first columns of the keys (MLA: 512 of 576), keys are read once for both,
+    and queries and weights are rounded to the pages' dtype: with so many queries to a key what
+    limits is arithmetic. Elsewhere three numbers of that dtype stand for a query's, two for a
+    weight: all 24 bits and 16 of a float32.
     """
     rows, queries, width = query.shape
     heads, size = kv.k.shape[1:3]
@@ -44,7 +49,8 @@ def paged_attention(
     lse = query.new_empty(rows, splits, queries)
     if out.numel() == 0:
         return out[:, 0], lse[:, 0]
-    shared = kv.v.data_ptr() == kv.k.data_ptr() and value_width < width
+    same_place = kv.v.data_ptr() == kv.k.data_ptr() and kv.v.stride() == kv.k.stride()
+    shared = same_place and value_width < width
     first = value_width if shared else width
     _attend_kernel[(splits, heads * blocks, rows)](
         query.contiguous(),
@@ -67,25 +73,11 @@ def paged_attention(
         VALUE=value_width,
         VALUE_BLOCK=max(_MIN_DOT, triton.next_power_of_2(value_width)),
         SIZE=size,
+        EXACT=not shared and kv.k.dtype != torch.float32,
         WIDE=_INTERPRETED,
         **launch_options(first, kv.k.dtype),
     )
-    if splits == 1:
-        return out[:, 0], lse[:, 0]
-    merged = query.new_empty(rows, queries, value_width)
-    merged_lse = query.new_empty(rows, queries)
-    _merge_kernel[(queries, rows)](
-        out,
-        lse,
-        merged,
-        merged_lse,
-        queries,
-        splits,
-        SPLITS=triton.next_power_of_2(splits),
-        VALUE=value_width,
-        VALUE_BLOCK=triton.next_power_of_2(value_width),
-    )
-    return merged, merged_lse
+    return (out[:, 0], lse[:, 0]) if splits == 1 else _merged(out, lse)
 
 
 def launch_options(width: int, dtype: torch.dtype) -> dict[str, int]:
@@ -97,6 +89,27 @@ def launch_options(width: int, dtype: torch.dtype) -> dict[str, int]:
     return {"TOKENS": 64, "num_warps": 8, "num_stages": 3}
 
 
+def _merged(partial: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """``[R, splits, Q, Dv]`` and ``[R, splits, Q]``, float32, without the splits."""
+    rows, splits, queries, width = partial.shape
+    out = partial.new_empty(rows, queries, width)
+    lse = lses.new_empty(rows, queries)
+    split_block = triton.next_power_of_2(splits)
+    _merge_kernel[(queries, rows)](
+        partial,
+        lses,
+        out,
+        lse,
+        queries,
+        splits,
+        SPLITS=split_block,
+        STEP=min(_SPLITS_PER_STEP, split_block),
+        VALUE=width,
+        VALUE_BLOCK=triton.next_power_of_2(width),
+    )
+    return out, lse
+
+
 def _num_splits(device: torch.device, programs: int, most_tokens: int) -> int:
     """Enough programs to fill the GPU; known without a look at the lengths."""
     processors = 1
@@ -104,6 +117,15 @@ def _num_splits(device: torch.device, programs: int, most_tokens: int) -> int:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
     wanted = -(-_WAVES * processors // max(programs, 1))
     return max(1, min(wanted, -(-most_tokens // _MIN_SPLIT_TOKENS)))
+
+
+@triton.jit
+def _rounded(x, kind: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Float32 to the nearest of ``kind``, as GPUs round; the interpreter cuts bfloat16 off."""
+    if INTERPRETED and kind == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return x.to(kind)
 
 
 @triton.jit
@@ -135,6 +157,7 @@ def _attend_kernel(
     VALUE_BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
+    EXACT: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -143,14 +166,20 @@ def _attend_kernel(
     member = tl.program_id(1) % blocks * QUERIES + tl.arange(0, QUERIES)
     asked = member < GROUP
     first, dim = tl.arange(0, FIRST_BLOCK), tl.arange(0, VALUE_BLOCK)
-    kind: tl.constexpr = tl.float32 if WIDE else keys.dtype.element_ty
+    narrow: tl.constexpr = keys.dtype.element_ty
+    kind: tl.constexpr = tl.float32 if WIDE else narrow
     source = query + (row * queries + head * GROUP + member)[:, None] * WIDTH
     q = tl.load(source + first[None, :], mask=asked[:, None] & (first < FIRST)[None, :], other=0.0)
-    q = q.to(kind)
+    q_high = _rounded(q, narrow, WIDE)
+    q_left = q - q_high.to(tl.float32)
+    q_middle = _rounded(q_left, narrow, WIDE)
+    q_low = _rounded(q_left - q_middle.to(tl.float32), narrow, WIDE).to(kind)
+    q_high, q_middle = q_high.to(kind), q_middle.to(kind)
     if REST_BLOCK > 0:
         rest = FIRST + tl.arange(0, REST_BLOCK)
         more = asked[:, None] & (rest < WIDTH)[None, :]
-        q_rest = tl.load(source + rest[None, :], mask=more, other=0.0).to(kind)
+        q_rest = tl.load(source + rest[None, :], mask=more, other=0.0)
+        q_rest = _rounded(q_rest, narrow, WIDE).to(kind)
     length = tl.load(seq_lens + row)
     share = (length + splits - 1) // splits
     begin = split * share
@@ -166,7 +195,10 @@ def _attend_kernel(
         place = keys + page * key_page + head * key_head + token % SIZE * key_token
         seen = live[:, None] & (first < FIRST)[None, :]
         k = tl.load(place[:, None] + first[None, :], mask=seen, other=0.0).to(kind)
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        logits = tl.dot(q_high, tl.trans(k), input_precision="ieee")
+        if EXACT:
+            logits += tl.dot(q_middle, tl.trans(k), input_precision="ieee")
+            logits += tl.dot(q_low, tl.trans(k), input_precision="ieee")
         if REST_BLOCK > 0:
             seen_rest = live[:, None] & (rest < WIDTH)[None, :]
             k_rest = tl.load(place[:, None] + rest[None, :], mask=seen_rest, other=0.0).to(kind)
@@ -181,7 +213,11 @@ def _attend_kernel(
         weights = tl.exp(logits - top[:, None])
         shrink = tl.exp(highest - top)
         total = total * shrink + tl.sum(weights, axis=1)
-        acc = acc * shrink[:, None] + tl.dot(weights.to(kind), v, input_precision="ieee")
+        high = _rounded(weights, narrow, WIDE)
+        acc = acc * shrink[:, None] + tl.dot(high.to(kind), v, input_precision="ieee")
+        if EXACT:
+            low = _rounded(weights - high.to(tl.float32), narrow, WIDE)
+            acc += tl.dot(low.to(kind), v, input_precision="ieee")
         highest = top
     # Without a token the sum is 0: the output is 0 and its log-sum-exp -inf.
     scale = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
@@ -201,21 +237,26 @@ def _merge_kernel(
     queries,
     splits,
     SPLITS: tl.constexpr,
+    STEP: tl.constexpr,
     VALUE: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
 ):
     q, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, VALUE_BLOCK)
-    at = (row * splits + split) * queries + q
-    parts = tl.load(lses + at, mask=split < splits, other=-float("inf"))
+    first = row * splits * queries + q
+    parts = tl.load(lses + first + split * queries, mask=split < splits, other=-float("inf"))
     top = tl.max(parts, axis=0)
     shift = tl.where(top == -float("inf"), 0.0, top)
-    weights = tl.exp(parts - shift)
-    total = tl.sum(weights, axis=0)
-    scale = 1.0 / tl.where(total > 0, total, 1.0)
-    there = (split < splits)[:, None] & (dim < VALUE)[None, :]
-    x = tl.load(partial + at[:, None] * VALUE + dim[None, :], mask=there, other=0.0)
-    merged = tl.sum(x * (weights * scale)[:, None], axis=0)
+    total = tl.sum(tl.exp(parts - shift), axis=0)
+    whole = tl.where(total > 0, total, 1.0)
+    merged = tl.zeros((VALUE_BLOCK,), tl.float32)
+    for start in range(0, splits, STEP):
+        step = start + tl.arange(0, STEP)
+        at = first + step * queries
+        weights = tl.exp(tl.load(lses + at, mask=step < splits, other=-float("inf")) - shift)
+        there = (step < splits)[:, None] & (dim < VALUE)[None, :]
+        x = tl.load(partial + at[:, None] * VALUE + dim[None, :], mask=there, other=0.0)
+        merged += tl.sum(x * weights[:, None], axis=0)
     target = row * queries + q
-    tl.store(out + target * VALUE + dim, merged, mask=dim < VALUE)
-    tl.store(lse + target, tl.where(total > 0, shift + tl.log(total), -float("inf")))
+    tl.store(out + target * VALUE + dim, merged / whole, mask=dim < VALUE)
+    tl.store(lse + target, tl.where(total > 0, shift + tl.log(whole), -float("inf")))

@@ -11,17 +11,20 @@ from hisparse.kernels.reference_select import best_pages
 
 __all__ = ["page_score", "page_summary", "select"]
 
-#: Pages that one program scores: 16 x 128 values of both kinds are 32 registers a thread.
-_PAGES_PER_PROGRAM = 16
+#: Values of a tile: more than 64 a thread of each kind do not stay in registers.
+_TILE = 8192
+_MOST_PAGES = 16
 _SCORES_PER_STEP = 1024
 
 
 def page_summary(keys: Tensor, summaries: Tensor, host_pages: Tensor) -> None:
-    """See :func:`hisparse.kernels.page_summary`; one program per page and head."""
+    """See :func:`hisparse.kernels.page_summary`; one program per page, head and block of D."""
     pages, size, heads, dim = keys.shape
     if pages == 0:
         return
-    _summary_kernel[(pages, heads)](
+    size_block = triton.next_power_of_2(size)
+    dim_block = min(triton.next_power_of_2(dim), max(16, _TILE // size_block))
+    _summary_kernel[(pages, heads, triton.cdiv(dim, dim_block))](
         keys,
         summaries,
         host_pages,
@@ -29,9 +32,9 @@ def page_summary(keys: Tensor, summaries: Tensor, host_pages: Tensor) -> None:
         *summaries.stride()[:2],
         summaries.shape[0],
         SIZE=size,
-        SIZE_BLOCK=triton.next_power_of_2(size),
+        SIZE_BLOCK=size_block,
         DIM=dim,
-        DIM_BLOCK=triton.next_power_of_2(dim),
+        DIM_BLOCK=dim_block,
         NARROW=summaries.dtype == torch.bfloat16,
     )
 
@@ -45,7 +48,9 @@ def page_score(
     scores = query.new_empty(batch, q_heads, width)
     if scores.numel() == 0:
         return scores
-    grid = (triton.cdiv(width, _PAGES_PER_PROGRAM), kv_heads, batch)
+    dim_block = triton.next_power_of_2(dim)
+    pages = max(1, min(_MOST_PAGES, _TILE // 2 // dim_block))
+    grid = (triton.cdiv(width, pages), kv_heads, batch)
     _score_kernel[grid](
         query.contiguous(),
         summaries,
@@ -58,8 +63,8 @@ def page_score(
         q_heads,
         GROUP=q_heads // kv_heads,
         DIM=dim,
-        DIM_BLOCK=triton.next_power_of_2(dim),
-        PAGES=_PAGES_PER_PROGRAM,
+        DIM_BLOCK=dim_block,
+        PAGES=pages,
     )
     return scores
 
@@ -74,19 +79,22 @@ def select(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.select`; heads agree in Triton, ``torch.topk`` chooses."""
     batch, given, width = scores.shape
-    if given > heads and width:
+    if given > heads:
         combined = scores.new_empty(batch, heads, width)
-        _share_kernel[(heads, batch)](
-            scores.contiguous(),
-            num_pages,
-            combined,
-            width,
-            heads,
-            GROUP=given // heads,
-            STEP=min(_SCORES_PER_STEP, triton.next_power_of_2(width)),
-        )
+        group_block = triton.next_power_of_2(given // heads)
+        if combined.numel():
+            _share_kernel[(heads, batch)](
+                scores.contiguous(),
+                num_pages,
+                combined,
+                width,
+                heads,
+                GROUP=given // heads,
+                GROUP_BLOCK=group_block,
+                STEP=max(16, _SCORES_PER_STEP // group_block),
+            )
     else:
-        combined = scores.repeat_interleave(heads // given, dim=1) if given < heads else scores
+        combined = scores.repeat_interleave(heads // given, dim=1)
     return best_pages(combined, num_pages, max_pages, num_sinks, num_recents)
 
 
@@ -127,7 +135,7 @@ def _summary_kernel(
     if target < 0 or target >= num_host_pages:
         return
     token = tl.arange(0, SIZE_BLOCK)[:, None]
-    dim = tl.arange(0, DIM_BLOCK)
+    dim = tl.program_id(2) * DIM_BLOCK + tl.arange(0, DIM_BLOCK)
     source = keys + page * stride_page + head * stride_head
     source += token * stride_token + dim[None, :] * stride_dim
     there = (token < SIZE) & (dim[None, :] < DIM)
@@ -184,32 +192,30 @@ def _share_kernel(
     width,
     heads,
     GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """Sum over a group of each head's softmax over the pages."""
     head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     count = tl.load(num_pages + request)
     row = request * heads + head
-    at = tl.arange(0, STEP)
-    for g in range(GROUP):
-        source = scores + (row * GROUP + g) * width
-        highest = tl.full((STEP,), -float("inf"), tl.float32)
-        for start in range(0, width, STEP):
-            x = tl.load(source + start + at, mask=start + at < count, other=-float("inf"))
-            highest = tl.maximum(highest, x)
-        top = tl.max(highest, axis=0)
-        top = tl.where(top == -float("inf"), 0.0, top)  # Without a page there is no maximum.
-        total = tl.zeros((STEP,), tl.float32)
-        for start in range(0, width, STEP):
-            x = tl.load(source + start + at, mask=start + at < count, other=-float("inf"))
-            total += tl.where(start + at < count, tl.exp(x - top), 0.0)
-        whole = tl.sum(total, axis=0)
-        scale = 1.0 / tl.where(whole > 0, whole, 1.0)
-        for start in range(0, width, STEP):
-            page = start + at
-            x = tl.load(source + page, mask=page < count, other=-float("inf"))
-            share = tl.where(page < count, tl.exp(x - top) * scale, 0.0)
-            out = combined + row * width + page
-            if g > 0:
-                share += tl.load(out, mask=page < width, other=0.0)
-            tl.store(out, share, mask=page < width)
+    member, at = tl.arange(0, GROUP_BLOCK), tl.arange(0, STEP)
+    source = scores + (row * GROUP + member[:, None]) * width
+    present = (member < GROUP)[:, None]
+    highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)
+    top = tl.zeros((GROUP_BLOCK,), tl.float32)
+    total = tl.zeros((GROUP_BLOCK,), tl.float32)
+    for start in range(0, width, STEP):
+        page = start + at[None, :]
+        x = tl.load(source + page, mask=present & (page < count), other=-float("inf"))
+        higher = tl.maximum(highest, tl.max(x, axis=1))
+        top = tl.where(higher == -float("inf"), 0.0, higher)  # Without a page there is no maximum.
+        total = total * tl.exp(highest - top) + tl.sum(tl.exp(x - top[:, None]), axis=1)
+        highest = higher
+    scale = 1.0 / tl.where(total > 0, total, 1.0)
+    for start in range(0, width, STEP):
+        page = start + at
+        seen = present & (page < count)[None, :]
+        x = tl.load(source + page[None, :], mask=seen, other=-float("inf"))
+        shares = tl.exp(x - top[:, None]) * scale[:, None]
+        tl.store(combined + row * width + page, tl.sum(shares, axis=0), mask=page < width)

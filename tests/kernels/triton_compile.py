@@ -40,11 +40,18 @@ POINTERS = {
     "num_pages": "*i32",
     "host_pages": "*i64",
 }
+# What a block may take: a launch that asks for more fails.
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+# What a launch finds out about its arguments decides how wide the loads are: without it the code is
+# another. Strides of whole rows are multiples of 16 elements, those of the last dimension 1.
+ALIGNED = ["key_page", "key_head", "key_token", "value_page", "value_head", "value_token"]
+ALIGNED += ["stride_page", "stride_token", "stride_head", "stride_out_page", "stride_out_head"]
+ONES = {"table_entry": 1, "stride_entry": 1, "stride_dim": 1}
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
     f"attend {name} {kind}": (
         triton_attention._attend_kernel,
         sizes
-        | {"WIDE": False}
+        | {"EXACT": kind == "bf16" and name == "GQA", "WIDE": False}
         | triton_attention.launch_options(sizes["FIRST"], getattr(torch, dtype)),
         {"keys": f"*{kind}", "values": f"*{kind}"},
     )
@@ -56,7 +63,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
 } | {
     "merge": (
         triton_attention._merge_kernel,
-        {"SPLITS": 16, "VALUE": 128, "VALUE_BLOCK": 128},
+        {"SPLITS": 16, "STEP": 16, "VALUE": 128, "VALUE_BLOCK": 128},
+        {},
+    ),
+    "merge 128k of MLA": (
+        triton_attention._merge_kernel,
+        {"SPLITS": 128, "STEP": 16, "VALUE": 512, "VALUE_BLOCK": 512},
         {},
     ),
     "summary fp32": (
@@ -69,24 +81,41 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
         SUMMARY | {"NARROW": True},
         {"keys": "*bf16", "summaries": "*bf16"},
     ),
+    "summary MLA": (
+        triton_select._summary_kernel,
+        {"SIZE": 64, "SIZE_BLOCK": 64, "DIM": 576, "DIM_BLOCK": 128, "NARROW": True},
+        {"keys": "*bf16", "summaries": "*bf16"},
+    ),
     "score": (
         triton_select._score_kernel,
         {"GROUP": 4, "DIM": 128, "DIM_BLOCK": 128, "PAGES": 16},
         {"summaries": "*bf16"},
     ),
-    "share": (triton_select._share_kernel, {"GROUP": 4, "STEP": 1024}, {}),
+    "score MLA": (
+        triton_select._score_kernel,
+        {"GROUP": 128, "DIM": 576, "DIM_BLOCK": 1024, "PAGES": 4},
+        {"summaries": "*bf16"},
+    ),
+    "share": (triton_select._share_kernel, {"GROUP": 4, "GROUP_BLOCK": 4, "STEP": 256}, {}),
+    "share MLA": (triton_select._share_kernel, {"GROUP": 128, "GROUP_BLOCK": 128, "STEP": 16}, {}),
 }
 
 
 def spilled_bytes(kernel: Any, arch: int, sizes: dict[str, Any], types: dict[str, str]) -> int:
     """Compile to machine code and read ptxas's report on it."""
     options = {name: sizes.pop(name) for name in ("num_warps", "num_stages") if name in sizes}
+    sizes |= {name: one for name, one in ONES.items() if name in kernel.arg_names}
     signature = {
         name: "constexpr" if name in sizes else (POINTERS | types).get(name, "i32")
         for name in kernel.arg_names
     }
     places = {(kernel.arg_names.index(name),): value for name, value in sizes.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, name in enumerate(kernel.arg_names)
+        if name in ALIGNED or signature[name].startswith("*")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
     log = io.StringIO()
     # What a cache holds has no report.
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope():
@@ -97,6 +126,7 @@ def spilled_bytes(kernel: Any, arch: int, sizes: dict[str, Any], types: dict[str
     assert compiled.asm["cubin"]
     found = re.findall(r"(\d+) bytes spill (?:stores|loads)", log.getvalue())
     assert len(found) == 2, log.getvalue()
+    assert compiled.metadata.shared <= SHARED_BYTES[arch], compiled.metadata.shared
     return sum(map(int, found))
 
 

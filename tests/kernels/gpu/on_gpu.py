@@ -38,6 +38,10 @@ class _Copies:
         return {"pin_memory": True} if pinned else {"device": "cuda"}
 
     def _copy(self, tensor: Tensor, *, pinned: bool) -> Tensor:
+        for held, copy in self._made:
+            # MLA's values are the first columns of its keys: they have to stay that.
+            if _is_view(tensor, held):
+                return copy[..., : tensor.shape[-1]]
         shape, strides = tensor.shape, tensor.stride()
         copy = torch.empty_strided(shape, strides, dtype=tensor.dtype, **self._where(pinned))
         copy.copy_(tensor)
@@ -50,6 +54,12 @@ class _Copies:
             now = copy.cpu()
             if not torch.equal(_bits(now), _bits(tensor)):
                 tensor.copy_(now)
+
+
+def _is_view(tensor: Tensor, of: Tensor) -> bool:
+    """Whether ``tensor`` is the first columns of ``of``."""
+    same = tensor.data_ptr() == of.data_ptr() and tensor.stride() == of.stride()
+    return same and tensor.shape[:-1] == of.shape[:-1] and tensor.shape[-1] < of.shape[-1]
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -1,0 +1,83 @@
+"""What merging takes: a row's tokens shared by several programs, and what none of them sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from hisparse.kernels import paged_attention, reference, select
+from hisparse.types import PagedKV
+
+WIDTH = 40
+
+
+@pytest.fixture
+def split_kernels(impl: str) -> Iterator[ModuleType | None]:
+    """Triton's module, where the suite runs on the interpreter: it never splits on a CPU."""
+    if impl != "triton":
+        yield None
+        return
+    from hisparse.kernels import triton_attention
+
+    yield triton_attention
+
+
+def _attend(impl: str, dtype: torch.dtype, rank: int | None) -> tuple[Tensor, ...]:
+    """Rows of 0, 1, 63 and 500 tokens in pages of 7; what is not to be read is NaN."""
+    torch.manual_seed(rank or 0)
+    lens = torch.tensor([0, 1, 63, 500], dtype=torch.int32)
+    total = 4 * 72
+    k = torch.randn(total, 7, 2, WIDTH).to(dtype).transpose(1, 2)
+    v = torch.randn(total, 7, 2, 24).to(dtype).transpose(1, 2) if rank is None else k[..., :rank]
+    table = torch.randperm(total).view(4, 72).to(torch.int32)
+    beyond = torch.arange(72 * 7) >= lens[:, None]
+    unread = torch.zeros(total, 7, dtype=torch.bool)
+    unread[table.long()] = beyond.view(4, 72, 7)
+    query = (torch.randn(4, 6, WIDTH) * WIDTH**-0.5).to(dtype).float()
+    clean = PagedKV(k.clone(), v.clone())
+    expected = reference.paged_attention(query, clean, table, lens)
+    k.masked_fill_(unread[:, None, :, None], torch.nan)
+    v.masked_fill_(unread[:, None, :, None], torch.nan)
+    return (*paged_attention(query, PagedKV(k, v), table, lens, impl=impl), *expected)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 33], ids=lambda n: f"{n}-splits")
+@pytest.mark.parametrize(
+    ("dtype", "rank", "tolerance"),
+    [
+        pytest.param(torch.float32, None, 1e-5, id="fp32"),
+        pytest.param(torch.bfloat16, None, 1e-4, id="bf16"),
+        pytest.param(torch.float16, None, 1e-5, id="fp16"),
+        pytest.param(torch.float32, 32, 1e-5, id="latent-fp32"),
+    ],
+)
+def test_splits_change_nothing(
+    impl: str,
+    split_kernels: ModuleType | None,
+    monkeypatch: pytest.MonkeyPatch,
+    splits: int,
+    dtype: torch.dtype,
+    rank: int | None,
+    tolerance: float,
+) -> None:
+    if split_kernels is not None:
+        monkeypatch.setattr(split_kernels, "_num_splits", lambda *sizes: splits)
+    out, lse, expected, expected_lse = _attend(impl, dtype, rank)
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance)
+    assert not out[0].any()
+    assert (lse[0] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8], ids=lambda h: f"select{h}")
+def test_a_table_without_pages_selects_none(impl: str, heads: int) -> None:
+    none = torch.zeros(3, dtype=torch.int32)
+    pages, lengths = select(
+        torch.empty(3, 4, 0), none, heads=heads, max_pages=5, num_sinks=1, num_recents=2, impl=impl
+    )
+    assert pages.tolist() == [[[-1] * 5] * heads] * 3
+    assert lengths.tolist() == [[0] * heads] * 3
