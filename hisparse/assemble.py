@@ -8,7 +8,7 @@ import torch
 
 from hisparse import sizing as sizing_formula
 from hisparse.adapters import ADAPTERS
-from hisparse.algorithms import BaseSparseAlgorithm
+from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
 from hisparse.batch import SelectionPolicy
 from hisparse.cache import DeviceBuffer, HostKVPool, SparseKVCacheManager
 from hisparse.cache.capacity import CapacityPlanner
@@ -16,10 +16,11 @@ from hisparse.config import HiSparseConfig
 from hisparse.coordinator import SparseCoordinator
 from hisparse.errors import ConfigError
 from hisparse.metrics import CacheCounters
+from hisparse.representations import Representations, entry_bytes, list_representations
 from hisparse.sizing import Sizing, SizingRequest
 from hisparse.types import HostLayout, KVSpec, SelectionScope
 
-__all__ = ["Plan", "assemble", "make_plan"]
+__all__ = ["Plan", "assemble", "make_plan", "make_policy"]
 
 
 @dataclass(kw_only=True)
@@ -30,8 +31,7 @@ class Plan:
         config: the settings.
         algorithm: what to keep.
         spec: shapes of the model.
-        scale: softmax scale.
-        scope: for whom pages are selected.
+        policy: what selections have to keep to.
         layout: how host memory is ordered.
         sizing: how much of everything there is.
     """
@@ -39,10 +39,29 @@ class Plan:
     config: HiSparseConfig
     algorithm: BaseSparseAlgorithm
     spec: KVSpec
-    scale: float
-    scope: SelectionScope
+    policy: SelectionPolicy
     layout: HostLayout
     sizing: Sizing
+
+
+def make_policy(
+    config: HiSparseConfig,
+    algorithm: BaseSparseAlgorithm,
+    spec: KVSpec,
+    scale: float,
+    scope: SelectionScope,
+) -> SelectionPolicy:
+    """What the selections of ``algorithm`` have to keep to under ``config``."""
+    cap = config.device_buffer_size if algorithm.variable_lengths else config.budget
+    return SelectionPolicy(
+        kv=spec,
+        scope=scope,
+        budget_pages=config.budget // spec.page_size - 1,
+        max_pages=cap // spec.page_size - 1,
+        num_sink_pages=config.num_sink_pages,
+        num_recent_pages=config.num_recent_pages,
+        scale=scale,
+    )
 
 
 def make_plan(
@@ -72,15 +91,17 @@ def make_plan(
         ConfigError: a setting does not go with the model or with another setting.
         CapacityError: one request does not fit.
     """
+    _check_page_size(config, algorithm)
     scope = _choose_scope(config, algorithm)
-    heads = spec.selection_heads(scope)
-    representation_bytes = sum(r.num_bytes for r in algorithm.representations(spec).values())
+    policy = make_policy(config, algorithm, spec, scale, scope)
+    kept = list_representations(algorithm, policy, tail_estimate=config.tail_estimate)
+    heads = policy.heads
     stored_heads = spec.num_kv_heads if heads == 1 else 1
     page_width = stored_heads * (spec.head_dim + spec.v_head_dim)
     sizing = sizing_formula.size(
         SizingRequest(
             kv_token_bytes=spec.token_bytes,
-            representation_page_bytes=representation_bytes * spec.num_layers,
+            representation_page_bytes=entry_bytes(kept, "page") * spec.num_layers,
             page_size=spec.page_size,
             num_layers=spec.num_layers,
             rows_per_request=heads,
@@ -92,6 +113,8 @@ def make_plan(
             max_row_capacity=config.max_row_capacity,
             context_length=context_length,
             max_requests=max_requests,
+            request_state_bytes=entry_bytes(kept, "request") * spec.num_layers,
+            layer_state_bytes=entry_bytes(kept, "layer") * spec.num_layers,
         )
     )
     _check_dense_layers(config, spec)
@@ -99,8 +122,7 @@ def make_plan(
         config=config,
         algorithm=algorithm,
         spec=spec,
-        scale=scale,
-        scope=scope,
+        policy=policy,
         layout=config.host_layout or ("layer_first" if scope == "layer" else "page_head"),
         sizing=sizing,
     )
@@ -111,6 +133,20 @@ def _check_dense_layers(config: HiSparseConfig, spec: KVSpec) -> None:
     if bad:
         raise ConfigError(
             f"dense_layers names {bad}; the model has layers 0 to {spec.num_layers - 1}"
+        )
+
+
+def _check_page_size(config: HiSparseConfig, algorithm: BaseSparseAlgorithm) -> None:
+    can = algorithm.page_sizes
+    if can is not None and config.page_size not in can:
+        others = [
+            name
+            for name in ALGORITHMS
+            if (sizes := ALGORITHMS.get(name).page_sizes) is None or config.page_size in sizes
+        ]
+        raise ConfigError(
+            f"page_size: got {config.page_size}, but {config.algorithm} selects pages of "
+            f"{' or '.join(map(str, can))} tokens; algorithms that can: {', '.join(others)}"
         )
 
 
@@ -145,7 +181,7 @@ def assemble(
         device: where device pages, representations and tables lie.
     """
     spec, config, sizing = plan.spec, plan.config, plan.sizing
-    size, heads = spec.page_size, spec.selection_heads(plan.scope)
+    size, heads = spec.page_size, plan.policy.heads
     buffer = DeviceBuffer(
         spec,
         heads=heads,
@@ -169,24 +205,21 @@ def assemble(
         counters=CacheCounters(size, buffer.page_bytes, device),
         checked=config.checked,
     )
-    representations = {
-        name: torch.zeros((spec.num_layers, host.num_pages, *r.shape), dtype=r.dtype, device=device)
-        for name, r in plan.algorithm.representations(spec).items()
-    }
-    policy = SelectionPolicy(
-        kv=spec,
-        scope=plan.scope,
-        max_pages=config.budget // size - 1,
-        num_sink_pages=config.num_sink_pages,
-        num_recent_pages=config.num_recent_pages,
-        scale=plan.scale,
+    representations = Representations(
+        list_representations(plan.algorithm, plan.policy, tail_estimate=config.tail_estimate),
+        num_layers=spec.num_layers,
+        host_pages=host.num_pages,
+        num_slots=num_slots,
+        device=device,
     )
     return SparseCoordinator(
-        policy,
+        plan.policy,
         plan.algorithm,
         manager,
         ADAPTERS.get(config.adapter or "torch")(),
         representations,
         min_sparse_context=config.min_sparse_context,
         dense_layers=frozenset(config.dense_layers or ()),
+        reuse_layers=config.reuse_layers,
+        tail_estimate=config.tail_estimate,
     )

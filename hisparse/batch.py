@@ -1,22 +1,32 @@
 """What a forward pass is, as the coordinator and the algorithms see it.
 
 A framework (SGLang, transformers) fills a :class:`PrefillBatch` or a :class:`DecodeBatch`; the
-coordinator turns the latter into one :class:`DecodeStep` per way of attending.
+coordinator turns the former into one :class:`PrefillStep` per chunk and layer and the latter into
+one :class:`DecodeStep` per way of attending: these are what algorithms see.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.types import KVSpec, SelectionScope
+from hisparse.types import IndexerInputs, KVSpec, PagedKV, SelectionScope
 
-__all__ = ["DecodeBatch", "DecodeStep", "PrefillBatch", "PrefillChunk", "SelectionPolicy"]
+__all__ = [
+    "DecodeBatch",
+    "DecodeStep",
+    "PageReader",
+    "PrefillBatch",
+    "PrefillChunk",
+    "PrefillStep",
+    "SelectionPolicy",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +36,10 @@ class SelectionPolicy:
     Attributes:
         kv: shapes of the model.
         scope: for whom pages are selected: all heads together, a KV head or a query head.
-        max_pages: K, pages that a selection may hold; the tail page comes on top.
+        budget_pages: full pages that the budget holds; contexts of at most so many are attended
+            whole.
+        max_pages: K, pages that a selection may hold; the tail page comes on top. More than
+            ``budget_pages`` where lengths vary.
         num_sink_pages: first pages of the sequence that are always selected.
         num_recent_pages: last full pages that are always selected.
         scale: factor between q.k and the attention logits.
@@ -34,6 +47,7 @@ class SelectionPolicy:
 
     kv: KVSpec
     scope: SelectionScope
+    budget_pages: int
     max_pages: int
     num_sink_pages: int
     num_recent_pages: int
@@ -55,6 +69,7 @@ class PrefillChunk:
         length: number of tokens.
         offset: where the tokens begin in the forward's flat token dimension.
         host_pages: ``[ceil((start + length) / S)] int32``, host page of each page so far.
+        is_last: whether the prompt ends here, as far as the framework knows.
     """
 
     slot: int
@@ -62,6 +77,7 @@ class PrefillChunk:
     length: int
     offset: int
     host_pages: Tensor
+    is_last: bool = True
 
     @property
     def end(self) -> int:
@@ -109,6 +125,56 @@ class DecodeBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PrefillStep:
+    """One request's chunk in one layer; what algorithms receive.
+
+    Attributes:
+        policy: what a selection has to keep to.
+        representations: by name, owned by the coordinator.
+        slot: request slot.
+        start: position of the chunk's first token.
+        length: tokens of the chunk.
+        first_page: page index of the first page that the chunk completed.
+        host_pages: ``[P] int32``, where the pages that the chunk completed lie.
+        is_last: whether the prompt ends here, as far as the framework knows.
+        indexer: of the chunk's tokens, for algorithms that ask for it.
+        read_prefix: see :meth:`prefix`.
+    """
+
+    policy: SelectionPolicy
+    representations: Mapping[str, Tensor]
+    slot: int
+    start: int
+    length: int
+    first_page: int
+    host_pages: Tensor
+    is_last: bool
+    indexer: IndexerInputs | None
+    read_prefix: Callable[[int], Iterator[tuple[int, Tensor, Tensor]]]
+
+    def prefix(self, layer_id: int) -> Iterator[tuple[int, Tensor]]:
+        """Everything before ``start``, streamed from host memory: a second reading of the prefix.
+
+        Yields:
+            position of the first key, and keys ``[t, Hkv, D]``, valid until the next ones.
+        """
+        for position, keys, _ in self.read_prefix(layer_id):
+            yield position, keys
+
+
+class PageReader(Protocol):
+    """Where steps read pages; the cache manager is one."""
+
+    def tail_pages(self, layer_id: int, step: DecodeStep) -> PagedKV:
+        """The tail pages, ``[B, Hkv, S, D]``."""
+        ...
+
+    def host_pages(self, layer_id: int) -> PagedKV:
+        """The host pool, ``[host pages, Hkv, S, D]``."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecodeStep:
     """Requests of one decode step that are attended in the same way; what algorithms receive.
 
@@ -116,6 +182,7 @@ class DecodeStep:
         policy: what a selection has to keep to.
         representations: name to ``[L, host pages, ...]``, owned by the coordinator.
         index: ``[B] int64``, which requests of the whole batch these are; None for all.
+        slots: ``[B] int64``, request slots.
         rows: ``[R] int64``, state row of each (request, head).
         num_pages: ``[B] int32``, full pages before the tail page: what can be selected.
         seq_lens_cpu: ``[B]``, tokens of each request with the new one, on the host.
@@ -125,11 +192,14 @@ class DecodeStep:
         num_real_rows: ``[1] int32``, rows that are not padding.
         tail_pages: ``[L, R] int32``, device page id of each row's tail page.
         tail_row_lens: ``[R] int32``, ``tail_lens`` of each row's request.
+        pages: where keys are read.
+        indexer: of the new tokens, in one layer, for algorithms that ask for it.
     """
 
     policy: SelectionPolicy
     representations: Mapping[str, Tensor]
     index: Tensor | None
+    slots: Tensor
     rows: Tensor
     num_pages: Tensor
     seq_lens_cpu: np.ndarray
@@ -139,6 +209,16 @@ class DecodeStep:
     num_real_rows: Tensor
     tail_pages: Tensor
     tail_row_lens: Tensor
+    pages: PageReader
+    indexer: IndexerInputs | None = None
+
+    def tail_keys(self, layer_id: int) -> Tensor:
+        """Keys of the tail pages, ``[B, S, Hkv, D]``: ``tail_lens`` of them count."""
+        return self.pages.tail_pages(layer_id, self).k.transpose(1, 2)
+
+    def host_keys(self, layer_id: int) -> Tensor:
+        """Keys of the host pool, ``[host pages, Hkv, S, D]``, strides as the layout has them."""
+        return self.pages.host_pages(layer_id).k
 
     @property
     def max_pages(self) -> int:
@@ -159,6 +239,7 @@ class DecodeStep:
         return replace(
             self,
             index=index,
+            slots=self.slots[index],
             rows=self.rows[row_index],
             num_pages=self.num_pages[index],
             seq_lens_cpu=self.seq_lens_cpu[who],
@@ -168,4 +249,5 @@ class DecodeStep:
             num_real_rows=self.num_real_rows.new_full((1,), row_index.numel()),
             tail_pages=self.tail_pages[:, row_index],
             tail_row_lens=self.tail_row_lens[row_index],
+            indexer=None if self.indexer is None else self.indexer.take(index),
         )

@@ -43,7 +43,7 @@ _REPLACED: Final = {
     "host_to_device_ratio": "host_memory",
     "min_sparse_prompt_len": "min_sparse_context",
 }
-_NOT_BUILT: Final = {"reuse_layers": 1, "tail_estimate": False, "numa_node": None}
+_NOT_BUILT: Final = {"numa_node": None}
 _UNITS: Final = {"B": 1} | {
     prefix + suffix: base**power
     for suffix, base in (("iB", 1024), ("B", 1000))
@@ -72,8 +72,8 @@ class HiSparseConfig:
         min_sparse_context: tokens; contexts up to this length are attended densely.
         dense_layers: layers that are always attended densely; None: what the algorithm
             recommends.
-        reuse_layers: layers that share a selection. Only 1 so far.
-        tail_estimate: estimate what was not selected. Only False so far.
+        reuse_layers: layers that share a selection: that of the first of them.
+        tail_estimate: attend over what was not selected as well, each page as one token, its mean.
         host_memory: for the KV cache, per node; see ``MemorySize``.
         device_memory: cap on device pages, representations, tables and staging; None: what the
             server has to give.
@@ -132,6 +132,7 @@ class HiSparseConfig:
             "page_size": 1,
             "num_sink_pages": 0,
             "num_recent_pages": 0,
+            "reuse_layers": 1,
             "min_sparse_context": 0,
             "staging_bytes": 1,
         }

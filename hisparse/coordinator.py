@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,10 +10,13 @@ from torch import Tensor
 
 from hisparse.adapters import BackendAdapter
 from hisparse.algorithms import BaseSparseAlgorithm
-from hisparse.batch import DecodeBatch, DecodeStep, PrefillBatch, SelectionPolicy
+from hisparse.batch import DecodeBatch, DecodeStep, PrefillBatch, PrefillChunk, SelectionPolicy
 from hisparse.cache import SparseKVCacheManager
-from hisparse.decode import AttendPart, DecodeAttention
+from hisparse.decode import DecodeAttention, DecodePart
 from hisparse.prefill import Prefill
+from hisparse.representations import Representations
+from hisparse.tail_estimate import TailEstimate
+from hisparse.types import IndexerInputs, PagedKV
 
 __all__ = ["SparseCoordinator"]
 
@@ -30,9 +33,11 @@ class SparseCoordinator:
         algorithm: what to keep.
         manager: where it is.
         adapter: how to attend.
-        representations: name to ``[L, host pages, ...]``.
+        representations: what the algorithm and ``tail_estimate`` remember, zeros so far.
         min_sparse_context: contexts up to so many tokens are served dense.
         dense_layers: layers that are always dense.
+        reuse_layers: layers that share a selection.
+        tail_estimate: whether pages that are not selected are estimated by their means.
     """
 
     def __init__(
@@ -41,29 +46,37 @@ class SparseCoordinator:
         algorithm: BaseSparseAlgorithm,
         manager: SparseKVCacheManager,
         adapter: BackendAdapter,
-        representations: Mapping[str, Tensor],
+        representations: Representations,
         *,
         min_sparse_context: int = 0,
         dense_layers: frozenset[int] = frozenset(),
+        reuse_layers: int = 1,
+        tail_estimate: bool = False,
     ) -> None:
         self.policy = policy
         self.algorithm = algorithm
         self.manager = manager
-        self.representations = dict(representations)
+        self.representations = representations
+        tensors = representations.tensors
         self._min_sparse_context = min_sparse_context
         self._dense_layers = dense_layers
-        self._prefill = Prefill(policy, algorithm, manager, adapter, representations)
-        self._decode = DecodeAttention(policy, algorithm, manager, adapter)
+        self._tail = TailEstimate(policy, adapter) if tail_estimate else None
+        self._prefill = Prefill(policy, algorithm, manager, adapter, tensors, self._tail)
+        self._decode = DecodeAttention(
+            policy, algorithm, manager, adapter, tail=self._tail, reuse_layers=reuse_layers
+        )
         self._batch: PrefillBatch | DecodeBatch | None = None
         self._step: DecodeStep | None = None
-        self._parts: list[tuple[DecodeStep, AttendPart]] = []
-        self._dense_parts: list[tuple[DecodeStep, AttendPart]] = []
+        self._parts: list[DecodePart] = []
+        self._dense_parts: list[DecodePart] = []
+        algorithm.initialize(tensors, policy)
         self._tail_slots: Tensor = torch.empty(0)
         self._filled: tuple[Tensor, Tensor] | None = None
 
     def on_request_begin(self, slot: int, prompt_len: int = 0) -> None:
         """A request takes over a request slot. Safe while an earlier forward is running."""
         self.manager.begin(slot)
+        self.representations.begin(slot)
 
     def on_request_end(self, slot: int) -> None:
         """A request is over. Safe while an earlier forward is running."""
@@ -73,6 +86,7 @@ class SparseCoordinator:
         """Apply pending resets and capacity changes, and prepare what all layers share."""
         self._batch = batch
         size = self.policy.kv.page_size
+        self.representations.apply_resets()
         if isinstance(batch, PrefillBatch):
             slots, ends = np.array([(c.slot, c.end) for c in batch.chunks]).T
             self.manager.start_forward(slots, ends // size)
@@ -90,8 +104,9 @@ class SparseCoordinator:
         tail_lens = (position % size + 1).to(torch.int32)
         step = DecodeStep(
             policy=self.policy,
-            representations=self.representations,
+            representations=self.representations.tensors,
             index=None,
+            slots=batch.slots,
             rows=rows,
             num_pages=(position // size).to(torch.int32),
             seq_lens_cpu=batch.seq_lens_cpu,
@@ -101,6 +116,7 @@ class SparseCoordinator:
             num_real_rows=torch.full((1,), rows.numel(), dtype=torch.int32, device=rows.device),
             tail_pages=self.manager.device.tail_pages[:, rows],
             tail_row_lens=tail_lens.repeat_interleave(heads),
+            pages=self.manager,
         )
         self._tail_slots = step.tail_pages.long() * size + (step.tail_row_lens - 1)
         self._filled = None
@@ -113,49 +129,75 @@ class SparseCoordinator:
     def _plan_parts(self, batch: DecodeBatch, step: DecodeStep) -> None:
         """Who attends how: the choice depends on each request's own length alone."""
         size, decode = self.policy.kv.page_size, self._decode
-        budget = (self.policy.max_pages + 1) * size
         seq_lens = batch.seq_lens_cpu
         fits = self.manager.capacities(batch.slots_cpu) >= (seq_lens - 1) // size
-        beyond = seq_lens > budget
-        dense = beyond & (seq_lens <= self._min_sparse_context)
+        whole = (seq_lens - 1) // size <= self.policy.budget_pages
+        sparse = ~whole & (seq_lens > self._min_sparse_context)
+        if sparse.any() and not self.algorithm.variable_lengths:
+            # A fixed number of pages is all of a short context: one call serves them together.
+            sparse |= whole
 
-        def parts(is_dense: np.ndarray) -> list[tuple[DecodeStep, AttendPart]]:
-            ways: list[tuple[np.ndarray, AttendPart]] = [
-                (~is_dense, decode.attend_sparse),
-                (is_dense & fits, decode.attend_resident),
-                (is_dense & ~fits, decode.attend_staged),
+        def parts(sparse: np.ndarray) -> list[DecodePart]:
+            ways = [
+                (sparse, decode.attend_sparse),
+                (~sparse & fits, decode.attend_resident),
+                (~sparse & ~fits, decode.attend_staged),
             ]
-            return [(step if who.all() else step.take(who), how) for who, how in ways if who.any()]
+            return [
+                DecodePart(step=step if who.all() else step.take(who), attend=how)
+                for who, how in ways
+                if who.any()
+            ]
 
-        self._parts = parts(dense)
-        self._dense_parts = parts(beyond) if self._dense_layers else []
+        self._parts = parts(sparse)
+        self._dense_parts = parts(np.zeros_like(sparse)) if self._dense_layers else []
 
-    def attention(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        indexer: IndexerInputs | None = None,
+    ) -> Tensor:
         """Attention of one layer over what ``forward_begin`` was given.
 
         Args:
             layer_id: layer number, counted from the first layer of this rank.
             q: ``[T, Hq, D]``; T = B when decoding.
             k, v: ``[T, Hkv, D]``, of the tokens of this forward.
+            indexer: what the model's own indexer made of them.
 
         Returns:
             ``[T, Hq, Dv]`` in the dtype of q.
         """
         batch, step = self._batch, self._step
         if isinstance(batch, PrefillBatch):
-            return self._prefill.attention(layer_id, q, k, v, batch)
+            return self._prefill.attention(layer_id, q, k, v, batch, indexer)
         assert batch is not None, "forward_begin comes before attention"
         assert step is not None, "a decode batch has a step"
         self.manager.append_tail(layer_id, self._tail_slots[layer_id], k, v)
         self.manager.write(layer_id, batch.host_slots, k, v)
         parts = self._dense_parts if layer_id in self._dense_layers else self._parts
-        out = self._decode.attention(layer_id, q, parts)
+        out = self._decode.attention(layer_id, q, parts, indexer)
         if self._filled is not None:
             rows, host_pages = self._filled
-            keys = self.manager.tail_keys(layer_id, step)
+            tail = self.manager.tail_pages(layer_id, step)
+            keys, values = (x.transpose(1, 2) for x in tail)
+            step = step if indexer is None else replace(step, indexer=indexer)
             self.algorithm.update_representations(keys, layer_id, host_pages, step)
+            if self._tail is not None:
+                self._tail.store(step.representations, layer_id, keys, values, host_pages)
             self.manager.promote_tail(layer_id, step, rows)
         return out
+
+    def remember(self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor) -> None:
+        """Representations of a chunk whose K and V ``[T, Hkv, D]`` are loaded, not computed.
+
+        There are no queries to be seen, which only algorithms with a ``query_window`` miss.
+        """
+        nobody = k.new_zeros(0, self.policy.kv.num_q_heads, k.shape[-1])
+        self._prefill.summarize(layer_id, chunk, nobody, PagedKV(k, v))
 
     def forward_end(self) -> None:
         """The last layer is done."""

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hisparse.adapters import Attended, BackendAdapter, merge_attended
 from hisparse.algorithms import BaseSparseAlgorithm
-from hisparse.algorithms.page_score import all_pages
 from hisparse.batch import DecodeStep, SelectionPolicy
 from hisparse.cache import SparseKVCacheManager
-from hisparse.types import PagedKV, Selection
+from hisparse.tail_estimate import TailEstimate
+from hisparse.types import IndexerInputs, PagedKV, Selection
 
-__all__ = ["AttendPart", "DecodeAttention"]
+__all__ = ["DecodeAttention", "DecodePart"]
 
-#: ``(layer_id, q [B, Hq, D], step) -> [B, Hq, Dv]``
-AttendPart = Callable[[int, Tensor, DecodeStep], Tensor]
+
+@dataclass(kw_only=True)
+class DecodePart:
+    """Requests of a step that are attended in one way, through all layers.
+
+    Attributes:
+        step: the requests.
+        attend: ``(layer_id, q [B, Hq, D], part) -> [B, Hq, Dv]``.
+        selection: the last one made, with the number of its group of layers.
+    """
+
+    step: DecodeStep
+    attend: Callable[[int, Tensor, DecodePart], Tensor]
+    selection: tuple[int, Selection] | None = None
 
 
 class DecodeAttention:
@@ -28,6 +41,8 @@ class DecodeAttention:
         algorithm: selects.
         manager: brings the selected pages in.
         adapter: attends.
+        tail: what estimates the pages that are not selected, if anything does.
+        reuse_layers: layers that share a selection: that of the first of them that is sparse.
     """
 
     def __init__(
@@ -36,35 +51,52 @@ class DecodeAttention:
         algorithm: BaseSparseAlgorithm,
         manager: SparseKVCacheManager,
         adapter: BackendAdapter,
+        *,
+        tail: TailEstimate | None = None,
+        reuse_layers: int = 1,
     ) -> None:
         self._policy = policy
         self._algorithm = algorithm
         self._manager = manager
         self._adapter = adapter
+        self._tail = tail
+        self._reuse_layers = reuse_layers
 
     def attention(
-        self, layer_id: int, q: Tensor, parts: Sequence[tuple[DecodeStep, AttendPart]]
+        self, layer_id: int, q: Tensor, parts: Sequence[DecodePart], indexer: IndexerInputs | None
     ) -> Tensor:
         """``q [B, Hq, D]`` -> ``[B, Hq, Dv]``; each part serves its requests in its way."""
+        if indexer is not None:
+            for part in parts:
+                index = part.step.index
+                own = indexer if index is None else indexer.take(index)
+                part.step = replace(part.step, indexer=own)
         if len(parts) == 1:
-            step, attend = parts[0]
-            return attend(layer_id, q, step).to(q.dtype)
+            return parts[0].attend(layer_id, q, parts[0]).to(q.dtype)
         out = q.new_empty(*q.shape[:-1], self._policy.kv.v_head_dim)
-        for step, attend in parts:
-            out[step.index] = attend(layer_id, q[step.index], step).to(q.dtype)
+        for part in parts:
+            index = part.step.index
+            out[index] = part.attend(layer_id, q[index], part).to(q.dtype)
         return out
 
-    def attend_sparse(self, layer_id: int, q: Tensor, step: DecodeStep) -> Tensor:
-        """Over the pages that the algorithm selects; all of them while they fit the budget."""
-        selection = self._algorithm.retrieve_topk(q, layer_id, step)
-        return self._attend_selection(layer_id, q, step, selection)
+    def attend_sparse(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
+        """Over the pages that the algorithm selects, and an estimate of the others if asked for."""
+        group = layer_id // self._reuse_layers
+        if part.selection is None or part.selection[0] != group:
+            part.selection = group, self._algorithm.retrieve_topk(q, layer_id, part.step)
+        return self._attend_selection(layer_id, q, part.step, part.selection[1], self._tail)
 
-    def attend_resident(self, layer_id: int, q: Tensor, step: DecodeStep) -> Tensor:
+    def attend_resident(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
         """Dense, over a context that fits the row's device pages."""
-        return self._attend_selection(layer_id, q, step, all_pages(step))
+        return self._attend_selection(layer_id, q, part.step, _all_pages(part.step), None)
 
     def _attend_selection(
-        self, layer_id: int, q: Tensor, step: DecodeStep, selection: Selection
+        self,
+        layer_id: int,
+        q: Tensor,
+        step: DecodeStep,
+        selection: Selection,
+        tail: TailEstimate | None,
     ) -> Tensor:
         table = self._manager.swap_in(layer_id, selection, step)
         self._manager.counters.count_tokens(step.num_tail_tokens)
@@ -74,12 +106,15 @@ class DecodeAttention:
         kv = self._manager.device.layer(layer_id)
         queries = q.unflatten(1, (heads, -1)).flatten(0, 1)
         attended = self._adapter.attend(queries, kv, table, seq_lens, self._policy.scale)
+        if tail is not None:
+            estimate = tail.attend(layer_id, queries, selection, step)
+            attended = merge_attended(attended, estimate)
         out: Tensor = attended.out.unflatten(0, (-1, heads)).flatten(1, 2)
         return out
 
-    def attend_staged(self, layer_id: int, q: Tensor, step: DecodeStep) -> Tensor:
+    def attend_staged(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
         """Dense, over a context that does not fit: host pages in tiles, merged by log-sum-exp."""
-        manager, size = self._manager, self._policy.kv.page_size
+        manager, size, step = self._manager, self._policy.kv.page_size, part.step
         out = q.new_empty(*q.shape[:-1], self._policy.kv.v_head_dim, dtype=torch.float32)
         seq_lens = step.num_pages * size + step.tail_lens
         manager.counters.count_tokens(int(step.seq_lens_cpu.sum()) * self._policy.heads)
@@ -110,3 +145,14 @@ class DecodeAttention:
             )
         assert attended is not None, "a decode step has at least one page"
         return attended
+
+
+def _all_pages(step: DecodeStep) -> Selection:
+    """The selection of every full page, as wide as the longest context needs."""
+    width = max(step.max_pages, 1)
+    pages = torch.arange(width, dtype=torch.int32, device=step.num_pages.device)
+    pages = torch.where(pages < step.num_pages[:, None], pages, -1)
+    heads = step.policy.heads
+    return Selection(
+        pages[:, None].expand(-1, heads, -1), step.num_pages[:, None].expand(-1, heads)
+    )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hisparse.adapters import Attended, BackendAdapter, merge_attended
-from hisparse.algorithms import BaseSparseAlgorithm, PageRun
-from hisparse.batch import PrefillBatch, PrefillChunk, SelectionPolicy
+from hisparse.algorithms import BaseSparseAlgorithm
+from hisparse.batch import PrefillBatch, PrefillChunk, PrefillStep, SelectionPolicy
 from hisparse.cache import SparseKVCacheManager
-from hisparse.types import PagedKV
+from hisparse.tail_estimate import TailEstimate
+from hisparse.types import IndexerInputs, PagedKV
 
 __all__ = ["Prefill"]
 
@@ -25,7 +26,8 @@ class Prefill:
         algorithm: gets to see the keys and queries of the chunks.
         manager: where K/V go and prefixes come from.
         adapter: attends.
-        representations: name to ``[L, host pages, ...]``.
+        representations: by name.
+        tail: what estimates the pages that are not selected, if anything does.
     """
 
     def __init__(
@@ -35,15 +37,23 @@ class Prefill:
         manager: SparseKVCacheManager,
         adapter: BackendAdapter,
         representations: Mapping[str, Tensor],
+        tail: TailEstimate | None,
     ) -> None:
         self._policy = policy
         self._algorithm = algorithm
         self._manager = manager
         self._adapter = adapter
         self._representations = dict(representations)
+        self._tail = tail
 
     def attention(
-        self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: PrefillBatch
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: PrefillBatch,
+        indexer: IndexerInputs | None,
     ) -> Tensor:
         """``q [T, Hq, D]``, ``k, v [T, Hkv, D]`` -> ``[T, Hq, Dv]`` in the dtype of q."""
         self._manager.write(layer_id, batch.host_slots, k, v)
@@ -51,7 +61,8 @@ class Prefill:
         for chunk in batch.chunks:
             own = slice(chunk.offset, chunk.offset + chunk.length)
             pages = self._aligned(layer_id, chunk, k[own], v[own])
-            self._summarize(layer_id, chunk, q[own], pages)
+            indexed = None if indexer is None else indexer.take(own)
+            self.summarize(layer_id, chunk, q[own], pages, indexed)
             outputs.append(self._attend(layer_id, chunk, q[own], k[own], v[own]).to(q.dtype))
             self._place(layer_id, chunk, pages)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -70,32 +81,65 @@ class Prefill:
         head_k, head_v = self._manager.read_tokens(layer_id, slots)
         return PagedKV(torch.cat([head_k, k]), torch.cat([head_v, v]))
 
-    def _summarize(self, layer_id: int, chunk: PrefillChunk, q: Tensor, own: PagedKV) -> None:
+    def summarize(
+        self,
+        layer_id: int,
+        chunk: PrefillChunk,
+        q: Tensor,
+        own: PagedKV,
+        indexer: IndexerInputs | None = None,
+    ) -> None:
+        """Let the algorithm remember a chunk.
+
+        Args:
+            layer_id: layer number.
+            chunk: the chunk.
+            q: ``[T, Hq, D]``; none of a chunk that is not computed but loaded.
+            own: ``[T', Hkv, D]``, from the start of the chunk's first page on.
+            indexer: of the chunk's tokens.
+        """
         size = self._policy.kv.page_size
         first, last = chunk.start // size, chunk.end // size
-        if first == last:
-            return
-        keys = own.k[: (last - first) * size].unflatten(0, (-1, size))
-        run = PageRun(self._policy, self._representations, chunk.host_pages[first:last])
-        self._algorithm.construct_representations(keys, q, layer_id, run)
+        keys, values = (x[: (last - first) * size].unflatten(0, (-1, size)) for x in own)
+        step = PrefillStep(
+            policy=self._policy,
+            representations=self._representations,
+            slot=chunk.slot,
+            start=chunk.start,
+            length=chunk.length,
+            first_page=first,
+            host_pages=chunk.host_pages[first:last],
+            is_last=chunk.is_last,
+            indexer=indexer,
+            read_prefix=lambda layer: self._prefix(layer, chunk),
+        )
+        self._algorithm.construct_representations(keys, q, layer_id, step)
+        if self._tail is not None:
+            self._tail.store(self._representations, layer_id, keys, values, step.host_pages)
 
-    def _attend(
-        self, layer_id: int, chunk: PrefillChunk, q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        """The chunk over itself and over its prefix, which streams through staging."""
-        manager, scale, size = self._manager, self._policy.scale, self._policy.kv.page_size
-        attended = self._adapter.attend_prefill(q, k, v, scale, causal=True)
+    def _prefix(self, layer_id: int, chunk: PrefillChunk) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """What stands before a chunk, tile by tile: position, K and V ``[t, Hkv, D]``."""
+        manager, size = self._manager, self._policy.kv.page_size
         tile_tokens = manager.staging_pages * size
         for start in range(0, chunk.start, tile_tokens):
             stop = min(start + tile_tokens, chunk.start)
             pages = chunk.host_pages_cpu[start // size : -(-stop // size)]
             tile = manager.read_prefix(layer_id, pages)
             keys, values = (x.transpose(1, 2).flatten(0, 1)[: stop - start] for x in tile)
-            part = self._adapter.attend_prefill(q, keys, values, scale, causal=False)
-            attended = merge_attended(Attended(*part), attended)
             manager.counters.count_staged(
                 (stop - start) * self._policy.kv.token_bytes_per_layer, decode=False
             )
+            yield start, keys, values
+
+    def _attend(
+        self, layer_id: int, chunk: PrefillChunk, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """The chunk over itself and over its prefix, which streams through staging."""
+        scale = self._policy.scale
+        attended = self._adapter.attend_prefill(q, k, v, scale, causal=True)
+        for _, keys, values in self._prefix(layer_id, chunk):
+            part = self._adapter.attend_prefill(q, keys, values, scale, causal=False)
+            attended = merge_attended(Attended(*part), attended)
         return attended.out
 
     def _place(self, layer_id: int, chunk: PrefillChunk, own: PagedKV) -> None:

@@ -40,6 +40,8 @@ class SizingRequest:
         max_row_capacity: tokens, device pages that a row may grow to; None: ``context_length``.
         context_length: tokens, the longest sequence.
         max_requests: requests that may run at once; None: ``DEFAULT_MAX_REQUESTS``.
+        request_state_bytes: what the algorithm keeps for one request, all layers.
+        layer_state_bytes: what it keeps for the layers themselves.
     """
 
     kv_token_bytes: int
@@ -55,6 +57,8 @@ class SizingRequest:
     max_row_capacity: int | None
     context_length: int
     max_requests: int | None
+    request_state_bytes: int = 0
+    layer_state_bytes: int = 0
 
     @property
     def min_row_pages(self) -> int:
@@ -99,13 +103,14 @@ class SizingRequest:
         return max_requests * pages + self.rows_per_request
 
     def table_bytes(self, max_requests: int, row_pages: int, device_pages: int) -> int:
-        """Tables of ``max_requests`` and the padding request, as ``DeviceBuffer`` has them."""
+        """Tables and state of ``max_requests`` and the padding request."""
         slots = max_requests + 1
         rows = slots * self.rows_per_request
         lru = slots * self.slot_table_bytes * row_pages
         page_ids = 4 * self.num_layers * (device_pages + 1)
         host_pages = 4 * slots * -(-self.context_length // self.page_size)
-        return lru + page_ids + 4 * rows + host_pages
+        state = slots * self.request_state_bytes + self.layer_state_bytes
+        return lru + page_ids + 4 * rows + host_pages + state
 
     def fixed_bytes(self, max_requests: int, row_pages: int) -> int:
         """Device pages at their least, and tables."""
@@ -125,7 +130,7 @@ class Sizing:
         max_row_capacity: tokens, ``C * page_size``.
         num_device_pages: N, per layer: the rows' pages and ``num_tail_pages``.
         staging_bytes: staging.
-        table_bytes: LRU tables, free lists, page tables.
+        table_bytes: LRU tables, free lists, page tables, the algorithm's state of requests.
         row_bytes: device pages that each running request has at least.
         representation_bytes: representations of every host page.
         device_page_pool_bytes: all device pages.

@@ -12,6 +12,7 @@ Hq    query heads
 Hkv   key/value heads
 Hr    key/value heads stored in one device page: Hkv for scope "layer", else 1
 D     width of a head (Dk of keys, Dv of values)
+Hi    heads of a model's indexer, Di their width
 R     rows in the batch, ``B * H``; row ``b * H + h`` belongs to request b, head h
 N     device pages of one layer's pool
 C     slots that a row's tables have room for (``max_row_capacity / S``)
@@ -30,6 +31,7 @@ from torch import Tensor
 
 __all__ = [
     "HostLayout",
+    "IndexerInputs",
     "KVSpec",
     "PagedKV",
     "Selection",
@@ -94,6 +96,26 @@ class PagedKV(NamedTuple):
 
     k: Tensor
     v: Tensor
+
+
+class IndexerInputs(NamedTuple):
+    """What a model's own indexer made of the tokens of a forward, for one layer.
+
+    DeepSeek-V3.2's lightning indexer: a token's score is ``sum_h weights_h * relu(queries_h . k)``.
+
+    Attributes:
+        queries: ``[T, Hi, Di]``.
+        keys: ``[T, Di]``.
+        weights: ``[T, Hi]``.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    weights: Tensor
+
+    def take(self, which: slice | Tensor) -> IndexerInputs:
+        """The tokens ``which``."""
+        return IndexerInputs(self.queries[which], self.keys[which], self.weights[which])
 
 
 class Selection(NamedTuple):

@@ -3,8 +3,8 @@
 from hisparse.algorithms.base import (
     ALGORITHMS,
     BaseSparseAlgorithm,
-    PageRun,
     Representation,
+    RepresentationOwner,
     register_algorithm,
 )
 from hisparse.algorithms.oracle import Oracle
@@ -16,10 +16,10 @@ __all__ = [
     "ALGORITHMS",
     "BaseSparseAlgorithm",
     "Oracle",
-    "PageRun",
     "PageScoreAlgorithm",
     "Quest",
     "Representation",
+    "RepresentationOwner",
     "Streaming",
     "register_algorithm",
 ]

@@ -3,87 +3,112 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from hisparse.registry import Registry
-from hisparse.types import KVSpec, Selection, SelectionScope
+from hisparse.types import Selection, SelectionScope
 
 if TYPE_CHECKING:
-    from hisparse.batch import DecodeStep, SelectionPolicy
+    from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
 
-__all__ = ["ALGORITHMS", "BaseSparseAlgorithm", "PageRun", "Representation", "register_algorithm"]
+__all__ = [
+    "ALGORITHMS",
+    "BaseSparseAlgorithm",
+    "Representation",
+    "RepresentationOwner",
+    "register_algorithm",
+]
+
+#: What a representation belongs to.
+RepresentationOwner = Literal["page", "request", "layer"]
 
 
 @dataclass(frozen=True)
 class Representation:
-    """What an algorithm stores for one page of one layer.
+    """A tensor that an algorithm keeps for each layer; the coordinator owns and sizes it.
 
     Attributes:
-        shape: per host page.
+        shape: of one entry.
         dtype: of the stored values.
+        per: what has an entry. "page": every host page, ``[L, host pages, *shape]``; requests that
+            share a prefix share them, so they may not depend on anything but the page's own
+            tokens. "request": every request slot, ``[L, request slots, *shape]``; zeros when a
+            request begins. "layer": the layer itself, ``[L, *shape]``, constants of the model.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    per: RepresentationOwner = "page"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one page in one layer."""
+        """Bytes of one entry in one layer."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
-
-
-@dataclass(frozen=True)
-class PageRun:
-    """Complete pages of one request that a prefill chunk has just filled.
-
-    Attributes:
-        policy: shapes of the model and what selections have to keep to.
-        representations: name to ``[L, host pages, ...]``, owned by the coordinator.
-        host_pages: ``[P] int32``, where the pages lie.
-    """
-
-    policy: SelectionPolicy
-    representations: dict[str, Tensor]
-    host_pages: Tensor
 
 
 class BaseSparseAlgorithm(ABC):
     """Chooses the pages that a decode step attends over.
 
     Subclasses are frozen dataclasses: their fields are their options. They hold no state: what
-    they remember about pages lies in representations, which the coordinator owns, sizes and
-    indexes by host page, so requests that share a prefix share them. The methods are pure tensor
-    functions without host syncs or loops over requests.
+    they remember lies in representations. The methods are pure tensor functions without host
+    syncs or loops over requests. The class attributes say what an algorithm can do; configuration
+    is checked against them.
     """
 
     #: Selection scopes that the algorithm can do, best first.
-    scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
+    scopes: ClassVar[tuple[SelectionScope, ...]] = ("kv_head", "layer", "query_head")
+    #: Page sizes that it can do; None: any.
+    page_sizes: ClassVar[tuple[int, ...] | None] = None
+    #: Whether it keeps as many pages as a query needs, up to ``device_buffer_size``, and not
+    #: always ``budget``. Contexts within the budget are attended whole and never reach it.
+    variable_lengths: ClassVar[bool] = False
+    #: Whether it scores keys where they lie in host memory.
+    reads_host_keys: ClassVar[bool] = False
+    #: Whether it scores by the model's own indexer: steps carry ``indexer``.
+    indexer: ClassVar[bool] = False
+
+    @property
+    def query_window(self) -> int:
+        """Queries at the end of the prompt that it has to see, so that no cache may skip them."""
+        return 0
 
     @abstractmethod
-    def representations(self, kv: KVSpec) -> dict[str, Representation]:
-        """What is stored for every page, by name."""
+    def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
+        """What is remembered, by name."""
+
+    def initialize(self, representations: Mapping[str, Tensor], policy: SelectionPolicy) -> None:
+        """Fill what is constant, once, before the first request; all representations are zeros.
+
+        Args:
+            representations: name to tensor, as :class:`Representation` describes.
+            policy: shapes of the model and what selections have to keep to.
+
+        Raises:
+            ConfigError: the constants cannot be had, for example from a file that an option names.
+        """
+        return
 
     @abstractmethod
     def construct_representations(
-        self, keys: Tensor, queries: Tensor, layer_id: int, pages: PageRun
+        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
     ) -> None:
-        """Prefill: store what later steps score these pages by.
+        """Prefill: remember what later steps need of this chunk.
 
         Args:
-            keys: ``[P, S, Hkv, D]``, keys of the pages that this chunk completed.
+            keys: ``[P, S, Hkv, D]``, keys of the pages that this chunk completed; P may be 0.
             queries: ``[T, Hq, D]``, queries of the chunk.
             layer_id: layer number, counted from the first layer of this rank.
-            pages: where the pages lie.
+            step: the chunk.
         """
 
     @abstractmethod
     def update_representations(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, batch: DecodeStep
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
     ) -> None:
         """Decode: store what later steps score the pages by that this step has filled.
 
@@ -92,17 +117,20 @@ class BaseSparseAlgorithm(ABC):
             layer_id: layer number.
             host_pages: ``[B] int64``, where the tail page lies; the padding page 0 for a request
                 whose tail page is not full, so that every request can be written.
-            batch: the step.
+            step: the step.
         """
 
     @abstractmethod
-    def retrieve_topk(self, queries: Tensor, layer_id: int, batch: DecodeStep) -> Selection:
-        """Choose at most ``batch.policy.max_pages`` of each request's full pages.
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        """Choose at most ``step.policy.max_pages`` of each request's full pages.
+
+        Sinks and recent pages are always in it. Not called when all requests are within the
+        budget.
 
         Args:
             queries: ``[B, Hq, D]``.
             layer_id: layer number.
-            batch: the step.
+            step: the step.
         """
 
 

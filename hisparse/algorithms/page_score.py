@@ -7,12 +7,12 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from hisparse.algorithms.base import BaseSparseAlgorithm, PageRun, Representation
-from hisparse.batch import DecodeStep
+from hisparse.algorithms.base import BaseSparseAlgorithm, Representation
+from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.kernels import select
 from hisparse.types import KVSpec, Selection
 
-__all__ = ["PageScoreAlgorithm", "all_pages"]
+__all__ = ["PageScoreAlgorithm"]
 
 
 class PageScoreAlgorithm(BaseSparseAlgorithm):
@@ -37,18 +37,18 @@ class PageScoreAlgorithm(BaseSparseAlgorithm):
         -> ``[B, Hq or Hkv, P]``; higher is kept.
         """
 
-    def representations(self, kv: KVSpec) -> dict[str, Representation]:
-        return {"summary": Representation(self.summary_shape(kv), kv.dtype)}
+    def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
+        return {"summary": Representation(self.summary_shape(policy.kv), policy.kv.dtype)}
 
     def construct_representations(
-        self, keys: Tensor, queries: Tensor, layer_id: int, pages: PageRun
+        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
     ) -> None:
-        self.store(keys, pages.representations["summary"][layer_id], pages.host_pages)
+        self.store(keys, step.representations["summary"][layer_id], step.host_pages)
 
     def update_representations(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, batch: DecodeStep
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
     ) -> None:
-        self.store(keys, batch.representations["summary"][layer_id], host_pages)
+        self.store(keys, step.representations["summary"][layer_id], host_pages)
 
     def store(self, keys: Tensor, summaries: Tensor, host_pages: Tensor) -> None:
         """Summarise complete pages; a subclass with a kernel that does it in place overrides it.
@@ -61,42 +61,29 @@ class PageScoreAlgorithm(BaseSparseAlgorithm):
         mask = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
         summaries[host_pages] = self.summarize(keys, mask).to(summaries.dtype)
 
-    def retrieve_topk(self, queries: Tensor, layer_id: int, batch: DecodeStep) -> Selection:
-        policy = batch.policy
-        if batch.max_pages <= policy.max_pages:
-            return all_pages(batch)
-        summaries = batch.representations["summary"][layer_id]
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        policy = step.policy
+        summaries = step.representations["summary"][layer_id]
         return select(
-            self.score_pages(queries * policy.scale, summaries, batch).float(),
-            batch.num_pages,
+            self.score_pages(queries * policy.scale, summaries, step).float(),
+            step.num_pages,
             heads=policy.heads,
             max_pages=policy.max_pages,
             num_sinks=policy.num_sink_pages,
             num_recents=policy.num_recent_pages,
         )
 
-    def score_pages(self, query: Tensor, summaries: Tensor, batch: DecodeStep) -> Tensor:
+    def score_pages(self, query: Tensor, summaries: Tensor, step: DecodeStep) -> Tensor:
         """Score by host page; a subclass with a kernel that gathers by itself overrides it.
 
         Args:
             query: ``[B, Hq, D]``, times the softmax scale.
             summaries: ``[host pages, *summary]`` of the layer.
-            batch: the step.
+            step: the step.
 
         Returns:
-            ``[B, Hq or Hkv, batch.max_pages]``; anything where there is no page.
+            ``[B, Hq or Hkv, step.max_pages]``; anything where there is no page.
         """
-        table = batch.host_page_table[:, : batch.max_pages]
+        table = step.host_page_table[:, : step.max_pages]
         own = summaries.index_select(0, table.flatten()).unflatten(0, table.shape)
         return self.score(query, own)
-
-
-def all_pages(batch: DecodeStep) -> Selection:
-    """The selection of every full page, as wide as the longest context needs."""
-    width = max(batch.max_pages, 1)
-    pages = torch.arange(width, dtype=torch.int32, device=batch.num_pages.device)
-    pages = torch.where(pages < batch.num_pages[:, None], pages, -1)
-    heads = batch.policy.heads
-    return Selection(
-        pages[:, None].expand(-1, heads, -1), batch.num_pages[:, None].expand(-1, heads)
-    )

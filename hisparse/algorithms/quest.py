@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hisparse.algorithms.base import Representation, register_algorithm
 from hisparse.algorithms.page_score import PageScoreAlgorithm
-from hisparse.batch import DecodeStep
+from hisparse.batch import DecodeStep, SelectionPolicy
 from hisparse.kernels import page_score, page_summary
 from hisparse.types import KVSpec
 
@@ -28,8 +28,8 @@ class Quest(PageScoreAlgorithm):
     def summary_shape(self, kv: KVSpec) -> tuple[int, ...]:
         return (kv.num_kv_heads, 2 * kv.head_dim)
 
-    def representations(self, kv: KVSpec) -> dict[str, Representation]:
-        return {"summary": Representation(self.summary_shape(kv), torch.bfloat16)}
+    def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
+        return {"summary": Representation(self.summary_shape(policy.kv), torch.bfloat16)}
 
     def summarize(self, keys: Tensor, mask: Tensor) -> Tensor:
         """``keys [P, S, Hkv, D]``, ``mask [P, S]`` -> ``[P, Hkv, 2D]``: maxima, then minima."""
@@ -55,7 +55,7 @@ class Quest(PageScoreAlgorithm):
         """:meth:`summarize` by a kernel that writes the summaries where they lie."""
         page_summary(keys, summaries, host_pages)
 
-    def score_pages(self, query: Tensor, summaries: Tensor, batch: DecodeStep) -> Tensor:
+    def score_pages(self, query: Tensor, summaries: Tensor, step: DecodeStep) -> Tensor:
         """:meth:`score` by a kernel that reads the summaries where they lie."""
-        table = batch.host_page_table[:, : batch.max_pages]
-        return page_score(query.float(), summaries, table, batch.num_pages)
+        table = step.host_page_table[:, : step.max_pages]
+        return page_score(query.float(), summaries, table, step.num_pages)

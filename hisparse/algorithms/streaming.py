@@ -9,12 +9,11 @@ from torch import Tensor
 
 from hisparse.algorithms.base import (
     BaseSparseAlgorithm,
-    PageRun,
     Representation,
     register_algorithm,
 )
-from hisparse.batch import DecodeStep
-from hisparse.types import KVSpec, Selection
+from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.types import Selection
 
 __all__ = ["Streaming"]
 
@@ -24,23 +23,23 @@ __all__ = ["Streaming"]
 class Streaming(BaseSparseAlgorithm):
     """Keeps the first pages and the most recent ones, whatever the query: the floor of a table."""
 
-    def representations(self, kv: KVSpec) -> dict[str, Representation]:
+    def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         return {}
 
     def construct_representations(
-        self, keys: Tensor, queries: Tensor, layer_id: int, pages: PageRun
+        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
     ) -> None:
         """Nothing is remembered."""
 
     def update_representations(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, batch: DecodeStep
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
     ) -> None:
         """Nothing is remembered."""
 
-    def retrieve_topk(self, queries: Tensor, layer_id: int, batch: DecodeStep) -> Selection:
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         """Sinks, then the last pages; both are all pages while these fit."""
-        policy, count = batch.policy, batch.num_pages[:, None]
-        width = max(1, min(policy.max_pages, batch.max_pages))
+        policy, count = step.policy, step.num_pages[:, None]
+        width = max(1, min(policy.max_pages, step.max_pages))
         entry = torch.arange(width, dtype=torch.int32, device=count.device)
         sinks = min(policy.num_sink_pages, width)
         # Behind the sinks come the last `width - sinks` pages, or what there is.

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters import TorchAdapter
-from hisparse.algorithms import PageRun, Quest
+from hisparse.algorithms import Quest
 from hisparse.batch import DecodeBatch, DecodeStep, SelectionPolicy
 from hisparse.cache import DeviceBuffer, HostKVPool, SparseKVCacheManager
 from hisparse.cache.capacity import CapacityPlanner
 from hisparse.coordinator import SparseCoordinator
 from hisparse.metrics import CacheCounters, CacheStats
+from hisparse.representations import Representations
 from hisparse.types import KVSpec, PagedKV, Selection, SelectionScope
 
 __all__ = ["DecodeWorld"]
@@ -54,6 +55,7 @@ class DecodeWorld:
         self.policy = SelectionPolicy(
             kv=kv,
             scope=self.scope,
+            budget_pages=self.budget // size - 1,
             max_pages=self.budget // size - 1,
             num_sink_pages=1,
             num_recent_pages=2,
@@ -68,16 +70,18 @@ class DecodeWorld:
         order = torch.randperm(self.batch * pages) + 1
         self.table = order.int().view(self.batch, pages).to(self.device)
         self.algorithm = _RecordingQuest()
-        self.representations = {
-            name: torch.zeros((kv.num_layers, self.host.num_pages, *r.shape), dtype=r.dtype)
-            for name, r in self.algorithm.representations(kv).items()
-        }
+        self.representations = Representations(
+            self.algorithm.representations(self.policy),
+            num_layers=kv.num_layers,
+            host_pages=self.host.num_pages,
+            num_slots=self.batch,
+            device=self.device,
+        )
         for pages_of_one in order.view(self.batch, pages)[:, : self.context // size]:
-            run = PageRun(self.policy, self.representations, pages_of_one)
             for layer in range(kv.num_layers):
-                keys = self.host.layer(layer).k[pages_of_one].transpose(1, 2)
-                self.algorithm.construct_representations(keys, keys.new_empty(0), layer, run)
-        self.representations = {n: r.to(self.device) for n, r in self.representations.items()}
+                keys = self.host.layer(layer).k[pages_of_one].transpose(1, 2).to(self.device)
+                summaries = self.representations.tensors["summary"][layer]
+                self.algorithm.store(keys, summaries, pages_of_one.to(self.device))
         manager = self._manager()
         self.coordinator = SparseCoordinator(
             self.policy, self.algorithm, manager, TorchAdapter(), self.representations

@@ -170,13 +170,19 @@ class SparseKVCacheManager:
             k, v = k.flatten(0, 1)[:, None], v.flatten(0, 1)[:, None]
         scatter_tokens(k, v, self.device.layer(layer_id), slots)
 
-    def tail_keys(self, layer_id: int, step: DecodeStep) -> Tensor:
-        """Keys of the tail pages, ``[B, S, Hkv, D]``."""
-        keys = self.device.layer(layer_id).k[step.tail_pages[layer_id].long()]
+    def tail_pages(self, layer_id: int, step: DecodeStep) -> PagedKV:
+        """K and V of the tail pages, each ``[B, Hkv, S, D]``."""
+        rows = step.tail_pages[layer_id].long()
+        k, v = (pages[rows] for pages in self.device.layer(layer_id))
         if step.policy.heads > 1:
             kv_heads = step.policy.kv.num_kv_heads
-            keys = keys.unflatten(0, (-1, kv_heads, step.policy.heads // kv_heads))[:, :, 0, 0]
-        return keys.transpose(1, 2)
+            copies = step.policy.heads // kv_heads
+            k, v = (x.unflatten(0, (-1, kv_heads, copies))[:, :, 0, 0] for x in (k, v))
+        return PagedKV(k, v)
+
+    def host_pages(self, layer_id: int) -> PagedKV:
+        """K and V of the host pool, each ``[host pages, Hkv, S, D]``."""
+        return self.host.layer(layer_id)
 
     def promote_tail(self, layer_id: int, step: DecodeStep, filled: Tensor) -> None:
         """Let the tail pages of the rows ``filled [R] bool`` enter the LRU as hottest."""

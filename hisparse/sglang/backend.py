@@ -82,7 +82,12 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
                 table = self._page_table(forward_batch.req_pool_indices[row : row + 1], num_pages)
                 chunks.append(
                     PrefillChunk(
-                        slot=slot, start=start, length=length, offset=offset, host_pages=table[0]
+                        slot=slot,
+                        start=start,
+                        length=length,
+                        offset=offset,
+                        host_pages=table[0],
+                        is_last=forward_batch.hisparse_is_last[row],
                     )
                 )
             offset += length

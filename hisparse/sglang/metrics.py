@@ -114,7 +114,7 @@ class MetricsReporter:
             "host_kv_bytes": manager.host.num_bytes,
             "device_kv_bytes": manager.device.num_bytes + manager.staging_bytes,
             "device_representation_bytes": sum(
-                t.nbytes for t in coordinator.representations.values()
+                t.nbytes for t in coordinator.representations.tensors.values()
             ),
             "device_table_bytes": manager.device.table_bytes,
         }

@@ -15,6 +15,7 @@ HOOKS = (
     "sglang.srt.managers.scheduler.Scheduler.flush_cache",
     "sglang.srt.models.utils.enable_fused_set_kv_buffer",
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+    "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
 )
 
 #: Names that it calls, subclasses or reads.

@@ -62,6 +62,7 @@ def _register() -> None:
                 runtime.around_flush_cache,
                 runtime.around_enable_fused_set_kv_buffer,
                 runtime.around_init_new,
+                runtime.around_compute_max_prefix_len,
             ),
             strict=True,
         )

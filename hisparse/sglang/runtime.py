@@ -166,8 +166,22 @@ def around_enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any)
 def around_init_new(
     original: Callable[..., Any], cls: type, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Let decode batches keep the request slots on the host, so that reading them is no sync."""
+    """Keep what only the scheduler's batch knows: request slots on the host, which reading is no
+    sync, and which prompts end in this forward.
+    """
     forward_batch = original(cls, batch, *args, **kwargs)
-    if _session is not None and forward_batch.req_pool_indices_cpu is None:
-        forward_batch.req_pool_indices_cpu = batch.req_pool_indices_cpu
+    if _session is not None:
+        if forward_batch.req_pool_indices_cpu is None:
+            forward_batch.req_pool_indices_cpu = batch.req_pool_indices_cpu
+        forward_batch.hisparse_is_last = [req is not batch.chunked_req for req in batch.reqs]
     return forward_batch
+
+
+def around_compute_max_prefix_len(
+    original: Callable[..., int], request: Any, input_len: int
+) -> int:
+    """Some algorithms look at the last queries of a prompt: the radix cache may not skip them."""
+    longest = original(request, input_len)
+    if _session is None:
+        return longest
+    return max(0, min(longest, input_len - _session.algorithm.query_window))

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hisparse.algorithms import PageRun
+from hisparse.batch import PrefillChunk
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.transformers.rows import RowStore
 
@@ -75,8 +75,8 @@ def write_rows(path: Path, store: RowStore, rows: StoredRows, model_type: str) -
             k, v = coordinator.manager.read_tokens(layer, host_slots)
             tensors[f"{row}.{layer}.k"] = k.cpu().contiguous()
             tensors[f"{row}.{layer}.v"] = v.cpu().contiguous()
-            for name, pages in coordinator.representations.items():
-                tensors[f"{row}.{layer}.{name}"] = pages[layer, full].cpu().contiguous()
+            for name, entries in coordinator.representations.read(layer, slot, full).items():
+                tensors[f"{row}.{layer}.{name}"] = entries.cpu().contiguous()
     metadata = {
         "format": _FORMAT,
         "shape": json.dumps(_shape(store, model_type)),
@@ -147,17 +147,16 @@ def _read_row(file: Any, row: int, store: RowStore, rows: StoredRows, known: boo
     length = int(rows.lengths[row])
     own = rows.slots[row : row + 1]
     host_slots = store.host_slots(own, np.array([0]), np.array([length]))
-    full = store.page_table(own, length // size)[0]
-    run = PageRun(coordinator.policy, coordinator.representations, full)
+    pages = store.page_table(own, -(-length // size))[0]
+    chunk = PrefillChunk(slot=int(own[0]), start=0, length=length, offset=0, host_pages=pages)
     for layer in range(coordinator.policy.kv.num_layers):
         k, v = (file.get_tensor(f"{row}.{layer}.{x}").to(device) for x in "kv")
         coordinator.manager.write(layer, host_slots, k, v)
         if known:
-            for name, pages in coordinator.representations.items():
-                stored = file.get_tensor(f"{row}.{layer}.{name}")
-                pages[layer, full.long()] = stored.to(device)
-        elif full.numel():
-            keys = k[: full.numel() * size].unflatten(0, (-1, size))
-            nobody = k.new_zeros(0, coordinator.policy.kv.num_q_heads, k.shape[-1])
-            coordinator.algorithm.construct_representations(keys, nobody, layer, run)
+            names = coordinator.representations.names()
+            entries = {name: file.get_tensor(f"{row}.{layer}.{name}") for name in names}
+            full = pages[: length // size].long()
+            coordinator.representations.write(layer, chunk.slot, full, entries)
+        else:
+            coordinator.remember(layer, chunk, k, v)
     store.fill_tail(int(own[0]), length)

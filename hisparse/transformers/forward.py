@@ -42,14 +42,13 @@ class Forward:
             ``[B, T, Hq, Dv]`` in the dtype of q.
         """
         batch, heads, width, _ = q.shape
-        tokens = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-        if self.index is None:
-            out = self.store.coordinator.attention(layer_id, *tokens)
-            return out.view(batch, width, heads, -1)
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        index, attention = self.index, self.store.coordinator.attention
+        if index is None:
+            return attention(layer_id, q, k, v).view(batch, width, heads, -1)
         padded = q.new_zeros(batch * width, heads, v.shape[-1])
-        if self.index.numel():
-            own = [x[self.index] for x in tokens]
-            padded[self.index] = self.store.coordinator.attention(layer_id, *own)
+        if index.numel():
+            padded[index] = attention(layer_id, q[index], k[index], v[index])
         return padded.view(batch, width, heads, -1)
 
     def end(self) -> None:

@@ -97,7 +97,7 @@ class RowStore:
         """Take rows back to ``new_lengths``; what is resident of them is forgotten."""
         self._drop_pages(slots, lengths, new_lengths)
         for slot, length in zip(slots.tolist(), new_lengths.tolist(), strict=True):
-            self.coordinator.on_request_begin(slot)
+            self.coordinator.manager.begin(slot)
             last = length // self.page_size
             if length % self.page_size and self.pages.is_shared(self._table[slot, last]):
                 self._own_tail(slot, length)
@@ -115,7 +115,10 @@ class RowStore:
         self._table[children] = self._table[parents]
         held = self._cells(children, np.zeros_like(lengths), self.num_pages(lengths))
         self.pages.share(self._table[held])
-        for slot, length in zip(children.tolist(), lengths.tolist(), strict=True):
+        for parent, slot, length in zip(
+            parents.tolist(), children.tolist(), lengths.tolist(), strict=True
+        ):
+            self.coordinator.representations.fork(parent, slot)
             if length % self.page_size:
                 self._own_tail(slot, length)
             self.fill_tail(slot, length)

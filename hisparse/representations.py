@@ -1,0 +1,104 @@
+"""The tensors in which algorithms remember: allocated, reset and moved in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hisparse.algorithms import BaseSparseAlgorithm, Representation, RepresentationOwner
+from hisparse.batch import SelectionPolicy
+from hisparse.tail_estimate import TailEstimate
+
+__all__ = ["Representations", "entry_bytes", "list_representations"]
+
+
+def list_representations(
+    algorithm: BaseSparseAlgorithm, policy: SelectionPolicy, *, tail_estimate: bool = False
+) -> dict[str, Representation]:
+    """Everything that is kept beside K and V, by name."""
+    found = algorithm.representations(policy)
+    return found | TailEstimate.representations(policy) if tail_estimate else found
+
+
+def entry_bytes(kinds: Mapping[str, Representation], per: RepresentationOwner) -> int:
+    """Bytes that one owner of a kind takes in one layer."""
+    return sum(kind.num_bytes for kind in kinds.values() if kind.per == per)
+
+
+class Representations:
+    """Zeros for everything that is remembered.
+
+    Args:
+        kinds: what there is, by name.
+        num_layers: L.
+        host_pages: pages of the host pool, the padding page included.
+        num_slots: request slots.
+        device: where they lie.
+
+    Attributes:
+        tensors: by name, ``[L, host pages or request slots or nothing, *shape]``.
+    """
+
+    def __init__(
+        self,
+        kinds: Mapping[str, Representation],
+        *,
+        num_layers: int,
+        host_pages: int,
+        num_slots: int,
+        device: torch.device,
+    ) -> None:
+        entries: dict[RepresentationOwner, tuple[int, ...]] = {
+            "page": (host_pages,),
+            "request": (num_slots,),
+            "layer": (),
+        }
+        self._kinds = dict(kinds)
+        self.tensors = {
+            name: torch.zeros((num_layers, *entries[r.per], *r.shape), dtype=r.dtype, device=device)
+            for name, r in kinds.items()
+        }
+        self._of_requests = [self.tensors[name] for name, r in kinds.items() if r.per == "request"]
+        self._begun: set[int] = set()
+
+    def begin(self, slot: int) -> None:
+        """A request takes over a slot: its state is zeros from the next forward on."""
+        self._begun.add(slot)
+
+    def apply_resets(self) -> None:
+        """Forget what the slots that changed hands held."""
+        if self._begun:
+            slots = sorted(self._begun)
+            for state in self._of_requests:
+                state[:, slots] = 0
+            self._begun.clear()
+
+    def fork(self, source: int, target: int) -> None:
+        """A request goes on from where another one is."""
+        self.apply_resets()
+        for state in self._of_requests:
+            state[:, target] = state[:, source]
+
+    def read(self, layer_id: int, slot: int, host_pages: Tensor) -> dict[str, Tensor]:
+        """What is remembered of a request: entries of its pages ``[P] int64``, and its own."""
+        self.apply_resets()
+        return {
+            name: self.tensors[name][layer_id, host_pages if kind.per == "page" else slot]
+            for name, kind in self._kinds.items()
+            if kind.per != "layer"
+        }
+
+    def write(
+        self, layer_id: int, slot: int, host_pages: Tensor, entries: Mapping[str, Tensor]
+    ) -> None:
+        """The contrary of :meth:`read`."""
+        self.apply_resets()
+        for name, values in entries.items():
+            where = host_pages if self._kinds[name].per == "page" else slot
+            self.tensors[name][layer_id, where] = values.to(self.tensors[name].device)
+
+    def names(self) -> list[str]:
+        """Names that :meth:`read` gives."""
+        return [name for name, kind in self._kinds.items() if kind.per != "layer"]
