@@ -21,7 +21,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
-        session = runtime.session()
+        self._session = session = runtime.session()
         self.coordinator = build_coordinator(session, model_runner)
         session.coordinator = self.coordinator
         model_runner.req_to_token_pool.register_on_alloc_rows(self._on_alloc_rows)
@@ -87,7 +87,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
                         length=length,
                         offset=offset,
                         host_pages=table[0],
-                        is_last=forward_batch.hisparse_is_last[row],
+                        is_last=forward_batch.rids[row] != self._session.unfinished,
                     )
                 )
             offset += length

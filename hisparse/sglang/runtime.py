@@ -27,8 +27,13 @@ logger = logging.getLogger("hisparse")
 
 @dataclass(kw_only=True)
 class Session(Plan):
-    """Decisions of one rank, made once the model is loaded and before the pools are built."""
+    """Decisions of one rank, made once the model is loaded and before the pools are built.
 
+    Attributes:
+        unfinished: request id whose prompt goes on after the forward that is being prepared.
+    """
+
+    unfinished: str | None = None
     req_to_token_pool: Any = None
     coordinator: SparseCoordinator | None = None
     metrics: MetricsReporter | None = None
@@ -167,13 +172,14 @@ def around_init_new(
     original: Callable[..., Any], cls: type, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Keep what only the scheduler's batch knows: request slots on the host, which reading is no
-    sync, and which prompts end in this forward.
+    sync, and whose prompt goes on after this forward.
     """
     forward_batch = original(cls, batch, *args, **kwargs)
     if _session is not None:
         if forward_batch.req_pool_indices_cpu is None:
             forward_batch.req_pool_indices_cpu = batch.req_pool_indices_cpu
-        forward_batch.hisparse_is_last = [req is not batch.chunked_req for req in batch.reqs]
+        # Runners copy the batch and drop fields that they do not know.
+        _session.unfinished = getattr(batch.chunked_req, "rid", None)
     return forward_batch
 
 
