@@ -13,35 +13,72 @@ namespace {
 
 struct SelectParams {
   const float* scores;       // [B, heads, P]
+  const float* rest;         // [B, heads], or null
   const int32_t* num_pages;  // [B]
   int32_t* pages;            // [B, H, K]
   int32_t* lengths;          // [B, H]
   int64_t batch, heads, width;
   int32_t out_heads, max_pages, num_sinks, num_recents;
+  float mass, within;        // not asked for: negative
+
+  bool varies() const { return mass >= 0 || within >= 0; }
 };
 
-// One score per page for the `group` heads that share a selection: a single head's as they are,
-// else the sum of the heads' softmax over the pages.
-void combine(const SelectParams& p, int64_t b, int64_t head, int32_t count, float* out) {
-  const int64_t group = p.heads / p.out_heads;
-  const float* scores = p.scores + (b * p.heads + head * group) * p.width;
-  if (group <= 1) {
-    // Fewer heads score than select: the heads of a group share their scores.
-    const int64_t source = group == 1 ? head : head * p.heads / p.out_heads;
-    std::copy_n(p.scores + (b * p.heads + source) * p.width, count, out);
+// Adds to `out` what one head makes of its scores: the pages' shares of its softmax, or, under
+// `within`, how far each page is from its best.
+void vote(const SelectParams& p, const float* scores, float rest, int32_t count, float* out) {
+  if (p.within >= 0) {
+    float best = rest;
+    for (int32_t i = 0; i < count; ++i) best = std::max(best, scores[i]);
+    for (int32_t i = 0; i < count; ++i) out[i] = std::max(out[i], scores[i] - best);
     return;
   }
   const int32_t whole = (count + kLanes - 1) / kLanes * kLanes;
   thread_local std::vector<float> weights;
   if (weights.size() < static_cast<size_t>(whole)) weights.resize(whole);
-  std::fill_n(out, count, 0.0f);
-  for (int64_t g = 0; g < group; ++g, scores += p.width) {
-    float total = 0;
-    std::copy_n(scores, count, weights.data());
-    exponentiate(weights.data(), count, &total);
-    const float scale = 1.0f / total;
-    for (int32_t i = 0; i < count; ++i) out[i] += weights[i] * scale;
+  float total = 0;
+  std::copy_n(scores, count, weights.data());
+  const float top = exponentiate(weights.data(), count, &total);
+  const float highest = std::max(top, rest);
+  const float here = std::exp(top - highest);
+  const float scale = here / (total * here + std::exp(rest - highest));
+  for (int32_t i = 0; i < count; ++i) out[i] += weights[i] * scale;
+}
+
+// One score per page for the heads that share a selection: a single head's as they are where
+// ranks are all that matters, else what the heads' votes come to.
+void combine(const SelectParams& p, int64_t b, int64_t head, int32_t count, float* out) {
+  const int64_t group = std::max<int64_t>(1, p.heads / p.out_heads);
+  // Fewer heads score than select: the heads of a group share their scores.
+  const int64_t first = b * p.heads + head * p.heads / p.out_heads;
+  if (group == 1 && !p.varies()) {
+    std::copy_n(p.scores + first * p.width, count, out);
+    return;
   }
+  std::fill_n(out, count, p.within >= 0 ? -INFINITY : 0.0f);
+  for (int64_t source = first; source < first + group; ++source) {
+    const float rest = p.rest == nullptr ? -INFINITY : p.rest[source];
+    vote(p, p.scores + source * p.width, rest, count, out);
+  }
+}
+
+// How many of the pages from `first` to `last - 1` the rule asks for, at most `most`.
+int32_t asked_for(const SelectParams& p, const std::vector<float>& scores, int32_t first,
+                  int32_t last, int32_t most, std::vector<float>& ranked) {
+  if (p.within >= 0) {
+    int32_t near = 0;
+    for (int32_t i = first; i < last; ++i) near += scores[i] >= -p.within;
+    return std::min(near, most);
+  }
+  if (p.mass < 0) return most;
+  double left_out = 0;
+  for (int32_t i = first; i < last; ++i) left_out += scores[i];
+  const double spare = (1.0 - p.mass) * std::max<int64_t>(1, p.heads / p.out_heads);
+  ranked.assign(scores.begin() + first, scores.begin() + last);
+  std::partial_sort(ranked.begin(), ranked.begin() + most, ranked.end(), std::greater<float>());
+  int32_t needed = 0;
+  while (needed < most && left_out > spare) left_out -= ranked[needed++];
+  return needed;
 }
 
 // The `count` best pages from `first` to `last - 1`, in ascending order; of equal ones the first.
@@ -64,22 +101,24 @@ void best_pages(const std::vector<float>& scores, int32_t first, int32_t last, i
 void select_row(const SelectParams& p, int64_t b, int64_t head) {
   thread_local std::vector<float> combined, ranked;
   const int32_t count = p.num_pages[b];
-  const int32_t length = std::min(count, p.max_pages);
+  const int32_t most = std::min(count, p.max_pages);
   int32_t* pages = p.pages + (b * p.out_heads + head) * p.max_pages;
-  p.lengths[b * p.out_heads + head] = length;
-  std::fill_n(pages + length, p.max_pages - length, -1);
-  if (count <= p.max_pages) {
-    for (int32_t i = 0; i < count; ++i) pages[i] = i;
-    return;
+  const int32_t sinks = std::min(p.num_sinks, most);
+  const int32_t recents = std::min(p.num_recents, most - sinks);
+  int32_t best = most - sinks - recents;
+  if (best > 0 && (p.varies() || count > most)) {
+    combined.resize(static_cast<size_t>(count));
+    combine(p, b, head, count, combined.data());
+    best = asked_for(p, combined, sinks, count - recents, best, ranked);
+    best_pages(combined, sinks, count - recents, best, ranked, pages + sinks);
+  } else {
+    for (int32_t i = 0; i < best; ++i) pages[sinks + i] = sinks + i;
   }
-  combined.resize(static_cast<size_t>(count));
-  combine(p, b, head, count, combined.data());
-  const int32_t sinks = std::min(p.num_sinks, length);
-  const int32_t recents = std::min(p.num_recents, length - sinks);
-  const int32_t best = length - sinks - recents;
   for (int32_t i = 0; i < sinks; ++i) pages[i] = i;
-  best_pages(combined, sinks, count - recents, best, ranked, pages + sinks);
   for (int32_t i = 0; i < recents; ++i) pages[sinks + best + i] = count - recents + i;
+  const int32_t length = sinks + best + recents;
+  std::fill_n(pages + length, p.max_pages - length, -1);
+  p.lengths[b * p.out_heads + head] = length;
 }
 
 void run(const SelectParams& p) {
@@ -89,10 +128,14 @@ void run(const SelectParams& p) {
                [&](int64_t r) { select_row(p, r / p.out_heads, r % p.out_heads); });
 }
 
-void select(TensorView scores, TensorView num_pages, TensorView pages, TensorView lengths,
-            int64_t num_sinks, int64_t num_recents) {
+void select(TensorView scores, TensorView num_pages, TensorView rest, TensorView pages,
+            TensorView lengths, int64_t num_sinks, int64_t num_recents, double mass,
+            double within) {
   SelectParams p;
   p.scores = vector_of<const float>(scores, "scores");
+  p.rest = rest.size(0) == 0 ? nullptr : vector_of<const float>(rest, "rest");
+  p.mass = static_cast<float>(mass);
+  p.within = static_cast<float>(within);
   p.num_pages = vector_of<const int32_t>(num_pages, "num_pages");
   p.pages = vector_of<int32_t>(pages, "pages");
   p.lengths = vector_of<int32_t>(lengths, "lengths");

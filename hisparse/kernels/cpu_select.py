@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hisparse.kernels._build import call_cpu, dense_rows
+from hisparse.kernels._rule import SelectRule
 
 __all__ = ["page_score", "page_summary", "select"]
 
@@ -25,15 +26,23 @@ def page_score(
 
 
 def select(
-    scores: Tensor,
-    num_pages: Tensor,
-    heads: int,
-    max_pages: int,
-    num_sinks: int,
-    num_recents: int,
+    scores: Tensor, num_pages: Tensor, rest: Tensor | None, rule: SelectRule
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.select`."""
-    pages = num_pages.new_empty(scores.shape[0], heads, max_pages)
-    lengths = num_pages.new_empty(scores.shape[0], heads)
-    call_cpu("select", scores.contiguous(), num_pages, pages, lengths, num_sinks, num_recents)
+    pages = num_pages.new_empty(scores.shape[0], rule.heads, rule.max_pages)
+    lengths = num_pages.new_empty(scores.shape[0], rule.heads)
+    # An empty tensor stands for nothing.
+    beside = scores.new_empty(0, 0) if rest is None else rest.contiguous()
+    call_cpu(
+        "select",
+        scores.contiguous(),
+        num_pages,
+        beside,
+        pages,
+        lengths,
+        rule.num_sinks,
+        rule.num_recents,
+        -1.0 if rule.mass is None else rule.mass,
+        -1.0 if rule.within is None else rule.within,
+    )
     return pages, lengths

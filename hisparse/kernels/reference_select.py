@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hisparse.kernels._rule import SelectRule
+
 __all__ = ["best_pages", "page_score", "select"]
 
 
@@ -21,33 +23,46 @@ def page_score(
 
 
 def select(
-    scores: Tensor,
-    num_pages: Tensor,
-    heads: int,
-    max_pages: int,
-    num_sinks: int,
-    num_recents: int,
+    scores: Tensor, num_pages: Tensor, rest: Tensor | None, rule: SelectRule
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.select`."""
-    absent = _absent(scores, num_pages)
-    combined = _combine_heads(scores.masked_fill(absent, -torch.inf), heads)
-    return best_pages(combined, num_pages, max_pages, num_sinks, num_recents)
+    scores = scores.masked_fill(_absent(scores, num_pages), -torch.inf)
+    return best_pages(_combine_heads(scores, rest, rule), num_pages, rule, scores.shape[1])
 
 
 def best_pages(
-    combined: Tensor, num_pages: Tensor, max_pages: int, num_sinks: int, num_recents: int
+    combined: Tensor, num_pages: Tensor, rule: SelectRule, given_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """The choice of :func:`select` by one score per page, ``combined [B, H, P]``."""
+    """The choice of :func:`select` by one score per page.
+
+    Args:
+        combined: ``[B, H, P]``; shares that add up to the heads of a group for ``mass``, and what
+            is missing to the best score for ``within``.
+        num_pages: ``[B] int32``.
+        rule: how many.
+        given_heads: heads', of the scores.
+    """
     absent, heads = _absent(combined, num_pages), combined.shape[1]
     count, total = num_pages[:, None], combined.shape[-1]
-    page = torch.arange(max(total, max_pages), device=combined.device)
-    forced = (page[:total] < num_sinks) | (page[:total] >= count - num_recents)
-    combined = combined.masked_fill(forced[:, None], torch.inf).masked_fill(absent, -torch.inf)
-    best = combined.topk(min(max_pages, total), dim=-1, sorted=False)
-    chosen = torch.where(best.values == -torch.inf, total, best.indices).sort(dim=-1).values
-    chosen = torch.nn.functional.pad(chosen, (0, max_pages - chosen.shape[-1]), value=total)
-    lengths = count.clamp(max=max_pages).expand(-1, heads)
-    return chosen.masked_fill(chosen == total, -1).to(torch.int32), lengths.contiguous()
+    width = min(rule.max_pages, total)
+    page = torch.arange(total, device=combined.device)
+    forced = (page < rule.num_sinks) | (page >= count - rule.num_recents)
+    ranked = combined.masked_fill(forced[:, None], torch.inf).masked_fill(absent, -torch.inf)
+    varies = rule.mass is not None or rule.within is not None
+    best = ranked.topk(width, dim=-1, sorted=varies)
+    kept = best.values != -torch.inf
+    if rule.within is not None:
+        kept &= best.values >= -rule.within
+    if rule.mass is not None:
+        shares = combined.masked_fill(absent, 0).gather(-1, best.indices)
+        left_out = combined.masked_fill(absent, 0).sum(-1, keepdim=True) - shares.cumsum(-1)
+        # A page is needed while too much is left out without it.
+        spare = (1 - rule.mass) * max(1, given_heads // heads)
+        kept &= (left_out + shares > spare) | (best.values == torch.inf)
+    chosen = torch.where(kept, best.indices, total).sort(dim=-1).values
+    chosen = torch.nn.functional.pad(chosen, (0, rule.max_pages - width), value=total)
+    pages = chosen.masked_fill(chosen == total, -1).to(torch.int32)
+    return pages, kept.sum(-1, dtype=torch.int32)
 
 
 def _absent(scores: Tensor, num_pages: Tensor) -> Tensor:
@@ -56,9 +71,18 @@ def _absent(scores: Tensor, num_pages: Tensor) -> Tensor:
     return absent
 
 
-def _combine_heads(scores: Tensor, heads: int) -> Tensor:
-    if scores.shape[1] <= heads:
-        return scores.repeat_interleave(heads // scores.shape[1], dim=1)
-    # A request without a full page is all -inf: its softmax is NaN, and is masked by the caller.
-    shares: Tensor = scores.softmax(-1).unflatten(1, (heads, -1)).sum(2)
-    return shares
+def _combine_heads(scores: Tensor, rest: Tensor | None, rule: SelectRule) -> Tensor:
+    if rule.mass is None and rule.within is None and scores.shape[1] <= rule.heads:
+        return scores.repeat_interleave(rule.heads // scores.shape[1], dim=1)
+    if rest is None:
+        rest = scores.new_full(scores.shape[:2], -torch.inf)
+    if rule.within is None:
+        # A request without a full page is all -inf: its softmax is NaN, and is masked by the
+        # caller.
+        found = torch.cat([scores, rest[..., None]], -1).softmax(-1)[..., :-1]
+    else:
+        found = scores - torch.maximum(scores.amax(-1), rest)[..., None]
+    if scores.shape[1] <= rule.heads:
+        return found.repeat_interleave(rule.heads // scores.shape[1], dim=1)
+    found = found.unflatten(1, (rule.heads, -1))
+    return found.sum(2) if rule.within is None else found.amax(2)

@@ -8,6 +8,7 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels._check import check_tensor
 from hisparse.kernels._impl import implementation
+from hisparse.kernels._rule import SelectRule
 from hisparse.types import Selection
 
 __all__ = ["page_score", "select"]
@@ -58,6 +59,9 @@ def select(
     max_pages: int,
     num_sinks: int,
     num_recents: int,
+    rest: Tensor | None = None,
+    mass: float | None = None,
+    within: float | None = None,
     impl: str = "auto",
 ) -> Selection:
     """Sinks, recent pages and the best of the others, at most ``max_pages``.
@@ -67,23 +71,45 @@ def select(
     one with many high logits, which raw sums or maxima do not give (measured: about a third less
     divergence from dense attention).
 
+    How many of the others: all that ``max_pages`` leaves room for; with ``mass``, the fewest whose
+    shares bring what is kept to that part of each group's softmax (Twilight,
+    https://arxiv.org/abs/2502.02770); with ``within``, those whose score is at least the head's
+    best minus it in some head of the group (DIPR, https://arxiv.org/abs/2504.10326).
+
     Args:
         scores: ``[B, heads', P] float32``, in units of attention logits, higher is kept.
         num_pages: ``[B] int32``, at most P.
         heads: H; heads' is a multiple of it, or the other way round.
         max_pages: K.
         num_sinks, num_recents: first and last pages that are always selected.
+        rest: ``[B, heads'] float32``, score of what is attended in any case and is no page here,
+            the tail page: it takes part in the softmax, and in the best score. None: nothing.
+        mass: in (0, 1].
+        within: not negative, in units of attention logits.
         impl: implementation.
 
     Returns:
         pages in ascending order: host reads are sequential, and the order of the sum in attention
         does not depend on the scores.
+
+    Raises:
+        KernelError: a tensor has another shape or dtype; both ``mass`` and ``within`` are given,
+            or out of range.
     """
     check_tensor("scores", scores, torch.float32, (None, None, None))
     check_tensor("num_pages", num_pages, torch.int32, (scores.shape[0],))
+    if rest is not None:
+        check_tensor("rest", rest, torch.float32, scores.shape[:2])
     if scores.shape[1] % heads and heads % scores.shape[1]:
         raise KernelError(
             f"scores: got {scores.shape[1]} heads, expected a multiple or a divisor of {heads}"
         )
+    if mass is not None and within is not None:
+        raise KernelError(f"got mass {mass} and within {within}, expected one of the two")
+    if mass is not None and not 0 < mass <= 1:
+        raise KernelError(f"mass: got {mass}, expected more than 0 and at most 1")
+    if within is not None and not within >= 0:
+        raise KernelError(f"within: got {within}, expected at least 0")
     module = implementation(impl, scores.device)
-    return Selection(*module.select(scores, num_pages, heads, max_pages, num_sinks, num_recents))
+    rule = SelectRule(heads, max_pages, num_sinks, num_recents, mass, within)
+    return Selection(*module.select(scores, num_pages, rest, rule))

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hisparse.kernels._rule import SelectRule
 from hisparse.kernels.reference_select import best_pages
 
 __all__ = ["page_score", "page_summary", "select"]
@@ -70,32 +71,32 @@ def page_score(
 
 
 def select(
-    scores: Tensor,
-    num_pages: Tensor,
-    heads: int,
-    max_pages: int,
-    num_sinks: int,
-    num_recents: int,
+    scores: Tensor, num_pages: Tensor, rest: Tensor | None, rule: SelectRule
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.select`; heads agree in Triton, ``torch.topk`` chooses."""
     batch, given, width = scores.shape
-    if given > heads:
-        combined = scores.new_empty(batch, heads, width)
-        group_block = triton.next_power_of_2(given // heads)
-        if combined.numel():
-            _share_kernel[(heads, batch)](
-                scores.contiguous(),
-                num_pages,
-                combined,
-                width,
-                heads,
-                GROUP=given // heads,
-                GROUP_BLOCK=group_block,
-                STEP=max(16, _SCORES_PER_STEP // group_block),
-            )
-    else:
-        combined = scores.repeat_interleave(heads // given, dim=1)
-    return best_pages(combined, num_pages, max_pages, num_sinks, num_recents)
+    near = rule.within is not None
+    if given <= rule.heads and not near and rule.mass is None:
+        combined = scores.repeat_interleave(rule.heads // given, dim=1)
+        return best_pages(combined, num_pages, rule, given)
+    heads = min(given, rule.heads)
+    combined = scores.new_empty(batch, heads, width)
+    group_block = triton.next_power_of_2(given // heads)
+    if combined.numel():
+        _share_kernel[(heads, batch)](
+            scores.contiguous(),
+            scores.new_full((batch, given), -torch.inf) if rest is None else rest.contiguous(),
+            num_pages,
+            combined,
+            width,
+            heads,
+            NEAR=near,
+            GROUP=given // heads,
+            GROUP_BLOCK=group_block,
+            STEP=max(16, _SCORES_PER_STEP // group_block),
+        )
+    combined = combined.repeat_interleave(rule.heads // heads, dim=1)
+    return best_pages(combined, num_pages, rule, given)
 
 
 @triton.jit
@@ -187,29 +188,34 @@ def _score_kernel(
 @triton.jit
 def _share_kernel(
     scores,  # [B, H * GROUP, P]
+    rest,  # [B, H * GROUP]
     num_pages,  # [B]
     combined,  # [B, H, P]
     width,
     heads,
+    NEAR: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Sum over a group of each head's softmax over the pages."""
+    """Sum over a group of each head's softmax over the pages and the rest; or, if NEAR, the most
+    that some head gives a page less that head's best.
+    """
     head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     count = tl.load(num_pages + request)
     row = request * heads + head
     member, at = tl.arange(0, GROUP_BLOCK), tl.arange(0, STEP)
     source = scores + (row * GROUP + member[:, None]) * width
     present = (member < GROUP)[:, None]
-    highest = tl.full((GROUP_BLOCK,), -float("inf"), tl.float32)
-    top = tl.zeros((GROUP_BLOCK,), tl.float32)
-    total = tl.zeros((GROUP_BLOCK,), tl.float32)
+    highest = tl.load(rest + row * GROUP + member, mask=member < GROUP, other=-float("inf"))
+    total = tl.where(highest == -float("inf"), 0.0, 1.0)
+    # Without anything there is no maximum.
+    top = tl.where(highest == -float("inf"), 0.0, highest)
     for start in range(0, width, STEP):
         page = start + at[None, :]
         x = tl.load(source + page, mask=present & (page < count), other=-float("inf"))
         higher = tl.maximum(highest, tl.max(x, axis=1))
-        top = tl.where(higher == -float("inf"), 0.0, higher)  # Without a page there is no maximum.
+        top = tl.where(higher == -float("inf"), 0.0, higher)
         total = total * tl.exp(highest - top) + tl.sum(tl.exp(x - top[:, None]), axis=1)
         highest = higher
     scale = 1.0 / tl.where(total > 0, total, 1.0)
@@ -217,5 +223,8 @@ def _share_kernel(
         page = start + at
         seen = present & (page < count)[None, :]
         x = tl.load(source + page[None, :], mask=seen, other=-float("inf"))
-        shares = tl.exp(x - top[:, None]) * scale[:, None]
-        tl.store(combined + row * width + page, tl.sum(shares, axis=0), mask=page < width)
+        if NEAR:
+            found = tl.max(x - top[:, None], axis=0)
+        else:
+            found = tl.sum(tl.exp(x - top[:, None]) * scale[:, None], axis=0)
+        tl.store(combined + row * width + page, found, mask=page < width)

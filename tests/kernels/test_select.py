@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from torch.testing import assert_close
 
 from hisparse.errors import KernelError
@@ -67,6 +68,119 @@ def test_heads_vote_with_their_softmax_not_with_raw_logits(impl: str) -> None:
     six = torch.tensor([6], dtype=torch.int32)
     pages, _ = select(scores, six, heads=1, max_pages=1, num_sinks=0, num_recents=0, impl=impl)
     assert pages.tolist() == [[[3]]]
+
+
+def random_scores(given: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores with NaN where there is no page, counts, and scores of the rest."""
+    num_pages = torch.tensor([0, 1, 4, width // 2, width], dtype=torch.int32)
+    scores = 3 * torch.randn(5, given, width)
+    beyond = torch.arange(width) >= num_pages[:, None]
+    return scores.masked_fill(beyond[:, None], torch.nan), num_pages, 3 * torch.randn(5, given)
+
+
+def group_of(x: Tensor, head: int, heads: int) -> Tensor:
+    """The given heads ``[heads', ...]`` that the selection head stands for."""
+    given = x.shape[0]
+    return x[head * given // heads : max(head * given // heads + 1, (head + 1) * given // heads)]
+
+
+@pytest.mark.parametrize("with_rest", [False, True], ids=["alone", "rest"])
+@pytest.mark.parametrize("mass", [0.5, 0.9, 1.0])
+@pytest.mark.parametrize("heads", [1, 2, 8], ids=lambda h: f"select{h}")
+def test_mass_takes_the_fewest_pages_that_reach_it(
+    impl: str, heads: int, mass: float, with_rest: bool
+) -> None:
+    scores, num_pages, rest = random_scores(4, 40)
+    most, eps = 12, 1e-5
+    pages, lengths = select(
+        scores,
+        num_pages,
+        heads=heads,
+        max_pages=most,
+        num_sinks=1,
+        num_recents=2,
+        rest=rest if with_rest else None,
+        mass=mass,
+        impl=impl,
+    )
+    for row, count in enumerate(num_pages.tolist()):
+        for head in range(heads):
+            chosen = pages[row, head, : lengths[row, head]].tolist()
+            assert pages[row, head, len(chosen) :].eq(-1).all()
+            forced = {0, count - 2, count - 1} & set(range(count))
+            assert forced <= set(chosen) <= set(range(count))
+            beside = group_of(rest[row], head, heads)[:, None]
+            logits = group_of(scores[row, :, :count], head, heads)
+            if with_rest:
+                logits = torch.cat([logits, beside], -1)
+            share = logits.double().softmax(-1).mean(0)[:count]
+            outside = 1 - (share.sum() - share[chosen].sum())
+            picked = sorted((share[p].item() for p in chosen if p not in forced), reverse=True)
+            if len(chosen) < min(most, count):
+                assert outside >= mass - eps
+            if picked:
+                assert outside - picked[-1] < mass + eps
+                left = [share[p].item() for p in range(count) if p not in chosen]
+                assert not left or picked[-1] >= max(left) - eps
+
+
+@pytest.mark.parametrize("with_rest", [False, True], ids=["alone", "rest"])
+@pytest.mark.parametrize("within", [0.0, 2.5, 1e9])
+@pytest.mark.parametrize("heads", [1, 2, 8], ids=lambda h: f"select{h}")
+def test_within_takes_what_is_near_the_best_of_some_head(
+    impl: str, heads: int, within: float, with_rest: bool
+) -> None:
+    scores, num_pages, rest = random_scores(4, 40)
+    most = 12
+    pages, lengths = select(
+        scores,
+        num_pages,
+        heads=heads,
+        max_pages=most,
+        num_sinks=1,
+        num_recents=2,
+        rest=rest if with_rest else None,
+        within=within,
+        impl=impl,
+    )
+    for row, count in enumerate(num_pages.tolist()):
+        for head in range(heads):
+            chosen = pages[row, head, : lengths[row, head]].tolist()
+            forced = {0, count - 2, count - 1} & set(range(count))
+            logits = group_of(scores[row, :, :count], head, heads)
+            if count == 0:
+                assert chosen == []
+                continue
+            best = logits.amax(-1)
+            if with_rest:
+                best = torch.maximum(best, group_of(rest[row], head, heads))
+            behind = (logits - best[:, None]).amax(0)
+            near = {p for p in range(count) if behind[p] >= -within} | forced
+            if len(near) > most:
+                ranked = sorted(near - forced, key=lambda p: -behind[p].item())
+                near = forced | set(ranked[: most - len(forced)])
+            assert chosen == sorted(near)
+
+
+def test_mass_and_within_are_checked(impl: str) -> None:
+    three = torch.tensor([3], dtype=torch.int32)
+
+    def refused(message: str, **rule: float) -> None:
+        with pytest.raises(KernelError, match=message):
+            select(
+                torch.zeros(1, 1, 4),
+                three,
+                heads=1,
+                max_pages=2,
+                num_sinks=0,
+                num_recents=0,
+                impl=impl,
+                **rule,
+            )
+
+    refused("mass: got 1.5, expected more than 0 and at most 1", mass=1.5)
+    refused("within: got -1, expected at least 0", within=-1)
+    refused("expected one of the two", mass=0.5, within=1)
 
 
 def test_bad_tensors_are_named(impl: str) -> None:

@@ -49,5 +49,5 @@ def test_kernels_compile_without_spills(arch: int) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     lines = done.stdout.split("\n")[:-1]
-    assert len(lines) == 12
+    assert len(lines) == 13
     assert all(line.endswith(": 0 bytes spilled") for line in lines), done.stdout

@@ -38,6 +38,7 @@ POINTERS = {
     "seq_lens": "*i32",
     "host_page_table": "*i32",
     "num_pages": "*i32",
+    "rest": "*fp32",
     "host_pages": "*i64",
 }
 # What a block may take: a launch that asks for more fails.
@@ -96,8 +97,21 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
         {"GROUP": 128, "DIM": 576, "DIM_BLOCK": 1024, "PAGES": 4},
         {"summaries": "*bf16"},
     ),
-    "share": (triton_select._share_kernel, {"GROUP": 4, "GROUP_BLOCK": 4, "STEP": 256}, {}),
-    "share MLA": (triton_select._share_kernel, {"GROUP": 128, "GROUP_BLOCK": 128, "STEP": 16}, {}),
+    "share": (
+        triton_select._share_kernel,
+        {"NEAR": False, "GROUP": 4, "GROUP_BLOCK": 4, "STEP": 256},
+        {},
+    ),
+    "share MLA": (
+        triton_select._share_kernel,
+        {"NEAR": False, "GROUP": 128, "GROUP_BLOCK": 128, "STEP": 16},
+        {},
+    ),
+    "near": (
+        triton_select._share_kernel,
+        {"NEAR": True, "GROUP": 4, "GROUP_BLOCK": 4, "STEP": 256},
+        {},
+    ),
 }
 
 
