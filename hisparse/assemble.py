@@ -57,7 +57,7 @@ def make_policy(
         kv=spec,
         scope=scope,
         budget_pages=config.budget // spec.page_size - 1,
-        max_pages=cap // spec.page_size - 1,
+        max_pages=cap // spec.page_size - (not algorithm.ranks_tail),
         num_sink_pages=config.num_sink_pages,
         num_recent_pages=config.num_recent_pages,
         scale=scale,
@@ -97,7 +97,7 @@ def make_plan(
     kept = list_representations(algorithm, policy, tail_estimate=config.tail_estimate)
     heads = policy.heads
     stored_heads = spec.num_kv_heads if heads == 1 else 1
-    page_width = stored_heads * (spec.head_dim + spec.v_head_dim)
+    page_width = stored_heads * spec.stored_width
     sizing = sizing_formula.size(
         SizingRequest(
             kv_token_bytes=spec.token_bytes,

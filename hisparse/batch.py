@@ -136,9 +136,10 @@ class PrefillStep:
         length: tokens of the chunk.
         first_page: page index of the first page that the chunk completed.
         host_pages: ``[P] int32``, where the pages that the chunk completed lie.
+        context_pages: ``[ceil((start + length) / S)] int32``, host page of each page so far.
         is_last: whether the prompt ends here, as far as the framework knows.
         indexer: of the chunk's tokens, for algorithms that ask for it.
-        read_prefix: see :meth:`prefix`.
+        read_context: see :meth:`context_keys`.
     """
 
     policy: SelectionPolicy
@@ -148,17 +149,24 @@ class PrefillStep:
     length: int
     first_page: int
     host_pages: Tensor
+    context_pages: Tensor
     is_last: bool
     indexer: IndexerInputs | None
-    read_prefix: Callable[[int], Iterator[tuple[int, Tensor, Tensor]]]
+    read_context: Callable[[int], Iterator[tuple[int, Tensor, Tensor]]]
 
-    def prefix(self, layer_id: int) -> Iterator[tuple[int, Tensor]]:
-        """Everything before ``start``, streamed from host memory: a second reading of the prefix.
+    @property
+    def end(self) -> int:
+        """Position after the chunk's last token."""
+        return self.start + self.length
+
+    def context_keys(self, layer_id: int) -> Iterator[tuple[int, Tensor]]:
+        """All keys up to ``end``, streamed from host memory once more.
 
         Yields:
-            position of the first key, and keys ``[t, Hkv, D]``, valid until the next ones.
+            position of the first key, which begins a page, and keys ``[t, Hkv, D]``, valid until
+            the next ones.
         """
-        for position, keys, _ in self.read_prefix(layer_id):
+        for position, keys, _ in self.read_context(layer_id):
             yield position, keys
 
 

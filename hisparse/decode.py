@@ -84,11 +84,11 @@ class DecodeAttention:
         group = layer_id // self._reuse_layers
         if part.selection is None or part.selection[0] != group:
             part.selection = group, self._algorithm.retrieve_topk(q, layer_id, part.step)
-        return self._attend_selection(layer_id, q, part.step, part.selection[1], self._tail)
+        return self._attend_selection(layer_id, q, part.step, part.selection[1], sparse=True)
 
     def attend_resident(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
         """Dense, over a context that fits the row's device pages."""
-        return self._attend_selection(layer_id, q, part.step, _all_pages(part.step), None)
+        return self._attend_selection(layer_id, q, part.step, _all_pages(part.step), sparse=False)
 
     def _attend_selection(
         self,
@@ -96,18 +96,23 @@ class DecodeAttention:
         q: Tensor,
         step: DecodeStep,
         selection: Selection,
-        tail: TailEstimate | None,
+        *,
+        sparse: bool,
     ) -> Tensor:
         table = self._manager.swap_in(layer_id, selection, step)
         self._manager.counters.count_tokens(step.num_tail_tokens)
         heads, size = self._policy.heads, self._policy.kv.page_size
+        lengths, tail_lens = selection.lengths.flatten(), step.tail_row_lens
+        if sparse and self._algorithm.ranks_tail:
+            # A selection that fills the budget leaves no room for the tail page.
+            tail_lens = tail_lens * (lengths < self._policy.max_pages)
         # All pages are full but the last one, the tail.
-        seq_lens = torch.add(step.tail_row_lens, selection.lengths.flatten(), alpha=size)
+        seq_lens = torch.add(tail_lens, lengths, alpha=size)
         kv = self._manager.device.layer(layer_id)
         queries = q.unflatten(1, (heads, -1)).flatten(0, 1)
         attended = self._adapter.attend(queries, kv, table, seq_lens, self._policy.scale)
-        if tail is not None:
-            estimate = tail.attend(layer_id, queries, selection, step)
+        if sparse and self._tail is not None:
+            estimate = self._tail.attend(layer_id, queries, selection, step)
             attended = merge_attended(attended, estimate)
         out: Tensor = attended.out.unflatten(0, (-1, heads)).flatten(1, 2)
         return out

@@ -62,8 +62,10 @@ class Prefill:
             own = slice(chunk.offset, chunk.offset + chunk.length)
             pages = self._aligned(layer_id, chunk, k[own], v[own])
             indexed = None if indexer is None else indexer.take(own)
-            self.summarize(layer_id, chunk, q[own], pages, indexed)
-            outputs.append(self._attend(layer_id, chunk, q[own], k[own], v[own]).to(q.dtype))
+            step = self.summarize(layer_id, chunk, q[own], pages, indexed)
+            chosen = self._algorithm.select_prefill(layer_id, step)
+            out = self._attend(layer_id, chunk, q[own], k[own], v[own], chosen)
+            outputs.append(out.to(q.dtype))
             self._place(layer_id, chunk, pages)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -88,7 +90,7 @@ class Prefill:
         q: Tensor,
         own: PagedKV,
         indexer: IndexerInputs | None = None,
-    ) -> None:
+    ) -> PrefillStep:
         """Let the algorithm remember a chunk.
 
         Args:
@@ -97,6 +99,9 @@ class Prefill:
             q: ``[T, Hq, D]``; none of a chunk that is not computed but loaded.
             own: ``[T', Hkv, D]``, from the start of the chunk's first page on.
             indexer: of the chunk's tokens.
+
+        Returns:
+            the chunk as algorithms see it.
         """
         size = self._policy.kv.page_size
         first, last = chunk.start // size, chunk.end // size
@@ -109,20 +114,24 @@ class Prefill:
             length=chunk.length,
             first_page=first,
             host_pages=chunk.host_pages[first:last],
+            context_pages=chunk.host_pages,
             is_last=chunk.is_last,
             indexer=indexer,
-            read_prefix=lambda layer: self._prefix(layer, chunk),
+            read_context=lambda layer: self._read(layer, chunk, chunk.end),
         )
         self._algorithm.construct_representations(keys, q, layer_id, step)
         if self._tail is not None:
             self._tail.store(self._representations, layer_id, keys, values, step.host_pages)
+        return step
 
-    def _prefix(self, layer_id: int, chunk: PrefillChunk) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """What stands before a chunk, tile by tile: position, K and V ``[t, Hkv, D]``."""
+    def _read(
+        self, layer_id: int, chunk: PrefillChunk, end: int
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Positions below ``end``, tile by tile: the first position, K and V ``[t, Hkv, D]``."""
         manager, size = self._manager, self._policy.kv.page_size
         tile_tokens = manager.staging_pages * size
-        for start in range(0, chunk.start, tile_tokens):
-            stop = min(start + tile_tokens, chunk.start)
+        for start in range(0, end, tile_tokens):
+            stop = min(start + tile_tokens, end)
             pages = chunk.host_pages_cpu[start // size : -(-stop // size)]
             tile = manager.read_prefix(layer_id, pages)
             keys, values = (x.transpose(1, 2).flatten(0, 1)[: stop - start] for x in tile)
@@ -132,13 +141,33 @@ class Prefill:
             yield start, keys, values
 
     def _attend(
-        self, layer_id: int, chunk: PrefillChunk, q: Tensor, k: Tensor, v: Tensor
+        self,
+        layer_id: int,
+        chunk: PrefillChunk,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chosen: Tensor | None,
     ) -> Tensor:
-        """The chunk over itself and over its prefix, which streams through staging."""
-        scale = self._policy.scale
-        attended = self._adapter.attend_prefill(q, k, v, scale, causal=True)
-        for _, keys, values in self._prefix(layer_id, chunk):
-            part = self._adapter.attend_prefill(q, keys, values, scale, causal=False)
+        """The chunk over itself and over its prefix, which streams through staging.
+
+        Args:
+            layer_id: layer number.
+            chunk: the chunk.
+            q: ``[T, Hq, D]``.
+            k, v: ``[T, Hkv, D]``.
+            chosen: positions ``[T, K] int32`` that each query attends; None: all up to its own.
+        """
+        scale, adapter = self._policy.scale, self._adapter
+        if chosen is None:
+            attended = adapter.attend_prefill(q, k, v, scale, causal=True)
+        else:
+            attended = adapter.attend_chosen(q, k, v, scale, chosen - chunk.start)
+        for first, keys, values in self._read(layer_id, chunk, chunk.start):
+            if chosen is None:
+                part = adapter.attend_prefill(q, keys, values, scale, causal=False)
+            else:
+                part = adapter.attend_chosen(q, keys, values, scale, chosen - first)
             attended = merge_attended(Attended(*part), attended)
         return attended.out
 

@@ -54,6 +54,9 @@ class KVSpec:
         v_head_dim: Dv, elements.
         dtype: dtype of keys and values as stored.
         page_size: S, tokens.
+        latent: whether values are the first Dv columns of the keys and not stored apart, as with
+            MLA, whose latent is both.
+        index_head_dim: Di of the model's own indexer; 0: it has none.
     """
 
     num_layers: int
@@ -63,6 +66,13 @@ class KVSpec:
     v_head_dim: int
     dtype: torch.dtype
     page_size: int
+    latent: bool = False
+    index_head_dim: int = 0
+
+    @property
+    def stored_width(self) -> int:
+        """Elements that one head of a token takes, keys and values."""
+        return self.head_dim if self.latent else self.head_dim + self.v_head_dim
 
     @property
     def group_size(self) -> int:
@@ -72,8 +82,7 @@ class KVSpec:
     @property
     def token_bytes_per_layer(self) -> int:
         """Bytes of K and V of one token in one layer, all KV heads."""
-        width = self.head_dim + self.v_head_dim
-        return self.num_kv_heads * width * self.dtype.itemsize
+        return self.num_kv_heads * self.stored_width * self.dtype.itemsize
 
     @property
     def token_bytes(self) -> int:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hisparse.adapters.masked import attend_masked, hide_all_but
 from hisparse.registry import Registry
 from hisparse.types import PagedKV, SelectionScope
 
@@ -74,6 +75,23 @@ class BackendAdapter(ABC):
         Returns:
             out ``[T, Hq, Dv]``, lse ``[T, Hq]``.
         """
+
+    def attend_chosen(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, chosen: Tensor
+    ) -> Attended:
+        """Many query tokens, each over some of the keys; in PyTorch where no library does it.
+
+        Args:
+            q: ``[T, Hq, D]``.
+            k, v: ``[Tk, Hkv, D]``.
+            scale: softmax scale.
+            chosen: ``[T, K] int32``, keys of each query, none twice; what is not in 0 to Tk - 1
+                is none.
+
+        Returns:
+            out ``[T, Hq, Dv]``, lse ``[T, Hq]``; of a query without keys 0 and -inf.
+        """
+        return Attended(*attend_masked(q, k, v, scale, hide_all_but(chosen, k.shape[0])))
 
 
 ADAPTERS: Registry[BackendAdapter] = Registry("adapter", "hisparse.adapters")

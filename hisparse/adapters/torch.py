@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter
+from hisparse.adapters.masked import attend_masked
 from hisparse.kernels import paged_attention
 from hisparse.types import PagedKV, SelectionScope
 
 __all__ = ["TorchAdapter"]
-
-#: Queries at a time where no fused kernel returns the log-sum-exp: bounds the logits in memory.
-_QUERY_BLOCK = 512
 
 
 @ADAPTERS.register("torch")
@@ -36,6 +34,15 @@ class TorchAdapter(BackendAdapter):
         return self._blocked(q, k, v, scale, causal)
 
     @staticmethod
+    def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Attended:
+        position = torch.arange(k.shape[0], device=q.device)
+
+        def later(own: slice) -> Tensor | None:
+            return position > position[own, None] if causal else None
+
+        return Attended(*attend_masked(q, k, v, scale, later))
+
+    @staticmethod
     def _fused_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Attended:
         """The operator behind SDPA on a CPU, called directly because it returns the lse."""
         group = q.shape[1] // k.shape[1]
@@ -47,26 +54,3 @@ class TorchAdapter(BackendAdapter):
             queries, keys, values, 0.0, causal, scale=scale
         )
         return Attended(out[0].transpose(0, 1).float(), lse[0].transpose(0, 1))
-
-    @staticmethod
-    def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Attended:
-        kv_heads = k.shape[1]
-        keys, values = k.float().permute(1, 2, 0), v.float().transpose(0, 1)
-        position = torch.arange(k.shape[0], device=q.device)
-        parts = []
-        for start in range(0, q.shape[0], _QUERY_BLOCK):
-            block = q[start : start + _QUERY_BLOCK].float()
-            queries = block.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-            logits = (queries @ keys[:, None]) * scale
-            if causal:
-                hidden = position > position[start : start + block.shape[0], None]
-                logits.masked_fill_(hidden, -torch.inf)
-            lse = logits.logsumexp(-1)
-            out = (logits - lse[..., None]).exp_() @ values[:, None]
-            parts.append(
-                Attended(
-                    out.flatten(0, 1).transpose(0, 1).contiguous(),
-                    lse.flatten(0, 1).transpose(0, 1),
-                )
-            )
-        return Attended(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))

@@ -7,19 +7,25 @@ from hisparse.algorithms.base import (
     RepresentationOwner,
     register_algorithm,
 )
+from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.page_score import PageScoreAlgorithm
 from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.snapkv import SnapKV
 from hisparse.algorithms.streaming import Streaming
+from hisparse.algorithms.topp import TopP
 
 __all__ = [
     "ALGORITHMS",
+    "DSA",
     "BaseSparseAlgorithm",
     "Oracle",
     "PageScoreAlgorithm",
     "Quest",
     "Representation",
     "RepresentationOwner",
+    "SnapKV",
     "Streaming",
+    "TopP",
     "register_algorithm",
 ]

@@ -71,6 +71,9 @@ class BaseSparseAlgorithm(ABC):
     reads_host_keys: ClassVar[bool] = False
     #: Whether it scores by the model's own indexer: steps carry ``indexer``.
     indexer: ClassVar[bool] = False
+    #: Whether the tail page competes with the others instead of always being attended: a selection
+    #: may hold ``budget / S`` pages, and only if it holds fewer is the tail page attended as well.
+    ranks_tail: ClassVar[bool] = False
 
     @property
     def query_window(self) -> int:
@@ -119,6 +122,19 @@ class BaseSparseAlgorithm(ABC):
                 whose tail page is not full, so that every request can be written.
             step: the step.
         """
+
+    def select_prefill(self, layer_id: int, step: PrefillStep) -> Tensor | None:
+        """For models that were trained with sparse prefill: what each query of a chunk attends.
+
+        Args:
+            layer_id: layer number.
+            step: the chunk, its own pages' representations constructed.
+
+        Returns:
+            positions ``[T, K] int32``, none twice, none after the query's own, -1 where there is
+            none; None: everything up to the query, as nearly all models were trained.
+        """
+        return None
 
     @abstractmethod
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:

@@ -63,9 +63,10 @@ class PageScoreAlgorithm(BaseSparseAlgorithm):
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         policy = step.policy
+        query = queries * policy.scale
         summaries = step.representations["summary"][layer_id]
         return select(
-            self.score_pages(queries * policy.scale, summaries, step).float(),
+            self.score_pages(query, summaries, step).float(),
             step.num_pages,
             heads=policy.heads,
             max_pages=policy.max_pages,

@@ -48,7 +48,8 @@ class DeviceBuffer:
         def table(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
-        self._k, self._v = pages(kv.head_dim), pages(kv.v_head_dim)
+        self._k = pages(kv.head_dim)
+        self._v = self._k[..., : kv.v_head_dim] if kv.latent else pages(kv.v_head_dim)
         self._layers = [PagedKV(k, v) for k, v in zip(self._k, self._v, strict=True)]
         tables = (layers, num_rows, max_row_pages)
         self.states = RowState(table(*tables), table(*tables), table(*tables))
@@ -65,7 +66,7 @@ class DeviceBuffer:
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values."""
-        return self._k.nbytes + self._v.nbytes
+        return self._k.shape[0] * self._k.shape[1] * self.page_bytes
 
     @property
     def table_bytes(self) -> int:
@@ -76,7 +77,8 @@ class DeviceBuffer:
     @property
     def page_bytes(self) -> int:
         """Bytes of one device page."""
-        return (self._k[0, 0].numel() + self._v[0, 0].numel()) * self.kv.dtype.itemsize
+        stored_heads = self._k.shape[2]
+        return self.kv.page_size * stored_heads * self.kv.stored_width * self.kv.dtype.itemsize
 
     def layer(self, layer_id: int) -> PagedKV:
         """One layer as ``[N, Hr, S, D]`` views."""

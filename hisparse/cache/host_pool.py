@@ -36,8 +36,9 @@ class HostKVPool:
         self.kv = kv
         self.num_pages = num_pages
         self.layout = layout
-        self._k, self._v = (
-            self._allocate(width, pin=pin) for width in (kv.head_dim, kv.v_head_dim)
+        self._k = self._allocate(kv.head_dim, pin=pin)
+        self._v = (
+            self._k[..., : kv.v_head_dim] if kv.latent else self._allocate(kv.v_head_dim, pin=pin)
         )
         self._layers = [PagedKV(k, v) for k, v in zip(self._k, self._v, strict=True)]
 
@@ -57,7 +58,7 @@ class HostKVPool:
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values."""
-        return self._k.nbytes + self._v.nbytes
+        return self.num_pages * self.kv.page_size * self.kv.token_bytes
 
     def layer(self, layer_id: int) -> PagedKV:
         """One layer as ``[P, Hkv, S, D]`` views."""

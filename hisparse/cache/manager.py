@@ -76,16 +76,17 @@ class SparseKVCacheManager:
     def _make_staging(self) -> PagedKV:
         kv = self.host.kv
         shape = (self.staging_pages, kv.page_size, kv.num_kv_heads)
-        k, v = (
-            torch.zeros(*shape, width, dtype=kv.dtype, device=self._where).transpose(1, 2)
-            for width in (kv.head_dim, kv.v_head_dim)
-        )
-        return PagedKV(k, v)
+
+        def tile(width: int) -> Tensor:
+            return torch.zeros(*shape, width, dtype=kv.dtype, device=self._where).transpose(1, 2)
+
+        k = tile(kv.head_dim)
+        return PagedKV(k, k[..., : kv.v_head_dim] if kv.latent else tile(kv.v_head_dim))
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of the staging tile."""
-        return self._staging.k.nbytes + self._staging.v.nbytes
+        return self.staging_pages * self.host.kv.page_size * self.host.kv.token_bytes_per_layer
 
     # Requests come and go at schedule time, while an earlier forward may still be running: the
     # tables are changed only at the start of the next forward, on its stream.

@@ -84,5 +84,6 @@ def _combine_heads(scores: Tensor, rest: Tensor | None, rule: SelectRule) -> Ten
         found = scores - torch.maximum(scores.amax(-1), rest)[..., None]
     if scores.shape[1] <= rule.heads:
         return found.repeat_interleave(rule.heads // scores.shape[1], dim=1)
-    found = found.unflatten(1, (rule.heads, -1))
-    return found.sum(2) if rule.within is None else found.amax(2)
+    groups = found.unflatten(1, (rule.heads, -1))
+    combined: Tensor = groups.sum(2) if rule.within is None else groups.amax(2)
+    return combined

@@ -1,0 +1,166 @@
+"""DSA: DeepSeek-V3.2's lightning indexer. https://arxiv.org/abs/2512.02556"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
+from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.errors import ConfigError, HiSparseError
+from hisparse.kernels import select
+from hisparse.types import IndexerInputs, Selection, SelectionScope
+
+__all__ = ["DSA"]
+
+#: Products q.k at a time, over all heads of the indexer: bounds the scores in memory.
+_BLOCK = 2**24
+
+_KEY, _SCALE = "index_key", "index_scale"
+
+
+@register_algorithm("dsa")
+@dataclass(frozen=True, kw_only=True)
+class DSA(BaseSparseAlgorithm):
+    """Attends the tokens that the model's own indexer scores highest, as the model was trained to.
+
+    A token's score is ``sum_h weights_h * relu(queries_h . key)`` (the paper's equation 1); one
+    choice serves all heads, in prefill for each query. With ``num_sink_pages`` and
+    ``num_recent_pages`` at 0 nothing is kept but the best ``budget`` tokens: set the three to
+    (``index_topk``, 0, 0) for what the model does.
+
+    Attributes:
+        index_dtype: of the stored keys. In fp8 each key has a scale, a power of two as DeepSeek
+            has it ("ue8m0"); queries are not rounded.
+    """
+
+    index_dtype: Literal["float8_e4m3fn", "bfloat16", "float32"] = "float8_e4m3fn"
+
+    scopes: ClassVar[tuple[SelectionScope, ...]] = ("layer",)
+    page_sizes: ClassVar[tuple[int, ...] | None] = (1,)
+    indexer: ClassVar[bool] = True
+    ranks_tail: ClassVar[bool] = True
+
+    def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
+        width = policy.kv.index_head_dim
+        if not width:
+            raise ConfigError(
+                "algorithm dsa got a model without an indexer, expected one such as DeepSeek-V3.2; "
+                "algorithms for any model: quest, snapkv, streaming"
+            )
+        kinds = {_KEY: Representation((width,), self._dtype)}
+        return kinds | {_SCALE: Representation((), torch.float32)} if self._scaled else kinds
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.index_dtype)
+        return dtype
+
+    @property
+    def _scaled(self) -> bool:
+        return self._dtype.itemsize == 1
+
+    def construct_representations(
+        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
+    ) -> None:
+        self._store(_inputs(step), layer_id, step.host_pages, step)
+
+    def update_representations(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
+    ) -> None:
+        self._store(_inputs(step), layer_id, host_pages, step)
+
+    def _store(
+        self, new: IndexerInputs, layer_id: int, pages: Tensor, step: PrefillStep | DecodeStep
+    ) -> None:
+        """Write the keys ``[T, Di]`` of tokens to their host pages ``[T]``."""
+        keys = new.keys.float()
+        if self._scaled:
+            largest = torch.finfo(self._dtype).max
+            scale = (keys.abs().amax(-1).clamp(min=1e-4) / largest).log2().ceil().exp2()
+            step.representations[_SCALE][layer_id, pages] = scale
+            keys = keys / scale[:, None]
+        step.representations[_KEY][layer_id, pages] = keys.to(self._dtype)
+
+    def _score(
+        self, new: IndexerInputs, layer_id: int, table: Tensor, step: PrefillStep | DecodeStep
+    ) -> Tensor:
+        """Scores of the keys at host pages ``table [N, P]`` for ``new`` of N x T tokens.
+
+        Returns:
+            ``[N, T, P] float32``; higher is kept.
+        """
+        queries, weights = (
+            x.float().unflatten(0, (len(table), -1)) for x in (new.queries, new.weights)
+        )
+        stored = step.representations[_KEY][layer_id]
+        scores: Tensor = queries.new_empty(*queries.shape[:2], table.shape[1])
+        for part in _blocks(table.shape[1], queries[..., 0].numel()):
+            pages = table[:, part]
+            keys = stored.index_select(0, pages.flatten()).float().unflatten(0, pages.shape)
+            if self._scaled:
+                keys *= step.representations[_SCALE][layer_id][pages.long()][..., None]
+            products = (queries.flatten(1, 2) @ keys.mT).relu_().unflatten(1, weights.shape[1:])
+            scores[..., part] = (weights[:, :, None] @ products)[:, :, 0]
+        return scores
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        new = _inputs(step)
+        table = step.host_page_table[:, : step.max_pages + 1]
+        scores = self._score(new, layer_id, table, step)
+        # The new token's key is not among the stored ones yet.
+        own = (new.queries.float() @ new.keys.float()[..., None]).relu_()[..., 0]
+        tail = (new.weights.float() * own).sum(-1)
+        scores.scatter_(2, step.num_pages.long()[:, None, None], tail[:, None, None])
+        pages, lengths = _best(scores, step.num_pages + 1, step.policy)
+        # The tail page is never in a selection: one that is shorter leaves room for it.
+        is_tail = pages == step.num_pages[:, None, None]
+        return Selection(pages.masked_fill(is_tail, -1), lengths - is_tail.sum(-1).int())
+
+    def select_prefill(self, layer_id: int, step: PrefillStep) -> Tensor | None:
+        end = step.start + step.length
+        if end <= step.policy.max_pages:
+            return None
+        new, table = _inputs(step), step.context_pages[None]
+        seen = torch.arange(step.start + 1, end + 1, dtype=torch.int32, device=table.device)
+        parts = []
+        for part in _blocks(step.length, end * new.queries.shape[1]):
+            scores = self._score(new.take(part), layer_id, table, step)
+            parts.append(_best(scores.movedim(1, 0), seen[part], step.policy).pages[:, 0])
+        return torch.cat(parts)
+
+
+def _best(scores: Tensor, count: Tensor, policy: SelectionPolicy) -> Selection:
+    """The best tokens by ``scores [N, 1, P]`` of the first ``count [N]``; of equal ones the first.
+
+    The last of them is the new one, which is no full page: recent pages are those before it.
+    """
+    recents = policy.num_recent_pages
+    return select(
+        scores,
+        count,
+        heads=1,
+        max_pages=policy.max_pages,
+        num_sinks=policy.num_sink_pages,
+        num_recents=recents and recents + 1,
+    )
+
+
+def _inputs(step: PrefillStep | DecodeStep) -> IndexerInputs:
+    if step.indexer is None:
+        raise HiSparseError(
+            "algorithm dsa got no indexer inputs from the model, expected queries, keys and "
+            "weights of every token"
+        )
+    return step.indexer
+
+
+def _blocks(total: int, cost: int) -> Iterator[slice]:
+    """Slices of ``range(total)``, each about ``_BLOCK / cost`` long."""
+    size = max(1, _BLOCK // max(cost, 1))
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))

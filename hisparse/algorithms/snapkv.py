@@ -1,0 +1,129 @@
+"""SnapKV: what the end of the prompt looks at is what is kept. https://arxiv.org/abs/2404.14469"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
+from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.kernels import select
+from hisparse.types import Selection
+
+__all__ = ["SnapKV"]
+
+_LISTED, _PROMPT_PAGES = "listed", "prompt_pages"
+_WINDOW, _SEEN = "window", "seen"
+
+
+@register_algorithm("snapkv")
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(BaseSparseAlgorithm):
+    """Keeps the prompt's pages that its last queries attended to most, and what is generated.
+
+    The votes are those of the paper's section 4: attention weights of an observation window at the
+    end of the prompt, added up over its queries. A page keeps the neighbours of a peak, which the
+    paper's pooling is for. The choice is made once, when the prompt ends; it is blind to what is
+    asked later. Generated pages come first, the newest before all, so a generation as long as the
+    budget drops the prompt's pages, the least voted for first.
+
+    Attributes:
+        window: queries of the observation window.
+    """
+
+    window: int = 32
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window: got {self.window}, expected at least 1 query")
+
+    @property
+    def query_window(self) -> int:
+        return self.window
+
+    def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
+        kv = policy.kv
+        queries = (self.window, kv.num_q_heads, kv.head_dim)
+        return {
+            # Prompt pages + 1, most votes first; 0 where there is none.
+            _LISTED: Representation((policy.heads, policy.max_pages), torch.int32, "request"),
+            _PROMPT_PAGES: Representation((), torch.int32, "request"),
+            _WINDOW: Representation(queries, kv.dtype, "request"),
+            _SEEN: Representation((), torch.int32, "request"),
+        }
+
+    def construct_representations(
+        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
+    ) -> None:
+        """Slide the window over the chunk's queries; let it vote when the prompt ends."""
+        state = {name: x[layer_id, step.slot] for name, x in _state(step).items()}
+        window = torch.cat([state[_WINDOW], queries])[-self.window :]
+        state[_WINDOW].copy_(window)
+        state[_SEEN].add_(queries.shape[0]).clamp_(max=self.window)
+        if step.is_last:
+            pages = step.end // step.policy.kv.page_size
+            listed = state[_LISTED].zero_()
+            votes = self._votes(window, state[_SEEN], layer_id, step)[:, :pages]
+            best = votes.topk(min(pages, listed.shape[1]), dim=-1).indices
+            listed[:, : best.shape[1]] = best + 1
+            state[_PROMPT_PAGES].fill_(pages)
+
+    def _votes(self, window: Tensor, seen: Tensor, layer_id: int, step: PrefillStep) -> Tensor:
+        """Attention weight that the window gives to each page, ``[H, P]``, summed over queries.
+
+        Args:
+            window: ``[W, Hq, D]``, at the positions before ``step.end``.
+            seen: ``[]``, how many of them there are, the last ones.
+            layer_id: layer number.
+            step: the chunk that ends the prompt.
+        """
+        kv, heads = step.policy.kv, step.policy.heads
+        position = torch.arange(step.end - self.window, step.end, device=window.device)
+        grouped = window.float().unflatten(1, (kv.num_kv_heads, -1)).permute(1, 2, 0, 3)
+        of_pages = []
+        for first, keys in step.context_keys(layer_id):
+            logits = grouped @ keys.float().permute(1, 2, 0)[:, None] * step.policy.scale
+            at = torch.arange(first, first + keys.shape[0], device=window.device)
+            logits = logits.masked_fill(at > position[:, None], -torch.inf).flatten(0, 1)
+            missing = -keys.shape[0] % kv.page_size
+            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+            of_pages.append(logits.unflatten(-1, (-1, kv.page_size)).logsumexp(-1))
+        weights = torch.cat(of_pages, -1).softmax(-1)  # [Hq, W, P]
+        there = torch.arange(self.window, 0, -1, device=window.device) <= seen
+        votes = weights.masked_fill(~there[:, None], 0).sum(1)
+        by_row: Tensor = votes.unflatten(0, (heads, -1)).sum(1)
+        return by_row
+
+    def update_representations(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
+    ) -> None:
+        """Nothing is remembered of generated pages."""
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        policy, slots = step.policy, step.slots
+        state = _state(step)
+        listed = state[_LISTED][layer_id, slots].long()
+        width = listed.shape[-1]
+        # Pages by rank: listed ones by votes, generated ones above them by age, others below all.
+        rank = torch.arange(width, 0, -1, dtype=torch.float32, device=listed.device)
+        scores = rank.new_zeros(*listed.shape[:2], step.max_pages + 1)
+        # Entry 0 takes what is not listed; pages that are no longer there after a crop fall there.
+        scores.scatter_(-1, listed.masked_fill(listed > step.max_pages, 0), rank.expand_as(listed))
+        page = torch.arange(step.max_pages, device=listed.device)
+        generated = page >= state[_PROMPT_PAGES][layer_id, slots, None]
+        scores = torch.where(generated[:, None], width + 1.0 + page, scores[..., 1:])
+        return select(
+            scores,
+            step.num_pages,
+            heads=policy.heads,
+            max_pages=policy.max_pages,
+            num_sinks=policy.num_sink_pages,
+            num_recents=policy.num_recent_pages,
+        )
+
+
+def _state(step: PrefillStep | DecodeStep) -> dict[str, Tensor]:
+    names = (_LISTED, _PROMPT_PAGES, _WINDOW, _SEEN)
+    return {name: step.representations[name] for name in names}

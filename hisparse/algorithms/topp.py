@@ -1,0 +1,121 @@
+"""Twilight: as many pages as hold a given part of the attention. https://arxiv.org/abs/2502.02770"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hisparse.algorithms.base import (
+    BaseSparseAlgorithm,
+    Representation,
+    register_algorithm,
+)
+from hisparse.algorithms._tail import tail_logits
+from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.kernels import select
+from hisparse.types import Selection
+
+__all__ = ["TopP"]
+
+_CODES, _RANGES = "codes", "ranges"
+#: Steps between the smallest and the largest value of a key.
+_LEVELS = 15
+
+
+@register_algorithm("topp")
+@dataclass(frozen=True, kw_only=True)
+class TopP(BaseSparseAlgorithm):
+    """Keeps the fewest pages whose attention adds up to ``mass``; the number follows the query.
+
+    As in the paper's section 4.2, weights are estimated from keys of 4 bits, quantised by token
+    and head between their smallest and largest value. Its first stage, a cheaper selector with a
+    generous budget in front, is not there: every page is estimated. Heads that share a selection
+    keep ``mass`` of their attention on average. What is kept is capped by ``device_buffer_size``.
+
+    Attributes:
+        mass: in (0, 1), the part of the attention weights that is kept; p in the paper.
+    """
+
+    variable_lengths: ClassVar[bool] = True
+
+    mass: float = 0.95
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mass < 1:
+            raise ValueError(f"mass: got {self.mass}, expected more than 0 and less than 1")
+
+    def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
+        kv = policy.kv
+        tokens = (kv.page_size, kv.num_kv_heads)
+        return {
+            # Two channels in a byte: one of the first half of D, one of the second.
+            _CODES: Representation((*tokens, -(-kv.head_dim // 2)), torch.uint8),
+            # The smallest value and the size of a step.
+            _RANGES: Representation((*tokens, 2), torch.bfloat16),
+        }
+
+    def construct_representations(
+        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
+    ) -> None:
+        _store(keys, layer_id, step.host_pages, step)
+
+    def update_representations(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
+    ) -> None:
+        _store(keys, layer_id, host_pages, step)
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        policy = step.policy
+        query = queries.float() * policy.scale
+        return select(
+            _page_scores(query, layer_id, step),
+            step.num_pages,
+            heads=policy.heads,
+            max_pages=policy.max_pages,
+            num_sinks=policy.num_sink_pages,
+            num_recents=policy.num_recent_pages,
+            rest=tail_logits(query, layer_id, step).logsumexp(-1),
+            mass=self.mass,
+        )
+
+
+def _store(keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep) -> None:
+    """Quantise complete pages, ``keys [P, S, Hkv, D]``."""
+    keys = keys.float()
+    low = keys.amin(-1, keepdim=True)
+    width = (keys.amax(-1, keepdim=True) - low) / _LEVELS
+    # What is stored is what codes are measured by.
+    ranges = torch.cat([low, width], -1).to(torch.bfloat16)
+    low, width = ranges.float().split(1, -1)
+    code = ((keys - low) / width.clamp(min=1e-30)).round_().clamp_(0, _LEVELS).to(torch.uint8)
+    if code.shape[-1] % 2:
+        code = torch.nn.functional.pad(code, (0, 1))
+    first, second = code.chunk(2, -1)
+    step.representations[_CODES][layer_id, host_pages.long()] = first | (second << 4)
+    step.representations[_RANGES][layer_id, host_pages.long()] = ranges
+
+
+def _page_scores(query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
+    """Log of the sum over a page's tokens of e^logit, estimated.
+
+    Args:
+        query: ``[B, Hq, D] float32``, times the softmax scale.
+        layer_id: layer number.
+        step: the step.
+
+    Returns:
+        ``[B, Hq, max_pages] float32``.
+    """
+    table = step.host_page_table[:, : step.max_pages].long()
+    code = step.representations[_CODES][layer_id, table]  # [B, P, S, Hkv, D / 2]
+    levels = torch.cat([code & 15, code >> 4], -1)[..., : query.shape[-1]]
+    low, width = step.representations[_RANGES][layer_id, table].float().unbind(-1)
+    grouped = query.unflatten(1, (code.shape[3], -1))
+    inner = torch.einsum("bhgd,bpshd->bhgps", grouped, levels.float())
+    offset = torch.einsum("bhgd->bhg", grouped)[..., None, None]
+    width, low = (x.permute(0, 3, 1, 2)[:, :, None] for x in (width, low))
+    scores: Tensor = (inner * width + offset * low).logsumexp(-1).flatten(1, 2)
+    return scores
