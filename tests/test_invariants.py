@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from hisparse.batch import DecodeStep
 from hisparse.types import Selection
-from tests.simulator import Request, Simulator
+from hisparse.testing import Request, Simulator
 
 SCOPES = ["layer", "kv_head", "query_head"]
 LAYOUTS = ["layer_first", "page_first", "page_head"]

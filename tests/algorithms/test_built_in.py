@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm, Oracle, Streaming
 from hisparse.batch import DecodeStep
 from hisparse.types import Selection
-from tests.simulator import Simulator
+from hisparse.testing import Simulator
 
 SCOPES = ["layer", "kv_head", "query_head"]
 BUILT_IN = ["oracle", "quest", "streaming"]

@@ -8,7 +8,7 @@ import torch
 from hisparse.cache.checking import check_selection
 from hisparse.errors import HiSparseError
 from hisparse.types import Selection
-from tests.simulator import Simulator
+from hisparse.testing import Simulator
 
 
 def test_a_byte_that_differs_from_host_memory_is_found() -> None:

@@ -1,0 +1,148 @@
+"""One situation that an algorithm is checked in: shapes, requests, and how they are served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
+
+from hisparse.algorithms import BaseSparseAlgorithm
+from hisparse.testing.recorder import Recorder, Trace
+from hisparse.testing.simulator import Request, Simulator
+from hisparse.types import SelectionScope
+
+__all__ = ["Case", "Run"]
+
+
+@dataclass
+class Run:
+    """A simulator, and what its algorithm was asked and answered.
+
+    Attributes:
+        sim: the simulator.
+        recorder: stands before the algorithm.
+    """
+
+    sim: Simulator
+    recorder: Recorder
+
+    def trace(self, request: Request) -> Trace:
+        """Selections of a request so far."""
+        return self.recorder.traces.get(request.slot, {})
+
+    def finish(self, *requests: Request, steps: int) -> Run:
+        """Decode ``steps`` tokens of all requests together."""
+        for _ in range(steps):
+            self.sim.decode(*requests)
+        return self
+
+
+@dataclass(frozen=True)
+class Case:
+    """What an algorithm is checked with.
+
+    Attributes:
+        make: a new instance of the algorithm.
+        scope: selection scope.
+        page_size: tokens per page.
+        pages: full pages of the prompt of a typical request.
+        seed: of its K, V and queries.
+    """
+
+    make: Callable[[], BaseSparseAlgorithm]
+    scope: SelectionScope
+    page_size: int
+    pages: int
+    seed: int = 0
+
+    @classmethod
+    def of(
+        cls, make: Callable[[], BaseSparseAlgorithm], scope: SelectionScope, page_size: int
+    ) -> Case:
+        """The case as large as it is checked; :meth:`smaller` ones tell where a fault begins."""
+        return cls(make, scope, page_size, pages=20 if page_size > 1 else 40)
+
+    def smaller(self) -> list[Case]:
+        """The same with shorter prompts, the shortest first; all are longer than the budget."""
+        first = self.budget_pages + 2
+        return [replace(self, pages=n) for n in (first, 2 * first) if n < self.pages]
+
+    def __str__(self) -> str:
+        return (
+            f"selection scope {self.scope}, page size {self.page_size}, {self.prompt} prompt "
+            f"tokens, budget {self.budget} tokens ({self.budget_pages} pages and the tail page), "
+            f"{self.settings['q_heads']} query heads, {self.settings['kv_heads']} KV heads, "
+            f"2 layers, seed {self.seed}"
+        )
+
+    @property
+    def budget_pages(self) -> int:
+        """Full pages in the budget: a sink, two recent ones, and some to be chosen."""
+        return 6 if self.page_size > 1 else 12
+
+    @property
+    def budget(self) -> int:
+        """Tokens."""
+        return (self.budget_pages + 1) * self.page_size
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the typical prompt; it ends within a page."""
+        return self.pages * self.page_size + self.page_size // 2
+
+    @property
+    def steps(self) -> int:
+        """Decode steps: enough to fill two pages."""
+        return max(8, 2 * self.page_size + 2)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of the simulator. Three query heads share a KV head: no two sizes are the same."""
+        return {
+            "scope": self.scope,
+            "page_size": self.page_size,
+            "budget": self.budget,
+            "device_buffer": 2 * self.budget,
+            "max_row": 2 * self.budget,
+            "num_sink_pages": 1,
+            "num_recent_pages": 2,
+            "q_heads": 6,
+            "kv_heads": 2,
+            "head_dim": 32,
+            "host_pages": 6 * (self.pages + 60),
+            "checked": False,
+        }
+
+    def start(self, **settings: Any) -> Run:
+        """A new instance of the algorithm in a new simulator."""
+        recorder = Recorder(self.make())
+        algorithm = cast(BaseSparseAlgorithm, recorder)
+        return Run(Simulator(**self.settings | settings, algorithm=algorithm), recorder)
+
+    def serve(self, *others: int, order: Sequence[int] | None = None, **settings: Any) -> Run:
+        """The typical request in slot 1, and others that are longer or shorter by ``others`` pages.
+
+        Args:
+            others: difference in pages.
+            order: of the requests in the decode batch.
+            settings: of the simulator.
+        """
+        run = self.start(**settings)
+        requests = []
+        for slot, pages in enumerate((0, *others), 1):
+            prompt = self.prompt + pages * self.page_size
+            request = run.sim.request(slot, prompt + self.steps, self.seed + slot, prompt=prompt)
+            run.sim.prefill((request, prompt))
+            requests.append(request)
+        return run.finish(*(requests[i] for i in order or range(len(requests))), steps=self.steps)
+
+    @cached_property
+    def alone(self) -> Run:
+        """The typical request on its own, its prompt in one chunk."""
+        return self.serve()
+
+    @cached_property
+    def together(self) -> Run:
+        """The typical request with a shorter and a longer one."""
+        return self.serve(-1, 4)

@@ -1,0 +1,138 @@
+"""Checks of what is remembered: however tokens arrive, and where it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hisparse.testing.case import Case, Run
+from hisparse.testing.compare import (
+    page_representations,
+    require_same_pages,
+    require_same_trace,
+)
+from hisparse.testing.recorder import Call, Violation
+from hisparse.testing.simulator import Request
+
+__all__ = ["chunks", "decoded_pages", "inputs_untouched", "writes"]
+
+
+def _prefilled(case: Case, *chunks: int) -> tuple[Run, Request]:
+    """The typical request, its prompt in chunks."""
+    run = case.start()
+    prompt = sum(chunks)
+    request = run.sim.request(1, case.prompt + case.steps, case.seed + 1, prompt=prompt)
+    for chunk in chunks:
+        run.sim.prefill((request, chunk))
+    return run, request
+
+
+def chunks(case: Case) -> None:
+    """A prompt in chunks, cut within pages and of one token too, is as one chunk."""
+    size, total = case.page_size, case.prompt
+    whole, one = _prefilled(case, total)
+    expected = page_representations(whole, one, case.pages)
+    # What decoding adds later is not compared here.
+    expected = {name: entries.clone() for name, entries in expected.items()}
+    whole.finish(one, steps=case.steps)
+    for cut in ((1, size + size // 2, 2 * size), (total - size - 2, size + 1)):
+        parts = (*cut, total - sum(cut))
+        run, request = _prefilled(case, *parts)
+        when = f"prompt in chunks of {', '.join(map(str, parts))} tokens"
+        got = page_representations(run, request, case.pages)
+        require_same_pages(got, expected, when, "in one chunk")
+        run.finish(request, steps=case.steps)
+        require_same_trace(run.trace(request), whole.trace(one), when, "in one chunk")
+
+
+def decoded_pages(case: Case) -> None:
+    """A page that decoding fills is remembered as one of a prompt."""
+    total = case.prompt + case.steps
+    decoded, request = _prefilled(case, case.prompt)
+    decoded.finish(request, steps=case.steps)
+    prompt, twin = _prefilled(case, total)
+    num_pages = total // case.page_size
+    require_same_pages(
+        page_representations(decoded, request, num_pages),
+        page_representations(prompt, twin, num_pages),
+        f"pages from {case.prompt // case.page_size} on, filled by decoding",
+        "prefill remembers them",
+    )
+
+
+def writes(case: Case) -> None:
+    """Only the step's own layer, pages and request slots are written."""
+    run = case.start()
+    kinds = run.recorder.algorithm.representations(run.sim.policy)
+    tensors = run.sim.representations.tensors
+
+    @contextmanager
+    def guard(call: Call) -> Iterator[None]:
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
+        yield
+        for name, tensor in tensors.items():
+            changed = _changed(before[name], tensor)
+            per = kinds[name].per
+            if per == "page":
+                # Page 0 is that of padding: anyone may write it.
+                changed[call.layer_id, [0, *call.host_pages.tolist()]] = False
+            elif per == "request":
+                changed[call.layer_id, call.slots] = False
+            if changed.any():
+                raise Violation(_describe(call, name, per, changed))
+
+    run.recorder.guards.append(guard)
+    _serve_two(case, run)
+
+
+def _changed(before: Tensor, after: Tensor) -> Tensor:
+    """Which entries differ in any bit, ``[L, entries]``; ``[L]`` for constants."""
+    same = before.contiguous().view(torch.uint8) == after.contiguous().view(torch.uint8)
+    return ~same.flatten(2).all(-1) if same.ndim > 2 else ~same
+
+
+def _describe(call: Call, name: str, per: str, changed: Tensor) -> str:
+    layer, *entry = changed.nonzero()[0].tolist()
+    what = {"page": "host page", "request": "request slot", "layer": "constants"}[per]
+    allowed = {
+        "page": f"its host pages {sorted(set(call.host_pages.tolist()))}",
+        "request": f"its request slots {call.slots.tolist()}",
+        "layer": "none: only initialize() writes what is per layer",
+    }[per]
+    return (
+        f"{call}: got a write of {name!r} for {' '.join([what, *map(str, entry)])} in layer "
+        f"{layer}, expected writes in layer {call.layer_id} of {allowed}"
+    )
+
+
+def inputs_untouched(case: Case) -> None:
+    """Keys, queries and the step's tensors are left as they are."""
+    run = case.start()
+
+    @contextmanager
+    def guard(call: Call) -> Iterator[None]:
+        before = {name: tensor.clone() for name, tensor in call.tensors.items()}
+        yield
+        for name, tensor in call.tensors.items():
+            # K and V of places without a token are NaN here.
+            if not torch.equal(before[name].nan_to_num(), tensor.nan_to_num()):
+                raise Violation(
+                    f"{call}: got {name} changed in place, expected it untouched: the model "
+                    "and other layers go on using it"
+                )
+
+    run.recorder.guards.append(guard)
+    _serve_two(case, run)
+
+
+def _serve_two(case: Case, run: Run) -> None:
+    """Two requests through prefill, in chunks, and decoding."""
+    sim, size = run.sim, case.page_size
+    a = sim.request(1, case.prompt + case.steps, case.seed + 1, prompt=case.prompt)
+    b = sim.request(3, case.prompt + size + case.steps, case.seed + 2, prompt=case.prompt + size)
+    sim.prefill((a, case.prompt - size), (b, 2 * size + 1))
+    sim.prefill((b, case.prompt - size - 1), (a, size))
+    run.finish(a, b, steps=case.steps)

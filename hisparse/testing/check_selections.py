@@ -1,0 +1,117 @@
+"""Checks of what is selected, whatever was asked: invariants 1 and 6."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+from hisparse.testing.case import Case
+from hisparse.testing.recorder import Retrieved, Violation
+
+__all__ = ["budget", "dense", "runs", "sinks_and_recents", "well_formed"]
+
+
+def runs(case: Case) -> None:
+    """Prefill and decoding work, and selections have the right shapes."""
+    if not case.together.recorder.retrieved:
+        raise Violation("got no call of retrieve_topk, expected some: contexts exceed the budget")
+
+
+#: (pages of a head, its length, full pages) to what is wrong with them.
+Rule = Callable[[list[int], int, int], str | None]
+
+
+def _require(case: Case, rule: Rule) -> None:
+    for found in case.together.recorder.retrieved:
+        for request, heads in enumerate(found.pages):
+            for head, pages in enumerate(heads):
+                length, count = found.lengths[request][head], found.num_pages[request]
+                wrong = rule(pages, length, count)
+                if wrong:
+                    where = _where(found, request, head)
+                    raise Violation(f"{where}: got pages {pages}, length {length}; {wrong}")
+
+
+def _where(found: Retrieved, request: int, head: int) -> str:
+    return (
+        f"layer {found.layer_id}, request {request} of {len(found.slots)} "
+        f"({found.seq_lens[request]} tokens), head {head}"
+    )
+
+
+def well_formed(case: Case) -> None:
+    """Pages in range, ascending, each once, -1 behind the last one."""
+
+    def rule(pages: list[int], length: int, count: int) -> str | None:
+        used, padding = pages[:length], pages[length:]
+        if any(not 0 <= page < count for page in used):
+            return f"expected {length} pages from 0 to {count - 1} (the tail page is {count})"
+        if any(a >= b for a, b in pairwise(used)):
+            return "expected ascending pages, each once"
+        if length < 0 or length > len(pages) or any(page != -1 for page in padding):
+            return f"expected {length} pages, then nothing but -1"
+        return None
+
+    _require(case, rule)
+
+
+def sinks_and_recents(case: Case) -> None:
+    """The first and the last full pages are always kept."""
+    policy = case.together.sim.policy
+
+    def rule(pages: list[int], length: int, count: int) -> str | None:
+        sinks = range(min(policy.num_sink_pages, count))
+        recents = range(max(count - policy.num_recent_pages, 0), count)
+        missing = {*sinks, *recents} - set(pages)
+        if not missing:
+            return None
+        return (
+            f"expected {sorted(missing)} among them: num_sink_pages is {policy.num_sink_pages} "
+            f"and num_recent_pages {policy.num_recent_pages} of {count} full pages"
+        )
+
+    _require(case, rule)
+
+
+def budget(case: Case) -> None:
+    """No more pages than the policy allows."""
+    most = case.together.sim.policy.max_pages
+
+    def rule(pages: list[int], length: int, count: int) -> str | None:
+        if len(pages) <= most and length <= most:
+            return None
+        return f"expected at most step.policy.max_pages = {most}, padding included"
+
+    _require(case, rule)
+
+
+def dense(case: Case) -> None:
+    """A budget of the whole context attends as dense attention does, in float64.
+
+    Once with room for everything, once for a short request beside a long one.
+    """
+    total = -(-(case.prompt + case.steps) // case.page_size) + 2
+    _require_dense(case, 0, budget=total * case.page_size)
+    _require_dense(case, case.budget_pages - 4 - case.pages)
+
+
+def _require_dense(case: Case, pages: int, budget: int | None = None) -> None:
+    """Decode a request whose prompt is ``pages`` longer than the typical one, beside that one."""
+    room = 2 * (budget or case.budget)
+    sizes = {"budget": budget or case.budget, "device_buffer": room, "max_row": room}
+    run = case.start(**sizes)
+    sim, prompt = run.sim, case.prompt + pages * case.page_size
+    steps = min(case.steps, sizes["budget"] - prompt)
+    short = sim.request(1, prompt + steps, case.seed + 1, prompt=prompt)
+    long = sim.request(2, case.prompt + steps, case.seed + 2, prompt=case.prompt)
+    sim.prefill((short, prompt), (long, case.prompt))
+    for _ in range(steps):
+        out = sim.decode(short, long)[:, 0]
+        expected = sim.dense(short, short.done - 1, short.done)[:, 0]
+        error = (out.double() - expected).abs().max().item()
+        if not error < 1e-4:
+            raise Violation(
+                f"a request of {short.done} tokens, which a budget of {sim.budget} holds: got "
+                f"attention that is {error:.3g} off, expected dense attention within 1e-4 "
+                "(every full page selected)"
+            )

@@ -1,0 +1,86 @@
+"""Comparing what two runs chose and remembered."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.testing.case import Run
+from hisparse.testing.recorder import Trace, Violation
+from hisparse.testing.simulator import Request
+
+__all__ = ["page_representations", "require_same_pages", "require_same_trace"]
+
+#: Sums of another order round differently, and of two pages with nearly equal scores the other one
+#: may be kept: so many of the pages may differ before it is a fault.
+_NEAR_TIES = 0.01
+
+#: Likewise a value at the edge of two codes: so many of a page's values may differ.
+_ROUNDED_CODES = 0.05
+
+
+def require_same_trace(got: Trace, expected: Trace, when: str, reference: str) -> None:
+    """The same pages at the same lengths.
+
+    Raises:
+        Violation: more than near ties differ; shows the first difference.
+    """
+    if not expected or got.keys() != expected.keys():
+        raise Violation(
+            f"{when}: got selections at {len(got)} (step, layer) pairs, expected {len(expected)} "
+            f"as {reference}, and more than none"
+        )
+    total = differing = 0
+    first = ""
+    for where, heads in expected.items():
+        for head, (mine, other) in enumerate(zip(got[where], heads, strict=True)):
+            total += len(other)
+            if mine != other:
+                differing += len(set(mine) ^ set(other)) or 1
+                first = first or (
+                    f"layer {where[1]}, {where[0]} tokens, head {head}: got pages {mine}, "
+                    f"expected {other}"
+                )
+    if differing > _NEAR_TIES * total:
+        raise Violation(f"{when}: {first}, as {reference}")
+
+
+def page_representations(run: Run, request: Request, num_pages: int) -> dict[str, Tensor]:
+    """What is remembered of a request's first pages, ``[L, num_pages, *shape]`` by name."""
+    pages = torch.tensor(request.host_pages[:num_pages])
+    kinds = run.recorder.algorithm.representations(run.sim.policy)
+    tensors = run.sim.representations.tensors
+    return {name: tensors[name][:, pages] for name, kind in kinds.items() if kind.per == "page"}
+
+
+def require_same_pages(
+    got: dict[str, Tensor], expected: dict[str, Tensor], when: str, reference: str
+) -> None:
+    """The same page representations, but for rounding.
+
+    Raises:
+        Violation: names the first layer and page that differ.
+    """
+    for name, other in expected.items():
+        differs = ~_close(got[name], other).flatten(2)
+        wrong = differs.float().mean(-1) > _ROUNDED_CODES
+        if wrong.any():
+            layer, page = wrong.nonzero()[0].tolist()
+            raise Violation(
+                f"{when}: representation {name!r} of page {page} in layer {layer}: got "
+                f"{_head(got[name][layer, page])}, expected {_head(other[layer, page])}, as "
+                f"{reference}"
+            )
+
+
+def _close(got: Tensor, expected: Tensor) -> Tensor:
+    if not got.dtype.is_floating_point:
+        return got == expected
+    rtol = max(4 * torch.finfo(got.dtype).eps, 1e-4)
+    return torch.isclose(got.float(), expected.float(), rtol=rtol, atol=1e-4)
+
+
+def _head(entry: Tensor) -> str:
+    values = entry.flatten()[:4].tolist()
+    shown = ", ".join(f"{x:.4g}" for x in values)
+    return f"[{shown}{', ...' if entry.numel() > 4 else ''}]"

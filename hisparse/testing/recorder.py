@@ -1,0 +1,183 @@
+"""What stands between the coordinator and an algorithm under test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse.algorithms import BaseSparseAlgorithm
+from hisparse.batch import DecodeStep, PrefillStep
+from hisparse.types import Selection
+
+__all__ = ["Call", "Guard", "Recorder", "Retrieved", "Trace", "Violation"]
+
+#: (tokens of the request, layer) to the pages of each head, for one request.
+Trace = dict[tuple[int, int], list[list[int]]]
+
+
+class Violation(Exception):
+    """An algorithm broke its contract. One line: what was got, what was expected."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an algorithm's method.
+
+    Attributes:
+        method: its name.
+        layer_id: layer number.
+        step: the step.
+        tensors: by name, what it must not change.
+        host_pages: where page representations may be written.
+        slots: where request representations may be written.
+    """
+
+    method: str
+    layer_id: int
+    step: PrefillStep | DecodeStep
+    tensors: dict[str, Tensor]
+    host_pages: Tensor
+    slots: Tensor
+
+    def __str__(self) -> str:
+        return f"{self.method}, layer {self.layer_id}"
+
+
+#: Entered around every call; what it raises ends the check.
+Guard = Callable[[Call], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """A selection as the algorithm gave it.
+
+    Attributes:
+        layer_id: layer number.
+        slots: ``[B]``.
+        seq_lens: ``[B]``, tokens.
+        num_pages: ``[B]``, full pages.
+        pages: ``[B][H][K]``.
+        lengths: ``[B][H]``.
+    """
+
+    layer_id: int
+    slots: list[int]
+    seq_lens: list[int]
+    num_pages: list[int]
+    pages: list[list[list[int]]]
+    lengths: list[list[int]]
+
+
+@dataclass
+class Recorder:
+    """Passes calls on, keeps the selections, and lets guards watch.
+
+    A malformed selection is mended before it is handed on, so that only the checks for that fault
+    show it, and nothing is read out of bounds.
+
+    Attributes:
+        algorithm: the algorithm under test.
+        guards: entered around every call.
+        retrieved: selections in order.
+        traces: request slot to :data:`Trace`.
+        constructed: host pages handed over in prefill, for each chunk and layer.
+    """
+
+    algorithm: BaseSparseAlgorithm
+    guards: list[Guard] = field(default_factory=list)
+    retrieved: list[Retrieved] = field(default_factory=list)
+    traces: dict[int, Trace] = field(default_factory=dict)
+    constructed: list[list[int]] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.algorithm, name)
+
+    @contextmanager
+    def _guarded(self, call: Call) -> Iterator[None]:
+        with ExitStack() as stack:
+            for guard in self.guards:
+                stack.enter_context(guard(call))
+            yield
+
+    def construct_representations(
+        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
+    ) -> None:
+        self.constructed.append(step.host_pages.tolist())
+        inputs = {"keys": keys, "queries": queries, "step.host_pages": step.host_pages}
+        slot = torch.tensor([step.slot])
+        call = Call("construct_representations", layer_id, step, inputs, step.host_pages, slot)
+        with self._guarded(call):
+            self.algorithm.construct_representations(keys, queries, layer_id, step)
+
+    def update_representations(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
+    ) -> None:
+        inputs = {"keys": keys, "host_pages": host_pages} | _step_tensors(step)
+        call = Call("update_representations", layer_id, step, inputs, host_pages, step.slots)
+        with self._guarded(call):
+            self.algorithm.update_representations(keys, layer_id, host_pages, step)
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        inputs = {"queries": queries} | _step_tensors(step)
+        nowhere = torch.empty(0, dtype=torch.int64)
+        call = Call("retrieve_topk", layer_id, step, inputs, nowhere, step.slots)
+        with self._guarded(call):
+            selection = self.algorithm.retrieve_topk(queries, layer_id, step)
+        _check_shape(call, selection, step)
+        self._keep(layer_id, selection, step)
+        return _mended(selection, step)
+
+    def _keep(self, layer_id: int, selection: Selection, step: DecodeStep) -> None:
+        new = Retrieved(
+            layer_id,
+            step.slots.tolist(),
+            step.seq_lens_cpu.tolist(),
+            step.num_pages.tolist(),
+            selection.pages.tolist(),
+            selection.lengths.tolist(),
+        )
+        self.retrieved.append(new)
+        for slot, tokens, pages in zip(new.slots, new.seq_lens, new.pages, strict=True):
+            heads = [[page for page in head if page >= 0] for head in pages]
+            self.traces.setdefault(slot, {})[tokens, layer_id] = heads
+
+
+def _step_tensors(step: DecodeStep) -> dict[str, Tensor]:
+    names = ("slots", "num_pages", "tail_lens", "host_page_table")
+    return {f"step.{name}": getattr(step, name) for name in names}
+
+
+def _check_shape(call: Call, selection: Selection, step: DecodeStep) -> None:
+    batch, heads = step.num_pages.numel(), step.policy.heads
+    try:
+        pages, lengths = selection
+        got = [(tuple(x.shape), x.dtype) for x in (pages, lengths)]
+    except (TypeError, ValueError, AttributeError):
+        raise Violation(
+            f"{call}: got {type(selection).__name__}, expected Selection(pages, lengths)"
+        ) from None
+    right = pages.ndim == 3 and pages.shape[:2] == lengths.shape == (batch, heads)
+    if not right or {pages.dtype, lengths.dtype} != {torch.int32}:
+        raise Violation(
+            f"{call}: got pages {got[0][0]} {got[0][1]} and lengths {got[1][0]} {got[1][1]}, "
+            f"expected pages ({batch}, {heads}, K) torch.int32 and lengths ({batch}, {heads}) "
+            "torch.int32 (requests, selection heads, pages)"
+        )
+
+
+def _mended(selection: Selection, step: DecodeStep) -> Selection:
+    """The pages in range of a selection, ascending, each once, at most as many as are allowed."""
+    beyond = torch.iinfo(torch.int32).max
+    count = step.num_pages[:, None, None]
+    pages = selection.pages
+    pages = torch.where((pages >= 0) & (pages < count), pages, beyond).sort(-1).values
+    again = torch.zeros_like(pages, dtype=torch.bool)
+    again[..., 1:] = pages[..., 1:] == pages[..., :-1]
+    pages = pages.masked_fill(again, beyond).sort(-1).values[..., : step.policy.max_pages]
+    there = pages != beyond
+    return Selection(pages.masked_fill(~there, -1), there.sum(-1, dtype=torch.int32))

@@ -1,0 +1,169 @@
+"""A model-free server: requests with random K/V, served by the real coordinator, to be compared
+with attention in float64 over exactly the positions that were to be attended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hisparse.batch import DecodeBatch, PrefillBatch, PrefillChunk
+from hisparse.testing.world import INDEXER_DIM, World
+from hisparse.types import IndexerInputs
+
+__all__ = ["Request", "Simulator"]
+
+#: Hi of a simulated model's indexer.
+_INDEXER_HEADS = 3
+
+
+@dataclass
+class Request:
+    """A request of which every token is known from the start.
+
+    Attributes:
+        slot: request slot.
+        q: ``[L, n, Hq, D]``, queries of all n positions.
+        k, v: ``[L, n, Hkv, D]``.
+        indexer: of all positions, ``[L, n, ...]``.
+        host_pages: host page of each page so far.
+        prompt: tokens of the prompt; None: every prefill ends it.
+        done: tokens so far.
+    """
+
+    slot: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    indexer: IndexerInputs
+    host_pages: list[int]
+    prompt: int | None = None
+    done: int = 0
+
+    @property
+    def length(self) -> int:
+        """n."""
+        return self.k.shape[1]
+
+    @property
+    def streams(self) -> tuple[Tensor, ...]:
+        """Everything that a token has, ``[L, n, ...]`` each."""
+        return (self.q, self.k, self.v, *self.indexer)
+
+
+class Simulator(World):
+    """Plays the framework's part: host pages, slots, batches."""
+
+    def request(
+        self,
+        slot: int,
+        length: int,
+        seed: int,
+        *,
+        like: Request | None = None,
+        shared: int = 0,
+        prompt: int | None = None,
+    ) -> Request:
+        """Admit a request; its first ``shared`` tokens (whole pages) are those of ``like``."""
+        rng, spec = torch.Generator().manual_seed(seed), self.spec
+
+        def noise(*shape: int) -> Tensor:
+            return torch.randn(spec.num_layers, length, *shape, generator=rng)
+
+        q = noise(spec.num_q_heads, spec.head_dim)
+        k, v = (noise(spec.num_kv_heads, spec.head_dim) for _ in "kv")
+        if spec.latent:
+            v = k[..., : spec.v_head_dim]
+        indexer = IndexerInputs(
+            noise(_INDEXER_HEADS, INDEXER_DIM), noise(INDEXER_DIM), noise(_INDEXER_HEADS)
+        )
+        new = Request(slot, q, k, v, indexer, [], prompt)
+        if like is not None:
+            for mine, other in zip(new.streams, like.streams, strict=True):
+                mine[:, :shared] = other[:, :shared]
+            new.host_pages = like.host_pages[: shared // self.page_size]
+            new.done = shared
+        self.coordinator.on_request_begin(slot)
+        return new
+
+    def end(self, request: Request, *, free: bool = False) -> None:
+        """A request is over; ``free``: its host pages are the next ones to be given out."""
+        self.coordinator.on_request_end(request.slot)
+        if free:
+            self.free_host_pages += request.host_pages[::-1]
+
+    def _grow(self, request: Request, length: int) -> Tensor:
+        while len(request.host_pages) * self.page_size < length:
+            request.host_pages.append(self.free_host_pages.pop())
+        return torch.tensor(request.host_pages, dtype=torch.int32)
+
+    def _slots(self, request: Request, start: int, stop: int) -> Tensor:
+        pages = torch.tensor(request.host_pages)
+        position = torch.arange(start, stop)
+        return pages[position // self.page_size] * self.page_size + position % self.page_size
+
+    def prefill(self, *parts: tuple[Request, int]) -> list[Tensor]:
+        """Compute the next ``n`` tokens of each request; ``[L, n, Hq, D]`` for each."""
+        chunks, slots, offset = [], [], 0
+        for request, n in parts:
+            start = request.done
+            request.done += n
+            chunk = PrefillChunk(
+                slot=request.slot,
+                start=start,
+                length=n,
+                offset=offset,
+                host_pages=self._grow(request, start + n),
+                is_last=request.prompt is None or request.done >= request.prompt,
+            )
+            chunks.append(chunk)
+            slots.append(self._slots(request, start, start + n))
+            offset += n
+        self.coordinator.forward_begin(PrefillBatch(chunks=chunks, host_slots=torch.cat(slots)))
+        out = self._forward([(r, c.start, c.end) for (r, _), c in zip(parts, chunks, strict=True)])
+        return [out[:, c.offset : c.offset + c.length] for c in chunks]
+
+    def decode(self, *requests: Request) -> Tensor:
+        """One step of each request; ``[L, B, Hq, D]``."""
+        for r in requests:
+            self._grow(r, r.done + 1)
+            r.done += 1
+        lens = [r.done for r in requests]
+        width = max(len(r.host_pages) for r in requests)
+        table = torch.zeros(len(requests), width, dtype=torch.int32)
+        for row, r in enumerate(requests):
+            table[row, : len(r.host_pages)] = torch.tensor(r.host_pages)
+        batch = DecodeBatch(
+            slots=torch.tensor([r.slot for r in requests]),
+            slots_cpu=np.array([r.slot for r in requests]),
+            seq_lens=torch.tensor(lens),
+            seq_lens_cpu=np.array(lens),
+            host_slots=torch.cat([self._slots(r, r.done - 1, r.done) for r in requests]),
+            host_page_table=table,
+        )
+        self.coordinator.forward_begin(batch)
+        return self._forward([(r, r.done - 1, r.done) for r in requests])
+
+    def _forward(self, parts: list[tuple[Request, int, int]]) -> Tensor:
+        """All layers over positions ``start`` to ``stop - 1`` of each request."""
+        outs = []
+        for layer in range(self.layers):
+            streams = zip(*([x[layer, a:b] for x in r.streams] for r, a, b in parts), strict=True)
+            q, k, v, *indexer = (torch.cat(tokens) for tokens in streams)
+            inputs = IndexerInputs(*indexer) if self.algorithm.indexer else None
+            outs.append(self.coordinator.attention(layer, q, k, v, inputs))
+        self.coordinator.forward_end()
+        return torch.stack(outs)
+
+    def dense(self, request: Request, start: int, stop: int) -> Tensor:
+        """Causal attention in float64 of positions ``start`` to ``stop - 1``, ``[L, n, Hq, D]``."""
+        group = self.spec.group_size
+        q = request.q[:, start:stop].double()
+        k = request.k[:, :stop].double().repeat_interleave(group, dim=2)
+        v = request.v[:, :stop].double().repeat_interleave(group, dim=2)
+        logits = torch.einsum("lqhd,lkhd->lhqk", q, k) * self.scale
+        hidden = torch.arange(stop) > torch.arange(start, stop)[:, None]
+        weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("lhqk,lkhd->lqhd", weights, v)
