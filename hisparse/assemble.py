@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from hisparse.representations import Representations, entry_bytes, list_represen
 from hisparse.sizing import Sizing, SizingRequest
 from hisparse.types import HostLayout, KVSpec, SelectionScope
 
-__all__ = ["Plan", "assemble", "make_plan", "make_policy"]
+__all__ = ["Plan", "assemble", "check_capabilities", "make_plan", "make_policy"]
 
 
 @dataclass(kw_only=True)
@@ -74,6 +75,7 @@ def make_plan(
     device_bytes: int,
     context_length: int,
     max_requests: int | None,
+    device_type: str,
 ) -> Plan:
     """Choose scope and layout, and share out the memory.
 
@@ -86,13 +88,14 @@ def make_plan(
         device_bytes: for all that hisparse keeps on the device.
         context_length: tokens, the longest sequence.
         max_requests: requests at once; None: ``sizing.DEFAULT_MAX_REQUESTS``.
+        device_type: "cuda" or "cpu", where the model runs.
 
     Raises:
         ConfigError: a setting does not go with the model or with another setting.
         CapacityError: one request does not fit.
     """
-    _check_page_size(config, algorithm)
-    scope = _choose_scope(config, algorithm)
+    check_capabilities(config, device_type)
+    scope = _choose_scope(config)
     policy = make_policy(config, algorithm, spec, scale, scope)
     kept = list_representations(algorithm, policy, tail_estimate=config.tail_estimate)
     heads = policy.heads
@@ -136,30 +139,50 @@ def _check_dense_layers(config: HiSparseConfig, spec: KVSpec) -> None:
         )
 
 
-def _check_page_size(config: HiSparseConfig, algorithm: BaseSparseAlgorithm) -> None:
-    can = algorithm.page_sizes
-    if can is not None and config.page_size not in can:
-        others = [
-            name
-            for name in ALGORITHMS
-            if (sizes := ALGORITHMS.get(name).page_sizes) is None or config.page_size in sizes
-        ]
-        raise ConfigError(
-            f"page_size: got {config.page_size}, but {config.algorithm} selects pages of "
-            f"{' or '.join(map(str, can))} tokens; algorithms that can: {', '.join(others)}"
-        )
+def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
+    """Whether the algorithm can do what is asked for, as far as it depends on no model.
+
+    Args:
+        config: names the algorithm, the adapter, the page size and the scope.
+        device_type: "cuda" or "cpu", where the model runs.
+
+    Raises:
+        ConfigError: it cannot; names those that can.
+    """
+    cls = ALGORITHMS.get(config.algorithm)
+
+    def takes_page_size(cls: type[BaseSparseAlgorithm]) -> bool:
+        return cls.page_sizes is None or config.page_size in cls.page_sizes
+
+    def takes_device(cls: type[BaseSparseAlgorithm]) -> bool:
+        return device_type == "cpu" or not cls.reads_host_keys
+
+    wants: list[tuple[str, Callable[[type[BaseSparseAlgorithm]], bool]]] = [
+        (f"page_size {config.page_size}", takes_page_size),
+        (f"device {device_type}", takes_device),
+    ]
+    for what, can in wants:
+        if not can(cls):
+            others = ", ".join(name for name in ALGORITHMS if can(ALGORITHMS.get(name)))
+            sizes = f" (its page sizes: {', '.join(map(str, cls.page_sizes or ()))})"
+            raise ConfigError(
+                f"algorithm {config.algorithm!r} cannot do {what}"
+                f"{sizes if can is takes_page_size else ''}; algorithms that can: {others}"
+            )
+    _choose_scope(config)
 
 
-def _choose_scope(config: HiSparseConfig, algorithm: BaseSparseAlgorithm) -> SelectionScope:
-    adapter = ADAPTERS.get(config.adapter or "torch")
-    both = [scope for scope in algorithm.scopes if scope in adapter.scopes]
+def _choose_scope(config: HiSparseConfig) -> SelectionScope:
+    cls, adapter = ALGORITHMS.get(config.algorithm), ADAPTERS.get(config.adapter or "torch")
+    both = [scope for scope in cls.scopes if scope in adapter.scopes]
     if config.selection_scope is None:
         return both[0]
     if config.selection_scope not in both:
+        others = [n for n in ALGORITHMS if config.selection_scope in ALGORITHMS.get(n).scopes]
         raise ConfigError(
             f"selection_scope {config.selection_scope!r} does not go with algorithm "
             f"{config.algorithm!r} and adapter {config.adapter or 'torch'!r} (choices: "
-            f"{', '.join(both)})"
+            f"{', '.join(both)}; algorithms that can: {', '.join(others)})"
         )
     return config.selection_scope
 

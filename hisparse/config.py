@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 __all__ = [
     "HiSparseConfig",
     "MemorySize",
+    "algorithm_from_options",
     "build_algorithm",
     "format_bytes",
     "resolve_memory",
+    "type_words",
 ]
 
 #: Bytes, a size such as "64GiB", or a fraction in (0, 1) of what is free.
@@ -237,8 +239,23 @@ def build_algorithm(config: HiSparseConfig) -> BaseSparseAlgorithm:
     """The algorithm that ``config`` names, with the options of ``algorithm_config``."""
     from hisparse.algorithms import ALGORITHMS
 
-    name, options = config.algorithm, config.algorithm_config
-    cls: type[Any] = ALGORITHMS.get(name)
+    name = config.algorithm
+    return algorithm_from_options(ALGORITHMS.get(name), name, config.algorithm_config)
+
+
+def algorithm_from_options(
+    cls: type[Any], name: str, options: Mapping[str, Any]
+) -> BaseSparseAlgorithm:
+    """An instance of an algorithm's class with options from JSON.
+
+    Args:
+        cls: the dataclass.
+        name: of the algorithm, for messages.
+        options: those that are not given keep their defaults.
+
+    Raises:
+        ConfigError: an option is unknown, missing, of the wrong type or out of range.
+    """
     known = {f.name: f for f in fields(cls) if f.init}
     hints = get_type_hints(cls)
     values = {}
@@ -250,7 +267,7 @@ def build_algorithm(config: HiSparseConfig) -> BaseSparseAlgorithm:
     for key, option in known.items():
         if key not in values and option.default is option.default_factory is MISSING:
             raise ConfigError(
-                f"algorithm_config.{key}: got nothing, but {name} expects {_expected(hints[key])}"
+                f"algorithm_config.{key}: got nothing, but {name} expects {type_words(hints[key])}"
             )
     try:
         return cast("BaseSparseAlgorithm", cls(**values))
@@ -314,9 +331,8 @@ def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check_type(key: str, value: object, hint: Any) -> None:
     if not _matches(value, hint):
-        raise ConfigError(
-            f"{key}: got {reprlib.repr(value)} ({type(value).__name__}), expected {_expected(hint)}"
-        )
+        got = f"{reprlib.repr(value)} ({type(value).__name__})"
+        raise ConfigError(f"{key}: got {got}, expected {type_words(hint)}")
 
 
 def _matches(value: object, hint: Any) -> bool:
@@ -334,15 +350,15 @@ def _matches(value: object, hint: Any) -> bool:
     return hint is Any or isinstance(value, origin or hint)
 
 
-def _expected(hint: Any) -> str:
+def type_words(hint: Any) -> str:
     """A type in words."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return " or ".join(_expected(arg) for arg in args)
+        return " or ".join(type_words(arg) for arg in args)
     if origin is Literal:
         return " or ".join(json.dumps(arg) for arg in args)
     if origin is tuple:
-        return f"a list of {_expected(args[0])}"
+        return f"a list of {type_words(args[0])}"
     if hint is NoneType:
         return "null"
     if isinstance(origin, type) and issubclass(origin, Mapping):

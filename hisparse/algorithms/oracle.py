@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -18,8 +19,15 @@ __all__ = ["Oracle"]
 class Oracle(PageScoreAlgorithm):
     """Keeps the pages with the most attention mass, by exact logits: the ceiling of a table.
 
-    For measuring, not for serving: a copy of all keys lies on the device.
+    For measuring, not for serving: a copy of all keys lies on the device. With pages of one token
+    it is the exact top-k.
+
+    Attributes:
+        reduce: how the logits of a page's tokens become its score: "logsumexp", its share of the
+            softmax, or "max", its best token's.
     """
+
+    reduce: Literal["logsumexp", "max"] = "logsumexp"
 
     def summary_shape(self, kv: KVSpec) -> tuple[int, ...]:
         return (kv.page_size, kv.num_kv_heads, kv.head_dim)
@@ -29,12 +37,9 @@ class Oracle(PageScoreAlgorithm):
         return keys
 
     def score(self, query: Tensor, summaries: Tensor) -> Tensor:
-        """``query [B, Hq, D]``, ``summaries [B, P, S, Hkv, D]`` -> ``[B, Hq, P]``.
-
-        The log of the sum over a page's tokens of e^(q.k): its share of the softmax, but for a
-        constant; higher is kept.
-        """
+        """``query [B, Hq, D]``, ``summaries [B, P, S, Hkv, D]`` -> ``[B, Hq, P]``: more is kept."""
         keys = summaries.permute(0, 3, 4, 1, 2).flatten(3).to(query.dtype)
         logits = query.unflatten(1, (keys.shape[1], -1)) @ keys
-        scores: Tensor = logits.unflatten(-1, (summaries.shape[1], -1)).logsumexp(-1)
+        by_page = logits.unflatten(-1, (summaries.shape[1], -1))
+        scores: Tensor = by_page.amax(-1) if self.reduce == "max" else by_page.logsumexp(-1)
         return scores.flatten(1, 2)

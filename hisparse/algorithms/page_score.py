@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -43,30 +44,32 @@ class PageScoreAlgorithm(BaseSparseAlgorithm):
     def construct_representations(
         self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
     ) -> None:
-        self.store(keys, step.representations["summary"][layer_id], step.host_pages)
+        self.store(keys, layer_id, step.host_pages, step.representations)
 
     def update_representations(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
     ) -> None:
-        self.store(keys, step.representations["summary"][layer_id], host_pages)
+        self.store(keys, layer_id, host_pages, step.representations)
 
-    def store(self, keys: Tensor, summaries: Tensor, host_pages: Tensor) -> None:
+    def store(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]
+    ) -> None:
         """Summarise complete pages; a subclass with a kernel that does it in place overrides it.
 
         Args:
             keys: ``[P, S, Hkv, D]``.
-            summaries: ``[host pages, *summary]`` of the layer, written at ``host_pages``.
+            layer_id: layer number.
             host_pages: ``[P]``; the padding page 0 may stand there more than once.
+            stored: representations by name, written at ``host_pages``.
         """
         mask = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
-        summaries[host_pages] = self.summarize(keys, mask).to(summaries.dtype)
+        summaries = stored["summary"]
+        summaries[layer_id, host_pages] = self.summarize(keys, mask).to(summaries.dtype)
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         policy = step.policy
-        query = queries * policy.scale
-        summaries = step.representations["summary"][layer_id]
         return select(
-            self.score_pages(query, summaries, step).float(),
+            self.score_pages(queries * policy.scale, layer_id, step).float(),
             step.num_pages,
             heads=policy.heads,
             max_pages=policy.max_pages,
@@ -74,17 +77,18 @@ class PageScoreAlgorithm(BaseSparseAlgorithm):
             num_recents=policy.num_recent_pages,
         )
 
-    def score_pages(self, query: Tensor, summaries: Tensor, step: DecodeStep) -> Tensor:
+    def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
         """Score by host page; a subclass with a kernel that gathers by itself overrides it.
 
         Args:
             query: ``[B, Hq, D]``, times the softmax scale.
-            summaries: ``[host pages, *summary]`` of the layer.
+            layer_id: layer number.
             step: the step.
 
         Returns:
             ``[B, Hq or Hkv, step.max_pages]``; anything where there is no page.
         """
         table = step.host_page_table[:, : step.max_pages]
+        summaries = step.representations["summary"][layer_id]
         own = summaries.index_select(0, table.flatten()).unflatten(0, table.shape)
         return self.score(query, own)

@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hisparse.algorithms._tail import tail_logits
 from hisparse.algorithms.base import (
     BaseSparseAlgorithm,
     Representation,
     register_algorithm,
 )
-from hisparse.algorithms._tail import tail_logits
 from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.kernels import select
 from hisparse.types import Selection

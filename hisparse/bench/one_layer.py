@@ -80,8 +80,8 @@ class DecodeWorld:
         for pages_of_one in order.view(self.batch, pages)[:, : self.context // size]:
             for layer in range(kv.num_layers):
                 keys = self.host.layer(layer).k[pages_of_one].transpose(1, 2).to(self.device)
-                summaries = self.representations.tensors["summary"][layer]
-                self.algorithm.store(keys, summaries, pages_of_one.to(self.device))
+                where = pages_of_one.to(self.device)
+                self.algorithm.store(keys, layer, where, self.representations.tensors)
         manager = self._manager()
         self.coordinator = SparseCoordinator(
             self.policy, self.algorithm, manager, TorchAdapter(), self.representations

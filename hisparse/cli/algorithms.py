@@ -1,4 +1,4 @@
-"""``hisparse algorithms``: what there is, with options."""
+"""``hisparse algorithms``: what there is, what it can do, what it remembers, its options."""
 
 from __future__ import annotations
 
@@ -6,12 +6,30 @@ import argparse
 import dataclasses
 import inspect
 import json
-from typing import Any
+from typing import Any, get_type_hints
 
 from rich.console import Console
 from rich.table import Table
 
 __all__ = ["add_parser"]
+
+#: Llama-3.1-8B, and DeepSeek-V3.2 for algorithms that need its indexer.
+_LLAMA: dict[str, Any] = {
+    "num_layers": 32,
+    "num_q_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "v_head_dim": 128,
+}
+_DEEPSEEK: dict[str, Any] = {
+    "num_layers": 61,
+    "num_q_heads": 128,
+    "num_kv_heads": 1,
+    "head_dim": 576,
+    "v_head_dim": 512,
+    "latent": True,
+    "index_head_dim": 128,
+}
 
 
 def add_parser(commands: Any) -> None:
@@ -28,24 +46,107 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"command": "algorithms", "algorithms": found}, indent=2))
         return 0
-    table = Table("name", "keeps", "scopes", "options")
-    for entry in found:
-        options = ", ".join(f"{k}={v}" for k, v in entry["options"].items()) or "none"
-        table.add_row(entry["name"], entry["summary"], ", ".join(entry["scopes"]), options)
-    Console().print(table)
+    _print_tables(found)
     return 0
 
 
-def _describe(name: str, cls: type) -> dict[str, Any]:
-    options = {
-        f.name: None if f.default is dataclasses.MISSING else f.default
-        for f in dataclasses.fields(cls)
-    }
-    summary = (inspect.getdoc(cls) or "").partition("\n")[0]
+def _print_tables(found: list[dict[str, Any]]) -> None:
+    console = Console()
+    table = Table("name", "keeps", "scopes")
+    for name in ("bytes a token", "% of KV", "bytes a request"):
+        table.add_column(name, justify="right")
+    for entry in found:
+        table.add_row(
+            entry["name"],
+            entry["summary"] + "".join(f"\n({what})" for what in entry["limits"]),
+            "\n".join(entry["scopes"]),
+            f"{entry['bytes_per_token']:,.0f}",
+            f"{100 * entry['kv_ratio']:.1f}",
+            f"{entry['bytes_per_request']:,}",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        "Device memory beside K and V, all layers, in bfloat16 and with pages of 16 tokens, for "
+        "Llama-3.1-8B and a budget of 2,048; for algorithms that need an indexer, for "
+        "DeepSeek-V3.2 with pages of 1."
+    )
+    options = Table("algorithm_config of", "option", "values", "default")
+    for entry in found:
+        for name, option in entry["options"].items():
+            values = (entry["name"], name, option["type"], json.dumps(option["default"]))
+            options.add_row(*values)
+    console.print(options)
+
+
+def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
+    summary = (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("\n", " ")
     return {
         "name": name,
         "summary": summary,
-        "scopes": list(getattr(cls, "scopes", ())),
-        "options": options,
+        "scopes": list(cls.scopes),
+        "page_sizes": None if cls.page_sizes is None else list(cls.page_sizes),
+        "variable_lengths": cls.variable_lengths,
+        "limits": _limits(cls),
+        **_memory(cls),
+        "options": _options(cls),
         "module": cls.__module__,
+    }
+
+
+def _options(cls: type[Any]) -> dict[str, dict[str, Any]]:
+    from hisparse.config import type_words
+
+    hints = get_type_hints(cls)
+    return {
+        f.name: {
+            "type": type_words(hints[f.name]),
+            "default": None if f.default is dataclasses.MISSING else f.default,
+        }
+        for f in dataclasses.fields(cls)
+    }
+
+
+def _limits(cls: type[Any]) -> list[str]:
+    """What a user has to know before choosing it."""
+    found = []
+    if cls.variable_lengths:
+        found.append("as many pages as a query needs, up to device_buffer_size")
+    if cls.page_sizes is not None:
+        found.append(f"page_size {' or '.join(map(str, cls.page_sizes))} only")
+    if cls.reads_host_keys:
+        found.append("scores keys in host memory: CPU only")
+    if cls.indexer:
+        found.append("for models with an indexer")
+    return found
+
+
+def _memory(cls: type[Any]) -> dict[str, float]:
+    """Bytes that a token and a request add on the device, for a usual model and a budget of 2,048;
+    ``kv_ratio`` is a token's part of its K and V.
+    """
+    import torch
+
+    from hisparse.batch import SelectionPolicy
+    from hisparse.representations import entry_bytes, list_representations
+    from hisparse.types import KVSpec
+
+    shape = _DEEPSEEK if cls.indexer else _LLAMA
+    page_size = 16 if cls.page_sizes is None else min(cls.page_sizes)
+    kv = KVSpec(**shape, dtype=torch.bfloat16, page_size=page_size)
+    policy = SelectionPolicy(
+        kv=kv,
+        scope=cls.scopes[0],
+        budget_pages=2048 // page_size - 1,
+        max_pages=2048 // page_size - 1,
+        num_sink_pages=1,
+        num_recent_pages=2,
+        scale=1.0,
+    )
+    kinds = list_representations(cls(), policy)
+    of_token = entry_bytes(kinds, "page") * kv.num_layers / page_size
+    return {
+        "bytes_per_token": of_token,
+        "kv_ratio": of_token / kv.token_bytes,
+        "bytes_per_request": entry_bytes(kinds, "request") * kv.num_layers,
     }

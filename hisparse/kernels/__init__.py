@@ -4,6 +4,7 @@ from hisparse.kernels._state import LruDiff, RowState
 from hisparse.kernels.attention import paged_attention
 from hisparse.kernels.lru_diff import lru_diff
 from hisparse.kernels.page_summary import page_summary
+from hisparse.kernels.reference_summary import round_outward
 from hisparse.kernels.page_table import page_table
 from hisparse.kernels.rebalance import promote_tail, rebalance, reset_rows
 from hisparse.kernels.select import page_score, select
@@ -22,6 +23,7 @@ __all__ = [
     "promote_tail",
     "rebalance",
     "reset_rows",
+    "round_outward",
     "scatter_tokens",
     "select",
 ]

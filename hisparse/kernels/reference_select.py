@@ -14,7 +14,7 @@ def page_score(
     query: Tensor, summaries: Tensor, host_page_table: Tensor, num_pages: Tensor
 ) -> Tensor:
     """See :func:`hisparse.kernels.page_score`."""
-    own = summaries.index_select(0, host_page_table.flatten()).unflatten(0, host_page_table.shape)
+    own = summaries[host_page_table.long()]
     signed = torch.cat([query.clamp(min=0), query.clamp(max=0)], dim=-1)
     signed = signed.unflatten(1, (summaries.shape[1], -1))
     scores = (signed @ own.permute(0, 2, 3, 1).to(signed.dtype)).flatten(1, 2)

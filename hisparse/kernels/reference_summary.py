@@ -18,10 +18,34 @@ def page_summary(keys: Tensor, summaries: Tensor, host_pages: Tensor) -> None:
 
 
 def round_outward(x: Tensor, dtype: torch.dtype, *, up: bool) -> Tensor:
-    """``x float32`` in float32 or bfloat16, never below ``x`` if ``up``, else never above it."""
+    """``x float32`` in a narrower type, never below ``x`` if ``up``, else never above it.
+
+    Args:
+        x: any shape.
+        dtype: float32, bfloat16, or float8_e4m3fn, for which x has to be within +-448.
+        up: direction.
+    """
     if dtype == torch.float32:
         return x
+    if dtype == torch.float8_e4m3fn:
+        return _round_outward_fp8(x, up)
     # The upper half of a float32 is a bfloat16, rounded towards zero.
     bits = x.contiguous().view(torch.int32)
     away = ((bits & 0xFFFF) != 0) & ((x > 0) if up else (x < 0))
     return ((bits >> 16) + away).to(torch.int16).view(torch.bfloat16)
+
+
+def _round_outward_fp8(x: Tensor, up: bool) -> Tensor:
+    nearest = x.contiguous().to(torch.float8_e4m3fn)
+    short = nearest.float() < x if up else nearest.float() > x
+    # A step away from zero is one more in the bits; what is short of x on the other side of zero
+    # goes a step towards it.
+    towards_zero = (nearest.float() < 0) if up else (nearest.float() > 0)
+    bits = nearest.view(torch.uint8).to(torch.int16)
+    stepped = torch.where(towards_zero, bits - 1, bits + 1)
+    # From the zero of the other sign.
+    if up:
+        stepped = torch.where(bits == 0x80, 0x01, stepped)
+    else:
+        stepped = torch.where(bits == 0x00, 0x81, stepped)
+    return torch.where(short, stepped, bits).to(torch.uint8).view(torch.float8_e4m3fn)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hisparse.assemble import check_capabilities
 from hisparse.config import HiSparseConfig, build_algorithm, resolve_memory
 from hisparse.errors import ConfigError
 from hisparse.memory import free_host_memory
@@ -92,6 +93,7 @@ def after_resolution(server_args: Any) -> None:
             "memory, unset it"
         )
     config = HiSparseConfig.parse(server_args.hisparse_config)
+    check_capabilities(config, view.device)
     tokens = view.max_total_tokens
     if tokens is not None and tokens < config.device_buffer_size:
         raise ConfigError(
@@ -128,9 +130,10 @@ def _check_model(server_args: Any) -> None:
 
     model = model_config_of(server_args)
     name = ", ".join(model.hf_config.architectures or ["this model"])
-    if model.attention_arch != AttentionArch.MHA:
+    if model.attention_arch not in (AttentionArch.MHA, AttentionArch.MLA):
         raise ConfigError(
-            f"{name} has {model.attention_arch.name} attention; hisparse serves MHA and GQA models"
+            f"{name} has {model.attention_arch.name} attention; hisparse serves MHA, GQA and MLA "
+            "models"
         )
     window = getattr(model.hf_text_config, "use_sliding_window", True) and model.sliding_window_size
     if model.is_hybrid_swa or (window and window > 0):

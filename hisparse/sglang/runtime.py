@@ -90,6 +90,7 @@ def _plan(configurator: Any, device_bytes: int) -> Session:
         device_bytes=device_bytes,
         context_length=configurator.model_config.context_len,
         max_requests=_requested_rows(),
+        device_type=configurator.device,
     )
     return Session(**vars(plan))
 
@@ -141,11 +142,11 @@ def around_resolve_max_num_reqs(
 
 def around_get_kv_pool_cls(original: Callable[..., Any], platform: Any, *, kind: str) -> Any:
     """Put the pool in host memory."""
-    if _session is None or kind != "mha":
-        return original(platform, kind=kind)
-    from hisparse.sglang.kv_pool import HiSparseMHAPool
+    from hisparse.sglang.kv_pool import POOLS
 
-    return HiSparseMHAPool
+    if _session is None or kind not in POOLS:
+        return original(platform, kind=kind)
+    return POOLS[kind]
 
 
 def around_free_rows(original: Callable[..., None], pool: Any, indices: list[int]) -> None:

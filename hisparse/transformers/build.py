@@ -89,6 +89,7 @@ def build_store(
         device_bytes=device_bytes,
         context_length=max_length,
         max_requests=limits.max_rows,
+        device_type=where.type,
     )
     if plan.sizing.max_requests < limits.max_rows:
         raise CapacityError(

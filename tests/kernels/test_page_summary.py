@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels import page_score, page_summary
+from hisparse.kernels import page_score, page_summary, round_outward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,6 +45,19 @@ def test_maxima_and_minima_rounded_outward(
         torch.testing.assert_close(rounded, value, rtol=0 if exact else 2**-7, atol=0)
     untouched = torch.ones(100, dtype=torch.bool).index_fill_(0, where.long(), False)
     assert summaries[untouched].isnan().all()
+
+
+@pytest.mark.parametrize("up", [True, False], ids=["up", "down"])
+def test_fp8_is_rounded_to_the_next_value_outward(up: bool) -> None:
+    """Every value of the type, and what lies between and beside them."""
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = values[values.isfinite()].unique()
+    between = (values[1:] + values[:-1]) / 2
+    near = torch.cat([values * (1 + 1e-6), values * (1 - 1e-6)]).clamp(-448, 448)
+    x = torch.cat([values, between, near, torch.tensor([1e-9, -1e-9, 0.0, -0.0])])
+    rounded = round_outward(x, torch.float8_e4m3fn, up=up).float()
+    at = torch.searchsorted(values, x) if up else torch.searchsorted(values, x, right=True) - 1
+    assert torch.equal(rounded, values[at])
 
 
 def test_all_implementations_agree_bitwise(impl: str) -> None:

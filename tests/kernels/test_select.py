@@ -11,7 +11,9 @@ from hisparse.errors import KernelError
 from hisparse.kernels import page_score, select
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=["fp32", "bf16", "fp8"]
+)
 @pytest.mark.parametrize(
     ("batch", "q_heads", "kv_heads", "dim", "pages"),
     [(1, 9, 3, 64, 448), (3, 4, 2, 24, 7), (2, 2, 2, 5, 1), (8, 8, 1, 128, 63)],

@@ -1,0 +1,64 @@
+"""What an algorithm says that it can do is what configuration is held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+
+from hisparse.algorithms import ALGORITHMS, Quest
+from hisparse.assemble import check_capabilities
+from hisparse.config import HiSparseConfig
+from hisparse.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An algorithm that can do little, registered for the test."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Limited(Quest):
+        scopes: ClassVar[Any] = ("layer",)
+        page_sizes: ClassVar[Any] = (1, 64)
+        reads_host_keys: ClassVar[bool] = True
+
+    monkeypatch.setitem(ALGORITHMS._entries, "limited", Limited)
+
+
+def config(**settings: Any) -> HiSparseConfig:
+    return HiSparseConfig(**({"algorithm": "limited", "page_size": 64} | settings))
+
+
+def test_what_it_can_do_is_accepted() -> None:
+    check_capabilities(config(), "cpu")
+    check_capabilities(config(page_size=1, selection_scope="layer"), "cpu")
+    check_capabilities(config(algorithm="quest", selection_scope="query_head"), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "words"),
+    [
+        (
+            {"page_size": 16},
+            "cpu",
+            ["'limited' cannot do page_size 16", "its page sizes: 1, 64", "that can: ", "quest"],
+        ),
+        ({}, "cuda", ["'limited' cannot do device cuda", "algorithms that can: ", "quest"]),
+        (
+            {"selection_scope": "kv_head"},
+            "cpu",
+            ["selection_scope 'kv_head'", "'limited'", "choices: layer;", "can: ", "quest"],
+        ),
+    ],
+    ids=["page-size", "device", "scope"],
+)
+def test_what_it_cannot_do_names_who_can(
+    settings: dict[str, Any], device: str, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_capabilities(config(**settings), device)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "limited" not in message.partition("that can:")[2]
+    assert "\n" not in message
