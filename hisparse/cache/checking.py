@@ -46,6 +46,9 @@ def check_resident(
 ) -> None:
     """Every selected page's bytes on the device equal the host page's (invariant 2).
 
+    Where two requests computed the same tokens, SGLang's radix cache gives both the host page of
+    one of them: then the other's device page holds the same values but for rounding.
+
     Args:
         layer_id: layer number.
         selection: what was selected.
@@ -65,8 +68,13 @@ def check_resident(
         head = slice(None) if heads == 1 else [row % heads * host.kv.num_kv_heads // heads]
         for host_pages, device_pages in zip(host_kv, device_kv, strict=True):
             there = device_pages[int(table[row, entry])].to(host_pages.device)
-            if not torch.equal(there, host_pages[host_page, head]):
+            here = host_pages[host_page, head]
+            if torch.equal(there, here):
+                continue
+            off = float((there.float() - here.float()).abs().max() / here.float().abs().max())
+            if not off <= torch.finfo(here.dtype).eps ** 0.5:
                 raise HiSparseError(
-                    f"layer {layer_id}, row {row}: the bytes of page {page} on the device (page "
-                    f"{int(table[row, entry])}) differ from host page {host_page}"
+                    f"layer {layer_id}, row {row}: page {page} on the device (page "
+                    f"{int(table[row, entry])}) differs from host page {host_page} by {off:.1e} of "
+                    "its largest value"
                 )

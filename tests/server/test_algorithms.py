@@ -1,0 +1,91 @@
+"""Every algorithm through the real server, four requests at once, every selection verified.
+
+``checked`` compares each selection with the contract and each selected page's bytes with the host's
+in every step; what is left to see from outside is that tokens depend on the request alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DenseTokens
+from harness import Server
+from tiny_models import tiny_model
+from workload import NEW_TOKENS, PROMPTS, SHARED
+
+BUDGET = 128
+#: One context within the budget, three far beyond it.
+FOUR = [0, 2, 4, 5]
+QUERY_WINDOW = 48
+
+CASES: dict[str, dict[str, Any]] = {
+    "quest-fp8": {"algorithm": "quest", "algorithm_config": {"summary_dtype": "float8_e4m3fn"}},
+    "snapkv": {"algorithm": "snapkv", "algorithm_config": {"window": QUERY_WINDOW}},
+    "streaming": {"algorithm": "streaming"},
+    "topp": {"algorithm": "topp", "algorithm_config": {"mass": 0.6}},
+    "oracle": {"algorithm": "oracle", "selection_scope": "query_head"},
+    "oracle-token-wise": {"algorithm": "oracle", "page_size": 1, "selection_scope": "layer"},
+    "tail-estimate": {"algorithm": "oracle", "tail_estimate": True},
+    "reuse-layers": {"algorithm": "quest", "reuse_layers": 2, "dense_layers": [0]},
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def server(request: pytest.FixtureRequest, log_dir: Path) -> Iterator[Server]:
+    config = CASES[request.param] | {
+        "budget": BUDGET,
+        "device_buffer_size": 2 * BUDGET,
+        "max_row_capacity": 4 * BUDGET,
+        "host_memory": "1GiB",
+        "device_memory": "64MB",
+        "checked": True,
+    }
+    flags = ("--max-total-tokens", "40000", "--max-running-requests", "4")
+    log = log_dir / f"algorithm-{request.param}.log"
+    with Server(tiny_model("llama"), log, *flags, config=config) as started:
+        started.case = request.param
+        yield started
+
+
+def test_four_at_once_answer_as_alone_and_leave_nothing_behind(
+    server: Server, dense_tokens: DenseTokens
+) -> None:
+    prompts = [PROMPTS.prompts[i] for i in FOUR]
+    alone = []
+    for prompt in prompts:
+        server.flush_cache()
+        alone.append(server.generate(prompt, NEW_TOKENS).ids)
+    server.flush_cache()
+    # Slots and device pages now held others before.
+    together = server.generate_many(prompts[::-1], NEW_TOKENS)
+    assert [answer.ids for answer in together[::-1]] == alone
+    dense = [dense_tokens("llama", PROMPTS)[i] for i in FOUR]
+    assert alone[0] == dense[0], "50 + 40 tokens are within the budget"
+    assert alone[1:] != dense[1:], "contexts beyond the budget were attended whole"
+    hits, misses = server.counted("hit_pages", "miss_pages")
+    assert hits > 0
+    assert misses > 0
+    server.flush_cache()
+    end = time.monotonic() + 10
+    while any(held := server.counted("host_tokens_used", "device_tokens_used")):
+        assert time.monotonic() < end, f"host and device tokens still used: {held}"
+        time.sleep(0.2)
+
+
+def test_a_shared_prefix_gives_what_each_gives_alone(server: Server) -> None:
+    expected = []
+    for prompt in SHARED.prompts:
+        server.flush_cache()
+        expected.append(server.generate(prompt, NEW_TOKENS).ids)
+    server.flush_cache()
+    answers = [server.generate(prompt, NEW_TOKENS) for prompt in SHARED.prompts]
+    assert [answer.ids for answer in answers] == expected
+    cached = [0, 992, 992]
+    if server.case == "snapkv":
+        # The last queries of the prompt are computed, whatever the cache holds.
+        cached[2] = (len(SHARED.prompts[2]) - QUERY_WINDOW) // 16 * 16
+    assert [answer.cached for answer in answers] == cached
