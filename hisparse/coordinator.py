@@ -12,7 +12,7 @@ from hisparse.adapters import BackendAdapter
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.batch import DecodeBatch, DecodeStep, PrefillBatch, PrefillChunk, SelectionPolicy
 from hisparse.cache import SparseKVCacheManager
-from hisparse.decode import DecodeAttention, DecodePart
+from hisparse.decode import DecodeAttention, DecodePart, SelectionObserver
 from hisparse.prefill import Prefill
 from hisparse.representations import Representations
 from hisparse.tail_estimate import TailEstimate
@@ -57,11 +57,11 @@ class SparseCoordinator:
         self.algorithm = algorithm
         self.manager = manager
         self.representations = representations
-        tensors = representations.tensors
+        tensors, indexes = representations.tensors, representations.indexes
         self._min_sparse_context = min_sparse_context
         self._dense_layers = dense_layers
         self._tail = TailEstimate(policy, adapter) if tail_estimate else None
-        self._prefill = Prefill(policy, algorithm, manager, adapter, tensors, self._tail)
+        self._prefill = Prefill(policy, algorithm, manager, adapter, tensors, indexes, self._tail)
         self._decode = DecodeAttention(
             policy, algorithm, manager, adapter, tail=self._tail, reuse_layers=reuse_layers
         )
@@ -73,6 +73,10 @@ class SparseCoordinator:
         self._tail_slots: Tensor = torch.empty(0)
         self._filled: tuple[Tensor, Tensor] | None = None
 
+    def observe(self, observer: SelectionObserver | None) -> None:
+        """Let somebody see every selection; None: nobody any more."""
+        self._decode.observer = observer
+
     def on_request_begin(self, slot: int, prompt_len: int = 0) -> None:
         """A request takes over a request slot. Safe while an earlier forward is running."""
         self.manager.begin(slot)
@@ -81,6 +85,7 @@ class SparseCoordinator:
     def on_request_end(self, slot: int) -> None:
         """A request is over. Safe while an earlier forward is running."""
         self.manager.end(slot)
+        self.representations.end(slot)
 
     def forward_begin(self, batch: PrefillBatch | DecodeBatch) -> None:
         """Apply pending resets and capacity changes, and prepare what all layers share."""
@@ -117,6 +122,7 @@ class SparseCoordinator:
             tail_pages=self.manager.device.tail_pages[:, rows],
             tail_row_lens=tail_lens.repeat_interleave(heads),
             pages=self.manager,
+            indexes=self.representations.indexes,
         )
         self._tail_slots = step.tail_pages.long() * size + (step.tail_row_lens - 1)
         self._filled = None

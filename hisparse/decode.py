@@ -15,7 +15,10 @@ from hisparse.cache import SparseKVCacheManager
 from hisparse.tail_estimate import TailEstimate
 from hisparse.types import IndexerInputs, PagedKV, Selection
 
-__all__ = ["DecodeAttention", "DecodePart"]
+__all__ = ["DecodeAttention", "DecodePart", "SelectionObserver"]
+
+#: ``(layer_id, queries [B, Hq, D], step, selection)``, called after every selection.
+SelectionObserver = Callable[[int, Tensor, DecodeStep, Selection], None]
 
 
 @dataclass(kw_only=True)
@@ -43,6 +46,9 @@ class DecodeAttention:
         adapter: attends.
         tail: what estimates the pages that are not selected, if anything does.
         reuse_layers: layers that share a selection: that of the first of them that is sparse.
+
+    Attributes:
+        observer: sees every selection; None: nobody does.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class DecodeAttention:
         self._adapter = adapter
         self._tail = tail
         self._reuse_layers = reuse_layers
+        self.observer: SelectionObserver | None = None
 
     def attention(
         self, layer_id: int, q: Tensor, parts: Sequence[DecodePart], indexer: IndexerInputs | None
@@ -84,6 +91,8 @@ class DecodeAttention:
         group = layer_id // self._reuse_layers
         if part.selection is None or part.selection[0] != group:
             part.selection = group, self._algorithm.retrieve_topk(q, layer_id, part.step)
+            if self.observer is not None:
+                self.observer(layer_id, q, part.step, part.selection[1])
         return self._attend_selection(layer_id, q, part.step, part.selection[1], sparse=True)
 
     def attend_resident(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hisparse.batch import DecodeStep
-from hisparse.types import Selection
 from hisparse.testing import Request, Simulator
+from hisparse.types import Selection
 
 SCOPES = ["layer", "kv_head", "query_head"]
 LAYOUTS = ["layer_first", "page_first", "page_head"]

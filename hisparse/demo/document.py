@@ -6,9 +6,13 @@ The text is Herman Melville's, in the public domain (chapters 1, 2 and the begin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import resources
+
+from hisparse.texts import read_text
 
 __all__ = ["HARBOUR", "Fact", "make_prompt", "text"]
+
+#: Characters, to the end of a paragraph: about 7,000 tokens.
+_LENGTH = 29_237
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,7 @@ HARBOUR = Fact(
 
 def text() -> str:
     """The document without a planted sentence."""
-    return resources.files("hisparse.demo").joinpath("moby_dick.txt").read_text(encoding="utf-8")
+    return read_text("moby_dick")[:_LENGTH]
 
 
 def make_prompt(fact: Fact, depth: float) -> str:

@@ -94,7 +94,7 @@ class Case:
     @property
     def steps(self) -> int:
         """Decode steps: enough to fill two pages."""
-        return max(8, 2 * self.page_size + 2)
+        return max(8, 3 * self.page_size // 2 + 1)
 
     @property
     def settings(self) -> dict[str, Any]:

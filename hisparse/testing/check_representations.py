@@ -74,8 +74,8 @@ def writes(case: Case) -> None:
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         yield
         for name, tensor in tensors.items():
-            changed = _changed(before[name], tensor)
             per = kinds[name].per
+            changed = _changed(before[name], tensor, 1 if per == "layer" else 2)
             if per == "page":
                 # Page 0 is that of padding: anyone may write it.
                 changed[call.layer_id, [0, *call.host_pages.tolist()]] = False
@@ -88,10 +88,11 @@ def writes(case: Case) -> None:
     _serve_two(case, run)
 
 
-def _changed(before: Tensor, after: Tensor) -> Tensor:
-    """Which entries differ in any bit, ``[L, entries]``; ``[L]`` for constants."""
-    same = before.contiguous().view(torch.uint8) == after.contiguous().view(torch.uint8)
-    return ~same.flatten(2).all(-1) if same.ndim > 2 else ~same
+def _changed(before: Tensor, after: Tensor, entry_dims: int) -> Tensor:
+    """Entries of which a bit differs, ``[L, ...]`` with ``entry_dims`` dimensions."""
+    flat = (x.reshape(*x.shape[:entry_dims], -1).view(torch.uint8) for x in (before, after))
+    old, new = flat
+    return (old != new).any(-1)
 
 
 def _describe(call: Call, name: str, per: str, changed: Tensor) -> str:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hisparse.testing.case import Run
-from hisparse.testing.recorder import Trace, Violation
+from hisparse.testing.recorder import Trace, Violation, shown
 from hisparse.testing.simulator import Request
 
 __all__ = ["page_representations", "require_same_pages", "require_same_trace"]
@@ -38,8 +38,8 @@ def require_same_trace(got: Trace, expected: Trace, when: str, reference: str) -
             if mine != other:
                 differing += len(set(mine) ^ set(other)) or 1
                 first = first or (
-                    f"layer {where[1]}, {where[0]} tokens, head {head}: got pages {mine}, "
-                    f"expected {other}"
+                    f"layer {where[1]}, {where[0]} tokens, head {head}: got pages {shown(mine)}, "
+                    f"expected {shown(other)}"
                 )
     if differing > _NEAR_TIES * total:
         raise Violation(f"{when}: {first}, as {reference}")
@@ -62,7 +62,7 @@ def require_same_pages(
         Violation: names the first layer and page that differ.
     """
     for name, other in expected.items():
-        differs = ~_close(got[name], other).flatten(2)
+        differs = ~_close(got[name], other).reshape(*other.shape[:2], -1)
         wrong = differs.float().mean(-1) > _ROUNDED_CODES
         if wrong.any():
             layer, page = wrong.nonzero()[0].tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +14,15 @@ from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.batch import DecodeStep, PrefillStep
 from hisparse.types import Selection
 
-__all__ = ["Call", "Guard", "Recorder", "Retrieved", "Trace", "Violation"]
+__all__ = ["Call", "Guard", "Recorder", "Retrieved", "Trace", "Violation", "shown"]
 
-#: (tokens of the request, layer) to the pages of each head, for one request.
+#: (tokens of the request, layer) to the pages of each head, for one request. For algorithms with
+#: sparse prefill, tokens of the prompt too, and to positions.
 Trace = dict[tuple[int, int], list[list[int]]]
+
+
+#: Numbers of a list that a message shows.
+_SHOWN = 16
 
 
 class Violation(Exception):
@@ -46,6 +51,12 @@ class Call:
 
     def __str__(self) -> str:
         return f"{self.method}, layer {self.layer_id}"
+
+
+def shown(numbers: Sequence[int]) -> str:
+    """A list in a message, its end left out if it is long."""
+    more = ", ..." if len(numbers) > _SHOWN else ""
+    return f"[{', '.join(map(str, numbers[:_SHOWN]))}{more}]"
 
 
 #: Entered around every call; what it raises ends the check.
@@ -114,6 +125,19 @@ class Recorder:
         with self._guarded(call):
             self.algorithm.construct_representations(keys, queries, layer_id, step)
 
+    def select_prefill(self, layer_id: int, step: PrefillStep) -> Tensor | None:
+        chosen = self.algorithm.select_prefill(layer_id, step)
+        if type(self.algorithm).select_prefill is not BaseSparseAlgorithm.select_prefill:
+            own = torch.arange(step.start, step.start + step.length)[:, None]
+            attended = torch.arange(int(own[-1]) + 1) if chosen is None else chosen
+            if chosen is not None:
+                _check_positions(layer_id, chosen, own)
+            trace = self.traces.setdefault(step.slot, {})
+            for token, positions in enumerate(attended.expand(len(own), -1).tolist(), step.start):
+                kept = sorted(p for p in positions if 0 <= p <= token)
+                trace[token + 1, layer_id] = [kept]
+        return chosen
+
     def update_representations(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
     ) -> None:
@@ -167,6 +191,26 @@ def _check_shape(call: Call, selection: Selection, step: DecodeStep) -> None:
             f"{call}: got pages {got[0][0]} {got[0][1]} and lengths {got[1][0]} {got[1][1]}, "
             f"expected pages ({batch}, {heads}, K) torch.int32 and lengths ({batch}, {heads}) "
             "torch.int32 (requests, selection heads, pages)"
+        )
+
+
+def _check_positions(layer_id: int, chosen: Tensor, own: Tensor) -> None:
+    """``chosen [T, K]`` of queries at ``own [T, 1]``: none twice, none after the query's own."""
+    shape = (tuple(chosen.shape), chosen.dtype)
+    if chosen.ndim != 2 or len(chosen) != len(own) or chosen.dtype != torch.int32:
+        raise Violation(
+            f"select_prefill, layer {layer_id}: got {shape[0]} {shape[1]}, expected positions "
+            f"({len(own)}, K) torch.int32 (queries, positions), or None"
+        )
+    ordered = chosen.sort(-1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    wrong = (chosen > own).any(-1) | (chosen < -1).any(-1) | twice.any(-1)
+    if wrong.any():
+        query = int(wrong.int().argmax())
+        got = shown(chosen[query].tolist())
+        raise Violation(
+            f"select_prefill, layer {layer_id}: got positions {got} for the "
+            f"query at {int(own[query])}, expected positions up to its own, none twice, or -1"
         )
 
 

@@ -1,5 +1,6 @@
 """A model-free server: requests with random K/V, served by the real coordinator, to be compared
-with attention in float64 over exactly the positions that were to be attended."""
+with attention in float64 over exactly the positions that were to be attended.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """n."""
+        """Tokens, n."""
         return self.k.shape[1]
 
     @property
@@ -76,9 +77,8 @@ class Simulator(World):
         k, v = (noise(spec.num_kv_heads, spec.head_dim) for _ in "kv")
         if spec.latent:
             v = k[..., : spec.v_head_dim]
-        indexer = IndexerInputs(
-            noise(_INDEXER_HEADS, INDEXER_DIM), noise(INDEXER_DIM), noise(_INDEXER_HEADS)
-        )
+        heads, dim = (_INDEXER_HEADS, INDEXER_DIM) if self.algorithm.indexer else (0, 0)
+        indexer = IndexerInputs(noise(heads, dim), noise(dim), noise(heads))
         new = Request(slot, q, k, v, indexer, [], prompt)
         if like is not None:
             for mine, other in zip(new.streams, like.streams, strict=True):

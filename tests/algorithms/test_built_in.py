@@ -1,18 +1,16 @@
-"""Every built-in algorithm under the real coordinator, and what each one keeps."""
+"""What built-in algorithms keep; test_contract.py has what all of them have in common."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch.testing import assert_close
 
-from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm, Oracle, Streaming
+from hisparse.algorithms import BaseSparseAlgorithm, Oracle, Streaming
 from hisparse.batch import DecodeStep
-from hisparse.types import Selection
 from hisparse.testing import Simulator
+from hisparse.types import Selection
 
 SCOPES = ["layer", "kv_head", "query_head"]
-BUILT_IN = ["oracle", "quest", "streaming"]
 
 
 class Watched:
@@ -30,38 +28,6 @@ class Watched:
             return selection
 
         monkeypatch.setattr(cls, "retrieve_topk", retrieve)
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_a_budget_of_the_whole_context_is_dense(name: str, scope: str) -> None:
-    sim = Simulator(
-        scope=scope, budget=96, device_buffer=96, max_row=96, algorithm=ALGORITHMS.get(name)()
-    )
-    request = sim.request(1, 90, seed=0)
-    sim.prefill((request, 61))
-    for _ in range(29):
-        out = sim.decode(request)
-        expected = sim.dense(request, request.done - 1, request.done).float()
-        assert_close(out, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_others_in_the_batch_and_chunks_change_nothing(name: str, scope: str) -> None:
-    """The coordinator checks every selection, and every resident byte, on the way."""
-    outs = []
-    for chunks, others in (((100,), 0), ((40, 37, 23), 0), ((100,), 2)):
-        sim = Simulator(scope=scope, algorithm=ALGORITHMS.get(name)())
-        request = sim.request(1, 140, seed=5)
-        for chunk in chunks:
-            sim.prefill((request, chunk))
-        beside = [sim.request(slot, 170, seed=slot) for slot in range(2, 2 + others)]
-        for other in beside:
-            sim.prefill((other, 20 + 60 * (other.slot - 2)))
-        outs.append(torch.cat([sim.decode(request, *beside)[:, :1] for _ in range(30)]))
-    for out in outs[1:]:
-        assert_close(out, outs[0], rtol=1e-5, atol=1e-6)
 
 
 def test_streaming_keeps_sinks_and_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

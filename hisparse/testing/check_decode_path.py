@@ -1,0 +1,138 @@
+"""Checks of what runs in every decode step: nothing that waits, loops or grows.
+
+On a CPU these are proxies, and see PyTorch's operations only, not what compiled kernels do: a read
+of a value instead of a wait for the device, a number of operations instead of a graph, bytes of new
+tensors instead of an allocator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
+
+from hisparse.testing.case import Case
+from hisparse.testing.recorder import Call, Guard, Violation
+from hisparse.testing.watching import Operations, no_sync
+
+__all__ = ["allocations", "no_loops", "no_syncs"]
+
+#: Methods that run in every decode step.
+_DECODE = ("retrieve_topk", "update_representations")
+
+
+def no_syncs(case: Case) -> None:
+    """No value is read back, no shape depends on values."""
+
+    @contextmanager
+    def guard(call: Call) -> Iterator[None]:
+        if call.method not in _DECODE:
+            yield
+            return
+        with no_sync(call):
+            yield
+
+    _decode(case, guard, (0, -1))
+
+
+def no_loops(case: Case) -> None:
+    """The operations of a step are the same for 2 and for 5 requests, and for other values."""
+    two, five, others = (
+        _operations(case, (0,) * n, seed=seed) for n, seed in ((2, 0), (5, 0), (2, 9))
+    )
+    for method in _DECODE:
+        few, many, different = (x[method] for x in (two, five, others))
+        if few != many:
+            raise Violation(
+                f"{method}: got {len(few)} tensor operations for 2 requests and {len(many)} for 5 "
+                f"of the same length ({_first_difference(few, many)}), expected the same: a loop "
+                "over requests costs time with every one of them"
+            )
+        if few != different:
+            raise Violation(
+                f"{method}: got other tensor operations for other values "
+                f"({_first_difference(few, different)}), expected the same: a CUDA graph replays "
+                "the ones that it has seen"
+            )
+
+
+def allocations(case: Case) -> None:
+    """New tensors are as large as the requests need, however large the pool is, and are let go."""
+    least = case.settings["host_pages"]
+    small, large = (_bytes(case, least * n) for n in (1, 2))
+    for method in _DECODE:
+        if small[method] != large[method]:
+            raise Violation(
+                f"{method}: got {small[method]} bytes of new tensors with {least} host pages and "
+                f"{large[method]} with {2 * least}, expected the same: gather the requests' own "
+                "entries (index_select) before anything else"
+            )
+    _require_nothing_kept(case)
+
+
+def _decode(case: Case, guard: Guard, pages: tuple[int, ...], seed: int = 0, **world: int) -> None:
+    """Requests with prompts ``pages`` longer than the shortest typical one, decoded together."""
+    case = (case.smaller() or [case])[0]
+    run = case.start(num_slots=len(pages) + 1, **world)
+    requests = []
+    for slot, more in enumerate(pages, 1):
+        prompt = case.prompt + more * case.page_size
+        request = run.sim.request(slot, prompt + case.steps, seed + slot, prompt=prompt)
+        run.sim.prefill((request, prompt))
+        requests.append(request)
+    run.recorder.guards.append(guard)
+    run.finish(*requests, steps=case.page_size + 1)
+
+
+def _operations(case: Case, pages: tuple[int, ...], seed: int) -> dict[str, list[str]]:
+    """Names of all operations, by method."""
+    names: dict[str, list[str]] = {method: [] for method in _DECODE}
+
+    @contextmanager
+    def guard(call: Call) -> Iterator[None]:
+        with Operations() as seen:
+            yield
+        names[call.method] += seen.names
+
+    _decode(case, guard, pages, case.seed + seed)
+    return names
+
+
+def _bytes(case: Case, host_pages: int) -> dict[str, int]:
+    """Bytes allocated, by method."""
+    found = dict.fromkeys(_DECODE, 0)
+
+    @contextmanager
+    def guard(call: Call) -> Iterator[None]:
+        with Operations() as seen:
+            yield
+        found[call.method] += seen.num_bytes
+
+    _decode(case, guard, (0, 0), host_pages=host_pages)
+    return found
+
+
+def _require_nothing_kept(case: Case) -> None:
+    steps: list[Operations] = []
+
+    @contextmanager
+    def guard(call: Call) -> Iterator[None]:
+        with Operations() as seen:
+            yield
+        steps.append(seen)
+
+    _decode(case, guard, (0,))
+    # The last calls' results may still be in use.
+    alive = [seen.num_alive for seen in steps[:-4]]
+    if sum(map(bool, alive)) > len(alive) // 2:
+        raise Violation(
+            f"got {sum(alive)} tensors of {len(alive)} earlier calls that are still held, expected "
+            "none: what is remembered lies in representations"
+        )
+
+
+def _first_difference(a: list[str], b: list[str]) -> str:
+    index, (one, other) = next(
+        (i, pair) for i, pair in enumerate(zip_longest(a, b)) if pair[0] != pair[1]
+    )
+    return f"number {index + 1} is {one or 'none'} or {other or 'none'}"

@@ -1,0 +1,152 @@
+"""Watches the tensor operations of a call, and refuses those that wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hisparse.testing.recorder import Violation
+
+__all__ = ["Operations", "no_sync"]
+
+#: Methods of a tensor that hand its values to Python, and so wait for the device.
+_READS = {
+    "item": ".item()",
+    "tolist": ".tolist()",
+    "numpy": ".numpy()",
+    "cpu": ".cpu()",
+    "__bool__": "a branch on a tensor's value",
+    "__int__": "int(tensor)",
+    "__float__": "float(tensor)",
+    "__index__": "a tensor as an index of Python's",
+    "__array__": "numpy.asarray(tensor)",
+    "__contains__": "`in` on a tensor",
+}
+
+_REMEDY = "expected none: it waits for the device and cannot be captured in a CUDA graph"
+
+
+@contextmanager
+def no_sync(where: object) -> Iterator[None]:
+    """Refuses what makes the host wait for the device, or read a tensor's values.
+
+    Args:
+        where: the call, for the message.
+
+    Raises:
+        Violation: names the operation.
+    """
+    with _NoReads(where), _NoWaits(where):
+        yield
+
+
+class _NoReads(TorchFunctionMode):
+    """Refuses methods of tensors."""
+
+    def __init__(self, where: object) -> None:
+        TorchFunctionMode.__init__(self)
+        self._where = where
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        read = _READS.get(name)
+        if name == "to" and "cpu" in (*args[1:], *(kwargs or {}).values()):
+            read = '.to("cpu")'
+        if read is not None:
+            raise Violation(f"{self._where}: got {read}, {_REMEDY}")
+        return func(*args, **(kwargs or {}))
+
+
+class _NoWaits(TorchDispatchMode):
+    """Refuses operations, those that others are made of too."""
+
+    def __init__(self, where: object) -> None:
+        TorchDispatchMode.__init__(self)
+        self._where = where
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        reason = _why_it_waits(func, args)
+        if reason is not None:
+            raise Violation(f"{self._where}: got {func} ({reason}), {_REMEDY}")
+        return func(*args, **(kwargs or {}))
+
+
+def _why_it_waits(func: Any, args: Sequence[Any]) -> str | None:
+    if func.namespace != "aten":
+        return None
+    name = func.overloadpacket.__name__
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
+        # Setting all that a mask covers to one number is a masked_fill.
+        fills = name != "index" and len(args[1]) == len(masks) == 1 and args[2].numel() == 1
+        if masks and not fills:
+            return "indexing by a mask: use torch.where or masked_fill"
+        return None
+    if name == "lift_fresh":
+        return "a tensor made from Python values" if args[0].numel() > 1 else None
+    if torch.Tag.data_dependent_output in func.tags:
+        return "it reads a tensor's value"
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return "the shape of its result depends on values"
+    return None
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, and the tensors that they allocate.
+
+    Attributes:
+        names: of the operations, in order.
+        num_bytes: of the tensors that were allocated.
+    """
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        self.names: list[str] = []
+        self.num_bytes = 0
+        self._made: list[ref[Tensor]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        self.names.append(str(func))
+        for tensor in _tensors(out):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in given:
+                self.num_bytes += storage.nbytes()
+                self._made.append(ref(tensor))
+        return out
+
+    @property
+    def num_alive(self) -> int:
+        """Tensors that were allocated and are still held by someone."""
+        return sum(made() is not None for made in self._made)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]

@@ -1,0 +1,19 @@
+"""Two long texts in the public domain, to read to models.
+
+``moby_dick``: Herman Melville, chapters 1 to 8. ``state_of_the_union``: Abraham Lincoln's messages of
+1862 and 1863, broken into paragraphs of six sentences, which the source has not.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+
+__all__ = ["TEXTS", "read_text"]
+
+#: Names of the texts, each of about 80,000 characters.
+TEXTS = ("moby_dick", "state_of_the_union")
+
+
+def read_text(name: str) -> str:
+    """A text of :data:`TEXTS`."""
+    return resources.files(__name__).joinpath(f"{name}.txt").read_text(encoding="utf-8")

@@ -1,0 +1,142 @@
+"""Algorithms with one planted fault each: in what they remember, and in every decode step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from faulty_algorithms import FAULTS, Right, finds, select
+from torch import Tensor
+
+from hisparse.algorithms import Representation
+from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.types import Selection
+
+__all__ = ["FAULTS"]
+
+
+@finds("chunks", "shared prefix", "decoded pages")
+class CentresKeysByTheChunk(Right):
+    def construct_representations(
+        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
+    ) -> None:
+        if keys.shape[0]:
+            keys = keys - keys.mean((0, 1)) * 4
+        super().construct_representations(keys, queries, layer_id, step)
+
+
+@finds("chunks")
+class SeesOnlyTheQueriesOfTheLastChunk(Right):
+    """What it scores by is the mean of the last queries of the prompt, if one chunk has them."""
+
+    query_window: ClassVar[int] = 16
+
+    def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
+        shape = (policy.kv.num_q_heads, policy.kv.head_dim)
+        state = Representation(shape, torch.float32, per="request")
+        return super().representations(policy) | {"query": state}
+
+    def construct_representations(
+        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
+    ) -> None:
+        super().construct_representations(keys, queries, layer_id, step)
+        if step.is_last:
+            mean = queries[-self.query_window :].mean(0)
+            step.representations["query"][layer_id, step.slot] = mean
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        return select(self, step.representations["query"][layer_id, step.slots], layer_id, step)
+
+
+@finds("decoded pages")
+class KeepsHalfOfADecodedPage(Right):
+    def update_representations(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
+    ) -> None:
+        super().update_representations(keys / 2, layer_id, host_pages, step)
+
+
+@finds("writes")
+class WritesALayerAhead(Right):
+    def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
+        return super().representations(policy) | {"more": Representation((), torch.float32)}
+
+    def store(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]
+    ) -> None:
+        super().store(keys, layer_id, host_pages, stored)
+        stored["more"][1 - layer_id, host_pages] = 1
+
+
+@finds("writes")
+class WritesEveryRequestsState(Right):
+    def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
+        state = Representation((), torch.float32, per="request")
+        return super().representations(policy) | {"steps": state}
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        step.representations["steps"][layer_id].add_(1)
+        return select(self, queries, layer_id, step)
+
+
+@finds("inputs untouched")
+class ScalesQueriesInPlace(Right):
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        selection = select(self, queries, layer_id, step)
+        queries.mul_(1.000001)
+        return selection
+
+
+@finds("no syncs")
+class ReadsANumberBack(Right):
+    def score(self, query: Tensor, summaries: Tensor) -> Tensor:
+        assert query.abs().amax().item() < 1e9
+        return super().score(query, summaries)
+
+
+@finds("no syncs")
+class ListsANumberOfPages(Right):
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        assert max(step.num_pages.tolist()) > 0
+        return select(self, queries, layer_id, step)
+
+
+@finds("no syncs")
+class IndexesByAMask(Right):
+    def score(self, query: Tensor, summaries: Tensor) -> Tensor:
+        scores = super().score(query, summaries)
+        low = scores < 0
+        scores[low] = scores[low] * 1.0
+        return scores
+
+
+@finds("no syncs")
+class CopiesALengthFromTheHost(Right):
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        lengths = torch.tensor([*step.seq_lens_cpu.tolist(), 0])
+        assert lengths.numel() > 1
+        return select(self, queries, layer_id, step)
+
+
+@finds("no loops")
+class LoopsOverRequests(Right):
+    def score(self, query: Tensor, summaries: Tensor) -> Tensor:
+        one = super().score
+        return torch.cat([one(query[i : i + 1], summaries[i : i + 1]) for i in range(len(query))])
+
+
+@finds("allocations")
+class ConvertsEveryPage(Right):
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        assert step.representations["summary"][layer_id].double().dtype == torch.float64
+        return select(self, queries, layer_id, step)
+
+
+@finds("allocations")
+class KeepsEveryQuery(Right):
+    kept: ClassVar[list[Tensor]] = []
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        self.kept.append(queries * 2)
+        return select(self, queries, layer_id, step)

@@ -1,0 +1,105 @@
+"""The contract suite finds every planted fault, by the checks that are meant to and no others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import faulty_algorithms
+import pytest
+from faulty_algorithms import Right
+from faulty_state import FAULTS
+
+from hisparse.algorithms import BaseSparseAlgorithm
+from hisparse.cli import main
+from hisparse.testing import CHECKS, Case, CheckResult, cases_of, run_check, run_checks
+
+
+def failed(cls: type[BaseSparseAlgorithm]) -> dict[str, CheckResult]:
+    cases = [Case.of(cls, "kv_head", 8)] if cls.scopes else None
+    return {r.check: r for r in run_checks(cls, cases) if r.status == "failed"}
+
+
+def test_nothing_is_wrong_with_what_faults_are_planted_in() -> None:
+    assert failed(Right) == {}
+
+
+@pytest.mark.parametrize("cls", FAULTS, ids=lambda cls: cls.__name__)
+def test_a_planted_fault_is_found(cls: type[BaseSparseAlgorithm]) -> None:
+    found = failed(cls)
+    assert set(found) == FAULTS[cls], found
+    for result in found.values():
+        assert "\n" not in result.message
+
+
+def test_every_check_finds_something() -> None:
+    assert {check.name for check in CHECKS} == set().union(*FAULTS.values())
+
+
+def test_a_fault_is_shown_in_the_smallest_case_that_has_it() -> None:
+    (check,) = (c for c in CHECKS if c.name == "well formed")
+    result = run_check(check, cases_of(faulty_algorithms.SelectsTheTailPage))
+    assert result.num_cases == 0
+    assert result.message.startswith("layer 0, request 0 of 3 (15 tokens), head 0: got pages [0, ")
+    assert result.message.endswith("expected 12 pages from 0 to 13 (the tail page is 14)")
+    assert "page size 1, 14 prompt tokens, budget 13 tokens" in result.case
+
+
+def test_an_exception_is_shown_with_its_line() -> None:
+    (check,) = (c for c in CHECKS if c.name == "runs")
+    result = run_check(check, [Case.of(faulty_algorithms.Raises, "layer", 8)])
+    assert result.message.startswith("KeyError: 'not there' (faulty_algorithms.py, line ")
+
+
+@pytest.fixture
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a module ``mine`` in it."""
+    source = Path(faulty_algorithms.__file__).read_text()
+    (tmp_path / "mine.py").write_text(source)
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("in_a_folder")
+def test_the_command_on_a_right_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "mine:Right", "--options", '{"weight": 2.5}', "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["command"], found["algorithm"], found["passed"]) == ("check", "mine:Right", True)
+    assert found["options"] == {"weight": 2.5}
+    assert [c["name"] for c in found["checks"]] == [c.name for c in CHECKS]
+    assert {c["status"] for c in found["checks"]} == {"passed"}
+    assert [c["cases"] for c in found["checks"]] == [1 if c.once else 9 for c in CHECKS]
+
+
+@pytest.mark.usefixtures("in_a_folder")
+def test_the_command_on_a_wrong_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "mine:GivesPagesAsInt64"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("not run") == len(CHECKS) - 3
+    assert "runs: retrieve_topk, layer 0: got pages (3, 2, 12) torch.int64" in out
+    assert "smallest case: selection scope kv_head, page size 1, 14 prompt tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["mine:Wright"], "module mine has no Wright"),
+        (["mine:FAULTS"], "expected a class that extends PageScoreAlgorithm"),
+        (["mine:PageScoreAlgorithm"], "PageScoreAlgorithm is no dataclass"),
+        (["broken:Right"], "cannot import broken: ModuleNotFoundError: No module named 'no_such"),
+        (["qest"], "unknown algorithm 'qest'; did you mean 'quest'"),
+        (["mine:Right", "--options", "{"], "--options: not JSON at column 2"),
+        (["mine:Right", "--options", "[1]"], "--options: got [1], expected an object"),
+        (["mine:Right", "--options", '{"wait": 1}'], "unknown Right option 'wait'"),
+        (["mine:Right", "--options", '{"weight": -1}'], "weight: got -1, expected a number above"),
+    ],
+)
+@pytest.mark.usefixtures("in_a_folder")
+def test_what_cannot_be_checked(
+    argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1 and expected in err
