@@ -21,7 +21,7 @@ from hisparse.representations import Representations, entry_bytes, list_represen
 from hisparse.sizing import Sizing, SizingRequest
 from hisparse.types import HostLayout, KVSpec, SelectionScope
 
-__all__ = ["Plan", "assemble", "check_capabilities", "make_plan", "make_policy"]
+__all__ = ["Plan", "assemble", "check_capabilities", "choose_scope", "make_plan", "make_policy"]
 
 
 @dataclass(kw_only=True)
@@ -95,15 +95,18 @@ def make_plan(
         CapacityError: one request does not fit.
     """
     check_capabilities(config, device_type)
-    scope = _choose_scope(config)
+    scope = choose_scope(config, latent=spec.latent)
     policy = make_policy(config, algorithm, spec, scale, scope)
+    algorithm = algorithm.settled(
+        policy, context_length=context_length, host_bytes=host_bytes, device_bytes=device_bytes
+    )
     kept = list_representations(algorithm, policy, tail_estimate=config.tail_estimate)
     heads = policy.heads
     stored_heads = spec.num_kv_heads if heads == 1 else 1
     page_width = stored_heads * spec.stored_width
     sizing = sizing_formula.size(
         SizingRequest(
-            kv_token_bytes=spec.token_bytes,
+            kv_token_bytes=spec.token_bytes + algorithm.host_token_bytes(policy),
             representation_page_bytes=entry_bytes(kept, "page") * spec.num_layers,
             page_size=spec.page_size,
             num_layers=spec.num_layers,
@@ -169,22 +172,37 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
                 f"algorithm {config.algorithm!r} cannot do {what}"
                 f"{sizes if can is takes_page_size else ''}; algorithms that can: {others}"
             )
-    _choose_scope(config)
+    choose_scope(config)
 
 
-def _choose_scope(config: HiSparseConfig) -> SelectionScope:
-    cls, adapter = ALGORITHMS.get(config.algorithm), ADAPTERS.get(config.adapter or "torch")
-    both = [scope for scope in cls.scopes if scope in adapter.scopes]
-    if config.selection_scope is None:
-        return both[0]
-    if config.selection_scope not in both:
-        others = [n for n in ALGORITHMS if config.selection_scope in ALGORITHMS.get(n).scopes]
+def choose_scope(config: HiSparseConfig, *, latent: bool = False) -> SelectionScope:
+    """The scope that is asked for, or else what algorithm and adapter do best.
+
+    Args:
+        config: names them.
+        latent: whether the model has one latent for all query heads.
+
+    Raises:
+        ConfigError: they cannot do it; names those that can.
+    """
+    adapter, wanted = ADAPTERS.get(config.adapter or "torch"), config.selection_scope
+
+    def scopes_of(name: str) -> list[SelectionScope]:
+        both = [scope for scope in ALGORITHMS.get(name).scopes if scope in adapter.scopes]
+        return [scope for scope in both if not (latent and scope == "query_head")]
+
+    choices = scopes_of(config.algorithm)
+    if wanted is None and choices:
+        return choices[0]
+    if wanted is None or wanted not in choices:
+        others = [n for n in ALGORITHMS if (wanted in scopes_of(n) if wanted else scopes_of(n))]
         raise ConfigError(
-            f"selection_scope {config.selection_scope!r} does not go with algorithm "
-            f"{config.algorithm!r} and adapter {config.adapter or 'torch'!r} (choices: "
-            f"{', '.join(both)}; algorithms that can: {', '.join(others)})"
+            f"selection_scope {wanted!r} does not go with algorithm {config.algorithm!r}, adapter "
+            f"{config.adapter or 'torch'!r}{' and latent attention (MLA)' if latent else ''} "
+            f"(choices: {', '.join(choices) or 'none'}; algorithms that can: "
+            f"{', '.join(others) or 'none'})"
         )
-    return config.selection_scope
+    return wanted
 
 
 def _default_staging_bytes(spec: KVSpec, device_bytes: int) -> int:

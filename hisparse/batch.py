@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hisparse.request_indexes import RequestIndexes
 from hisparse.types import IndexerInputs, KVSpec, PagedKV, SelectionScope
 
 __all__ = [
@@ -140,6 +141,7 @@ class PrefillStep:
         is_last: whether the prompt ends here, as far as the framework knows.
         indexer: of the chunk's tokens, for algorithms that ask for it.
         read_context: see :meth:`context_keys`.
+        indexes: what algorithms keep of a request in host memory.
     """
 
     policy: SelectionPolicy
@@ -153,6 +155,7 @@ class PrefillStep:
     is_last: bool
     indexer: IndexerInputs | None
     read_context: Callable[[int], Iterator[tuple[int, Tensor, Tensor]]]
+    indexes: RequestIndexes | None = None
 
     @property
     def end(self) -> int:
@@ -202,6 +205,7 @@ class DecodeStep:
         tail_row_lens: ``[R] int32``, ``tail_lens`` of each row's request.
         pages: where keys are read.
         indexer: of the new tokens, in one layer, for algorithms that ask for it.
+        indexes: what algorithms keep of a request in host memory.
     """
 
     policy: SelectionPolicy
@@ -219,6 +223,7 @@ class DecodeStep:
     tail_row_lens: Tensor
     pages: PageReader
     indexer: IndexerInputs | None = None
+    indexes: RequestIndexes | None = None
 
     def tail_keys(self, layer_id: int) -> Tensor:
         """Keys of the tail pages, ``[B, S, Hkv, D]``: ``tail_lens`` of them count."""

@@ -12,6 +12,7 @@ from hisparse.adapters import Attended, BackendAdapter, merge_attended
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.batch import PrefillBatch, PrefillChunk, PrefillStep, SelectionPolicy
 from hisparse.cache import SparseKVCacheManager
+from hisparse.request_indexes import RequestIndexes
 from hisparse.tail_estimate import TailEstimate
 from hisparse.types import IndexerInputs, PagedKV
 
@@ -27,6 +28,7 @@ class Prefill:
         manager: where K/V go and prefixes come from.
         adapter: attends.
         representations: by name.
+        indexes: what algorithms keep of a request in host memory.
         tail: what estimates the pages that are not selected, if anything does.
     """
 
@@ -37,6 +39,7 @@ class Prefill:
         manager: SparseKVCacheManager,
         adapter: BackendAdapter,
         representations: Mapping[str, Tensor],
+        indexes: RequestIndexes,
         tail: TailEstimate | None,
     ) -> None:
         self._policy = policy
@@ -44,6 +47,7 @@ class Prefill:
         self._manager = manager
         self._adapter = adapter
         self._representations = dict(representations)
+        self._indexes = indexes
         self._tail = tail
 
     def attention(
@@ -118,6 +122,7 @@ class Prefill:
             is_last=chunk.is_last,
             indexer=indexer,
             read_context=lambda layer: self._read(layer, chunk, chunk.end),
+            indexes=self._indexes,
         )
         self._algorithm.construct_representations(keys, q, layer_id, step)
         if self._tail is not None:

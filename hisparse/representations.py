@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hisparse.algorithms import BaseSparseAlgorithm, Representation, RepresentationOwner
 from hisparse.batch import SelectionPolicy
+from hisparse.request_indexes import RequestIndexes
 from hisparse.tail_estimate import TailEstimate
 
 __all__ = ["Representations", "entry_bytes", "list_representations"]
@@ -39,6 +40,7 @@ class Representations:
 
     Attributes:
         tensors: by name, ``[L, host pages or request slots or nothing, *shape]``.
+        indexes: what algorithms keep of a request beside them, in host memory.
     """
 
     def __init__(
@@ -61,14 +63,23 @@ class Representations:
             for name, r in kinds.items()
         }
         self._of_requests = [self.tensors[name] for name, r in kinds.items() if r.per == "request"]
+        self.indexes = RequestIndexes(num_layers, num_slots)
         self._begun: set[int] = set()
+        self._ended: set[int] = set()
 
     def begin(self, slot: int) -> None:
         """A request takes over a slot: its state is zeros from the next forward on."""
         self._begun.add(slot)
 
+    def end(self, slot: int) -> None:
+        """A request is over: its indexes are freed before the next forward."""
+        self._ended.add(slot)
+
     def apply_resets(self) -> None:
         """Forget what the slots that changed hands held."""
+        for slot in self._begun | self._ended:
+            self.indexes.drop(slot)
+        self._ended.clear()
         if self._begun:
             slots = sorted(self._begun)
             for state in self._of_requests:
@@ -80,6 +91,7 @@ class Representations:
         self.apply_resets()
         for state in self._of_requests:
             state[:, target] = state[:, source]
+        self.indexes.fork(source, target)
 
     def read(self, layer_id: int, slot: int, host_pages: Tensor) -> dict[str, Tensor]:
         """What is remembered of a request: entries of its pages ``[P] int64``, and its own."""

@@ -7,6 +7,7 @@ from hisparse.algorithms.base import (
     RepresentationOwner,
     register_algorithm,
 )
+from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.page_score import PageScoreAlgorithm
@@ -17,6 +18,7 @@ from hisparse.algorithms.topp import TopP
 
 __all__ = [
     "ALGORITHMS",
+    "DIPR",
     "DSA",
     "BaseSparseAlgorithm",
     "Oracle",

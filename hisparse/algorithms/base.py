@@ -80,6 +80,23 @@ class BaseSparseAlgorithm(ABC):
         """Queries at the end of the prompt that it has to see, so that no cache may skip them."""
         return 0
 
+    def settled(
+        self, policy: SelectionPolicy, *, context_length: int, host_bytes: int, device_bytes: int
+    ) -> BaseSparseAlgorithm:
+        """The algorithm with options settled that depend on where it is served; once, at start.
+
+        Args:
+            policy: shapes of the model and what selections have to keep to.
+            context_length: tokens, the longest sequence.
+            host_bytes: host memory for the KV pool, and for what algorithms keep beside it.
+            device_bytes: device memory for all that is kept there.
+        """
+        return self
+
+    def host_token_bytes(self, policy: SelectionPolicy) -> int:
+        """Host memory that is kept for one token beside its K and V, all layers."""
+        return 0
+
     @abstractmethod
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         """What is remembered, by name."""

@@ -2,6 +2,8 @@
 
 from hisparse.kernels._state import LruDiff, RowState
 from hisparse.kernels.attention import paged_attention
+from hisparse.kernels.graph_score import KeyGraphs, graph_score
+from hisparse.kernels.key_score import key_score
 from hisparse.kernels.lru_diff import lru_diff
 from hisparse.kernels.page_summary import page_summary
 from hisparse.kernels.reference_summary import round_outward
@@ -11,10 +13,13 @@ from hisparse.kernels.select import page_score, select
 from hisparse.kernels.transfer import gather_pages, gather_tokens, scatter_tokens
 
 __all__ = [
+    "KeyGraphs",
     "LruDiff",
     "RowState",
     "gather_pages",
     "gather_tokens",
+    "graph_score",
+    "key_score",
     "lru_diff",
     "page_score",
     "page_summary",

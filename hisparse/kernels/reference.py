@@ -1,6 +1,8 @@
 """Every operation in plain PyTorch: the oracle that the other implementations equal bitwise."""
 
 from hisparse.kernels.reference_attention import paged_attention
+from hisparse.kernels.reference_graph_score import graph_score
+from hisparse.kernels.reference_key_score import key_score
 from hisparse.kernels.reference_lru import lru_diff, promote_tail, rebalance, reset_rows
 from hisparse.kernels.reference_select import page_score, select
 from hisparse.kernels.reference_summary import page_summary
@@ -10,6 +12,8 @@ from hisparse.kernels.reference_transfer import gather_pages, gather_tokens, sca
 __all__ = [
     "gather_pages",
     "gather_tokens",
+    "graph_score",
+    "key_score",
     "lru_diff",
     "page_score",
     "page_summary",

@@ -113,6 +113,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
                 f"(save_kv_cache={save_kv_cache}); "
                 "this model writes or shares K/V in a way that hisparse does not serve"
             )
+        indexer = kwargs.pop("topk_indices", None)
         unknown = sorted(name for name, value in kwargs.items() if value is not None)
         if unknown:
             raise HiSparseError(
@@ -120,11 +121,15 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
                 "not do; it serves plain softmax attention over q, k and v"
             )
         spec, tokens = self._spec, k.shape[0]
+        keys = k.reshape(tokens, spec.num_kv_heads, spec.head_dim)
         out = self.coordinator.attention(
             layer.layer_id - self._first_layer,
             q.reshape(tokens, spec.num_q_heads, spec.head_dim),
-            k.reshape(tokens, spec.num_kv_heads, spec.head_dim),
-            v.reshape(tokens, spec.num_kv_heads, spec.v_head_dim),
+            keys,
+            keys[..., : spec.v_head_dim]
+            if spec.latent
+            else v.reshape(tokens, spec.num_kv_heads, spec.v_head_dim),
+            indexer,
         )
         if layer.layer_id == self._last_layer:
             self.coordinator.forward_end()

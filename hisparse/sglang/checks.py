@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
-
-import torch
 
 from hisparse.assemble import check_capabilities
 from hisparse.config import HiSparseConfig, build_algorithm, resolve_memory
 from hisparse.errors import ConfigError
 from hisparse.memory import free_host_memory
+from hisparse.sglang.check_model import check_model
 
 __all__ = ["BACKEND", "after_resolution", "before_resolution", "is_requested"]
 
@@ -45,13 +43,6 @@ _MUST_BE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("enable_torch_compile", (False,), "--enable-torch-compile"),
     ("dllm_algorithm", (None,), "--dllm-algorithm"),
 )
-
-_KV_DTYPES = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
 
 
 def is_requested(server_args: Any) -> bool:
@@ -109,7 +100,7 @@ def after_resolution(server_args: Any) -> None:
             f"page_size is {config.page_size} but --page-size is {view.page_size}; hisparse's "
             "must divide SGLang's"
         )
-    _check_model(server_args)
+    check_model(server_args, config)
 
 
 def _check_flags(view: Any) -> None:
@@ -122,32 +113,3 @@ def _check_flags(view: Any) -> None:
                 f"{flag} is {got}; hisparse does not do that yet"
                 + (f", it needs {choices}" if choices else "")
             )
-
-
-def _check_model(server_args: Any) -> None:
-    from sglang.srt.arg_groups.overrides import model_config_of
-    from sglang.srt.configs.model_config import AttentionArch
-
-    model = model_config_of(server_args)
-    name = ", ".join(model.hf_config.architectures or ["this model"])
-    if model.attention_arch not in (AttentionArch.MHA, AttentionArch.MLA):
-        raise ConfigError(
-            f"{name} has {model.attention_arch.name} attention; hisparse serves MHA, GQA and MLA "
-            "models"
-        )
-    window = getattr(model.hf_text_config, "use_sliding_window", True) and model.sliding_window_size
-    if model.is_hybrid_swa or (window and window > 0):
-        raise ConfigError(
-            f"{name} has sliding-window attention; hisparse serves models with full attention in "
-            "every layer"
-        )
-    wanted = _KV_DTYPES.get(str(server_args.kv_cache_dtype).lower())
-    if wanted not in (None, model.dtype):
-        raise ConfigError(
-            f"--kv-cache-dtype is {server_args.kv_cache_dtype} but {name} runs in {model.dtype}; "
-            "hisparse stores K and V as the model computes them: use auto"
-        )
-    if model.is_encoder_decoder:
-        raise ConfigError(f"{name} is an encoder-decoder model; hisparse serves decoders")
-    if os.environ.get("SGLANG_USE_HND_KVCACHE", "0").lower() in ("1", "true"):
-        raise ConfigError("SGLANG_USE_HND_KVCACHE is set; unset it: use host_layout instead")

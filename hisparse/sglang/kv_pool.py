@@ -5,18 +5,30 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    unwrap_write_loc,
+)
 
 from hisparse.cache import HostKVPool
 from hisparse.errors import HiSparseError
 from hisparse.kernels import scatter_tokens
 from hisparse.sglang import runtime
 
-__all__ = ["HiSparseMHAPool"]
+__all__ = ["POOLS", "HiSparseDSAPool", "HiSparseMHAPool", "HiSparseMLAPool"]
 
 
-class HiSparseMHAPool(MHATokenToKVPool):  # type: ignore[misc]
+class _HostPool:
     """Allocates nothing on the device; every method that takes locations is overridden."""
+
+    device: str
+    dtype: torch.dtype
+    size: int
+    page_size: int
+    start_layer: int
+    host: HostKVPool
 
     def _create_buffers(self) -> None:
         session = runtime.session()
@@ -27,12 +39,6 @@ class HiSparseMHAPool(MHATokenToKVPool):  # type: ignore[misc]
 
     def _clear_buffers(self) -> None:
         del self.host
-
-    def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Bytes of keys and of values, in host memory."""
-        spec = self.host.kv
-        keys = self.host.num_bytes * spec.head_dim // (spec.head_dim + spec.v_head_dim)
-        return keys, self.host.num_bytes - keys
 
     def set_kv_buffer(
         self, layer: Any, loc_info: Any, cache_k: torch.Tensor, cache_v: torch.Tensor, *_: Any
@@ -90,3 +96,78 @@ class HiSparseMHAPool(MHATokenToKVPool):  # type: ignore[misc]
     def get_device_pool_infos(self) -> NoReturn:
         """Refused: HiCache would back up device buffers."""
         self._refuse("HiCache")
+
+
+class HiSparseMHAPool(_HostPool, MHATokenToKVPool):  # type: ignore[misc]
+    """Keys and values of models with attention heads of their own (MHA, GQA)."""
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """Bytes of keys and of values, in host memory."""
+        spec = self.host.kv
+        keys = self.host.num_bytes * spec.head_dim // spec.stored_width
+        return keys, self.host.num_bytes - keys
+
+
+class _LatentPool(_HostPool):
+    """One latent per token: its key, and in the first columns its value."""
+
+    def _create_buffers(self) -> None:
+        super()._create_buffers()
+        # SGLang lists the device buffers: there are none.
+        self.kv_buffer: list[torch.Tensor] = []
+
+    def get_kv_size_bytes(self) -> int:
+        """Bytes of all latents, in host memory."""
+        return self.host.num_bytes
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """``[slots, 1, D]``, a view of host memory."""
+        return self._get_key_buffer(layer_id)
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """``[slots, 1, Dv]``, a view of host memory."""
+        return self._get_value_buffer(layer_id)
+
+    def set_mla_kv_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: new tokens pass through the backend."""
+        self._refuse("writing latents past the attention backend")
+
+    def get_mla_kv_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: attention over gathered latents is not what the backend does."""
+        self._refuse("reading latents past the attention backend")
+
+
+class HiSparseMLAPool(_LatentPool, MLATokenToKVPool):  # type: ignore[misc]
+    """Latents of models such as DeepSeek-V2 and V3."""
+
+
+class HiSparseDSAPool(_LatentPool, DSATokenToKVPool):  # type: ignore[misc]
+    """Latents of DeepSeek-V3.2; its index keys are representations of the algorithm `dsa`."""
+
+    def __init__(self, size: int, *, index_head_dim: int, **options: Any) -> None:
+        shared = ["page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num", "device"]
+        shared += ["enable_memory_saver", "start_layer", "end_layer"]
+        # Not DSATokenToKVPool's own: it allocates index keys on the device.
+        MLATokenToKVPool.__init__(self, size, **{name: options[name] for name in shared})
+        self.index_head_dim = index_head_dim
+
+    def _refuse_index(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the algorithm keeps the index keys."""
+        self._refuse("an index key cache of SGLang's own")
+
+    get_index_k_with_scale_buffer = _refuse_index
+    get_index_k_scale_buffer = _refuse_index
+    set_index_k_scale_buffer = _refuse_index
+    get_compress_tail_buffers = _refuse_index
+    get_compress_tail_buf_infos = _refuse_index
+    kpool_decode_update_index_cache = _refuse_index
+    set_compress_tail_for_request = _refuse_index
+    get_state_buf_infos = _refuse_index
+
+
+#: By SGLang's name of the kind.
+POOLS: dict[str, type] = {
+    "mha": HiSparseMHAPool,
+    "mla": HiSparseMLAPool,
+    "dsa": HiSparseDSAPool,
+}

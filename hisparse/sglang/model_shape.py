@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hisparse.errors import ConfigError
+from hisparse.sglang.dsa import find_indexers
 from hisparse.types import KVSpec
 
 __all__ = ["read_model_shape"]
@@ -30,7 +31,10 @@ def read_model_shape(model: Any, dtype: torch.dtype, page_size: int) -> tuple[KV
             f"the KV cache is {dtype}; hisparse stores float32, bfloat16 or float16: use "
             "--kv-cache-dtype bfloat16"
         )
-    layers = [m for m in model.modules() if isinstance(m, RadixAttention)]
+    named = {n: m for n, m in model.named_modules() if isinstance(m, RadixAttention)}
+    # MLA models have each layer twice: absorbed, over the latent, and with heads of their own.
+    absorbed = [m for name, m in named.items() if name.endswith("attn_mqa")]
+    layers = absorbed or list(named.values())
     shapes = {
         (m.tp_q_head_num, m.tp_k_head_num, m.qk_head_dim, m.v_head_dim, m.scaling) for m in layers
     }
@@ -68,5 +72,18 @@ def read_model_shape(model: Any, dtype: torch.dtype, page_size: int) -> tuple[KV
         v_head_dim=v_head_dim,
         dtype=dtype,
         page_size=page_size,
+        latent=bool(absorbed),
+        index_head_dim=_index_head_dim(model, len(layers)),
     )
     return spec, scale
+
+
+def _index_head_dim(model: Any, num_layers: int) -> int:
+    """Di of the model's indexers, 0 if it has none."""
+    indexers = find_indexers(model)
+    if indexers and len(indexers) != num_layers:
+        raise ConfigError(
+            f"{len(indexers)} of the model's {num_layers} layers have an indexer; hisparse serves "
+            "models with one in every layer or in none"
+        )
+    return indexers[0].head_dim if indexers else 0

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from hisparse.errors import HiSparseError, PluginError
-from hisparse.sglang import checks, runtime
+from hisparse.sglang import checks, dsa, runtime
 from hisparse.sglang.names import HOOKS
 
 __all__ = ["register", "verify_hooks"]
@@ -63,6 +63,8 @@ def _register() -> None:
                 runtime.around_enable_fused_set_kv_buffer,
                 runtime.around_init_new,
                 runtime.around_compute_max_prefix_len,
+                dsa.around_kv_cache_dtype_default,
+                dsa.around_compute_indexer_cell_size,
             ),
             strict=True,
         )
@@ -95,7 +97,11 @@ def verify_hooks() -> None:
 def _make_backend(model_runner: Any) -> Any:
     verify_hooks()
     from hisparse.sglang.backend import HiSparseAttnBackend
+    from hisparse.sglang.mla import attend_absorbed
 
+    if runtime.session().spec.latent:
+        attend_absorbed()
+        dsa.hand_over_inputs(model_runner.model)
     return HiSparseAttnBackend(model_runner)
 
 
@@ -119,7 +125,8 @@ def _around_resolve_once(original: Callable[..., Any], server_args: Any) -> Any:
     if checks.is_requested(server_args) and not getattr(server_args, "_resolution_finished", False):
         _or_exit(verify_hooks)
         _or_exit(lambda: checks.before_resolution(server_args))
-        result = original(server_args)
+        with dsa.device_capability():
+            result = original(server_args)
         _or_exit(lambda: checks.after_resolution(server_args))
         return result
     return original(server_args)

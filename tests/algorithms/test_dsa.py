@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
-from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
-    DeepseekV32Indexer,
-    apply_rotary_pos_emb,
-)
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
 from hisparse.algorithms import DSA, Quest
+from hisparse.algorithms.dsa import _to_float
 from hisparse.batch import DecodeStep, PrefillStep
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.testing import Request, Simulator
 from hisparse.testing.world import INDEXER_DIM
 from hisparse.types import IndexerInputs, Selection
+from tests.hf_indexer import inputs_of, scores_of
 
 LAYERS, TOP_K, LENGTH, PROMPT = 2, 24, 150, 110
 
@@ -58,23 +57,8 @@ class Indexed:
             model(torch.randint(0, 128, (1, LENGTH)), use_cache=False)
 
     def _see(self, indexer: DeepseekV32Indexer, given: tuple[Tensor, ...], out: Tensor) -> None:
-        hidden, q_resid, (cos, sin), *_ = given
-        rope = indexer.qk_rope_head_dim
-        q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, -1))
-        k = indexer.k_norm(indexer.wk(hidden))[:, :, None]
-        turned = apply_rotary_pos_emb(q[..., :rope], k[..., :rope], cos, sin, unsqueeze_dim=2)
-        q, k = (
-            torch.cat([new, x[..., rope:]], -1)[0] for new, x in zip(turned, (q, k), strict=True)
-        )
-        weights = indexer.weights_proj(hidden)[0] * (indexer.n_heads * INDEXER_DIM) ** -0.5
-        self.inputs.append(IndexerInputs(q, k[:, 0], weights))
+        self.inputs.append(inputs_of(indexer, given))
         self.indices.append(out[0].long())
-
-    def scores(self, layer: int) -> Tensor:
-        """``[n, n]`` in float64, -inf where a query does not see a key."""
-        q, k, w = (x.double() for x in self.inputs[layer])
-        scores = torch.einsum("th,ths->ts", w, torch.einsum("thd,sd->ths", q, k).relu())
-        return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
 
 
 class Chosen:
@@ -155,7 +139,7 @@ def test_the_tokens_are_those_of_hugging_face(
     out = serve(sim, request, *chunks)
     compared = without_tail = 0
     for layer in range(LAYERS):
-        scores = model.scores(layer)
+        scores = scores_of(model.inputs[layer])
         for position in range(LENGTH):
             seen = min(position + 1, TOP_K)
             expected = set(model.indices[layer][position][:seen].tolist())
@@ -249,3 +233,10 @@ def test_what_it_cannot_do_is_refused() -> None:
     sim.algorithm = Quest()
     with pytest.raises(HiSparseError, match="got no indexer inputs from the model"):
         sim.prefill((request, 5))
+
+
+def test_every_fp8_number_is_read_as_it_is() -> None:
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    numbers = numbers[numbers.float().isfinite()]
+    assert len(numbers) == 254
+    assert torch.equal(_to_float(numbers), numbers.float())

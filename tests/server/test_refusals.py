@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import run_to_exit
-from tiny_models import deepseek_v2_config, tiny_model
+from tiny_models import INDEX_TOP_K, tiny_model
 
 #: SGLang warns while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -154,9 +154,26 @@ def test_an_environment_variable_that_changes_the_pool(
     assert name in refusal(resolve)
 
 
-def test_a_model_with_latent_attention(resolve: Resolve, tmp_path: Path) -> None:
-    message = refusal(resolve, model=deepseek_v2_config(tmp_path))
-    assert "DeepseekV2ForCausalLM has MLA attention" in message
+def test_heads_that_share_a_latent_cannot_select_apart(resolve: Resolve) -> None:
+    config = {"selection_scope": "query_head"}
+    message = refusal(resolve, model=tiny_model("deepseek_v2"), config=config)
+    assert "'query_head' does not go with" in message
+    assert "latent attention (MLA) (choices: kv_head, layer; algorithms that can: none)" in message
+
+
+def test_a_model_with_an_indexer_is_served_by_what_asks_it(
+    resolve: Resolve, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model("deepseek_v32")
+    message = refusal(resolve, model=model)
+    assert "DeepseekV32ForCausalLM was trained to attend what its indexer selects" in message
+    assert message.endswith("expected one that does: dsa")
+    config = {"algorithm": "dsa", "page_size": 1, "budget": 2 * INDEX_TOP_K}
+    assert resolve(model=model, config=config).page_size % 16 == 0
+    warned = "are (128, 1, 2); DeepseekV32ForCausalLM was trained with (64, 0, 0)"
+    assert warned in capfd.readouterr().err
+    message = refusal(resolve, config=config)
+    assert "asks the model's indexer, which LlamaForCausalLM does not have" in message
 
 
 @pytest.mark.parametrize(
@@ -207,9 +224,9 @@ def test_the_command_line_ends_with_one_line(
     assert line.startswith("hisparse: error: ") and message in line
 
 
-def test_the_command_line_refuses_latent_attention(tmp_path: Path) -> None:
-    line = _end_of_start(model=deepseek_v2_config(tmp_path), config=None)
-    assert "MLA attention" in line
+def test_the_command_line_refuses_a_model() -> None:
+    line = _end_of_start(model=tiny_model("deepseek_v32"), config=None)
+    assert "was trained to attend what its indexer selects" in line
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tiny random Llama, Qwen2 and DeepSeek-V2 models, made on the spot.
+"""Tiny random Llama, Qwen2, DeepSeek-V2 and DeepSeek-V3.2 models, made on the spot.
 
 Their weights are scaled so that attention is peaked and matters, greedy continuations wander
 instead of repeating one token, and the best token leads by much more than float32 noise.
@@ -6,7 +6,6 @@ instead of repeating one token, and the best token leads by much more than float
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -14,11 +13,11 @@ import torch
 
 __all__ = [
     "CONTEXT",
+    "INDEX_TOP_K",
     "KV_HEADS",
     "LAYERS",
     "TOKEN_BYTES",
     "VOCAB",
-    "deepseek_v2_config",
     "tiny_model",
 ]
 
@@ -48,6 +47,55 @@ _SHAPE = {
     "torch_dtype": "float32",
 }
 
+_MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_layer_freq": 1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": CONTEXT // 4,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
+
+#: Tokens that DeepSeek-V3.2's indexer keeps: far less than most prompts.
+INDEX_TOP_K = 64
+
+#: What differs from ``_SHAPE``; in both a dense layer and layers of experts.
+_SHAPES = {
+    "deepseek_v2": _SHAPE
+    | _MLA
+    | {"q_lora_rank": None, "routed_scaling_factor": 1.0, "scoring_func": "softmax"},
+    "deepseek_v32": _SHAPE
+    | _MLA
+    | {
+        "q_lora_rank": 96,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "index_topk": INDEX_TOP_K,
+        "index_n_heads": 16,
+        "index_head_dim": 128,
+    },
+}
+
+#: Weights that make attention peaked.
+_LOUD = ("q_proj", "q_b_proj", "o_proj")
+
 #: Counted up when the weights change, so that no old folder is taken.
 _VERSION = 3
 
@@ -58,16 +106,21 @@ def _cache() -> Path:
 
 
 def tiny_model(kind: str) -> Path:
-    """Folder of a model; ``kind`` is "llama" or "qwen2"."""
+    """Folder of a model; ``kind`` is "llama", "qwen2", "deepseek_v2" or "deepseek_v32"."""
     folder = _cache() / f"tiny-{kind}-v{_VERSION}"
     if not (folder / "config.json").exists():
-        from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+        import transformers
 
         torch.manual_seed(7)
-        if kind == "llama":
-            model = LlamaForCausalLM(LlamaConfig(**_SHAPE))
-        else:
-            model = Qwen2ForCausalLM(Qwen2Config(**_SHAPE))
+        names = {
+            "llama": "Llama",
+            "qwen2": "Qwen2",
+            "deepseek_v2": "DeepseekV2",
+            "deepseek_v32": "DeepseekV32",
+        }
+        shape = _SHAPES.get(kind, _SHAPE)
+        config = getattr(transformers, f"{names[kind]}Config")(**shape)
+        model = getattr(transformers, f"{names[kind]}ForCausalLM")(config)
         _scale(model.float())
         model.save_pretrained(folder)
     return folder
@@ -81,40 +134,11 @@ def _scale(model: torch.nn.Module) -> None:
             weight.normal_(0, 0.5)
         elif weight.ndim == 2 and "embed" in name:
             weight.normal_(0, 1)
-        elif weight.ndim == 2:
-            gain = 2.0 if "q_proj" in name or "o_proj" in name else 1.5
-            weight.normal_(0, gain / weight.shape[1] ** 0.5)
+        elif weight.ndim >= 2:
+            gain = 2.0 if any(x in name for x in _LOUD) else 1.5
+            weight.normal_(0, gain / weight.shape[-1] ** 0.5)
+        if "indexer.weights_proj" in name:
+            # SGLang keeps these in bfloat16, whatever the dtype of the model.
+            weight.copy_(weight.bfloat16())
     # The end-of-text token never leads.
     model.lm_head.weight[_SHAPE["eos_token_id"]] = 0
-
-
-def deepseek_v2_config(folder: Path) -> Path:
-    """A folder with the configuration of a small MLA model and no weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = _SHAPE | {
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 64,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-        "moe_intermediate_size": 64,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "greedy",
-        "scoring_func": "softmax",
-        "norm_topk_prob": False,
-        "hidden_act": "silu",
-        "aux_loss_alpha": 0.0,
-    }
-    config.pop("head_dim")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder

@@ -1,0 +1,151 @@
+// key_score: per page the maximum, or the log-sum-exp, of q.k over its tokens; keys are read where
+// they lie in the host pool.
+#include "parallel.h"
+#include "simd.h"
+#include "tensors.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <vector>
+
+namespace hisparse {
+namespace {
+
+struct KeyScoreParams {
+  const float* query;              // [B, Hq, D]
+  const char* keys;                // [host pages, Hkv, S, D]; strides in elements
+  int64_t page_stride, head_stride, token_stride;
+  Rows<const int32_t> host_pages;  // [B, P]
+  const int32_t* num_pages;        // [B]
+  const uint8_t* wanted;           // [B, Hq, P], or null: all
+  float* scores;                   // [B, Hq, P]
+  int64_t batch, width, num_host_pages;
+  int32_t q_heads, kv_heads, page_size, dim;
+  bool sums;                       // log-sum-exp, else maximum
+};
+
+constexpr int64_t kPagesPerItem = 32;
+
+// q.k of one token for G queries that share its KV head.
+template <typename T, int G>
+HISPARSE_INLINE void products(const float* q, const typename T::Raw* key, int32_t dim,
+                              float* logits, int64_t stride) {
+  Floats sums[G] = {};
+  int32_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) {
+    const Floats x = T::load(key + d);
+    for (int g = 0; g < G; ++g) sums[g] += Float32::load(q + g * dim + d) * x;
+  }
+  for (int g = 0; g < G; ++g) {
+    float total = sum(sums[g]);
+    for (int32_t rest = d; rest < dim; ++rest) total += q[g * dim + rest] * T::one(key[rest]);
+    logits[g * stride] = total;
+  }
+}
+
+// Logits [group, room] of one page's tokens.
+template <typename T>
+void page_logits(const KeyScoreParams& p, const float* q, const typename T::Raw* page,
+                 int64_t room, float* logits) {
+  const int32_t group = p.q_heads / p.kv_heads;
+  for (int32_t token = 0; token < p.page_size; ++token) {
+    const typename T::Raw* key = page + token * p.token_stride;
+    int32_t g = 0;
+    for (; g + 4 <= group; g += 4) {
+      products<T, 4>(q + g * p.dim, key, p.dim, logits + g * room + token, room);
+    }
+    for (; g + 2 <= group; g += 2) {
+      products<T, 2>(q + g * p.dim, key, p.dim, logits + g * room + token, room);
+    }
+    for (; g < group; ++g) {
+      products<T, 1>(q + g * p.dim, key, p.dim, logits + g * room + token, room);
+    }
+  }
+}
+
+float reduced(const KeyScoreParams& p, float* logits) {
+  if (!p.sums) return *std::max_element(logits, logits + p.page_size);
+  float total = 0;
+  const float top = exponentiate(logits, p.page_size, &total);
+  return top + std::log(total);
+}
+
+// One run of pages for the query heads of one KV head; false if a page is not in the pool.
+template <typename T>
+bool score_run(const KeyScoreParams& p, int64_t b, int64_t kv_head, int64_t first) {
+  using Raw = typename T::Raw;
+  const int64_t last = std::min(first + kPagesPerItem, p.width);
+  const int64_t present = std::clamp<int64_t>(p.num_pages[b], first, last);
+  const int64_t group = p.q_heads / p.kv_heads, row = b * p.q_heads + kv_head * group;
+  const int64_t room = (p.page_size + kLanes - 1) / kLanes * kLanes;
+  const Raw* keys = reinterpret_cast<const Raw*>(p.keys) + kv_head * p.head_stride;
+  float* scores = p.scores + row * p.width;
+  const auto is_wanted = [&](int64_t g, int64_t page) {
+    return p.wanted == nullptr || p.wanted[(row + g) * p.width + page] != 0;
+  };
+  thread_local std::vector<float> logits;
+  logits.resize(group * room);
+  for (int64_t page = first; page < last; ++page) {
+    bool any = false;
+    for (int64_t g = 0; g < group && page < present; ++g) any = any || is_wanted(g, page);
+    if (any) {
+      const int32_t host_page = p.host_pages[b][page];
+      if (host_page < 0 || host_page >= p.num_host_pages) return false;
+      page_logits<T>(p, p.query + row * p.dim, keys + host_page * p.page_stride, room,
+                     logits.data());
+    }
+    for (int64_t g = 0; g < group; ++g) {
+      const bool wanted = any && is_wanted(g, page);
+      scores[g * p.width + page] = wanted ? reduced(p, logits.data() + g * room) : -INFINITY;
+    }
+  }
+  return true;
+}
+
+template <typename T>
+bool run(const KeyScoreParams& p) {
+  const int64_t runs = (p.width + kPagesPerItem - 1) / kPagesPerItem;
+  const int64_t items = p.batch * p.kv_heads * runs;
+  const double work =
+      static_cast<double>(p.batch * p.width) * p.page_size * p.q_heads * p.dim / 20;
+  std::atomic<bool> in_range{true};
+  parallel_for(items, num_threads(items, work), [&](int64_t item) {
+    const int64_t b = item / runs / p.kv_heads, kv_head = item / runs % p.kv_heads;
+    if (!score_run<T>(p, b, kv_head, item % runs * kPagesPerItem)) in_range = false;
+  });
+  return in_range;
+}
+
+void key_score(TensorView query, TensorView keys, TensorView host_page_table, TensorView num_pages,
+               TensorView wanted, TensorView scores, bool sums) {
+  KeyScoreParams p;
+  p.query = vector_of<const float>(query, "query");
+  p.keys = vector_of<const char>(keys, "keys");
+  p.page_stride = keys.stride(0);
+  p.head_stride = keys.stride(1);
+  p.token_stride = keys.stride(2);
+  p.host_pages = rows_of<const int32_t>(host_page_table, "host_page_table");
+  p.num_pages = vector_of<const int32_t>(num_pages, "num_pages");
+  p.wanted = wanted.size(0) == 0 ? nullptr : vector_of<const uint8_t>(wanted, "pages");
+  p.scores = vector_of<float>(scores, "scores");
+  p.batch = query.size(0);
+  p.width = scores.size(2);
+  p.num_host_pages = keys.size(0);
+  p.q_heads = static_cast<int32_t>(query.size(1));
+  p.kv_heads = static_cast<int32_t>(keys.size(1));
+  p.page_size = static_cast<int32_t>(keys.size(2));
+  p.dim = static_cast<int32_t>(query.size(2));
+  p.sums = sums;
+  const bool in_range =
+      with_element_type(keys, "keys", [&](auto type) { return run<decltype(type)>(p); });
+  if (!in_range) {
+    TVM_FFI_THROW(ValueError) << "host_page_table: a page is outside [0, " << p.num_host_pages
+                              << "), the pages of the keys";
+  }
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(key_score, key_score);
+
+}  // namespace
+}  // namespace hisparse

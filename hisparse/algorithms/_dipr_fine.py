@@ -1,0 +1,136 @@
+"""DIPR's fine index: a graph over a request's keys, from one to those that lie near it."""
+
+from __future__ import annotations
+
+import importlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hisparse.batch import DecodeStep, PrefillStep
+from hisparse.errors import ConfigError
+from hisparse.kernels import KeyGraphs, graph_score, key_score
+from hisparse.request_indexes import RequestIndexes
+
+__all__ = ["LINKS_PER_TOKEN", "build_graph", "fine_scores", "link_keys", "require_faiss"]
+
+#: Of HNSW's lowest layer, twice the M that faiss is given.
+LINKS_PER_TOKEN = 32
+#: Candidates that faiss looks at for a token's links. More is slower and changes little.
+_CONSTRUCTION = 40
+#: A search begins with every so many tokens: neighbours in the text are neighbours in the graph,
+#: and no cluster of keys is out of its reach.
+_ENTRY_STRIDE = 32
+
+
+def require_faiss() -> Any:
+    """The library that builds the graphs.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module("faiss")
+    except ImportError as error:
+        raise ConfigError(
+            f"algorithm_config.index: got 'fine', which needs faiss ({error}); expected "
+            "faiss-cpu to be installed (pip install 'hisparse[dipr]'), or index coarse or flat"
+        ) from None
+
+
+def build_graph(layer_id: int, step: PrefillStep, threshold: int) -> None:
+    """At the end of a prompt: link its keys, if it is long enough for a search to pay off.
+
+    A search scores up to ``threshold`` times ``LINKS_PER_TOKEN`` tokens at least; scoring all of a
+    shorter prompt's is as little work.
+
+    Args:
+        layer_id: layer number.
+        step: the chunk; nothing is done unless it is the last one.
+        threshold: l0, candidates that a search explores in any case.
+    """
+    size = step.policy.kv.page_size
+    num_tokens = step.end // size * size
+    if not step.is_last or num_tokens <= threshold * LINKS_PER_TOKEN:
+        return
+    # Copies: a tile is valid until the next one.
+    tiles = [keys.to(torch.float32, copy=True) for _, keys in step.context_keys(layer_id)]
+    links = link_keys(torch.cat(tiles)[:num_tokens])
+    _indexes(step).put(layer_id, step.slot, links, num_tokens)
+
+
+def link_keys(keys: Tensor) -> Tensor:
+    """Links of each token to others with similar keys, for each KV head.
+
+    HNSW's lowest layer. The best q.k becomes the nearest neighbour with one more channel, which
+    makes all keys equally long (https://doi.org/10.1145/2645710.2645741).
+
+    Args:
+        keys: ``[n, Hkv, D] float32``.
+
+    Returns:
+        ``[Hkv, n, LINKS_PER_TOKEN] int32``, -1 where there is none; the same for the same keys.
+    """
+    squares = keys.square().sum(-1)
+    missing = (squares.amax(0) - squares).clamp(min=0).sqrt()
+    longer = torch.cat([keys, missing[..., None]], -1)
+    vectors = [np.ascontiguousarray(head) for head in longer.transpose(0, 1).numpy()]
+    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
+        return torch.from_numpy(np.stack(list(pool.map(_link, vectors))))
+
+
+def _link(vectors: np.ndarray) -> np.ndarray:
+    """``[n, D + 1] float32`` -> ``[n, LINKS_PER_TOKEN] int32``."""
+    faiss = require_faiss()
+    # Of this thread; what several threads add to a graph depends on who comes first.
+    faiss.omp_set_num_threads(1)
+    index = faiss.IndexHNSWFlat(vectors.shape[1], LINKS_PER_TOKEN // 2)
+    index.hnsw.efConstruction = _CONSTRUCTION
+    index.add(vectors)
+    # A token's links stand together, those of the lowest layer first.
+    starts = faiss.vector_to_array(index.hnsw.offsets)[:-1].astype(np.int64)
+    everything = faiss.vector_to_array(index.hnsw.neighbors)
+    links: np.ndarray = everything[starts[:, None] + np.arange(LINKS_PER_TOKEN)].astype(np.int32)
+    return links
+
+
+def fine_scores(
+    query: Tensor, layer_id: int, step: DecodeStep, rest: Tensor, within: float, threshold: int
+) -> Tensor:
+    """Each page's best q.k among the tokens that the search sees; a page may be missed.
+
+    Pages that were filled after the graph was built are scored in full, and so are all pages of a
+    request without a graph.
+
+    Args:
+        query: ``[B, Hq, D] float32``, times the softmax scale.
+        layer_id: layer number.
+        step: the step.
+        rest: ``[B, Hq] float32``, the best logit of the tail page.
+        within: in units of logits.
+        threshold: l0.
+
+    Returns:
+        ``[B, Hq, max_pages] float32``, -inf for pages of which no token was seen.
+    """
+    indexes, table = _indexes(step), step.host_page_table[:, : step.max_pages]
+    addresses = indexes.addresses[layer_id].index_select(0, step.slots)
+    tokens = indexes.lengths[layer_id].index_select(0, step.slots)
+    keys, size = step.host_keys(layer_id), step.policy.kv.page_size
+    fresh = torch.arange(step.max_pages) >= (tokens // size)[:, None]
+    fresh = fresh[:, None].expand(-1, query.shape[1], -1)
+    scores = key_score(query, keys, table, step.num_pages, pages=fresh)
+    best = torch.maximum(rest, scores.amax(-1))
+    graphs = KeyGraphs(addresses, tokens, LINKS_PER_TOKEN, _ENTRY_STRIDE)
+    found = graph_score(
+        query, keys, table, step.num_pages, graphs, best, within=within, threshold=threshold
+    )
+    return torch.maximum(scores, found)
+
+
+def _indexes(step: PrefillStep | DecodeStep) -> RequestIndexes:
+    assert step.indexes is not None, "the coordinator hands over what it owns"
+    return step.indexes

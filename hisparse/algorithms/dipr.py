@@ -1,0 +1,156 @@
+"""DIPR: keep what comes near the best q.k, however much that is. https://arxiv.org/abs/2504.10326"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from hisparse.algorithms._dipr_coarse import coarse_scores, range_representation, store_ranges
+from hisparse.algorithms._dipr_fine import (
+    LINKS_PER_TOKEN,
+    build_graph,
+    fine_scores,
+    require_faiss,
+)
+from hisparse.algorithms._dipr_optimizer import IndexQuestion, choose_index
+from hisparse.algorithms._tail import tail_logits
+from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
+from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.kernels import key_score, select
+from hisparse.types import Selection
+
+__all__ = ["DIPR"]
+
+logger = logging.getLogger("hisparse")
+
+#: A token that weighs less than a hundredth of the heaviest one is left out.
+_DEFAULT_ALPHA = 0.01
+
+
+@register_algorithm("dipr")
+@dataclass(frozen=True, kw_only=True)
+class DIPR(BaseSparseAlgorithm):
+    """Keeps the pages of all tokens whose q.k is at least the best one's minus beta.
+
+    AlayaDB's dynamic inner product range query: heads and tasks that look at many tokens get many,
+    others few, up to ``device_buffer_size``. A page is kept if one of its tokens is in range, of
+    heads that share a selection for any of them; with pages of one token that is the paper's
+    definition. The tail page's tokens take part in the best.
+
+    Attributes:
+        beta: more than 0, in units of q.k before the softmax scale, as in the paper. None:
+            ``alpha`` says it.
+        alpha: in (0, 1), how much less a token may weigh in the softmax than the heaviest one:
+            beta = -ln(alpha) / scale, where scale is as a rule 1 / sqrt(D). None: 0.01 unless
+            ``beta`` is given.
+        index: how tokens in range are found: "flat" scores all keys; "coarse" only pages whose
+            key range lets them be in range, and finds the same; "fine" searches a graph over the
+            prompt's keys, and may miss some. "auto": a server chooses by its context length and
+            memory, and logs why.
+        capacity_threshold: tokens that the fine index explores in any case, l0 in the paper: more
+            miss less and take longer.
+    """
+
+    variable_lengths: ClassVar[bool] = True
+    reads_host_keys: ClassVar[bool] = True
+
+    beta: float | None = None
+    alpha: float | None = None
+    index: Literal["auto", "flat", "coarse", "fine"] = "auto"
+    capacity_threshold: int = 256
+
+    def __post_init__(self) -> None:
+        if self.beta is not None and self.alpha is not None:
+            raise ValueError(f"got beta {self.beta} and alpha {self.alpha}, expected one of them")
+        if self.beta is not None and not 0 < self.beta < math.inf:
+            raise ValueError(f"beta: got {self.beta}, expected more than 0 and finite")
+        if self.capacity_threshold < 1:
+            raise ValueError(
+                f"capacity_threshold: got {self.capacity_threshold}, expected at least 1 token"
+            )
+        if self.alpha is not None and not 0 < self.alpha < 1:
+            raise ValueError(f"alpha: got {self.alpha}, expected more than 0 and less than 1")
+
+    def within(self, scale: float) -> float:
+        """Beta in units of attention logits, which are ``scale`` times q.k."""
+        if self.beta is not None:
+            return self.beta * scale
+        return -math.log(_DEFAULT_ALPHA if self.alpha is None else self.alpha)
+
+    def settled(
+        self, policy: SelectionPolicy, *, context_length: int, host_bytes: int, device_bytes: int
+    ) -> DIPR:
+        """``index`` is chosen, unless it is given."""
+        if self.index != "auto":
+            return self
+        kv = policy.kv
+        ranges = replace(self, index="coarse").representations(policy).values()
+        kind, reason = choose_index(
+            IndexQuestion(
+                context_length=context_length,
+                expected_tokens=(policy.budget_pages + 1) * kv.page_size,
+                page_size=kv.page_size,
+                kv_token_bytes=kv.token_bytes,
+                range_token_bytes=kv.num_layers * sum(r.num_bytes for r in ranges) / kv.page_size,
+                graph_token_bytes=replace(self, index="fine").host_token_bytes(policy),
+                device_bytes=device_bytes,
+                host_bytes=host_bytes,
+                has_graphs=find_spec("faiss") is not None,
+            )
+        )
+        logger.info("hisparse: dipr finds tokens by index %s: %s", kind, reason)
+        return replace(self, index=kind)
+
+    def host_token_bytes(self, policy: SelectionPolicy) -> int:
+        links = 4 * LINKS_PER_TOKEN * policy.kv.num_kv_heads * policy.kv.num_layers
+        return links if self.index == "fine" else 0
+
+    def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
+        return range_representation(policy.kv) if self.index == "coarse" else {}
+
+    def initialize(self, representations: Mapping[str, Tensor], policy: SelectionPolicy) -> None:
+        if self.index == "fine":
+            require_faiss()
+
+    def construct_representations(
+        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
+    ) -> None:
+        if self.index == "coarse":
+            store_ranges(keys, layer_id, step.host_pages, step.representations)
+        elif self.index == "fine":
+            build_graph(layer_id, step, self.capacity_threshold)
+
+    def update_representations(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
+    ) -> None:
+        if self.index == "coarse":
+            store_ranges(keys, layer_id, host_pages, step.representations)
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        policy = step.policy
+        query, within = queries.float() * policy.scale, self.within(policy.scale)
+        rest = tail_logits(query, layer_id, step).amax(-1)
+        if self.index == "coarse":
+            scores = coarse_scores(query, layer_id, step, rest, within)
+        elif self.index == "fine":
+            least = self.capacity_threshold
+            scores = fine_scores(query, layer_id, step, rest, within, least)
+        else:
+            table = step.host_page_table[:, : step.max_pages]
+            scores = key_score(query, step.host_keys(layer_id), table, step.num_pages)
+        return select(
+            scores,
+            step.num_pages,
+            heads=policy.heads,
+            max_pages=policy.max_pages,
+            num_sinks=policy.num_sink_pages,
+            num_recents=policy.num_recent_pages,
+            rest=rest,
+            within=within,
+        )

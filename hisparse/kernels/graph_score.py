@@ -1,0 +1,93 @@
+"""DIPR's search in a graph over keys in host memory: checked entry point."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hisparse.errors import KernelError
+from hisparse.kernels._check import check_tensor
+from hisparse.kernels._impl import implementation
+from hisparse.kernels.key_score import KEY_DTYPES
+
+__all__ = ["KeyGraphs", "graph_score"]
+
+_CPU = torch.device("cpu")
+
+
+class KeyGraphs(NamedTuple):
+    """A graph over each request's keys, one for each KV head.
+
+    Attributes:
+        addresses: ``[B] int64``, of ``[Hkv, tokens, links per token] int32``: positions that each
+            position is linked to, -1 for none. Whoever calls keeps them alive.
+        tokens: ``[B] int64``, how many; 0: there is no graph.
+        links_per_token: the same for all.
+        entry_stride: a search begins with every so many tokens.
+    """
+
+    addresses: Tensor
+    tokens: Tensor
+    links_per_token: int
+    entry_stride: int
+
+
+def graph_score(
+    query: Tensor,
+    keys: Tensor,
+    host_page_table: Tensor,
+    num_pages: Tensor,
+    graphs: KeyGraphs,
+    best: Tensor,
+    *,
+    within: float,
+    threshold: int,
+    impl: str = "auto",
+) -> Tensor:
+    """The largest q.k in each page among the tokens that a search for what is in range sees.
+
+    DIPRS, AlayaDB's algorithm 1 (https://arxiv.org/abs/2504.10326), best candidate first: until
+    ``threshold`` candidates are explored all of them are, then only critical ones, those with a
+    q.k of at least the best one so far minus ``within``. To explore a token is to score the tokens
+    that it is linked to. Scores are exact; tokens in range may be missed.
+
+    Args:
+        query: ``[B, Hq, D] float32``, times the softmax scale.
+        keys: ``[host pages, Hkv, S, D]`` float32, bfloat16 or float16; any strides, but D dense.
+        host_page_table: ``[B, P] int32``.
+        num_pages: ``[B] int32``, pages that a request has; what a graph has beyond is passed over.
+        graphs: where to go from a token.
+        best: ``[B, Hq] float32``, the best q.k that is known without the graphs; -inf for none.
+        within: beta, in units of attention logits.
+        threshold: l0, candidates that are explored in any case.
+        impl: "auto", or an implementation's name.
+
+    Returns:
+        ``[B, Hq, P] float32``, -inf for pages of which no token was seen.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device, or a page is not in the pool.
+    """
+    batch, q_heads, dim = query.shape
+    check_tensor("query", query, torch.float32, (None, None, None), _CPU)
+    if keys.dtype not in KEY_DTYPES:
+        choices = ", ".join(map(str, KEY_DTYPES))
+        raise KernelError(f"keys: got dtype {keys.dtype}, expected one of {choices}")
+    check_tensor("keys", keys, keys.dtype, (None, None, None, dim), _CPU)
+    if keys.stride(-1) != 1 or q_heads % keys.shape[1]:
+        raise KernelError(
+            f"keys: got stride {keys.stride(-1)} in D and {keys.shape[1]} heads, expected stride 1 "
+            f"and a divisor of the {q_heads} query heads"
+        )
+    check_tensor("host_page_table", host_page_table, torch.int32, (batch, None))
+    check_tensor("num_pages", num_pages, torch.int32, (batch,))
+    check_tensor("graphs.addresses", graphs.addresses, torch.int64, (batch,), _CPU)
+    check_tensor("graphs.tokens", graphs.tokens, torch.int64, (batch,), _CPU)
+    check_tensor("best", best, torch.float32, (batch, q_heads))
+    module = implementation(impl, query.device, keys.device)
+    scores: Tensor = module.graph_score(
+        query, keys, host_page_table, num_pages, graphs, best, within, threshold
+    )
+    return scores

@@ -1,0 +1,30 @@
+"""Exact logits of pages in plain PyTorch: the oracle of the other implementations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["key_score"]
+
+
+def key_score(
+    query: Tensor,
+    keys: Tensor,
+    host_page_table: Tensor,
+    num_pages: Tensor,
+    pages: Tensor | None,
+    reduce: str,
+) -> Tensor:
+    """See :func:`hisparse.kernels.key_score`."""
+    page = torch.arange(host_page_table.shape[1])
+    absent = (page >= num_pages[:, None])[:, None].expand(-1, query.shape[1], -1)
+    if pages is not None:
+        absent = absent | ~pages
+    own = keys[host_page_table.masked_fill(absent.all(1), 0).long()]  # [B, P, Hkv, S, D]
+    grouped = query.unflatten(1, (keys.shape[1], -1))[:, None, :, None]
+    # Not a matrix product: the order of its sums could depend on the number of pages.
+    logits = (grouped * own.float()[..., None, :]).sum(-1)  # [B, P, Hkv, S, G]
+    by_page = logits.amax(3) if reduce == "max" else logits.logsumexp(3)
+    scores: Tensor = by_page.flatten(2).transpose(1, 2).masked_fill(absent, -torch.inf)
+    return scores

@@ -1,0 +1,260 @@
+"""DIPR against its definition in float64, and its exact indexes against each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hisparse.algorithms import DIPR
+from hisparse.algorithms import _dipr_coarse as coarse
+from hisparse.assemble import check_capabilities
+from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.errors import ConfigError
+from hisparse.testing import Request, Simulator
+from hisparse.testing.recorder import Recorder, Retrieved
+
+SCOPES = ["layer", "kv_head", "query_head"]
+EXACT = ["flat", "coarse"]
+
+
+def behind_best(sim: Simulator, request: Request, layer: int, tokens: int) -> Tensor:
+    """``[H, P]``: how far each full page is from the best logit of the head that it suits best."""
+    size, count = sim.page_size, (tokens - 1) // sim.page_size
+    k = request.k[layer, :tokens].double().repeat_interleave(sim.spec.group_size, dim=1)
+    logits = torch.einsum("hd,khd->hk", request.q[layer, tokens - 1].double(), k) * sim.scale
+    pages = logits[:, : count * size].unflatten(1, (count, size)).amax(-1)
+    behind = pages - logits.amax(-1, keepdim=True)
+    return behind.unflatten(0, (sim.policy.heads, -1)).amax(1)
+
+
+def require_range(sim: Simulator, request: Request, seen: Retrieved, row: int, beta: float) -> int:
+    """A selection is the definition's, up to rounding at the limit; how often the cap binds."""
+    most, capped = sim.policy.max_pages, 0
+    behind = behind_best(sim, request, seen.layer_id, seen.seq_lens[row])
+    count = behind.shape[1]
+    forced = {0, count - 1} if count else set()
+    for head, pages in enumerate(seen.pages[row]):
+        chosen = set(pages[: seen.lengths[row][head]])
+        assert chosen >= forced
+        ranked = sorted(set(range(count)) - forced, key=lambda p: -behind[head, p].item())
+        room = most - len(forced)
+        sure = [p for p in ranked if behind[head, p] >= -beta + 1e-4]
+        allowed = [p for p in ranked if behind[head, p] >= -beta - 1e-4]
+        capped += len(sure) > room
+        # Where the cap binds the best are kept; equals may stand for each other.
+        least = behind[head, sure[room - 1]] if len(sure) > room else -math.inf
+        assert {p for p in sure[:room] if behind[head, p] > least + 1e-4} <= chosen - forced
+        assert chosen - forced <= set(allowed)
+        assert len(chosen) <= most
+        assert len(chosen - forced) >= min(len(sure), room)
+    return capped
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    scope=st.sampled_from(SCOPES),
+    index=st.sampled_from(EXACT),
+    page_size=st.sampled_from([1, 16]),
+    layout=st.sampled_from(["layer_first", "page_first", "page_head"]),
+    alpha=st.sampled_from([0.9, 0.3, 0.05, 0.001]),
+    buffer=st.sampled_from([3, 6, 20]),
+    lengths=st.lists(st.integers(1, 13 * 16), min_size=1, max_size=3),
+    sharpness=st.sampled_from([0.1, 1.0, 5.0]),
+    seed=st.integers(0, 2**20),
+)
+def test_what_is_kept_is_what_is_in_range(
+    scope: Any,
+    index: Any,
+    page_size: int,
+    layout: Any,
+    alpha: float,
+    buffer: int,
+    lengths: list[int],
+    sharpness: float,
+    seed: int,
+) -> None:
+    recorder = Recorder(DIPR(alpha=alpha, index=index))
+    sim = Simulator(
+        scope=scope,
+        layout=layout,
+        page_size=page_size,
+        algorithm=recorder,
+        budget=3 * page_size,
+        device_buffer=buffer * page_size,
+        max_row=buffer * page_size,
+        host_pages=900,
+    )
+    requests = [sim.request(i + 1, n + 3, seed=seed + i) for i, n in enumerate(lengths)]
+    for request, n in zip(requests, lengths, strict=True):
+        request.q *= sharpness
+        sim.prefill((request, n))
+    for _ in range(3):
+        sim.decode(*requests)
+    for seen in recorder.retrieved:
+        for row, slot in enumerate(seen.slots):
+            require_range(sim, requests[slot - 1], seen, row, -math.log(alpha))
+
+
+def retrieved(algorithm: DIPR, scope: Any = "kv_head", **changes: Any) -> list[Retrieved]:
+    """Selections of one request of 260 tokens, as :func:`changed` has it."""
+    recorder = Recorder(algorithm)
+    world = {"budget": 32, "device_buffer": 128, "max_row": 128, "num_slots": 3}
+    sim = Simulator(scope=scope, algorithm=recorder, **(world | changes))
+    request = sim.request(1, 260, seed=4)
+    sim.prefill((request, 250))
+    for _ in range(10):
+        sim.decode(request)
+    return recorder.retrieved
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    scope=st.sampled_from(SCOPES),
+    page_size=st.sampled_from([1, 8, 16]),
+    alpha=st.floats(1e-6, 0.999),
+    size=st.sampled_from([1e-3, 1.0, 30.0]),
+    shift=st.sampled_from([0.0, 10.0]),
+    whole=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_coarse_finds_exactly_what_flat_finds(
+    scope: Any, page_size: int, alpha: float, size: float, shift: float, whole: bool, seed: int
+) -> None:
+    """Bit for bit, with many equal scores and far from the origin too."""
+    found = []
+    for index in EXACT:
+        recorder = Recorder(DIPR(alpha=alpha, index=index))
+        sim = Simulator(
+            scope=scope,
+            page_size=page_size,
+            algorithm=recorder,
+            budget=2 * page_size,
+            device_buffer=12 * page_size,
+            max_row=12 * page_size,
+            host_pages=400,
+        )
+        request = sim.request(1, 244, seed=seed)
+        request.k.mul_(size).add_(shift)
+        if whole:
+            request.k.round_()
+            request.q.round_()
+        sim.prefill((request, 240))
+        for _ in range(4):
+            sim.decode(request)
+        found.append(recorder.retrieved)
+    assert found[0]
+    assert found[0] == found[1]
+
+
+def test_coarse_leaves_out_of_range_pages_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = []
+    right = coarse.key_score
+
+    def watched(*inputs: Any, pages: Tensor) -> Tensor:
+        parts.append(pages[:, :, : int(inputs[3])].float().mean().item())
+        return right(*inputs, pages=pages)
+
+    monkeypatch.setattr(coarse, "key_score", watched)
+    recorder = Recorder(DIPR(alpha=0.1, index="coarse"))
+    sim = Simulator(algorithm=recorder, head_dim=8, device_buffer=160, max_row=160, host_pages=400)
+    request = sim.request(1, 2010, seed=0)
+    # Pages differ more than the tokens in them.
+    means = 4 * torch.randn(2, 252, 1, 2, 8).expand(-1, -1, 8, -1, -1).flatten(1, 2)[:, :2010]
+    request.k.mul_(0.2).add_(means)
+    sim.prefill((request, 2000))
+    sim.decode(request)
+    for seen in recorder.retrieved:
+        require_range(sim, request, seen, 0, -math.log(0.1))
+    first, second = parts[::2], parts[1::2]
+    assert max(first) < 0.1
+    assert max(second) < 0.25
+
+
+def test_beta_is_in_units_of_products_before_the_scale() -> None:
+    """The paper's relation: beta = -ln(alpha) * sqrt(D)."""
+    scale, alpha = 16**-0.5, 0.5
+    beta = -math.log(alpha) * 16**0.5
+    assert math.isclose(DIPR(beta=beta).within(scale), DIPR(alpha=alpha).within(scale))
+    by_alpha = retrieved(DIPR(alpha=alpha), scale=scale)
+    assert retrieved(DIPR(beta=beta), scale=scale) == by_alpha
+    assert retrieved(DIPR(beta=2 * beta), scale=scale) != by_alpha
+    assert retrieved(DIPR(), scale=scale) == retrieved(DIPR(alpha=0.01), scale=scale)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_the_number_follows_the_query_up_to_the_cap(scope: str) -> None:
+    numbers = [
+        {n for r in retrieved(DIPR(alpha=alpha), scope) for n in r.lengths[0]}
+        for alpha in (0.999, 0.4, 1e-9)
+    ]
+    few, some, all_there_is = numbers
+    # The sink, the recent page and each head's best.
+    assert max(few) <= 2 + 4 // {"layer": 1, "kv_head": 2, "query_head": 4}[scope]
+    assert len(some) > 2
+    assert all_there_is == {128 // 8 - 1}
+
+
+@pytest.mark.parametrize("index", EXACT)
+def test_of_equal_tokens_the_first_are_kept(index: Any) -> None:
+    recorder = Recorder(DIPR(beta=0.001, index=index))
+    sim = Simulator(algorithm=recorder, device_buffer=64, budget=32)
+    request = sim.request(1, 200, seed=1)
+    request.k.fill_(1.0)
+    sim.prefill((request, 190))
+    sim.decode(request)
+    for seen in recorder.retrieved:
+        assert seen.pages[0] == [[0, 1, 2, 3, 4, 5, 22]] * 2
+
+
+def test_the_tail_pages_best_counts() -> None:
+    """A token of the tail page with a far larger product leaves nothing else in range."""
+    recorder = Recorder(DIPR(alpha=0.001))
+    sim = Simulator(algorithm=recorder)
+    request = sim.request(1, 200, seed=1)
+    request.k[:, 190] = 50 * request.q[:, 190].unflatten(1, (2, -1)).mean(2)
+    request.q[:, 190] = request.q[:, 190].unflatten(1, (2, -1)).mean(2).repeat_interleave(2, 1)
+    sim.prefill((request, 190))
+    sim.decode(request)
+    assert [seen.pages[0][0][:3] for seen in recorder.retrieved] == [[0, 22, -1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beta": 1.0, "alpha": 0.5}, "got beta 1.0 and alpha 0.5, expected one of them"),
+        ({"beta": 0.0}, "beta: got 0.0, expected more than 0 and finite"),
+        ({"beta": -2}, "beta: got -2, expected more than 0"),
+        ({"beta": math.inf}, "beta: got inf"),
+        ({"beta": math.nan}, "beta: got nan"),
+        ({"alpha": 0.0}, "alpha: got 0.0, expected more than 0 and less than 1"),
+        ({"alpha": 1.0}, "alpha: got 1.0"),
+        ({"capacity_threshold": 0}, "capacity_threshold: got 0, expected at least 1 token"),
+        ({"index": "tree"}, 'index: got \'tree\' .* "flat" or "coarse" or "fine"'),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], message: str) -> None:
+    config = HiSparseConfig(algorithm="dipr", algorithm_config=options)
+    with pytest.raises(ConfigError, match=message):
+        build_algorithm(config)
+
+
+def test_devices_that_do_not_read_host_keys_are_refused() -> None:
+    config = HiSparseConfig(algorithm="dipr")
+    check_capabilities(config, "cpu")
+    with pytest.raises(ConfigError, match="'dipr' cannot do device cuda"):
+        check_capabilities(config, "cuda")
+
+
+def test_flat_and_unchosen_remember_nothing() -> None:
+    policy = Simulator().policy
+    assert DIPR(index="flat").representations(policy) == DIPR().representations(policy) == {}
+    (ranges,) = DIPR(index="coarse").representations(policy).values()
+    kv = replace(policy.kv)
+    assert ranges.num_bytes == 2 * kv.num_kv_heads * 2 * kv.head_dim

@@ -1,0 +1,138 @@
+"""Latent attention (MLA), and DeepSeek-V3.2's sparse attention (DSA), against Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from deepseek import RECORDED, Choices, HuggingFace, read_choices
+from harness import Answer, Server
+from plugins import make_plugin
+from tiny_models import INDEX_TOP_K, LAYERS, tiny_model
+from torch.testing import assert_close
+from workload import tokens
+
+NEW_TOKENS = 24
+FLAGS = ("--max-total-tokens", "20000", "--chunked-prefill-size", "256")
+#: Compiling a few small functions takes longer than running them.
+QUICK = {"TORCHDYNAMO_DISABLE": "1"}
+MEMORY = {"host_memory": "1GiB", "device_memory": "600MB", "checked": True}
+
+#: Latent and rotary part of one token in float32, all layers.
+TOKEN_BYTES = LAYERS * (64 + 16) * 4
+BUDGET = 512
+SHORT = [tokens(n, seed=n) for n in (50, 160, 333)]
+LONG = tokens(801, seed=801)
+
+
+@pytest.fixture(scope="module")
+def mla(log_dir: Path) -> Iterator[Server]:
+    config = MEMORY | {"budget": BUDGET, "device_buffer_size": BUDGET, "max_row_capacity": BUDGET}
+    log = log_dir / "mla.log"
+    with Server(tiny_model("deepseek_v2"), log, *FLAGS, config=config, env=QUICK) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def v2() -> HuggingFace:
+    return HuggingFace("deepseek_v2")
+
+
+def test_mla_within_the_budget_is_exact(mla: Server, v2: HuggingFace) -> None:
+    """Beside a request that is sparse; in chunks, and with a prefix from the radix cache."""
+    expected = [v2.greedy(p, NEW_TOKENS) for p in SHORT]
+    answers = mla.generate_many([*SHORT, LONG], NEW_TOKENS)
+    assert [a.ids for a in answers[:3]] == expected
+    prompts = [tokens(300, seed=1) + tokens(n, seed=n) for n in (20, 100)]
+    answers = [mla.generate(p, NEW_TOKENS) for p in prompts]
+    assert [a.ids for a in answers] == [v2.greedy(p, NEW_TOKENS) for p in prompts]
+    assert [a.cached for a in answers] == [0, 288], "18 whole pages of 16 are shared"
+
+
+def test_mla_sparse_steps_do_not_depend_on_others(mla: Server) -> None:
+    mla.flush_cache()
+    before, missed = mla.counted("selected_tokens", "miss_pages")
+    alone = mla.generate(LONG, NEW_TOKENS)
+    after, misses = mla.counted("selected_tokens", "miss_pages")
+    per_step = (after - before) / (NEW_TOKENS - 1) / LAYERS
+    assert BUDGET - 16 <= per_step <= BUDGET
+    assert misses > missed
+    assert alone.ids == mla.generate_many([*SHORT, LONG], NEW_TOKENS)[3].ids
+
+
+def test_mla_values_take_no_memory(mla: Server) -> None:
+    (num_bytes,) = mla.counted("host_kv_bytes")
+    assert num_bytes == (20000 + 16) * TOKEN_BYTES
+
+
+@dataclass(frozen=True)
+class Served:
+    """What four requests at the same time got, and what each of them attended."""
+
+    prompts: list[list[int]]
+    answers: list[Answer]
+    choices: list[Choices]
+
+
+@pytest.fixture(scope="module")
+def dsa(log_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    package, folder = tmp_path_factory.mktemp("package"), tmp_path_factory.mktemp("choices")
+    make_plugin(
+        package, "recorded", "hisparse.algorithms", "recorded = recorded:Recorded", RECORDED
+    )
+    config = MEMORY | {
+        "algorithm": "recorded",
+        "algorithm_config": {"index_dtype": "float32", "folder": str(folder)},
+        "page_size": 1,
+        "num_sink_pages": 0,
+        "num_recent_pages": 0,
+        "budget": INDEX_TOP_K,
+        "device_buffer_size": 2 * INDEX_TOP_K,
+        "max_row_capacity": 4 * INDEX_TOP_K,
+    }
+    prompts = [tokens(n, seed=n) for n in (30, 160, 333, 801)]
+    model, log = tiny_model("deepseek_v32"), log_dir / "dsa.log"
+    with Server(model, log, *FLAGS, config=config, python_path=[package], env=QUICK) as server:
+        answers = server.generate_many(prompts, NEW_TOKENS, delay_s=0.1, top_logprobs=1)
+        # A prompt whose first part is in the radix cache: its index keys are there as well.
+        prompts.append(prompts[3][:640] + tokens(90, seed=5))
+        answers.append(server.generate(prompts[4], NEW_TOKENS, top_logprobs=1))
+        (misses,) = server.counted("miss_pages")
+    assert misses > 0
+    assert [a.cached for a in answers] == [0, 0, 0, 0, 640]
+    requests = read_choices(folder, [len(p) + NEW_TOKENS - 1 for p in prompts])
+    requests[4] |= {(x, p): row for (x, p), row in requests[3].items() if p < 640}
+    return Served(prompts, answers, requests)
+
+
+@pytest.fixture(scope="module")
+def v32() -> HuggingFace:
+    return HuggingFace("deepseek_v32")
+
+
+def test_dsa_attends_the_tokens_of_hugging_face(dsa: Served, v32: HuggingFace) -> None:
+    """In every layer, for each query of prefill and decoding; the logits follow."""
+    for prompt, answer, choices in zip(dsa.prompts, dsa.answers, dsa.choices, strict=True):
+        expected = v32.logprobs(prompt + answer.ids[:-1], choices)[len(prompt) - 1 :]
+        assert all(difference < 1e-4 for difference in v32.swapped), "more than equal scores"
+        assert len(v32.swapped) <= 0.01 * LAYERS * len(prompt)
+        assert answer.ids == expected.argmax(-1).tolist()
+        of_tokens = expected[range(NEW_TOKENS), answer.ids]
+        assert_close(torch.tensor(answer.logprobs), of_tokens, rtol=0, atol=1e-3)
+
+
+def test_dsa_greedy_tokens_are_those_of_hugging_face(dsa: Served, v32: HuggingFace) -> None:
+    assert [a.ids for a in dsa.answers] == [v32.greedy(p, NEW_TOKENS) for p in dsa.prompts]
+
+
+def test_dsa_is_sparse_and_that_matters(dsa: Served, v32: HuggingFace) -> None:
+    prompt, answer = dsa.prompts[3], dsa.answers[3]
+    rows = [row for (_, p), row in dsa.choices[3].items() if p >= INDEX_TOP_K]
+    assert {len(row) for row in rows} == {INDEX_TOP_K}
+    dense = HuggingFace("deepseek_v32", index_topk=2048)
+    got = torch.tensor(answer.logprobs)
+    without = dense.logprobs(prompt + answer.ids[:-1])[len(prompt) - 1 :]
+    assert (without[range(NEW_TOKENS), answer.ids] - got).abs().max() > 0.1
