@@ -20,7 +20,7 @@ __all__ = ["Prefill"]
 
 
 class Prefill:
-    """Runs prefill chunks; prefill attention is always dense and exact.
+    """Runs prefill chunks, exactly: dense, but where the model itself was trained sparse.
 
     Args:
         policy: shapes of the model.

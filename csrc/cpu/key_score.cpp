@@ -25,15 +25,17 @@ struct KeyScoreParams {
   bool sums;                       // log-sum-exp, else maximum
 };
 
-constexpr int64_t kPagesPerItem = 32;
+constexpr int64_t kPagesPerItem = 64;
 
 // q.k of one token for G queries that share its KV head.
 template <typename T, int G>
-HISPARSE_INLINE void products(const float* q, const typename T::Raw* key, int32_t dim,
-                              float* logits, int64_t stride) {
+HISPARSE_INLINE void products(const float* q, const typename T::Raw* key,
+                              const typename T::Raw* ahead, int32_t dim, float* logits,
+                              int64_t stride) {
   Floats sums[G] = {};
   int32_t d = 0;
   for (; d + kLanes <= dim; d += kLanes) {
+    __builtin_prefetch(ahead + d);
     const Floats x = T::load(key + d);
     for (int g = 0; g < G; ++g) sums[g] += Float32::load(q + g * dim + d) * x;
   }
@@ -44,22 +46,23 @@ HISPARSE_INLINE void products(const float* q, const typename T::Raw* key, int32_
   }
 }
 
-// Logits [group, room] of one page's tokens.
+// Logits [group, room] of one page's tokens. Pages lie scattered: the next one is fetched meanwhile.
 template <typename T>
 void page_logits(const KeyScoreParams& p, const float* q, const typename T::Raw* page,
-                 int64_t room, float* logits) {
+                 const typename T::Raw* next, int64_t room, float* logits) {
   const int32_t group = p.q_heads / p.kv_heads;
   for (int32_t token = 0; token < p.page_size; ++token) {
     const typename T::Raw* key = page + token * p.token_stride;
+    const typename T::Raw* ahead = next + token * p.token_stride;
     int32_t g = 0;
     for (; g + 4 <= group; g += 4) {
-      products<T, 4>(q + g * p.dim, key, p.dim, logits + g * room + token, room);
+      products<T, 4>(q + g * p.dim, key, ahead, p.dim, logits + g * room + token, room);
     }
     for (; g + 2 <= group; g += 2) {
-      products<T, 2>(q + g * p.dim, key, p.dim, logits + g * room + token, room);
+      products<T, 2>(q + g * p.dim, key, ahead, p.dim, logits + g * room + token, room);
     }
     for (; g < group; ++g) {
-      products<T, 1>(q + g * p.dim, key, p.dim, logits + g * room + token, room);
+      products<T, 1>(q + g * p.dim, key, ahead, p.dim, logits + g * room + token, room);
     }
   }
 }
@@ -84,20 +87,29 @@ bool score_run(const KeyScoreParams& p, int64_t b, int64_t kv_head, int64_t firs
   const auto is_wanted = [&](int64_t g, int64_t page) {
     return p.wanted == nullptr || p.wanted[(row + g) * p.width + page] != 0;
   };
+  for (int64_t g = 0; g < group; ++g) {
+    std::fill(scores + g * p.width + first, scores + g * p.width + last, -INFINITY);
+  }
+  int64_t asked[kPagesPerItem];
+  int64_t count = 0;
+  for (int64_t page = first; page < present; ++page) {
+    bool any = false;
+    for (int64_t g = 0; g < group; ++g) any = any || is_wanted(g, page);
+    if (!any) continue;
+    if (p.host_pages[b][page] < 0 || p.host_pages[b][page] >= p.num_host_pages) return false;
+    asked[count++] = page;
+  }
+  const auto keys_of = [&](int64_t i) {
+    return keys + p.host_pages[b][asked[std::min(i, count - 1)]] * p.page_stride;
+  };
   thread_local std::vector<float> logits;
   logits.resize(group * room);
-  for (int64_t page = first; page < last; ++page) {
-    bool any = false;
-    for (int64_t g = 0; g < group && page < present; ++g) any = any || is_wanted(g, page);
-    if (any) {
-      const int32_t host_page = p.host_pages[b][page];
-      if (host_page < 0 || host_page >= p.num_host_pages) return false;
-      page_logits<T>(p, p.query + row * p.dim, keys + host_page * p.page_stride, room,
-                     logits.data());
-    }
+  for (int64_t i = 0; i < count; ++i) {
+    page_logits<T>(p, p.query + row * p.dim, keys_of(i), keys_of(i + 1), room, logits.data());
     for (int64_t g = 0; g < group; ++g) {
-      const bool wanted = any && is_wanted(g, page);
-      scores[g * p.width + page] = wanted ? reduced(p, logits.data() + g * room) : -INFINITY;
+      if (is_wanted(g, asked[i])) {
+        scores[g * p.width + asked[i]] = reduced(p, logits.data() + g * room);
+      }
     }
   }
   return true;

@@ -1,5 +1,6 @@
 """Algorithms that choose pages; each is one file and one class."""
 
+from hisparse.algorithms._tail import tail_logits
 from hisparse.algorithms.base import (
     ALGORITHMS,
     BaseSparseAlgorithm,
@@ -30,4 +31,5 @@ __all__ = [
     "Streaming",
     "TopP",
     "register_algorithm",
+    "tail_logits",
 ]

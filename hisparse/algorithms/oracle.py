@@ -9,6 +9,8 @@ from torch import Tensor
 
 from hisparse.algorithms.base import register_algorithm
 from hisparse.algorithms.page_score import PageScoreAlgorithm
+from hisparse.batch import DecodeStep
+from hisparse.kernels import key_score
 from hisparse.types import KVSpec
 
 __all__ = ["Oracle"]
@@ -43,3 +45,15 @@ class Oracle(PageScoreAlgorithm):
         by_page = logits.unflatten(-1, (summaries.shape[1], -1))
         scores: Tensor = by_page.amax(-1) if self.reduce == "max" else by_page.logsumexp(-1)
         return scores.flatten(1, 2)
+
+    def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
+        """:meth:`score` by a kernel that reads the keys where they lie; there is none for GPUs."""
+        if query.device.type != "cpu":
+            return super().score_pages(query, layer_id, step)
+        return key_score(
+            query.float(),
+            step.representations["summary"][layer_id].transpose(1, 2),
+            step.host_page_table[:, : step.max_pages],
+            step.num_pages,
+            reduce="max" if self.reduce == "max" else "lse",
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ __all__ = ["CONTINUE", "COPY", "Document", "Item", "make_document"]
 COPY, CONTINUE = "copy", "continue"
 #: Tokens of a passage that are given, and that have to follow; tokens of the text that follows.
 _GIVEN, _COPIED, _CONTINUED = 16, 32, 96
+#: Sentences that a context has at least, so that what is planted lies apart.
+_LEAST = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,16 +67,17 @@ def make_document(tokenizer: Any, text: str, name: str, length: int, seed: int) 
     rng = random.Random(f"{name} {seed}")
     planted = plant(rng)
     begin: list[int] = tokenizer("").input_ids
-    paragraphs = [_encode(tokenizer, p + "\n\n") for p in text.split("\n\n")]
+    sentences = [_encode(tokenizer, sentence) for sentence in _sentences(text)]
     room = length - len(begin)
-    room -= sum(len(_encode(tokenizer, s + "\n\n")) for p in planted for s in p.sentences)
-    taken, after = _first(paragraphs, room)
-    follows = [i for ids in paragraphs[after:] for i in ids][:_CONTINUED]
-    if len(taken) < 8 or len(follows) < _CONTINUED:
-        have = sum(map(len, paragraphs))
+    room -= sum(len(_encode(tokenizer, f" {s}")) for p in planted for s in p.sentences)
+    taken, after = _first(sentences, room)
+    follows = [i for ids in sentences[after:] for i in ids][:_CONTINUED]
+    if len(taken) < _LEAST or len(follows) < _CONTINUED:
+        have = sum(map(len, sentences))
         raise ConfigError(
             f"context {length}: {max(room, 0)} tokens of the text {name!r}, which has {have}, go "
-            f"into the context; expected 8 paragraphs there, and {_CONTINUED} tokens after them"
+            f"into the context; expected {_LEAST} sentences there, and {_CONTINUED} tokens after "
+            "them"
         )
     ids = [*begin, *_spread(tokenizer, taken, planted, rng)]
     items = [_question(tokenizer, p) for p in planted]
@@ -84,14 +88,23 @@ def make_document(tokenizer: Any, text: str, name: str, length: int, seed: int) 
     return Document(name=f"{name}-{length}-{seed}", ids=ids[:-1], items=led)
 
 
-def _first(paragraphs: list[list[int]], room: int) -> tuple[list[list[int]], int]:
-    """Paragraphs of ``room`` tokens together, and how many of the text they are; what is too much
+def _sentences(text: str) -> list[str]:
+    """Sentences, each with what stands before it: a space, or an empty line."""
+    found = []
+    for paragraph in text.split("\n\n"):
+        first, *others = re.split(r"(?<=[.!?;]) (?=\S)", paragraph)
+        found += ["\n\n" + first, *(" " + sentence for sentence in others)]
+    return found
+
+
+def _first(sentences: list[list[int]], room: int) -> tuple[list[list[int]], int]:
+    """Sentences of ``room`` tokens together, and how many of the text they are; what is too much
     is cut off at the beginning.
     """
     taken: list[list[int]] = []
-    while room > 0 and len(taken) < len(paragraphs):
-        room -= len(paragraphs[len(taken)])
-        taken.append(paragraphs[len(taken)])
+    while room > 0 and len(taken) < len(sentences):
+        room -= len(sentences[len(taken)])
+        taken.append(sentences[len(taken)])
     count, over = len(taken), -room
     while taken and over >= len(taken[0]):
         over -= len(taken.pop(0))
@@ -104,28 +117,28 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def _spread(
-    tokenizer: Any, paragraphs: list[list[int]], planted: Sequence[Planted], rng: random.Random
+    tokenizer: Any, sentences: list[list[int]], planted: Sequence[Planted], rng: random.Random
 ) -> list[int]:
-    """Paragraphs with the planted sentences between them, those of a question in their order."""
+    """Sentences with the planted sentences between them, those of a question in their order."""
     placed: list[tuple[float, list[int]]] = []
     for question in planted:
-        places = sorted(rng.uniform(0.5, len(paragraphs) - 1) for _ in question.sentences)
-        sentences = (_encode(tokenizer, sentence + "\n\n") for sentence in question.sentences)
-        placed += zip(places, sentences, strict=True)
-    placed += [(float(i), ids) for i, ids in enumerate(paragraphs)]
+        places = sorted(rng.uniform(0.5, len(sentences) - 1) for _ in question.sentences)
+        planted_ids = (_encode(tokenizer, f" {sentence}") for sentence in question.sentences)
+        placed += zip(places, planted_ids, strict=True)
+    placed += [(float(i), ids) for i, ids in enumerate(sentences)]
     return [i for _, ids in sorted(placed, key=lambda x: x[0]) for i in ids]
 
 
 def _question(tokenizer: Any, planted: Planted) -> Item:
-    prompt = _encode(tokenizer, planted.prompt)
-    whole = _encode(tokenizer, planted.prompt + planted.answer)
+    prompt = _encode(tokenizer, "\n\n" + planted.prompt)
+    whole = _encode(tokenizer, "\n\n" + planted.prompt + planted.answer)
     # Tokens are those of the whole; the answer begins where they part.
     first = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), None)
     return Item(task=planted.task, ids=whole, first=len(prompt) if first is None else first)
 
 
-def _passages(paragraphs: list[list[int]], rng: random.Random) -> list[Item]:
-    """Beginnings of paragraphs of the document, to be gone on with."""
-    long = [p for p in paragraphs[1:-2] if len(p) > _GIVEN + _COPIED + 2]
+def _passages(sentences: list[list[int]], rng: random.Random) -> list[Item]:
+    """Beginnings of long sentences of the document, to be gone on with."""
+    long = [p for p in sentences[1:-2] if len(p) > _GIVEN + _COPIED + 2]
     chosen = rng.sample(long, min(PLANTED, len(long)))
     return [Item(task=COPY, ids=p[: _GIVEN + _COPIED], first=_GIVEN) for p in chosen]

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hisparse.algorithms import tail_logits
 from hisparse.batch import DecodeStep
+from hisparse.kernels import key_score
 from hisparse.types import Selection
 
 __all__ = ["Watch"]
@@ -111,20 +113,14 @@ def _shares(layer_id: int, queries: Tensor, step: DecodeStep) -> tuple[Tensor, T
     Returns:
         ``[B, Hq, max_pages]`` and ``[B, Hq]``, together 1.
     """
-    table = step.host_page_table[:, : step.max_pages].long()
-    scale, size = step.policy.scale, step.policy.kv.page_size
-    keys = step.host_keys(layer_id)
-    grouped = queries.float().unflatten(1, (keys.shape[1], -1)) * scale
-    parts = []
-    for row in range(len(table)):
-        own = keys[table[row]].permute(1, 3, 0, 2).flatten(2).float()
-        parts.append((grouped[row] @ own).unflatten(-1, (-1, size)).logsumexp(-1).flatten(0, 1))
-    pages = torch.stack(parts)
-    absent = torch.arange(pages.shape[-1]) >= step.num_pages[:, None]
-    pages = pages.masked_fill(absent[:, None], -torch.inf)
-    tail_keys = step.tail_keys(layer_id).permute(0, 2, 3, 1).float()
-    tail = (grouped @ tail_keys).flatten(1, 2)
-    late = torch.arange(size) >= step.tail_lens[:, None]
-    tail = tail.masked_fill(late[:, None], -torch.inf).logsumexp(-1)
+    query = queries.float() * step.policy.scale
+    pages = key_score(
+        query,
+        step.host_keys(layer_id),
+        step.host_page_table[:, : step.max_pages],
+        step.num_pages,
+        reduce="lse",
+    )
+    tail = tail_logits(query, layer_id, step).logsumexp(-1)
     both = torch.cat([pages, tail[..., None]], -1).softmax(-1)
     return both[..., :-1], both[..., -1]

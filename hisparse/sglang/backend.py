@@ -17,7 +17,7 @@ __all__ = ["HiSparseAttnBackend"]
 
 
 class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
-    """Prefill is dense and exact; decoding attends over what the algorithm selects."""
+    """Prefill is exact; decoding attends over what the algorithm selects."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()

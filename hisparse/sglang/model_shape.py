@@ -24,17 +24,14 @@ def read_model_shape(model: Any, dtype: torch.dtype, page_size: int) -> tuple[KV
     Raises:
         ConfigError: its layers differ from each other, or attend in a way that is not built.
     """
-    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+    from sglang.srt.layers.radix_attention import AttentionType
 
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(
             f"the KV cache is {dtype}; hisparse stores float32, bfloat16 or float16: use "
             "--kv-cache-dtype bfloat16"
         )
-    named = {n: m for n, m in model.named_modules() if isinstance(m, RadixAttention)}
-    # MLA models have each layer twice: absorbed, over the latent, and with heads of their own.
-    absorbed = [m for name, m in named.items() if name.endswith("attn_mqa")]
-    layers = absorbed or list(named.values())
+    layers, latent = _attention_layers(model)
     shapes = {
         (m.tp_q_head_num, m.tp_k_head_num, m.qk_head_dim, m.v_head_dim, m.scaling) for m in layers
     }
@@ -72,10 +69,20 @@ def read_model_shape(model: Any, dtype: torch.dtype, page_size: int) -> tuple[KV
         v_head_dim=v_head_dim,
         dtype=dtype,
         page_size=page_size,
-        latent=bool(absorbed),
+        latent=latent,
         index_head_dim=_index_head_dim(model, len(layers)),
     )
     return spec, scale
+
+
+def _attention_layers(model: Any) -> tuple[list[Any], bool]:
+    """One attention module per layer, and whether it attends over a latent."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    named = {n: m for n, m in model.named_modules() if isinstance(m, RadixAttention)}
+    # MLA models have each layer twice: absorbed, over the latent, and with heads of their own.
+    absorbed = [m for name, m in named.items() if name.endswith("attn_mqa")]
+    return absorbed or list(named.values()), bool(absorbed)
 
 
 def _index_head_dim(model: Any, num_layers: int) -> int:

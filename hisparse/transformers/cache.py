@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hisparse.config import HiSparseConfig
-from hisparse.decode import SelectionObserver
+from hisparse.coordinator import SparseCoordinator
 from hisparse.errors import CapacityError, HiSparseError
 from hisparse.metrics import CacheStats
 from hisparse.transformers.attention import hand_over
@@ -184,11 +184,10 @@ class HiSparseCache(PlainCache):
         """What the cache and its forks did so far."""
         return self._store.coordinator.manager.counters.stats()
 
-    def observe(self, observer: SelectionObserver | None) -> None:
-        """Let ``observer(layer_id, queries, step, selection)`` see every selection of the cache and
-        its forks: ``queries [B, Hq, D]``, and what algorithms receive and return. None ends it.
-        """
-        self._store.coordinator.observe(observer)
+    @property
+    def coordinator(self) -> SparseCoordinator:
+        """What serves the cache and its forks: to look at, and to ``observe`` selections."""
+        return self._store.coordinator
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove columns at the end.

@@ -1,0 +1,17 @@
+"""Quality: what sparse attention costs on a real model, by the code that serves."""
+
+from hisparse.eval.documents import Document, Item, make_document
+from hisparse.eval.method import Method, parse_methods
+from hisparse.eval.results import make_cells, make_summary
+from hisparse.eval.run import Evaluation
+
+__all__ = [
+    "Document",
+    "Evaluation",
+    "Item",
+    "Method",
+    "make_cells",
+    "make_document",
+    "make_summary",
+    "parse_methods",
+]

@@ -1,0 +1,80 @@
+"""What is compared: an algorithm under a configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.errors import ConfigError
+
+__all__ = ["DENSE", "Method", "parse_methods"]
+
+#: Name of the method that everything else is measured against.
+DENSE = "dense"
+#: No context is longer.
+_ALL = 2**31
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """A configuration with a name.
+
+    Attributes:
+        name: in tables; different for different settings.
+        settings: keys of ``HiSparseConfig``.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+
+    @property
+    def config(self) -> HiSparseConfig:
+        """The settings, checked."""
+        return HiSparseConfig.from_dict(self.settings)
+
+    @classmethod
+    def dense(cls) -> Method:
+        """Attends everything, by the same code."""
+        settings = {"algorithm": "streaming", "budget": 128, "min_sparse_context": _ALL}
+        return cls(name=DENSE, settings=settings)
+
+
+def parse_methods(
+    algorithms: Sequence[str], budgets: Sequence[int], configs: Sequence[str]
+) -> list[Method]:
+    """Every algorithm under every budget, and each configuration in full.
+
+    Args:
+        algorithms: registered names.
+        budgets: tokens.
+        configs: JSON objects as ``--hisparse-config`` takes them.
+
+    Raises:
+        ConfigError: a setting cannot be used, or two methods are the same.
+    """
+    found = [{"algorithm": name, "budget": budget} for name in algorithms for budget in budgets]
+    for text in configs:
+        try:
+            settings = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"--config: got {text!r}, which is not JSON: {error.msg}") from None
+        found.append({"algorithm": "quest", "budget": budgets[0]} | settings)
+    methods = [Method(name=_name(settings), settings=settings) for settings in found]
+    for method in methods:
+        build_algorithm(method.config)
+    names = [method.name for method in methods]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"method {twice!r} is given more than once; expected it once")
+    return methods
+
+
+def _name(settings: Mapping[str, Any]) -> str:
+    """The algorithm, and what is set besides the budget."""
+    rest = {k: v for k, v in settings.items() if k not in ("algorithm", "budget")}
+    rest |= rest.pop("algorithm_config", {})
+    words = ",".join(f"{k}={v}" for k, v in sorted(rest.items()))
+    return f"{settings['algorithm']}({words})" if words else str(settings["algorithm"])

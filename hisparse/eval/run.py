@@ -1,0 +1,173 @@
+"""The evaluation: contexts, methods, and records that are written as they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse.config import build_algorithm
+from hisparse.eval.answer import Answer, answer
+from hisparse.eval.documents import CONTINUE, COPY, Document, Item, make_document
+from hisparse.eval.method import DENSE, Method
+from hisparse.eval.watch import Watch
+from hisparse.representations import entry_bytes, list_representations
+from hisparse.texts import TEXTS, read_text
+
+__all__ = ["Evaluation", "Progress"]
+
+#: ``(what is done, steps done, steps in all)``.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(kw_only=True)
+class Evaluation:
+    """Runs methods on documents; what ``folder`` holds already is not run again.
+
+    Attributes:
+        model: of transformers, not enabled yet.
+        tokenizer: of it.
+        methods: what is compared; dense comes on top.
+        contexts: lengths, tokens.
+        seeds: documents of each text and length.
+        folder: keeps contexts and ``records.jsonl``.
+        texts: name to text.
+        progress: told of every step.
+    """
+
+    model: Any
+    tokenizer: Any
+    methods: Sequence[Method]
+    contexts: Sequence[int]
+    seeds: int
+    folder: Path
+    texts: dict[str, str] = field(default_factory=lambda: {n: read_text(n) for n in TEXTS})
+    progress: Progress = lambda what, done, total: None
+
+    @property
+    def _records_path(self) -> Path:
+        return self.folder / "records.jsonl"
+
+    def run(self) -> list[dict[str, Any]]:
+        """All records of this evaluation, those of earlier runs included."""
+        from hisparse.transformers import disable, enable
+
+        enable(self.model, Method.dense().config, max_length=1024)
+        try:
+            return self._run()
+        finally:
+            disable(self.model)
+
+    def _run(self) -> list[dict[str, Any]]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        found = {(r["document"], r["method"], r["budget"]): r for r in self._read()}
+        wanted = [Method.dense(), *self.methods]
+        documents = list(self._documents())
+        total, done = len(documents) * len(wanted), 0
+        records = []
+        for document in documents:
+            for method in wanted:
+                self.progress(f"{document.name}: {method.name}", done, total)
+                key = (document.name, method.name, method.config.budget)
+                if key not in found:
+                    found[key] = self._record(document, method)
+                    self._append(found[key])
+                records.append(found[key])
+                done += 1
+        self.progress("done", total, total)
+        return records
+
+    def _documents(self) -> Iterator[Document]:
+        for length in self.contexts:
+            for seed in range(self.seeds):
+                for name, text in self.texts.items():
+                    yield make_document(self.tokenizer, text, name, length, seed)
+
+    def _read(self) -> list[dict[str, Any]]:
+        if not self._records_path.exists():
+            return []
+        lines = self._records_path.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
+
+    def _append(self, record: dict[str, Any]) -> None:
+        with self._records_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _record(self, document: Document, method: Method) -> dict[str, Any]:
+        budget = method.config.budget // method.config.page_size
+        watch = Watch({"1x": budget, "2x": 2 * budget, "4x": 4 * budget})
+        answers, bytes_per_token = self._answer(document, method, watch)
+        distributions = self.folder / f"{document.name}.dense.pt"
+        continued = next(a for a in answers if a.item.task == CONTINUE).distributions
+        assert continued is not None, "distributions of the continuation are kept"
+        if method.name == DENSE:
+            torch.save(continued.half(), distributions)
+        dense: Tensor = torch.load(distributions).float()
+        return {
+            "document": document.name,
+            "context": len(document.ids) + 1,
+            "method": method.name,
+            "algorithm": method.config.algorithm,
+            "budget": method.config.budget,
+            "bytes_per_token": bytes_per_token,
+            "kl": float((dense.exp() * (dense - continued)).sum(-1).mean()),
+            "items": [
+                {
+                    "task": a.item.task,
+                    "right": bool(a.right.all()),
+                    "log_prob": float(a.log_probs.sum()),
+                    "tokens": a.log_probs.numel(),
+                }
+                for a in answers
+            ],
+            **watch.summary(),
+        }
+
+    def _answer(
+        self, document: Document, method: Method, watch: Watch
+    ) -> tuple[list[Answer], float]:
+        """Answers to all items, and the bytes that a token takes beside its K and V."""
+        answers: list[Answer] = []
+        # Passages and the continuation are longer than questions: apart, nobody waits for them.
+        long = [item for item in document.items if item.task in (COPY, CONTINUE)]
+        groups = (long, [item for item in document.items if item not in long])
+        with self._context(document, method, max(map(len, groups))) as cache:
+            cache.coordinator.observe(watch)
+            for group in groups:
+                answers += answer(self.model, cache, group, keep=_is_continuation)
+        policy, kept = cache.coordinator.policy, method.config.tail_estimate
+        kinds = list_representations(cache.coordinator.algorithm, policy, tail_estimate=kept)
+        page_bytes = entry_bytes(kinds, "page") * policy.kv.num_layers
+        return answers, page_bytes / policy.kv.page_size
+
+    def _context(self, document: Document, method: Method, rows: int) -> Any:
+        """A cache that holds the document: from its file, or from a prefill that makes the file."""
+        from hisparse.transformers import HiSparseCache
+
+        config = method.config
+        length, size = len(document.ids), config.page_size
+        longest = max(len(item.ids) for item in document.items)
+        options: dict[str, Any] = {
+            "max_batch_size": rows + 1,
+            "max_length": length + longest,
+            "max_tokens": length + (rows + 1) * (longest + size),
+        }
+        path = self.folder / f"{document.name}.page{size}.safetensors"
+        if path.exists() and not build_algorithm(config).query_window:
+            return HiSparseCache.load(path, self.model, config, **options)
+        cache = HiSparseCache(self.model, config, **options)
+        ids = torch.tensor([document.ids], device=self.model.device)
+        with torch.no_grad():
+            self.model(ids, past_key_values=cache, logits_to_keep=1)
+        if not path.exists():
+            cache.save(path)
+        return cache
+
+
+def _is_continuation(item: Item) -> bool:
+    return item.task == CONTINUE
