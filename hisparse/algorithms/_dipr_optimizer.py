@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 __all__ = ["IndexChoice", "IndexQuestion", "choose_index"]
 
 #: Contexts whose keys are scored faster than anything can be looked up about them (docs/dipr.md).
-_SHORT = 8192
+_SHORT = 16384
 #: Contexts from which on a search in a graph pays for missing some tokens.
 _LONG = 65536
 #: Most of the context that may be in range if an index is to leave much of it unread.

@@ -120,21 +120,26 @@ def _print_tables(result: dict[str, Any]) -> None:
     for (method, budget, context), row in rows.items():
         scores.add_row(method, _budget(method, budget), str(context), *(row[t] for t in tasks))
     console.print(scores)
-    names = ("kl", "ppl", "copy_ppl", "mass", "oracle_recall", "kept_mean", "adjacent_overlap")
-    summary = Table("method", "budget", "context", *names, "bytes a token")
+    names = {
+        "kl": "kl",
+        "ppl": "ppl",
+        "copy_ppl": "copy",
+        "mass": "mass",
+        "oracle_recall": "recall",
+        "kept_mean": "kept",
+        "adjacent_overlap": "overlap",
+    }
+    summary = Table("method", *names.values(), "bytes")
     for line in result["summary"]:
         values = ("-" if line[name] is None else f"{line[name]:.3g}" for name in names)
-        summary.add_row(
-            line["method"],
-            _budget(line["method"], line["budget"]),
-            str(line["context"]),
-            *values,
-            f"{line['bytes_per_token']:,.0f}",
-        )
+        what = (line["method"], _budget(line["method"], line["budget"]), line["context"])
+        summary.add_row("{} {} of {}".format(*what), *values, f"{line['bytes_per_token']:,.0f}")
     console.print(summary)
     console.print(
-        "Percent with 95% intervals; dim: the dense model itself is below 90%. kl: nats from the "
-        "dense next-token distribution. mass: attention kept."
+        "Percent with 95% intervals; dim: the dense model itself is below 90%. kl: nats from "
+        "dense; ppl: of the text that follows; copy: perplexity of passages that stood earlier; mass: "
+        "attention kept; recall: of the best pages; kept: tokens a step; overlap: of adjacent "
+        "steps; bytes: device memory a token, beside K and V."
     )
 
 

@@ -7,9 +7,7 @@ so that a model that was not trained to chat can be judged as well.
 from __future__ import annotations
 
 import random
-import string
 from dataclasses import dataclass
-from itertools import pairwise
 
 __all__ = ["PLANTED", "Planted", "plant"]
 
@@ -83,7 +81,7 @@ def _needles(rng: random.Random) -> list[Planted]:
             Planted(
                 task="needle",
                 sentences=(f"{start} {value}.",),
-                prompt=f"Question: What is said above about this? {start} ...\nAnswer: {start}",
+                prompt=f"Question: What does the text above say about this?\nAnswer: {start}",
                 answer=f" {value}",
             )
         )
@@ -110,23 +108,20 @@ def _keys(rng: random.Random) -> list[Planted]:
 
 
 def _variables(rng: random.Random) -> list[Planted]:
-    """Chains of assignments: a value, and two variables more that get it from the one before."""
+    """Variable tracking: a value, and a variable that gets it from the first."""
     found = []
-    for _ in range(PLANTED):
-        names = ["".join(rng.choices(string.ascii_uppercase, k=3)) for _ in range(3)]
+    names = rng.sample(_WORDS.split(), 2 * PLANTED)
+    for first, second in zip(names[::2], names[1::2], strict=True):
         value = _number(rng)
-        sentences = [f"VAR {names[0]} = {value}"]
-        sentences += [f"VAR {b} = VAR {a}" for a, b in pairwise(names)]
         found.append(
             Planted(
                 task="variable",
-                sentences=tuple(sentences),
+                sentences=(f"VAR {first} = {value}.", f"VAR {second} = VAR {first}."),
                 prompt=(
-                    f"Question: Find all variables that are assigned the value {value} in the text "
-                    f"above.\nAnswer: According to the chain of variable assignment in the text "
-                    f"above, 3 variables are assigned the value {value}, they are:"
+                    f"Question: Which value has VAR {second}, which was set to another variable?\n"
+                    f"Answer: VAR {second} = VAR"
                 ),
-                answer=" " + " ".join(names),
+                answer=f" {first}. VAR {first} = {value}",
             )
         )
     return found

@@ -4,55 +4,61 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["SketchLayout"]
+__all__ = ["BLOCK", "SCALE_OFFSET", "SketchLayout"]
 
-#: Channels of the mean that share a scale.
+#: Channels whose base values share a scale.
 BLOCK = 8
+#: A scale's byte plus this, from bit 20 of a float32 on, is the scale: five bits of exponent and
+#: three of fraction, from 2^-20.
+SCALE_OFFSET = 107 << 3
 
 
 class SketchLayout(NamedTuple):
-    """The bytes of one page and KV head.
+    """The bytes of one page and KV head, in this order.
 
-    A page's keys ``k_t`` are kept as ``mean + sum_r coordinates[t, r] * directions[r]``, in order:
-
-    - mean: ``[D] int8``, to be multiplied by the scale of its block of 8 channels;
-    - directions: ``[R / 2, D] uint8``, two directions in a byte: the even one in the low four
-      bits, the odd one in the high four, each plus 8;
-    - coordinates: ``[R / 2, S] uint8``, packed in the same way;
-    - scales: ``[ceil(D / 8)] uint8`` of the mean's blocks, then ``[R] uint8`` of the directions:
-      unsigned floats with five bits of exponent and three of fraction, 2^-20 for 0.
+    - ``base [D] int8``, to be multiplied by the scale of its block of 8 channels;
+    - ``codes [N, ceil(S / 4)] uint8``: for each detailed channel two bits a token, the first token
+      lowest; a code c stands for (c - 1.5) times the channel's scale, on top of the base;
+    - ``block scales [ceil(D / 8)] uint8``;
+    - ``mask [ceil(D / 8)] uint8``: a bit for each channel, set for the detailed ones;
+    - ``channel scales [N] uint8``.
 
     Attributes:
         dim: D, width of a key.
         page_size: S, tokens.
-        num_directions: R, even.
+        num_channels: N, channels that are kept in detail.
     """
 
     dim: int
     page_size: int
-    num_directions: int
-
-    @property
-    def pairs(self) -> int:
-        """Directions are packed two by two."""
-        return self.num_directions // 2
+    num_channels: int
 
     @property
     def blocks(self) -> int:
-        """Scales of the mean."""
+        """Bytes of the block scales, and of the mask."""
         return -(-self.dim // BLOCK)
 
     @property
-    def coordinates(self) -> int:
-        """Where the coordinates begin; the directions begin at D."""
-        return self.dim * (1 + self.pairs)
+    def code_bytes(self) -> int:
+        """Bytes of one channel's codes."""
+        return -(-self.page_size // 4)
 
     @property
-    def scales(self) -> int:
-        """Where the scales begin."""
-        return self.coordinates + self.pairs * self.page_size
+    def block_scales(self) -> int:
+        """Where they begin; the codes begin at D."""
+        return self.dim + self.num_channels * self.code_bytes
+
+    @property
+    def mask(self) -> int:
+        """Where it begins."""
+        return self.block_scales + self.blocks
+
+    @property
+    def channel_scales(self) -> int:
+        """Where they begin."""
+        return self.mask + self.blocks
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole, a multiple of 16 so that rows can be read 16 bytes at a time."""
-        return -(-(self.scales + self.blocks + self.num_directions) // 16) * 16
+        """Of the whole, a multiple of 4."""
+        return -(-(self.channel_scales + self.num_channels) // 4) * 4

@@ -1,4 +1,4 @@
-"""Sketches of pages, a few numbers that stand for all of a page's keys: checked entry points."""
+"""Sketches of pages, bytes that stand for all of a page's keys: checked entry points."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from hisparse.kernels._check import check_tensor
 from hisparse.kernels._impl import implementation
 from hisparse.kernels._sketch_layout import SketchLayout
 
-__all__ = ["SketchLayout", "page_sketch", "sketch_score"]
+__all__ = ["KEY_DTYPES", "SketchLayout", "page_sketch", "sketch_score"]
+
+KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def page_sketch(
@@ -21,14 +23,14 @@ def page_sketch(
     *,
     impl: str = "auto",
 ) -> None:
-    """Store each page's mean key, and the directions in which its tokens differ most from it.
+    """Store what stands for each page's keys when they are scored.
 
-    Directions are found one after the other, by power iteration on what the earlier ones leave,
-    rounding included; a token's weight grows with its distance from the mean. A page's sketch
-    depends on its keys alone.
+    Every channel has one value for the page: its mean or, where it varies most, the middle of its
+    range. These ``layout.num_channels`` channels have two bits for each token on top of it. A
+    page's sketch depends on its keys alone, and is the same in all implementations, bit for bit.
 
     Args:
-        keys: ``[P, S, Hkv, D]``, any strides.
+        keys: ``[P, S, Hkv, D]``, float32, bfloat16 or float16; any strides.
         sketches: ``[host pages, Hkv, bytes] uint8``, as ``layout`` says.
         host_pages: ``[P]`` int32 or int64, where page p's sketch goes; -1 is left out, and where a
             page stands twice either may win.
@@ -41,8 +43,9 @@ def page_sketch(
     _check_layout(layout)
     shape = (None, layout.page_size, None, layout.dim)
     check_tensor("keys", keys, keys.dtype, shape)
-    if not keys.dtype.is_floating_point:
-        raise KernelError(f"keys: got dtype {keys.dtype}, expected floats")
+    if keys.dtype not in KEY_DTYPES:
+        choices = ", ".join(map(str, KEY_DTYPES))
+        raise KernelError(f"keys: got dtype {keys.dtype}, expected one of {choices}")
     count, _, heads, _ = keys.shape
     wanted = (None, heads, layout.num_bytes)
     check_tensor("sketches", sketches, torch.uint8, wanted, keys.device)
@@ -96,7 +99,7 @@ def sketch_score(
 
 
 def _check_layout(layout: SketchLayout) -> None:
-    if layout.num_directions % 2 or layout.num_directions < 0:
+    if not 0 <= layout.num_channels <= layout.dim:
         raise KernelError(
-            f"layout: got {layout.num_directions} directions, expected an even number from 0"
+            f"layout: got {layout.num_channels} detailed channels, expected 0 to {layout.dim}"
         )

@@ -82,7 +82,6 @@ def test_the_search_finds_19_of_20_pages_and_looks_at_few(
                 in_range += len(set(a) - forced)
                 hits += len(set(a) & set(b) - forced)
                 others += len(set(b) - set(a) - forced)
-    print("RECALL", hits / in_range, others / in_range, in_range, sum(parts) / len(parts), max(parts))
     assert in_range > 20 * 2 * 2 * 4
     assert hits >= 0.95 * in_range
     # Scores are exact: what else is kept is there because the best token was missed.

@@ -21,7 +21,7 @@ def world(tokens: list[int], kv_heads: int, links: int, seed: int) -> dict[str, 
     pages = max(1, *(-(-n // SIZE) for n in tokens))
     host_pages = len(tokens) * pages + 1
     table = torch.randperm(host_pages, generator=rng)[: len(tokens) * pages]
-    # Of 64 links some lead nowhere, and some beyond what the request has.
+    # Some links lead nowhere, and some beyond what the request has.
     own = [torch.randint(-1, n + 3, (kv_heads, n, links), generator=rng) for n in tokens]
     return {
         "keys": torch.randint(-3, 4, (host_pages, kv_heads, SIZE, 6), generator=rng).float(),
