@@ -21,7 +21,15 @@ from hisparse.representations import Representations, entry_bytes, list_represen
 from hisparse.sizing import Sizing, SizingRequest
 from hisparse.types import HostLayout, KVSpec, SelectionScope
 
-__all__ = ["Plan", "assemble", "check_capabilities", "choose_scope", "make_plan", "make_policy"]
+__all__ = [
+    "Plan",
+    "Resources",
+    "assemble",
+    "check_capabilities",
+    "choose_scope",
+    "make_plan",
+    "make_policy",
+]
 
 
 @dataclass(kw_only=True)
@@ -43,6 +51,25 @@ class Plan:
     policy: SelectionPolicy
     layout: HostLayout
     sizing: Sizing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What one rank has, and what it is asked to hold.
+
+    Attributes:
+        host_bytes: for the KV pool.
+        device_bytes: for all that hisparse keeps on the device.
+        context_length: tokens, the longest sequence.
+        max_requests: requests at once; None: ``sizing.DEFAULT_MAX_REQUESTS``.
+        device_type: "cuda" or "cpu", where the model runs.
+    """
+
+    host_bytes: int
+    device_bytes: int
+    context_length: int
+    max_requests: int | None
+    device_type: str
 
 
 def make_policy(
@@ -70,12 +97,7 @@ def make_plan(
     algorithm: BaseSparseAlgorithm,
     spec: KVSpec,
     scale: float,
-    *,
-    host_bytes: int,
-    device_bytes: int,
-    context_length: int,
-    max_requests: int | None,
-    device_type: str,
+    resources: Resources,
 ) -> Plan:
     """Choose scope and layout, and share out the memory.
 
@@ -84,44 +106,20 @@ def make_plan(
         algorithm: what ``config`` names.
         spec: shapes of the model.
         scale: softmax scale.
-        host_bytes: for the KV pool.
-        device_bytes: for all that hisparse keeps on the device.
-        context_length: tokens, the longest sequence.
-        max_requests: requests at once; None: ``sizing.DEFAULT_MAX_REQUESTS``.
-        device_type: "cuda" or "cpu", where the model runs.
+        resources: what there is.
 
     Raises:
         ConfigError: a setting does not go with the model or with another setting.
         CapacityError: one request does not fit.
     """
-    check_capabilities(config, device_type)
+    check_capabilities(config, resources.device_type)
     scope = choose_scope(config, latent=spec.latent)
     policy = make_policy(config, algorithm, spec, scale, scope)
     algorithm = algorithm.settled(
-        policy, context_length=context_length, host_bytes=host_bytes, device_bytes=device_bytes
-    )
-    kept = list_representations(algorithm, policy, tail_estimate=config.tail_estimate)
-    heads = policy.heads
-    stored_heads = spec.num_kv_heads if heads == 1 else 1
-    page_width = stored_heads * spec.stored_width
-    sizing = sizing_formula.size(
-        SizingRequest(
-            kv_token_bytes=spec.token_bytes + algorithm.host_token_bytes(policy),
-            representation_page_bytes=entry_bytes(kept, "page") * spec.num_layers,
-            page_size=spec.page_size,
-            num_layers=spec.num_layers,
-            rows_per_request=heads,
-            device_page_bytes=spec.page_size * page_width * spec.dtype.itemsize,
-            host_bytes=host_bytes,
-            device_bytes=device_bytes,
-            staging_bytes=config.staging_bytes or _default_staging_bytes(spec, device_bytes),
-            device_buffer_size=config.device_buffer_size,
-            max_row_capacity=config.max_row_capacity,
-            context_length=context_length,
-            max_requests=max_requests,
-            request_state_bytes=entry_bytes(kept, "request") * spec.num_layers,
-            layer_state_bytes=entry_bytes(kept, "layer") * spec.num_layers,
-        )
+        policy,
+        context_length=resources.context_length,
+        host_bytes=resources.host_bytes,
+        device_bytes=resources.device_bytes,
     )
     _check_dense_layers(config, spec)
     return Plan(
@@ -130,7 +128,37 @@ def make_plan(
         spec=spec,
         policy=policy,
         layout=config.host_layout or ("layer_first" if scope == "layer" else "page_head"),
-        sizing=sizing,
+        sizing=sizing_formula.size(_sizing_request(config, algorithm, policy, resources)),
+    )
+
+
+def _sizing_request(
+    config: HiSparseConfig,
+    algorithm: BaseSparseAlgorithm,
+    policy: SelectionPolicy,
+    resources: Resources,
+) -> SizingRequest:
+    spec = policy.kv
+    kept = list_representations(algorithm, policy, tail_estimate=config.tail_estimate)
+    stored_heads = spec.num_kv_heads if policy.heads == 1 else 1
+    page_width = stored_heads * spec.stored_width
+    staging_bytes = config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes)
+    return SizingRequest(
+        kv_token_bytes=spec.token_bytes + algorithm.host_token_bytes(policy),
+        representation_page_bytes=entry_bytes(kept, "page") * spec.num_layers,
+        page_size=spec.page_size,
+        num_layers=spec.num_layers,
+        rows_per_request=policy.heads,
+        device_page_bytes=spec.page_size * page_width * spec.dtype.itemsize,
+        host_bytes=resources.host_bytes,
+        device_bytes=resources.device_bytes,
+        staging_bytes=staging_bytes,
+        device_buffer_size=config.device_buffer_size,
+        max_row_capacity=config.max_row_capacity,
+        context_length=resources.context_length,
+        max_requests=resources.max_requests,
+        request_state_bytes=entry_bytes(kept, "request") * spec.num_layers,
+        layer_state_bytes=entry_bytes(kept, "layer") * spec.num_layers,
     )
 
 

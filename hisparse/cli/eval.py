@@ -137,9 +137,9 @@ def _print_tables(result: dict[str, Any]) -> None:
     console.print(summary)
     console.print(
         "Percent with 95% intervals; dim: the dense model itself is below 90%. kl: nats from "
-        "dense; ppl: of the text that follows; copy: perplexity of passages that stood earlier; "
-        "mass: attention kept; recall: of the best pages; kept: tokens a step; overlap: of adjacent "
-        "steps; bytes: device memory a token, beside K and V."
+        "dense. ppl: of the text that follows. copy: perplexity of passages that stood earlier. "
+        "mass: attention kept. recall: of the best pages. kept: tokens a step. overlap: of "
+        "adjacent steps. bytes: device memory a token, beside K and V."
     )
 
 

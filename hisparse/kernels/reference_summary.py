@@ -44,8 +44,6 @@ def _round_outward_fp8(x: Tensor, up: bool) -> Tensor:
     bits = nearest.view(torch.uint8).to(torch.int16)
     stepped = torch.where(towards_zero, bits - 1, bits + 1)
     # From the zero of the other sign.
-    if up:
-        stepped = torch.where(bits == 0x80, 0x01, stepped)
-    else:
-        stepped = torch.where(bits == 0x00, 0x81, stepped)
+    other_zero, next_value = (0x80, 0x01) if up else (0x00, 0x81)
+    stepped = torch.where(bits == other_zero, next_value, stepped)
     return torch.where(short, stepped, bits).to(torch.uint8).view(torch.float8_e4m3fn)

@@ -104,12 +104,17 @@ def select(
         raise KernelError(
             f"scores: got {scores.shape[1]} heads, expected a multiple or a divisor of {heads}"
         )
+    rule = SelectRule(heads, max_pages, num_sinks, num_recents, mass, within)
+    _check_rule(rule)
+    module = implementation(impl, scores.device)
+    return Selection(*module.select(scores, num_pages, rest, rule))
+
+
+def _check_rule(rule: SelectRule) -> None:
+    mass, within = rule.mass, rule.within
     if mass is not None and within is not None:
         raise KernelError(f"got mass {mass} and within {within}, expected one of the two")
     if mass is not None and not 0 < mass <= 1:
         raise KernelError(f"mass: got {mass}, expected more than 0 and at most 1")
     if within is not None and not within >= 0:
         raise KernelError(f"within: got {within}, expected at least 0")
-    module = implementation(impl, scores.device)
-    rule = SelectRule(heads, max_pages, num_sinks, num_recents, mass, within)
-    return Selection(*module.select(scores, num_pages, rest, rule))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hisparse.assemble import Plan, make_plan
+from hisparse.assemble import Plan, Resources, make_plan
 from hisparse.config import HiSparseConfig, build_algorithm, resolve_memory
 from hisparse.coordinator import SparseCoordinator
 from hisparse.errors import HiSparseError
@@ -86,11 +86,13 @@ def _plan(configurator: Any, device_bytes: int) -> Session:
         algorithm,
         spec,
         scale,
-        host_bytes=host_bytes,
-        device_bytes=device_bytes,
-        context_length=configurator.model_config.context_len,
-        max_requests=_requested_rows(),
-        device_type=configurator.device,
+        Resources(
+            host_bytes=host_bytes,
+            device_bytes=device_bytes,
+            context_length=configurator.model_config.context_len,
+            max_requests=_requested_rows(),
+            device_type=configurator.device,
+        ),
     )
     return Session(**vars(plan))
 

@@ -1,7 +1,7 @@
 """Two long texts in the public domain, to read to models.
 
-``moby_dick``: Herman Melville, chapters 1 to 8. ``state_of_the_union``: Abraham Lincoln's messages of
-1862 and 1863, broken into paragraphs of six sentences, which the source has not.
+``moby_dick``: Herman Melville, chapters 1 to 8. ``state_of_the_union``: Abraham Lincoln's messages
+of 1862 and 1863, broken into paragraphs of six sentences, which the source has not.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hisparse.assemble import assemble, make_plan
+from hisparse.assemble import Resources, assemble, make_plan
 from hisparse.cache import HostKVPool
 from hisparse.config import HiSparseConfig, build_algorithm, format_bytes, resolve_memory
 from hisparse.errors import CapacityError, ConfigError
@@ -85,11 +85,13 @@ def build_store(
         algorithm,
         spec,
         scale,
-        host_bytes=host_bytes,
-        device_bytes=device_bytes,
-        context_length=max_length,
-        max_requests=limits.max_rows,
-        device_type=where.type,
+        Resources(
+            host_bytes=host_bytes,
+            device_bytes=device_bytes,
+            context_length=max_length,
+            max_requests=limits.max_rows,
+            device_type=where.type,
+        ),
     )
     if plan.sizing.max_requests < limits.max_rows:
         raise CapacityError(

@@ -77,7 +77,7 @@ CONFIGS = {
     "unknown option": ({"algorithm_config": {"beta": 1}}, "unknown quest option 'beta'"),
     "more memory than there is": ({"host_memory": "900TiB"}, "host_memory: got '900TiB'"),
     "fraction beyond one": ({"host_memory": 1.5}, "expected a fraction in (0, 1)"),
-    "not there yet": ({"tail_estimate": True}, "this is not there yet"),
+    "not there yet": ({"numa_node": 0}, "this is not there yet"),
     "not JSON": ("{budget: 1}", "not JSON at line 1 column 2"),
     "not an object": ("[1]", "expected an object"),
     "no such file": ("@/no/such/file.json", "cannot read '/no/such/file.json'"),
