@@ -18,6 +18,8 @@ class CacheStats:
         hit_pages: pages that a decode step selected and found on the device, over layers and rows.
         miss_pages: pages that a decode step selected and had to bring in.
         selected_tokens: tokens that decode steps attended, over layers and rows.
+        capped_selections: selections of an algorithm that keeps as many pages as a query needs
+            that filled ``device_buffer_size`` and left pages out, over layers and rows.
         decode_read_bytes: host to device, during decode steps.
         prefill_read_bytes: host to device, during prefill.
         written_bytes: device to host.
@@ -26,6 +28,7 @@ class CacheStats:
     hit_pages: int
     miss_pages: int
     selected_tokens: int
+    capped_selections: int
     decode_read_bytes: int
     prefill_read_bytes: int
     written_bytes: int
@@ -49,9 +52,9 @@ class CacheCounters:
     def __init__(self, page_tokens: int, page_bytes: int, device: torch.device) -> None:
         self._page_tokens = page_tokens
         self._page_bytes = page_bytes
-        self._pages = torch.zeros(2, dtype=torch.int64, device=device)
-        self._seen = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._counted: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._totals = torch.zeros(3, dtype=torch.int64, device=device)
+        self._seen = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._counted: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
         self._other_tokens = 0
         self._dense_read_bytes = 0
         self._prefill_read_bytes = 0
@@ -61,6 +64,10 @@ class CacheCounters:
         """``[R] int32`` each, of one layer of a decode step; summed up in :meth:`publish`."""
         self._counted[0].append(num_hits)
         self._counted[1].append(num_misses)
+
+    def count_capped(self, capped: Tensor) -> None:
+        """``[R] bool``, which selections of a layer were cut short."""
+        self._counted[2].append(capped)
 
     def count_placed(self, num_pages: int) -> None:
         """Pages that prefill read from host memory into device pages."""
@@ -83,19 +90,20 @@ class CacheCounters:
 
     def publish(self) -> None:
         """Start to copy the device's counts to the host, on the current stream, without waiting."""
-        for total, counts in zip(self._pages, self._counted, strict=True):
+        for total, counts in zip(self._totals, self._counted, strict=True):
             if counts:
                 total.add_(torch.cat(counts).sum())
                 counts.clear()
-        self._seen.copy_(self._pages, non_blocking=True)
+        self._seen.copy_(self._totals, non_blocking=True)
 
     def stats(self) -> CacheStats:
         """Totals as of the last :meth:`publish` that the device has finished."""
-        hits, misses = self._seen.tolist()
+        hits, misses, capped = self._seen.tolist()
         return CacheStats(
             hit_pages=hits,
             miss_pages=misses,
             selected_tokens=(hits + misses) * self._page_tokens + self._other_tokens,
+            capped_selections=capped,
             decode_read_bytes=misses * self._page_bytes + self._dense_read_bytes,
             prefill_read_bytes=self._prefill_read_bytes,
             written_bytes=self._written_bytes,

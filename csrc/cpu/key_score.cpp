@@ -26,6 +26,7 @@ struct KeyScoreParams {
 };
 
 constexpr int64_t kPagesPerItem = 64;
+constexpr int64_t kTokensAhead = 16;
 
 // q.k of one token for G queries that share its KV head.
 template <typename T, int G>
@@ -46,7 +47,7 @@ HISPARSE_INLINE void products(const float* q, const typename T::Raw* key,
   }
 }
 
-// Logits [group, room] of one page's tokens. Pages lie scattered: the next one is fetched meanwhile.
+// Logits [group, room] of one page's tokens. Pages lie scattered: one to come is fetched.
 template <typename T>
 void page_logits(const KeyScoreParams& p, const float* q, const typename T::Raw* page,
                  const typename T::Raw* next, int64_t room, float* logits) {
@@ -102,10 +103,12 @@ bool score_run(const KeyScoreParams& p, int64_t b, int64_t kv_head, int64_t firs
   const auto keys_of = [&](int64_t i) {
     return keys + p.host_pages[b][asked[std::min(i, count - 1)]] * p.page_stride;
   };
+  const int64_t pages_ahead = std::max<int64_t>(1, kTokensAhead / p.page_size);
   thread_local std::vector<float> logits;
   logits.resize(group * room);
   for (int64_t i = 0; i < count; ++i) {
-    page_logits<T>(p, p.query + row * p.dim, keys_of(i), keys_of(i + 1), room, logits.data());
+    page_logits<T>(p, p.query + row * p.dim, keys_of(i), keys_of(i + pages_ahead), room,
+                   logits.data());
     for (int64_t g = 0; g < group; ++g) {
       if (is_wanted(g, asked[i])) {
         scores[g * p.width + asked[i]] = reduced(p, logits.data() + g * room);

@@ -11,6 +11,9 @@ __all__ = ["IndexChoice", "IndexQuestion", "choose_index"]
 _SHORT = 16384
 #: Contexts from which on a search in a graph pays for missing some tokens.
 _LONG = 65536
+#: Decode steps in which a graph saves the time that it takes to build, whatever the context: both
+#: grow with it.
+_WORTH_A_GRAPH = 2000
 #: Most of the context that may be in range if an index is to leave much of it unread.
 _SELECTIVE = 1 / 8
 #: Tokens of a page from which on its range is much smaller than its keys.
@@ -26,6 +29,7 @@ class IndexQuestion:
     Attributes:
         context_length: tokens, the longest that is served.
         expected_tokens: tokens that are expected in range of a query head.
+        new_tokens: tokens that a request is expected to generate.
         page_size: tokens.
         kv_token_bytes: host memory of K and V of one token, all layers.
         range_token_bytes: device memory of page ranges for one token, all layers.
@@ -37,6 +41,7 @@ class IndexQuestion:
 
     context_length: int
     expected_tokens: int
+    new_tokens: int
     page_size: int
     kv_token_bytes: int
     range_token_bytes: float
@@ -78,11 +83,12 @@ def choose_index(asked: IndexQuestion) -> IndexChoice:
         )
     graph_bytes = asked.graph_token_bytes * context
     fits = graph_bytes + asked.kv_token_bytes * context <= asked.host_bytes
-    if context >= _LONG and asked.has_graphs and fits:
+    often = asked.new_tokens >= _WORTH_A_GRAPH
+    if context >= _LONG and often and asked.has_graphs and fits:
         return IndexChoice(
             "fine",
-            f"{expected:,} of {context:,} tokens are expected in range, and host memory holds "
-            f"their keys, values and {graph_bytes:,} bytes of graphs",
+            f"{expected:,} of {context:,} tokens are expected in range for {asked.new_tokens:,} "
+            f"steps, and host memory holds keys, values and {graph_bytes:,} bytes of graphs",
         )
     range_bytes = int(asked.range_token_bytes * asked.host_bytes / asked.kv_token_bytes)
     if asked.page_size < _LEAST_PAGE:

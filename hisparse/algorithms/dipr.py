@@ -53,6 +53,7 @@ class DIPR(BaseSparseAlgorithm):
             key range lets them be in range, and finds the same; "fine" searches a graph over the
             prompt's keys, and may miss some. "auto": a server chooses by its context length and
             memory, and logs why.
+        expected_new_tokens: that a request generates, for "auto": graphs pay off over thousands.
         capacity_threshold: tokens that the fine index explores in any case, l0 in the paper: more
             miss less and take longer.
     """
@@ -63,6 +64,7 @@ class DIPR(BaseSparseAlgorithm):
     beta: float | None = None
     alpha: float | None = None
     index: Literal["auto", "flat", "coarse", "fine"] = "auto"
+    expected_new_tokens: int = 512
     capacity_threshold: int = 256
 
     def __post_init__(self) -> None:
@@ -70,6 +72,10 @@ class DIPR(BaseSparseAlgorithm):
             raise ValueError(f"got beta {self.beta} and alpha {self.alpha}, expected one of them")
         if self.beta is not None and not 0 < self.beta < math.inf:
             raise ValueError(f"beta: got {self.beta}, expected more than 0 and finite")
+        if self.expected_new_tokens < 1:
+            raise ValueError(
+                f"expected_new_tokens: got {self.expected_new_tokens}, expected at least 1"
+            )
         if self.capacity_threshold < 1:
             raise ValueError(
                 f"capacity_threshold: got {self.capacity_threshold}, expected at least 1 token"
@@ -95,6 +101,7 @@ class DIPR(BaseSparseAlgorithm):
             IndexQuestion(
                 context_length=context_length,
                 expected_tokens=(policy.budget_pages + 1) * kv.page_size,
+                new_tokens=self.expected_new_tokens,
                 page_size=kv.page_size,
                 kv_token_bytes=kv.token_bytes,
                 range_token_bytes=kv.num_layers * sum(r.num_bytes for r in ranges) / kv.page_size,

@@ -6,22 +6,25 @@ from hisparse.kernels.graph_score import KeyGraphs, graph_score
 from hisparse.kernels.key_score import key_score
 from hisparse.kernels.lru_diff import lru_diff
 from hisparse.kernels.page_summary import page_summary
-from hisparse.kernels.reference_summary import round_outward
 from hisparse.kernels.page_table import page_table
 from hisparse.kernels.rebalance import promote_tail, rebalance, reset_rows
+from hisparse.kernels.reference_summary import round_outward
 from hisparse.kernels.select import page_score, select
+from hisparse.kernels.sketch import SketchLayout, page_sketch, sketch_score
 from hisparse.kernels.transfer import gather_pages, gather_tokens, scatter_tokens
 
 __all__ = [
     "KeyGraphs",
     "LruDiff",
     "RowState",
+    "SketchLayout",
     "gather_pages",
     "gather_tokens",
     "graph_score",
     "key_score",
     "lru_diff",
     "page_score",
+    "page_sketch",
     "page_summary",
     "page_table",
     "paged_attention",
@@ -31,4 +34,5 @@ __all__ = [
     "round_outward",
     "scatter_tokens",
     "select",
+    "sketch_score",
 ]

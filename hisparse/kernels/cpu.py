@@ -5,6 +5,7 @@ from hisparse.kernels.cpu_graph_score import graph_score
 from hisparse.kernels.cpu_key_score import key_score
 from hisparse.kernels.cpu_lru import lru_diff, page_table, promote_tail, rebalance
 from hisparse.kernels.cpu_select import page_score, page_summary, select
+from hisparse.kernels.cpu_sketch import page_sketch, sketch_score
 from hisparse.kernels.cpu_transfer import gather_pages, gather_tokens, scatter_tokens
 from hisparse.kernels.reference_lru import reset_rows
 
@@ -15,6 +16,7 @@ __all__ = [
     "key_score",
     "lru_diff",
     "page_score",
+    "page_sketch",
     "page_summary",
     "page_table",
     "paged_attention",
@@ -23,4 +25,5 @@ __all__ = [
     "reset_rows",
     "scatter_tokens",
     "select",
+    "sketch_score",
 ]

@@ -5,6 +5,7 @@ from hisparse.kernels.reference_graph_score import graph_score
 from hisparse.kernels.reference_key_score import key_score
 from hisparse.kernels.reference_lru import lru_diff, promote_tail, rebalance, reset_rows
 from hisparse.kernels.reference_select import page_score, select
+from hisparse.kernels.reference_sketch import page_sketch, sketch_score
 from hisparse.kernels.reference_summary import page_summary
 from hisparse.kernels.reference_table import page_table
 from hisparse.kernels.reference_transfer import gather_pages, gather_tokens, scatter_tokens
@@ -16,6 +17,7 @@ __all__ = [
     "key_score",
     "lru_diff",
     "page_score",
+    "page_sketch",
     "page_summary",
     "page_table",
     "paged_attention",
@@ -24,4 +26,5 @@ __all__ = [
     "reset_rows",
     "scatter_tokens",
     "select",
+    "sketch_score",
 ]

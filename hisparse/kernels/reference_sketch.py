@@ -69,7 +69,9 @@ def _encode(keys: Tensor, layout: SketchLayout) -> Tensor:
 
     furthest = torch.maximum(high - base, base - low)
     codes = _scale_code(furthest * 0.5)
-    steps = torch.floor((keys - base[:, :, None]) / _scale(codes)[:, :, None]).clamp(-2, 1) + 2
+    scale = _scale(codes)[:, :, None]
+    offset = keys - base[:, :, None]
+    steps = (offset >= -scale).float() + (offset >= 0) + (offset >= scale)
     steps = steps.transpose(2, 3).gather(2, order[..., None].expand(*order.shape, keys.shape[2]))
     packed = torch.nn.functional.pad(steps, (0, 4 * layout.code_bytes - layout.page_size))
     weights = torch.tensor([1.0, 4.0, 16.0, 64.0], device=keys.device)

@@ -22,6 +22,7 @@ _COUNTERS = {
     "hit_pages": "Pages that decode steps selected and found on the device",
     "miss_pages": "Pages that decode steps selected and brought in from host memory",
     "selected_tokens": "Tokens that decode steps attended, over layers and rows",
+    "capped_selections": "Selections of varying length that filled device_buffer_size",
     "decode_read_bytes": "Bytes that decode steps read from host memory",
     "prefill_read_bytes": "Bytes that prefill read from host memory",
     "written_bytes": "Bytes written through to host memory",

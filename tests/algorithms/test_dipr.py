@@ -201,6 +201,17 @@ def test_the_number_follows_the_query_up_to_the_cap(scope: str) -> None:
     assert all_there_is == {128 // 8 - 1}
 
 
+@pytest.mark.parametrize(("alpha", "capped"), [(1e-9, 10 * 2 * 2), (0.999, 0)])
+def test_how_often_the_cap_binds_is_counted(alpha: float, capped: int) -> None:
+    """10 steps, 2 layers, 2 rows."""
+    sim = Simulator(algorithm=DIPR(alpha=alpha))
+    request = sim.request(1, 200, seed=1)
+    sim.prefill((request, 190))
+    for _ in range(10):
+        sim.decode(request)
+    assert sim.manager.counters.stats().capped_selections == capped
+
+
 @pytest.mark.parametrize("index", EXACT)
 def test_of_equal_tokens_the_first_are_kept(index: Any) -> None:
     recorder = Recorder(DIPR(beta=0.001, index=index))
@@ -235,6 +246,7 @@ def test_the_tail_pages_best_counts() -> None:
         ({"beta": math.nan}, "beta: got nan"),
         ({"alpha": 0.0}, "alpha: got 0.0, expected more than 0 and less than 1"),
         ({"alpha": 1.0}, "alpha: got 1.0"),
+        ({"expected_new_tokens": 0}, "expected_new_tokens: got 0, expected at least 1"),
         ({"capacity_threshold": 0}, "capacity_threshold: got 0, expected at least 1 token"),
         ({"index": "tree"}, 'index: got \'tree\' .* "flat" or "coarse" or "fine"'),
     ],

@@ -1,0 +1,101 @@
+"""Which index DIPR gets, by what, and who is told."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hisparse.algorithms import DIPR
+from hisparse.algorithms._dipr_optimizer import IndexQuestion, choose_index
+from hisparse.assemble import Plan, Resources, make_plan
+from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.types import KVSpec
+
+GIB = 2**30
+#: Llama-3.1-8B in bfloat16 with pages of 16 tokens.
+LLAMA = KVSpec(
+    num_layers=32,
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    v_head_dim=128,
+    dtype=torch.bfloat16,
+    page_size=16,
+)
+LARGE = IndexQuestion(
+    context_length=131072,
+    expected_tokens=2048,
+    new_tokens=8000,
+    page_size=16,
+    kv_token_bytes=131072,
+    range_token_bytes=8192,
+    graph_token_bytes=32768,
+    device_bytes=80 * GIB,
+    host_bytes=512 * GIB,
+    has_graphs=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "reason"),
+    [
+        ({}, "fine", "host memory holds keys, values and 4,294,967,296 bytes of graphs"),
+        ({"context_length": 16384}, "flat", "at most 16,384 tokens are scored whole faster"),
+        ({"context_length": 32768}, "coarse", "32,768 tokens are too many to score and"),
+        ({"expected_tokens": 20000}, "flat", "20,000 of 131,072 tokens are expected in range"),
+        ({"new_tokens": 1000}, "coarse", "page ranges fit the device"),
+        ({"has_graphs": False}, "coarse", "page ranges fit the device"),
+        ({"host_bytes": 19 * GIB}, "coarse", "1,275,068,416 bytes of page ranges fit the device"),
+        ({"host_bytes": 19 * GIB, "page_size": 1}, "flat", "pages of 1 tokens are no smaller"),
+        ({"has_graphs": False, "device_bytes": 60 * GIB}, "flat", "more than half of the 64,424"),
+    ],
+)
+def test_rules(changes: dict[str, Any], kind: str, reason: str) -> None:
+    choice = choose_index(replace(LARGE, **changes))
+    assert choice.kind == kind
+    assert reason in choice.reason
+    assert "\n" not in choice.reason
+
+
+def plan(options: dict[str, Any], *, context_length: int = 131072, host: int = 512) -> Plan:
+    config = HiSparseConfig(algorithm="dipr", algorithm_config=options)
+    return make_plan(
+        config,
+        build_algorithm(config),
+        LLAMA,
+        128**-0.5,
+        Resources(
+            host_bytes=host * GIB,
+            device_bytes=80 * GIB,
+            context_length=context_length,
+            max_requests=4,
+            device_type="cpu",
+        ),
+    )
+
+
+def test_the_server_chooses_and_says_why_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="hisparse")
+    chosen = plan({"expected_new_tokens": 4000}).algorithm
+    assert chosen == DIPR(index="fine", expected_new_tokens=4000)
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line.startswith("hisparse: dipr finds tokens by index fine: 2,048 of 131,072 tokens")
+    assert plan({}, context_length=8192).algorithm == DIPR(index="flat")
+    assert plan({"alpha": 0.1}).algorithm == DIPR(index="coarse", alpha=0.1)
+
+
+@pytest.mark.parametrize("index", ["flat", "coarse", "fine"])
+def test_an_index_that_is_asked_for_is_taken(index: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="hisparse")
+    assert plan({"index": index}, context_length=4096).algorithm == DIPR(index=index)
+    assert caplog.records == []
+
+
+def test_graphs_take_their_part_of_host_memory() -> None:
+    """32 links of 4 bytes for each of 8 heads in 32 layers, beside 128 KiB of K and V."""
+    flat, fine = (plan({"index": index}, host=64).sizing.kv_tokens for index in ("flat", "fine"))
+    assert fine == pytest.approx(flat * 4 / 5, abs=32)

@@ -1,0 +1,178 @@
+"""``page_sketch`` and ``sketch_score``: bytes, what they stand for, and scores against float64."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from hisparse.errors import KernelError
+from hisparse.kernels import SketchLayout, page_sketch, sketch_score
+from hisparse.kernels.reference_sketch import sketch_keys
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SHAPES = {
+    "usual": (16, 2, 64, 20),
+    "wide": (16, 1, 128, 40),
+    "odd": (7, 3, 21, 5),
+    "token-pages": (1, 2, 24, 0),
+    "long-pages": (40, 1, 32, 10),
+    "all-channels": (8, 1, 16, 16),
+}
+
+
+def some_keys(pages: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """As a chunk's keys lie, more columns in between; channels differ in mean and in spread."""
+    noise = torch.randn(pages * size, heads, dim + 8) * torch.logspace(-2, 1, dim + 8)
+    fused = noise + 3 * torch.randn(heads, dim + 8)
+    return fused.to(dtype)[..., :dim].unflatten(0, (pages, size))
+
+
+def sketched(keys: Tensor, channels: int, impl: str) -> tuple[Tensor, SketchLayout]:
+    """Sketches of ``keys [P, S, Hkv, D]``, in order."""
+    pages, size, heads, dim = keys.shape
+    layout = SketchLayout(dim, size, channels)
+    sketches = torch.zeros(pages, heads, layout.num_bytes, dtype=torch.uint8)
+    page_sketch(keys, sketches, torch.arange(pages), layout, impl=impl)
+    return sketches, layout
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bytes_are_the_references(impl: str, shape: str, dtype: str) -> None:
+    torch.manual_seed(0)
+    size, heads, dim, channels = SHAPES[shape]
+    keys = some_keys(30, size, heads, dim, DTYPES[dtype])
+    layout = SketchLayout(dim, size, channels)
+    got, expected = (torch.full((40, heads, layout.num_bytes), 99).byte() for _ in range(2))
+    where = torch.randperm(40)[:30].int()
+    where[::7] = -1
+    page_sketch(keys, got, where, layout, impl=impl)
+    page_sketch(keys, expected, where, layout, impl="reference")
+    assert torch.equal(got, expected)
+    assert ((got == 99).flatten(1).all(1)).sum() == 15
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_a_sketch_stands_for(impl: str, shape: str) -> None:
+    """Against float64: one value a channel, and in the widest channels four levels."""
+    torch.manual_seed(1)
+    size, heads, dim, channels = SHAPES[shape]
+    keys = some_keys(12, size, heads, dim, torch.float32)
+    sketches, layout = sketched(keys, channels, impl)
+    got = sketch_keys(sketches, layout).transpose(1, 2).double()
+    exact = keys.double()
+    span = exact.amax(1) - exact.amin(1)
+    widest = span.argsort(dim=-1, descending=True)[..., :channels]
+    detailed = torch.zeros_like(span, dtype=torch.bool).scatter_(-1, widest, True)
+    base = torch.where(detailed, (exact.amax(1) + exact.amin(1)) / 2, exact.mean(1))
+    blocks = torch.nn.functional.pad(base.abs(), (0, -dim % 8)).unflatten(-1, (-1, 8)).amax(-1)
+    # Half a step of 8 bits, its scale rounded up by an eighth at most.
+    slack = (blocks / 127 * 1.126 / 2 + 1e-6).repeat_interleave(8, dim=-1)[..., :dim]
+    plain = (got - base[:, None]).abs().amax(1)
+    assert (plain[~detailed] <= slack[~detailed]).all()
+    # A quarter of the range is a step at its least, half a step the error.
+    worst = (got - exact).abs().amax(1)
+    assert (worst <= (span / 2 + slack) / 4 * 1.126 + 1e-5)[detailed].all()
+
+
+@pytest.mark.parametrize(
+    ("batch", "q_heads", "kv_heads", "dim", "size", "channels", "pages"),
+    [
+        (1, 14, 2, 64, 16, 20, 300),
+        (3, 6, 3, 21, 7, 5, 9),
+        (2, 2, 2, 24, 1, 0, 1),
+        (2, 8, 1, 128, 40, 40, 65),
+    ],
+)
+def test_scores_are_the_log_of_summed_weights(
+    impl: str,
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    dim: int,
+    size: int,
+    channels: int,
+    pages: int,
+) -> None:
+    torch.manual_seed(2)
+    keys = some_keys(350, size, kv_heads, dim, torch.float32)
+    sketches, layout = sketched(keys, channels, "reference")
+    query = torch.randn(batch, q_heads, dim)
+    # The table is a part of a wider one, as the coordinator hands it over.
+    table = torch.randint(350, (batch, pages + 3), dtype=torch.int32)[:, :pages]
+    num_pages = torch.randint(pages + 1, (batch,), dtype=torch.int32)
+    num_pages[0] = pages
+    scores = sketch_score(query, sketches, table, num_pages, layout, impl=impl)
+    own = sketch_keys(sketches, layout)[table.long()].double()
+    own = own.repeat_interleave(q_heads // kv_heads, dim=2)
+    expected = torch.einsum("bhd,bphsd->bhps", query.double(), own).logsumexp(-1)
+    absent = torch.arange(pages) >= num_pages[:, None]
+    expected = expected.masked_fill(absent[:, None], -torch.inf).float()
+    assert_close(scores, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_logits_far_apart_do_not_overflow(impl: str) -> None:
+    keys = torch.zeros(1, 4, 1, 8)
+    keys[0, :, 0, 0] = torch.tensor([-3000.0, 0.0, 10.0, 3000.0])
+    sketches, layout = sketched(keys, 2, impl)
+    one = torch.ones(1, dtype=torch.int32)
+    query = torch.eye(8)[:1].expand(1, 2, 8) * torch.tensor([[1.0], [-1.0]])
+    scores = sketch_score(query, sketches, one[None] * 0, one, layout, impl=impl)
+    assert_close(scores, torch.full((1, 2, 1), 2250.0), rtol=0.15, atol=0)
+
+
+def test_equal_keys_are_their_base(impl: str) -> None:
+    """Nothing varies: a zero page and a constant one, exact up to 8 bits."""
+    keys = torch.stack([torch.zeros(16, 1, 32), torch.full((16, 1, 32), 5.0)])
+    sketches, layout = sketched(keys, 10, impl)
+    got = sketch_keys(sketches, layout)[:, 0]
+    assert_close(got, keys[:, :, 0], rtol=0.01, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": torch.zeros(2, 4, 1, 9)}, r"keys: got shape \[2, 4, 1, 9\]"),
+        ({"keys": torch.zeros(2, 4, 1, 8).int()}, "keys: got dtype torch.int32, expected one of"),
+        ({"sketches": torch.zeros(4, 1, 99).byte()}, r"sketches: got shape \[4, 1, 99\]"),
+        ({"host_pages": torch.zeros(3).int()}, r"host_pages: got shape \[3\], expected \[2\]"),
+        ({"host_pages": torch.zeros(2)}, "host_pages: got dtype torch.float32"),
+        ({"layout": SketchLayout(8, 4, 9)}, "layout: got 9 detailed channels, expected 0 to 8"),
+    ],
+    ids=["width", "dtype", "bytes", "count", "index-dtype", "channels"],
+)
+def test_bad_tensors_are_named(change: dict[str, Tensor], message: str) -> None:
+    layout = SketchLayout(8, 4, 3)
+    given = {
+        "keys": torch.zeros(2, 4, 1, 8),
+        "sketches": torch.zeros(4, 1, layout.num_bytes).byte(),
+        "host_pages": torch.zeros(2).int(),
+        "layout": layout,
+    } | change
+    with pytest.raises(KernelError, match=message):
+        page_sketch(**given)
+
+
+def test_query_heads_share_key_heads_evenly(impl: str) -> None:
+    layout = SketchLayout(8, 4, 3)
+    one = torch.ones(1, dtype=torch.int32)
+    sketches = torch.zeros(4, 2, layout.num_bytes).byte()
+    with pytest.raises(KernelError, match="sketches: got 2 heads, expected a divisor of the 3"):
+        sketch_score(torch.zeros(1, 3, 8), sketches, one[None], one, layout, impl=impl)
+
+
+def test_a_page_beyond_the_sketches_is_refused_or_left_out(impl: str) -> None:
+    """A GPU cannot say so without a wait; it never writes there."""
+    layout = SketchLayout(8, 4, 3)
+    sketches = torch.zeros(5, 1, layout.num_bytes).byte()
+    store = partial(page_sketch, torch.ones(1, 4, 1, 8), sketches[:4], torch.tensor([4]), layout)
+    if impl in ("reference", "cpu"):
+        with pytest.raises((KernelError, IndexError)):
+            store(impl=impl)
+    else:
+        store(impl=impl)
+    assert not sketches.any()
