@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Case", "Report", "Result"]
+from hisparse.provenance import commit, machine, now, versions
 
-_PACKAGES = ("hisparse", "sglang", "torch", "transformers", "numpy")
+__all__ = ["Case", "Report", "Result"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +73,10 @@ class Report:
     command: str
     device: str
     cases: list[Case]
-    date: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat("T", "seconds"))
-    machine: str = field(default_factory=lambda: _machine())
-    versions: dict[str, str] = field(default_factory=lambda: _versions())
-    commit: str = field(default_factory=lambda: _commit())
+    date: str = field(default_factory=now)
+    machine: str = field(default_factory=machine)
+    versions: dict[str, str] = field(default_factory=versions)
+    commit: str = field(default_factory=commit)
 
     def to_json(self) -> str:
         """One JSON object."""
@@ -118,32 +112,3 @@ class Report:
 
 def _time(us: float) -> str:
     return f"{us / 1000:,.2f} ms" if us >= 1000 else f"{us:,.1f} us"
-
-
-def _machine() -> str:
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
-        model = names[0].partition(":")[2].strip() if names else model
-    return f"{model}, {os.cpu_count()} cores"
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _commit() -> str:
-    """The commit of the checkout that hisparse runs from; "unknown" outside one."""
-    where = Path(__file__).parent
-    git = ["git", "-C", str(where), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from hisparse import provenance
 from hisparse.errors import ConfigError
 
 __all__ = ["add_parser"]
@@ -29,6 +31,7 @@ def add_parser(commands: Any) -> None:
     add("--seeds", type=int, default=1, help="documents of each text and length")
     add("--text", action="append", type=Path, default=[], metavar="FILE", help="in place of ours")
     add("--out", type=Path, default=Path("hisparse-eval"), help="records; a run goes on from them")
+    add("--report", type=Path, metavar="FILE", help="also write a Markdown page")
     add("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=_run)
 
@@ -43,6 +46,7 @@ def _numbers(text: str) -> list[int]:
 
 def _run(arguments: argparse.Namespace) -> int:
     from hisparse.eval import Evaluation, make_cells, make_summary, parse_methods
+    from hisparse.eval.report import to_markdown
 
     methods = parse_methods(arguments.algorithm, arguments.budget, arguments.config)
     if arguments.seeds < 1:
@@ -67,11 +71,18 @@ def _run(arguments: argparse.Namespace) -> int:
         ).run()
     result = {
         "command": "eval",
+        "line": shlex.join(["hisparse", *sys.argv[1:]]),
+        "date": provenance.now(),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
+        "commit": provenance.commit(),
         "model": arguments.model,
         "context": arguments.context,
         "cells": make_cells(records),
         "summary": make_summary(records),
     }
+    if arguments.report is not None:
+        arguments.report.write_text(to_markdown(result), encoding="utf-8")
     if arguments.json:
         print(json.dumps(result, indent=2))
     else:
@@ -106,34 +117,27 @@ def _load(name: str) -> tuple[Any, Any, str]:
 
 
 def _print_tables(result: dict[str, Any]) -> None:
+    from hisparse.eval.report import COLUMNS, describe
+
     console = Console()
-    scores = Table("method", "budget", "context", title="Questions answered right, all tokens")
+    scores = Table("method", title="Questions answered right, all tokens")
     tasks = sorted({cell["task"] for cell in result["cells"]})
     for task in tasks:
         scores.add_column(task, justify="right")
-    rows: dict[tuple[str, int, int], dict[str, str]] = {}
+    rows: dict[str, dict[str, str]] = {}
     for cell in result["cells"]:
-        row = rows.setdefault((cell["method"], cell["budget"], cell["context"]), {})
+        row = rows.setdefault(describe(cell), {})
         shown = f"{100 * cell['score']:.0f} ({100 * cell['low']:.0f}-{100 * cell['high']:.0f})"
         # What the dense model cannot do says nothing about sparse attention.
         row[cell["task"]] = shown if cell["usable"] else f"[dim]{shown}[/dim]"
-    for (method, budget, context), row in rows.items():
-        scores.add_row(method, _budget(method, budget), str(context), *(row[t] for t in tasks))
+    for name, row in rows.items():
+        scores.add_row(name, *(row[task] for task in tasks))
     console.print(scores)
-    names = {
-        "kl": "kl",
-        "ppl": "ppl",
-        "copy_ppl": "copy",
-        "mass": "mass",
-        "oracle_recall": "recall",
-        "kept_mean": "kept",
-        "adjacent_overlap": "overlap",
-    }
-    summary = Table("method", *names.values(), "bytes")
+    names = [name for name in COLUMNS if name != "kept_p95"]
+    summary = Table("method", *(COLUMNS[name] for name in names), "bytes")
     for line in result["summary"]:
         values = ("-" if line[name] is None else f"{line[name]:.3g}" for name in names)
-        what = (line["method"], _budget(line["method"], line["budget"]), line["context"])
-        summary.add_row("{} {} of {}".format(*what), *values, f"{line['bytes_per_token']:,.0f}")
+        summary.add_row(describe(line), *values, f"{line['bytes_per_token']:,.0f}")
     console.print(summary)
     console.print(
         "Percent with 95% intervals; dim: the dense model itself is below 90%. kl: nats from "
@@ -141,7 +145,3 @@ def _print_tables(result: dict[str, Any]) -> None:
         "mass: attention kept. recall: of the best pages. kept: tokens a step. overlap: of "
         "adjacent steps. bytes: device memory a token, beside K and V."
     )
-
-
-def _budget(method: str, budget: int) -> str:
-    return "-" if method == "dense" else str(budget)

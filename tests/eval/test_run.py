@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from hisparse.errors import ConfigError
 from hisparse.eval import Evaluation, Item, Method, make_cells, make_summary, parse_methods
 from hisparse.eval.answer import answer
+from hisparse.eval.report import to_markdown
 from hisparse.eval.watch import Watch
 from hisparse.texts import read_text
 from hisparse.transformers import HiSparseCache, disable, enable
@@ -136,6 +137,21 @@ def test_a_run_writes_records_as_they_come_and_goes_on_from_them(tmp_path: Path)
     assert summary["dense"]["mass"] is None
     assert 0 < summary["streaming"]["mass"] < 1
     assert summary["streaming"]["bytes_per_token"] == 0
+    page = to_markdown(
+        {
+            "line": "hisparse eval",
+            "date": "today",
+            "machine": "mine",
+            "commit": "abc",
+            "versions": {"torch": "2"},
+            "model": "tiny",
+            "cells": make_cells(records),
+            "summary": make_summary(records),
+        }
+    )
+    rows = [line for line in page.splitlines() if line.startswith("| snapkv, 256 of 4000 |")]
+    assert len(rows) == 2, "one of scores, one of the summary"
+    assert f"{summary['snapkv']['kl']:.3g}" in rows[1]
     cells = make_cells(records)
     assert {c["task"] for c in cells} == {"needle", "multikey", "variable", "copy"}
     for cell in cells:

@@ -1,0 +1,50 @@
+"""Where a figure comes from: date, machine, versions, commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+__all__ = ["commit", "machine", "now", "versions"]
+
+_PACKAGES = ("hisparse", "sglang", "torch", "transformers", "numpy")
+
+
+def now() -> str:
+    """Date and time, UTC, as in ISO 8601."""
+    return datetime.now(timezone.utc).isoformat("T", "seconds")
+
+
+def machine() -> str:
+    """The processor and its cores."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that matter."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The commit of the checkout that hisparse runs from; "unknown" outside one."""
+    where = Path(__file__).parent
+    git = ["git", "-C", str(where), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
