@@ -13,6 +13,7 @@ from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.page_score import PageScoreAlgorithm
 from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.algorithms.streaming import Streaming
 from hisparse.algorithms.topp import TopP
@@ -27,6 +28,7 @@ __all__ = [
     "Quest",
     "Representation",
     "RepresentationOwner",
+    "Sketch",
     "SnapKV",
     "Streaming",
     "TopP",

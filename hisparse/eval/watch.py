@@ -41,8 +41,9 @@ class Watch:
 
     def __call__(self, layer_id: int, queries: Tensor, step: DecodeStep, chosen: Selection) -> None:
         """One selection of a layer."""
-        size = step.policy.kv.page_size
-        self._tokens.append((chosen.lengths * size + step.tail_lens[:, None]).flatten().float())
+        size, chosen = step.policy.kv.page_size, Selection(*(x.cpu() for x in chosen))
+        tail_lens = step.tail_lens[:, None].cpu()
+        self._tokens.append((chosen.lengths * size + tail_lens).flatten().float())
         self._capped.append((chosen.lengths == step.policy.max_pages).flatten().float())
         calls = self._calls[layer_id] = self._calls.get(layer_id, -1) + 1
         if calls % _STRIDE == 0:
@@ -114,13 +115,14 @@ def _shares(layer_id: int, queries: Tensor, step: DecodeStep) -> tuple[Tensor, T
         ``[B, Hq, max_pages]`` and ``[B, Hq]``, together 1.
     """
     query = queries.float() * step.policy.scale
+    # Where the keys lie, whatever device the model runs on.
     pages = key_score(
-        query,
+        query.cpu(),
         step.host_keys(layer_id),
-        step.host_page_table[:, : step.max_pages],
-        step.num_pages,
+        step.host_page_table[:, : step.max_pages].cpu(),
+        step.num_pages.cpu(),
         reduce="lse",
     )
-    tail = tail_logits(query, layer_id, step).logsumexp(-1)
+    tail = tail_logits(query, layer_id, step).logsumexp(-1).cpu()
     both = torch.cat([pages, tail[..., None]], -1).softmax(-1)
     return both[..., :-1], both[..., -1]

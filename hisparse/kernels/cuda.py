@@ -15,7 +15,14 @@ from hisparse.kernels.cuda_lru import lru_diff, page_table, promote_tail, rebala
 from hisparse.kernels.cuda_transfer import gather_pages, gather_tokens, scatter_tokens
 
 if TYPE_CHECKING:
-    from hisparse.kernels.reference import page_score, page_summary, paged_attention, select
+    from hisparse.kernels.reference import (
+        page_score,
+        page_sketch,
+        page_summary,
+        paged_attention,
+        select,
+        sketch_score,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +31,7 @@ __all__ = [
     "gather_tokens",
     "lru_diff",
     "page_score",
+    "page_sketch",
     "page_summary",
     "page_table",
     "paged_attention",
@@ -32,6 +40,7 @@ __all__ = [
     "reset_rows",
     "scatter_tokens",
     "select",
+    "sketch_score",
 ]
 
 

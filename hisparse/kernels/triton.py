@@ -2,5 +2,13 @@
 
 from hisparse.kernels.triton_attention import paged_attention
 from hisparse.kernels.triton_select import page_score, page_summary, select
+from hisparse.kernels.triton_sketch import page_sketch, sketch_score
 
-__all__ = ["page_score", "page_summary", "paged_attention", "select"]
+__all__ = [
+    "page_score",
+    "page_sketch",
+    "page_summary",
+    "paged_attention",
+    "select",
+    "sketch_score",
+]
