@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import argparse
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
 from hisparse.algorithms import BaseSparseAlgorithm
-from hisparse.models import fetch
+from hisparse.cli import eval as eval_command
+from hisparse.eval import parse_methods
 from hisparse.testing import CHECKS
 
 ROOT = Path(__file__).parent.parent
@@ -49,24 +46,12 @@ def test_every_method_has_a_row() -> None:
     assert re.findall(r"^\| `(\w+)\(", rows, re.MULTILINE) == methods
 
 
-@pytest.mark.slow
-def test_the_comparison_prints_what_stands_under_it(tmp_path: Path) -> None:
-    """Against a real model; figures may differ in the last digit from one machine to another."""
-    fetch("smollm2-135m")
-    line, printed = re.search(r"```\n\$ python compare.py (.*?)\n(.*?)```", DOC, re.DOTALL).groups()
-    program = f"import hisparse_knorm, runpy; runpy.run_path({str(EXAMPLE / 'compare.py')!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *line.split()],
-        env=os.environ | {"PYTHONPATH": str(EXAMPLE), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    got, wanted = done.stdout.splitlines(), printed.splitlines()
-    assert got[0] == wanted[0]
-    found, written = (dict(x.split() for x in lines[1:]) for lines in (got, wanted))
-    assert {k: float(v) for k, v in found.items()} == pytest.approx(
-        {k: float(v) for k, v in written.items()}, rel=0.05
-    )
+def test_the_evaluation_is_a_command_that_there_is() -> None:
+    """It takes minutes: only that it is understood, with the example's name in it, is tested."""
+    line = re.search(r"^hisparse (eval .*)$", DOC, re.MULTILINE)[1]
+    commands = argparse.ArgumentParser().add_subparsers()
+    eval_command.add_parser(commands)
+    arguments = commands.choices["eval"].parse_args(line.split()[1:])
+    assert "knorm" in arguments.algorithm
+    known = set(arguments.algorithm) - {"knorm"}
+    assert parse_methods(sorted(known), arguments.budget, [])

@@ -115,7 +115,8 @@ class Evaluation:
             "algorithm": method.config.algorithm,
             "budget": method.config.budget,
             "bytes_per_token": bytes_per_token,
-            "kl": float((dense.exp() * (dense - continued)).sum(-1).mean()),
+            # Not below 0 but for the half precision that the dense distribution is kept in.
+            "kl": max(0.0, float((dense.exp() * (dense - continued)).sum(-1).mean())),
             "items": [
                 {
                     "task": a.item.task,
