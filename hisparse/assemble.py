@@ -144,7 +144,7 @@ def _sizing_request(
     page_width = stored_heads * spec.stored_width
     staging_bytes = config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes)
     return SizingRequest(
-        kv_token_bytes=spec.token_bytes + algorithm.host_token_bytes(policy),
+        kv_token_bytes=spec.token_bytes + algorithm.host_token_bytes(spec),
         representation_page_bytes=entry_bytes(kept, "page") * spec.num_layers,
         page_size=spec.page_size,
         num_layers=spec.num_layers,
@@ -280,6 +280,7 @@ def assemble(
         host_pages=host.num_pages,
         num_slots=num_slots,
         device=device,
+        index_bytes=plan.algorithm.host_token_bytes(spec) * host.num_pages * size,
     )
     return SparseCoordinator(
         plan.policy,

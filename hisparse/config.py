@@ -72,8 +72,7 @@ class HiSparseConfig:
         num_recent_pages: last full pages that are always selected.
         selection_scope: who shares a selection; None: what algorithm and adapter do best.
         min_sparse_context: tokens; contexts up to this length are attended densely.
-        dense_layers: layers that are always attended densely; None: what the algorithm
-            recommends.
+        dense_layers: layers that are always attended densely; None: none.
         reuse_layers: layers that share a selection: that of the first of them.
         tail_estimate: attend over what was not selected as well, each page as one token, its mean.
         host_memory: for the KV cache, per node; see ``MemorySize``.
@@ -167,6 +166,11 @@ class HiSparseConfig:
             value, low = getattr(self, name), getattr(self, least)
             if value is not None and value < low:
                 raise ConfigError(f"{name}: got {value}, expected at least {least} ({low})")
+        if self.tail_estimate and page == 1:
+            raise ConfigError(
+                "tail_estimate: got true with page_size 1, whose pages are their own means; "
+                "expected page_size above 1, or tail_estimate false"
+            )
         pages = self.num_sink_pages + self.num_recent_pages + 2
         if self.budget < pages * page:
             raise ConfigError(

@@ -202,6 +202,7 @@ class SparseCoordinator:
 
         There are no queries to be seen, which only algorithms with a ``query_window`` miss.
         """
+        self.representations.apply_resets()
         nobody = k.new_zeros(0, self.policy.kv.num_q_heads, k.shape[-1])
         self._prefill.summarize(layer_id, chunk, nobody, PagedKV(k, v))
 

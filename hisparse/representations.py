@@ -37,6 +37,7 @@ class Representations:
         host_pages: pages of the host pool, the padding page included.
         num_slots: request slots.
         device: where they lie.
+        index_bytes: host memory that indexes may take; None: any.
 
     Attributes:
         tensors: by name, ``[L, host pages or request slots or nothing, *shape]``.
@@ -51,6 +52,7 @@ class Representations:
         host_pages: int,
         num_slots: int,
         device: torch.device,
+        index_bytes: int | None = None,
     ) -> None:
         entries: dict[RepresentationOwner, tuple[int, ...]] = {
             "page": (host_pages,),
@@ -63,7 +65,7 @@ class Representations:
             for name, r in kinds.items()
         }
         self._of_requests = [self.tensors[name] for name, r in kinds.items() if r.per == "request"]
-        self.indexes = RequestIndexes(num_layers, num_slots)
+        self.indexes = RequestIndexes(num_layers, num_slots, index_bytes)
         self._begun: set[int] = set()
         self._ended: set[int] = set()
 
@@ -111,6 +113,10 @@ class Representations:
             where = host_pages if self._kinds[name].per == "page" else slot
             self.tensors[name][layer_id, where] = values.to(self.tensors[name].device)
 
-    def names(self) -> list[str]:
-        """Names that :meth:`read` gives."""
-        return [name for name, kind in self._kinds.items() if kind.per != "layer"]
+    def describe(self) -> dict[str, str]:
+        """Names that :meth:`read` gives, and what stands there: two that agree can be exchanged."""
+        return {
+            name: f"{kind.per} {list(kind.shape)} {kind.dtype}"
+            for name, kind in self._kinds.items()
+            if kind.per != "layer"
+        }

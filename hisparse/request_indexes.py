@@ -16,16 +16,22 @@ class RequestIndexes:
     Args:
         num_layers: L.
         num_slots: request slots.
+        max_bytes: that all of them may take; None: any.
 
     Attributes:
         addresses: ``[L, slots] int64``, where the tensors lie.
         lengths: ``[L, slots] int64``, tokens that each covers.
     """
 
-    def __init__(self, num_layers: int, num_slots: int) -> None:
+    def __init__(self, num_layers: int, num_slots: int, max_bytes: int | None = None) -> None:
+        self._max_bytes = max_bytes
         self._held: dict[int, dict[int, Tensor]] = {}
         self.addresses = zeros(num_layers, num_slots, dtype=int64)
         self.lengths = zeros(num_layers, num_slots, dtype=int64)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes more may be kept."""
+        return self._max_bytes is None or self.num_bytes + num_bytes <= self._max_bytes
 
     def put(self, layer_id: int, slot: int, index: Tensor, num_tokens: int) -> None:
         """Keep an index instead of the one that was there.

@@ -90,6 +90,11 @@ def test_alias() -> None:
         pytest.param({"max_row_capacity": 2048}, ["device_buffer_size (4096)"], id="mrc<dbs"),
         pytest.param({"budget": 80, "num_sink_pages": 2}, ["at least 96"], id="no-ranked-page"),
         pytest.param({"reuse_layers": 0}, ["got 0", "at least 1"], id="reuse"),
+        pytest.param(
+            {"tail_estimate": True, "page_size": 1},
+            ["tail_estimate", "page_size 1", "above 1"],
+            id="tail-of-tokens",
+        ),
         pytest.param({"tail_estimate": 1}, ["got 1", "expected bool"], id="tail"),
         pytest.param({"numa_node": 0}, ["not there yet", "works is null"], id="numa"),
         pytest.param({"host_memory": "64 gallons"}, ["'64 gallons'", "'64GiB'", "TiB"], id="unit"),

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <vector>
 
 namespace hisparse {
@@ -109,6 +110,9 @@ void select_row(const SelectParams& p, int64_t b, int64_t head) {
   if (best > 0 && (p.varies() || count > most)) {
     combined.resize(static_cast<size_t>(count));
     combine(p, b, head, count, combined.data());
+    // A score that is no number is the worst, so that the number of pages is as asked for.
+    const float worst = p.mass >= 0 ? 0.0f : -std::numeric_limits<float>::max();
+    for (float& score : combined) score = score == score ? score : worst;
     best = asked_for(p, combined, sinks, count - recents, best, ranked);
     best_pages(combined, sinks, count - recents, best, ranked, pages + sinks);
   } else {

@@ -45,7 +45,8 @@ def build_graph(layer_id: int, step: PrefillStep, threshold: int) -> None:
     """At the end of a prompt: link its keys, if it is long enough for a search to pay off.
 
     A search scores up to ``threshold`` times ``LINKS_PER_TOKEN`` tokens at least; scoring all of a
-    shorter prompt's is as little work.
+    shorter prompt's is as little work. Nor is there one where memory for it is lacking: the
+    request's keys are scanned then.
 
     Args:
         layer_id: layer number.
@@ -56,10 +57,14 @@ def build_graph(layer_id: int, step: PrefillStep, threshold: int) -> None:
     num_tokens = step.end // size * size
     if not step.is_last or num_tokens <= threshold * LINKS_PER_TOKEN:
         return
+    indexes, heads = _indexes(step), step.policy.kv.num_kv_heads
+    if not indexes.has_room(4 * LINKS_PER_TOKEN * heads * num_tokens):
+        # Requests that share a prefix have a graph each: more than was counted for their tokens.
+        return
     # Copies: a tile is valid until the next one.
     tiles = [keys.to(torch.float32, copy=True) for _, keys in step.context_keys(layer_id)]
     links = link_keys(torch.cat(tiles)[:num_tokens])
-    _indexes(step).put(layer_id, step.slot, links, num_tokens)
+    indexes.put(layer_id, step.slot, links, num_tokens)
 
 
 def link_keys(keys: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hisparse.registry import Registry
-from hisparse.types import Selection, SelectionScope
+from hisparse.types import KVSpec, Selection, SelectionScope
 
 if TYPE_CHECKING:
     from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
@@ -93,8 +93,8 @@ class BaseSparseAlgorithm(ABC):
         """
         return self
 
-    def host_token_bytes(self, policy: SelectionPolicy) -> int:
-        """Host memory that is kept for one token beside its K and V, all layers."""
+    def host_token_bytes(self, kv: KVSpec) -> int:
+        """Host memory that is kept at most for one token beside its K and V, all layers."""
         return 0
 
     @abstractmethod

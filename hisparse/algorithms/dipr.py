@@ -23,7 +23,7 @@ from hisparse.algorithms._tail import tail_logits
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
 from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.kernels import key_score, select
-from hisparse.types import Selection
+from hisparse.types import KVSpec, Selection
 
 __all__ = ["DIPR"]
 
@@ -105,7 +105,7 @@ class DIPR(BaseSparseAlgorithm):
                 page_size=kv.page_size,
                 kv_token_bytes=kv.token_bytes,
                 range_token_bytes=kv.num_layers * sum(r.num_bytes for r in ranges) / kv.page_size,
-                graph_token_bytes=replace(self, index="fine").host_token_bytes(policy),
+                graph_token_bytes=replace(self, index="fine").host_token_bytes(kv),
                 device_bytes=device_bytes,
                 host_bytes=host_bytes,
                 has_graphs=find_spec("faiss") is not None,
@@ -114,9 +114,10 @@ class DIPR(BaseSparseAlgorithm):
         logger.info("hisparse: dipr finds tokens by index %s: %s", kind, reason)
         return replace(self, index=kind)
 
-    def host_token_bytes(self, policy: SelectionPolicy) -> int:
-        links = 4 * LINKS_PER_TOKEN * policy.kv.num_kv_heads * policy.kv.num_layers
-        return links if self.index == "fine" else 0
+    def host_token_bytes(self, kv: KVSpec) -> int:
+        links = 4 * LINKS_PER_TOKEN * kv.num_kv_heads * kv.num_layers
+        # What is not settled yet may become fine.
+        return links if self.index in ("auto", "fine") else 0
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         return range_representation(policy.kv) if self.index == "coarse" else {}

@@ -15,7 +15,7 @@ from hisparse.types import Selection
 __all__ = ["SnapKV"]
 
 _LISTED, _PROMPT_PAGES = "listed", "prompt_pages"
-_WINDOW, _SEEN = "window", "seen"
+_WINDOW, _SEEN, _END = "window", "seen", "window_end"
 
 
 @register_algorithm("snapkv")
@@ -52,6 +52,7 @@ class SnapKV(BaseSparseAlgorithm):
             _PROMPT_PAGES: Representation((), torch.int32, "request"),
             _WINDOW: Representation(queries, kv.dtype, "request"),
             _SEEN: Representation((), torch.int32, "request"),
+            _END: Representation((), torch.int32, "request"),
         }
 
     def construct_representations(
@@ -61,7 +62,10 @@ class SnapKV(BaseSparseAlgorithm):
         state = {name: x[layer_id, step.slot] for name, x in _state(step).items()}
         window = torch.cat([state[_WINDOW], queries])[-self.window :]
         state[_WINDOW].copy_(window)
+        # Queries that do not stand right before the chunk, of an earlier turn, have no vote.
+        state[_SEEN].mul_(state[_END] == step.start)
         state[_SEEN].add_(queries.shape[0]).clamp_(max=self.window)
+        state[_END].fill_(step.end)
         if step.is_last:
             pages = step.end // step.policy.kv.page_size
             listed = state[_LISTED].zero_()
@@ -125,5 +129,5 @@ class SnapKV(BaseSparseAlgorithm):
 
 
 def _state(step: PrefillStep | DecodeStep) -> dict[str, Tensor]:
-    names = (_LISTED, _PROMPT_PAGES, _WINDOW, _SEEN)
+    names = (_LISTED, _PROMPT_PAGES, _WINDOW, _SEEN, _END)
     return {name: step.representations[name] for name in names}

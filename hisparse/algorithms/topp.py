@@ -21,6 +21,8 @@ from hisparse.types import Selection
 __all__ = ["TopP"]
 
 _CODES, _RANGES = "codes", "ranges"
+#: Bytes of codes that are taken apart at a time: bounds what that takes.
+_BLOCK = 2**20
 #: Steps between the smallest and the largest value of a key.
 _LEVELS = 15
 
@@ -110,6 +112,13 @@ def _page_scores(query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
         ``[B, Hq, max_pages] float32``.
     """
     table = step.host_page_table[:, : step.max_pages].long()
+    page_items = step.representations[_CODES][0, 0].numel() * len(table)
+    blocks = table.split(max(1, _BLOCK // page_items), dim=1)
+    return torch.cat([_block_scores(query, layer_id, own, step) for own in blocks], -1)
+
+
+def _block_scores(query: Tensor, layer_id: int, table: Tensor, step: DecodeStep) -> Tensor:
+    """The same for some pages, ``table [B, P] int64``."""
     code = step.representations[_CODES][layer_id, table]  # [B, P, S, Hkv, D / 2]
     levels = torch.cat([code & 15, code >> 4], -1)[..., : query.shape[-1]]
     low, width = step.representations[_RANGES][layer_id, table].float().unbind(-1)

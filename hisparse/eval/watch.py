@@ -37,6 +37,7 @@ class Watch:
         self._selected = 0
         self._before: dict[tuple[int, int], list[set[int]]] = {}
         self._lru: dict[tuple[str, int, int, int], OrderedDict[int, None]] = {}
+        self._lengths: dict[tuple[int, int], int] = {}
         self._calls: dict[int, int] = {}
 
     def __call__(self, layer_id: int, queries: Tensor, step: DecodeStep, chosen: Selection) -> None:
@@ -67,9 +68,18 @@ class Watch:
 
     def _follow(self, layer_id: int, step: DecodeStep, chosen: Selection) -> None:
         """Overlap of adjacent steps, and LRU buffers."""
-        for slot, heads in zip(step.slots.tolist(), chosen.pages.tolist(), strict=True):
+        lens = step.seq_lens_cpu.tolist()
+        for slot, length, heads in zip(
+            step.slots.tolist(), lens, chosen.pages.tolist(), strict=True
+        ):
             now = [{page for page in head if page >= 0} for head in heads]
             before = self._before.get((layer_id, slot), [])
+            if self._lengths.get((layer_id, slot)) != length - 1:
+                # Another request has the slot.
+                before = []
+                for key in [k for k in self._lru if k[1:3] == (layer_id, slot)]:
+                    del self._lru[key]
+            self._lengths[layer_id, slot] = length
             for head, (a, b) in enumerate(zip(before, now, strict=False)):
                 if b:
                     self._overlap.append(len(a & b) / len(b))

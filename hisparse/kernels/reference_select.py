@@ -47,6 +47,9 @@ def best_pages(
     width = min(rule.max_pages, total)
     page = torch.arange(total, device=combined.device)
     forced = (page < rule.num_sinks) | (page >= count - rule.num_recents)
+    # A score that is no number is the worst, so that the number of pages is as asked for.
+    worst = torch.finfo(combined.dtype).min if rule.mass is None else 0.0
+    combined = combined.nan_to_num(worst, posinf=torch.inf, neginf=-torch.inf)
     ranked = combined.masked_fill(forced[:, None], torch.inf).masked_fill(absent, -torch.inf)
     varies = rule.mass is not None or rule.within is not None
     best = ranked.topk(width, dim=-1, sorted=varies)

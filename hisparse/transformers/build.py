@@ -16,7 +16,6 @@ from hisparse.memory import free_host_memory
 from hisparse.sizing import resize
 from hisparse.transformers.rows import RowStore
 from hisparse.transformers.shape import read_model_shape, text_config
-from hisparse.types import KVSpec
 
 __all__ = ["Limits", "build_store", "read_config"]
 
@@ -79,7 +78,9 @@ def build_store(
         num_pages = -(-limits.max_tokens // spec.page_size)
     # The least that sizing takes is one row of device_buffer_size.
     num_pages = max(num_pages, config.device_buffer_size // spec.page_size)
-    host_bytes, device_bytes = _memory(config, spec, num_pages, where)
+    needed = (num_pages + 1) * spec.page_size
+    needed *= spec.token_bytes + algorithm.host_token_bytes(spec)
+    host_bytes, device_bytes = _memory(config, needed, where)
     plan = make_plan(
         config,
         algorithm,
@@ -128,13 +129,11 @@ def _max_length(model: Any, limits: Limits) -> int:
     return int(length)
 
 
-def _memory(
-    config: HiSparseConfig, spec: KVSpec, num_pages: int, device: torch.device
-) -> tuple[int, int]:
-    """Bytes for the host pool, at most what it needs, and for the device side."""
+def _memory(config: HiSparseConfig, needed: int, device: torch.device) -> tuple[int, int]:
+    """Bytes for the host pool, at most what is needed, and for the device side."""
     free = free_host_memory()
     host = resolve_memory(config.host_memory, free, "host_memory")
-    host = min(host, (num_pages + 1) * spec.page_size * spec.token_bytes)
+    host = min(host, needed)
     # Without a GPU the device is simulated by host memory that the pool does not take.
     spare = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free - host
     if config.device_memory is not None:

@@ -81,6 +81,7 @@ def write_rows(path: Path, store: RowStore, rows: StoredRows, model_type: str) -
         "format": _FORMAT,
         "shape": json.dumps(_shape(store, model_type)),
         "algorithm": repr(coordinator.algorithm),
+        "representations": json.dumps(coordinator.representations.describe()),
     }
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -106,6 +107,7 @@ def read_rows(path: Path, store: RowStore, model_type: str, max_length: int) -> 
     with file:
         metadata = file.metadata() or {}
         _check_metadata(path, metadata, _shape(store, model_type))
+        _check_queries(path, metadata, store)
         real = file.get_tensor("real").numpy()
         if real.shape[1] > max_length:
             raise CapacityError(
@@ -120,7 +122,7 @@ def read_rows(path: Path, store: RowStore, model_type: str, max_length: int) -> 
         except CapacityError:
             store.close(slots, nothing)
             raise
-        known = metadata["algorithm"] == repr(store.coordinator.algorithm)
+        known = _is_known(metadata, store)
         for row in range(slots.size):
             _read_row(file, row, store, rows, known)
     return rows
@@ -141,6 +143,28 @@ def _check_metadata(path: Path, metadata: dict[str, str], expected: dict[str, An
             )
 
 
+def _is_known(metadata: dict[str, str], store: RowStore) -> bool:
+    """Whether the file has what the algorithm remembers; indexes of requests are made anew."""
+    coordinator = store.coordinator
+    algorithm, kinds = coordinator.algorithm, coordinator.representations.describe()
+    return (
+        metadata["algorithm"] == repr(algorithm)
+        and metadata.get("representations") == json.dumps(kinds)
+        and not algorithm.host_token_bytes(coordinator.policy.kv)
+    )
+
+
+def _check_queries(path: Path, metadata: dict[str, str], store: RowStore) -> None:
+    """An algorithm that looks at the prompt's last queries needs a file that it wrote itself."""
+    algorithm = store.coordinator.algorithm
+    if algorithm.query_window and not _is_known(metadata, store):
+        raise ConfigError(
+            f"{path}: got a context of {metadata['algorithm']}, but {algorithm} needs the prompt's "
+            "last queries, which only a file of the same algorithm and budget has; run the prompt, "
+            "or load it under another algorithm"
+        )
+
+
 def _read_row(file: Any, row: int, store: RowStore, rows: StoredRows, known: bool) -> None:
     """K/V of one row, and its representations: as stored, or made anew for another algorithm."""
     coordinator, device, size = store.coordinator, store.device, store.page_size
@@ -153,7 +177,7 @@ def _read_row(file: Any, row: int, store: RowStore, rows: StoredRows, known: boo
         k, v = (file.get_tensor(f"{row}.{layer}.{x}").to(device) for x in "kv")
         coordinator.manager.write(layer, host_slots, k, v)
         if known:
-            names = coordinator.representations.names()
+            names = coordinator.representations.describe()
             entries = {name: file.get_tensor(f"{row}.{layer}.{name}") for name in names}
             full = pages[: length // size].long()
             coordinator.representations.write(layer, chunk.slot, full, entries)

@@ -94,10 +94,14 @@ class RowStore:
         self.pages.free(self._table[cells])
 
     def shrink(self, slots: np.ndarray, lengths: np.ndarray, new_lengths: np.ndarray) -> None:
-        """Take rows back to ``new_lengths``; what is resident of them is forgotten."""
+        """Take rows back to ``new_lengths``.
+
+        What is resident of them is forgotten, and what algorithms keep of a request, not of its
+        pages: it may speak of tokens that are gone.
+        """
         self._drop_pages(slots, lengths, new_lengths)
         for slot, length in zip(slots.tolist(), new_lengths.tolist(), strict=True):
-            self.coordinator.manager.begin(slot)
+            self.coordinator.on_request_begin(slot)
             last = length // self.page_size
             if length % self.page_size and self.pages.is_shared(self._table[slot, last]):
                 self._own_tail(slot, length)

@@ -122,7 +122,7 @@ def test_graphs_are_freed_with_their_requests() -> None:
     sim.prefill((one, 200))
     assert indexes.num_bytes == 0, "the prompt goes on"
     sim.prefill((one, 300), (other, 250))
-    per_token = algorithm.host_token_bytes(sim.policy)
+    per_token = algorithm.host_token_bytes(sim.spec)
     assert indexes.num_bytes == per_token * (496 + 240)
     sim.representations.fork(1, 0)
     assert indexes.num_bytes == per_token * (496 + 240), "shared"

@@ -164,6 +164,27 @@ def test_within_takes_what_is_near_the_best_of_some_head(
             assert chosen == sorted(near)
 
 
+@pytest.mark.parametrize(
+    "rule", [{}, {"mass": 0.5}, {"within": 1.0}], ids=["top", "mass", "within"]
+)
+@pytest.mark.parametrize("heads", [1, 2], ids=lambda h: f"select{h}")
+def test_scores_that_are_no_numbers_choose_pages_that_there_are(
+    impl: str, heads: int, rule: dict[str, float]
+) -> None:
+    """A request whose query went wrong must not take the others down with it."""
+    scores = torch.randn(2, 2, 30)
+    scores[0] = torch.nan
+    num_pages = torch.tensor([30, 30], dtype=torch.int32)
+    limits = {"heads": heads, "max_pages": 6, "num_sinks": 1, "num_recents": 2, "impl": impl}
+    pages, lengths = select(scores, num_pages, **limits, **rule)
+    alone = select(scores[1:], num_pages[1:], **limits, **rule)
+    assert torch.equal(pages[1:], alone.pages)
+    for chosen, length in zip(pages[0].tolist(), lengths[0].tolist(), strict=True):
+        assert {0, 28, 29} <= set(chosen[:length]) <= set(range(30))
+        assert chosen == sorted(chosen[:length]) + [-1] * (6 - length)
+        assert length == len(set(chosen[:length])) == (3 if rule else 6)
+
+
 def test_mass_and_within_are_checked(impl: str) -> None:
     three = torch.tensor([3], dtype=torch.int32)
 
