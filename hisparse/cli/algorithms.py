@@ -51,8 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _print_tables(found: list[dict[str, Any]]) -> None:
-    console = Console()
-    table = Table("name", "keeps", "scopes")
+    console, table = Console(), Table("name", "keeps", "scopes")
     for name in ("bytes a token", "% of KV", "bytes a request"):
         table.add_column(name, justify="right")
     for entry in found:
@@ -64,7 +63,6 @@ def _print_tables(found: list[dict[str, Any]]) -> None:
             f"{100 * entry['kv_ratio']:.1f}",
             f"{entry['bytes_per_request']:,}",
         )
-    console = Console()
     console.print(table)
     console.print(
         "Device memory beside K and V, all layers, in bfloat16 and with pages of 16 tokens, for "
@@ -80,6 +78,7 @@ def _print_tables(found: list[dict[str, Any]]) -> None:
 
 
 def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
+    memory = _memory(cls)
     summary = (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("\n", " ")
     return {
         "name": name,
@@ -87,8 +86,8 @@ def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
         "scopes": list(cls.scopes),
         "page_sizes": None if cls.page_sizes is None else list(cls.page_sizes),
         "variable_lengths": cls.variable_lengths,
-        "limits": _limits(cls),
-        **_memory(cls),
+        "limits": _limits(cls, memory["host_bytes_per_token"]),
+        **memory,
         "options": _options(cls),
         "module": cls.__module__,
     }
@@ -107,7 +106,7 @@ def _options(cls: type[Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _limits(cls: type[Any]) -> list[str]:
+def _limits(cls: type[Any], host_bytes: float) -> list[str]:
     """What a user has to know before choosing it."""
     found = []
     if cls.variable_lengths:
@@ -116,6 +115,8 @@ def _limits(cls: type[Any]) -> list[str]:
         found.append(f"page_size {' or '.join(map(str, cls.page_sizes))} only")
     if cls.reads_host_keys:
         found.append("scores keys in host memory: CPU only")
+    if host_bytes:
+        found.append(f"up to {host_bytes:,} bytes a token in host memory, by its options")
     if cls.indexer:
         found.append("for models with an indexer")
     return found
@@ -127,26 +128,21 @@ def _memory(cls: type[Any]) -> dict[str, float]:
     """
     import torch
 
-    from hisparse.batch import SelectionPolicy
+    from hisparse.assemble import make_policy
+    from hisparse.config import HiSparseConfig
     from hisparse.representations import entry_bytes, list_representations
     from hisparse.types import KVSpec
 
-    shape = _DEEPSEEK if cls.indexer else _LLAMA
-    page_size = 16 if cls.page_sizes is None else min(cls.page_sizes)
+    algorithm, shape = cls(), _DEEPSEEK if cls.indexer else _LLAMA
+    config = HiSparseConfig(page_size=16 if cls.page_sizes is None else min(cls.page_sizes))
+    page_size = config.page_size
     kv = KVSpec(**shape, dtype=torch.bfloat16, page_size=page_size)
-    policy = SelectionPolicy(
-        kv=kv,
-        scope=cls.scopes[0],
-        budget_pages=2048 // page_size - 1,
-        max_pages=2048 // page_size - 1,
-        num_sink_pages=1,
-        num_recent_pages=2,
-        scale=1.0,
-    )
-    kinds = list_representations(cls(), policy)
+    policy = make_policy(config, algorithm, kv, 1.0, cls.scopes[0])
+    kinds = list_representations(algorithm, policy)
     of_token = entry_bytes(kinds, "page") * kv.num_layers / page_size
     return {
         "bytes_per_token": of_token,
         "kv_ratio": of_token / kv.token_bytes,
         "bytes_per_request": entry_bytes(kinds, "request") * kv.num_layers,
+        "host_bytes_per_token": algorithm.host_token_bytes(kv),
     }
