@@ -67,7 +67,10 @@ def test_tensors_of_cuda_go_to_the_reference_without_a_library(
 
 
 def test_all_implementations_have_all_operations() -> None:
-    assert cuda.__all__ == reference.__all__
+    # Keys in host memory are scored by the CPU.
+    assert cuda.__all__ == [
+        name for name in reference.__all__ if name not in ("graph_score", "key_score")
+    ]
     with pytest.raises(AttributeError, match="no attribute 'gather'"):
         cuda.gather  # noqa: B018
 
