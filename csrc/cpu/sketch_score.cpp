@@ -23,76 +23,84 @@ struct SketchScoreParams {
   SketchLayout layout;
 };
 
+// In one function of all of them, loop counters would live on the stack.
+#define HISPARSE_NOINLINE __attribute__((noinline))
+
 constexpr int64_t kPagesPerItem = 64;
 constexpr int32_t kQueries = 8;  // of a group, at a time
 
-// What a sketch stands for, decoded once for all queries of a group.
-struct Decoded {
-  int32_t tokens;                  // S, up to whole vectors
-  std::vector<float> base;         // [width]
-  std::vector<float> detail;       // [N, tokens]
-  std::vector<int32_t> channels;   // [N]
+constexpr int32_t whole_vectors(int32_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-  Decoded(const SketchLayout& l, int32_t width)
-      : tokens((l.page_size + kLanes - 1) / kLanes * kLanes), base(width),
-        detail(static_cast<size_t>(l.num_channels) * tokens), channels(l.num_channels) {}
-};
-
-void decode_base(const SketchLayout& l, const uint8_t* sketch, Decoded& out) {
+// Base values of 16 channels from d on, zeros behind the last.
+HISPARSE_INLINE Floats base_at(const SketchLayout& l, const uint8_t* sketch, int32_t d) {
   typedef int8_t Signed __attribute__((vector_size(kLanes)));
-  constexpr Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const uint8_t* codes = sketch + l.block_scales();
-  int32_t d = 0;
-  for (; d + kLanes <= l.dim; d += kLanes, codes += 2) {
-    Signed x;
+  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const uint8_t* codes = sketch + l.block_scales() + d / kBlock;
+  const int32_t left = l.dim - d;
+  Signed x = {};
+  if (left >= kLanes) {
     std::memcpy(&x, sketch + d, sizeof(x));
-    const Floats scale = lane < kBlock ? splat(scale_of(codes[0])) : splat(scale_of(codes[1]));
-    store(out.base.data() + d, __builtin_convertvector(x, Floats) * scale);
+  } else {
+    for (int32_t i = 0; i < left; ++i) x[i] = static_cast<int8_t>(sketch[d + i]);
   }
-  for (; d < l.dim; ++d) {
-    out.base[d] = static_cast<int8_t>(sketch[d]) * scale_of(sketch[l.block_scales() + d / kBlock]);
-  }
+  const float first = scale_of(codes[0]), second = left > kBlock ? scale_of(codes[1]) : 0.0f;
+  return __builtin_convertvector(x, Floats) * (lane < kBlock ? splat(first) : splat(second));
 }
 
-void decode_detail(const SketchLayout& l, const uint8_t* sketch, Decoded& out) {
-  constexpr Words shift = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+// The channels that a mask names, ascending.
+HISPARSE_NOINLINE void decode_mask(const SketchLayout& l, const uint8_t* mask, int32_t* channels) {
   int32_t place = 0;
   for (int32_t byte = 0; byte < l.blocks(); byte += 8) {
     uint64_t bits = 0;
-    std::memcpy(&bits, sketch + l.mask() + byte, 8);
-    if (l.blocks() - byte < 8) bits &= (uint64_t{1} << (l.blocks() - byte) * 8) - 1;
+    if (l.blocks() - byte >= 8) {
+      std::memcpy(&bits, mask + byte, 8);
+    } else {
+      for (int32_t i = byte; i < l.blocks(); ++i) bits |= uint64_t{mask[i]} << (i - byte) * 8;
+    }
     // A mask that nobody wrote may have more bits than there are places.
     for (; bits && place < l.num_channels; bits &= bits - 1) {
-      out.channels[place++] = byte * 8 + __builtin_ctzll(bits);
-    }
-  }
-  const int32_t row = l.code_bytes();
-  for (place = 0; place < l.num_channels; ++place) {
-    const float scale = scale_of(sketch[l.channel_scales() + place]);
-    const uint8_t* packed = sketch + l.dim + place * row;
-    float* to = out.detail.data() + static_cast<size_t>(place) * out.tokens;
-    for (int32_t t = 0; t < out.tokens; t += kLanes) {
-      uint32_t word = 0;
-      if (row - t / 4 >= 4) {
-        std::memcpy(&word, packed + t / 4, 4);
-      } else {
-        for (int32_t i = t / 4; i < row; ++i) word |= uint32_t{packed[i]} << (i - t / 4) * 8;
-      }
-      const Words codes = (Words{} + word) >> shift & 3u;
-      store(to + t, (__builtin_convertvector(bit_cast<Ints>(codes), Floats) - 1.5f) * scale);
+      channels[place++] = byte * 8 + __builtin_ctzll(bits);
     }
   }
 }
 
-HISPARSE_INLINE float largest(Floats x) {
-  typedef float Eight __attribute__((vector_size(32)));
-  typedef float Four __attribute__((vector_size(16)));
-  struct Two8 { Eight a, b; };
-  struct Two4 { Four a, b; };
-  const auto [a, b] = bit_cast<Two8>(x);
-  const auto [c, d] = bit_cast<Two4>(a > b ? a : b);
-  const Four e = c > d ? c : d;
-  return std::max(std::max(e[0], e[2]), std::max(e[1], e[3]));
+// Codes of 16 tokens from `packed` on, of which `left` bytes belong to the channel.
+HISPARSE_INLINE uint32_t load_codes(const uint8_t* packed, int32_t left) {
+  uint32_t word = 0;
+  if (left >= 4) {
+    std::memcpy(&word, packed, 4);
+  } else {
+    for (int32_t i = 0; i < left; ++i) word |= uint32_t{packed[i]} << i * 8;
+  }
+  return word;
+}
+
+// What they stand for: -1.5, -0.5, 0.5 or 1.5.
+HISPARSE_INLINE Floats levels_of(uint32_t word) {
+  const Words shift = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+  // By the low four bits: those above a code's two do not count.
+  const Floats levels = {-1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f,
+                         -1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f};
+  return __builtin_shuffle(levels, bit_cast<Ints>((Words{} + word) >> shift & 15u));
+}
+
+HISPARSE_INLINE Floats add(Floats a, Floats b) { return a + b; }
+
+// Lane g of the result is lanes of x[g] taken together by `op`, for eight vectors at once: halves
+// are joined pairwise, which takes a third of what eight times a sum over lanes does.
+template <Floats (*op)(Floats, Floats)>
+HISPARSE_INLINE Floats reduce_eight(const Floats* x) {
+  const Ints low8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+  const Ints low4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+  const Ints low2 = {0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29};
+  const Ints even = {0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14};
+  const auto join = [](Floats a, Floats b, Ints low, int32_t width) {
+    return op(__builtin_shuffle(a, b, low), __builtin_shuffle(a, b, low + width));
+  };
+  const Floats ab = join(x[0], x[1], low8, 8), cd = join(x[2], x[3], low8, 8);
+  const Floats ef = join(x[4], x[5], low8, 8), gh = join(x[6], x[7], low8, 8);
+  const Floats all = join(join(ab, cd, low4, 4), join(ef, gh, low4, 4), low2, 2);
+  return op(__builtin_shuffle(all, even), __builtin_shuffle(all, even + 1));
 }
 
 // The natural logarithm of positive numbers that are not subnormal, to about 1e-6.
@@ -113,38 +121,43 @@ HISPARSE_INLINE Floats log_of(Floats x) {
 // G queries of one group on one page. Each one's score is tops + log(totals); logits [G, tokens]
 // is room.
 template <int G>
-void score_queries(const SketchScoreParams& p, const float* q, const Decoded& page, float* logits,
-                   float* tops, float* totals) {
-  Floats sums[G] = {};
+HISPARSE_NOINLINE void score_queries(const SketchScoreParams& p, const float* q,
+                                     const uint8_t* sketch, const int32_t* channels,
+                                     float* logits, float* tops, float* totals) {
+  const SketchLayout l = p.layout;
+  Floats sums[kQueries] = {}, highest[kQueries] = {}, weights[kQueries] = {};
   for (int32_t d = 0; d < p.width; d += kLanes) {
-    const Floats x = Float32::load(page.base.data() + d);
+    const Floats x = base_at(l, sketch, d);
     for (int g = 0; g < G; ++g) sums[g] += Float32::load(q + g * p.width + d) * x;
   }
   const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const int32_t size = p.layout.page_size, tokens = page.tokens;
-  Floats highest[G];
+  const int32_t width = p.width, row = l.code_bytes(), tokens = whole_vectors(l.page_size);
   for (int g = 0; g < G; ++g) highest[g] = splat(-INFINITY);
   for (int32_t t = 0; t < tokens; t += kLanes) {
     Floats part[G] = {};
-    for (int32_t place = 0; place < p.layout.num_channels; ++place) {
-      const Floats x = Float32::load(page.detail.data() + static_cast<size_t>(place) * tokens + t);
-      const float* own = q + page.channels[place];
-      for (int g = 0; g < G; ++g) part[g] += x * own[g * p.width];
+    const uint8_t* packed = sketch + l.dim + t / 4;
+    const uint8_t* scales = sketch + l.channel_scales();
+    for (int32_t place = 0; place < l.num_channels; ++place, packed += row) {
+      const Floats x = levels_of(load_codes(packed, row - t / 4)) * scale_of(scales[place]);
+      const float* own = q + channels[place];
+      for (int g = 0; g < G; ++g) part[g] += x * own[g * width];
     }
     for (int g = 0; g < G; ++g) {
-      part[g] = lane + t < size ? part[g] : splat(-INFINITY);
+      part[g] = lane + t < l.page_size ? part[g] : splat(-INFINITY);
       highest[g] = maximum(highest[g], part[g]);
       store(logits + g * tokens + t, part[g]);
     }
   }
-  for (int g = 0; g < G; ++g) {
-    const float top = largest(highest[g]);
-    Floats weights = {};
-    for (int32_t t = 0; t < tokens; t += kLanes) {
-      weights += exp_of_nonpositive(Float32::load(logits + g * tokens + t) - top);
+  const Floats top = reduce_eight<maximum>(highest);
+  for (int32_t t = 0; t < tokens; t += kLanes) {
+    for (int g = 0; g < G; ++g) {
+      weights[g] += exp_of_nonpositive(Float32::load(logits + g * tokens + t) - top[g]);
     }
-    tops[g * kPagesPerItem] = sum(sums[g]) + top;
-    totals[g * kPagesPerItem] = sum(weights);
+  }
+  const Floats score = reduce_eight<add>(sums) + top, total = reduce_eight<add>(weights);
+  for (int g = 0; g < G; ++g) {
+    tops[g * kPagesPerItem] = score[g];
+    totals[g * kPagesPerItem] = total[g];
   }
 }
 
@@ -157,17 +170,17 @@ void score_some(int32_t count, const Rest&... rest) {
   }
 }
 
-// One page, all heads: tops and totals [Hq, kPagesPerItem].
+// One page, all heads: tops and totals [Hq, kPagesPerItem]; channels [N] and logits are room.
 void score_page(const SketchScoreParams& p, const float* q, const uint8_t* sketch,
-                const uint8_t* ahead, Decoded& page, float* logits, float* tops, float* totals) {
+                const uint8_t* ahead, int32_t* channels, float* logits, float* tops,
+                float* totals) {
   const int32_t group = p.q_heads / p.kv_heads, bytes = p.layout.num_bytes();
   for (int32_t head = 0; head < p.kv_heads; ++head, sketch += bytes, ahead += bytes) {
     for (int32_t line = 0; line < bytes; line += 64) __builtin_prefetch(ahead + line);
-    decode_base(p.layout, sketch, page);
-    decode_detail(p.layout, sketch, page);
+    decode_mask(p.layout, sketch + p.layout.mask(), channels);
     for (int32_t done = 0; done < group; done += kQueries) {
       const int32_t count = std::min(kQueries, group - done);
-      score_some(count, p, q, page, logits, tops, totals);
+      score_some(count, p, q, sketch, channels, logits, tops, totals);
       q += count * p.width;
       tops += count * kPagesPerItem;
       totals += count * kPagesPerItem;
@@ -183,16 +196,16 @@ bool score_run(const SketchScoreParams& p, int64_t b, int64_t first) {
   for (int64_t page = first; page < present; ++page) {
     if (host_pages[page] < 0 || host_pages[page] >= p.num_host_pages) return false;
   }
-  Decoded decoded(p.layout, p.width);
+  std::vector<int32_t> channels(p.layout.num_channels);
   // Page by page, rows of scores would share the few lines of one set of the cache.
-  std::vector<float> logits(static_cast<size_t>(kQueries) * decoded.tokens);
+  std::vector<float> logits(static_cast<size_t>(kQueries) * whole_vectors(p.layout.page_size));
   const size_t room = static_cast<size_t>(p.q_heads) * kPagesPerItem;
   std::vector<float> tops(room), totals(room, 1.0f);
   const float* query = p.query + b * p.q_heads * p.width;
   for (int64_t page = first; page < present; ++page) {
     const int64_t next = host_pages[std::min(page + 1, present - 1)];
-    score_page(p, query, p.sketches[host_pages[page]], p.sketches[next], decoded, logits.data(),
-               tops.data() + (page - first), totals.data() + (page - first));
+    score_page(p, query, p.sketches[host_pages[page]], p.sketches[next], channels.data(),
+               logits.data(), tops.data() + (page - first), totals.data() + (page - first));
   }
   for (size_t i = 0; i < room; i += kLanes) {
     const Floats log_total = log_of(Float32::load(totals.data() + i));
@@ -225,7 +238,7 @@ void sketch_score(TensorView query, TensorView sketches, TensorView host_page_ta
               static_cast<int32_t>(num_channels)};
   require_sketches(sketches);
   const int64_t runs = (p.num_columns + kPagesPerItem - 1) / kPagesPerItem;
-  const double work = static_cast<double>(p.batch * p.num_columns) * p.q_heads * 20;
+  const double work = static_cast<double>(p.batch * p.num_columns) * p.q_heads * 25;
   std::atomic<bool> in_range{true};
   parallel_for(p.batch * runs, num_threads(p.batch * runs, work), [&](int64_t item) {
     if (!score_run(p, item / runs, item % runs * kPagesPerItem)) in_range = false;

@@ -77,7 +77,9 @@ def _encode(keys: Tensor, layout: SketchLayout) -> Tensor:
     weights = torch.tensor([1.0, 4.0, 16.0, 64.0], device=keys.device)
     packed = (packed.unflatten(-1, (-1, 4)) * weights).sum(-1).flatten(2)
     bits = torch.nn.functional.pad(chosen.float(), (0, layout.blocks * BLOCK - dim))
-    mask = (bits.unflatten(-1, (-1, BLOCK)) * 2.0 ** torch.arange(BLOCK, device=keys.device)).sum(-1)
+    mask = (bits.unflatten(-1, (-1, BLOCK)) * 2.0 ** torch.arange(BLOCK, device=keys.device)).sum(
+        -1
+    )
     parts = [whole.to(torch.int8).view(torch.uint8)]
     parts += [x.to(torch.uint8) for x in (packed, block_codes, mask, codes.gather(-1, order))]
     sketch = torch.cat(parts, -1)

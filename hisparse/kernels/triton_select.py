@@ -214,6 +214,7 @@ def _share_kernel(
     for start in range(0, width, STEP):
         page = start + at[None, :]
         x = tl.load(source + page, mask=present & (page < count), other=-float("inf"))
+        x = tl.where(x == x, x, -float("inf"))  # What is no number has no share.
         higher = tl.maximum(highest, tl.max(x, axis=1))
         top = tl.where(higher == -float("inf"), 0.0, higher)
         total = total * tl.exp(highest - top) + tl.sum(tl.exp(x - top[:, None]), axis=1)
@@ -223,6 +224,7 @@ def _share_kernel(
         page = start + at
         seen = present & (page < count)[None, :]
         x = tl.load(source + page[None, :], mask=seen, other=-float("inf"))
+        x = tl.where(x == x, x, -float("inf"))
         if NEAR:
             found = tl.max(x - top[:, None], axis=0)
         else:

@@ -19,13 +19,15 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hisparse.kernels import triton_attention, triton_select
+from hisparse.kernels import triton_attention, triton_select, triton_sketch
 
 LLAMA = {"GROUP": 4, "QUERIES": 16, "WIDTH": 128, "FIRST": 128, "FIRST_BLOCK": 128}
 LLAMA |= {"REST_BLOCK": 0, "VALUE": 128, "VALUE_BLOCK": 128, "SIZE": 16}
 MLA = {"GROUP": 128, "QUERIES": 32, "WIDTH": 576, "FIRST": 512, "FIRST_BLOCK": 512}
 MLA |= {"REST_BLOCK": 64, "VALUE": 512, "VALUE_BLOCK": 512, "SIZE": 64}
 SUMMARY = {"SIZE": 16, "SIZE_BLOCK": 16, "DIM": 128, "DIM_BLOCK": 128}
+SKETCH = {"SIZE": 16, "DIM": 128, "COUNT": 40, "BLOCKS": 16, "CODE_BYTES": 4}
+SKETCH_MLA = {"SIZE": 64, "DIM": 576, "COUNT": 180, "BLOCKS": 72, "CODE_BYTES": 16}
 POINTERS = {
     "query": "*fp32",
     "out": "*fp32",
@@ -96,6 +98,26 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
         triton_select._score_kernel,
         {"GROUP": 128, "DIM": 576, "DIM_BLOCK": 1024, "PAGES": 4},
         {"summaries": "*bf16"},
+    ),
+    "sketch": (
+        triton_sketch._sketch_kernel,
+        SKETCH | {"DIM_BLOCK": 128, "NUM_BYTES": 360},
+        {"keys": "*bf16", "sketches": "*u8"},
+    ),
+    "sketch MLA": (
+        triton_sketch._sketch_kernel,
+        SKETCH_MLA | {"DIM_BLOCK": 1024, "NUM_BYTES": 3780},
+        {"keys": "*bf16", "sketches": "*u8"},
+    ),
+    "sketch score": (
+        triton_sketch._score_kernel,
+        SKETCH | {"DIM_BLOCK": 32, "GROUP": 4, "QUERIES": 16, "PARTS": 1, "PAGES": 16},
+        {"sketches": "*u8"},
+    ),
+    "sketch score MLA": (
+        triton_sketch._score_kernel,
+        SKETCH_MLA | {"DIM_BLOCK": 32, "GROUP": 128, "QUERIES": 16, "PARTS": 8, "PAGES": 16},
+        {"sketches": "*u8"},
     ),
     "share": (
         triton_select._share_kernel,

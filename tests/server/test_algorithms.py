@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "oracle": {"algorithm": "oracle", "selection_scope": "query_head"},
     "oracle-token-wise": {"algorithm": "oracle", "page_size": 1, "selection_scope": "layer"},
-    "tail-estimate": {"algorithm": "oracle", "tail_estimate": True},
+    "sketch": {"algorithm": "sketch", "tail_estimate": True},
     "reuse-layers": {"algorithm": "quest", "reuse_layers": 2, "dense_layers": [0]},
 }
 

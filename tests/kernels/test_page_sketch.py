@@ -40,20 +40,22 @@ def sketched(keys: Tensor, channels: int, impl: str) -> tuple[Tensor, SketchLayo
     return sketches, layout
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*((shape, "fp32") for shape in SHAPES), ("usual", "bf16"), ("odd", "fp16")],
+)
 def test_bytes_are_the_references(impl: str, shape: str, dtype: str) -> None:
     torch.manual_seed(0)
     size, heads, dim, channels = SHAPES[shape]
-    keys = some_keys(30, size, heads, dim, DTYPES[dtype])
+    keys = some_keys(6, size, heads, dim, DTYPES[dtype])
     layout = SketchLayout(dim, size, channels)
-    got, expected = (torch.full((40, heads, layout.num_bytes), 99).byte() for _ in range(2))
-    where = torch.randperm(40)[:30].int()
-    where[::7] = -1
+    got, expected = (torch.full((9, heads, layout.num_bytes), 99).byte() for _ in range(2))
+    where = torch.randperm(9)[:6].int()
+    where[::4] = -1
     page_sketch(keys, got, where, layout, impl=impl)
     page_sketch(keys, expected, where, layout, impl="reference")
     assert torch.equal(got, expected)
-    assert ((got == 99).flatten(1).all(1)).sum() == 15
+    assert ((got == 99).flatten(1).all(1)).sum() == 5
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -61,7 +63,7 @@ def test_what_a_sketch_stands_for(impl: str, shape: str) -> None:
     """Against float64: one value a channel, and in the widest channels four levels."""
     torch.manual_seed(1)
     size, heads, dim, channels = SHAPES[shape]
-    keys = some_keys(12, size, heads, dim, torch.float32)
+    keys = some_keys(4, size, heads, dim, torch.float32)
     sketches, layout = sketched(keys, channels, impl)
     got = sketch_keys(sketches, layout).transpose(1, 2).double()
     exact = keys.double()
@@ -82,10 +84,10 @@ def test_what_a_sketch_stands_for(impl: str, shape: str) -> None:
 @pytest.mark.parametrize(
     ("batch", "q_heads", "kv_heads", "dim", "size", "channels", "pages"),
     [
-        (1, 14, 2, 64, 16, 20, 300),
+        (1, 14, 2, 64, 16, 20, 70),
         (3, 6, 3, 21, 7, 5, 9),
         (2, 2, 2, 24, 1, 0, 1),
-        (2, 8, 1, 128, 40, 40, 65),
+        (2, 8, 1, 128, 40, 40, 19),
     ],
 )
 def test_scores_are_the_log_of_summed_weights(

@@ -1,0 +1,88 @@
+"""Sketch: rank pages by their attention, estimated from about a tenth of the key bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hisparse.algorithms._tail import tail_logits
+from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
+from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.kernels import SketchLayout, page_sketch, select, sketch_score
+from hisparse.types import KVSpec, Selection
+
+__all__ = ["Sketch"]
+
+_SKETCH = "sketch"
+
+
+@register_algorithm("sketch")
+@dataclass(frozen=True, kw_only=True)
+class Sketch(BaseSparseAlgorithm):
+    """Keeps the pages with the most attention, as estimated from sketches of their keys.
+
+    A page's share of the softmax is the log-sum-exp of its tokens' logits, which the maximum of a
+    bound is not. The sketch has 8 bits a channel for the page as a whole, and 2 bits a token in
+    the channels that vary most within the page: where one token differs from its neighbours, it
+    does so in few channels, and other ones from page to page. Nothing is calibrated: a sketch
+    depends on the page's keys alone. Ours; docs/sketch.md has what was tried, with figures.
+
+    Attributes:
+        detail: in [0, 1], part of the channels that have bits for each token.
+    """
+
+    detail: float = 0.3125
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.detail <= 1:
+            raise ValueError(f"detail: got {self.detail}, expected 0 to 1")
+
+    def layout(self, kv: KVSpec) -> SketchLayout:
+        """The bytes of one page and KV head."""
+        # A page of one token is its own mean.
+        count = round(self.detail * kv.head_dim) if kv.page_size > 1 else 0
+        return SketchLayout(kv.head_dim, kv.page_size, count)
+
+    def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
+        shape = (policy.kv.num_kv_heads, self.layout(policy.kv).num_bytes)
+        return {_SKETCH: Representation(shape, torch.uint8)}
+
+    def construct_representations(
+        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
+    ) -> None:
+        self._store(keys, layer_id, step.host_pages, step)
+
+    def update_representations(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
+    ) -> None:
+        self._store(keys, layer_id, host_pages, step)
+
+    def _store(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
+    ) -> None:
+        sketches = step.representations[_SKETCH][layer_id]
+        page_sketch(keys, sketches, host_pages, self.layout(step.policy.kv))
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        policy = step.policy
+        query = queries.float() * policy.scale
+        scores = sketch_score(
+            query,
+            step.representations[_SKETCH][layer_id],
+            step.host_page_table[:, : step.max_pages],
+            step.num_pages,
+            self.layout(policy.kv),
+        )
+        # Heads that share a selection weigh their pages against what each attends anyway.
+        shared = policy.heads < policy.kv.num_q_heads
+        return select(
+            scores,
+            step.num_pages,
+            heads=policy.heads,
+            max_pages=policy.max_pages,
+            num_sinks=policy.num_sink_pages,
+            num_recents=policy.num_recent_pages,
+            rest=tail_logits(query, layer_id, step).logsumexp(-1) if shared else None,
+        )
