@@ -91,10 +91,12 @@ class DecodeAttention:
         group = layer_id // self._reuse_layers
         if part.selection is None or part.selection[0] != group:
             part.selection = group, self._algorithm.retrieve_topk(q, layer_id, part.step)
+            most, lengths = self._policy.max_pages, part.selection[1].lengths
+            capped = None
             if self._algorithm.variable_lengths:
-                most, lengths = self._policy.max_pages, part.selection[1].lengths
                 more = part.step.num_pages[:, None] > most
-                self._manager.counters.count_capped(((lengths == most) & more).flatten())
+                capped = ((lengths == most) & more).flatten()
+            self._manager.counters.count_chosen(lengths.numel(), capped)
             if self.observer is not None:
                 self.observer(layer_id, q, part.step, part.selection[1])
         return self._attend_selection(layer_id, q, part.step, part.selection[1], sparse=True)

@@ -18,6 +18,7 @@ class CacheStats:
         hit_pages: pages that a decode step selected and found on the device, over layers and rows.
         miss_pages: pages that a decode step selected and had to bring in.
         selected_tokens: tokens that decode steps attended, over layers and rows.
+        selections: what algorithms selected, over layers and rows.
         capped_selections: selections of an algorithm that keeps as many pages as a query needs
             that filled ``device_buffer_size`` and left pages out, over layers and rows.
         decode_read_bytes: host to device, during decode steps.
@@ -28,6 +29,7 @@ class CacheStats:
     hit_pages: int
     miss_pages: int
     selected_tokens: int
+    selections: int
     capped_selections: int
     decode_read_bytes: int
     prefill_read_bytes: int
@@ -55,6 +57,7 @@ class CacheCounters:
         self._totals = torch.zeros(3, dtype=torch.int64, device=device)
         self._seen = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._counted: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+        self._selections = 0
         self._other_tokens = 0
         self._dense_read_bytes = 0
         self._prefill_read_bytes = 0
@@ -65,9 +68,16 @@ class CacheCounters:
         self._counted[0].append(num_hits)
         self._counted[1].append(num_misses)
 
-    def count_capped(self, capped: Tensor) -> None:
-        """``[R] bool``, which selections of a layer were cut short."""
-        self._counted[2].append(capped)
+    def count_chosen(self, num_rows: int, capped: Tensor | None) -> None:
+        """Selections of one layer by an algorithm.
+
+        Args:
+            num_rows: R.
+            capped: ``[R] bool``, which of them were cut short; None: lengths do not vary.
+        """
+        self._selections += num_rows
+        if capped is not None:
+            self._counted[2].append(capped)
 
     def count_placed(self, num_pages: int) -> None:
         """Pages that prefill read from host memory into device pages."""
@@ -103,6 +113,7 @@ class CacheCounters:
             hit_pages=hits,
             miss_pages=misses,
             selected_tokens=(hits + misses) * self._page_tokens + self._other_tokens,
+            selections=self._selections,
             capped_selections=capped,
             decode_read_bytes=misses * self._page_bytes + self._dense_read_bytes,
             prefill_read_bytes=self._prefill_read_bytes,

@@ -36,7 +36,7 @@ SUITES = {
         "test_select.py",
         "test_page_summary.py",
     ],
-    "graphs": ["gpu/test_graphs.py"],
+    "graphs": ["gpu/test_graphs.py", "gpu/test_algorithm_graphs.py"],
 }
 BENCHES = {
     "lru-diff": (["lru"], ["lru-diff", "--rows", "32"]),

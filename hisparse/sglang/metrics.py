@@ -22,6 +22,7 @@ _COUNTERS = {
     "hit_pages": "Pages that decode steps selected and found on the device",
     "miss_pages": "Pages that decode steps selected and brought in from host memory",
     "selected_tokens": "Tokens that decode steps attended, over layers and rows",
+    "selections": "Selections that the algorithm made, over layers and rows",
     "capped_selections": "Selections of varying length that filled device_buffer_size",
     "decode_read_bytes": "Bytes that decode steps read from host memory",
     "prefill_read_bytes": "Bytes that prefill read from host memory",
@@ -33,7 +34,9 @@ _GAUGES = {
     "host_tokens_total": "Tokens that the host pool has room for",
     "device_tokens_used": "Tokens that running requests' device pages have room for, over rows",
     "device_tokens_total": "Tokens that all device pages have room for, over rows",
+    "max_selected_tokens": "Tokens that a selection and the page being filled hold at most",
     "host_kv_bytes": "Bytes of the KV cache in host memory",
+    "host_index_bytes": "Bytes of requests' indexes in host memory",
     "device_kv_bytes": "Bytes of keys and values on the device, staging included",
     "device_representation_bytes": "Bytes on the device by which the algorithm scores pages",
     "device_table_bytes": "Bytes of LRU tables and free lists on the device",
@@ -106,13 +109,17 @@ class MetricsReporter:
         coordinator = self._coordinator
         manager, planner = coordinator.manager, coordinator.manager.planner
         allocator, size = self._runner.token_to_kv_pool_allocator, self._page_size
+        policy = coordinator.policy
         return {
             "hit_ratio": stats.hit_ratio,
             "host_tokens_used": allocator.size - allocator.available_size(),
             "host_tokens_total": allocator.size,
             "device_tokens_used": planner.live_pages * size,
             "device_tokens_total": manager.device.free_pages.shape[1] * size,
+            "max_selected_tokens": (policy.max_pages + (not coordinator.algorithm.ranks_tail))
+            * size,
             "host_kv_bytes": manager.host.num_bytes,
+            "host_index_bytes": coordinator.representations.indexes.num_bytes,
             "device_kv_bytes": manager.device.num_bytes + manager.staging_bytes,
             "device_representation_bytes": sum(
                 t.nbytes for t in coordinator.representations.tensors.values()

@@ -1,0 +1,124 @@
+"""A captured selection replays to what it gives eagerly, for all algorithms that serve on GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hisparse.algorithms import ALGORITHMS
+from hisparse.batch import DecodeStep, SelectionPolicy
+from hisparse.representations import Representations
+from hisparse.types import IndexerInputs, KVSpec, PagedKV
+
+NAMES = [name for name in ALGORITHMS if not ALGORITHMS.get(name).reads_host_keys]
+#: A page more than the longest request has in full: its tail.
+BATCH, PAGES, HEADS, DIM = 3, 41, 2, 64
+
+
+class Tails:
+    """Reads tail pages from a static tensor."""
+
+    def __init__(self, kv: KVSpec, device: str) -> None:
+        self._k = torch.randn(BATCH, kv.num_kv_heads, kv.page_size, DIM, device=device)
+
+    def tail_pages(self, layer_id: int, step: DecodeStep) -> PagedKV:
+        return PagedKV(self._k, self._k)
+
+    def host_pages(self, layer_id: int) -> PagedKV:
+        raise AssertionError("only algorithms that read host keys do")
+
+
+def random_like(tensor: Tensor) -> Tensor:
+    if tensor.dtype.is_floating_point:
+        return torch.randn(tensor.shape, device=tensor.device).to(tensor.dtype)
+    return torch.randint(0, 200, tensor.shape, device=tensor.device).to(tensor.dtype)
+
+
+def make_step(name: str, device: str) -> DecodeStep:
+    """Requests of 30, 35 and 40 pages, all that is remembered drawn at random."""
+    torch.manual_seed(0)
+    cls: type[Any] = ALGORITHMS.get(name)
+    size = 16 if cls.page_sizes is None else min(cls.page_sizes)
+    kv = KVSpec(
+        num_layers=1,
+        num_q_heads=2 * HEADS,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        v_head_dim=DIM,
+        dtype=torch.bfloat16,
+        page_size=size,
+        index_head_dim=32 if cls.indexer else 0,
+    )
+    policy = SelectionPolicy(
+        kv=kv,
+        scope=cls.scopes[0],
+        budget_pages=9,
+        max_pages=9,
+        num_sink_pages=1,
+        num_recent_pages=2,
+        scale=0.125,
+    )
+    kept = Representations(
+        cls().representations(policy),
+        num_layers=1,
+        host_pages=BATCH * PAGES + 1,
+        num_slots=BATCH,
+        device=torch.device(device),
+    )
+    for tensor in kept.tensors.values():
+        tensor.copy_(random_like(tensor))
+    rows = BATCH * policy.heads
+    lens = torch.tensor([30, 35, 40], dtype=torch.int32, device=device)
+    one = torch.ones(rows, dtype=torch.int32, device=device)
+    return DecodeStep(
+        policy=policy,
+        representations=kept.tensors,
+        index=None,
+        slots=torch.arange(BATCH, device=device),
+        rows=torch.arange(rows, device=device),
+        num_pages=lens,
+        seq_lens_cpu=np.array([30, 35, 40]) * size + 1,
+        tail_lens=one[:BATCH],
+        host_page_table=torch.randperm(BATCH * PAGES + 1, device=device)[1:].int().view(BATCH, -1),
+        capacity=9 * one,
+        num_real_rows=rows * one[:1],
+        tail_pages=one[None],
+        tail_row_lens=one,
+        pages=Tails(kv, device),
+        indexer=IndexerInputs(
+            torch.randn(BATCH, 4, 32, device=device),
+            torch.randn(BATCH, 32, device=device),
+            torch.randn(BATCH, 4, device=device),
+        ),
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_step_is_one_that_algorithms_take(name: str) -> None:
+    """On a CPU: that the test below has something to capture."""
+    step = make_step(name, "cpu")
+    queries = torch.randn(BATCH, 2 * HEADS, DIM, dtype=torch.bfloat16)
+    pages, lengths = ALGORITHMS.get(name)().retrieve_topk(queries, 0, step)
+    assert pages.shape[:2] == lengths.shape == (BATCH, step.policy.heads)
+    assert (lengths > 2).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_captured_selection_replays(name: str) -> None:
+    step, algorithm = make_step(name, "cuda"), ALGORITHMS.get(name)()
+    queries = torch.randn(BATCH, 2 * HEADS, DIM, dtype=torch.bfloat16, device="cuda")
+    algorithm.retrieve_topk(queries, 0, step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = algorithm.retrieve_topk(queries, 0, step)
+    for _ in range(5):
+        queries.copy_(torch.randn(queries.shape))
+        expected = algorithm.retrieve_topk(queries, 0, step)
+        graph.replay()
+        assert torch.equal(captured.pages, expected.pages)
+        assert torch.equal(captured.lengths, expected.lengths)
