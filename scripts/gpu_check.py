@@ -35,6 +35,7 @@ SUITES = {
         "test_splits.py",
         "test_select.py",
         "test_page_summary.py",
+        "test_page_sketch.py",
     ],
     "graphs": ["gpu/test_graphs.py", "gpu/test_algorithm_graphs.py"],
 }
