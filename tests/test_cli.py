@@ -38,6 +38,8 @@ def test_algorithms_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["no-such-command"], "no-such-command"),
         (["bench"], "BENCH"),
         (["bench", "serve", "--context", "many"], "--context"),
+        (["eval", "--context", "4k"], "--context: got '4k', expected numbers such as 4096"),
+        (["eval", "--budget", "0"], "--budget: got '0', expected numbers"),
     ],
 )
 def test_a_wrong_command_line(

@@ -41,7 +41,13 @@ def _names(text: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    try:
+        found = [int(number) for number in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers such as 4096 or 256,512")
+    return found
 
 
 def _run(arguments: argparse.Namespace) -> int:
