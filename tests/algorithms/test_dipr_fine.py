@@ -12,6 +12,7 @@ from torch import Tensor
 from hisparse.algorithms import DIPR
 from hisparse.algorithms import _dipr_fine as fine
 from hisparse.errors import ConfigError
+from hisparse.request_indexes import RequestIndexes
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recorder import Recorder, Retrieved
 from hisparse.testing.suite import CHECKS, cases_of, run_check
@@ -179,3 +180,16 @@ def test_faiss_is_asked_for_when_it_is_missing(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="'fine', which needs faiss .* or index coarse or flat"):
         Simulator(algorithm=DIPR(index="fine"))
     Simulator(algorithm=DIPR(index="coarse"))
+
+
+def test_indexes_that_do_not_fit_are_not_kept() -> None:
+    """Requests that share a prefix share what is counted for its tokens, but not the graphs."""
+    indexes = RequestIndexes(1, 3, max_bytes=100)
+    indexes.put(0, 1, torch.zeros(15, dtype=torch.int32), 15)
+    assert indexes.has_room(40)
+    assert not indexes.has_room(41)
+    indexes.fork(1, 2)
+    assert indexes.has_room(40), "what is shared counts once"
+    indexes.drop(1)
+    indexes.drop(2)
+    assert indexes.has_room(100)
