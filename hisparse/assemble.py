@@ -29,6 +29,7 @@ __all__ = [
     "choose_scope",
     "make_plan",
     "make_policy",
+    "page_limits",
 ]
 
 
@@ -72,6 +73,14 @@ class Resources:
     device_type: str
 
 
+def page_limits(
+    algorithm: BaseSparseAlgorithm, page_size: int, *, budget: int, device_buffer_size: int
+) -> tuple[int, int]:
+    """``budget_pages`` and ``max_pages`` of a policy, from sizes in tokens."""
+    cap = device_buffer_size if algorithm.variable_lengths else budget
+    return budget // page_size - 1, cap // page_size - (not algorithm.ranks_tail)
+
+
 def make_policy(
     config: HiSparseConfig,
     algorithm: BaseSparseAlgorithm,
@@ -80,12 +89,17 @@ def make_policy(
     scope: SelectionScope,
 ) -> SelectionPolicy:
     """What the selections of ``algorithm`` have to keep to under ``config``."""
-    cap = config.device_buffer_size if algorithm.variable_lengths else config.budget
+    budget_pages, max_pages = page_limits(
+        algorithm,
+        spec.page_size,
+        budget=config.budget,
+        device_buffer_size=config.device_buffer_size,
+    )
     return SelectionPolicy(
         kv=spec,
         scope=scope,
-        budget_pages=config.budget // spec.page_size - 1,
-        max_pages=cap // spec.page_size - (not algorithm.ranks_tail),
+        budget_pages=budget_pages,
+        max_pages=max_pages,
         num_sink_pages=config.num_sink_pages,
         num_recent_pages=config.num_recent_pages,
         scale=scale,

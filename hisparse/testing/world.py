@@ -8,6 +8,7 @@ import torch
 
 from hisparse.adapters import BackendAdapter, TorchAdapter
 from hisparse.algorithms import BaseSparseAlgorithm, Quest
+from hisparse.assemble import page_limits
 from hisparse.batch import SelectionPolicy
 from hisparse.cache import DeviceBuffer, HostKVPool, SparseKVCacheManager
 from hisparse.cache.capacity import CapacityPlanner
@@ -87,12 +88,17 @@ class World:
             latent=self.latent_rank > 0,
             index_head_dim=INDEXER_DIM,
         )
-        cap = self.device_buffer if self.algorithm.variable_lengths else self.budget
+        budget_pages, max_pages = page_limits(
+            self.algorithm,
+            self.page_size,
+            budget=self.budget,
+            device_buffer_size=self.device_buffer,
+        )
         self.policy = SelectionPolicy(
             kv=self.spec,
             scope=self.scope,
-            budget_pages=self.budget // self.page_size - 1,
-            max_pages=cap // self.page_size - (not self.algorithm.ranks_tail),
+            budget_pages=budget_pages,
+            max_pages=max_pages,
             num_sink_pages=self.num_sink_pages,
             num_recent_pages=self.num_recent_pages,
             scale=self.scale,

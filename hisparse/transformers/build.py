@@ -72,12 +72,7 @@ def build_store(
     where = torch.device(device or getattr(model, "device", None) or "cpu")
     max_length = _max_length(model, limits)
     row_pages = -(-max_length // spec.page_size)
-    if limits.max_tokens is None:
-        num_pages = limits.max_rows * row_pages
-    else:
-        num_pages = -(-limits.max_tokens // spec.page_size)
-    # The least that sizing takes is one row of device_buffer_size.
-    num_pages = max(num_pages, config.device_buffer_size // spec.page_size)
+    num_pages = _num_pages(config, limits, row_pages)
     needed = (num_pages + 1) * spec.page_size
     needed *= spec.token_bytes + algorithm.host_token_bytes(spec)
     host_bytes, device_bytes = _memory(config, needed, where)
@@ -117,6 +112,16 @@ def build_store(
         device=where,
     )
     return store, max_length
+
+
+def _num_pages(config: HiSparseConfig, limits: Limits, row_pages: int) -> int:
+    """Host pages for all rows together."""
+    if limits.max_tokens is None:
+        asked = limits.max_rows * row_pages
+    else:
+        asked = -(-limits.max_tokens // config.page_size)
+    # The least that sizing takes is one row of device_buffer_size.
+    return max(asked, config.device_buffer_size // config.page_size)
 
 
 def _max_length(model: Any, limits: Limits) -> int:
