@@ -1,5 +1,7 @@
 // graph_score: DIPR's search in a graph over a request's keys. As key_score, but only of the tokens
 // that the search comes by.
+#include "dots.h"
+#include "host_keys.h"
 #include "parallel.h"
 #include "simd.h"
 #include "tensors.h"
@@ -16,16 +18,15 @@ namespace {
 
 struct GraphScoreParams {
   const float* query;              // [B, Hq, D]
-  const char* keys;                // [host pages, Hkv, S, D]; strides in elements
-  int64_t page_stride, head_stride, token_stride;
+  HostKeys keys;
   Rows<const int32_t> host_pages;  // [B, P]
   const int32_t* num_pages;        // [B]
   const int64_t* links;            // [B]: address of [Hkv, tokens, links per token] int32
   const int64_t* tokens;           // [B], tokens that are in the graph
   const float* best;               // [B, Hq]: q.k that is known already
   float* scores;                   // [B, Hq, P]
-  int64_t batch, width, num_host_pages;
-  int32_t q_heads, kv_heads, page_size, dim, links_per_token, entry_stride, threshold;
+  int64_t batch, width;
+  int32_t q_heads, links_per_token, entry_stride, threshold;
   float within;
 };
 
@@ -37,15 +38,15 @@ class Search {
  public:
   Search(const GraphScoreParams& p, int64_t b, int64_t head)
       : p_(p),
-        query_(p.query + (b * p.q_heads + head) * p.dim),
-        keys_(reinterpret_cast<const Raw*>(p.keys) +
-              head / (p.q_heads / p.kv_heads) * p.head_stride),
+        query_(p.query + (b * p.q_heads + head) * p.keys.dim),
+        keys_(reinterpret_cast<const Raw*>(p.keys.data) +
+              head / (p.q_heads / p.keys.heads) * p.keys.head_stride),
         host_pages_(p.host_pages[b]),
         scores_(p.scores + (b * p.q_heads + head) * p.width),
         links_(reinterpret_cast<const int32_t*>(p.links[b]) +
-               head / (p.q_heads / p.kv_heads) * p.tokens[b] * p.links_per_token),
+               head / (p.q_heads / p.keys.heads) * p.tokens[b] * p.links_per_token),
         tokens_(static_cast<int32_t>(
-            std::min<int64_t>(p.tokens[b], int64_t{p.num_pages[b]} * p.page_size))),
+            std::min<int64_t>(p.tokens[b], int64_t{p.num_pages[b]} * p.keys.page_size))),
         best_(p.best[b * p.q_heads + head]) {}
 
   // False if a page is not in the pool.
@@ -75,12 +76,12 @@ class Search {
   }
 
   const Raw* key(int32_t token) {
-    const int32_t host_page = host_pages_[token / p_.page_size];
-    if (host_page < 0 || host_page >= p_.num_host_pages) {
+    const int32_t host_page = host_pages_[token / p_.keys.page_size];
+    if (host_page < 0 || host_page >= p_.keys.num_pages) {
       sound_ = false;
       return nullptr;
     }
-    return keys_ + host_page * p_.page_stride + token % p_.page_size * p_.token_stride;
+    return keys_ + host_page * p_.keys.page_stride + token % p_.keys.page_size * p_.keys.token_stride;
   }
 
   void explore(int32_t token) {
@@ -102,12 +103,9 @@ class Search {
     seen()[token] = number();
     const Raw* k = key(token);
     if (k == nullptr) return;
-    Floats sums = {};
-    int32_t d = 0;
-    for (; d + kLanes <= p_.dim; d += kLanes) sums += Float32::load(query_ + d) * T::load(k + d);
-    float product = sum(sums);
-    for (; d < p_.dim; ++d) product += query_[d] * T::one(k[d]);
-    float& score = scores_[token / p_.page_size];
+    float product;
+    dots_of<T, 1>(query_, k, k, p_.keys.dim, &product, 1);
+    float& score = scores_[token / p_.keys.page_size];
     score = std::max(score, product);
     best_ = std::max(best_, product);
     // Of equal products the earlier token comes first.
@@ -155,10 +153,7 @@ void graph_score(TensorView query, TensorView keys, TensorView host_page_table,
                  int64_t threshold, double within) {
   GraphScoreParams p;
   p.query = vector_of<const float>(query, "query");
-  p.keys = vector_of<const char>(keys, "keys");
-  p.page_stride = keys.stride(0);
-  p.head_stride = keys.stride(1);
-  p.token_stride = keys.stride(2);
+  p.keys = host_keys_of(keys);
   p.host_pages = rows_of<const int32_t>(host_page_table, "host_page_table");
   p.num_pages = vector_of<const int32_t>(num_pages, "num_pages");
   p.links = vector_of<const int64_t>(links, "links");
@@ -167,11 +162,7 @@ void graph_score(TensorView query, TensorView keys, TensorView host_page_table,
   p.scores = vector_of<float>(scores, "scores");
   p.batch = query.size(0);
   p.width = scores.size(2);
-  p.num_host_pages = keys.size(0);
   p.q_heads = static_cast<int32_t>(query.size(1));
-  p.kv_heads = static_cast<int32_t>(keys.size(1));
-  p.page_size = static_cast<int32_t>(keys.size(2));
-  p.dim = static_cast<int32_t>(query.size(2));
   p.links_per_token = static_cast<int32_t>(links_per_token);
   p.entry_stride = static_cast<int32_t>(entry_stride);
   p.threshold = static_cast<int32_t>(threshold);
@@ -186,12 +177,8 @@ void graph_score(TensorView query, TensorView keys, TensorView host_page_table,
                                 << p.width;
     }
   }
-  const bool sound =
-      with_element_type(keys, "keys", [&](auto type) { return run<decltype(type)>(p); });
-  if (!sound) {
-    TVM_FFI_THROW(ValueError) << "host_page_table: a page is outside [0, " << p.num_host_pages
-                              << "), the pages of the keys";
-  }
+  check_in_pool(with_element_type(keys, "keys", [&](auto type) { return run<decltype(type)>(p); }),
+                p.keys);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(graph_score, graph_score);

@@ -1,5 +1,7 @@
 // key_score: per page the maximum, or the log-sum-exp, of q.k over its tokens; keys are read where
 // they lie in the host pool.
+#include "dots.h"
+#include "host_keys.h"
 #include "parallel.h"
 #include "simd.h"
 #include "tensors.h"
@@ -14,64 +16,34 @@ namespace {
 
 struct KeyScoreParams {
   const float* query;              // [B, Hq, D]
-  const char* keys;                // [host pages, Hkv, S, D]; strides in elements
-  int64_t page_stride, head_stride, token_stride;
+  HostKeys keys;
   Rows<const int32_t> host_pages;  // [B, P]
   const int32_t* num_pages;        // [B]
   const uint8_t* wanted;           // [B, Hq, P], or null: all
   float* scores;                   // [B, Hq, P]
-  int64_t batch, width, num_host_pages;
-  int32_t q_heads, kv_heads, page_size, dim;
+  int64_t batch, width;
+  int32_t q_heads;
   bool sums;                       // log-sum-exp, else maximum
 };
 
 constexpr int64_t kPagesPerItem = 64;
 constexpr int64_t kTokensAhead = 16;
 
-// q.k of one token for G queries that share its KV head.
-template <typename T, int G>
-HISPARSE_INLINE void products(const float* q, const typename T::Raw* key,
-                              const typename T::Raw* ahead, int32_t dim, float* logits,
-                              int64_t stride) {
-  Floats sums[G] = {};
-  int32_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) {
-    __builtin_prefetch(ahead + d);
-    const Floats x = T::load(key + d);
-    for (int g = 0; g < G; ++g) sums[g] += Float32::load(q + g * dim + d) * x;
-  }
-  for (int g = 0; g < G; ++g) {
-    float total = sum(sums[g]);
-    for (int32_t rest = d; rest < dim; ++rest) total += q[g * dim + rest] * T::one(key[rest]);
-    logits[g * stride] = total;
-  }
-}
-
 // Logits [group, room] of one page's tokens. Pages lie scattered: one to come is fetched.
 template <typename T>
 void page_logits(const KeyScoreParams& p, const float* q, const typename T::Raw* page,
                  const typename T::Raw* next, int64_t room, float* logits) {
-  const int32_t group = p.q_heads / p.kv_heads;
-  for (int32_t token = 0; token < p.page_size; ++token) {
-    const typename T::Raw* key = page + token * p.token_stride;
-    const typename T::Raw* ahead = next + token * p.token_stride;
-    int32_t g = 0;
-    for (; g + 4 <= group; g += 4) {
-      products<T, 4>(q + g * p.dim, key, ahead, p.dim, logits + g * room + token, room);
-    }
-    for (; g + 2 <= group; g += 2) {
-      products<T, 2>(q + g * p.dim, key, ahead, p.dim, logits + g * room + token, room);
-    }
-    for (; g < group; ++g) {
-      products<T, 1>(q + g * p.dim, key, ahead, p.dim, logits + g * room + token, room);
-    }
+  const int32_t group = p.q_heads / p.keys.heads;
+  for (int32_t token = 0; token < p.keys.page_size; ++token) {
+    const int64_t at = token * p.keys.token_stride;
+    dots<T>(q, group, page + at, next + at, p.keys.dim, logits + token, room);
   }
 }
 
 float reduced(const KeyScoreParams& p, float* logits) {
-  if (!p.sums) return *std::max_element(logits, logits + p.page_size);
+  if (!p.sums) return *std::max_element(logits, logits + p.keys.page_size);
   float total = 0;
-  const float top = exponentiate(logits, p.page_size, &total);
+  const float top = exponentiate(logits, p.keys.page_size, &total);
   return top + std::log(total);
 }
 
@@ -81,9 +53,9 @@ bool score_run(const KeyScoreParams& p, int64_t b, int64_t kv_head, int64_t firs
   using Raw = typename T::Raw;
   const int64_t last = std::min(first + kPagesPerItem, p.width);
   const int64_t present = std::clamp<int64_t>(p.num_pages[b], first, last);
-  const int64_t group = p.q_heads / p.kv_heads, row = b * p.q_heads + kv_head * group;
-  const int64_t room = (p.page_size + kLanes - 1) / kLanes * kLanes;
-  const Raw* keys = reinterpret_cast<const Raw*>(p.keys) + kv_head * p.head_stride;
+  const int64_t group = p.q_heads / p.keys.heads, row = b * p.q_heads + kv_head * group;
+  const int64_t room = (p.keys.page_size + kLanes - 1) / kLanes * kLanes;
+  const Raw* keys = reinterpret_cast<const Raw*>(p.keys.data) + kv_head * p.keys.head_stride;
   float* scores = p.scores + row * p.width;
   const auto is_wanted = [&](int64_t g, int64_t page) {
     return p.wanted == nullptr || p.wanted[(row + g) * p.width + page] != 0;
@@ -97,17 +69,17 @@ bool score_run(const KeyScoreParams& p, int64_t b, int64_t kv_head, int64_t firs
     bool any = false;
     for (int64_t g = 0; g < group; ++g) any = any || is_wanted(g, page);
     if (!any) continue;
-    if (p.host_pages[b][page] < 0 || p.host_pages[b][page] >= p.num_host_pages) return false;
+    if (p.host_pages[b][page] < 0 || p.host_pages[b][page] >= p.keys.num_pages) return false;
     asked[count++] = page;
   }
   const auto keys_of = [&](int64_t i) {
-    return keys + p.host_pages[b][asked[std::min(i, count - 1)]] * p.page_stride;
+    return keys + p.host_pages[b][asked[std::min(i, count - 1)]] * p.keys.page_stride;
   };
-  const int64_t pages_ahead = std::max<int64_t>(1, kTokensAhead / p.page_size);
+  const int64_t pages_ahead = std::max<int64_t>(1, kTokensAhead / p.keys.page_size);
   thread_local std::vector<float> logits;
   logits.resize(group * room);
   for (int64_t i = 0; i < count; ++i) {
-    page_logits<T>(p, p.query + row * p.dim, keys_of(i), keys_of(i + pages_ahead), room,
+    page_logits<T>(p, p.query + row * p.keys.dim, keys_of(i), keys_of(i + pages_ahead), room,
                    logits.data());
     for (int64_t g = 0; g < group; ++g) {
       if (is_wanted(g, asked[i])) {
@@ -121,12 +93,12 @@ bool score_run(const KeyScoreParams& p, int64_t b, int64_t kv_head, int64_t firs
 template <typename T>
 bool run(const KeyScoreParams& p) {
   const int64_t runs = (p.width + kPagesPerItem - 1) / kPagesPerItem;
-  const int64_t items = p.batch * p.kv_heads * runs;
+  const int64_t items = p.batch * p.keys.heads * runs;
   const double work =
-      static_cast<double>(p.batch * p.width) * p.page_size * p.q_heads * p.dim / 20;
+      static_cast<double>(p.batch * p.width) * p.keys.page_size * p.q_heads * p.keys.dim / 20;
   std::atomic<bool> in_range{true};
   parallel_for(items, num_threads(items, work), [&](int64_t item) {
-    const int64_t b = item / runs / p.kv_heads, kv_head = item / runs % p.kv_heads;
+    const int64_t b = item / runs / p.keys.heads, kv_head = item / runs % p.keys.heads;
     if (!score_run<T>(p, b, kv_head, item % runs * kPagesPerItem)) in_range = false;
   });
   return in_range;
@@ -136,28 +108,17 @@ void key_score(TensorView query, TensorView keys, TensorView host_page_table, Te
                TensorView wanted, TensorView scores, bool sums) {
   KeyScoreParams p;
   p.query = vector_of<const float>(query, "query");
-  p.keys = vector_of<const char>(keys, "keys");
-  p.page_stride = keys.stride(0);
-  p.head_stride = keys.stride(1);
-  p.token_stride = keys.stride(2);
+  p.keys = host_keys_of(keys);
   p.host_pages = rows_of<const int32_t>(host_page_table, "host_page_table");
   p.num_pages = vector_of<const int32_t>(num_pages, "num_pages");
   p.wanted = wanted.size(0) == 0 ? nullptr : vector_of<const uint8_t>(wanted, "pages");
   p.scores = vector_of<float>(scores, "scores");
   p.batch = query.size(0);
   p.width = scores.size(2);
-  p.num_host_pages = keys.size(0);
   p.q_heads = static_cast<int32_t>(query.size(1));
-  p.kv_heads = static_cast<int32_t>(keys.size(1));
-  p.page_size = static_cast<int32_t>(keys.size(2));
-  p.dim = static_cast<int32_t>(query.size(2));
   p.sums = sums;
-  const bool in_range =
-      with_element_type(keys, "keys", [&](auto type) { return run<decltype(type)>(p); });
-  if (!in_range) {
-    TVM_FFI_THROW(ValueError) << "host_page_table: a page is outside [0, " << p.num_host_pages
-                              << "), the pages of the keys";
-  }
+  check_in_pool(with_element_type(keys, "keys", [&](auto type) { return run<decltype(type)>(p); }),
+                p.keys);
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(key_score, key_score);

@@ -1,4 +1,5 @@
 // page_score: Quest's bound on q.k of every page, straight from the summaries by host page.
+#include "dots.h"
 #include "parallel.h"
 #include "simd.h"
 #include "tensors.h"
@@ -24,45 +25,17 @@ struct PageScoreParams {
 constexpr int64_t kPagesPerItem = 64;
 constexpr int64_t kPagesAhead = 1;
 
-// The largest q.k that a page allows is q+ . maxima + q- . minima: one dot product of width 2D, for
-// G queries that share a KV head.
-template <typename T, int G>
-HISPARSE_INLINE void bounds(const float* q, const typename T::Raw* summary,
-                            const typename T::Raw* ahead, int32_t width, float* scores,
-                            int64_t stride) {
-  Floats sums[G] = {};
-  int32_t d = 0;
-  for (; d + kLanes <= width; d += kLanes) {
-    __builtin_prefetch(ahead + d);
-    const Floats x = T::load(summary + d);
-    for (int g = 0; g < G; ++g) sums[g] += Float32::load(q + g * width + d) * x;
-  }
-  for (int g = 0; g < G; ++g) {
-    float total = sum(sums[g]);
-    for (int32_t rest = d; rest < width; ++rest) {
-      total += q[g * width + rest] * T::one(summary[rest]);
-    }
-    scores[g * stride] = total;
-  }
-}
-
 // One page, all heads: scores [Hq, kPagesPerItem]. Summaries lie scattered: that of a page to come
 // is fetched meanwhile.
 template <typename T>
 void score_page(const PageScoreParams& p, const float* q, const typename T::Raw* summary,
                 const typename T::Raw* ahead, float* scores) {
   const int32_t group = p.q_heads / p.kv_heads, width = p.twice_dim;
-  for (int32_t kv_head = 0; kv_head < p.kv_heads; ++kv_head, summary += width, ahead += width) {
-    int32_t left = group;
-    for (; left >= 4; left -= 4, q += 4 * width, scores += 4 * kPagesPerItem) {
-      bounds<T, 4>(q, summary, ahead, width, scores, kPagesPerItem);
-    }
-    for (; left >= 2; left -= 2, q += 2 * width, scores += 2 * kPagesPerItem) {
-      bounds<T, 2>(q, summary, ahead, width, scores, kPagesPerItem);
-    }
-    for (; left > 0; --left, q += width, scores += kPagesPerItem) {
-      bounds<T, 1>(q, summary, ahead, width, scores, kPagesPerItem);
-    }
+  for (int32_t kv_head = 0; kv_head < p.kv_heads; ++kv_head) {
+    // The largest q.k that a page allows is q+ . maxima + q- . minima: one product of width 2D.
+    dots<T>(q, group, summary, ahead, width, scores, kPagesPerItem);
+    q += group * width, scores += group * kPagesPerItem;
+    summary += width, ahead += width;
   }
 }
 

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hisparse.errors import KernelError
 from hisparse.kernels._check import check_tensor
 from hisparse.kernels._impl import implementation
-from hisparse.kernels.key_score import KEY_DTYPES
+from hisparse.kernels.key_score import check_key_inputs
 
 __all__ = ["KeyGraphs", "graph_score"]
 
@@ -70,19 +69,8 @@ def graph_score(
     Raises:
         KernelError: a tensor has another shape, dtype or device, or a page is not in the pool.
     """
-    batch, q_heads, dim = query.shape
-    check_tensor("query", query, torch.float32, (None, None, None), _CPU)
-    if keys.dtype not in KEY_DTYPES:
-        choices = ", ".join(map(str, KEY_DTYPES))
-        raise KernelError(f"keys: got dtype {keys.dtype}, expected one of {choices}")
-    check_tensor("keys", keys, keys.dtype, (None, None, None, dim), _CPU)
-    if keys.stride(-1) != 1 or q_heads % keys.shape[1]:
-        raise KernelError(
-            f"keys: got stride {keys.stride(-1)} in D and {keys.shape[1]} heads, expected stride 1 "
-            f"and a divisor of the {q_heads} query heads"
-        )
-    check_tensor("host_page_table", host_page_table, torch.int32, (batch, None))
-    check_tensor("num_pages", num_pages, torch.int32, (batch,))
+    batch, q_heads = query.shape[:2]
+    check_key_inputs(query, keys, host_page_table, num_pages)
     check_tensor("graphs.addresses", graphs.addresses, torch.int64, (batch,), _CPU)
     check_tensor("graphs.tokens", graphs.tokens, torch.int64, (batch,), _CPU)
     check_tensor("best", best, torch.float32, (batch, q_heads))

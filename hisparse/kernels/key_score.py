@@ -11,7 +11,7 @@ from hisparse.errors import KernelError
 from hisparse.kernels._check import check_tensor
 from hisparse.kernels._impl import implementation
 
-__all__ = ["KEY_DTYPES", "key_score"]
+__all__ = ["KEY_DTYPES", "check_key_inputs", "key_score"]
 
 KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CPU = torch.device("cpu")
@@ -47,6 +47,20 @@ def key_score(
     Raises:
         KernelError: a tensor has another shape, dtype or device, or a page is not in the pool.
     """
+    check_key_inputs(query, keys, host_page_table, num_pages)
+    if pages is not None:
+        check_tensor("pages", pages, torch.bool, (*query.shape[:2], host_page_table.shape[1]))
+    if reduce not in ("max", "lse"):
+        raise KernelError(f"reduce: got {reduce!r}, expected max or lse")
+    module = implementation(impl, query.device, keys.device)
+    scores: Tensor = module.key_score(query, keys, host_page_table, num_pages, pages, reduce)
+    return scores
+
+
+def check_key_inputs(
+    query: Tensor, keys: Tensor, host_page_table: Tensor, num_pages: Tensor
+) -> None:
+    """What all kernels need that score pages by keys in host memory, see :func:`key_score`."""
     batch, q_heads, dim = query.shape
     check_tensor("query", query, torch.float32, (None, None, None), _CPU)
     if keys.dtype not in KEY_DTYPES:
@@ -61,10 +75,3 @@ def key_score(
         raise KernelError(
             f"keys: got {keys.shape[1]} heads, expected a divisor of the {q_heads} query heads"
         )
-    if pages is not None:
-        check_tensor("pages", pages, torch.bool, (batch, q_heads, host_page_table.shape[1]))
-    if reduce not in ("max", "lse"):
-        raise KernelError(f"reduce: got {reduce!r}, expected max or lse")
-    module = implementation(impl, query.device, keys.device)
-    scores: Tensor = module.key_score(query, keys, host_page_table, num_pages, pages, reduce)
-    return scores

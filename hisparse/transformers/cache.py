@@ -219,6 +219,28 @@ class HiSparseCache(PlainCache):
         self._store.close(self._slots, self._lengths)
         self._set_up(self._store, self._max_length, self._model_type)
 
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some of the rows, in the order given; the others are given back.
+
+        Args:
+            indices: ``[n] int64``, rows, none twice.
+
+        Raises:
+            HiSparseError: no row, a row twice, or one that is not there.
+        """
+        kept = indices.cpu().numpy()
+        rows = np.arange(self._slots.size)
+        if not kept.size or np.unique(kept).size < kept.size or not np.isin(kept, rows).all():
+            raise HiSparseError(
+                f"batch_select_indices: got {kept.tolist()}, expected one or more different rows "
+                f"of 0 to {self._slots.size - 1}; fork(n) makes more of one"
+            )
+        self._recover()
+        over = np.setdiff1d(rows, kept)
+        self._store.close(self._slots[over], self._lengths[over])
+        ids = None if self.token_ids is None else self.token_ids[kept]
+        self._adopt(self._slots[kept], self._real[kept, : self._columns], ids)
+
     def fork(self, count: int = 1) -> HiSparseCache:
         """A cache with ``count`` rows for each row of this one, side by side.
 

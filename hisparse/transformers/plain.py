@@ -40,10 +40,3 @@ class PlainCache(Cache):  # type: ignore[misc]
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
         """Refused: :meth:`fork` does it without a copy."""
         raise HiSparseError(f"batch_repeat_interleave({repeats}): expected cache.fork({repeats})")
-
-    def batch_select_indices(self, indices: Tensor) -> NoReturn:
-        """Refused: rows are not moved."""
-        raise HiSparseError(
-            f"batch_select_indices: got {indices.numel()} rows to keep, expected the rows to stay; "
-            "fork() before, or reset()"
-        )

@@ -173,7 +173,7 @@ def test_bad_tensors_are_named() -> None:
     refused(r"links: got 300 per token, expected at most 256")
     refused(r"best: got shape \[1, 2\], expected \[1, 4\]", best=torch.zeros(1, 2))
     refused(r"keys: got dtype torch.int8, expected one of", keys=keys.to(torch.int8))
-    refused(r"keys: got stride 1 in D and 3 heads", keys=torch.zeros(3, 3, 4, 8))
+    refused(r"keys: got 3 heads, expected a divisor of the 4", keys=torch.zeros(3, 3, 4, 8))
     refused(r"graphs.tokens: got shape \[2\]", graphs=graph._replace(tokens=torch.zeros(2).long()))
     small = graph._replace(links_per_token=1)
     refused(r"host_page_table: a page is outside", host_page_table=table + 1, graphs=small)

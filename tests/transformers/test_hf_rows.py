@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hisparse.errors import CapacityError
+from hisparse.errors import CapacityError, HiSparseError
 from hisparse.transformers import HiSparseCache, disable, enable
 from hisparse.transformers.pages import HostPageAllocator
 from tests.transformers.hf_models import SMALL, continuation, left_padded, model, prompt
@@ -75,6 +75,38 @@ def test_a_fork_of_several_rows_keeps_their_order_and_padding(net: Any) -> None:
     for row, length in enumerate((200, 200, 77, 77)):
         assert continuation(net, full[row : row + 1, -length - 5 :], 15, cache) == [answers[row]]
         cache.reset()
+
+
+def test_rows_that_are_kept_go_on_and_the_others_are_given_back(net: Any) -> None:
+    """Columns of several rows, of which some leave, as Cache.batch_select_indices does it."""
+    text, more = prompt(250, seed=5), prompt(9, seed=6, batch=4)
+    cache = enable(net, SMALL, max_batch_size=5, max_length=300)
+    _prefill(net, cache, text)
+    everything = _free(cache)
+
+    def logits(rows: HiSparseCache, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            steps = [net(column[:, None], past_key_values=rows).logits for column in ids.T]
+        return torch.cat(steps, 1)
+
+    with cache.fork(4) as rows:
+        logits(rows, more[:, :5])
+        rows.batch_select_indices(torch.tensor([3, 1]))
+        assert rows.row_lengths == (255, 255)
+        kept = logits(rows, more[[3, 1], 5:])
+        # What was given back is there for others.
+        with cache.fork(2) as others:
+            assert others.row_lengths == (250, 250)
+    assert _free(cache) == everything
+    for row, found in zip((3, 1), kept, strict=True):
+        with cache.fork() as one:
+            alone = logits(one, more[row : row + 1])[0, 5:]
+        assert (found - alone).abs().max() < 1e-3
+    with cache.fork(2) as rows:
+        for wrong in ([], [0, 0], [2]):
+            with pytest.raises(HiSparseError, match="one or more different rows of 0 to 1"):
+                rows.batch_select_indices(torch.tensor(wrong, dtype=torch.long))
+        assert rows.row_lengths == (250, 250)
 
 
 def test_suffixes_of_unequal_length_column_by_column(net: Any) -> None:
