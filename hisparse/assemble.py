@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from hisparse import sizing as sizing_formula
-from hisparse.adapters import ADAPTERS
+from hisparse.adapters import ADAPTERS, ChosenAdapter, choose_adapter
 from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
 from hisparse.batch import SelectionPolicy
 from hisparse.cache import DeviceBuffer, HostKVPool, SparseKVCacheManager
@@ -32,6 +33,8 @@ __all__ = [
     "page_limits",
 ]
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(kw_only=True)
 class Plan:
@@ -43,6 +46,7 @@ class Plan:
         spec: shapes of the model.
         policy: what selections have to keep to.
         layout: how host memory is ordered.
+        adapter: what attends, and why.
         sizing: how much of everything there is.
     """
 
@@ -51,6 +55,7 @@ class Plan:
     spec: KVSpec
     policy: SelectionPolicy
     layout: HostLayout
+    adapter: ChosenAdapter
     sizing: Sizing
 
 
@@ -142,6 +147,7 @@ def make_plan(
         spec=spec,
         policy=policy,
         layout=config.host_layout or ("layer_first" if scope == "layer" else "page_head"),
+        adapter=choose_adapter(resources.device_type, spec, scope, config.adapter),
         sizing=sizing_formula.size(_sizing_request(config, algorithm, policy, resources)),
     )
 
@@ -215,6 +221,7 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
                 f"{sizes if can is takes_page_size else ''}; algorithms that can: {others}"
             )
     choose_scope(config)
+    choose_adapter(device_type, None, config.selection_scope, config.adapter)
 
 
 def choose_scope(config: HiSparseConfig, *, latent: bool = False) -> SelectionScope:
@@ -265,6 +272,7 @@ def assemble(
     """
     spec, config, sizing = plan.spec, plan.config, plan.sizing
     size, heads = spec.page_size, plan.policy.heads
+    logger.info("adapter %s: %s", *plan.adapter)
     buffer = DeviceBuffer(
         spec,
         heads=heads,
@@ -300,7 +308,7 @@ def assemble(
         plan.policy,
         plan.algorithm,
         manager,
-        ADAPTERS.get(config.adapter or "torch")(),
+        ADAPTERS.get(plan.adapter.name)(),
         representations,
         min_sparse_context=config.min_sparse_context,
         dense_layers=frozenset(config.dense_layers or ()),

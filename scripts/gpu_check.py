@@ -37,6 +37,7 @@ SUITES = {
         "test_page_summary.py",
         "test_page_sketch.py",
     ],
+    "adapters": ["../adapters/test_against_torch.py"],
     "graphs": ["gpu/test_graphs.py", "gpu/test_algorithm_graphs.py"],
 }
 BENCHES = {
@@ -173,7 +174,14 @@ def print_speeds(steps: Sequence[dict[str, Any]]) -> None:
 def describe(torch: Any) -> dict[str, Any]:
     """The machine and the versions."""
     versions = {"python": sys.version.split()[0], "torch": torch.__version__}
-    for package in ("triton", "apache-tvm-ffi", "sglang", "sglang-kernel", "flashinfer-python"):
+    for package in (
+        "triton",
+        "apache-tvm-ffi",
+        "sglang",
+        "sglang-kernel",
+        "sgl-flash-mla",
+        "flashinfer-python",
+    ):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -1,6 +1,23 @@
 """Adapters to attention libraries."""
 
 from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter, merge_attended
+from hisparse.adapters.choose import ChosenAdapter, choose_adapter
+from hisparse.adapters.dsa import DSAAdapter
+from hisparse.adapters.flash_attention import FlashAttentionAdapter
+from hisparse.adapters.flashinfer import FlashInferAdapter
 from hisparse.adapters.torch import TorchAdapter
+from hisparse.adapters.triton import TritonAdapter
 
-__all__ = ["ADAPTERS", "Attended", "BackendAdapter", "TorchAdapter", "merge_attended"]
+__all__ = [
+    "ADAPTERS",
+    "Attended",
+    "BackendAdapter",
+    "ChosenAdapter",
+    "DSAAdapter",
+    "FlashAttentionAdapter",
+    "FlashInferAdapter",
+    "TorchAdapter",
+    "TritonAdapter",
+    "choose_adapter",
+    "merge_attended",
+]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hisparse.adapters.masked import attend_masked, hide_all_but
 from hisparse.registry import Registry
-from hisparse.types import PagedKV, SelectionScope
+from hisparse.types import KVSpec, PagedKV, SelectionScope
 
 __all__ = ["ADAPTERS", "Attended", "BackendAdapter", "merge_attended"]
 
@@ -37,10 +37,32 @@ def merge_attended(a: Attended, b: Attended) -> Attended:
 
 
 class BackendAdapter(ABC):
-    """Turns page tables and lengths into calls of one attention library."""
+    """Turns page tables and lengths into calls of one attention library.
+
+    What it can do is declared, and :func:`hisparse.adapters.choose_adapter` holds it against the
+    model and the configuration; an instance is made only of an adapter that fits.
+    """
 
     #: Selection scopes that the library can serve, best first.
     scopes: tuple[SelectionScope, ...]
+    #: Whether values are the keys' first columns, as with MLA: the cases that it can serve.
+    latent: tuple[bool, ...] = (False, True)
+    #: "cuda", "cpu"; None: any.
+    device_types: tuple[str, ...] | None = None
+    #: Of keys and values; None: any.
+    dtypes: tuple[torch.dtype, ...] | None = None
+    #: Tokens per page; None: any.
+    page_sizes: tuple[int, ...] | None = None
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Why the library cannot be used on this machine, in a few words; None: it can."""
+        return None
+
+    @classmethod
+    def widths_refused(cls, kv: KVSpec) -> str | None:
+        """Which widths of heads it takes instead of the model's; None: it takes those."""
+        return None
 
     @abstractmethod
     def attend(

@@ -1,0 +1,113 @@
+"""Sparse MLA over the latent rows, token by token: FlashMLA where it is, else Triton.
+
+FlashMLA's sparse kernel for bf16 latents, https://github.com/deepseek-ai/FlashMLA, from SGLang's
+builds of it: theirs say to which base the log-sum-exp is, the original does not, and it changed.
+FlashInfer's sparse MLA is left out: for bf16 it runs on sm_100 alone, and rows without tokens are
+not allowed. Written against sglang-kernel 0.4.10 and sgl-flash-mla 1.0.0; not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse.adapters.base import ADAPTERS, Attended
+from hisparse.adapters.layout import architecture, find_function, from_library
+from hisparse.adapters.triton import TritonAdapter
+from hisparse.types import PagedKV, SelectionScope
+
+__all__ = ["DSAAdapter", "DSACall", "map_tokens"]
+
+logger = logging.getLogger(__name__)
+
+#: Widths of keys and values that FlashMLA takes: DeepSeek's.
+_WIDTHS = (576, 512)
+#: Indices of a query come in multiples of it, on sm_90; sm_100 takes them too.
+_INDEX_BLOCK = 128
+#: Query heads come in blocks of these sizes, by major compute capability; others have no kernel.
+_QUERY_BLOCKS = {9: (64, 128), 10: (128,)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSACall:
+    """Arguments of ``flash_mla_sparse_fwd``, by its names.
+
+    Attributes:
+        q: ``[R, Hb, 576] bfloat16``; query heads, then zeros up to Hb, 64 or 128.
+        kv: ``[N * S, 1, 576] bfloat16``, a view of the pages.
+        indices: ``[R, 1, W] int32``, token page * S + offset in the order of the page table, -1
+            for none; W is a multiple of 128.
+        sm_scale: softmax scale.
+        d_v: 512.
+    """
+
+    q: Tensor
+    kv: Tensor
+    indices: Tensor
+    sm_scale: float
+    d_v: int
+
+
+def map_tokens(
+    q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float, query_block: int
+) -> DSACall:
+    """The call for :meth:`BackendAdapter.attend`'s arguments; copies no latents."""
+    size, width = kv.k.shape[2:]
+    offset = torch.arange(size, dtype=torch.int32, device=q.device)
+    tokens = (page_table[..., None] * size + offset).flatten(1)
+    position = torch.arange(tokens.shape[1], dtype=torch.int32, device=q.device)
+    tokens = torch.where(position < seq_lens[:, None], tokens, -1)
+    short = -tokens.shape[1] % _INDEX_BLOCK
+    return DSACall(
+        q=torch.nn.functional.pad(q.to(kv.k.dtype), (0, 0, 0, query_block - q.shape[1])),
+        # Not a reshape: pages that lie otherwise are to be an error, not a copy.
+        kv=kv.k.view(-1, 1, width),
+        indices=torch.nn.functional.pad(tokens, (0, short), value=-1)[:, None],
+        sm_scale=scale,
+        d_v=kv.v.shape[-1],
+    )
+
+
+@ADAPTERS.register("dsa")
+class DSAAdapter(TritonAdapter):
+    """Decodes MLA with FlashMLA's sparse kernel if it can serve the model, else with Triton."""
+
+    scopes: tuple[SelectionScope, ...] = ("layer", "kv_head")
+    latent = (True,)
+
+    def __init__(self) -> None:
+        self._attend, self._options, self._base_2 = _find_flash_mla()
+        self._architecture = architecture()
+
+    def attend(
+        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
+    ) -> Attended:
+        widths, heads = (kv.k.shape[-1], kv.v.shape[-1]), q.shape[1]
+        blocks = [n for n in _QUERY_BLOCKS.get(self._architecture, ()) if n >= heads]
+        fits = widths == _WIDTHS and kv.k.dtype == torch.bfloat16 and blocks
+        if self._attend is None or not fits:
+            return super().attend(q, kv, page_table, seq_lens, scale)
+        call = map_tokens(q, kv, page_table, seq_lens, scale, blocks[0])
+        out, _, lse = self._attend(**vars(call), **self._options)
+        return from_library(out[:, :heads], lse[:, :heads], seq_lens, base_2=self._base_2)
+
+
+def _find_flash_mla() -> tuple[Any, dict[str, bool], bool]:
+    """The function or None, options for it, and whether its lse is to base 2."""
+    name = "flash_mla_sparse_fwd"
+    found = find_function(name, "flash_mla")
+    # The parameter tells SGLang's build from the original; if it is not given the lse is natural.
+    if not isinstance(found, str) and "return_log2_lse" in inspect.signature(found).parameters:
+        return found, {"use_legacy": True}, False
+    # The wrapper is there without the binary too, which then lacks this name.
+    binary = find_function("flashmla_ops", "sgl_kernel.flash_mla")
+    found = find_function(name, "sgl_kernel.flash_mla")
+    if isinstance(binary, str) or isinstance(found, str):
+        logger.info("adapter dsa: no FlashMLA here, Triton attends: %s", binary)
+        return None, {}, False
+    return found, {}, True

@@ -1,0 +1,102 @@
+"""Inputs of ``attend`` as the decode path makes them, with all that is not to be read NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse.types import KVSpec, PagedKV, SelectionScope
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Rows of ragged lengths over scattered pages.
+
+    Attributes:
+        scope: for whom pages are selected.
+        size: tokens per page.
+        latent: whether values are the keys' first columns.
+        dtype: of keys, values and queries.
+        lens: tokens of each row.
+        device: where tensors lie.
+        seed: of what is random.
+    """
+
+    scope: SelectionScope = "kv_head"
+    size: int = 16
+    latent: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    lens: tuple[int, ...] = (37, 0, 1, 64, 16, 33)
+    device: str = "cpu"
+    seed: int = 0
+
+    @property
+    def spec(self) -> KVSpec:
+        """Two KV heads of four query heads each, or DeepSeek's latent under 16 heads."""
+        return KVSpec(
+            num_layers=1,
+            num_q_heads=16 if self.latent else 8,
+            num_kv_heads=1 if self.latent else 2,
+            head_dim=576 if self.latent else 64,
+            v_head_dim=512 if self.latent else 64,
+            dtype=self.dtype,
+            page_size=self.size,
+            latent=self.latent,
+        )
+
+    @property
+    def queries(self) -> int:
+        """Query heads of a row."""
+        return self.spec.num_q_heads // self.spec.selection_heads(self.scope)
+
+    def arguments(self) -> tuple[Tensor, PagedKV, Tensor, Tensor, float]:
+        """``q, kv, page_table, seq_lens, scale``."""
+        torch.manual_seed(self.seed)
+        spec, rows = self.spec, len(self.lens)
+        stored_heads = spec.num_kv_heads if self.scope == "layer" else 1
+        counts = [-(-n // self.size) for n in self.lens]
+        width = max(counts) + 2
+        total = rows * width
+        table = torch.randperm(total).int().view(rows, width)
+        unread = torch.ones(total, self.size, dtype=torch.bool)
+        for row, length in enumerate(self.lens):
+            for token in range(length):
+                unread[table[row, token // self.size], token % self.size] = False
+            table[row, counts[row] :] = -1
+
+        def pages(width: int) -> Tensor:
+            shape = (total, self.size, stored_heads, width)
+            filled = torch.randn(shape).masked_fill(unread[..., None, None], torch.nan)
+            return filled.to(self.device, self.dtype).transpose(1, 2)
+
+        k = pages(spec.head_dim)
+        v = k[..., : spec.v_head_dim] if self.latent else pages(spec.v_head_dim)
+        q = torch.randn(rows, self.queries, spec.head_dim).to(self.device, self.dtype)
+        lens = torch.tensor(self.lens, dtype=torch.int32, device=self.device)
+        return q, PagedKV(k, v), table.to(self.device), lens, spec.head_dim**-0.5
+
+    def tokens(self) -> list[list[int]]:
+        """``page * S + offset`` of the tokens that each row is to read, in order."""
+        table = self.arguments()[2].tolist()
+        return [
+            [row[token // self.size] * self.size + token % self.size for token in range(length)]
+            for row, length in zip(table, self.lens, strict=True)
+        ]
+
+    def __str__(self) -> str:
+        kind = "mla" if self.latent else self.scope
+        return f"{kind}-page{self.size}-{str(self.dtype).split('.')[1]}"
+
+
+def cases(**settings: Any) -> list[Case]:
+    """Every scope and MLA, pages of 1 and of 16 tokens."""
+    kinds: list[dict[str, Any]] = [
+        {"scope": "layer"},
+        {"scope": "kv_head"},
+        {"scope": "query_head"},
+        {"scope": "layer", "latent": True},
+    ]
+    return [Case(size=size, **kind, **settings) for kind in kinds for size in (1, 16)]

@@ -1,0 +1,198 @@
+"""The attention libraries' calls, read on the CPU by what their documentation says of them.
+
+Each stands in for a library's function of the same name and takes the arguments that adapters
+give. It works one row and one token at a time from those alone, in float32, and notes which tokens
+every row read. A row without tokens gets NaN and an lse of inf: the worst that a library does.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Interpreter:
+    """Modules of the libraries.
+
+    Attributes:
+        read: of the last call, ``page * S + offset`` of the tokens that each row read, in order.
+        planned: how often a wrapper was planned.
+    """
+
+    def __init__(self) -> None:
+        self.read: list[list[int]] = []
+        self.planned = 0
+
+    def modules(self) -> dict[str, Any]:
+        """By the names that they are imported by."""
+        wrapper = type("Wrapper", (_FlashInferWrapper,), {"interpreter": self})
+        return {
+            "sgl_kernel.flash_attn": SimpleNamespace(
+                flash_attn_with_kvcache=self.flash_attn_with_kvcache
+            ),
+            "sgl_kernel.flash_mla": SimpleNamespace(
+                flashmla_ops=None, flash_mla_sparse_fwd=self.flash_mla_sparse_fwd
+            ),
+            "flashinfer": SimpleNamespace(
+                BatchDecodeWithPagedKVCacheWrapper=wrapper,
+                single_prefill_with_kv_cache=single_prefill_with_kv_cache,
+            ),
+        }
+
+    def flash_attn_with_kvcache(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        qv: Tensor | None = None,
+        page_table: Tensor | None = None,
+        cache_seqlens: Tensor | None = None,
+        softmax_scale: float,
+        causal: bool = False,
+        return_softmax_lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """``q [B, T, Q, D]``; the lse is natural, ``[B, Q, T]``."""
+        assert return_softmax_lse
+        assert k_cache.stride(-1) == v_cache.stride(-1) == q.stride(-1) == 1
+        assert q.dtype == k_cache.dtype == v_cache.dtype
+        if page_table is None:
+            out, lse = dense(q[0], k_cache[0], v_cache[0], softmax_scale, causal)
+            return out[None].to(q.dtype), lse.T[None]
+        assert cache_seqlens is not None
+        assert page_table.dtype == cache_seqlens.dtype == torch.int32
+        assert page_table.stride(-1) == 1
+        assert q.shape[1] == 1
+        assert not causal
+        if qv is not None:
+            assert q.shape[-1] <= 64
+            q, k_cache = torch.cat([q, qv], -1), torch.cat([k_cache, v_cache], -1)
+        size = k_cache.shape[1]
+        self.read = [
+            [int(row[token // size]) * size + token % size for token in range(length)]
+            for row, length in zip(page_table, cache_seqlens.tolist(), strict=True)
+        ]
+        out, lse = attend(
+            q[:, 0], k_cache.flatten(0, 1), v_cache.flatten(0, 1), softmax_scale, self.read
+        )
+        return out[:, None].to(q.dtype), lse[..., None]
+
+    def flash_mla_sparse_fwd(
+        self, q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``q [T, Q, 576]``; output, largest logits and lse, both to base 2."""
+        assert q.shape[1] in (64, 128)
+        assert (q.shape[-1], kv.shape[1:], d_v) == (576, (1, 576), 512)
+        assert q.dtype == kv.dtype == torch.bfloat16
+        assert indices.dtype == torch.int32
+        assert indices.shape[:2] == (q.shape[0], 1)
+        assert indices.shape[-1] % 128 == 0
+        self.read = [[i for i in row if 0 <= i < len(kv)] for row in indices[:, 0].tolist()]
+        out, lse = attend(q, kv, kv[..., :d_v], sm_scale, self.read)
+        return out.to(q.dtype), lse.new_full(lse.shape, torch.nan), lse / math.log(2)
+
+
+class _FlashInferWrapper:
+    """``BatchDecodeWithPagedKVCacheWrapper``: planned on the host, run from its buffers."""
+
+    interpreter: Interpreter
+
+    def __init__(self, workspace: Tensor, kv_layout: str, **options: Any) -> None:
+        assert workspace.dtype == torch.uint8
+        assert kv_layout == "NHD"
+        assert options.pop("use_cuda_graph")
+        assert options.pop("use_tensor_cores")
+        assert options.pop("backend") == "fa2"
+        self._indptr: Tensor = options.pop("paged_kv_indptr_buffer")
+        self._indices: Tensor = options.pop("paged_kv_indices_buffer")
+        self._last: Tensor = options.pop("paged_kv_last_page_len_buffer")
+        assert not options
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        *shape: int,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        sm_scale: float,
+        disable_split_kv: bool,
+    ) -> None:
+        # With a split the plan would hold for these lengths alone.
+        assert disable_split_kv
+        assert len(indices) <= len(self._indices)
+        assert q_data_type == kv_data_type
+        self._indptr.copy_(indptr)
+        self._indices[: len(indices)] = indices
+        self._last.copy_(last_page_len)
+        self._shape, self._scale = shape, sm_scale
+        self.interpreter.planned += 1
+
+    def run(
+        self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, return_lse: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Out ``[R, Q, D]`` and lse ``[R, Q]``, to base 2."""
+        k, v = paged_kv_cache
+        size = k.shape[1]
+        assert return_lse
+        assert self._shape == (q.shape[1], k.shape[2], q.shape[2], size)
+        assert k.stride() == v.stride()
+        assert len(q) == len(self._last)
+        assert int(self._last.min()) >= 1
+        assert int(self._last.max()) <= size
+        assert int(self._indptr[0]) == 0
+        assert bool((self._indptr.diff() >= 0).all())
+        read = []
+        for row in range(len(q)):
+            pages = self._indices[self._indptr[row] : self._indptr[row + 1]].tolist()
+            length = (len(pages) - 1) * size + int(self._last[row]) if pages else 0
+            read.append([pages[t // size] * size + t % size for t in range(length)])
+        self.interpreter.read = read
+        out, lse = attend(q, k.flatten(0, 1), v.flatten(0, 1), self._scale, read)
+        return out.to(q.dtype), lse / math.log(2)
+
+
+def single_prefill_with_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    sm_scale: float,
+    backend: str,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """``q [T, Hq, D]``; the lse is to base 2."""
+    assert return_lse
+    assert backend == "fa2"
+    out, lse = dense(q, k, v, sm_scale, causal)
+    return out.to(q.dtype), lse / math.log(2)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, read: list[list[int]]
+) -> tuple[Tensor, Tensor]:
+    """``q [R, Q, Dk]`` over the tokens ``read`` of ``k, v [tokens, H, D]``."""
+    out = torch.full((*q.shape[:2], v.shape[-1]), torch.nan)
+    lse = torch.full(q.shape[:2], torch.inf)
+    for row, tokens in enumerate(read):
+        if not tokens:
+            continue
+        assert min(tokens) >= 0
+        each = (x[tokens].float() for x in (k, v))
+        out[row], lse[row] = (x[0] for x in dense(q[row : row + 1], *each, scale, False))
+    return out, lse
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    """``q [T, Q, Dk]`` over ``k, v [Tk, H, D]``; the lse is natural."""
+    k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    logits = torch.einsum("tqd,sqd->tqs", q.float(), k) * scale
+    if causal:
+        logits.masked_fill_(torch.ones(len(q), len(k)).triu(1).bool()[:, None], -torch.inf)
+    return torch.einsum("tqs,sqd->tqd", logits.softmax(-1), v), logits.logsumexp(-1)

@@ -1,0 +1,92 @@
+"""Every adapter against ``torch``: each row's output and log-sum-exp, over ragged page tables.
+
+The libraries' calls are read by ``interpreter.py``. With TRITON_INTERPRET=1 (``test_triton.py``) it
+is Triton's kernel that runs, and with HISPARSE_TEST_CUDA=1 (``make gpu-check``) what is installed.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from hisparse.adapters import ADAPTERS, TorchAdapter, choose_adapter
+from hisparse.errors import ConfigError
+from tests.adapters.cases import Case, cases
+
+ON_GPU = os.environ.get("HISPARSE_TEST_CUDA") == "1"
+ON_TRITON = os.environ.get("TRITON_INTERPRET") == "1"
+NAMES = [name for name in ADAPTERS if name != "torch"]
+if not ON_GPU:
+    NAMES = ["triton", "dsa"] if ON_TRITON else ["flash_attention", "flashinfer", "dsa"]
+ALL = [
+    case
+    for dtype in (torch.bfloat16, torch.float16 if ON_GPU else torch.float32)
+    for case in cases(dtype=dtype, device="cuda" if ON_GPU else "cpu")
+]
+
+
+def takes(name: str, case: Case) -> bool:
+    """Whether a case is one of the adapter's; on a GPU, whether it can run there at all."""
+    cls = ADAPTERS.get(name)
+    if not ON_GPU:
+        # Everything but FlashMLA is interpreted in float32 too, which shows rounding apart.
+        flash_mla = name == "dsa" and not ON_TRITON
+        return case.latent in cls.latent and not (flash_mla and case.dtype != torch.bfloat16)
+    try:
+        choose_adapter("cuda", case.spec, case.scope, name)
+    except ConfigError:
+        return False
+    return True
+
+
+PAIRS = [
+    pytest.param(name, case, id=f"{name}-{case}")
+    for name in NAMES
+    for case in ALL
+    if takes(name, case)
+]
+
+
+@pytest.fixture(autouse=True)
+def libraries(request: pytest.FixtureRequest) -> None:
+    """Themselves on a GPU; none for Triton's interpreter, so that ``dsa`` takes its kernel."""
+    if not (ON_GPU or ON_TRITON):
+        request.getfixturevalue("interpreter")
+
+
+@pytest.mark.parametrize(("name", "case"), PAIRS)
+def test_output_and_lse_are_those_of_torch(name: str, case: Case) -> None:
+    q, kv, table, lens, scale = case.arguments()
+    attended = ADAPTERS.get(name)().attend(q, kv, table, lens, scale)
+    assert attended.out.dtype == attended.lse.dtype == torch.float32
+    out, lse = (x.cpu() for x in attended)
+    # On the CPU whatever is tested: on a GPU ``torch`` is Triton's kernel too.
+    expected = TorchAdapter().attend(*replace(case, device="cpu").arguments())
+    exact = case.dtype == torch.float32
+    # Libraries round their output, the kernels for MLA their queries too, to the pages' dtype.
+    assert_close(out, expected.out, **({} if exact else {"rtol": 2e-2, "atol": 1e-2}))
+    rounded: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2}
+    assert_close(lse, expected.lse, **({"rtol": 1e-5, "atol": 1e-5} if exact else rounded))
+    empty = lens.cpu() == 0
+    assert (out[empty] == 0).all()
+    assert (lse[empty] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("name", [n for n in NAMES if takes(n, Case(device=ALL[0].device))])
+def test_prefill(name: str, causal: bool) -> None:
+    torch.manual_seed(0)
+    keys, device, dtype = 40 if causal else 70, ALL[0].device, torch.bfloat16
+    q = torch.randn(40, 8, 64).to(device, dtype)
+    k, v = torch.randn(2, keys, 2, 64).to(device, dtype)
+    out, lse = ADAPTERS.get(name)().attend_prefill(q, k, v, 0.2, causal=causal)
+    expected = TorchAdapter().attend_prefill(
+        *(x.cpu().float() for x in (q, k, v)), 0.2, causal=causal
+    )
+    assert_close(out.cpu(), expected.out, rtol=2e-2, atol=2e-2)
+    assert_close(lse.cpu(), expected.lse, rtol=1e-2, atol=1e-2)

@@ -1,0 +1,165 @@
+"""Which adapter is taken, and what is said where none fits."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from hisparse.adapters import ADAPTERS, TorchAdapter, TritonAdapter, choose_adapter
+from hisparse.adapters import flash_attention as flash_attention_module
+from hisparse.assemble import Resources, check_capabilities, make_plan
+from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.errors import ConfigError
+from hisparse.types import KVSpec
+from tests.adapters.interpreter import Interpreter
+
+
+def spec(**settings: Any) -> KVSpec:
+    """Llama-3.1-8B's heads, or what is asked for."""
+    defaults: dict[str, Any] = {
+        "num_layers": 2,
+        "num_q_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "v_head_dim": 128,
+        "dtype": torch.bfloat16,
+        "page_size": 16,
+    }
+    return KVSpec(**(defaults | settings))
+
+
+LATENT = spec(num_kv_heads=1, head_dim=576, v_head_dim=512, latent=True)
+
+
+@pytest.mark.parametrize("kv", [spec(), LATENT], ids=["gqa", "mla"])
+def test_on_a_cpu_it_is_torch(kv: KVSpec) -> None:
+    assert choose_adapter("cpu", kv, "layer") == ("torch", "the adapter for this device")
+
+
+def test_on_cuda_it_is_the_first_that_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(*names: str) -> tuple[str, str]:
+        with monkeypatch.context() as patch:
+            for name in ("triton", "flash_attention", "flashinfer"):
+                why = "it is not installed" if name in names else None
+                patch.setattr(ADAPTERS.get(name), "missing", classmethod(lambda cls, w=why: w))
+            return choose_adapter("cuda", spec(), "kv_head")
+
+    name, reason = without()
+    assert name == "triton"
+    assert "every scope" in reason
+    assert without("triton") == ("flash_attention", "Triton cannot be used")
+    assert without("triton", "flash_attention")[0] == "flashinfer"
+    assert without("triton", "flash_attention", "flashinfer")[0] == "torch"
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "flashinfer", "triton", "torch"])
+def test_what_is_asked_for_and_fits_is_taken(interpreter: Interpreter, name: str) -> None:
+    for scope in ADAPTERS.get(name).scopes:
+        assert choose_adapter("cuda", spec(), scope, name) == (name, "asked for")
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "kv", "words"),
+    [
+        ("flashinfer", "cuda", LATENT, ["attention MLA", "MHA and GQA (", "can: dsa, flash_att"]),
+        ("dsa", "cuda", spec(), ["attention MHA and GQA, it takes MLA", "flashinfer", "triton"]),
+        ("triton", "cpu", spec(), ["device cpu, it takes cuda", "can: torch)"]),
+        ("flash_attention", "cuda", spec(dtype=torch.float32), ["dtype float32", "bfloat16, fl"]),
+        ("flashinfer", "cuda", spec(head_dim=96, v_head_dim=96), ["96 and 96", "64, 128, 256"]),
+        ("flash_attention", "cuda", spec(head_dim=192), ["192 and 128 wide", "8 to 256"]),
+    ],
+    ids=["latent", "not-latent", "device", "dtype", "widths", "values-narrower"],
+)
+def test_what_does_not_fit_names_who_does(
+    interpreter: Interpreter, name: str, device: str, kv: KVSpec, words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_adapter(device, kv, "layer", name)
+    message = str(caught.value)
+    assert all(word in message for word in [f"adapter '{name}' cannot do", *words]), message
+    assert name not in message.partition("adapters that can:")[2]
+    assert "\n" not in message
+
+
+def test_an_adapter_of_a_plugin_is_held_to_what_it_declares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Limited(TorchAdapter):
+        scopes: ClassVar[Any] = ("layer",)
+        page_sizes: ClassVar[Any] = (64, 128)
+
+    monkeypatch.setitem(ADAPTERS._entries, "limited", Limited)
+    assert choose_adapter("cpu", spec(page_size=64), "layer", "limited").name == "limited"
+    with pytest.raises(ConfigError, match="cannot do page_size 16, it takes 64, 128"):
+        choose_adapter("cpu", spec(), "layer", "limited")
+    with pytest.raises(ConfigError, match=r"selection_scope kv_head, it takes layer \(.*torch"):
+        choose_adapter("cpu", spec(page_size=64), "kv_head", "limited")
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "flashinfer"])
+def test_without_the_library_the_names_that_work(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for module in ("sgl_kernel.flash_attn", "flash_attn_interface", "flashinfer"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError) as caught:
+        choose_adapter("cuda", spec(), "layer", name)
+    message = str(caught.value)
+    assert f"adapter '{name}' cannot be used here: " in message
+    assert "(adapters that can: torch, triton)" in message
+    with pytest.raises(ConfigError, match=f"adapter '{name}'"):
+        ADAPTERS.get(name)()
+
+
+def test_flash_attention_knows_the_gpus_that_it_is_built_for(
+    monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter
+) -> None:
+    monkeypatch.setattr(flash_attention_module, "architecture", lambda: 10)
+    with pytest.raises(ConfigError, match="compute capability is 10.x"):
+        choose_adapter("cuda", spec(), "layer", "flash_attention")
+    monkeypatch.setattr(flash_attention_module, "architecture", lambda: 8)
+    assert choose_adapter("cuda", spec(), "layer", "flash_attention").name == "flash_attention"
+    with pytest.raises(ConfigError, match="on sm_90"):
+        choose_adapter("cuda", LATENT, "layer", "flash_attention")
+
+
+def test_an_unknown_name_lists_all() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'flashinfer'.*dsa, flash_attention"):
+        choose_adapter("cpu", spec(), "layer", "flashinfr")
+
+
+def test_triton_is_missed_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hisparse.adapters.triton.find_spec", lambda name: None)
+    assert TritonAdapter.missing() == "Triton is not installed"
+    with pytest.raises(ConfigError, match="'dsa' cannot be used here: Triton is not installed"):
+        choose_adapter("cuda", LATENT, "layer", "dsa")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_plan_holds_the_adapter_and_refuses_what_does_not_fit(device: str) -> None:
+    def plan(**settings: Any) -> tuple[str, str]:
+        config = HiSparseConfig(**settings)
+        resources = Resources(
+            host_bytes=1 << 36,
+            device_bytes=1 << 34,
+            context_length=8192,
+            max_requests=4,
+            device_type=device,
+        )
+        return make_plan(config, build_algorithm(config), spec(), 0.1, resources).adapter
+
+    assert plan()[0] == {"cpu": "torch", "cuda": "triton"}[device]
+    assert plan(adapter="torch") == ("torch", "asked for")
+    message = {"cpu": "cannot do device cpu", "cuda": "cannot do attention MHA and GQA"}[device]
+    with pytest.raises(ConfigError, match=f"adapter 'dsa' {message}"):
+        plan(adapter="dsa")
+
+
+def test_before_the_model_is_known_its_device_and_library_are_checked() -> None:
+    check_capabilities(HiSparseConfig(adapter="triton"), "cuda")
+    for name in ("triton", "flash_attention", "dsa"):
+        with pytest.raises(ConfigError, match="cannot do device cpu, it takes cuda"):
+            check_capabilities(HiSparseConfig(adapter=name), "cpu")
