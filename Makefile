@@ -2,12 +2,13 @@
 # make test    everything that CI runs
 # make lint    the part of it that takes seconds
 # make setup   .venv/, which the others make themselves
+# make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
 # make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, sanitizers, speed
 # make gpu-wheels  what gpu-check needs besides, as wheels for such a machine without an index
 # make clean   delete what the others made in this folder (models stay in ~/.cache/hisparse)
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test lint setup gpu-check gpu-wheels clean
+.PHONY: demo test lint setup lm-eval gpu-check gpu-wheels clean
 
 export PYTHONUNBUFFERED := 1
 python := .venv/bin/python
@@ -15,7 +16,7 @@ python := .venv/bin/python
 demo: setup
 	@$(python) -m hisparse.demo $(if $(MODEL),--model "$(MODEL)")
 
-test: lint
+test: lint lm-eval
 	$(python) -m pytest
 
 lint: setup
@@ -25,6 +26,12 @@ lint: setup
 
 setup:
 	@scripts/setup.sh
+
+lm-eval: setup
+	@cmp -s requirements/lm-eval.txt .venv/lm-eval/pins.txt || { \
+		$(python) -m pip install --quiet --no-deps --upgrade --target .venv/lm-eval \
+			-r requirements/lm-eval.txt && \
+		cp requirements/lm-eval.txt .venv/lm-eval/pins.txt; }
 
 # The GPU machine's own Python, which has PyTorch: GPU_PYTHON=/path/to/python to choose.
 GPU_PYTHON ?= python3

@@ -45,6 +45,10 @@ def test_the_set_up_brings_neither_cuda_nor_what_the_stand_ins_stand_for() -> No
     assert not [name for name in names if name.startswith("nvidia") or "-cu1" in name]
 
 
-def test_one_sglang() -> None:
-    (pinned,) = EXTRAS["sglang"]
-    assert f'sglang="{pinned}"' in (ROOT / "scripts" / "setup.sh").read_text()
+def test_one_range_of_sglang() -> None:
+    """The set-up takes the newest that the extra allows, and the doctor says the same."""
+    from hisparse.sglang.compat import NEWEST, OLDEST
+
+    assert EXTRAS["sglang"] == [f"sglang>={OLDEST},<={NEWEST}"]
+    assert f'sglang="sglang=={NEWEST}"' in (ROOT / "scripts" / "setup.sh").read_text()
+    assert f"{OLDEST} to {NEWEST}" in (ROOT / "docs" / "operations.md").read_text()

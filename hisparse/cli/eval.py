@@ -6,15 +6,22 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from hisparse import provenance
+from hisparse.cli.lists import names, numbers
 from hisparse.errors import ConfigError
+from hisparse.models import MODELS, resolve
+
+if TYPE_CHECKING:
+    from hisparse.eval.method import Method
 
 __all__ = ["add_parser"]
 
@@ -24,39 +31,43 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("eval", help="what sparse attention costs on a real model")
     add = parser.add_argument
     add("--model", default="smollm2-135m", metavar="PATH|HUB_ID|NAME")
-    add("--algorithm", type=_names, default=["oracle", "quest", "streaming"], metavar="NAME[,NAME]")
-    add("--budget", type=_numbers, default=[256], metavar="N[,N]", help="tokens")
+    add("--algorithm", type=names, default=["oracle", "quest", "streaming"], metavar="NAME[,NAME]")
+    add("--budget", type=numbers, default=[256], metavar="N[,N]", help="tokens")
     add("--config", action="append", default=[], metavar="JSON", help="a whole configuration")
-    add("--context", type=_numbers, default=[4096], metavar="N[,N]", help="tokens")
+    add("--context", type=numbers, default=[4096], metavar="N[,N]", help="tokens")
     add("--seeds", type=int, default=1, help="documents of each text and length")
     add("--text", action="append", type=Path, default=[], metavar="FILE", help="in place of ours")
     add("--out", type=Path, default=Path("hisparse-eval"), help="records; a run goes on from them")
-    add("--report", type=Path, metavar="FILE", help="also write a Markdown page")
+    add("--report", action="append", type=Path, default=[], metavar="FILE", help=".md or .html")
+    add(
+        "--from",
+        action="append",
+        type=Path,
+        default=[],
+        dest="saved",
+        metavar="RESULT.json",
+        help="only write --report, from what --json printed",
+    )
+    add("--tasks", type=names, metavar="NAME[,NAME]", help="of lm-eval, in place of ours")
+    add("--limit", type=int, metavar="N", help="documents of each of --tasks")
     add("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=_run)
 
 
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        found = [int(number) for number in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers such as 4096 or 256,512")
-    return found
-
-
 def _run(arguments: argparse.Namespace) -> int:
     from hisparse.eval import Evaluation, make_cells, make_summary, parse_methods
-    from hisparse.eval.report import to_markdown
+    from hisparse.eval.report import check_reports, write_reports
 
+    check_reports(arguments.report)
+    if arguments.saved:
+        return _report_saved(arguments)
     methods = parse_methods(arguments.algorithm, arguments.budget, arguments.config)
     if arguments.seeds < 1:
         raise ConfigError(f"--seeds: got {arguments.seeds}, expected at least 1")
+    if arguments.tasks:
+        return _run_tasks(arguments, methods)
+    if arguments.limit is not None:
+        raise ConfigError(f"--limit: got {arguments.limit} without --tasks, which it is for")
     texts = {"texts": {file.stem: _read(file) for file in arguments.text}} if arguments.text else {}
     model, tokenizer, folder = _load(arguments.model)
     console = Console(stderr=True)
@@ -75,24 +86,82 @@ def _run(arguments: argparse.Namespace) -> int:
             ),
             **texts,
         ).run()
-    result = {
+    result = _origin(arguments) | {"cells": make_cells(records), "summary": make_summary(records)}
+    write_reports(arguments.report, [result], result["line"])
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+    else:
+        _print_tables(result)
+    return 0
+
+
+def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
+    """Tasks of lm-eval in place of ours; documents are fetched before the model is read."""
+    if arguments.report:
+        raise ConfigError("--tasks: got --report, which shows our own tasks; expected --json")
+    if arguments.limit is not None and arguments.limit < 1:
+        raise ConfigError(f"--limit: got {arguments.limit}, expected at least 1")
+    try:
+        from hisparse.eval.harness import run_tasks
+        from hisparse.eval.harness_tasks import load_tasks
+    except ImportError as error:
+        raise ConfigError(
+            f"--tasks: {error.name} is not installed: pip install 'hisparse[lm-eval]'"
+        ) from None
+    tasks = load_tasks(
+        arguments.tasks, tokenizer=_find(arguments.model), contexts=arguments.context
+    )
+    model, tokenizer, _ = _load(arguments.model)
+    scores = run_tasks(
+        model,
+        tokenizer,
+        methods,
+        tasks,
+        limit=arguments.limit,
+        progress=lambda method: print(f"hisparse: {method}", file=sys.stderr),
+    )
+    if arguments.json:
+        print(json.dumps(_origin(arguments) | {"tasks": scores}, indent=2))
+        return 0
+    heads = ("method", "budget", "task", "metric", "score", "stderr", "n", "selections")
+    table = Table(*heads)
+    for line in scores:
+        shown = (line[head] for head in heads)
+        table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in shown))
+    Console().print(table)
+    return 0
+
+
+def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Where a result comes from."""
+    return {
         "command": "eval",
-        "line": shlex.join(["hisparse", *sys.argv[1:]]),
+        "line": _line(),
         "date": provenance.now(),
         "machine": provenance.machine(),
         "versions": provenance.versions(),
         "commit": provenance.commit(),
         "model": arguments.model,
+        "model_source": MODELS[arguments.model].source if arguments.model in MODELS else None,
         "context": arguments.context,
-        "cells": make_cells(records),
-        "summary": make_summary(records),
     }
-    if arguments.report is not None:
-        arguments.report.write_text(to_markdown(result), encoding="utf-8")
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        _print_tables(result)
+
+
+def _line() -> str:
+    return shlex.join(["hisparse", *sys.argv[1:]])
+
+
+def _report_saved(arguments: argparse.Namespace) -> int:
+    """Write reports from results that earlier runs printed."""
+    from hisparse.eval.report import read_result, write_reports
+
+    if not arguments.report or arguments.json:
+        got = "--json" if arguments.json else "no --report"
+        raise ConfigError(
+            f"--from: got {got}, expected --report FILE.md or FILE.html, and no --json"
+        )
+    results = [read_result(file) for file in arguments.saved]
+    write_reports(arguments.report, results, _line())
     return 0
 
 
@@ -104,17 +173,20 @@ def _read(file: Path) -> str:
         raise ConfigError(f"--text: cannot read {str(file)!r}: {reason}") from None
 
 
+def _find(name: str) -> str:
+    """Folder of a model."""
+    return resolve(name, progress=lambda line: print(line, file=sys.stderr))
+
+
 def _load(name: str) -> tuple[Any, Any, str]:
     import torch
 
-    from hisparse.models import resolve
-
-    folder = resolve(name, progress=lambda line: print(line, file=sys.stderr))
+    folder = _find(name)
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
         raise ConfigError(
-            "hisparse eval needs transformers: pip install 'hisparse[transformers]'"
+            "hisparse eval needs transformers: pip install 'hisparse[eval]'"
         ) from None
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     if torch.cuda.is_available():
@@ -123,31 +195,14 @@ def _load(name: str) -> tuple[Any, Any, str]:
 
 
 def _print_tables(result: dict[str, Any]) -> None:
-    from hisparse.eval.report import COLUMNS, describe
+    from hisparse.eval.tables import make_short_tables
 
     console = Console()
-    scores = Table("method", title="Questions answered right, all tokens")
-    tasks = sorted({cell["task"] for cell in result["cells"]})
-    for task in tasks:
-        scores.add_column(task, justify="right")
-    rows: dict[str, dict[str, str]] = {}
-    for cell in result["cells"]:
-        row = rows.setdefault(describe(cell), {})
-        shown = f"{100 * cell['score']:.0f} ({100 * cell['low']:.0f}-{100 * cell['high']:.0f})"
-        # What the dense model cannot do says nothing about sparse attention.
-        row[cell["task"]] = shown if cell["usable"] else f"[dim]{shown}[/dim]"
-    for name, row in rows.items():
-        scores.add_row(name, *(row[task] for task in tasks))
-    console.print(scores)
-    names = [name for name in COLUMNS if name != "kept_p95"]
-    summary = Table("method", *(COLUMNS[name] for name in names), "bytes")
-    for line in result["summary"]:
-        values = ("-" if line[name] is None else f"{line[name]:.3g}" for name in names)
-        summary.add_row(describe(line), *values, f"{line['bytes_per_token']:,.0f}")
-    console.print(summary)
-    console.print(
-        "Percent with 95% intervals; dim: the dense model itself is below 90%. kl: nats from "
-        "dense. ppl: of the text that follows. copy: perplexity of passages that stood earlier. "
-        "mass: attention kept. recall: of the best pages. kept: tokens a step. overlap: of "
-        "adjacent steps. bytes: device memory a token, beside K and V."
-    )
+    for table in make_short_tables(result):
+        shown = Table(Column(table.heads[0], overflow="fold"), title=table.title)
+        for head in table.heads[1:]:
+            shown.add_column(head, justify="right")
+        for row in table.rows:
+            shown.add_row(*(Text(cell.text, style="dim" if cell.grey else "") for cell in row))
+        console.print(shown)
+        console.print(table.note)

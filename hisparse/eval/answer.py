@@ -16,7 +16,7 @@ __all__ = ["Answer", "answer"]
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Predictions of the tokens of one item, from its answer's first on.
+    """Predictions of the judged tokens of one item.
 
     Attributes:
         item: what was read.
@@ -48,50 +48,44 @@ def answer(
         items: what follows the context, each on its own.
         keep: for which items to keep distributions.
         progress: called after every step.
+
+    Returns:
+        In the order of the items.
     """
     rows = cache.fork(len(items))
     seen: list[list[Tensor]] = [[] for _ in items]
-    longest = max(len(item.ids) for item in items)
+    active = list(range(len(items)))
     before = cache.get_seq_length()
-    mask = torch.ones(len(items), before, dtype=torch.long)
     try:
-        for step in range(longest - 1):
-            # A row that is over has padding in its columns; the last token is only predicted.
-            there = torch.tensor([step < len(item.ids) - 1 for item in items])
-            tokens = [item.ids[min(step, len(item.ids) - 1)] for item in items]
-            mask = torch.cat([mask, there[:, None].long()], dim=1)
+        for step in range(max(len(item.ids) for item in items) - 1):
+            # The last token is only predicted; a row that is over leaves the batch.
+            left = [row for row, i in enumerate(active) if step < len(items[i].ids) - 1]
+            if len(left) < len(active):
+                rows.batch_select_indices(torch.tensor(left))
+                active = [active[row] for row in left]
+            tokens = torch.tensor([[items[i].ids[step]] for i in active], device=model.device)
             logits = model(
-                torch.tensor(tokens)[:, None].to(model.device),
-                attention_mask=mask.to(model.device),
-                position_ids=torch.full((len(items), 1), before + step, device=model.device),
+                tokens,
+                position_ids=torch.full_like(tokens, before + step),
                 past_key_values=rows,
                 logits_to_keep=1,
             ).logits[:, -1]
-            _take(seen, items, step, logits.float().log_softmax(-1), keep)
+            judged = [row for row, i in enumerate(active) if step + 1 in items[i].judged]
+            found = logits[judged].float().log_softmax(-1)
+            for row, log_probs in zip(judged, found, strict=True):
+                i = active[row]
+                kept = keep(items[i])
+                seen[i].append(log_probs if kept else _result(log_probs, items[i].ids[step + 1]))
             progress()
     finally:
         rows.reset()
     return [_judge(item, found, keep(item)) for item, found in zip(items, seen, strict=True)]
 
 
-def _take(
-    seen: list[list[Tensor]],
-    items: Sequence[Item],
-    step: int,
-    log_probs: Tensor,
-    keep: Callable[[Item], bool],
-) -> None:
-    """Keep what each row predicts at ``step``, if the token to come belongs to its answer."""
-    best = log_probs.argmax(-1)
-    for row, item in enumerate(items):
-        at = step + 1
-        if item.first <= at < len(item.ids):
-            if keep(item):
-                seen[row].append(log_probs[row].clone())
-            else:
-                token = item.ids[at]
-                right = (best[row] == token).float()
-                seen[row].append(torch.stack([right, log_probs[row, token]]))
+def _result(log_probs: Tensor, token: int) -> Tensor:
+    """``[2]``: whether the token is the most likely one, and its log-probability."""
+    value = log_probs[token]
+    return torch.stack([(value >= log_probs.max()).float(), value])
 
 
 def _judge(item: Item, found: list[Tensor], kept: bool) -> Answer:
@@ -99,7 +93,7 @@ def _judge(item: Item, found: list[Tensor], kept: bool) -> Answer:
     if not kept:
         right, log_probs = stacked.unbind(1)
         return Answer(item=item, right=right > 0, log_probs=log_probs, distributions=None)
-    tokens = torch.tensor(item.ids[item.first :])
+    tokens = torch.tensor([item.ids[at] for at in item.judged], device=stacked.device)
     return Answer(
         item=item,
         right=stacked.argmax(-1) == tokens,

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import random
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hisparse.errors import ConfigError
-from hisparse.eval.facts import PLANTED, Planted, plant
+from hisparse.eval.facts import Planted, count_questions, plant
+from hisparse.eval.questions import questions_of
 
 __all__ = ["CONTINUE", "COPY", "Document", "Item", "make_document"]
 
-#: Tasks that are not planted: a passage that stood earlier, and the text that follows.
-COPY, CONTINUE = "copy", "continue"
-#: Tokens of a passage that are given, and that have to follow; tokens of the text that follows.
-_GIVEN, _COPIED, _CONTINUED = 16, 32, 96
+#: Tasks that are not planted: what the text says, a passage of it, and what follows it.
+QA, COPY, CONTINUE = "qa", "copy", "continue"
+#: Tokens of a passage that are given, and that have to follow; tokens of the text that follows, and
+#: of its pieces, which are read side by side, each as if it came next: that takes less time.
+_GIVEN, _COPIED, _CONTINUED, _PIECE = 16, 16, 256, 64
+#: Questions about the text beyond those of other tasks: another text may have too few.
+_MORE = 5
 #: Sentences that a context has at least, so that what is planted lies apart.
 _LEAST = 16
 
@@ -28,12 +33,13 @@ class Item:
     Attributes:
         task: name of the task.
         ids: token ids.
-        first: where the answer begins in ``ids``.
+        judged: where in ``ids`` the tokens of the answer are, ascending, from 1 on: the others are
+            given.
     """
 
     task: str
     ids: list[int]
-    first: int
+    judged: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +47,7 @@ class Document:
     """A context and its items.
 
     Attributes:
-        name: of text, length and seed.
+        name: of text, length and seed, and a digest of all that is read.
         ids: token ids of the context.
         items: what is read after it, each on its own.
     """
@@ -65,13 +71,16 @@ def make_document(tokenizer: Any, text: str, name: str, length: int, seed: int) 
         ConfigError: the text is too short.
     """
     rng = random.Random(f"{name} {seed}")
-    planted = plant(rng)
+    count = count_questions(length)
+    planted = plant(rng, count)
     begin: list[int] = tokenizer("").input_ids
-    sentences = [_encode(tokenizer, sentence) for sentence in _sentences(text)]
+    written = _sentences(text)
+    sentences = [_encode(tokenizer, sentence) for sentence in written]
     room = length - len(begin)
     room -= sum(len(_encode(tokenizer, f" {s}")) for p in planted for s in p.sentences)
-    taken, after = _first(sentences, room)
-    follows = [i for ids in sentences[after:] for i in ids][:_CONTINUED]
+    start = _start(sentences, room + _CONTINUED, rng) if seed else 0
+    taken, after = _first(sentences[start:], room)
+    follows = [i for ids in sentences[start + after :] for i in ids][:_CONTINUED]
     if len(taken) < _LEAST or len(follows) < _CONTINUED:
         have = sum(map(len, sentences))
         raise ConfigError(
@@ -79,13 +88,24 @@ def make_document(tokenizer: Any, text: str, name: str, length: int, seed: int) 
             f"into the context; expected {_LEAST} sentences there, and {_CONTINUED} tokens after "
             "them"
         )
-    ids = [*begin, *_spread(tokenizer, taken, planted, rng)]
-    items = [_question(tokenizer, p) for p in planted]
-    items += _passages(taken, rng)
-    items.append(Item(task=CONTINUE, ids=follows, first=0))
+    context = [*begin, *_spread(tokenizer, taken, planted, rng)]
+    # The first sentence may be cut.
+    said = "".join(written[start + after - len(taken) + 1 : start + after])
+    asked = questions_of(said, name)
+    items = [_item(tokenizer, p.task, p.completion) for p in planted]
+    for question in rng.sample(asked, min(count + _MORE, len(asked))):
+        items.append(_item(tokenizer, QA, (question.prompt, question.answer)))
+    items += _passages(taken, count, rng)
+    pieces = (follows[at : at + _PIECE] for at in range(0, _CONTINUED, _PIECE))
+    items += [Item(task=CONTINUE, ids=ids, judged=list(range(_PIECE))) for ids in pieces]
     # Each item begins with the document's last token, so that its own first one is predicted.
-    led = [Item(task=x.task, ids=[ids[-1], *x.ids], first=x.first + 1) for x in items]
-    return Document(name=f"{name}-{length}-{seed}", ids=ids[:-1], items=led)
+    led = [
+        Item(task=item.task, ids=[context[-1], *item.ids], judged=[at + 1 for at in item.judged])
+        for item in items
+    ]
+    # Records of another document of the same text, length and seed are not taken for this one's.
+    digest = zlib.crc32(repr((context, led)).encode())
+    return Document(name=f"{name}-{length}-{seed}-{digest:08x}", ids=context[:-1], items=led)
 
 
 def _sentences(text: str) -> list[str]:
@@ -95,6 +115,15 @@ def _sentences(text: str) -> list[str]:
         first, *others = re.split(r"(?<=[.!?;]) (?=\S)", paragraph)
         found += ["\n\n" + first, *(" " + sentence for sentence in others)]
     return found
+
+
+def _start(sentences: list[list[int]], needed: int, rng: random.Random) -> int:
+    """A sentence that at least ``needed`` tokens begin with; the first one if there is none."""
+    left, last = 0, len(sentences)
+    while last > 0 and left < needed:
+        last -= 1
+        left += len(sentences[last])
+    return rng.randrange(last + 1)
 
 
 def _first(sentences: list[list[int]], room: int) -> tuple[list[list[int]], int]:
@@ -129,16 +158,23 @@ def _spread(
     return [i for _, ids in sorted(placed, key=lambda x: x[0]) for i in ids]
 
 
-def _question(tokenizer: Any, planted: Planted) -> Item:
-    prompt = _encode(tokenizer, "\n\n" + planted.prompt)
-    whole = _encode(tokenizer, "\n\n" + planted.prompt + planted.answer)
-    # Tokens are those of the whole; the answer begins where they part.
-    first = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), None)
-    return Item(task=planted.task, ids=whole, first=len(prompt) if first is None else first)
+def _item(tokenizer: Any, task: str, completion: Sequence[str]) -> Item:
+    """What is given and asked for in turn, as one text: tokens are those of the whole."""
+    whole = _encode(tokenizer, "".join(completion))
+    parted = [0]
+    for end in range(1, len(completion)):
+        said = _encode(tokenizer, "".join(completion[:end]))
+        both = zip(said, whole, strict=False)
+        parted.append(next((i for i, (a, b) in enumerate(both) if a != b), len(said)))
+    parted.append(len(whole))
+    asked = zip(parted[1::2], parted[2::2], strict=True)
+    return Item(task=task, ids=whole, judged=[at for a, b in asked for at in range(a, b)])
 
 
-def _passages(sentences: list[list[int]], rng: random.Random) -> list[Item]:
+def _passages(sentences: list[list[int]], count: int, rng: random.Random) -> list[Item]:
     """Beginnings of long sentences of the document, to be gone on with."""
-    long = [p for p in sentences[1:-2] if len(p) > _GIVEN + _COPIED + 2]
-    chosen = rng.sample(long, min(PLANTED, len(long)))
-    return [Item(task=COPY, ids=p[: _GIVEN + _COPIED], first=_GIVEN) for p in chosen]
+    length = _GIVEN + _COPIED
+    long = [p for p in sentences[1:-2] if len(p) > length + 2]
+    chosen = rng.sample(long, min(count, len(long)))
+    judged = list(range(_GIVEN, length))
+    return [Item(task=COPY, ids=p[:length], judged=judged) for p in chosen]

@@ -1,7 +1,8 @@
 """What is planted in a document and asked for afterwards: the tasks, after RULER.
 
-RULER: https://arxiv.org/abs/2404.06654. Questions end with the beginning of their answer, as there,
-so that a model that was not trained to chat can be judged as well.
+RULER: https://arxiv.org/abs/2404.06654. Questions are the beginning of their answer, which ends
+RULER's prompts as well, so that a model that was not trained to chat can be judged too; without the
+sentence that asks, because on a CPU every token of a question takes time.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-__all__ = ["PLANTED", "Planted", "plant"]
+__all__ = ["Planted", "count_questions", "plant"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,14 +20,12 @@ class Planted:
     Attributes:
         task: name of the task.
         sentences: in the order in which they come.
-        prompt: what follows the document.
-        answer: what has to follow then.
+        completion: what follows the document: given and asked for in turn, given first.
     """
 
     task: str
     sentences: tuple[str, ...]
-    prompt: str
-    answer: str
+    completion: tuple[str, ...]
 
 
 #: Beginnings of sentences of different forms, and what completes each.
@@ -41,6 +40,14 @@ _NEEDLES = (
     ("The combination of the merchant's safe is", "number"),
     ("The street where the clockmaker lives is called", "two words"),
     ("The tune that the organist plays on Sundays is", "two words"),
+    ("The godmother of the innkeeper's daughter is called", "name"),
+    ("The weight of the cathedral's largest bell is, in pounds,", "number"),
+    ("The flower on the admiral's coat of arms is", "word"),
+    ("The last book that the schoolmaster borrowed is about", "two words"),
+    ("The heir to the mill by the river is", "name"),
+    ("The population of the village of Tansley is", "number"),
+    ("The wood that the fiddle was carved from is", "word"),
+    ("The sign above the tailor's door shows", "two words"),
 )
 _WORDS = """
 amber basil cedar cobalt copper crimson ebony falcon ginger hazel heron indigo ivory jasper juniper
@@ -54,74 +61,61 @@ _KEYS = """
 anchor bishop candle dolphin engine feather garden hammer island jacket kettle ladder mirror needle
 orchard pillow quarry ribbon saddle tunnel umbrella valley window yarn zebra
 """
+_LED = "\n\nAccording to the text above: "
 
-#: Questions of each task in a document.
-PLANTED = 5
+#: Questions of each task in a document, at most; and tokens of context for each.
+_MOST, _APART = 15, 256
 
 
-def plant(rng: random.Random) -> list[Planted]:
-    """``PLANTED`` questions of each task, drawn anew for each document."""
-    return [*_needles(rng), *_keys(rng), *_variables(rng)]
+def count_questions(length: int) -> int:
+    """Questions of each task in a document of ``length`` tokens: as many as leave it a text."""
+    return max(1, min(_MOST, length // _APART))
+
+
+def plant(rng: random.Random, count: int) -> list[Planted]:
+    """``count`` questions of each task, drawn anew for each document."""
+    return [*_needles(rng, count), *_keys(rng, count), *_variables(rng, count)]
 
 
 def _number(rng: random.Random) -> str:
-    return str(rng.randrange(10**5, 10**6))
+    return str(rng.randrange(10**4, 10**5))
 
 
-def _needles(rng: random.Random) -> list[Planted]:
+def _needles(rng: random.Random, count: int) -> list[Planted]:
     found = []
-    for start, kind in rng.sample(_NEEDLES, PLANTED):
+    for start, kind in rng.sample(_NEEDLES, count):
         value = {
             "word": rng.choice(_WORDS.split()),
             "two words": " ".join(rng.sample(_WORDS.split(), 2)),
             "name": rng.choice(_NAMES.split()),
             "number": _number(rng),
         }[kind]
-        found.append(
-            Planted(
-                task="needle",
-                sentences=(f"{start} {value}.",),
-                prompt=f"Question: What does the text above say about this?\nAnswer: {start}",
-                answer=f" {value}",
-            )
-        )
+        said = f"{start} {value}."
+        completion = (_LED + start, f" {value}")
+        found.append(Planted(task="needle", sentences=(said,), completion=completion))
     return found
 
 
-def _keys(rng: random.Random) -> list[Planted]:
+def _keys(rng: random.Random, count: int) -> list[Planted]:
     """Sentences of one form: the others are distractors to each."""
     found = []
-    for key in rng.sample(_KEYS.split(), PLANTED):
-        value = _number(rng)
-        found.append(
-            Planted(
-                task="multikey",
-                sentences=(f"One of the special magic numbers for {key} is: {value}.",),
-                prompt=(
-                    f"Question: What is the special magic number for {key} mentioned in the text "
-                    f"above?\nAnswer: One of the special magic numbers for {key} is:"
-                ),
-                answer=f" {value}",
-            )
-        )
+    for key in rng.sample(_KEYS.split(), count):
+        start, value = f"One of the special magic numbers for {key} is:", _number(rng)
+        said = f"{start} {value}."
+        completion = (_LED + start, f" {value}")
+        found.append(Planted(task="multikey", sentences=(said,), completion=completion))
     return found
 
 
-def _variables(rng: random.Random) -> list[Planted]:
-    """Variable tracking: a value, and a variable that gets it from the first."""
+def _variables(rng: random.Random, count: int) -> list[Planted]:
+    """Variable tracking: a value, and a variable that gets it from the first; both are asked for,
+    one after the other.
+    """
     found = []
-    names = rng.sample(_WORDS.split(), 2 * PLANTED)
+    names = rng.sample(_WORDS.split(), 2 * count)
     for first, second in zip(names[::2], names[1::2], strict=True):
         value = _number(rng)
-        found.append(
-            Planted(
-                task="variable",
-                sentences=(f"VAR {first} = {value}.", f"VAR {second} = VAR {first}."),
-                prompt=(
-                    f"Question: Which value has VAR {second}, which was set to another variable?\n"
-                    f"Answer: VAR {second} = VAR"
-                ),
-                answer=f" {first}. VAR {first} = {value}",
-            )
-        )
+        said = (f"Let {first} = {value}.", f"Let {second} = {first}.")
+        completion = (_LED + f"Let {second} =", f" {first}", f". Let {first} = ", value)
+        found.append(Planted(task="variable", sentences=said, completion=completion))
     return found

@@ -65,10 +65,12 @@ def parse_methods(
     methods = [Method(name=_name(settings), settings=settings) for settings in found]
     for method in methods:
         build_algorithm(method.config)
-    names = [method.name for method in methods]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"method {twice!r} is given more than once; expected it once")
+    keys = [(method.name, method.config.budget) for method in methods]
+    if len(set(keys)) < len(keys):
+        name, budget = next(key for key in keys if keys.count(key) > 1)
+        raise ConfigError(
+            f"method {name!r} is given more than once with budget {budget}; expected it once"
+        )
     return methods
 
 

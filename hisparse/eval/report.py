@@ -1,86 +1,111 @@
-"""An evaluation as a Markdown page."""
+"""The report: results as a page of Markdown or HTML, and results read back from files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-__all__ = ["COLUMNS", "describe", "to_markdown"]
+from hisparse.errors import ConfigError
+from hisparse.eval.front import front
+from hisparse.eval.tables import Cell, Table, make_tables
 
-#: Fields of a summary line, and their heads in tables.
-COLUMNS = {
-    "kl": "kl",
-    "ppl": "ppl",
-    "copy_ppl": "copy",
-    "mass": "mass",
-    "oracle_recall": "recall",
-    "kept_mean": "kept",
-    "kept_p95": "kept p95",
-    "adjacent_overlap": "overlap",
-}
-_EXPLAINED = """\
-Scores are percent of questions of which every token was right, with 95% intervals of the
-bootstrap; in brackets where the dense model itself is below 90%: those rank nothing. kl: nats
-from the dense next-token distribution, with its standard error over documents. ppl: of the text
-that follows. copy: perplexity of passages that stood earlier. mass: attention kept. recall: of
-the best pages, as many as were chosen. kept: tokens attended per step and row. overlap: of
-adjacent steps. hits: of an LRU buffer of 1, 2 and 4 budgets. bytes: device memory per token
-beside K and V."""
+__all__ = ["check_reports", "read_result", "to_markdown", "write_reports"]
+
+_SUFFIXES = (".md", ".html")
+#: What a result needs to have, and a line of its summary, which older ones lack.
+_NEEDED = {"model", "line", "date", "machine", "versions", "commit", "cells", "summary"}
+_NEEDED_OF_A_LINE = {"intervals", "resampled", "kept_by_head", "hit_ratio", "selection_scope"}
 
 
-def describe(line: dict[str, Any]) -> str:
-    """Method, budget and context of a line or cell, in words."""
-    budget = "" if line["method"] == "dense" else f", {line['budget']}"
-    return f"{line['method']}{budget} of {line['context']}"
+def check_reports(files: Sequence[Path]) -> None:
+    """Whether reports can be written, before anything runs.
+
+    Raises:
+        ConfigError: a suffix is unknown, a folder is missing, or HTML is asked for and there is no
+            matplotlib.
+    """
+    for file in files:
+        if file.suffix not in _SUFFIXES:
+            raise ConfigError(
+                f"--report: got {str(file)!r}, expected a name that ends in .md or .html"
+            )
+        if not file.parent.is_dir():
+            raise ConfigError(f"--report: got {str(file)!r}, but {str(file.parent)!r} is no folder")
+    if any(f.suffix == ".html" for f in files) and not importlib.util.find_spec("matplotlib"):
+        raise ConfigError("--report as HTML needs matplotlib: pip install 'hisparse[eval]'")
 
 
-def to_markdown(result: dict[str, Any]) -> str:
-    """The page.
+def write_reports(files: Sequence[Path], results: Sequence[dict[str, Any]], line: str) -> None:
+    """Write each file in the form that its suffix says.
 
     Args:
-        result: what ``hisparse eval --json`` prints.
+        files: as :func:`check_reports` accepts them.
+        results: what ``hisparse eval --json`` prints, a section each.
+        line: the command that makes the report.
     """
-    return "\n".join(
-        [
-            f"# Quality: {result['model']}",
-            "",
-            f"Made by `{result['line']}` on {result['date']}, commit {result['commit']}, "
-            f"{result['machine']}; " + ", ".join(f"{k} {v}" for k, v in result["versions"].items()),
-            "",
-            *_scores(result["cells"]),
-            "",
-            *_summary(result["summary"]),
-            "",
-            _EXPLAINED,
-            "",
+    for file in files:
+        if file.suffix == ".html":
+            from hisparse.eval.html_page import to_html
+
+            page = to_html(results, line)
+        else:
+            page = to_markdown(results, line)
+        file.write_text(page, encoding="utf-8")
+
+
+def read_result(file: Path) -> dict[str, Any]:
+    """A result that ``hisparse eval --json`` printed.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no such result.
+    """
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--from: cannot read {str(file)!r}: {error.strerror}") from None
+    except ValueError:
+        result = None
+    if not isinstance(result, dict) or result.get("command") != "eval" or _NEEDED - result.keys():
+        raise ConfigError(
+            f"--from: {str(file)!r} is no result of an evaluation; expected what "
+            "`hisparse eval --json` prints of its own tasks"
+        )
+    absent = {key for line in result["summary"] for key in _NEEDED_OF_A_LINE - line.keys()}
+    if absent:
+        raise ConfigError(
+            f"--from: {str(file)!r} lacks {', '.join(sorted(absent))}: an older hisparse made it; "
+            "run the evaluation again"
+        )
+    return result
+
+
+def to_markdown(results: Sequence[dict[str, Any]], line: str) -> str:
+    """The page; arguments as for :func:`write_reports`."""
+    parts = ["# Quality of sparse attention"]
+    if any(result["line"] != line for result in results):
+        parts.append(f"Made by `{line}`.")
+    for result in results:
+        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        source = f" ({result['model_source']})" if result.get("model_source") else ""
+        parts += [
+            f"## {result['model']}{source}",
+            f"`{result['line']}`",
+            f"{result['date']}, commit {result['commit']}, {result['machine']}; {versions}",
+            "\n".join(f"- {words}" for words in front(result["summary"])),
         ]
-    )
+        for table in make_tables(result):
+            parts += [f"### {table.title}", _table(table), table.note]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [" | ".join(heads), "|".join("---" for _ in heads), *(" | ".join(row) for row in rows)]
-    return [f"| {line} |" for line in lines]
+def _table(table: Table) -> str:
+    rows = [table.heads, ["---"] * len(table.heads)]
+    rows += [[_text(cell) for cell in row] for row in table.rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _scores(cells: Sequence[dict[str, Any]]) -> list[str]:
-    tasks = sorted({cell["task"] for cell in cells})
-    rows: dict[str, dict[str, str]] = {}
-    for cell in cells:
-        shown = f"{100 * cell['score']:.0f} ({100 * cell['low']:.0f}-{100 * cell['high']:.0f})"
-        row = rows.setdefault(describe(cell), {})
-        row[cell["task"]] = shown if cell["usable"] else f"[{shown}]"
-    counts = {cell["task"]: cell["n"] for cell in cells}
-    heads = ["method, budget of context", *(f"{task} (n {counts[task]})" for task in tasks)]
-    return _table(heads, ([name, *(row[task] for task in tasks)] for name, row in rows.items()))
-
-
-def _summary(lines: Sequence[dict[str, Any]]) -> list[str]:
-    rows = []
-    for line in lines:
-        values = ["-" if line[name] is None else f"{line[name]:.3g}" for name in COLUMNS]
-        if line["kl_error"] is not None:
-            values[0] += f" \u00b1 {line['kl_error']:.1g}"
-        hits = line["hit_ratio"]
-        values.append("-" if hits is None else " ".join(f"{x:.2f}" for x in hits.values()))
-        rows.append([describe(line), *values, f"{line['bytes_per_token']:,.0f}"])
-    return _table(["method, budget of context", *COLUMNS.values(), "hits", "bytes"], rows)
+def _text(cell: Cell) -> str:
+    return f"[{cell.text}]" if cell.grey else cell.text

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hisparse.config import build_algorithm
 from hisparse.eval.answer import Answer, answer
-from hisparse.eval.documents import CONTINUE, COPY, Document, Item, make_document
+from hisparse.eval.documents import CONTINUE, Document, Item, make_document
 from hisparse.eval.method import DENSE, Method
 from hisparse.eval.watch import Watch
 from hisparse.representations import entry_bytes, list_representations
@@ -99,15 +99,13 @@ class Evaluation:
             file.write(json.dumps(record) + "\n")
 
     def _record(self, document: Document, method: Method) -> dict[str, Any]:
-        budget = method.config.budget // method.config.page_size
-        watch = Watch({"1x": budget, "2x": 2 * budget, "4x": 4 * budget})
+        watch = Watch(method.config.budget // method.config.page_size)
         answers, bytes_per_token = self._answer(document, method, watch)
         distributions = self.folder / f"{document.name}.dense.pt"
-        continued = next(a for a in answers if a.item.task == CONTINUE).distributions
-        assert continued is not None, "distributions of the continuation are kept"
+        continued = torch.cat([a.distributions for a in answers if a.distributions is not None])
         if method.name == DENSE:
-            torch.save(continued.half(), distributions)
-        dense: Tensor = torch.load(distributions).float()
+            torch.save(continued, distributions)
+        dense: Tensor = torch.load(distributions)
         return {
             "document": document.name,
             "context": len(document.ids) + 1,
@@ -115,14 +113,12 @@ class Evaluation:
             "algorithm": method.config.algorithm,
             "budget": method.config.budget,
             "bytes_per_token": bytes_per_token,
-            # Not below 0 but for the half precision that the dense distribution is kept in.
-            "kl": max(0.0, float((dense.exp() * (dense - continued)).sum(-1).mean())),
+            "kl": (dense.exp() * (dense - continued)).sum(-1).tolist(),
             "items": [
                 {
                     "task": a.item.task,
                     "right": bool(a.right.all()),
-                    "log_prob": float(a.log_probs.sum()),
-                    "tokens": a.log_probs.numel(),
+                    "log_probs": a.log_probs.tolist(),
                 }
                 for a in answers
             ],
@@ -133,14 +129,9 @@ class Evaluation:
         self, document: Document, method: Method, watch: Watch
     ) -> tuple[list[Answer], float]:
         """Answers to all items, and the bytes that a token takes beside its K and V."""
-        answers: list[Answer] = []
-        # Passages and the continuation are longer than questions: apart, nobody waits for them.
-        long = [item for item in document.items if item.task in (COPY, CONTINUE)]
-        groups = (long, [item for item in document.items if item not in long])
-        with self._context(document, method, max(map(len, groups))) as cache:
+        with self._context(document, method, len(document.items)) as cache:
             cache.coordinator.observe(watch)
-            for group in groups:
-                answers += answer(self.model, cache, group, keep=_is_continuation)
+            answers = answer(self.model, cache, document.items, keep=_is_continuation)
         policy, kept = cache.coordinator.policy, method.config.tail_estimate
         kinds = list_representations(cache.coordinator.algorithm, policy, tail_estimate=kept)
         page_bytes = entry_bytes(kinds, "page") * policy.kv.num_layers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,41 +10,49 @@ from torch import Tensor
 
 from hisparse.algorithms import tail_logits
 from hisparse.batch import DecodeStep
+from hisparse.eval.lru import LruStacks
 from hisparse.kernels import key_score
 from hisparse.types import Selection
 
-__all__ = ["Watch"]
+__all__ = ["BUFFERS", "Watch"]
 
+#: Sizes of LRU buffers whose hit ratio is measured, in budgets.
+BUFFERS = (1, 1.5, 2, 3, 4, 6, 8)
 #: Steps between two that are compared with exact attention, which is dear.
 _STRIDE = 4
 
 
 class Watch:
-    """Observes the selections of a cache, see ``HiSparseCache.observe``.
+    """Observes the selections of a cache, see ``SparseCoordinator.observe``.
 
     Args:
-        buffers: sizes of an LRU buffer, in pages, whose hit ratio is to be known.
+        budget_pages: pages of the budget, which ``BUFFERS`` are multiples of.
     """
 
-    def __init__(self, buffers: dict[str, int]) -> None:
-        self._buffers = buffers
+    def __init__(self, budget_pages: int) -> None:
+        self._buffers = {f"{size:g}x": int(size * budget_pages) for size in BUFFERS}
         self._mass: list[Tensor] = []
         self._recall: list[Tensor] = []
         self._tokens: list[Tensor] = []
         self._capped: list[Tensor] = []
-        self._overlap: list[float] = []
-        self._hits = dict.fromkeys(buffers, 0)
+        self._overlap: list[Tensor] = []
+        self._hits = dict.fromkeys(self._buffers, 0)
         self._selected = 0
-        self._before: dict[tuple[int, int], list[set[int]]] = {}
-        self._lru: dict[tuple[str, int, int, int], OrderedDict[int, None]] = {}
-        self._lengths: dict[tuple[int, int], int] = {}
+        self._stacks = LruStacks(max(self._buffers.values()))
+        self._kept: dict[int, Tensor] = {}
+        self._rows: dict[int, int] = {}
         self._calls: dict[int, int] = {}
+        self._scope, self._num_layers = "", 0
 
     def __call__(self, layer_id: int, queries: Tensor, step: DecodeStep, chosen: Selection) -> None:
         """One selection of a layer."""
         size, chosen = step.policy.kv.page_size, Selection(*(x.cpu() for x in chosen))
         tail_lens = step.tail_lens[:, None].cpu()
-        self._tokens.append((chosen.lengths * size + tail_lens).flatten().float())
+        tokens = (chosen.lengths * size + tail_lens).float()
+        self._scope, self._num_layers = step.policy.scope, step.policy.kv.num_layers
+        self._kept[layer_id] = self._kept.get(layer_id, 0) + tokens.sum(0, dtype=torch.float64)
+        self._rows[layer_id] = self._rows.get(layer_id, 0) + len(tokens)
+        self._tokens.append(tokens.flatten())
         self._capped.append((chosen.lengths == step.policy.max_pages).flatten().float())
         calls = self._calls[layer_id] = self._calls.get(layer_id, -1) + 1
         if calls % _STRIDE == 0:
@@ -67,55 +75,46 @@ class Watch:
         self._recall.append(((best * kept).sum(-1) / chosen.lengths.clamp(min=1)).flatten())
 
     def _follow(self, layer_id: int, step: DecodeStep, chosen: Selection) -> None:
-        """Overlap of adjacent steps, and LRU buffers."""
-        lens = step.seq_lens_cpu.tolist()
-        for slot, length, heads in zip(
-            step.slots.tolist(), lens, chosen.pages.tolist(), strict=True
-        ):
-            now = [{page for page in head if page >= 0} for head in heads]
-            before = self._before.get((layer_id, slot), [])
-            if self._lengths.get((layer_id, slot)) != length - 1:
-                # Another request has the slot.
-                before = []
-                for key in [k for k in self._lru if k[1:3] == (layer_id, slot)]:
-                    del self._lru[key]
-            self._lengths[layer_id, slot] = length
-            for head, (a, b) in enumerate(zip(before, now, strict=False)):
-                if b:
-                    self._overlap.append(len(a & b) / len(b))
-                    self._visit((layer_id, slot, head), b)
-            self._before[layer_id, slot] = now
+        """Overlap of adjacent steps, and LRU buffers; a request's first step only fills them."""
+        slots, seq_lens = step.slots.cpu(), torch.as_tensor(step.seq_lens_cpu).long()
+        depths, before, known = self._stacks.visit(layer_id, slots, seq_lens, chosen.pages)
+        counted = (chosen.pages >= 0) & known[:, None, None]
+        self._selected += int(counted.sum())
+        for name, size in self._buffers.items():
+            # A selection that is larger than the buffer makes it as large.
+            held = before.clamp(min=size)[..., None]
+            self._hits[name] += int(((depths < held) & counted).sum())
+        again = ((depths < before[..., None]) & counted).sum(-1)
+        some = known[:, None] & (chosen.lengths > 0)
+        self._overlap.append((again / chosen.lengths.clamp(min=1))[some])
 
-    def _visit(self, row: tuple[int, int, int], pages: set[int]) -> None:
-        self._selected += len(pages)
-        for name, capacity in self._buffers.items():
-            buffer = self._lru.setdefault((name, *row), OrderedDict())
-            self._hits[name] += sum(page in buffer for page in pages)
-            for page in sorted(pages):
-                buffer[page] = None
-                buffer.move_to_end(page)
-            while len(buffer) > max(capacity, len(pages)):
-                buffer.popitem(last=False)
+    def summary(self) -> dict[str, Any]:
+        """Scope, and means over all selections; empty if nothing was selected.
 
-    def summary(self) -> dict[str, float | dict[str, float]]:
-        """Means over all selections; empty if nothing was selected."""
+        ``kept_by_head`` has a list of tokens attended per head of the selection for each layer,
+        None for a layer that selects nothing itself: a dense one, or one that shares the selection
+        of a layer before it.
+        """
         if not self._tokens:
             return {}
-        tokens = torch.cat(self._tokens)
+        tokens, overlap = torch.cat(self._tokens), torch.cat(self._overlap)
         return {
+            "selection_scope": self._scope,
             "mass": float(torch.cat(self._mass).mean()),
             "oracle_recall": float(torch.cat(self._recall).mean()),
-            "adjacent_overlap": float(np.mean(self._overlap)) if self._overlap else 1.0,
+            "adjacent_overlap": float(overlap.mean()) if len(overlap) else 1.0,
             "kept_mean": float(tokens.mean()),
-            "kept_p95": float(tokens.quantile(0.95)) if tokens.numel() < 10**7 else _p95(tokens),
+            "kept_p95": float(np.quantile(tokens.numpy(), 0.95)),
+            "kept_by_head": [self._kept_of(layer) for layer in range(self._num_layers)],
             "capped": float(torch.cat(self._capped).mean()),
             "hit_ratio": {n: h / max(1, self._selected) for n, h in self._hits.items()},
         }
 
-
-def _p95(tokens: Tensor) -> float:
-    """Of more values than ``quantile`` takes."""
-    return float(tokens.kthvalue(int(0.95 * tokens.numel())).values)
+    def _kept_of(self, layer_id: int) -> list[float] | None:
+        if layer_id not in self._kept:
+            return None
+        means: list[float] = (self._kept[layer_id] / self._rows[layer_id]).tolist()
+        return means
 
 
 def _shares(layer_id: int, queries: Tensor, step: DecodeStep) -> tuple[Tensor, Tensor]:

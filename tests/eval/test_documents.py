@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from hisparse.errors import ConfigError
-from hisparse.eval import Document, make_document
-from hisparse.eval.facts import PLANTED
+from hisparse.eval import Document, Item, make_document
+from hisparse.eval.facts import count_questions
+from hisparse.eval.questions import questions_of
 from hisparse.texts import TEXTS, read_text
 
 
@@ -36,19 +37,34 @@ def test_a_context_is_as_long_as_asked_for_and_holds_every_answer(text: str, len
     context = Letters.decode(made.ids)
     tasks = [item.task for item in made.items]
     for task in ("needle", "multikey", "variable"):
-        assert tasks.count(task) == PLANTED
+        assert tasks.count(task) == 15
     for item in made.items:
-        answer = Letters.decode(item.ids[item.first :])
+        whole, judged = Letters.decode(item.ids[1:]), _judged(item)
+        assert judged, "every token but the first is predicted"
         if item.task in ("needle", "multikey"):
-            said = Letters.decode(item.ids).rsplit("Answer: ", 1)[1]
-            assert said + "." in context
+            said = whole.rsplit("above: ", 1)[1]
+            assert said.endswith(judged)
+            assert context.count(said + ".") == 1
         if item.task == "variable":
-            first, _, assigned = answer.strip().partition(". ")
-            assert assigned + "." in context
-            assert f"= VAR {first}." in context
-            assert context.index(assigned) < context.index(f"= VAR {first}.")
+            asked, assigned = whole.rsplit("above: ", 1)[1].split(". ")
+            name, value = assigned.removeprefix("Let ").split(" = ")
+            assert judged == f" {name}{value}"
+            assert context.index(assigned + ".") < context.index(asked + ".")
         if item.task == "copy":
-            assert Letters.decode(item.ids[1:]) in context
+            assert whole in context
+            assert item.judged == list(range(17, 33))
+        if item.task == "qa":
+            asked = next(q for q in questions_of(read_text(text), text) if q.prompt in whole)
+            assert judged == asked.answer
+            assert asked.evidence.split(" ")[0] in context
+
+
+def test_a_short_context_is_asked_less_about() -> None:
+    assert [count_questions(n) for n in (100, 1024, 2048, 4096, 8192)] == [1, 4, 8, 15, 15]
+
+
+def _judged(item: Item) -> str:
+    return Letters.decode([item.ids[at] for at in item.judged])
 
 
 def test_what_follows_continues_the_text() -> None:
@@ -64,6 +80,18 @@ def test_what_follows_continues_the_text() -> None:
 def test_documents_differ_by_seed_and_are_the_same_each_time() -> None:
     assert document(seed=1) == document(seed=1)
     assert document(seed=1).ids != document(seed=2).ids
+    changed = read_text("moby_dick").replace("the", "teh")
+    changed_name = make_document(Letters(), changed, "moby_dick", 9000, 0).name
+    assert changed_name != document().name, "its records are not taken for the other's"
+    # Seeds take the text from different places on.
+    ends = [Letters.decode(document(seed=seed).items[-1].ids[1:]) for seed in range(4)]
+    assert len(set(ends)) == 4
+
+
+def test_a_text_that_is_just_long_enough_serves_every_seed() -> None:
+    text = read_text("moby_dick")[:7400]
+    for seed in range(5):
+        assert len(make_document(Letters(), text, "short", 9000, seed).ids) == 8999
 
 
 def test_a_text_that_is_too_short_is_refused() -> None:

@@ -1,0 +1,78 @@
+"""What sparse attention costs in divergence and perplexity, with intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hisparse.eval.bootstrap import ratio_interval
+from hisparse.eval.documents import CONTINUE
+
+__all__ = ["Figure", "Record", "kl", "kl_ratio", "perplexities"]
+
+#: A line of ``records.jsonl``: a method on a document.
+Record = dict[str, Any]
+#: A figure and its interval.
+Figure = tuple[float, tuple[float, float]]
+
+
+def kl(records: Sequence[Record]) -> Figure:
+    """Mean divergence from the dense next-token distribution, nats a token."""
+    parts = [np.array(r["kl"]) for r in records]
+    return _ratio(parts, [np.ones_like(part) for part in parts])
+
+
+def _ratio(numerators: Sequence[np.ndarray], denominators: Sequence[np.ndarray]) -> Figure:
+    above, below = (sum(float(part.sum()) for part in x) for x in (numerators, denominators))
+    return above / below, ratio_interval(numerators, denominators)
+
+
+def kl_ratio(group: Sequence[Record], records: Sequence[Record]) -> Figure | None:
+    """Over plain ``oracle`` of the same scope, on the documents that both were run on."""
+    scope = group[0].get("selection_scope")
+    plain = ("oracle", f"oracle(selection_scope={scope})")
+    oracle = {
+        r["document"]: r
+        for r in records
+        if r["method"] in plain
+        and r.get("selection_scope") == scope
+        and r["budget"] == group[0]["budget"]
+    }
+    both = [(np.array(r["kl"]), r["document"]) for r in group if r["document"] in oracle]
+    if scope is None or not both:
+        return None
+    return _ratio([kl for kl, _ in both], [np.array(oracle[name]["kl"]) for _, name in both])
+
+
+def perplexities(
+    name: str, group: Sequence[Record], dense: dict[str, Record], task: str
+) -> dict[str, Figure | None]:
+    """``name`` and ``name_ratio``: the perplexity of a task's tokens, and that over the dense
+    model's of the same ones; None where no document has the task.
+    """
+    pairs = [(_log_probs(r, task), _log_probs(dense[r["document"]], task)) for r in group]
+    own, reference = [a for a, _ in pairs if len(a)], [b for a, b in pairs if len(a)]
+    if not own:
+        return {name: None, f"{name}_ratio": None}
+    counts = [part[:, 1] for part in own]
+    losses = [-part[:, 0] for part in own]
+    more = [b[:, 0] - a[:, 0] for a, b in zip(own, reference, strict=True)]
+    return {name: _exp(_ratio(losses, counts)), f"{name}_ratio": _exp(_ratio(more, counts))}
+
+
+def _log_probs(record: Record, task: str) -> np.ndarray:
+    """``[n, 2]``, sum and count of what is drawn as one: a token of the text that follows, a whole
+    passage.
+    """
+    items = [x["log_probs"] for x in record["items"] if x["task"] == task]
+    if task == CONTINUE:
+        items = [[token] for item in items for token in item]
+    return np.array([(sum(item), len(item)) for item in items]).reshape(-1, 2)
+
+
+def _exp(figure: Figure) -> Figure:
+    mean, (low, high) = figure
+    return math.exp(mean), (math.exp(low), math.exp(high))

@@ -1,0 +1,78 @@
+"""The quality of every built-in algorithm on a real model, against what was committed.
+
+``smollm2-1k.json`` is what this evaluation printed with ``--json``; to make it again:
+
+    hisparse eval --model smollm2-135m --context 1024 --budget 128 --json \\
+        --algorithm oracle,sketch,quest,topp,dipr,snapkv,streaming > tests/eval/smollm2-1k.json
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hisparse.cli import main
+
+COMMITTED = json.loads((Path(__file__).parent / "smollm2-1k.json").read_text(encoding="utf-8"))
+
+pytestmark = pytest.mark.slow
+
+Result = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """The committed command line, run again in an empty folder."""
+    folder = tmp_path_factory.mktemp("eval")
+    line = shlex.split(COMMITTED["line"])[1:]
+    with pytest.MonkeyPatch.context() as patch, open(folder / "out.json", "w") as out:
+        patch.setattr("sys.stdout", out)
+        assert main([*line, "--out", str(folder / "records")]) == 0
+    result: Result = json.loads((folder / "out.json").read_text())
+    return result
+
+
+def worse(found: Result, committed: Result) -> list[str]:
+    """What is worse than the committed interval, in words."""
+    complaints = []
+    lines = {line["method"]: line for line in found["summary"]}
+    for line in committed["summary"]:
+        for figure in ("kl", "ppl_ratio", "copy_ppl_ratio"):
+            got, (_, high) = lines[line["method"]][figure], line["intervals"][figure]
+            # Dense attention is at its bounds: what is left is rounding.
+            if got > high + 1e-3:
+                complaints.append(f"{line['method']}: {figure} {got:.4g}, at most {high:.4g}")
+    cells = {(cell["method"], cell["task"]): cell for cell in found["cells"]}
+    for cell in committed["cells"]:
+        got = cells[cell["method"], cell["task"]]["score"]
+        if got < cell["low"]:
+            complaints.append(
+                f"{cell['method']}: {cell['task']} {got:.2g}, at least {cell['low']:.2g}"
+            )
+    return complaints
+
+
+def test_no_method_is_worse_than_what_was_committed(found: Result) -> None:
+    assert worse(found, COMMITTED) == []
+
+
+def test_an_algorithm_that_is_no_better_than_a_window_would_be_noticed(found: Result) -> None:
+    for name in ("oracle", "sketch", "quest", "topp", "dipr"):
+        broken = copy.deepcopy(found)
+        for kind in ("summary", "cells"):
+            window = [x for x in broken[kind] if x["method"] == "streaming"]
+            kept = [x for x in broken[kind] if x["method"] != name]
+            broken[kind] = [*kept, *(x | {"method": name} for x in window)]
+        assert any(text.startswith(f"{name}: ") for text in worse(broken, COMMITTED))
+
+
+def test_the_order_of_methods(found: Result) -> None:
+    """What every table of this project rests on: a ceiling, a floor, and methods in between."""
+    kl = {line["method"]: line["kl"] for line in found["summary"]}
+    assert kl["oracle"] < kl["quest"] < kl["streaming"]
+    assert kl["sketch"] < kl["quest"]

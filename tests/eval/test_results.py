@@ -1,0 +1,148 @@
+"""From records to figures: means, intervals of known cases, ratios by pairs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hisparse.eval import make_cells, make_summary
+from hisparse.eval.bootstrap import mean_interval, ratio_interval
+from tests.eval.made_up import record
+
+
+def line_of(records: list[dict[str, Any]], method: str) -> dict[str, Any]:
+    (line,) = [line for line in make_summary(records) if line["method"] == method]
+    return line
+
+
+def test_scores_and_their_intervals() -> None:
+    def asked(document: str, method: str, right: list[bool], wrong: list[bool]) -> dict[str, Any]:
+        return record(
+            document, method, kl=[0.5], continued=[-1.0], right={"needle": right, "copy": wrong}
+        )
+
+    records = [
+        asked("a", "dense", [True] * 10, [False]),
+        asked("a", "quest", [True] * 4 + [False] * 6, [True]),
+        asked("b", "dense", [True] * 9 + [False], [False]),
+        asked("b", "quest", [True] * 8 + [False] * 2, [True]),
+    ]
+    cells = {(c["method"], c["task"]): c for c in make_cells(records)}
+    cell = cells["quest", "needle"]
+    assert (cell["score"], cell["dense"], cell["n"], cell["usable"]) == (0.6, 0.95, 20, True)
+    assert 0.35 < cell["low"] < 0.45
+    assert 0.75 < cell["high"] < 0.85
+    assert not cells["quest", "copy"]["usable"], "the dense model does not do it either"
+    assert ("quest", "continue") not in cells, "the text that follows has no score"
+
+
+def test_the_interval_of_a_mean_is_as_wide_as_theory_says() -> None:
+    values = np.random.default_rng(1).normal(3.0, 1.0, 400)
+    low, high = mean_interval(values)
+    error = 1.96 * values.std() / 20
+    assert low == pytest.approx(values.mean() - error, abs=0.02)
+    assert high == pytest.approx(values.mean() + error, abs=0.02)
+    assert mean_interval(values) == (low, high), "the same each time"
+
+
+def test_documents_are_resampled_where_there_are_enough() -> None:
+    # Tokens of a document are alike, documents differ: drawing tokens would see no difference.
+    parts = [np.full(50, value) for value in (1.0, 2.0, 3.0, 4.0)]
+    ones = [np.ones(50) for _ in parts]
+    low, high = ratio_interval(parts, ones)
+    assert low < 1.8 < 3.2 < high
+    assert ratio_interval(parts[:3], ones[:3]) == (2.0, 2.0)
+    records = [record(str(i), m, kl=[0.1], continued=[-1.0]) for i in range(4) for m in METHODS]
+    assert line_of(records, "quest")["resampled"] == "documents"
+    assert line_of(records[:6], "quest")["resampled"] == "tokens and passages"
+
+
+METHODS = ("dense", "quest")
+
+
+def test_divergence_and_perplexity() -> None:
+    records = [
+        record("a", "dense", kl=[0.0] * 2, continued=[-1.0, -3.0], copied=[[-0.1] * 3]),
+        record("a", "quest", kl=[0.2, 0.4], continued=[-2.0, -4.0], copied=[[-0.1, -0.2, -0.6]]),
+    ]
+    line = line_of(records, "quest")
+    assert line["kl"] == pytest.approx(0.3)
+    assert line["ppl"] == pytest.approx(math.exp(3))
+    assert line["copy_ppl"] == pytest.approx(math.exp(0.3))
+    assert line["ppl_ratio"] == pytest.approx(math.e)
+    assert line["copy_ppl_ratio"] == pytest.approx(math.exp(0.2))
+    for name, (low, high) in ((n, x) for n, x in line["intervals"].items() if x):
+        assert low <= line[name] <= high
+    dense = line_of(records, "dense")
+    assert (dense["ppl_ratio"], dense["kl_ratio"], dense["mass"]) == (1, None, None)
+
+
+def test_ratios_are_drawn_in_pairs() -> None:
+    rng = np.random.default_rng(0)
+    log_probs = rng.normal(-3, 2, 64)
+    kl = rng.exponential(0.1, 64)
+    records = [
+        record("a", "dense", kl=[0.0] * 64, continued=log_probs.tolist()),
+        record("a", "oracle", kl=kl.tolist(), continued=log_probs.tolist()),
+        record("a", "quest", kl=(2 * kl).tolist(), continued=(log_probs - 0.1).tolist()),
+    ]
+    line = line_of(records, "quest")
+    # Each token is worse by as much: the figures are unsure, their ratios are not.
+    low, high = line["intervals"]["ppl"]
+    assert high / low > 2
+    assert line["intervals"]["ppl_ratio"] == pytest.approx([math.exp(0.1)] * 2)
+    assert line["kl_ratio"] == pytest.approx(2)
+    assert line["intervals"]["kl_ratio"] == pytest.approx([2, 2])
+
+
+def test_divergence_is_measured_by_the_plain_oracle_of_the_same_scope_and_budget() -> None:
+    def run(method: str, kl: float, **changes: Any) -> dict[str, Any]:
+        return record("a", method, kl=[kl] * 4, continued=[-1.0] * 4, **changes)
+
+    by_query = {"scope": "query_head"}
+    records = [
+        run("dense", 0.0),
+        run("oracle", 0.1),
+        run("oracle(tail_estimate=True)", 0.05),
+        run("oracle", 0.4, budget=32),
+        run("oracle(selection_scope=query_head)", 0.2, **by_query),
+        run("quest", 0.3),
+        run("dipr(selection_scope=query_head)", 0.3, **by_query),
+        run("topp", 0.3, budget=128),
+        run("layered", 0.3, scope="layer"),
+    ]
+    assert line_of(records, "quest")["kl_ratio"] == pytest.approx(3)
+    assert line_of(records, "dipr(selection_scope=query_head)")["kl_ratio"] == pytest.approx(1.5)
+    assert line_of(records, "oracle(tail_estimate=True)")["kl_ratio"] == pytest.approx(0.5)
+    assert line_of(records, "topp")["kl_ratio"] is None
+    assert line_of(records, "layered")["kl_ratio"] is None
+
+
+def test_ratios_are_of_documents_that_both_ran_on() -> None:
+    records = [
+        record(name, method, kl=[kl], continued=[-1.0])
+        for name, method, kl in (
+            ("a", "dense", 0.0),
+            ("b", "dense", 0.0),
+            ("a", "oracle", 0.1),
+            ("a", "quest", 0.2),
+            ("b", "quest", 9.0),
+        )
+    ]
+    assert line_of(records, "quest")["kl_ratio"] == pytest.approx(2)
+
+
+def test_what_is_kept_is_averaged_over_documents() -> None:
+    records = [record(x, "dense", kl=[0.0], continued=[-1.0]) for x in "ab"]
+    records += [
+        record("a", "topp", kl=[0.1], continued=[-1.0], kept=[[10.0, 30.0], None]),
+        record("b", "topp", kl=[0.1], continued=[-1.0], kept=[[20.0, 50.0], None]),
+    ]
+    line = line_of(records, "topp")
+    assert line["kept_by_head"] == [[15, 40], None]
+    assert line["hit_ratio"] == pytest.approx({"1x": 0.6, "2x": 0.8})
+    assert line["documents"] == 2
+    assert line_of(records, "dense")["kept_by_head"] is None

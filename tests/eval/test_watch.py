@@ -1,0 +1,76 @@
+"""What the watch says of a tiny model's selections."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hisparse.eval.watch import BUFFERS, Watch
+from hisparse.transformers import HiSparseCache, disable, enable
+from tests.transformers.hf_models import model, prompt
+
+LENGTH, STEPS = 300, 12
+
+
+@pytest.fixture(scope="module")
+def net() -> Any:
+    made = model("llama")
+    enable(made, {"algorithm": "streaming", "budget": 128}, max_length=512)
+    yield made
+    disable(made)
+
+
+@torch.no_grad()
+def watched(net: Any, **settings: Any) -> dict[str, Any]:
+    budget = settings["budget"] // 16
+    cache = HiSparseCache(net, settings, max_batch_size=2, max_length=512)
+    watch = Watch(budget)
+    net(prompt(LENGTH, 7).expand(2, -1), past_key_values=cache, logits_to_keep=1)
+    cache.coordinator.observe(watch)
+    for step in range(STEPS):
+        net(prompt(2, step).T, past_key_values=cache)
+    return watch.summary()
+
+
+def test_the_watch_sees_mass_recall_and_hits(net: Any) -> None:
+    oracle = watched(net, algorithm="oracle", budget=128)
+    streaming = watched(net, algorithm="streaming", budget=128)
+    assert 1 >= oracle["mass"] > streaming["mass"] > 0
+    # Sinks and recents are kept whether or not they are among the best.
+    assert oracle["oracle_recall"] > 0.7 > streaming["oracle_recall"]
+    assert streaming["adjacent_overlap"] > 0.9
+    for found in (oracle, streaming):
+        assert 112 < found["kept_mean"] <= found["kept_p95"] <= 128
+        assert found["capped"] == 1
+        hits = list(found["hit_ratio"].values())
+        assert list(found["hit_ratio"]) == [f"{size:g}x" for size in BUFFERS]
+        assert hits == sorted(hits), "a larger buffer never hits less"
+        assert hits[0] >= found["adjacent_overlap"] - 1e-6
+    assert oracle["hit_ratio"]["8x"] > oracle["hit_ratio"]["1x"] + 0.01, "pages come back"
+
+
+def test_tokens_kept_are_told_by_layer_and_head(net: Any) -> None:
+    layers, heads = net.config.num_hidden_layers, net.config.num_attention_heads
+    found = watched(net, algorithm="topp", budget=128, algorithm_config={"mass": 0.6})
+    kept = found["kept_by_head"]
+    assert len(kept) == layers
+    assert {len(row) for row in kept} == {net.config.num_key_value_heads}
+    flat = [value for row in kept for value in row]
+    assert sum(flat) / len(flat) == pytest.approx(found["kept_mean"], rel=1e-4)
+    assert len(set(flat)) > 1, "the number of pages varies"
+    by_query = watched(net, algorithm="oracle", budget=128, selection_scope="query_head")
+    assert by_query["selection_scope"] == "query_head"
+    assert {len(row) for row in by_query["kept_by_head"]} == {heads}
+
+
+@pytest.mark.parametrize("settings", [{"dense_layers": [1]}, {"reuse_layers": 2}], ids=str)
+def test_a_layer_without_a_selection_of_its_own_has_none(net: Any, settings: Any) -> None:
+    kept = watched(net, algorithm="oracle", budget=128, **settings)["kept_by_head"]
+    assert kept[1] is None
+    assert kept[0] is not None
+
+
+def test_a_context_within_the_budget_is_not_selected_from(net: Any) -> None:
+    assert watched(net, algorithm="oracle", budget=512) == {}
