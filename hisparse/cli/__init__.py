@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from hisparse.cli import algorithms, bench, build, check, eval
+from hisparse.cli import algorithms, bench, build, check, doctor, eval, plan
 from hisparse.errors import HiSparseError
 
 __all__ = ["main"]
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; bad input is one line on standard error and exit code 2."""
     parser = argparse.ArgumentParser(prog="hisparse", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (algorithms, bench, build, check, eval):
+    for module in (algorithms, bench, build, check, doctor, eval, plan):
         module.add_parser(commands)
     arguments = parser.parse_args(argv)
     # Ended by a supervisor, as by Ctrl-C: the servers that a benchmark started are stopped.

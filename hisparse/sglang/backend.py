@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from hisparse.batch import DecodeBatch, PrefillBatch, PrefillChunk
 from hisparse.errors import HiSparseError
-from hisparse.sglang import runtime
+from hisparse.sglang import compat, runtime
 from hisparse.sglang.build import build_coordinator
 from hisparse.sglang.metrics import MetricsReporter
 
@@ -24,11 +24,14 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._session = session = runtime.session()
         self.coordinator = build_coordinator(session, model_runner)
         session.coordinator = self.coordinator
-        model_runner.req_to_token_pool.register_on_alloc_rows(self._on_alloc_rows)
+        compat.watch_rows(model_runner.req_to_token_pool, self._on_alloc_rows)
         self._spec = session.spec
         self._first_layer = model_runner.token_to_kv_pool.start_layer
         self._last_layer = self._first_layer + session.spec.num_layers - 1
         self._req_to_token = model_runner.req_to_token_pool.req_to_token
+        # SGLang's models ask the backend for the pools.
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
         self._metrics = session.metrics = MetricsReporter(session, model_runner)
         session.req_to_token_pool = model_runner.req_to_token_pool
 
@@ -36,9 +39,9 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         for slot in slots:
             self.coordinator.on_request_begin(slot)
 
-    def shared_read_ends(self, fm: Any) -> SharedReadEnds:
+    def shared_read_ends(self, fm: Any) -> Any:
         """Page tables are copied before the layers run; no layer reads what SGLang shares."""
-        return SharedReadEnds.PRE_REPLAY
+        return compat.pre_replay()
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Copy what the layers need from SGLang's tables and begin the forward."""
@@ -52,6 +55,13 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         else:
             raise HiSparseError(f"forward mode {mode.name} is not supported (EXTEND, DECODE)")
 
+    def _slots_cpu(self, forward_batch: Any) -> Tensor:
+        """``[B]`` request slots on the host, so that no one waits for the device to read them."""
+        slots: Tensor | None = getattr(forward_batch, "req_pool_indices_cpu", None)
+        slots = self._session.slots_cpu if slots is None else slots
+        assert slots is not None, "SGLang prepares a forward before its attention"
+        return slots
+
     def _page_table(self, slots: Tensor, num_pages: int) -> Tensor:
         """``[B, num_pages] int32``, a copy: the scheduler rewrites its table during forwards."""
         size = self._spec.page_size
@@ -64,7 +74,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         num_pages = -(-int(seq_lens_cpu.max()) // self._spec.page_size)
         return DecodeBatch(
             slots=slots,
-            slots_cpu=forward_batch.req_pool_indices_cpu.numpy(),
+            slots_cpu=self._slots_cpu(forward_batch).numpy(),
             seq_lens=forward_batch.seq_lens.long(),
             seq_lens_cpu=seq_lens_cpu,
             host_slots=forward_batch.out_cache_loc.long(),
@@ -74,7 +84,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
     def _prefill_batch(self, forward_batch: Any) -> PrefillBatch:
         chunks = []
         offset = 0
-        for row, slot in enumerate(forward_batch.req_pool_indices_cpu.tolist()):
+        for row, slot in enumerate(self._slots_cpu(forward_batch).tolist()):
             start = int(forward_batch.extend_prefix_lens_cpu[row])
             length = int(forward_batch.extend_seq_lens_cpu[row])
             if length:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from hisparse.algorithms import ALGORITHMS
 from hisparse.assemble import choose_scope
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
+from hisparse.indexer_rule import check_indexer
+from hisparse.sglang import compat
 
 __all__ = ["check_model"]
 
@@ -31,17 +32,18 @@ def check_model(server_args: Any, config: HiSparseConfig) -> None:
     Raises:
         ConfigError: says what the model has and what hisparse serves.
     """
-    from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.configs.model_config import AttentionArch
 
-    model = model_config_of(server_args)
+    model = compat.model_config_of(server_args)
     name = ", ".join(model.hf_config.architectures or ["this model"])
     if model.attention_arch not in (AttentionArch.MHA, AttentionArch.MLA):
         raise ConfigError(
             f"{name} has {model.attention_arch.name} attention; hisparse serves MHA, GQA and MLA "
             "models"
         )
-    choose_scope(config, latent=model.attention_arch == AttentionArch.MLA)
+    latent = model.attention_arch == AttentionArch.MLA
+    _check_release(name, latent=latent)
+    choose_scope(config, latent=latent)
     _check_indexer(name, model.hf_config, config)
     window = getattr(model.hf_text_config, "use_sliding_window", True) and model.sliding_window_size
     if model.is_hybrid_swa or (window and window > 0):
@@ -61,31 +63,26 @@ def check_model(server_args: Any, config: HiSparseConfig) -> None:
         raise ConfigError("SGLANG_USE_HND_KVCACHE is set; unset it: use host_layout instead")
 
 
+def _check_release(name: str, *, latent: bool) -> None:
+    if latent and not compat.since(compat.OLDEST_LATENT):
+        raise ConfigError(
+            f"{name} has latent attention (MLA), which hisparse does not serve on sglang "
+            f"{compat.installed()}; expected {compat.OLDEST_LATENT} or newer"
+        )
+
+
 def _check_indexer(name: str, hf_config: Any, config: HiSparseConfig) -> None:
     """A model with an indexer is served by an algorithm that asks it, and no other model is."""
-    from sglang.srt.configs.model_config import (
-        get_dsa_index_kpool,
-        get_dsa_index_topk,
-        is_deepseek_dsa,
-    )
+    from sglang.srt.configs.model_config import get_dsa_index_topk, is_deepseek_dsa
 
-    asks = ALGORITHMS.get(config.algorithm).indexer
-    if not is_deepseek_dsa(hf_config):
-        if asks:
-            raise ConfigError(
-                f"algorithm {config.algorithm!r} asks the model's indexer, which {name} does not "
-                "have; expected a model such as DeepSeek-V3.2, or another algorithm"
-            )
+    has_indexer = is_deepseek_dsa(hf_config)
+    check_indexer(name, config, has_indexer=has_indexer)
+    if not has_indexer:
         return
-    if not asks:
-        others = ", ".join(n for n in ALGORITHMS if ALGORITHMS.get(n).indexer)
+    pooled = compat.index_pool_size(hf_config)
+    if pooled > 1:
         raise ConfigError(
-            f"{name} was trained to attend what its indexer selects, and algorithm "
-            f"{config.algorithm!r} does not ask it; expected one that does: {others}"
-        )
-    if get_dsa_index_kpool(hf_config) > 1:
-        raise ConfigError(
-            f"the indexer of {name} pools {get_dsa_index_kpool(hf_config)} tokens to a key; "
+            f"the indexer of {name} pools {pooled} tokens to a key; "
             "hisparse serves one key per token"
         )
     trained = (get_dsa_index_topk(hf_config), 0, 0)

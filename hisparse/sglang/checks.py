@@ -8,9 +8,10 @@ from hisparse.assemble import check_capabilities
 from hisparse.config import HiSparseConfig, build_algorithm, resolve_memory
 from hisparse.errors import ConfigError
 from hisparse.memory import free_host_memory
+from hisparse.sglang import compat
 from hisparse.sglang.check_model import check_model
 
-__all__ = ["BACKEND", "after_resolution", "before_resolution", "is_requested"]
+__all__ = ["BACKEND", "after_resolution", "before_resolution", "is_requested", "server_page_size"]
 
 BACKEND = "hisparse"
 
@@ -45,6 +46,11 @@ _MUST_BE: tuple[tuple[str, tuple[object, ...], str], ...] = (
 )
 
 
+def server_page_size(config: HiSparseConfig) -> int:
+    """SGLang's page size, tokens, where the command line gives none."""
+    return config.page_size if config.page_size > 1 else _TOKEN_WISE_PAGE
+
+
 def is_requested(server_args: Any) -> bool:
     """Whether any of the three backend flags names hisparse."""
     flags = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
@@ -59,15 +65,14 @@ def before_resolution(server_args: Any) -> None:
     build_algorithm(config)
     resolve_memory(config.host_memory, free_host_memory(), "host_memory")
     if server_args.page_size is None:
-        server_args.page_size = config.page_size if config.page_size > 1 else _TOKEN_WISE_PAGE
+        server_args.page_size = server_page_size(config)
     # The decode step is not captured in CUDA graphs yet.
     server_args.disable_cuda_graph = True
 
 
 def after_resolution(server_args: Any) -> None:
     """Refuse what hisparse does not do, by the arguments as SGLang resolved them."""
-    from sglang.srt.arg_groups.model_override_base import attention_backends_of
-    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
     from sglang.srt.environ import envs
 
     view = resolved_view(server_args)
@@ -106,6 +111,8 @@ def after_resolution(server_args: Any) -> None:
 def _check_flags(view: Any) -> None:
     """What was asked for, or what SGLang made of it; None is a flag that was not given."""
     for field, allowed, flag in _MUST_BE:
+        if compat.lacks_flag(view, field):
+            continue
         got = getattr(view, field)
         if got is not None and got not in allowed:
             choices = " or ".join(str(value) for value in allowed if value is not None)

@@ -120,6 +120,11 @@ class _LatentPool(_HostPool):
         """Bytes of all latents, in host memory."""
         return self.host.num_bytes
 
+    def get_kv_buffer_shape(self) -> tuple[torch.Size, torch.Size]:
+        """Of keys and of values; DeepSeek's models ask for it before each prompt."""
+        spec, slots = self.host.kv, self.size + self.page_size
+        return torch.Size((slots, 1, spec.head_dim)), torch.Size((slots, 1, spec.v_head_dim))
+
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """``[slots, 1, D]``, a view of host memory."""
         return self._get_key_buffer(layer_id)

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from hisparse.metrics import CacheStats
+from hisparse.sglang import compat
 from hisparse.sglang.runtime import Session
 
 __all__ = ["MetricsReporter"]
@@ -68,10 +69,11 @@ class MetricsReporter:
         # SGLang sets PROMETHEUS_MULTIPROC_DIR before its schedulers start and
         # prometheus_client reads it on import.
         from prometheus_client import Counter, Gauge
-        from sglang.srt.runtime_context import get_parallel, get_serving
+        from sglang.srt.runtime_context import get_parallel
 
+        _, serving = compat.schedule_and_serving()
         labels = {
-            "model_name": get_serving().served_model_name,
+            "model_name": serving.served_model_name,
             "tp_rank": get_parallel().tp_rank,
         }
         names = list(labels)

@@ -2,53 +2,123 @@
 
 from __future__ import annotations
 
-__all__ = ["HOOKS", "USED"]
+from collections.abc import Iterable
 
-#: Functions that the plugin wraps.
-HOOKS = (
+from hisparse.sglang.compat import since
+
+__all__ = ["HOOKS", "LISTED", "USED"]
+
+
+#: A name, or ``(first release, name since then, name before)``.
+_Name = str | tuple[str, str, str]
+
+
+def _parts(name: _Name) -> tuple[str, ...]:
+    return (name,) if isinstance(name, str) else name[1:]
+
+
+def _here(names: Iterable[_Name]) -> tuple[str, ...]:
+    """Those of the installed release."""
+    chosen = (name if isinstance(name, str) else name[2 - since(name[0])] for name in names)
+    return tuple(name for name in chosen if name)
+
+
+_HOOKS: tuple[_Name, ...] = (
     "sglang.srt.server_args.prepare_server_args",
-    "sglang.srt.server_args.ServerArgs.resolve_once",
+    (
+        "0.5.20",
+        "sglang.srt.server_args.ServerArgs.resolve_once",
+        "sglang.srt.server_args.ServerArgs.__post_init__",
+    ),
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
     "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.resolve_max_num_reqs",
-    "sglang.srt.platforms.interface.SRTPlatform.get_kv_pool_cls",
-    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows",
+    (
+        "0.5.22",
+        "sglang.srt.platforms.interface.SRTPlatform.get_kv_pool_cls",
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool",
+    ),
+    (
+        "0.5.20",
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows",
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
+    ),
     "sglang.srt.managers.scheduler.Scheduler.flush_cache",
     "sglang.srt.models.utils.enable_fused_set_kv_buffer",
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
     "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
     "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default",
-    "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
-    "._compute_dsa_indexer_cell_size",
+    (
+        "0.5.18",
+        "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+        "._compute_dsa_indexer_cell_size",
+        "",
+    ),
 )
 
-#: Names that it calls, subclasses or reads.
-USED = (
-    "sglang.srt.arg_groups.choices.add_attention_backend_choices",
-    "sglang.srt.arg_groups.choices.ATTENTION_BACKEND_CHOICES",
-    "sglang.srt.arg_groups.model_override_base.attention_backends_of",
-    "sglang.srt.arg_groups.overrides.model_config_of",
+_USED: tuple[_Name, ...] = (
+    (
+        "0.5.20",
+        "sglang.srt.arg_groups.choices.add_attention_backend_choices",
+        "sglang.srt.server_args.add_attention_backend_choices",
+    ),
+    (
+        "0.5.20",
+        "sglang.srt.arg_groups.choices.ATTENTION_BACKEND_CHOICES",
+        "sglang.srt.server_args.ATTENTION_BACKEND_CHOICES",
+    ),
+    "sglang.srt.arg_groups.overrides.attention_backends_of",
+    (
+        "0.5.20",
+        "sglang.srt.arg_groups.overrides.model_config_of",
+        "sglang.srt.server_args.ServerArgs.get_model_config",
+    ),
     "sglang.srt.arg_groups.overrides.resolved_view",
     "sglang.srt.configs.model_config.AttentionArch",
-    "sglang.srt.configs.model_config.get_dsa_index_kpool",
+    ("0.5.20", "sglang.srt.configs.model_config.get_dsa_index_kpool", ""),
     "sglang.srt.configs.model_config.get_dsa_index_topk",
     "sglang.srt.configs.model_config.is_deepseek_dsa",
+    "sglang.srt.distributed.parallel_state.get_world_group",
     "sglang.srt.environ.envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
     "sglang.srt.layers.attention.attention_registry.register_attention_backend",
     "sglang.srt.layers.attention.base_attn_backend.AttentionBackend",
-    "sglang.srt.layers.attention.base_attn_backend.SharedReadEnds.PRE_REPLAY",
+    ("0.5.18", "sglang.srt.layers.attention.base_attn_backend.SharedReadEnds.PRE_REPLAY", ""),
     "sglang.srt.layers.radix_attention.AttentionType.DECODER",
     "sglang.srt.layers.radix_attention.RadixAttention",
+    ("0.5.22", "", "sglang.srt.mem_cache.allocation.get_last_loc_torch"),
+    ("0.5.22", "", "sglang.srt.mem_cache.allocation.get_last_loc_triton"),
+    ("0.5.22", "", "sglang.srt.mem_cache.allocation.support_triton"),
+    ("0.5.22", "", "sglang.srt.mem_cache.allocator.paged.alloc_decode_kernel"),
+    ("0.5.22", "", "sglang.srt.mem_cache.allocator.paged.alloc_extend_kernel"),
+    ("0.5.22", "", "sglang.srt.model_executor.forward_batch_info.support_triton"),
     "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers",
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers",
-    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.register_on_alloc_rows",
+    (
+        "0.5.20",
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.register_on_alloc_rows",
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc",
+    ),
     "sglang.srt.mem_cache.memory_pool.unwrap_write_loc",
     "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.register",
     "sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods"
     ".AttnForwardMethod.MLA",
     "sglang.srt.plugins.hook_registry.HookRegistry.register",
     "sglang.srt.plugins.hook_registry.HookType.AROUND",
+    "sglang.srt.plugins.load_plugins",
     "sglang.srt.runtime_context.get_parallel",
-    "sglang.srt.runtime_context.get_schedule",
-    "sglang.srt.runtime_context.get_serving",
+    (
+        "0.5.18",
+        "sglang.srt.runtime_context.get_schedule",
+        "sglang.srt.runtime_context.get_server_args",
+    ),
+    ("0.5.18", "sglang.srt.runtime_context.get_serving", ""),
 )
+
+#: Functions that the plugin wraps.
+HOOKS = _here(_HOOKS)
+
+#: Names that it calls, subclasses or reads.
+USED = _here(_USED)
+
+#: Both, of every release.
+LISTED = {part for name in (*_HOOKS, *_USED) for part in _parts(name)} - {""}

@@ -9,10 +9,10 @@ from importlib.metadata import version
 from typing import Any
 
 from hisparse.errors import HiSparseError, PluginError
-from hisparse.sglang import checks, dsa, runtime
+from hisparse.sglang import checks, compat, dsa, runtime
 from hisparse.sglang.names import HOOKS
 
-__all__ = ["register", "verify_hooks"]
+__all__ = ["hooked", "register", "verify_hooks"]
 
 BACKEND = checks.BACKEND
 
@@ -39,39 +39,16 @@ def _does_not_fit(what: str) -> str:
 
 
 def _register() -> None:
-    from sglang.srt.arg_groups.choices import (
-        ATTENTION_BACKEND_CHOICES,
-        add_attention_backend_choices,
-    )
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if BACKEND not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([BACKEND])
+    known, add = compat.backend_choices()
+    if BACKEND not in known:
+        add([BACKEND])
     register_attention_backend(BACKEND)(_make_backend)
-    wrappers: dict[str, Callable[..., Any]] = dict(
-        zip(
-            HOOKS,
-            (
-                _around_prepare_server_args,
-                _around_resolve_once,
-                runtime.around_profile_available_bytes,
-                runtime.around_resolve_max_num_reqs,
-                runtime.around_get_kv_pool_cls,
-                runtime.around_free_rows,
-                runtime.around_flush_cache,
-                runtime.around_enable_fused_set_kv_buffer,
-                runtime.around_init_new,
-                runtime.around_compute_max_prefix_len,
-                dsa.around_kv_cache_dtype_default,
-                dsa.around_compute_indexer_cell_size,
-            ),
-            strict=True,
-        )
-    )
-    for target, wrapper in wrappers.items():
+    for target in HOOKS:
         _originals[target] = _resolve(target)
-        HookRegistry.register(target, wrapper, HookType.AROUND)
+        HookRegistry.register(target, _WRAPPERS[target.rpartition(".")[2]], HookType.AROUND)
 
 
 def _resolve(target: str) -> object:
@@ -82,6 +59,12 @@ def _resolve(target: str) -> object:
         return None
     # A class method is a new bound object at each look: the function behind it is what stays.
     return getattr(found, "__func__", found)
+
+
+def hooked() -> list[tuple[str, Any, Callable[..., Any]]]:
+    """Targets that exist, with what was there before and what wraps it."""
+    triples = ((t, _originals.get(t), _WRAPPERS[t.rpartition(".")[2]]) for t in HOOKS)
+    return [(target, before, wrapper) for target, before, wrapper in triples if before is not None]
 
 
 def verify_hooks() -> None:
@@ -96,6 +79,7 @@ def verify_hooks() -> None:
 
 def _make_backend(model_runner: Any) -> Any:
     verify_hooks()
+    compat.allocate_on(model_runner.device)
     from hisparse.sglang.backend import HiSparseAttnBackend
     from hisparse.sglang.mla import attend_absorbed
 
@@ -122,7 +106,7 @@ def _around_prepare_server_args(original: Callable[..., Any], *args: Any, **kwar
 
 
 def _around_resolve_once(original: Callable[..., Any], server_args: Any) -> Any:
-    if checks.is_requested(server_args) and not getattr(server_args, "_resolution_finished", False):
+    if checks.is_requested(server_args) and not compat.is_resolved(server_args):
         _or_exit(verify_hooks)
         _or_exit(lambda: checks.before_resolution(server_args))
         with dsa.device_capability():
@@ -130,3 +114,23 @@ def _around_resolve_once(original: Callable[..., Any], server_args: Any) -> Any:
         _or_exit(lambda: checks.after_resolution(server_args))
         return result
     return original(server_args)
+
+
+#: By the last part of a hook's name.
+_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "prepare_server_args": _around_prepare_server_args,
+    "resolve_once": _around_resolve_once,
+    "__post_init__": _around_resolve_once,
+    "_profile_available_bytes": runtime.around_profile_available_bytes,
+    "resolve_max_num_reqs": runtime.around_resolve_max_num_reqs,
+    "get_kv_pool_cls": runtime.around_get_kv_pool_cls,
+    "_build_token_to_kv_pool": runtime.around_build_token_to_kv_pool,
+    "free_rows": runtime.around_free_rows,
+    "free": runtime.around_free,
+    "flush_cache": runtime.around_flush_cache,
+    "enable_fused_set_kv_buffer": runtime.around_enable_fused_set_kv_buffer,
+    "init_new": runtime.around_init_new,
+    "_compute_max_prefix_len": runtime.around_compute_max_prefix_len,
+    "_dsa_kv_cache_dtype_default": dsa.around_kv_cache_dtype_default,
+    "_compute_dsa_indexer_cell_size": dsa.around_compute_indexer_cell_size,
+}

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
@@ -14,7 +15,7 @@ from hisparse.config import HiSparseConfig, build_algorithm, resolve_memory
 from hisparse.coordinator import SparseCoordinator
 from hisparse.errors import HiSparseError
 from hisparse.memory import free_host_memory
-from hisparse.sglang import checks
+from hisparse.sglang import checks, compat
 from hisparse.sglang.model_shape import read_model_shape
 
 if TYPE_CHECKING:
@@ -30,9 +31,11 @@ class Session(Plan):
     """Decisions of one rank, made once the model is loaded and before the pools are built.
 
     Attributes:
-        unfinished: request id whose prompt goes on after the forward that is being prepared.
+        slots_cpu: request slots of the forward that is being prepared, ``[B]`` on the host.
+        unfinished: request id whose prompt goes on after that forward.
     """
 
+    slots_cpu: torch.Tensor | None = None
     unfinished: str | None = None
     req_to_token_pool: Any = None
     coordinator: SparseCoordinator | None = None
@@ -99,10 +102,10 @@ def _plan(configurator: Any, device_bytes: int) -> Session:
 
 def _memory(config: HiSparseConfig, configurator: Any, profiled: int) -> tuple[int, int]:
     """Bytes of host and of device memory that this rank may take."""
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.distributed.parallel_state import get_world_group
 
     args = configurator.server_args
-    ranks = max(1, get_parallel().launch_world_size // max(1, args.nnodes))
+    ranks = max(1, get_world_group().world_size // max(1, args.nnodes))
     free = free_host_memory()
     host = resolve_memory(config.host_memory, free, "host_memory") // ranks
     if configurator.device == "cpu":
@@ -116,21 +119,20 @@ def _memory(config: HiSparseConfig, configurator: Any, profiled: int) -> tuple[i
 
 def _least_of_ranks(host: int, device: int) -> tuple[int, int]:
     """Every rank must come to the same sizes: what the poorest one has."""
-    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.distributed.parallel_state import get_world_group
 
-    if get_parallel().launch_world_size == 1:
+    if get_world_group().world_size == 1:
         return host, device
     both = torch.tensor([host, device], dtype=torch.int64)
-    group = get_parallel().world_group.cpu_group
+    group = get_world_group().cpu_group
     torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MIN, group=group)
     least_host, least_device = both.tolist()
     return least_host, least_device
 
 
 def _requested_rows() -> int | None:
-    from sglang.srt.runtime_context import get_schedule
-
-    requested: int | None = get_schedule().max_running_requests
+    schedule, _ = compat.schedule_and_serving()
+    requested: int | None = schedule.max_running_requests
     return requested
 
 
@@ -151,11 +153,34 @@ def around_get_kv_pool_cls(original: Callable[..., Any], platform: Any, *, kind:
     return POOLS[kind]
 
 
+def around_build_token_to_kv_pool(
+    original: Callable[..., Any], configurator: Any, **options: Any
+) -> Any:
+    """Put the pool in host memory, in releases whose platform is not asked for its class."""
+    from sglang.srt.mem_cache import kv_cache_configurator
+
+    from hisparse.sglang.kv_pool import POOLS
+
+    if _session is None:
+        return original(configurator, **options)
+    stock: Any = {f"{kind.upper()}TokenToKVPool": pool for kind, pool in POOLS.items()}
+    with patch.multiple(kv_cache_configurator, **stock):
+        return original(configurator, **options)
+
+
 def around_free_rows(original: Callable[..., None], pool: Any, indices: list[int]) -> None:
     """Requests are over: their device pages go back."""
     original(pool, indices)
     if _session is not None and pool is _session.req_to_token_pool:
         _session.end_requests(indices)
+
+
+def around_free(original: Callable[..., None], pool: Any, request: Any) -> None:
+    """A request is over, in releases that free one row at a time."""
+    row = request.req_pool_idx
+    original(pool, request)
+    if _session is not None and pool is _session.req_to_token_pool:
+        _session.end_requests([row])
 
 
 def around_flush_cache(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -179,9 +204,8 @@ def around_init_new(
     """
     forward_batch = original(cls, batch, *args, **kwargs)
     if _session is not None:
-        if forward_batch.req_pool_indices_cpu is None:
-            forward_batch.req_pool_indices_cpu = batch.req_pool_indices_cpu
-        # Runners copy the batch and drop fields that they do not know.
+        # Not on the forward's batch: runners copy that and drop fields that they do not know.
+        _session.slots_cpu = batch.req_pool_indices_cpu
         _session.unfinished = getattr(batch.chunked_req, "rid", None)
     return forward_batch
 

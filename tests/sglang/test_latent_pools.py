@@ -59,6 +59,16 @@ def test_a_written_latent_lies_in_its_host_slot(pool: HiSparseMLAPool) -> None:
     assert pool.get_kv_size_bytes() == pool.host.num_bytes == 2 * 48 * (RANK + ROPE) * 4
 
 
+def test_shapes_are_known_without_buffers(pool: HiSparseMLAPool) -> None:
+    """In a layout that offers no view by location."""
+    runtime.session().layout = "page_head"
+    pool._create_buffers()
+    keys, values = pool.get_kv_buffer_shape()
+    slots = pool.size + pool.page_size
+    spec = pool.host.kv
+    assert (keys, values) == ((slots, 1, spec.head_dim), (slots, 1, spec.v_head_dim))
+
+
 def test_what_would_touch_device_buffers_says_so(pool: HiSparseMLAPool) -> None:
     nothing = SimpleNamespace(layer_id=0), torch.tensor([1])
     for refused in (pool.set_mla_kv_buffer, pool.get_mla_kv_buffer, pool.move_kv_cache):

@@ -1,0 +1,44 @@
+"""``hisparse doctor``: what fits and works on this machine, and what to do about the rest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["add_parser"]
+
+_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the ``hisparse`` parser."""
+    parser = commands.add_parser(
+        "doctor", help="check SGLang, hooks, device, memory and kernels; exit code 1 for an error"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from hisparse import provenance
+    from hisparse.doctor import run_checks
+
+    checks = run_checks()
+    if arguments.json:
+        found = {"command": "doctor", "machine": provenance.machine()}
+        print(json.dumps(found | {"checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        table = Table("check", "", "found", box=None, pad_edge=False)
+        for check in checks:
+            text = Text(check.message)
+            if check.remedy:
+                text.append(f"\n-> {check.remedy}", style="bold")
+            table.add_row(check.name, Text(check.status, style=_STYLES[check.status]), text)
+        Console(highlight=False).print(table)
+    return 1 if any(check.status == "error" for check in checks) else 0

@@ -1,0 +1,6 @@
+"""What ``hisparse doctor`` looks at: one line for each thing, and what to do about it."""
+
+from hisparse.doctor.check import Check, Status
+from hisparse.doctor.run import run_checks
+
+__all__ = ["Check", "Status", "run_checks"]

@@ -1,0 +1,57 @@
+"""Whether the plugin's hooks fit the installed SGLang: asked of a process that imports it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from hisparse.doctor.check import Check
+from hisparse.doctor.software import sglang_pin
+from hisparse.sglang import compat
+
+__all__ = ["hooks"]
+
+_TIMEOUT_S = 120
+
+
+def hooks() -> list[Check]:
+    """Loads the plugin as SGLang does, in a process of its own."""
+    if compat.installed() is None:
+        message = "not checked: SGLang is not installed"
+        return [Check(name="hooks", status="warning", message=message)]
+    import torch
+
+    environment = os.environ | {"SGLANG_PLUGINS": "hisparse", "OMP_NUM_THREADS": "1"}
+    if not torch.cuda.is_available():
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    line = [sys.executable, "-m", "hisparse.sglang.inspection"]
+    try:
+        done = subprocess.run(
+            line, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+        found = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return [_broken(f"importing SGLang took more than {_TIMEOUT_S} s")]
+    except (IndexError, ValueError):
+        last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        message = f"SGLang cannot be imported: {last[:300]}"
+        return [Check(name="hooks", status="error", message=message, remedy=_packages())]
+    problems = found["problems"]
+    if problems:
+        return [_broken(problem) for problem in problems]
+    message = f"all {found['hooks']} are in place and fit, and {found['used']} other names exist"
+    return [Check(name="hooks", status="ok", message=message)]
+
+
+def _packages() -> str:
+    """What the installed SGLang names a version of, as far as models are concerned."""
+    pins = ((name, sglang_pin(name)) for name in ("torch", "transformers"))
+    wanted = " and ".join(f"{name} {pin}" for name, pin in pins if pin)
+    return f"install what sglang {compat.installed()} asks for" + (f": {wanted}" if wanted else "")
+
+
+def _broken(message: str) -> Check:
+    remedy = f"install a release of SGLang from {compat.OLDEST} to {compat.NEWEST}, complete"
+    return Check(name="hooks", status="error", message=message, remedy=remedy)

@@ -1,0 +1,70 @@
+"""Compilers, compiled kernels, and attention libraries."""
+
+from __future__ import annotations
+
+from hisparse.doctor.check import Check
+from hisparse.errors import one_line
+
+__all__ = ["adapters", "cpu_kernels", "cuda_kernels"]
+
+
+def cpu_kernels() -> list[Check]:
+    """Finds the C++ kernels, or builds them."""
+    from hisparse.kernels._build import build_cpu
+    from hisparse.kernels._compile import CannotBuildError
+
+    try:
+        library = build_cpu()
+    except (ImportError, OSError, CannotBuildError) as error:
+        message = f"PyTorch does their work, slower: {error}"
+        remedy = "install g++ and apache-tvm-ffi (CXX names another compiler)"
+        return [Check(name="CPU kernels", status="warning", message=message, remedy=remedy)]
+    return [Check(name="CPU kernels", status="ok", message=str(library))]
+
+
+def cuda_kernels() -> list[Check]:
+    """Finds the CUDA kernels or builds them, for the GPU of this machine."""
+    import torch
+
+    from hisparse.kernels._build_cuda import build_cuda, find_nvcc
+    from hisparse.kernels._compile import CannotBuildError
+
+    if not torch.cuda.is_available():
+        message = f"no GPU to build for; nvcc: {find_nvcc() or 'not found'}"
+        return [Check(name="CUDA kernels", status="ok", message=message)]
+    try:
+        library = build_cuda()
+    except (ImportError, OSError, CannotBuildError) as error:
+        message = f"PyTorch does their work, slower: {error}"
+        remedy = "install nvcc (CUDA_HOME names its toolkit) and apache-tvm-ffi"
+        return [Check(name="CUDA kernels", status="warning", message=message, remedy=remedy)]
+    return [Check(name="CUDA kernels", status="ok", message=str(library))]
+
+
+def adapters() -> list[Check]:
+    """Which attention libraries can be used here."""
+    import torch
+
+    from hisparse.adapters import ADAPTERS
+
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    works, not_here = [], []
+    for name in ADAPTERS:
+        adapter = ADAPTERS.get(name)
+        why = _missing(adapter)
+        if why is None and adapter.device_types and here not in adapter.device_types:
+            why = f"for {' and '.join(adapter.device_types)}"
+        if why is None:
+            works.append(name)
+        else:
+            not_here.append(f"{name} ({why})")
+    message = f"work here: {', '.join(works) or 'none'}; do not: {', '.join(not_here) or 'none'}"
+    return [Check(name="adapters", status="ok" if works else "error", message=message)]
+
+
+def _missing(adapter: type) -> str | None:
+    try:
+        why: str | None = adapter.missing()  # type: ignore[attr-defined]
+    except Exception as error:
+        return one_line(error)
+    return why

@@ -1,0 +1,81 @@
+"""The GPU, host memory, and how host memory may be used."""
+
+from __future__ import annotations
+
+import re
+import resource
+from pathlib import Path
+
+from hisparse.config import HiSparseConfig, format_bytes, resolve_memory
+from hisparse.doctor.check import Check
+from hisparse.errors import one_line
+from hisparse.memory import free_host_memory
+
+__all__ = ["device", "host_memory", "numa", "pinned_memory"]
+
+#: Below this a server has hardly room for its own processes.
+_LITTLE_BYTES = 4 * 2**30
+
+_NODES = Path("/sys/devices/system/node")
+
+
+def device() -> list[Check]:
+    """GPUs that PyTorch finds."""
+    import torch
+
+    if not torch.cuda.is_available():
+        message = "PyTorch finds no CUDA GPU; SGLang serves on the CPU, for tests"
+        remedy = "on a machine with a GPU: check nvidia-smi, and that torch is a CUDA build"
+        return [Check(name="device", status="warning", message=message, remedy=remedy)]
+    checks = []
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        free = format_bytes(torch.cuda.mem_get_info(index)[0])
+        message = f"{about.name}, sm_{about.major}{about.minor}, {free} free of "
+        message += format_bytes(about.total_memory)
+        checks.append(Check(name=f"device {index}", status="ok", message=message))
+    return checks
+
+
+def pinned_memory() -> list[Check]:
+    """Whether host memory can be pinned for a GPU."""
+    import torch
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+    message = f"ulimit -l is {limit}"
+    if not torch.cuda.is_available():
+        message += "; without a GPU nothing is pinned"
+        return [Check(name="pinned memory", status="ok", message=message)]
+    try:
+        torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        message += f"; 64 MiB could not be pinned: {one_line(error)}"
+        remedy = "ulimit -l unlimited; in a container --ulimit memlock=-1"
+        return [Check(name="pinned memory", status="error", message=message, remedy=remedy)]
+    message += "; 64 MiB could be pinned"
+    return [Check(name="pinned memory", status="ok", message=message)]
+
+
+def host_memory() -> list[Check]:
+    """Free host memory, and what a server would take of it by default."""
+    free, default = free_host_memory(), HiSparseConfig().host_memory
+    pool = format_bytes(resolve_memory(default, free, "host_memory"))
+    message = f"{format_bytes(free)} free; host_memory {default} would take {pool} for the KV cache"
+    if free < _LITTLE_BYTES:
+        remedy = "free some, or give host_memory and --max-total-tokens explicitly"
+        return [Check(name="host memory", status="warning", message=message, remedy=remedy)]
+    return [Check(name="host memory", status="ok", message=message)]
+
+
+def numa(nodes: Path = _NODES) -> list[Check]:
+    """NUMA nodes and their free memory."""
+    sizes = {}
+    for meminfo in nodes.glob("node[0-9]*/meminfo"):
+        if match := re.search(r"MemFree:\s+(\d+) kB", meminfo.read_text()):
+            sizes[int(meminfo.parent.name.removeprefix("node"))] = 1024 * int(match[1])
+    if len(sizes) < 2:
+        return [Check(name="numa", status="ok", message="one node")]
+    message = ", ".join(f"node {node}: {format_bytes(sizes[node])} free" for node in sorted(sizes))
+    remedy = "start the server with numactl --interleave=all, or bound to the node of its GPUs"
+    return [Check(name="numa", status="warning", message=message, remedy=remedy)]

@@ -1,0 +1,112 @@
+"""Python, torch, SGLang, the plugin's entry point, and packages that are not needed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+
+from hisparse.doctor.check import Check
+from hisparse.sglang import compat
+
+__all__ = [
+    "optional_packages",
+    "plugin_visible",
+    "python",
+    "sglang_pin",
+    "sglang_version",
+    "torch_version",
+]
+
+_RANGE = f"{compat.OLDEST} to {compat.NEWEST}"
+
+#: Package, what it is for.
+_OPTIONAL = (
+    ("transformers", "eval, plan, HiSparseCache"),
+    ("apache-tvm-ffi", "compiled kernels"),
+    ("triton", "Triton kernels"),
+    ("faiss-cpu", "dipr's fine index"),
+    ("flashinfer-python", "adapter flashinfer"),
+    ("flash-attn", "adapter flash_attention without SGLang's own"),
+    ("lm_eval", "tasks of lm-evaluation-harness"),
+    ("matplotlib", "plots"),
+    ("prometheus-client", "metrics"),
+)
+
+
+def python() -> list[Check]:
+    """The interpreter."""
+    found = f"{platform.python_version()}, {sys.executable}"
+    return [Check(name="python", status="ok", message=found)]
+
+
+def torch_version() -> list[Check]:
+    """The installed torch, and the one that SGLang asks for."""
+    import torch
+
+    kind = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    message = f"{torch.__version__} ({kind})"
+    wanted = sglang_pin("torch")
+    if wanted and wanted != torch.__version__.partition("+")[0]:
+        message += f"; sglang {compat.installed()} asks for torch {wanted}"
+        if torch.version.cuda:
+            remedy = f"its CUDA kernels are built for that torch: pip install torch=={wanted}"
+            return [Check(name="torch", status="warning", message=message, remedy=remedy)]
+    return [Check(name="torch", status="ok", message=message)]
+
+
+def sglang_pin(package: str) -> str | None:
+    """The version of ``package`` that the installed SGLang asks for; None: any."""
+    try:
+        lines = requires("sglang") or []
+    except PackageNotFoundError:
+        return None
+    pin = re.compile(rf"{package}==([\d.]+)(?!.*extra)")
+    return next((match[1] for line in lines if (match := pin.match(line))), None)
+
+
+def sglang_version() -> list[Check]:
+    """Whether SGLang's release is one of those that the contract test passes on."""
+    found = compat.installed()
+    remedy = f"pip install 'sglang>={compat.OLDEST},<={compat.NEWEST}'"
+    if found is None:
+        message = f"not installed; hisparse plugs into {_RANGE}"
+        return [Check(name="sglang", status="error", message=message, remedy=remedy)]
+    release, message = compat.release_of(found), f"{found}; supported: {_RANGE}"
+    if not compat.release_of(compat.OLDEST) <= release <= compat.release_of(compat.NEWEST):
+        return [Check(name="sglang", status="error", message=message, remedy=remedy)]
+    return [Check(name="sglang", status="ok", message=message)]
+
+
+def plugin_visible() -> list[Check]:
+    """Whether SGLang will find the entry point, and is let load it."""
+    found = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "hisparse"]
+    if not found:
+        message = "the entry point hisparse of the group sglang.srt.plugins is not installed"
+        remedy = "install the package (pip install .) instead of putting it on PYTHONPATH"
+        return [Check(name="plugin", status="error", message=message, remedy=remedy)]
+    allowed = os.environ.get("SGLANG_PLUGINS", "")
+    if allowed and "hisparse" not in [name.strip() for name in allowed.split(",")]:
+        return [
+            Check(
+                name="plugin",
+                status="error",
+                message=f"SGLANG_PLUGINS is {allowed!r}, which leaves hisparse out",
+                remedy=f"export SGLANG_PLUGINS={allowed},hisparse, or unset it",
+            )
+        ]
+    return [Check(name="plugin", status="ok", message=f"entry point {found[0].value}")]
+
+
+def optional_packages() -> list[Check]:
+    """Packages that only parts of hisparse want."""
+    found, absent = [], []
+    for name, use in _OPTIONAL:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            absent.append(f"{name} ({use})")
+    message = "; ".join((", ".join(found) or "none", f"without {', '.join(absent) or 'none'}"))
+    return [Check(name="optional packages", status="ok", message=message)]

@@ -1,0 +1,141 @@
+"""``hisparse doctor``: one line for each thing that is wrong, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hisparse import doctor
+from hisparse.cli import main
+from hisparse.doctor import Check, hooks, kernels, machine, run, software
+from hisparse.sglang import compat
+
+
+def only(look: Callable[[], list[Check]]) -> Check:
+    (found,) = look()
+    assert "\n" not in found.message + found.remedy
+    return found
+
+
+def test_on_this_machine() -> None:
+    """As a user runs it: the real SGLang, the real compiler."""
+    line = [sys.executable, "-m", "hisparse", "doctor", "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    for check in checks.values():
+        assert list(check) == ["name", "status", "message", "remedy"]
+        assert check["status"] in ("ok", "warning")
+        assert check["status"] == "ok" or check["remedy"]
+    assert f"supported: {compat.OLDEST} to {compat.NEWEST}" in checks["sglang"]["message"]
+    assert checks["hooks"]["status"] == checks["plugin"]["status"] == "ok"
+    assert {"python", "torch", "host memory", "CPU kernels", "adapters"} <= set(checks)
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    """Sets the release of SGLang that seems to be installed."""
+    return lambda found: monkeypatch.setattr(compat, "installed", lambda: found)
+
+
+def test_without_sglang(
+    release: Callable[[str | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    release(None)
+    assert main(["doctor", "--json"]) == 1
+    out, err = capsys.readouterr()
+    checks = {check["name"]: check for check in json.loads(out)["checks"]}
+    assert checks["sglang"]["message"].startswith("not installed")
+    assert checks["sglang"]["remedy"].startswith("pip install 'sglang>=")
+    assert checks["hooks"]["status"] == "warning"
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("found", ["0.5.15", "0.5.24", "0.6.0", "1.0"])
+def test_a_release_outside_the_range(found: str, release: Callable[[str | None], None]) -> None:
+    release(found)
+    check = only(software.sglang_version)
+    assert check.status == "error"
+    assert check.message.startswith(f"{found}; supported: ")
+
+
+@pytest.mark.parametrize("found", [compat.OLDEST, "0.5.20.post1", compat.NEWEST])
+def test_a_release_of_the_range(found: str, release: Callable[[str | None], None]) -> None:
+    release(found)
+    assert only(software.sglang_version).status == "ok"
+
+
+def test_a_whitelist_without_hisparse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "other, another")
+    check = only(software.plugin_visible)
+    assert check.status == "error"
+    assert "'other, another'" in check.message
+    monkeypatch.setenv("SGLANG_PLUGINS", "other, hisparse")
+    assert only(software.plugin_visible).status == "ok"
+
+
+def test_an_entry_point_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "entry_points", lambda group: [])
+    assert only(software.plugin_visible).status == "error"
+
+
+def test_an_sglang_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text("raise ImportError('no libfoo.so')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    check = only(hooks.hooks)
+    assert check.status == "error"
+    assert check.message.startswith("SGLang cannot be imported: ")
+    assert "no libfoo.so" in check.message
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    check = only(kernels.cpu_kernels)
+    assert check.status == "warning"
+    assert "no-such-compiler" in check.message
+    assert "install g++" in check.remedy
+
+
+def test_numa_nodes(tmp_path: Path) -> None:
+    assert machine.numa(tmp_path)[0].message == "one node"
+    for node in (0, 1):
+        (tmp_path / f"node{node}").mkdir()
+        text = f"Node {node} MemTotal: 9 kB\nNode {node} MemFree:   {(node + 1) * 2**20} kB\n"
+        (tmp_path / f"node{node}" / "meminfo").write_text(text)
+    (check,) = machine.numa(tmp_path)
+    assert check.status == "warning"
+    assert check.message == "node 0: 1 GiB free, node 1: 2 GiB free"
+
+
+def test_little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "free_host_memory", lambda: 2**30)
+    check = only(machine.host_memory)
+    assert (check.status, check.message[:11]) == ("warning", "1 GiB free;")
+
+
+def test_what_a_check_raises_is_a_finding() -> None:
+    def broken_thing() -> list[Check]:
+        raise OSError("first\nsecond")
+
+    checks = run.run_checks([software.python, broken_thing])
+    assert [check.status for check in checks] == ["ok", "error"]
+    assert (checks[1].name, checks[1].message) == ("broken thing", "OSError: first")
+
+
+def test_a_table_names_the_remedy_and_errors_make_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks = [Check(name="one", status="warning", message="so", remedy="do this")]
+    monkeypatch.setattr(doctor, "run_checks", lambda: checks)
+    assert main(["doctor"]) == 0
+    assert "-> do this" in capsys.readouterr().out
+    checks.append(Check(name="two", status="error", message="no"))
+    assert main(["doctor"]) == 1

@@ -1,0 +1,125 @@
+"""What differs between releases of SGLang: names, rows, and host slots without Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
+
+from hisparse.errors import ConfigError
+from hisparse.sglang import check_model, compat, inspection, names, plugin
+from hisparse.sglang.cpu_pages import hand_out, replace_triton
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
+    return lambda found: monkeypatch.setattr(compat, "installed", lambda: found)
+
+
+def test_releases_are_compared_as_numbers(release: Callable[[str | None], None]) -> None:
+    release("0.5.9.post2")
+    assert not compat.since("0.5.16")
+    release("0.6.0rc1")
+    assert compat.since("0.5.23")
+    release(None)
+    assert compat.since("0.5.23")
+
+
+def test_names_of_a_release(release: Callable[[str | None], None]) -> None:
+    listed = ["a", ("0.5.20", "new", "old"), ("0.5.20", "added", ""), ("0.5.20", "", "removed")]
+    release("0.5.18")
+    assert names._here(listed) == ("a", "old", "removed")
+    release("0.5.20")
+    assert names._here(listed) == ("a", "new", "added")
+
+
+def test_rows_that_change_hands_before_0_5_20(release: Callable[[str | None], None]) -> None:
+    release("0.5.18")
+    free = [4, 5]
+
+    def alloc(requests: list[Any]) -> list[int] | None:
+        if len(free) < sum(r.req_pool_idx is None for r in requests):
+            return None
+        for request in requests:
+            request.req_pool_idx = free.pop() if request.req_pool_idx is None else 7
+        return [r.req_pool_idx for r in requests]
+
+    begun: list[list[int]] = []
+    pool = SimpleNamespace(alloc=alloc)
+    compat.watch_rows(pool, begun.append)
+    chunked = SimpleNamespace(req_pool_idx=7)
+    assert pool.alloc([chunked, SimpleNamespace(req_pool_idx=None)]) == [7, 5]
+    assert pool.alloc([chunked]) == [7]
+    assert pool.alloc([SimpleNamespace(req_pool_idx=None) for _ in range(2)]) is None
+    assert begun == [[5]]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[torch.Tensor, ...]:
+    """Prefix lengths, lengths, last slots, free pages, page size."""
+    lengths = draw(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 50)), min_size=1))
+    prefix, new = torch.tensor(lengths).T
+    size = draw(st.sampled_from([1, 2, 4, 16]))
+    last = 1000 * size + (prefix - 1) % size
+    return prefix, prefix + new, last, torch.arange(900, 100, -1), torch.tensor(size)
+
+
+@given(batches())
+def test_host_slots_are_those_of_sglang(batch: tuple[torch.Tensor, ...]) -> None:
+    prefix, lengths, last, free, size = batch
+    expected = torch.empty(int((lengths - prefix).sum()), dtype=torch.int64)
+    found = torch.empty_like(expected)
+    alloc_extend_naive(prefix, lengths, last, free, expected, int(size), "cpu")
+    hand_out(prefix, lengths, last, free, found, int(size))
+    assert torch.equal(found, expected)
+
+
+def test_the_kernels_that_take_the_place_of_triton() -> None:
+    paged = SimpleNamespace()
+    replace_triton(paged)
+    lengths, last = torch.tensor([17, 20, 33]), torch.tensor([47, 66, 95])
+    free, found = torch.arange(9, 12), torch.empty(3, dtype=torch.int64)
+    paged.alloc_decode_kernel[(3,)](lengths, last, free, found, 4, 16)
+    assert found.tolist() == [9 * 16, 67, 10 * 16]
+    none = torch.arange(0)
+    paged.alloc_decode_kernel[(3,)](lengths, last, none, found, 4, 16)
+    assert found[1] == 67, "too few free pages are no error here: the allocator gives up after it"
+    out = torch.empty(5, dtype=torch.int64)
+    prefix, after, at = torch.tensor([3, 15]), torch.tensor([6, 17]), torch.tensor([34, 78])
+    paged.alloc_extend_kernel[(2,)](prefix, after, at, free, out, 2, 16)
+    assert out.tolist() == [35, 36, 37, 79, 9 * 16]
+
+
+def test_latent_attention_wants_a_newer_release(release: Callable[[str | None], None]) -> None:
+    """On 0.5.16 the first decoded token was another than Hugging Face's."""
+    release("0.5.18")
+    check_model._check_release("LlamaForCausalLM", latent=False)
+    with pytest.raises(ConfigError, match=r"MLA.* on sglang 0\.5\.18; expected 0\.5\.20 or newer"):
+        check_model._check_release("DeepseekV2ForCausalLM", latent=True)
+    release("0.5.20")
+    check_model._check_release("DeepseekV2ForCausalLM", latent=True)
+
+
+def test_arguments_that_a_hook_takes() -> None:
+    def wrapper(original: Any, pool: Any, indices: list[int]) -> None: ...
+
+    assert inspection.takes(wrapper, lambda pool, rows: None) is None
+    assert "'extra'" in str(inspection.takes(wrapper, lambda pool, rows, *, extra: None))
+    assert "missing" in str(inspection.takes(wrapper, lambda pool: None))
+
+
+def test_every_hook_of_this_release_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    assert inspection.find_problems() == []
+    target = next(t for t in names.HOOKS if t.endswith("resolve_max_num_reqs"))
+    monkeypatch.setitem(plugin._originals, target, lambda self, tokens, rows: 0)
+    (problem,) = inspection.find_problems()
+    assert problem.startswith(f"the hook on {target} does not fit: its arguments are (self, tokens")

@@ -1,0 +1,223 @@
+"""``hisparse plan``: its numbers are those of the sizing formula, and its command keeps to them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV2Config, DeepseekV32Config, LlamaConfig, LlamaForCausalLM
+
+from hisparse.cli import main
+from hisparse.config import HiSparseConfig
+from hisparse.errors import ConfigError
+from hisparse.plan import Capacity, Machine, fit
+from hisparse.sizing import size
+from hisparse.transformers.served_shape import count_weight_bytes, served_shape
+from hisparse.types import KVSpec
+
+GIB = 2**30
+
+LLAMA = KVSpec(
+    num_layers=32,
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    v_head_dim=128,
+    dtype=torch.bfloat16,
+    page_size=16,
+)
+H200 = Machine(
+    device_bytes=141 * GIB, host_bytes=1024 * GIB, tp=1, weight_bytes=15 * GIB, mem_fraction=0.85
+)
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 4096,
+}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 16, "qk_nope_head_dim": 16}
+
+
+def again(capacity: Capacity, requests: int, pool_mib: int) -> tuple[int, int]:
+    """Requests and contexts that the formula gives for other numbers."""
+    assert capacity.sizing is not None
+    request = replace(capacity.sizing.request, max_requests=requests, host_bytes=pool_mib * 2**20)
+    sizing = size(request)
+    return sizing.max_requests, sizing.kv_tokens // capacity.context
+
+
+def pool_mib(capacity: Capacity) -> int:
+    return int(str(capacity.config.host_memory).removesuffix("MiB"))
+
+
+@pytest.mark.parametrize("algorithm", ["quest", "sketch", "streaming"])
+@pytest.mark.parametrize("context", [8192, 32768, 131072])
+def test_as_many_requests_as_fit_and_no_more(algorithm: str, context: int) -> None:
+    found = fit(HiSparseConfig(algorithm=algorithm), LLAMA, H200, context)
+    most, pool = found.max_requests, pool_mib(found)
+    assert again(found, most, pool) == (most, max(most, again(found, most, pool)[1]))
+    whole = int(0.7 * 1024 * GIB) // 2**20
+    assert found.limit == ("host_memory" if context == 131072 else found.limit)
+    least = -(-((most + 1) * context + 16) * LLAMA.token_bytes // 2**20)
+    if found.limit == "host_memory":
+        assert least > whole
+    else:
+        assert min(again(found, most + 1, least)) <= most
+    assert found.dense_max_requests == H200.cache_bytes // (context * 131072)
+
+
+def test_a_pool_is_only_made_smaller_where_that_makes_room() -> None:
+    """At 8k, representations of the whole host memory would take the place of requests."""
+    short = fit(HiSparseConfig(), LLAMA, H200, 8192)
+    whole = int(0.7 * 1024 * GIB) // 2**20
+    assert pool_mib(short) < whole
+    assert again(short, short.max_requests, whole)[0] < short.max_requests
+    assert again(short, short.max_requests, pool_mib(short) + 16)[0] < short.max_requests
+    assert pool_mib(fit(HiSparseConfig(), LLAMA, H200, 131072)) == whole
+
+
+def test_bytes_of_a_request() -> None:
+    found = fit(HiSparseConfig(budget=2048), LLAMA, H200, 32768)
+    assert found.host_bytes_per_request == 32768 * LLAMA.token_bytes
+    assert found.host_bytes_per_token == 131072
+    # Ranges in bfloat16 for pages of 16: a sixteenth.
+    assert found.device_bytes_per_token == 131072 // 16
+    pages = 32 * 8 * (4096 // 16 + 1) * 16 * 256 * 2
+    tables = found.device_bytes_per_request - pages - 32768 * 8192
+    assert 0 < tables < 0.02 * pages
+
+
+def test_what_does_not_fit_says_why() -> None:
+    small = replace(H200, host_bytes=GIB)
+    found = fit(HiSparseConfig(), LLAMA, small, 131072)
+    assert (found.max_requests, found.limit) == (0, "host_memory")
+    assert found.message.startswith("one request does not fit")
+    tiny = fit(HiSparseConfig(), LLAMA, replace(H200, device_bytes=18 * GIB), 8192)
+    assert (tiny.max_requests, tiny.limit, tiny.sizing) == (0, "device_memory", None)
+    assert tiny.message.startswith("device_memory: got 307")
+    with pytest.raises(ConfigError, match="the weights alone take 15 GiB a GPU"):
+        fit(HiSparseConfig(), LLAMA, replace(H200, device_bytes=16 * GIB), 8192)
+
+
+def test_shapes_of_ranks() -> None:
+    config = LlamaConfig(**SMALL, dtype="bfloat16")
+    one = served_shape(config, 16, 1)
+    assert (one.num_q_heads, one.num_kv_heads, one.head_dim, one.token_bytes) == (8, 2, 8, 128)
+    four = served_shape(config, 16, 4)
+    assert (four.num_q_heads, four.num_kv_heads) == (2, 1), "KV heads are repeated"
+    assert served_shape(LlamaConfig(**SMALL), 16, 1).dtype == torch.float16, "as SGLang has it"
+    with pytest.raises(ConfigError, match=r"--tp: got 3, expected a number that divides"):
+        served_shape(config, 16, 3)
+
+
+def test_shapes_of_latents() -> None:
+    v2 = served_shape(DeepseekV2Config(**SMALL, **LATENT, dtype="bfloat16"), 16, 4)
+    assert (v2.latent, v2.num_kv_heads, v2.head_dim, v2.v_head_dim) == (True, 1, 576, 512)
+    assert (v2.token_bytes, v2.index_head_dim) == (2 * 576 * 2, 0)
+    v32 = DeepseekV32Config(**SMALL, **LATENT, index_head_dim=128, index_topk=64)
+    assert served_shape(v32, 1, 1).index_head_dim == 128
+
+
+def test_weights_are_counted() -> None:
+    for tied in (False, True):
+        config = LlamaConfig(**SMALL, tie_word_embeddings=tied)
+        model = LlamaForCausalLM(config)
+        assert count_weight_bytes(config, torch.bfloat16) == 2 * model.num_parameters()
+    config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ConfigError, match=r"--weights: got nothing, but this model is quantised"):
+        count_weight_bytes(config, torch.bfloat16)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"], dtype="bfloat16").save_pretrained(
+        tmp_path
+    )
+    return str(tmp_path)
+
+
+MEMORY = ["--device-memory", "1GiB", "--host-memory", "8GiB"]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *line: str) -> dict[str, Any]:
+    assert main(["plan", *line, *MEMORY, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["--model", model, "--context", "2048,4096", "--algorithm", "quest,sketch"]
+    found = planned(capsys, *line, "--budget", "256,512")
+    assert len(found["plans"]) == 8
+    assert found["bytes_per_token"] == 2 * 2 * 2 * 8 * 2
+    first = found["plans"][0]
+    assert {name: found[name] for name in first} == first
+    assert (first["algorithm"], first["budget"], first["context"]) == ("quest", 256, 2048)
+    for plan in found["plans"]:
+        words = shlex.split(plan["command"])
+        assert words[:3] == ["python", "-m", "sglang.launch_server"]
+        flags = dict(zip(words[3::2], words[4::2], strict=True))
+        config = HiSparseConfig.parse(flags["--hisparse-config"])
+        assert (config.algorithm, config.budget) == (plan["algorithm"], plan["budget"])
+        assert flags["--context-length"] == str(plan["context"])
+        assert flags["--max-running-requests"] == str(plan["hisparse"]["max_requests"])
+        assert plan["hisparse"]["host_bytes_per_request"] == plan["context"] * 128
+        assert plan["dense"]["max_requests"] > 0
+
+
+def test_defaults_are_the_models_own(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planned(capsys, "--model", model)["context"] == 4096
+    options = {"index_head_dim": 128, "index_topk": 64}
+    DeepseekV32Config(**SMALL, **LATENT, **options).save_pretrained(tmp_path / "dsa")
+    found = planned(capsys, "--model", str(tmp_path / "dsa"), "--weights", "100MiB")
+    assert (found["algorithm"], found["budget"], found["weight_bytes"]) == ("dsa", 64, 100 * 2**20)
+    config = '{"algorithm": "quest", "budget": 512, "page_size": 32}'
+    found = planned(capsys, "--model", model, "--config", config)
+    assert '"page_size": 32' in found["command"]
+
+
+def test_a_table(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", model, *MEMORY]) == 0
+    out = capsys.readouterr().out
+    assert "dense" in out
+    assert out.splitlines()[-1].startswith("python -m sglang.launch_server --model-path")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--device-memory", "24"], "--device-memory: got '24', expected a size such as '64GiB'"),
+        (["--context", "8192"], "--context: got 8192, expected at most 4096"),
+        (["--tp", "0"], "--tp: got 0, expected at least 1"),
+        (["--algorithm", "dsa"], "asks the model's indexer, which llama does not have"),
+        (["--algorithm", "quset"], "did you mean 'quest'"),
+        (["--budget", "100"], "budget: got 100, expected a multiple of page_size"),
+        (["--model", "no/where/here"], "unknown model 'no/where/here'"),
+    ],
+)
+def test_bad_input_is_one_line(
+    flags: list[str], words: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", model, *MEMORY, *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert words in err
+
+
+def test_without_a_gpu_its_memory_has_to_be_given(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["plan", "--model", model]) == 2
+    assert "--device-memory: got nothing" in capsys.readouterr().err
