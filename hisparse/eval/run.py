@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.config import build_algorithm
+from hisparse.config import HiSparseConfig, build_algorithm
 from hisparse.eval.answer import Answer, answer
 from hisparse.eval.documents import CONTINUE, Document, Item, make_document
 from hisparse.eval.method import DENSE, Method
+from hisparse.eval.room import rows_at_once, smallest_buffer
 from hisparse.eval.watch import Watch
 from hisparse.representations import entry_bytes, list_representations
 from hisparse.texts import TEXTS, read_text
@@ -129,19 +130,25 @@ class Evaluation:
         self, document: Document, method: Method, watch: Watch
     ) -> tuple[list[Answer], float]:
         """Answers to all items, and the bytes that a token takes beside its K and V."""
-        with self._context(document, method, len(document.items)) as cache:
+        config = smallest_buffer(method.config)
+        rows = min(rows_at_once(self.model, config), len(document.items))
+        # Items of about the same length side by side.
+        items = sorted(document.items, key=lambda item: -len(item.ids))
+        answers: list[Answer] = []
+        with self._context(document, config, rows) as cache:
             cache.coordinator.observe(watch)
-            answers = answer(self.model, cache, document.items, keep=_is_continuation)
+            for start in range(0, len(items), rows):
+                group = items[start : start + rows]
+                answers += answer(self.model, cache, group, keep=_is_continuation)
         policy, kept = cache.coordinator.policy, method.config.tail_estimate
         kinds = list_representations(cache.coordinator.algorithm, policy, tail_estimate=kept)
         page_bytes = entry_bytes(kinds, "page") * policy.kv.num_layers
         return answers, page_bytes / policy.kv.page_size
 
-    def _context(self, document: Document, method: Method, rows: int) -> Any:
+    def _context(self, document: Document, config: HiSparseConfig, rows: int) -> Any:
         """A cache that holds the document: from its file, or from a prefill that makes the file."""
         from hisparse.transformers import HiSparseCache
 
-        config = method.config
         length, size = len(document.ids), config.page_size
         longest = max(len(item.ids) for item in document.items)
         options: dict[str, Any] = {
