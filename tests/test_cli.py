@@ -19,8 +19,8 @@ def test_algorithms_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["quest"]["summary"]
     assert "kv_head" in found["quest"]["scopes"]
     # Ranges in bfloat16: of 16 keys two are kept, half of K and V are keys.
-    assert found["quest"]["kv_ratio"] == 2 / 16 / 2
-    assert found["quest"]["bytes_per_token"] == 32 * 8 * 2 * 128 * 2 / 16
+    assert found["quest"]["kv_ratio"] == 4 / 16 / 2
+    assert found["quest"]["bytes_per_token"] == 32 * 8 * 4 * 128 * 2 / 16
     assert found["streaming"]["bytes_per_token"] == 0
     assert found["snapkv"]["options"] == {"window": {"type": "int", "default": 32}}
     assert found["topp"]["variable_lengths"]

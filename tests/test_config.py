@@ -210,7 +210,7 @@ def test_build_algorithm_options(options_algorithm: None) -> None:
     ("algorithm", "options", "words"),
     [
         ("qest", {}, ["unknown algorithm 'qest'", "did you mean 'quest'"]),
-        ("quest", {"beta": 1}, ["unknown quest option 'beta'", "choices: summary_dtype"]),
+        ("quest", {"beta": 1}, ["unknown quest option 'beta'", "choices: ranges, summary_dtype"]),
         ("with_options", {"betta": 1}, ["'betta'", "did you mean 'beta'", "codes"]),
         ("with_options", {"beta": "1"}, ["algorithm_config.beta: got '1' (str), expected float"]),
         ("with_options", {"beta": True}, ["got True (bool)"]),

@@ -65,7 +65,8 @@ def test_as_many_requests_as_fit_and_no_more(algorithm: str, context: int) -> No
     most, pool = found.max_requests, pool_mib(found)
     assert again(found, most, pool) == (most, max(most, again(found, most, pool)[1]))
     whole = int(0.7 * 1024 * GIB) // 2**20
-    assert found.limit == ("host_memory" if context == 131072 else found.limit)
+    if context == 131072 and algorithm != "quest":
+        assert found.limit == "host_memory"
     least = -(-((most + 1) * context + 16) * LLAMA.token_bytes // 2**20)
     if found.limit == "host_memory":
         assert least > whole
@@ -88,10 +89,10 @@ def test_bytes_of_a_request() -> None:
     found = fit(HiSparseConfig(budget=2048), LLAMA, H200, 32768)
     assert found.host_bytes_per_request == 32768 * LLAMA.token_bytes
     assert found.host_bytes_per_token == 131072
-    # Ranges in bfloat16 for pages of 16: a sixteenth.
-    assert found.device_bytes_per_token == 131072 // 16
+    # Two ranges in bfloat16 for pages of 16: an eighth.
+    assert found.device_bytes_per_token == 131072 // 8
     pages = 32 * 8 * (4096 // 16 + 1) * 16 * 256 * 2
-    tables = found.device_bytes_per_request - pages - 32768 * 8192
+    tables = found.device_bytes_per_request - pages - 32768 * 16384
     assert 0 < tables < 0.02 * pages
 
 

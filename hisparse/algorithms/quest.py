@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -26,54 +27,67 @@ class Quest(PageScoreAlgorithm):
     """Keeps the pages whose largest possible q.k is highest (section 3.3 of the paper).
 
     Attributes:
+        ranges: key ranges of a page, each of consecutive tokens: a page's bound is the largest of
+            theirs, so it is closer than the paper's, which has one. As many as divide a page.
         summary_dtype: of the ranges. Narrow types are rounded outward, so that the bound stays
-            one; float8_e4m3fn has a power of two as scale for each page and head (on GPUs from
+            one; float8_e4m3fn has a power of two as scale for each range and head (on GPUs from
             compute capability 8.9 on).
     """
 
+    ranges: int = 2
     summary_dtype: Literal["bfloat16", "float32", "float8_e4m3fn"] = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.ranges < 1:
+            raise ValueError(f"ranges: got {self.ranges}, expected at least 1")
 
     @property
     def _scaled(self) -> bool:
         return self.summary_dtype == "float8_e4m3fn"
 
     def summary_shape(self, kv: KVSpec) -> tuple[int, ...]:
-        return (kv.num_kv_heads, 2 * kv.head_dim)
+        return (math.gcd(self.ranges, kv.page_size), kv.num_kv_heads, 2 * kv.head_dim)
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         dtype: torch.dtype = getattr(torch, self.summary_dtype)
-        found = {"summary": Representation(self.summary_shape(policy.kv), dtype)}
+        shape = self.summary_shape(policy.kv)
+        found = {"summary": Representation(shape, dtype)}
         if self._scaled:
-            found["scale"] = Representation((policy.kv.num_kv_heads,), torch.float32)
+            found["scale"] = Representation(shape[:2], torch.float32)
         return found
 
     def summarize(self, keys: Tensor, mask: Tensor) -> Tensor:
-        """``keys [P, S, Hkv, D]``, ``mask [P, S]`` -> ``[P, Hkv, 2D]``: maxima, then minima."""
-        empty = ~mask[..., None, None]
-        high = keys.masked_fill(empty, -torch.inf).amax(dim=1)
-        low = keys.masked_fill(empty, torch.inf).amin(dim=1)
+        """``keys [P, S, Hkv, D]``, ``mask [P, S]`` -> ``[P, ranges, Hkv, 2D]``: maxima, minima."""
+        parts = (math.gcd(self.ranges, keys.shape[1]), -1)
+        empty, keys = ~mask[..., None, None].unflatten(1, parts), keys.unflatten(1, parts)
+        high = keys.masked_fill(empty, -torch.inf).amax(dim=2)
+        low = keys.masked_fill(empty, torch.inf).amin(dim=2)
+        # A range without a token gets that of the page.
+        high = torch.where(high.isinf(), high.amax(1, keepdim=True), high)
+        low = torch.where(low.isinf(), low.amin(1, keepdim=True), low)
         return torch.cat([high, low], dim=-1)
 
     def score(self, query: Tensor, summaries: Tensor) -> Tensor:
-        """``query [B, Hq, D]``, ``summaries [B, P, Hkv, 2D]`` -> ``[B, Hq, P]``.
+        """``query [B, Hq, D]``, ``summaries [B, P, ranges, Hkv, 2D]`` -> ``[B, Hq, P]``.
 
         sum_d max(q_d * high_d, q_d * low_d), as one product: the positive part of q meets the
         maxima, the negative part the minima.
         """
-        kv_heads = summaries.shape[2]
         signed = torch.cat([query.clamp(min=0), query.clamp(max=0)], dim=-1)
-        signed = signed.unflatten(1, (kv_heads, -1))
-        ranges = summaries.permute(0, 2, 3, 1).to(signed.dtype)
-        scores: Tensor = (signed @ ranges).flatten(1, 2)
-        return scores
+        signed = signed.unflatten(1, (summaries.shape[3], -1))
+        bounds = torch.einsum("bhgd,bprhd->bhgpr", signed, summaries.to(signed.dtype))
+        return bounds.amax(-1).flatten(1, 2)
 
     def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]
     ) -> None:
         """:meth:`summarize` by a kernel that writes the summaries where they lie."""
-        summaries = stored["summary"][layer_id]
+        ranges = stored["summary"].shape[2]
+        # To the kernels each range is a page of its own.
+        summaries, rows = stored["summary"][layer_id].flatten(0, 1), _split(host_pages, ranges)
+        keys = keys.unflatten(1, (ranges, -1)).flatten(0, 1)
         if not self._scaled:
-            page_summary(keys, summaries, host_pages)
+            page_summary(keys, summaries, rows)
             return
         high, low = keys.float().amax(1), keys.float().amin(1)
         largest = torch.maximum(high.abs(), low.abs()).amax(-1, keepdim=True)
@@ -81,15 +95,26 @@ class Quest(PageScoreAlgorithm):
         scale = torch.exp2((largest / _FP8_MAX).log2().ceil().clamp(-100, 100))
         high = round_outward(high / scale, summaries.dtype, up=True)
         low = round_outward(low / scale, summaries.dtype, up=False)
-        summaries[host_pages.long()] = torch.cat([high, low], -1)
-        stored["scale"][layer_id, host_pages.long()] = scale[..., 0]
+        summaries[rows.long()] = torch.cat([high, low], -1)
+        stored["scale"][layer_id].flatten(0, 1)[rows.long()] = scale[..., 0]
 
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
         """:meth:`score` by a kernel that reads the summaries where they lie."""
-        table = step.host_page_table[:, : step.max_pages]
-        summaries = step.representations["summary"][layer_id]
-        scores = page_score(query.float(), summaries, table, step.num_pages)
-        if not self._scaled:
-            return scores
-        scale = step.representations["scale"][layer_id, table.long()].transpose(1, 2)
-        return scores * scale.repeat_interleave(query.shape[1] // scale.shape[1], dim=1)
+        stored = step.representations
+        ranges = stored["summary"].shape[2]
+        rows = _split(step.host_page_table[:, : step.max_pages], ranges)
+        summaries = stored["summary"][layer_id].flatten(0, 1)
+        scores = page_score(query.float(), summaries, rows, step.num_pages * ranges)
+        if self._scaled:
+            scale = stored["scale"][layer_id].flatten(0, 1)[rows.long()].transpose(1, 2)
+            scores = scores * scale.repeat_interleave(query.shape[1] // scale.shape[1], dim=1)
+        largest: Tensor = scores.unflatten(-1, (-1, ranges)).amax(-1)
+        return largest
+
+
+def _split(host_pages: Tensor, ranges: int) -> Tensor:
+    """``[..., P]`` -> ``[..., P * ranges]``: where the ranges of host pages stand."""
+    if ranges == 1:
+        return host_pages
+    own = torch.arange(ranges, dtype=host_pages.dtype, device=host_pages.device)
+    return torch.add(own, host_pages[..., None], alpha=ranges).flatten(-2)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
     parser = commands.add_parser("eval", help="what sparse attention costs on a real model")
@@ -36,6 +39,7 @@ def add_parser(commands: Any) -> None:
     add("--config", action="append", default=[], metavar="JSON", help="a whole configuration")
     add("--context", type=numbers, default=[4096], metavar="N[,N]", help="tokens")
     add("--seeds", type=int, default=1, help="documents of each text and length")
+    add("--dtype", choices=_DTYPES, default="auto", help="auto: the model's own")
     add("--text", action="append", type=Path, default=[], metavar="FILE", help="in place of ours")
     add("--out", type=Path, default=Path("hisparse-eval"), help="records; a run goes on from them")
     add("--report", action="append", type=Path, default=[], metavar="FILE", help=".md or .html")
@@ -69,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.limit is not None:
         raise ConfigError(f"--limit: got {arguments.limit} without --tasks, which it is for")
     texts = {"texts": {file.stem: _read(file) for file in arguments.text}} if arguments.text else {}
-    model, tokenizer, folder = _load(arguments.model)
+    model, tokenizer, folder = _load(arguments.model, arguments.dtype)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
@@ -80,13 +84,17 @@ def _run(arguments: argparse.Namespace) -> int:
             methods=methods,
             contexts=arguments.context,
             seeds=arguments.seeds,
-            folder=arguments.out / Path(folder).name,
+            folder=arguments.out / f"{Path(folder).name}-{str(model.dtype).removeprefix('torch.')}",
             progress=lambda what, done, total: bar.update(
                 task, description=what, completed=done, total=total
             ),
             **texts,
         ).run()
-    result = _origin(arguments) | {"cells": make_cells(records), "summary": make_summary(records)}
+    result = _origin(arguments) | {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "cells": make_cells(records),
+        "summary": make_summary(records),
+    }
     write_reports(arguments.report, [result], result["line"])
     if arguments.json:
         print(json.dumps(result, indent=2))
@@ -111,7 +119,7 @@ def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
     tasks = load_tasks(
         arguments.tasks, tokenizer=_find(arguments.model), contexts=arguments.context
     )
-    model, tokenizer, _ = _load(arguments.model)
+    model, tokenizer, _ = _load(arguments.model, arguments.dtype)
     scores = run_tasks(
         model,
         tokenizer,
@@ -178,7 +186,7 @@ def _find(name: str) -> str:
     return resolve(name, progress=lambda line: print(line, file=sys.stderr))
 
 
-def _load(name: str) -> tuple[Any, Any, str]:
+def _load(name: str, dtype: str) -> tuple[Any, Any, str]:
     import torch
 
     folder = _find(name)
@@ -188,7 +196,7 @@ def _load(name: str) -> tuple[Any, Any, str]:
         raise ConfigError(
             "hisparse eval needs transformers: pip install 'hisparse[eval]'"
         ) from None
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     if torch.cuda.is_available():
         model = model.cuda()
     return model, AutoTokenizer.from_pretrained(folder), folder

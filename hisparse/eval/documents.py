@@ -19,7 +19,7 @@ __all__ = ["CONTINUE", "COPY", "Document", "Item", "make_document"]
 QA, COPY, CONTINUE = "qa", "copy", "continue"
 #: Tokens of a passage that are given, and that have to follow; tokens of the text that follows, and
 #: of its pieces, which are read side by side, each as if it came next: that takes less time.
-_GIVEN, _COPIED, _CONTINUED, _PIECE = 16, 16, 256, 64
+_GIVEN, _COPIED, _CONTINUED, _PIECE = 16, 16, 256, 32
 #: Questions about the text beyond those of other tasks: another text may have too few.
 _MORE = 5
 #: Sentences that a context has at least, so that what is planted lies apart.

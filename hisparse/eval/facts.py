@@ -61,7 +61,8 @@ _KEYS = """
 anchor bishop candle dolphin engine feather garden hammer island jacket kettle ladder mirror needle
 orchard pillow quarry ribbon saddle tunnel umbrella valley window yarn zebra
 """
-_LED = "\n\nAccording to the text above: "
+#: What parts a question from the text.
+_LED = "\n\n"
 
 #: Questions of each task in a document, at most; and tokens of context for each.
 _MOST, _APART = 15, 256

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,39 +13,62 @@ from torch.testing import assert_close
 from hisparse.algorithms import Quest
 from hisparse.testing import Simulator
 
-QUEST = Quest()
 
-
-@given(st.integers(0, 2**32 - 1), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_score_bounds_every_key_of_the_page(seed: int, dtype: torch.dtype) -> None:
-    rng = torch.Generator().manual_seed(seed)
-    keys = torch.randn(6, 5, 2, 8, generator=rng).to(dtype)
-    mask = torch.rand(6, 5, generator=rng) > 0.3
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([1, 2, 3, 4]),
+)
+def test_score_bounds_every_key_of_the_page(seed: int, dtype: torch.dtype, ranges: int) -> None:
+    rng, quest = torch.Generator().manual_seed(seed), Quest(ranges=ranges)
+    keys = torch.randn(6, 6, 2, 8, generator=rng).to(dtype)
+    mask = torch.rand(6, 6, generator=rng) > 0.5
     mask[:, 0] = True
     query = torch.randn(3, 4, 8, generator=rng)
-    bound = QUEST.score(query, QUEST.summarize(keys, mask).float().expand(3, -1, -1, -1))
+    summaries = quest.summarize(keys, mask).float()
+    assert summaries.shape == (6, math.gcd(ranges, 6), 2, 16)
+    bound = quest.score(query, summaries.expand(3, *summaries.shape))
     logits = torch.einsum("bghd,psgd->bghps", query.unflatten(1, (2, 2)).float(), keys.float())
     largest = logits.masked_fill(~mask, -torch.inf).amax(-1).flatten(1, 2)
     assert (bound >= largest - 1e-4).all()
 
 
 def test_score_is_the_papers_sum_of_channel_maxima() -> None:
-    keys, query = torch.randn(3, 4, 2, 8), torch.randn(1, 4, 8)
+    quest, keys, query = Quest(ranges=1), torch.randn(3, 4, 2, 8), torch.randn(1, 4, 8)
     high, low = keys.amax(1), keys.amin(1)
     per_head = query[0].unflatten(0, (2, 2))[:, :, None]
     products = torch.maximum(
         per_head * high.transpose(0, 1)[:, None], per_head * low.transpose(0, 1)[:, None]
     )
     expected = products.sum(-1).flatten(0, 1)[None]
-    summaries = QUEST.summarize(keys, torch.ones(3, 4, dtype=torch.bool))[None]
-    assert_close(QUEST.score(query, summaries), expected)
+    summaries = quest.summarize(keys, torch.ones(3, 4, dtype=torch.bool))[None]
+    assert_close(quest.score(query, summaries), expected)
+
+
+def test_more_ranges_bound_closer_and_one_of_a_token_is_exact() -> None:
+    keys, query, whole = torch.randn(9, 8, 1, 16), torch.randn(1, 1, 16), torch.ones(9, 8) > 0
+    bounds = {
+        ranges: (quest := Quest(ranges=ranges)).score(query, quest.summarize(keys, whole)[None])
+        for ranges in (1, 2, 4, 8)
+    }
+    for few, many in ((1, 2), (2, 4), (4, 8)):
+        assert (bounds[many] <= bounds[few] + 1e-5).all()
+        assert (bounds[many] < bounds[few] - 1e-3).any()
+    exact = torch.einsum("d,psd->ps", query[0, 0], keys[:, :, 0]).amax(-1)
+    assert_close(bounds[8][0, 0], exact)
+
+
+def test_no_ranges() -> None:
+    with pytest.raises(ValueError, match="ranges: got 0, expected at least 1"):
+        Quest(ranges=0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
 @pytest.mark.parametrize("seed", range(5), ids=lambda s: f"seed{s}")
-def test_what_is_stored_bounds_every_key_of_the_page(dtype: str, seed: int) -> None:
+@pytest.mark.parametrize("ranges", [1, 2, 4])
+def test_what_is_stored_bounds_every_key_of_the_page(dtype: str, ranges: int, seed: int) -> None:
     """Through the coordinator: pages of prefill and of decoding, keys from 0.001 to 1,000."""
-    sim = Simulator(algorithm=Quest(summary_dtype=dtype), scope="query_head")
+    sim = Simulator(algorithm=Quest(summary_dtype=dtype, ranges=ranges), scope="query_head")
     request = sim.request(1, 120, seed=seed)
     request.k *= torch.logspace(-3, 3, 16)
     sim.prefill((request, 61))
