@@ -115,6 +115,9 @@ class DecodeBatch:
         seq_lens_cpu: ``[B]``, the same on the host.
         host_slots: ``[B] int64``, host slot of the new token.
         host_page_table: ``[B, P] int32``, host page of each page of the sequences.
+        num_real: ``[1] int32``, requests that are not padding, which comes last. With it the step
+            can be captured: tensors alone say what the requests are, and ``seq_lens_cpu`` is the
+            most tokens that each may have. None: all are real, the host knows them.
     """
 
     slots: Tensor
@@ -123,6 +126,7 @@ class DecodeBatch:
     seq_lens_cpu: np.ndarray
     host_slots: Tensor
     host_page_table: Tensor
+    num_real: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +200,8 @@ class DecodeStep:
         slots: ``[B] int64``, request slots.
         rows: ``[R] int64``, state row of each (request, head).
         num_pages: ``[B] int32``, full pages before the tail page: what can be selected.
-        seq_lens_cpu: ``[B]``, tokens of each request with the new one, on the host.
+        seq_lens_cpu: ``[B]``, tokens of each request with the new one, on the host; of a step that
+            is captured the most that it may have.
         tail_lens: ``[B] int32``, tokens in the tail page, the new one included.
         host_page_table: ``[B, P] int32``.
         capacity: ``[R] int32``, slots of each row.
@@ -237,12 +242,6 @@ class DecodeStep:
     def max_pages(self) -> int:
         """The largest of ``num_pages``, known on the host."""
         return int(self.seq_lens_cpu.max() - 1) // self.policy.kv.page_size
-
-    @property
-    def num_tail_tokens(self) -> int:
-        """Tokens in all rows' tail pages, known on the host."""
-        in_tail = (self.seq_lens_cpu - 1) % self.policy.kv.page_size + 1
-        return int(in_tail.sum()) * self.policy.heads
 
     def take(self, who: np.ndarray) -> DecodeStep:
         """The requests with ``who [B] bool``, as a step of their own."""

@@ -83,6 +83,7 @@ class HiSparseConfig:
         staging_bytes: device memory that prefixes are streamed through; None: chosen.
         adapter: attention backend; None: chosen.
         checked: check selections at every step; slow, for tests and new algorithms.
+        cuda_graph: capture SGLang's decode steps in CUDA graphs; not yet run on a GPU.
     """
 
     algorithm: str = "quest"
@@ -105,6 +106,7 @@ class HiSparseConfig:
     staging_bytes: int | None = None
     adapter: str | None = None
     checked: bool = False
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         if self.device_buffer_size is None and _matches(self.budget, int):
@@ -122,6 +124,8 @@ class HiSparseConfig:
                 )
         self._check_ranges()
         self._check_sizes()
+        if self.cuda_graph:
+            self._check_cuda_graph()
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -177,6 +181,20 @@ class HiSparseConfig:
                 f"budget: got {self.budget}, expected at least {pages * page}: num_sink_pages "
                 f"({self.num_sink_pages}) + num_recent_pages ({self.num_recent_pages}) + the page "
                 f"being filled + 1 chosen page, of page_size ({page}) tokens each"
+            )
+
+    def _check_cuda_graph(self) -> None:
+        """A captured step has no way to read a dense context from host memory."""
+        for name, got, expected in (
+            ("checked", self.checked, "false, for checks wait for the device"),
+            ("dense_layers", list(self.dense_layers or ()), "none, whose contexts may be long"),
+        ):
+            if got:
+                raise ConfigError(f"cuda_graph: got true and {name} {got}, expected {expected}")
+        if self.min_sparse_context > self.device_buffer_size:
+            raise ConfigError(
+                f"cuda_graph: got true and min_sparse_context {self.min_sparse_context}, expected "
+                f"at most device_buffer_size ({self.device_buffer_size}), which every row has"
             )
 
     @classmethod

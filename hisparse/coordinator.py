@@ -13,6 +13,8 @@ from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.batch import DecodeBatch, DecodeStep, PrefillBatch, PrefillChunk, SelectionPolicy
 from hisparse.cache import SparseKVCacheManager
 from hisparse.decode import DecodeAttention, DecodePart, SelectionObserver
+from hisparse.decode_plan import DecodePlan, Ways
+from hisparse.errors import HiSparseError
 from hisparse.prefill import Prefill
 from hisparse.representations import Representations
 from hisparse.tail_estimate import TailEstimate
@@ -58,8 +60,14 @@ class SparseCoordinator:
         self.manager = manager
         self.representations = representations
         tensors, indexes = representations.tensors, representations.indexes
-        self._min_sparse_context = min_sparse_context
         self._dense_layers = dense_layers
+        self._plan = DecodePlan(
+            policy,
+            algorithm,
+            min_sparse_context=min_sparse_context,
+            dense_layers=dense_layers,
+            reuse_layers=reuse_layers,
+        )
         self._tail = TailEstimate(policy, adapter) if tail_estimate else None
         self._prefill = Prefill(policy, algorithm, manager, adapter, tensors, indexes, self._tail)
         self._decode = DecodeAttention(
@@ -87,19 +95,96 @@ class SparseCoordinator:
         self.manager.end(slot)
         self.representations.end(slot)
 
-    def forward_begin(self, batch: PrefillBatch | DecodeBatch) -> None:
-        """Apply pending resets and capacity changes, and prepare what all layers share."""
-        self._batch = batch
-        size = self.policy.kv.page_size
+    @property
+    def not_capturable(self) -> str | None:
+        """Why no decode step can be captured in a CUDA graph; None: steps can."""
+        if self.algorithm.reads_host_keys:
+            return f"algorithm {type(self.algorithm).__name__} reads keys in host memory"
+        if self.manager.is_checked:
+            return "checked is true, which reads every selection back"
+        if self._decode.observer is not None:
+            return "somebody looks at every selection"
+        return None
+
+    def can_replay(self, slots: np.ndarray, seq_lens: np.ndarray) -> bool:
+        """Whether a captured step serves these requests as an eager one does; right before it.
+
+        It does not if a dense context is too long for its row's device pages, whose number
+        depends on what else runs, or if there is a request in slot 0, which is that of padding.
+
+        Args:
+            slots: ``[B]``, request slots.
+            seq_lens: ``[B]``, tokens with the new one.
+        """
+        if self.not_capturable is not None or not slots.all():
+            return False
+        self.manager.start_forward(slots, seq_lens // self.policy.kv.page_size)
+        ways, dense = self._ways(slots, seq_lens)
+        return not (ways.staged.any() or (dense is not None and dense.staged.any()))
+
+    def prepare(self, batch: DecodeBatch) -> tuple[Ways, Ways | None]:
+        """What a decode step needs of the host: resets, capacities and counts.
+
+        :meth:`forward_begin` does it by itself, unless the step is captured: then it comes before
+        each replay, with the batch as the host knows it.
+
+        Returns:
+            who is attended how, in sparse layers and in those that are always dense.
+        """
         self.representations.apply_resets()
+        slots, seq_lens = batch.slots_cpu, batch.seq_lens_cpu
+        self.manager.start_forward(slots, seq_lens // self.policy.kv.page_size)
+        ways, dense = self._ways(slots, seq_lens)
+        self._plan.count(self.manager.counters, seq_lens, ways, dense)
+        return ways, dense
+
+    def _ways(self, slots: np.ndarray, seq_lens: np.ndarray) -> tuple[Ways, Ways | None]:
+        capacities = self.manager.capacities(slots)
+        return self._plan.ways(seq_lens, capacities), self._plan.dense_ways(seq_lens, capacities)
+
+    def forward_begin(self, batch: PrefillBatch | DecodeBatch) -> None:
+        """Apply pending resets and capacity changes, and prepare what all layers share.
+
+        With a batch of static tensors (``num_real``) only the latter: operations on tensors, to be
+        captured with the layers. Like them they do nothing for padding but in its own page.
+
+        Raises:
+            HiSparseError: such a batch, and :attr:`not_capturable`.
+        """
+        self._batch = batch
         if isinstance(batch, PrefillBatch):
-            slots, ends = np.array([(c.slot, c.end) for c in batch.chunks]).T
-            self.manager.start_forward(slots, ends // size)
-            self._step = None
+            self._begin_prefill(batch)
+        elif batch.num_real is None:
+            ways, dense = self.prepare(batch)
+            self._step = step = self._make_step(batch)
+            self._parts = self._split(step, ways)
+            self._dense_parts = [] if dense is None else self._split(step, dense)
         else:
-            self.manager.start_forward(batch.slots_cpu, batch.seq_lens_cpu // size)
-            self._step = self._make_step(batch)
-            self._plan_parts(batch, self._step)
+            self._begin_captured(batch)
+
+    def _begin_prefill(self, batch: PrefillBatch) -> None:
+        kv = self.policy.kv
+        self.representations.apply_resets()
+        slots, ends = np.array([(c.slot, c.end) for c in batch.chunks]).T
+        self.manager.start_forward(slots, ends // kv.page_size)
+        self.manager.counters.count_written(batch.host_slots.numel() * kv.token_bytes)
+        self._step = None
+
+    def _begin_captured(self, batch: DecodeBatch) -> None:
+        """One part for all: who is dense is decided on the device."""
+        if self.not_capturable is not None:
+            raise HiSparseError(f"a decode step cannot be captured: {self.not_capturable}")
+        self._step = step = self._make_step(batch)
+        dense = self._plan.dense_requests(step, batch.seq_lens)
+        self._parts = [
+            DecodePart(
+                step=step,
+                attend=self._decode.attend_sparse,
+                dense=dense,
+                width=self._plan.width,
+            )
+        ]
+        self._dense_parts = [DecodePart(step=step, attend=self._decode.attend_resident)]
 
     def _make_step(self, batch: DecodeBatch) -> DecodeStep:
         heads, size = self.policy.heads, self.policy.kv.page_size
@@ -107,6 +192,10 @@ class SparseCoordinator:
         rows = (batch.slots[:, None] * heads + head).flatten()
         position = batch.seq_lens - 1
         tail_lens = (position % size + 1).to(torch.int32)
+        if batch.num_real is None:
+            num_real_rows = torch.full((1,), rows.numel(), dtype=torch.int32, device=rows.device)
+        else:
+            num_real_rows = batch.num_real * heads
         step = DecodeStep(
             policy=self.policy,
             representations=self.representations.tensors,
@@ -118,45 +207,37 @@ class SparseCoordinator:
             tail_lens=tail_lens,
             host_page_table=batch.host_page_table,
             capacity=self.manager.device.capacity[rows],
-            num_real_rows=torch.full((1,), rows.numel(), dtype=torch.int32, device=rows.device),
+            num_real_rows=num_real_rows,
             tail_pages=self.manager.device.tail_pages[:, rows],
             tail_row_lens=tail_lens.repeat_interleave(heads),
             pages=self.manager,
             indexes=self.representations.indexes,
         )
         self._tail_slots = step.tail_pages.long() * size + (step.tail_row_lens - 1)
-        self._filled = None
-        if (batch.seq_lens_cpu % size == 0).any():
-            full = step.tail_lens == size
-            page = batch.host_page_table.gather(1, step.num_pages.long()[:, None])[:, 0]
-            self._filled = full.repeat_interleave(heads), torch.where(full, page, 0).long()
+        self._filled = self._find_filled(batch, step)
         return step
 
-    def _plan_parts(self, batch: DecodeBatch, step: DecodeStep) -> None:
-        """Who attends how: the choice depends on each request's own length alone."""
-        size, decode = self.policy.kv.page_size, self._decode
-        seq_lens = batch.seq_lens_cpu
-        fits = self.manager.capacities(batch.slots_cpu) >= (seq_lens - 1) // size
-        whole = (seq_lens - 1) // size <= self.policy.budget_pages
-        sparse = ~whole & (seq_lens > self._min_sparse_context)
-        if sparse.any() and not self.algorithm.variable_lengths:
-            # A fixed number of pages is all of a short context: one call serves them together.
-            sparse |= whole
+    def _find_filled(self, batch: DecodeBatch, step: DecodeStep) -> tuple[Tensor, Tensor] | None:
+        """``[R] bool``, rows whose tail page this step fills, and ``[B] int64``, the host pages of
+        the tails that are full, else 0; None: the host knows that there are none.
+        """
+        heads, size = self.policy.heads, self.policy.kv.page_size
+        full = step.tail_lens == size
+        if batch.num_real is not None:
+            full &= torch.arange(full.shape[0], device=full.device) < batch.num_real
+        elif not (batch.seq_lens_cpu % size == 0).any():
+            return None
+        page = batch.host_page_table.gather(1, step.num_pages.long()[:, None])[:, 0]
+        return full.repeat_interleave(heads), torch.where(full, page, 0).long()
 
-        def parts(sparse: np.ndarray) -> list[DecodePart]:
-            ways = [
-                (sparse, decode.attend_sparse),
-                (~sparse & fits, decode.attend_resident),
-                (~sparse & ~fits, decode.attend_staged),
-            ]
-            return [
-                DecodePart(step=step if who.all() else step.take(who), attend=how)
-                for who, how in ways
-                if who.any()
-            ]
-
-        self._parts = parts(sparse)
-        self._dense_parts = parts(np.zeros_like(sparse)) if self._dense_layers else []
+    def _split(self, step: DecodeStep, ways: Ways) -> list[DecodePart]:
+        decode = self._decode
+        attends = (decode.attend_sparse, decode.attend_resident, decode.attend_staged)
+        return [
+            DecodePart(step=step if who.all() else step.take(who), attend=attend)
+            for who, attend in zip(ways, attends, strict=True)
+            if who.any()
+        ]
 
     def attention(
         self,

@@ -28,11 +28,15 @@ class DecodePart:
     Attributes:
         step: the requests.
         attend: ``(layer_id, q [B, Hq, D], part) -> [B, Hq, Dv]``.
+        dense: ``[B] bool``, requests that are attended densely all the same; None: nobody is.
+        width: K of the selections, for those who are.
         selection: the last one made, with the number of its group of layers.
     """
 
     step: DecodeStep
     attend: Callable[[int, Tensor, DecodePart], Tensor]
+    dense: Tensor | None = None
+    width: int = 0
     selection: tuple[int, Selection] | None = None
 
 
@@ -90,54 +94,62 @@ class DecodeAttention:
         """Over the pages that the algorithm selects, and an estimate of the others if asked for."""
         group = layer_id // self._reuse_layers
         if part.selection is None or part.selection[0] != group:
-            part.selection = group, self._algorithm.retrieve_topk(q, layer_id, part.step)
-            most, lengths = self._policy.max_pages, part.selection[1].lengths
-            capped = None
-            if self._algorithm.variable_lengths:
-                more = part.step.num_pages[:, None] > most
-                capped = ((lengths == most) & more).flatten()
-            self._manager.counters.count_chosen(lengths.numel(), capped)
-            if self.observer is not None:
-                self.observer(layer_id, q, part.step, part.selection[1])
-        return self._attend_selection(layer_id, q, part.step, part.selection[1], sparse=True)
+            part.selection = group, self._select(layer_id, q, part)
+        attended = self._attend_selection(layer_id, q, part, part.selection[1], sparse=True)
+        if self._tail is not None:
+            queries, selection = self._by_row(q), part.selection[1]
+            estimate = self._tail.attend(layer_id, queries, selection, part.step)
+            attended = merge_attended(attended, estimate)
+        return self._by_request(attended)
+
+    def _select(self, layer_id: int, q: Tensor, part: DecodePart) -> Selection:
+        selection = self._algorithm.retrieve_topk(q, layer_id, part.step)
+        most, dense = self._policy.max_pages, part.dense
+        if self._algorithm.variable_lengths:
+            more = part.step.num_pages[:, None] > most
+            capped = (selection.lengths == most) & more
+            capped = capped if dense is None else capped & ~dense[:, None]
+            self._manager.counters.count_capped(capped.flatten())
+        if self.observer is not None:
+            self.observer(layer_id, q, part.step, selection)
+        return selection if dense is None else _or_all(selection, dense, part)
 
     def attend_resident(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
         """Dense, over a context that fits the row's device pages."""
-        return self._attend_selection(layer_id, q, part.step, _all_pages(part.step), sparse=False)
+        # No row has more device pages, so no context that fits has.
+        width = min(part.step.max_pages, self._manager.device.max_row_pages)
+        selection = _all_pages(part.step, width)
+        return self._by_request(self._attend_selection(layer_id, q, part, selection, sparse=False))
 
     def _attend_selection(
-        self,
-        layer_id: int,
-        q: Tensor,
-        step: DecodeStep,
-        selection: Selection,
-        *,
-        sparse: bool,
-    ) -> Tensor:
+        self, layer_id: int, q: Tensor, part: DecodePart, selection: Selection, *, sparse: bool
+    ) -> Attended:
+        step, size = part.step, self._policy.kv.page_size
         table = self._manager.swap_in(layer_id, selection, step)
-        self._manager.counters.count_tokens(step.num_tail_tokens)
-        heads, size = self._policy.heads, self._policy.kv.page_size
         lengths, tail_lens = selection.lengths.flatten(), step.tail_row_lens
         if sparse and self._algorithm.ranks_tail:
             # A selection that fills the budget leaves no room for the tail page.
-            tail_lens = tail_lens * (lengths < self._policy.max_pages)
+            has_room = selection.lengths < self._policy.max_pages
+            has_room = has_room if part.dense is None else has_room | part.dense[:, None]
+            tail_lens = tail_lens * has_room.flatten()
         # All pages are full but the last one, the tail.
         seq_lens = torch.add(tail_lens, lengths, alpha=size)
         kv = self._manager.device.layer(layer_id)
-        queries = q.unflatten(1, (heads, -1)).flatten(0, 1)
-        attended = self._adapter.attend(queries, kv, table, seq_lens, self._policy.scale)
-        if sparse and self._tail is not None:
-            estimate = self._tail.attend(layer_id, queries, selection, step)
-            attended = merge_attended(attended, estimate)
-        out: Tensor = attended.out.unflatten(0, (-1, heads)).flatten(1, 2)
+        return self._adapter.attend(self._by_row(q), kv, table, seq_lens, self._policy.scale)
+
+    def _by_row(self, q: Tensor) -> Tensor:
+        rows: Tensor = q.unflatten(1, (self._policy.heads, -1)).flatten(0, 1)
+        return rows
+
+    def _by_request(self, attended: Attended) -> Tensor:
+        out: Tensor = attended.out.unflatten(0, (-1, self._policy.heads)).flatten(1, 2)
         return out
 
     def attend_staged(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
         """Dense, over a context that does not fit: host pages in tiles, merged by log-sum-exp."""
-        manager, size, step = self._manager, self._policy.kv.page_size, part.step
+        size, step = self._policy.kv.page_size, part.step
         out = q.new_empty(*q.shape[:-1], self._policy.kv.v_head_dim, dtype=torch.float32)
         seq_lens = step.num_pages * size + step.tail_lens
-        manager.counters.count_tokens(int(step.seq_lens_cpu.sum()) * self._policy.heads)
         # One request after the other: tiles, and so the order of the sums, depend on it alone.
         for request in range(q.shape[0]):
             own = slice(request, request + 1)
@@ -167,12 +179,22 @@ class DecodeAttention:
         return attended
 
 
-def _all_pages(step: DecodeStep) -> Selection:
+def _all_pages(step: DecodeStep, width: int) -> Selection:
     """The selection of every full page, as wide as the longest context needs."""
-    width = max(step.max_pages, 1)
-    pages = torch.arange(width, dtype=torch.int32, device=step.num_pages.device)
+    pages = torch.arange(max(width, 1), dtype=torch.int32, device=step.num_pages.device)
     pages = torch.where(pages < step.num_pages[:, None], pages, -1)
     heads = step.policy.heads
     return Selection(
         pages[:, None].expand(-1, heads, -1), step.num_pages[:, None].expand(-1, heads)
+    )
+
+
+def _or_all(selection: Selection, dense: Tensor, part: DecodePart) -> Selection:
+    """All pages of the requests ``dense [B] bool``, of the others what is selected."""
+    pages, lengths = selection
+    everything = _all_pages(part.step, part.width)
+    pages = torch.nn.functional.pad(pages, (0, part.width - pages.shape[-1]), value=-1)
+    return Selection(
+        torch.where(dense[:, None, None], everything.pages, pages),
+        torch.where(dense[:, None], everything.lengths, lengths),
     )

@@ -68,23 +68,20 @@ class CacheCounters:
         self._counted[0].append(num_hits)
         self._counted[1].append(num_misses)
 
-    def count_chosen(self, num_rows: int, capped: Tensor | None) -> None:
-        """Selections of one layer by an algorithm.
+    def count_capped(self, capped: Tensor) -> None:
+        """``[R] bool``, which selections of one layer were cut short; summed up likewise."""
+        self._counted[2].append(capped)
 
-        Args:
-            num_rows: R.
-            capped: ``[R] bool``, which of them were cut short; None: lengths do not vary.
-        """
-        self._selections += num_rows
-        if capped is not None:
-            self._counted[2].append(capped)
+    def count_chosen(self, num_selections: int) -> None:
+        """Selections of a decode step, over layers and rows."""
+        self._selections += num_selections
 
     def count_placed(self, num_pages: int) -> None:
         """Pages that prefill read from host memory into device pages."""
         self._prefill_read_bytes += num_pages * self._page_bytes
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Tokens that a layer of a decode step attended beside selected pages, over rows."""
+        """Tokens that a decode step attends beside selected pages, over layers and rows."""
         self._other_tokens += num_tokens
 
     def count_staged(self, num_bytes: int, *, decode: bool) -> None:

@@ -38,7 +38,7 @@ SUITES = {
         "test_page_sketch.py",
     ],
     "adapters": ["../adapters/test_against_torch.py"],
-    "graphs": ["gpu/test_graphs.py", "gpu/test_algorithm_graphs.py"],
+    "graphs": ["gpu/test_graphs.py", "gpu/test_algorithm_graphs.py", "gpu/test_step_graphs.py"],
 }
 BENCHES = {
     "lru-diff": (["lru"], ["lru-diff", "--rows", "32"]),

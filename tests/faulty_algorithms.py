@@ -125,7 +125,7 @@ class AttendsTheChunkOnlyInPrefill(Right):
         return torch.where(own <= own[:, None], own, -1)
 
 
-@finds("well formed")
+@finds("well formed", "replays")
 class SelectsTheTailPage(Right):
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         pages, lengths = select(self, queries, layer_id, step)
@@ -150,7 +150,7 @@ class SelectsTheBestFirst(Right):
         return Selection(pages.flip(-1), lengths)
 
 
-@finds("well formed")
+@finds("well formed", "replays")
 class CountsWrong(Right):
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         pages, lengths = select(self, queries, layer_id, step)
@@ -210,7 +210,7 @@ class ScoresByTheRowInTheBatch(Right):
         return torch.where((row == 1)[:, None, None], -scores, scores)
 
 
-@finds("other requests")
+@finds("other requests", "replays")
 class ScoresByTheMeanQueryOfTheBatch(Right):
     def score(self, query: Tensor, summaries: Tensor) -> Tensor:
         return super().score(query.mean(0, keepdim=True).expand_as(query), summaries)
@@ -242,7 +242,7 @@ class MergesWhatWasThere(Right):
         stored["summary"][layer_id, host_pages] = torch.where(old.abs() > new.abs(), old, new)
 
 
-@finds("reused slot")
+@finds("reused slot", "replays")
 class RemembersOutsideOfRepresentations(Right):
     """Nobody clears what it keeps of each request slot when the slot changes hands."""
 

@@ -88,21 +88,21 @@ class ScalesQueriesInPlace(Right):
         return selection
 
 
-@finds("no syncs")
+@finds("no syncs", "replays")
 class ReadsANumberBack(Right):
     def score(self, query: Tensor, summaries: Tensor) -> Tensor:
         assert query.abs().amax().item() < 1e9
         return super().score(query, summaries)
 
 
-@finds("no syncs")
+@finds("no syncs", "replays")
 class ListsANumberOfPages(Right):
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         assert max(step.num_pages.tolist()) > 0
         return select(self, queries, layer_id, step)
 
 
-@finds("no syncs")
+@finds("no syncs", "replays")
 class IndexesByAMask(Right):
     def score(self, query: Tensor, summaries: Tensor) -> Tensor:
         scores = super().score(query, summaries)
@@ -111,12 +111,21 @@ class IndexesByAMask(Right):
         return scores
 
 
-@finds("no syncs")
+@finds("no syncs", "replays")
 class CopiesALengthFromTheHost(Right):
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         lengths = torch.tensor([*step.seq_lens_cpu.tolist(), 0])
         assert lengths.numel() > 1
         return select(self, queries, layer_id, step)
+
+
+@finds("other requests", "replays")
+class ScoresByTheLongestContext(Right):
+    """A length on the host, which a captured step does not see."""
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        factor = int(step.seq_lens_cpu.max()) % 3 - 1
+        return select(self, queries * factor, layer_id, step)
 
 
 @finds("no loops")

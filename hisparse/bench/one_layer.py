@@ -74,7 +74,7 @@ class DecodeWorld:
             self.algorithm.representations(self.policy),
             num_layers=kv.num_layers,
             host_pages=self.host.num_pages,
-            num_slots=self.batch,
+            num_slots=self.batch + 1,
             device=self.device,
         )
         for pages_of_one in order.view(self.batch, pages)[:, : self.context // size]:
@@ -96,8 +96,8 @@ class DecodeWorld:
         device = DeviceBuffer(
             self.kv,
             heads=heads,
-            num_slots=self.batch,
-            num_pages=total + self.batch * heads,
+            num_slots=self.batch + 1,
+            num_pages=total + (self.batch + 1) * heads,
             max_row_pages=row_pages,
             device=self.device,
         )
@@ -114,7 +114,8 @@ class DecodeWorld:
     def _begin_requests(self, manager: SparseKVCacheManager) -> None:
         """Leave the most recent pages on the device, as a prefill does."""
         size = self.kv.page_size
-        slots = np.arange(self.batch)
+        # Slot 0 is that of padding.
+        slots = np.arange(1, self.batch + 1)
         for slot in slots:
             self.coordinator.on_request_begin(int(slot))
         pages = self.context // size
@@ -122,17 +123,21 @@ class DecodeWorld:
         oldest = max(0, pages - self.row_tokens // size)
         for layer in range(self.kv.num_layers):
             for slot in slots:
-                host, table = self.host.layer(layer), self.table[slot, :pages]
+                host, table = self.host.layer(layer), self.table[slot - 1, :pages]
                 manager.place(layer, int(slot), oldest, pages, host, table)
 
     def begin_token(self) -> None:
         """Start a forward: each request gets one token more."""
+        self.coordinator.forward_begin(self.next_batch())
+
+    def next_batch(self) -> DecodeBatch:
+        """One token more for each request."""
         self.length += 1
         position = self.length - 1
-        slots = torch.arange(self.batch)
+        slots = torch.arange(1, self.batch + 1)
         lens = torch.full((self.batch,), self.length)
         page = self.table[:, position // self.kv.page_size].long()
-        batch = DecodeBatch(
+        return DecodeBatch(
             slots=slots.to(self.device),
             slots_cpu=slots.numpy(),
             seq_lens=lens.to(self.device),
@@ -140,7 +145,6 @@ class DecodeWorld:
             host_slots=page * self.kv.page_size + position % self.kv.page_size,
             host_page_table=self.table[:, : position // self.kv.page_size + 1],
         )
-        self.coordinator.forward_begin(batch)
 
     def new_token(self) -> tuple[Tensor, Tensor]:
         """Random K and V of the new tokens, ``[B, Hkv, D]``."""

@@ -22,7 +22,7 @@ class DeviceBuffer:
         heads: H, rows per request; a device page holds all KV heads if it is 1, else one.
         num_slots: request slots.
         num_pages: N, pages of one layer, the rows' tail pages included.
-        max_row_pages: C, the most slots that a row may have.
+        max_row_pages: C, the most slots that a row may have; an attribute too.
         device: where all of it lies.
     """
 
@@ -38,6 +38,7 @@ class DeviceBuffer:
     ) -> None:
         self.kv = kv
         self.heads = heads
+        self.max_row_pages = max_row_pages
         num_rows = num_slots * heads
         layers, stored_heads = kv.num_layers, kv.num_kv_heads if heads == 1 else 1
 

@@ -115,6 +115,11 @@ class SparseKVCacheManager:
         held: np.ndarray = self._capacity[slots]
         return held
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether selections and resident bytes are verified, which waits for the device."""
+        return self._checked
+
     def start_forward(self, slots: np.ndarray, needs: np.ndarray) -> None:
         """Forget what reset rows held and fit the rows' capacities to what runs.
 
@@ -154,7 +159,6 @@ class SparseKVCacheManager:
     def write(self, layer_id: int, host_slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write new tokens through to host memory: ``host_slots [T]``, ``k, v [T, Hkv, D]``."""
         scatter_tokens(k, v, self.host.layer(layer_id), host_slots)
-        self.counters.count_written(host_slots.numel() * self.host.kv.token_bytes_per_layer)
 
     def append_tail(self, layer_id: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put each request's new token into its rows' tail pages.

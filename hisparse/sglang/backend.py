@@ -11,6 +11,7 @@ from hisparse.batch import DecodeBatch, PrefillBatch, PrefillChunk
 from hisparse.errors import HiSparseError
 from hisparse.sglang import compat, runtime
 from hisparse.sglang.build import build_coordinator
+from hisparse.sglang.captured import CapturedSteps
 from hisparse.sglang.metrics import MetricsReporter
 
 __all__ = ["HiSparseAttnBackend"]
@@ -34,6 +35,8 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self._metrics = session.metrics = MetricsReporter(session, model_runner)
         session.req_to_token_pool = model_runner.req_to_token_pool
+        self._graphs: CapturedSteps | None = None
+        self._in_graph = False
 
     def _on_alloc_rows(self, slots: list[int]) -> None:
         for slot in slots:
@@ -48,12 +51,37 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         mode = forward_batch.forward_mode
         if mode.is_idle():
             return
+        self._in_graph = False
         if mode.is_decode():
-            self.coordinator.forward_begin(self._decode_batch(forward_batch))
+            batch = self._decode_batch(forward_batch, forward_batch.batch_size)
+            self.coordinator.forward_begin(batch)
         elif mode.is_extend() and not mode.is_mixed():
             self.coordinator.forward_begin(self._prefill_batch(forward_batch))
         else:
             raise HiSparseError(f"forward mode {mode.name} is not supported (EXTEND, DECODE)")
+
+    # What SGLang's runner of CUDA graphs calls in place of `init_forward_metadata`.
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what the graphs of all batch sizes read."""
+        table = self._req_to_token
+        self._graphs = CapturedSteps(self.coordinator, max_bs, table.shape[1], table.device)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Before a capture, and before each replay with the requests of its step."""
+        assert self._graphs is not None, "SGLang sets graphs up before it captures them"
+        if in_capture:
+            self._graphs.before_capture()
+            return
+        num_real = forward_batch.batch_size - forward_batch.num_padding
+        self._graphs.before_replay(self._decode_batch(forward_batch, num_real))
+        self._metrics.report()
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Captured before the layers."""
+        assert self._graphs is not None, "SGLang sets graphs up before it captures them"
+        self._in_graph = True
+        self._graphs.begin(forward_batch.batch_size)
 
     def _slots_cpu(self, forward_batch: Any) -> Tensor:
         """``[B]`` request slots on the host, so that no one waits for the device to read them."""
@@ -68,16 +96,16 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         first_tokens: Tensor = self._req_to_token[slots, : num_pages * size : size]
         return first_tokens // size
 
-    def _decode_batch(self, forward_batch: Any) -> DecodeBatch:
-        seq_lens_cpu = forward_batch.seq_lens_cpu.numpy()
-        slots = forward_batch.req_pool_indices.long()
+    def _decode_batch(self, forward_batch: Any, num_requests: int) -> DecodeBatch:
+        seq_lens_cpu = forward_batch.seq_lens_cpu[:num_requests].numpy()
+        slots = forward_batch.req_pool_indices[:num_requests].long()
         num_pages = -(-int(seq_lens_cpu.max()) // self._spec.page_size)
         return DecodeBatch(
             slots=slots,
-            slots_cpu=self._slots_cpu(forward_batch).numpy(),
-            seq_lens=forward_batch.seq_lens.long(),
+            slots_cpu=self._slots_cpu(forward_batch)[:num_requests].numpy(),
+            seq_lens=forward_batch.seq_lens[:num_requests].long(),
             seq_lens_cpu=seq_lens_cpu,
-            host_slots=forward_batch.out_cache_loc.long(),
+            host_slots=forward_batch.out_cache_loc[:num_requests].long(),
             host_page_table=self._page_table(slots, num_pages),
         )
 
@@ -143,7 +171,8 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         )
         if layer.layer_id == self._last_layer:
             self.coordinator.forward_end()
-            self._metrics.report()
+            if not self._in_graph:
+                self._metrics.report()
         return out.reshape(-1, width)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:

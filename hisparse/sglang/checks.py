@@ -66,8 +66,10 @@ def before_resolution(server_args: Any) -> None:
     resolve_memory(config.host_memory, free_host_memory(), "host_memory")
     if server_args.page_size is None:
         server_args.page_size = server_page_size(config)
-    # The decode step is not captured in CUDA graphs yet.
-    server_args.disable_cuda_graph = True
+    if config.cuda_graph:
+        server_args.disable_prefill_cuda_graph = True
+    else:
+        server_args.disable_cuda_graph = True
 
 
 def after_resolution(server_args: Any) -> None:
@@ -105,7 +107,25 @@ def after_resolution(server_args: Any) -> None:
             f"page_size is {config.page_size} but --page-size is {view.page_size}; hisparse's "
             "must divide SGLang's"
         )
+    _check_graphs(config, view)
     check_model(server_args, config)
+
+
+def _check_graphs(config: HiSparseConfig, view: Any) -> None:
+    """SGLang's own flags for graphs go before what is set for it."""
+    if config.cuda_graph and view.device != "cuda":
+        raise ConfigError(f"cuda_graph: got true, but the device is {view.device}; expected cuda")
+    graphs = view.cuda_graph_config
+    allowed = ("full", "disabled") if config.cuda_graph else ("disabled",)
+    for phase, backend, choices in (
+        ("decode", graphs.decode.backend, allowed),
+        ("prefill", graphs.prefill.backend, ("disabled",)),
+    ):
+        if backend not in choices:
+            raise ConfigError(
+                f"--cuda-graph-backend-{phase} is {backend}; hisparse needs {' or '.join(choices)}"
+                ' (it captures decode steps alone, with "cuda_graph": true in --hisparse-config)'
+            )
 
 
 def _check_flags(view: Any) -> None:

@@ -80,7 +80,10 @@ _USED: tuple[_Name, ...] = (
     "sglang.srt.distributed.parallel_state.get_world_group",
     "sglang.srt.environ.envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
     "sglang.srt.layers.attention.attention_registry.register_attention_backend",
-    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend",
+    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.init_cuda_graph_state",
+    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata_in_graph",
+    "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
+    ".init_forward_metadata_out_graph",
     ("0.5.18", "sglang.srt.layers.attention.base_attn_backend.SharedReadEnds.PRE_REPLAY", ""),
     "sglang.srt.layers.radix_attention.AttentionType.DECODER",
     "sglang.srt.layers.radix_attention.RadixAttention",

@@ -11,11 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 
+import torch
+
+from hisparse.kernels._build import cpu_library
 from hisparse.testing.case import Case
 from hisparse.testing.recorder import Call, Guard, Violation
+from hisparse.testing.replaying import ReplayingSimulator
+from hisparse.testing.simulator import Simulator
 from hisparse.testing.watching import Operations, no_sync
 
-__all__ = ["allocations", "no_loops", "no_syncs"]
+__all__ = ["allocations", "no_loops", "no_syncs", "replays"]
 
 #: Methods that run in every decode step.
 _DECODE = ("retrieve_topk", "update_representations")
@@ -68,6 +73,36 @@ def allocations(case: Case) -> None:
                 "entries (index_select) before anything else"
             )
     _require_nothing_kept(case)
+
+
+def replays(case: Case) -> None:
+    """A step that is captured once, of padding alone, attends as eager ones do when it is replayed.
+
+    Of algorithms that can be captured, where there are compiled kernels.
+    """
+    if case.make().reads_host_keys or cpu_library() is None:
+        return
+    case = (case.smaller() or [case])[0]
+    sims = [
+        kind(**case.settings, algorithm=case.make()) for kind in (Simulator, ReplayingSimulator)
+    ]
+    requests = [
+        [sim.request(slot, prompt + case.steps, case.seed + slot, prompt=prompt) for sim in sims]
+        for slot, prompt in ((1, case.prompt), (2, case.prompt - case.page_size))
+    ]
+    for each in requests:
+        for sim, request in zip(sims, each, strict=True):
+            sim.prefill((request, request.prompt or 0))
+    for step in range(case.page_size + 2):
+        some = requests if step % 3 else requests[:1]
+        eager, replayed = (sim.decode(*own) for sim, *own in zip(sims, *some, strict=True))
+        if not torch.allclose(eager, replayed, rtol=1e-4, atol=1e-5):
+            raise Violation(
+                f"step {step + 1} of {len(some)} requests: got outputs that differ by "
+                f"{(eager - replayed).abs().max():.1e} from those of an eager step, expected the "
+                "same: a CUDA graph replays the numbers and shapes of its capture, such as those "
+                "that come from seq_lens_cpu"
+            )
 
 
 def _decode(case: Case, guard: Guard, pages: tuple[int, ...], seed: int = 0, **world: int) -> None:

@@ -127,6 +127,11 @@ class Simulator(World):
 
     def decode(self, *requests: Request) -> Tensor:
         """One step of each request; ``[L, B, Hq, D]``."""
+        self.coordinator.forward_begin(self.next_tokens(*requests))
+        return self._forward([(r, r.done - 1, r.done) for r in requests])
+
+    def next_tokens(self, *requests: Request) -> DecodeBatch:
+        """One more token for each request, which counts it as done."""
         for r in requests:
             self._grow(r, r.done + 1)
             r.done += 1
@@ -135,7 +140,7 @@ class Simulator(World):
         table = torch.zeros(len(requests), width, dtype=torch.int32)
         for row, r in enumerate(requests):
             table[row, : len(r.host_pages)] = torch.tensor(r.host_pages)
-        batch = DecodeBatch(
+        return DecodeBatch(
             slots=torch.tensor([r.slot for r in requests]),
             slots_cpu=np.array([r.slot for r in requests]),
             seq_lens=torch.tensor(lens),
@@ -143,8 +148,6 @@ class Simulator(World):
             host_slots=torch.cat([self._slots(r, r.done - 1, r.done) for r in requests]),
             host_page_table=table,
         )
-        self.coordinator.forward_begin(batch)
-        return self._forward([(r, r.done - 1, r.done) for r in requests])
 
     def _forward(self, parts: list[tuple[Request, int, int]]) -> Tensor:
         """All layers over positions ``start`` to ``stop - 1`` of each request."""

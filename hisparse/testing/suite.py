@@ -60,6 +60,7 @@ CHECKS: tuple[Check, ...] = (
     Check("no syncs", decode_path.no_syncs),
     Check("no loops", decode_path.no_loops),
     Check("allocations", decode_path.allocations),
+    Check("replays", decode_path.replays),
 )
 
 

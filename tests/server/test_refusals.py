@@ -77,6 +77,16 @@ CONFIGS = {
     "unknown option": ({"algorithm_config": {"beta": 1}}, "unknown quest option 'beta'"),
     "more memory than there is": ({"host_memory": "900TiB"}, "host_memory: got '900TiB'"),
     "fraction beyond one": ({"host_memory": 1.5}, "expected a fraction in (0, 1)"),
+    "graphs and dense layers": (
+        {"cuda_graph": True, "dense_layers": [0]},
+        "cuda_graph: got true and dense_layers [0], expected none",
+    ),
+    "graphs of long dense contexts": (
+        {"cuda_graph": True, "min_sparse_context": 8192},
+        "min_sparse_context 8192, expected at most device_buffer_size (4096)",
+    ),
+    "graphs of checked steps": ({"cuda_graph": True, "checked": True}, "checked True, expected"),
+    "graphs without a GPU": ({"cuda_graph": True}, "the device is cpu; expected cuda"),
     "not there yet": ({"numa_node": 0}, "this is not there yet"),
     "not JSON": ("{budget: 1}", "not JSON at line 1 column 2"),
     "not an object": ("[1]", "expected an object"),
@@ -132,6 +142,12 @@ def test_a_feature_that_is_not_built(resolve: Resolve, flags: tuple[str, ...]) -
 def test_hisparse_for_one_phase_only(resolve: Resolve, phase: str) -> None:
     message = refusal(resolve, f"--{phase}-attention-backend", "torch_native")
     assert f"{phase} " in message and "torch_native" in message
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_graphs_by_a_flag_of_sglang_alone(resolve: Resolve, phase: str) -> None:
+    message = refusal(resolve, f"--cuda-graph-backend-{phase}", "full")
+    assert f"--cuda-graph-backend-{phase} is full; hisparse needs disabled" in message
 
 
 @pytest.mark.parametrize("page_size", ["1", "8", "24"])

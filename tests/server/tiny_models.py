@@ -92,6 +92,8 @@ _SHAPES = {
         "index_head_dim": 128,
     },
 }
+# SGLang's experts on a CPU read values back, which its CUDA graphs would not do.
+_SHAPES["deepseek_v32_dense"] = _SHAPES["deepseek_v32"] | {"first_k_dense_replace": LAYERS}
 
 #: Weights that make attention peaked.
 _LOUD = ("q_proj", "q_b_proj", "o_proj")
@@ -106,7 +108,9 @@ def _cache() -> Path:
 
 
 def tiny_model(kind: str) -> Path:
-    """Folder of a model; ``kind`` is "llama", "qwen2", "deepseek_v2" or "deepseek_v32"."""
+    """Folder of a model; ``kind`` is "llama", "qwen2", "deepseek_v2" or "deepseek_v32", the last
+    with "_dense" behind it one without experts.
+    """
     folder = _cache() / f"tiny-{kind}-v{_VERSION}"
     if not (folder / "config.json").exists():
         import transformers
@@ -119,8 +123,9 @@ def tiny_model(kind: str) -> Path:
             "deepseek_v32": "DeepseekV32",
         }
         shape = _SHAPES.get(kind, _SHAPE)
-        config = getattr(transformers, f"{names[kind]}Config")(**shape)
-        model = getattr(transformers, f"{names[kind]}ForCausalLM")(config)
+        name = names[kind.removesuffix("_dense")]
+        config = getattr(transformers, f"{name}Config")(**shape)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
         _scale(model.float())
         model.save_pretrained(folder)
     return folder

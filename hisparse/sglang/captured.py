@@ -1,0 +1,67 @@
+"""Decode steps that SGLang captures in CUDA graphs; not yet run on a GPU."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from hisparse.batch import DecodeBatch
+from hisparse.config import format_bytes
+from hisparse.coordinator import SparseCoordinator
+from hisparse.errors import HiSparseError
+from hisparse.static_batch import StaticBatch
+
+__all__ = ["CapturedSteps"]
+
+logger = logging.getLogger("hisparse")
+
+
+class CapturedSteps:
+    """What is done before, and inside, the graphs of all batch sizes.
+
+    Args:
+        coordinator: leads the step.
+        max_requests: the largest batch that is captured.
+        max_tokens: that a sequence may have.
+        device: where the model runs.
+    """
+
+    def __init__(
+        self,
+        coordinator: SparseCoordinator,
+        max_requests: int,
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._coordinator = coordinator
+        size = coordinator.policy.kv.page_size
+        self._batch = StaticBatch(max_requests, -(-max_tokens // size), size, device)
+        logger.info(
+            "hisparse: CUDA graphs of decode steps read %s of their own, for up to %d requests",
+            format_bytes(self._batch.num_bytes),
+            max_requests,
+        )
+
+    def before_capture(self) -> None:
+        """A capture, and the steps that SGLang runs before it, are of padding alone."""
+        self._batch.load(None)
+
+    def before_replay(self, batch: DecodeBatch) -> None:
+        """Resets, capacities and counts, and the requests into the tensors that graphs read.
+
+        Raises:
+            HiSparseError: a request is attended in a way that the graph does not hold.
+        """
+        if not self._coordinator.can_replay(batch.slots_cpu, batch.seq_lens_cpu):
+            raise HiSparseError(
+                f"a captured decode step got contexts of {batch.seq_lens_cpu.tolist()} tokens in "
+                f"request slots {batch.slots_cpu.tolist()}, expected slots from 1 and dense "
+                "contexts that fit their rows"
+            )
+        self._coordinator.prepare(batch)
+        self._batch.load(batch)
+
+    def begin(self, batch_size: int) -> None:
+        """In the graph, before the layers."""
+        self._coordinator.forward_begin(self._batch.first(batch_size))

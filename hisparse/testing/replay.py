@@ -1,0 +1,178 @@
+"""Records the operations of a step and runs them again, as a CUDA graph does, on any machine.
+
+What a graph freezes is frozen here: which operations run, their shapes, the numbers that Python
+handed them, and the memory that they read and write. What reads values on the host, or brings in
+new ones from there, is refused while it is recorded; what else depends on the step shows as a wrong
+result when other inputs are replayed. Seen are PyTorch's operations and the project's kernels for
+CPUs; launches, streams and an allocator's work are not.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hisparse.kernels import _build
+from hisparse.testing.recorder import Violation
+from hisparse.testing.watching import no_sync
+
+__all__ = ["Recording", "record"]
+
+_Operation = Callable[[], None]
+
+
+class Recording:
+    """Operations in their order.
+
+    Attributes:
+        names: of the operations that run in a replay.
+        num_bytes: memory that they made, which a graph keeps for its replays.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.num_bytes = 0
+        self._operations: list[_Operation] = []
+        self._held: list[Any] = []
+
+    def replay(self) -> None:
+        """Run them again, on what their inputs hold now; results are where they were."""
+        for operation in self._operations:
+            operation()
+
+    def add(self, name: str, operation: _Operation) -> None:
+        """One more."""
+        self.names.append(name)
+        self._operations.append(operation)
+
+    def hold(self, made: Any) -> None:
+        """Let nothing else take the memory of what an operation made."""
+        self._held.append(made)
+
+
+@contextmanager
+def record(where: object) -> Iterator[Recording]:
+    """Run what is in the ``with`` and record it.
+
+    Args:
+        where: what is recorded, for messages.
+
+    Raises:
+        Violation: a value is read on the host, a shape depends on values, or a tensor is made from
+            values of the host; names the operation.
+    """
+    recording = Recording()
+    mode = _Mode(where, recording)
+    library = _Kernels(_build.cpu_library(), mode)
+    with patch.object(_build, "cpu_library", lambda: library), no_sync(where), mode:
+        yield recording
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, where: object, recording: Recording) -> None:
+        TorchDispatchMode.__init__(self)
+        self._where = where
+        self._recording = recording
+        self._known = {_address(tensor) for tensor in _living_tensors()}
+
+    def require_known(self, name: str, values: Any) -> None:
+        """Refuse tensors that were neither there before nor made by what is recorded."""
+        if any(_address(tensor) not in self._known for tensor in _tensors(values)):
+            raise Violation(
+                f"{self._where}: got {name} on a tensor that was made from values of the host "
+                "during the step, expected none: a CUDA graph replays the values that it has seen"
+            )
+
+    def add(self, name: str, operation: _Operation) -> None:
+        """Record what is no operation of PyTorch's."""
+        self._recording.add(name, operation)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = kwargs or {}
+        given = _tensors((args, options))
+        if func.overloadpacket.__name__ == "lift_fresh" and given[0].dim() == 0:
+            # A number that Python hands over, as in `x[0] = 1`; on a GPU it is filled in there.
+            self._known.add(_address(given[0]))
+        self.require_known(str(func), given)
+        out = func(*args, **options)
+        self._recording.hold((args, options, out))
+        inputs = {_address(tensor) for tensor in given}
+        made = [tensor for tensor in _tensors(out) if _address(tensor) not in inputs]
+        self._known.update(map(_address, made))
+        self._recording.num_bytes += sum(x.untyped_storage().nbytes() for x in made)
+        if func.overloadpacket.__name__ in _UNINITIALISED:
+            self.add(f"{func} (poisoned)", lambda: _poison(made))
+        elif made or func._schema.is_mutable:  # What else there is are views.
+            self.add(str(func), _again(func, args, options, made, inputs))
+        return out
+
+
+_UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+def _again(
+    func: Any, args: Sequence[Any], options: Mapping[str, Any], made: list[Tensor], inputs: set[int]
+) -> _Operation:
+    def run() -> None:
+        fresh = [x for x in _tensors(func(*args, **options)) if _address(x) not in inputs]
+        for kept, new in zip(made, fresh, strict=True):
+            kept.copy_(new)
+
+    return run
+
+
+def _poison(made: list[Tensor]) -> None:
+    for tensor in made:
+        if tensor.dtype.is_floating_point:
+            tensor.fill_(torch.nan)
+        else:
+            tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
+
+
+class _Kernels:
+    """The library of compiled kernels, with every call recorded."""
+
+    def __init__(self, library: Any, mode: _Mode) -> None:
+        self._library = library
+        self._mode = mode
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        kernel = getattr(self._library, name)
+
+        def call(*arguments: object) -> None:
+            self._mode.require_known(name, arguments)
+            kernel(*arguments)
+            self._mode.add(name, lambda: kernel(*arguments))
+
+        return call
+
+
+def _living_tensors() -> Iterator[Tensor]:
+    """All that Python can reach, but not what ``gc.freeze`` has put away."""
+    for found in gc.get_objects():
+        # A fake tensor of the compiler's has no memory.
+        if issubclass(type(found), Tensor) and not isinstance(found, FakeTensor):
+            yield found
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]

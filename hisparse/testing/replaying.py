@@ -1,0 +1,82 @@
+"""A simulated server whose decode steps are replayed, as one that captures CUDA graphs does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.static_batch import StaticBatch
+from hisparse.testing.replay import Recording, record
+from hisparse.testing.simulator import Request, Simulator
+from hisparse.types import IndexerInputs
+
+__all__ = ["ReplayingSimulator"]
+
+
+class ReplayingSimulator(Simulator):
+    """Records one step at its start, of padding alone, and replays it where it can.
+
+    A step that cannot be replayed runs eagerly.
+
+    Attributes:
+        batch_size: rows of the step; those without a request are padding.
+        num_pages: of the longest context.
+        recording: the step.
+        static: what it reads.
+        num_replayed: steps that were replayed so far.
+    """
+
+    batch_size = 4
+    num_pages = 192
+
+    def __post_init__(self) -> None:
+        self.checked = False
+        super().__post_init__()
+        self.num_replayed = 0
+        self.static = StaticBatch(
+            self.batch_size, self.num_pages, self.page_size, torch.device("cpu")
+        )
+        self.recording = self._capture()
+
+    def decode(self, *requests: Request) -> Tensor:
+        """One step; ``[L, B, Hq, D]``."""
+        batch = self.next_tokens(*requests)
+        if not self.coordinator.can_replay(batch.slots_cpu, batch.seq_lens_cpu):
+            self.coordinator.forward_begin(batch)
+            return self._forward([(r, r.done - 1, r.done) for r in requests])
+        self.coordinator.prepare(batch)
+        self.static.load(batch)
+        for mine, streams in zip(
+            self.streams, zip(*(r.streams for r in requests), strict=True), strict=True
+        ):
+            # What stands in padding may be anything.
+            mine.fill_(torch.nan)
+            for row, (request, stream) in enumerate(zip(requests, streams, strict=True)):
+                mine[:, row] = stream[:, request.done - 1]
+        self.recording.replay()
+        self.num_replayed += 1
+        return self.out[:, : len(requests)].clone()
+
+    def _capture(self) -> Recording:
+        """Run a step of padding alone once, and record it the next time."""
+        some = self.request(1, 1, seed=0)
+        self.end(some)
+        self.streams = [
+            torch.randn(x.shape[0], self.batch_size, *x.shape[2:]) for x in some.streams
+        ]
+        if self.spec.latent:
+            self.streams[2] = self.streams[1][..., : self.spec.v_head_dim]
+        self._run()
+        with record("a decode step") as recording:
+            self.out = self._run()
+        return recording
+
+    def _run(self) -> Tensor:
+        self.coordinator.forward_begin(self.static.first(self.batch_size))
+        outs = []
+        for layer in range(self.layers):
+            q, k, v, *indexer = (x[layer] for x in self.streams)
+            inputs = IndexerInputs(*indexer) if self.algorithm.indexer else None
+            outs.append(self.coordinator.attention(layer, q, k, v, inputs))
+        self.coordinator.forward_end()
+        return torch.stack(outs)

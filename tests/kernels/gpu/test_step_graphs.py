@@ -1,0 +1,107 @@
+"""The coordinator's whole decode step, captured once and replayed: eager results, bit for bit.
+
+On a CPU the operations are recorded, which shows that this test has something to capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from hisparse.bench.one_layer import DecodeWorld
+from hisparse.static_batch import StaticBatch
+from hisparse.testing.replay import record
+from hisparse.types import KVSpec, SelectionScope
+
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
+BATCH, PADDED, LAYERS, HEADS, DIM, SIZE = 3, 4, 2, 2, 64, 16
+CONTEXT, ROOM = 40 * SIZE, 3 * SIZE
+
+
+def make_world(device: str, scope: SelectionScope) -> DecodeWorld:
+    kv = KVSpec(
+        num_layers=LAYERS,
+        num_q_heads=2 * HEADS,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        v_head_dim=DIM,
+        dtype=torch.bfloat16 if device == "cuda" else torch.float32,
+        page_size=SIZE,
+    )
+    return DecodeWorld(
+        kv=kv,
+        batch=BATCH,
+        context=CONTEXT,
+        budget=10 * SIZE,
+        row_tokens=16 * SIZE,
+        room=ROOM,
+        device=torch.device(device),
+        scope=scope,
+    )
+
+
+class Captured:
+    """A step of ``PADDED`` rows whose last one is padding."""
+
+    def __init__(self, world: DecodeWorld) -> None:
+        self._world, kv = world, world.kv
+        pages = (CONTEXT + ROOM) // SIZE
+        self._batch = StaticBatch(PADDED, pages, SIZE, world.device)
+        self._tokens = [
+            torch.zeros(LAYERS, PADDED, heads, DIM, dtype=kv.dtype, device=world.device)
+            for heads in (kv.num_q_heads, kv.num_kv_heads, kv.num_kv_heads)
+        ]
+        self._run()
+        self._out, self._replay = self._capture()
+
+    def _capture(self) -> tuple[Tensor, Callable[[], None]]:
+        if self._world.device.type == "cpu":
+            with record("a decode step") as recording:
+                out = self._run()
+            return out, recording.replay
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = self._run()
+        return out, graph.replay
+
+    def _run(self) -> Tensor:
+        coordinator = self._world.coordinator
+        coordinator.forward_begin(self._batch.first(PADDED))
+        outs = [coordinator.attention(layer, *(x[layer] for x in self._tokens)) for layer in (0, 1)]
+        coordinator.forward_end()
+        return torch.stack(outs)
+
+    def step(self, tokens: list[Tensor]) -> Tensor:
+        batch = self._world.next_batch()
+        assert self._world.coordinator.can_replay(batch.slots_cpu, batch.seq_lens_cpu)
+        self._world.coordinator.prepare(batch)
+        self._batch.load(batch)
+        for kept, new in zip(self._tokens, tokens, strict=True):
+            kept[:, :BATCH] = new
+        self._replay()
+        return self._out[:, :BATCH]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+@pytest.mark.parametrize("scope", ["layer", "kv_head", "query_head"])
+def test_a_captured_step_replays_bitwise(scope: SelectionScope, device: str) -> None:
+    eager, other = make_world(device, scope), make_world(device, scope)
+    captured = Captured(other)
+    for _ in range(2 * SIZE + 3):
+        tokens = [
+            torch.randn(LAYERS, BATCH, heads, DIM, device=device).to(eager.kv.dtype)
+            for heads in (2 * HEADS, HEADS, HEADS)
+        ]
+        eager.begin_token()
+        expected = [eager.coordinator.attention(i, *(x[i] for x in tokens)) for i in (0, 1)]
+        eager.coordinator.forward_end()
+        assert torch.equal(captured.step(tokens), torch.stack(expected))
+    rows = slice(eager.policy.heads, None)
+    mine, theirs = other.coordinator.manager.device, eager.coordinator.manager.device
+    for held, wanted in zip(mine.states, theirs.states, strict=True):
+        assert torch.equal(held[:, rows], wanted[:, rows])
+    assert other.stats == eager.stats
+    assert eager.stats.miss_pages > 0

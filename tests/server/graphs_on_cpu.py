@@ -1,0 +1,102 @@
+"""A plugin for tests: SGLang's own runner of CUDA graphs on a CPU; graphs are recorded operations.
+
+Everything is SGLang's but the graphs themselves: which sizes are captured, how batches are padded,
+when it calls the attention backend and with what.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+BATCH_SIZES = [1, 4]
+
+logger = logging.getLogger("hisparse")
+
+
+class RecordedGraphs:
+    """In place of SGLang's ``FullCudaGraphBackend``."""
+
+    def __init__(self, runner: Any) -> None:
+        self._graphs: dict[Any, tuple[Any, Any]] = {}
+        self.num_replays = 0
+
+    @contextmanager
+    def capture_session(self, stream: Any) -> Iterator[None]:
+        yield
+
+    def capture_one(
+        self,
+        key: Any,
+        forward: Callable[[], Any],
+        capture_inputs: Any = None,
+        post_warmup_hook: Callable[[], None] | None = None,
+    ) -> None:
+        from hisparse.testing.replay import record
+
+        for _ in range(2):
+            forward()
+            if post_warmup_hook is not None:
+                post_warmup_hook()
+        with record("a decode step") as recording:
+            out = forward()
+        self._graphs[key] = recording, out
+
+    def can_run(self, forward_batch: Any, key: Any) -> bool:
+        return key in self._graphs
+
+    @contextmanager
+    def replay_session(self) -> Iterator[None]:
+        yield
+
+    def replay(self, key: Any, forward_batch: Any, **kwargs: Any) -> Any:
+        recording, out = self._graphs[key]
+        recording.replay()
+        self.num_replays += 1
+        if self.num_replays in (1, 10, 100):
+            logger.info("replayed decode steps: %d", self.num_replays)
+        return out
+
+    def cleanup(self) -> None:
+        self._graphs.clear()
+
+
+def load() -> None:
+    """Entry point."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph",
+        _capture,
+        HookType.AROUND,
+    )
+
+
+def _capture(original: Callable[..., Any], *, model_runner: Any) -> Any:
+    from unittest.mock import patch
+
+    import msgspec
+    import torch
+    from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+    from sglang.srt.model_executor.runner import decode_cuda_graph_runner as module
+
+    @contextmanager
+    def no_stream(stream: Any = None) -> Iterator[Any]:
+        yield SimpleNamespace(stream=None)
+
+    model_runner.graph_shared_output = GraphSharedOutput(device="cpu", max_rows=max(BATCH_SIZES))
+    torch.cpu.is_current_stream_capturing = lambda: False
+    with patch.multiple(
+        module,
+        resolve_decode_backend=RecordedGraphs,
+        get_batch_sizes_to_capture=lambda *_, **__: (BATCH_SIZES, []),
+        graph_capture=no_stream,
+        get_or_create_global_graph_capture_stream=lambda: None,
+        # The recorder has to find all tensors that there are.
+        freeze_gc=no_stream,
+    ):
+        runner = module.DecodeCudaGraphRunner(model_runner)
+    return msgspec.structs.replace(original(model_runner=model_runner), runner=runner)

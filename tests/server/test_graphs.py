@@ -1,0 +1,66 @@
+"""SGLang's own runner of CUDA graphs captures and replays decode steps; the tokens stay the same.
+
+There is no GPU: graphs are recorded operations, of the whole model (``graphs_on_cpu.py``).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from harness import Server
+from plugins import make_plugin
+from tiny_models import INDEX_TOP_K, tiny_model
+from workload import tokens
+
+COUNTS = ("hit_pages", "miss_pages", "selected_tokens", "written_bytes")
+#: The recorder sees operations one by one, not what a compiler makes of some.
+QUICK = {"TORCHDYNAMO_DISABLE": "1"}
+TOKENS = {"page_size": 1, "num_sink_pages": 0, "num_recent_pages": 0, "budget": INDEX_TOP_K}
+
+Served = tuple[list[list[int]], tuple[float, ...]]
+
+
+def serve(kind: str, log: Path, python_path: list[Path], config: dict[str, object]) -> Served:
+    """Tokens of requests one by one and of several at once, and what was counted for the former."""
+    flags = ("--max-total-tokens", "20000", "--max-running-requests", "8")
+    options = {"config": config, "python_path": python_path, "env": QUICK}
+    with Server(tiny_model(kind), log, *flags, **options) as server:
+        answers = [server.generate(tokens(n, seed=n), 40) for n in (30, 300, 701)]
+        counted = server.counted(*COUNTS)
+        # Within the budget, beyond it, and from one to the other: 3 of a size of 4, then fewer.
+        prompts = [tokens(n, seed=n + 1) for n in (20, 110, 500)]
+        answers += server.generate_many(prompts, 60)
+    return [answer.ids for answer in answers], counted
+
+
+@pytest.mark.parametrize(
+    "kind, settings",
+    [
+        pytest.param(
+            "llama",
+            {"algorithm": "sketch", "budget": 128, "min_sparse_context": 200},
+            id="sketch-and-dense-contexts",
+        ),
+        pytest.param("deepseek_v32_dense", TOKENS | {"algorithm": "dsa"}, id="dsa"),
+    ],
+)
+def test_replayed_steps_give_the_eager_tokens(
+    kind: str, settings: dict[str, object], log_dir: Path, tmp_path: Path
+) -> None:
+    graphs = make_plugin(
+        tmp_path,
+        "replayed_graphs",
+        "sglang.srt.plugins",
+        "replayed-graphs = replayed_graphs:load",
+        (Path(__file__).parent / "graphs_on_cpu.py").read_text(),
+    )
+    config = {"host_memory": "1GiB", "device_memory": "64MB"} | settings
+    log = log_dir / f"graphs-{kind}.log"
+    replayed, counted = serve(kind, log, [graphs], config)
+    eager, expected = serve(kind, log_dir / f"graphs-{kind}-eager.log", [], config)
+    assert replayed == eager
+    assert counted == expected
+    replays = re.findall(r"replayed decode steps: (\d+)", log.read_text())
+    assert int(replays[-1]) >= 100

@@ -1,0 +1,190 @@
+"""SGLang's calls around CUDA graphs, with recorded operations in their place; not run on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
+from torch import Tensor
+
+from hisparse.algorithms import Quest, Sketch
+from hisparse.errors import HiSparseError
+from hisparse.sglang import backend as module
+from hisparse.sglang.backend import HiSparseAttnBackend
+from hisparse.testing import Request, Simulator
+from hisparse.testing.replay import record
+
+BATCH_SIZES = (1, 2, 4)
+CONTEXT = 192
+
+
+class Runner:
+    """SGLang's runner of decode graphs, as far as an attention backend notices it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+        self.sim = Simulator(checked=False, **settings)
+        sim = self.sim
+        self.session = SimpleNamespace(spec=sim.spec, coordinator=None, slots_cpu=None)
+        self.reports = 0
+        reporter = SimpleNamespace(report=lambda: setattr(self, "reports", self.reports + 1))
+        monkeypatch.setattr(module.runtime, "session", lambda: self.session)
+        monkeypatch.setattr(module, "build_coordinator", lambda *_: sim.coordinator)
+        monkeypatch.setattr(module, "MetricsReporter", lambda *_: reporter)
+        self.req_to_token = torch.zeros(sim.num_slots, CONTEXT, dtype=torch.int32)
+        pool = SimpleNamespace(
+            req_to_token=self.req_to_token, register_on_alloc_rows=lambda begin: None
+        )
+        self.backend = HiSparseAttnBackend(
+            SimpleNamespace(req_to_token_pool=pool, token_to_kv_pool=SimpleNamespace(start_layer=0))
+        )
+        fill = self.backend.get_cuda_graph_seq_len_fill_value()
+        most = max(BATCH_SIZES)
+        self.buffers = SimpleNamespace(
+            input_ids=torch.zeros(most, dtype=torch.int64),
+            positions=torch.zeros(most, dtype=torch.int64),
+            req_pool_indices=torch.zeros(most, dtype=torch.int64),
+            seq_lens=torch.full((most,), fill),
+            seq_lens_cpu=torch.full((most,), fill),
+            out_cache_loc=torch.zeros(most, dtype=torch.int64),
+            mamba_track_indices=None,
+        )
+        self.streams = [
+            torch.zeros(sim.layers, most, heads, sim.head_dim)
+            for heads in (sim.q_heads, sim.kv_heads, sim.kv_heads)
+        ]
+        self.backend.init_cuda_graph_state(most, most)
+        self.graphs = {size: self.capture(size) for size in reversed(BATCH_SIZES)}
+
+    def capture(self, size: int) -> tuple[Any, Tensor]:
+        """The order of `capture_one_shape`: two runs that warm up, then the capture."""
+        b = self.buffers
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=size,
+            req_pool_indices=b.req_pool_indices[:size],
+            seq_lens=b.seq_lens[:size],
+            seq_lens_cpu=b.seq_lens_cpu[:size],
+            out_cache_loc=b.out_cache_loc[:size],
+        )
+        self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+        def run_once() -> Tensor:
+            self.backend.init_forward_metadata_in_graph(batch)
+            return self.layers(batch, [x[:, :size] for x in self.streams])
+
+        run_once()
+        run_once()
+        with record("a decode step") as recording:
+            out = run_once()
+        return recording, out
+
+    def layers(self, batch: Any, streams: list[Tensor]) -> Tensor:
+        sim, outs = self.sim, []
+        for number in range(sim.layers):
+            layer = SimpleNamespace(
+                layer_id=number, tp_q_head_num=sim.q_heads, v_head_dim=sim.head_dim
+            )
+            q, k, v = (x[number] for x in streams)
+            outs.append(self.backend.forward(q.flatten(1), k, v, layer, batch))
+        return torch.stack(outs)
+
+    def decode(self, *requests: Request, eager: bool = False) -> Tensor:
+        """One step, ``[L, B, Hq * D]``."""
+        sim, b, count = self.sim, self.buffers, len(requests)
+        given = sim.next_tokens(*requests)
+        position = torch.arange(CONTEXT)
+        for row, slot in enumerate(given.slots.tolist()):
+            pages = given.host_page_table[row][
+                position // sim.page_size % len(given.host_page_table[row])
+            ]
+            self.req_to_token[slot] = pages * sim.page_size + position % sim.page_size
+        self.session.slots_cpu = torch.from_numpy(np.array(given.slots_cpu))
+        fresh = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE,
+            batch_size=count,
+            req_pool_indices=given.slots,
+            seq_lens=given.seq_lens,
+            seq_lens_cpu=given.seq_lens.clone(),
+            seq_lens_sum=None,
+            out_cache_loc=given.host_slots,
+            **dict.fromkeys(
+                (
+                    "max_seq_len_host",
+                    "out_cache_loc_virtual",
+                    "kv_loc_plan",
+                    "kv_loc_cols",
+                    "max_seq_len_override",
+                    "spec_info",
+                    "lora_ids",
+                    "can_run_decode_cuda_graph",
+                )
+            ),
+        )
+        tokens = [
+            torch.stack([x[:, r.done - 1] for r, x in zip(requests, own, strict=True)], 1)
+            for own in zip(*(r.streams[:3] for r in requests), strict=True)
+        ]
+        if eager:
+            self.backend.init_forward_metadata(fresh)
+            return self.layers(fresh, tokens)
+        size = min(size for size in BATCH_SIZES if size >= count)
+        for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"):
+            kept = getattr(b, name)
+            kept[:count] = getattr(fresh, name)
+            kept[count:] = self.backend.get_cuda_graph_seq_len_fill_value() * ("seq" in name)
+        for kept, new in zip(self.streams, tokens, strict=True):
+            kept[:, :count] = new
+        view = build_replay_fb_view(
+            forward_batch=fresh,
+            buffers=b,
+            bs=size,
+            raw_bs=count,
+            num_tokens=size,
+            global_num_tokens_cpu=None,
+            seq_len_fill_value=1,
+            capture_forward_mode=ForwardMode.DECODE,
+            is_encoder_decoder=False,
+        )
+        self.backend.init_forward_metadata_out_graph(view)
+        recording, out = self.graphs[size]
+        recording.replay()
+        return out[:, :count].clone()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"algorithm": Quest()}, {"algorithm": Sketch(), "min_sparse_context": 64}],
+    ids=["quest", "sketch-and-dense-contexts"],
+)
+def test_graphs_of_several_sizes_and_eager_steps_give_the_eager_tokens(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, expected = Runner(monkeypatch, **settings), Simulator(checked=False, **settings)
+    pairs = []
+    for sim in (runner.sim, expected):
+        requests = [sim.request(slot, 190, seed=slot) for slot in (1, 2, 3)]
+        for request, prompt in zip(requests, (101, 30, 59), strict=True):
+            sim.prefill((request, prompt))
+        pairs.append(requests)
+    mine, theirs = pairs
+    for step in range(40):
+        # One, two and three requests: the last are padded to four.
+        some = [(0,), (2, 0), (0, 1, 2)][step % 3]
+        out = runner.decode(*(mine[i] for i in some), eager=step % 7 == 6)
+        wanted = expected.decode(*(theirs[i] for i in some)).flatten(2)
+        assert torch.equal(out, wanted), f"step {step}"
+    assert runner.sim.manager.counters.stats() == expected.manager.counters.stats()
+    assert runner.reports == 40
+
+
+def test_what_a_graph_does_not_hold_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(monkeypatch, min_sparse_context=150, device_buffer=64, max_row=64)
+    request = runner.sim.request(1, 190, seed=1)
+    runner.sim.prefill((request, 100))
+    with pytest.raises(HiSparseError, match=r"contexts of \[101\] tokens in request slots \[1\]"):
+        runner.decode(request)

@@ -1,0 +1,210 @@
+"""Which decode steps can be captured, what a captured one costs, and that the recorder can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from hisparse.algorithms import DIPR, Quest
+from hisparse.batch import DecodeBatch, DecodeStep
+from hisparse.errors import HiSparseError
+from hisparse.testing import Request, Simulator, Violation
+from hisparse.testing.replaying import ReplayingSimulator
+from hisparse.testing.watching import Operations, no_sync
+from hisparse.types import Selection
+
+_Retrieve = Callable[[torch.Tensor, int, DecodeStep], Selection]
+
+
+class Faulty(Quest):
+    """Quest that does something else first."""
+
+    fault: Callable[[DecodeStep], Any]
+
+    def retrieve_topk(self, queries: torch.Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        found = type(self).fault(step)
+        return super().retrieve_topk(queries if found is None else found * queries, layer_id, step)
+
+
+def faulty(fault: Callable[[DecodeStep], Any]) -> Quest:
+    return type("Planted", (Faulty,), {"fault": staticmethod(fault)})()
+
+
+def host_values(step: DecodeStep) -> torch.Tensor:
+    return torch.from_numpy(np.ones(len(step.slots), np.float32))[:, None, None]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        pytest.param(lambda step: step.num_pages.sum().item() and None, "item", id="item"),
+        pytest.param(lambda step: step.num_pages.tolist() and None, "tolist", id="tolist"),
+        pytest.param(lambda step: step.num_pages[0] > 3 and None, "branch", id="branch-on-a-value"),
+        pytest.param(
+            lambda step: step.num_pages[step.num_pages > 0] is None or None, "mask", id="mask"
+        ),
+        pytest.param(host_values, "values of the host", id="from-numpy"),
+        pytest.param(
+            lambda step: torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None, None],
+            "values of the host",
+            id="constant",
+        ),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_refused(
+    fault: Callable[[DecodeStep], Any], message: str
+) -> None:
+    with pytest.raises(Violation, match=message):
+        ReplayingSimulator(algorithm=faulty(fault))
+
+
+def test_a_number_of_the_host_shows_as_a_wrong_replay() -> None:
+    """What is frozen is what there was at the capture."""
+    steps = iter(range(100))
+    algorithm = faulty(lambda step: float(next(steps) % 2 * 2 - 1))
+    outs = []
+    for sim in (ReplayingSimulator(algorithm=Quest()), ReplayingSimulator(algorithm=algorithm)):
+        request = sim.request(1, 160, seed=1)
+        sim.prefill((request, 120))
+        outs.append(torch.cat([sim.decode(request) for _ in range(3)]))
+    assert not torch.equal(*outs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"algorithm": DIPR(), "checked": False}, "DIPR reads keys in host memory"),
+        ({"checked": True}, "checked is true"),
+    ],
+)
+def test_what_cannot_be_captured_says_why(settings: dict[str, Any], reason: str) -> None:
+    sim = Simulator(**settings)
+    assert not sim.coordinator.can_replay(np.array([1]), np.array([50]))
+    batch = ReplayingSimulator().static.first(2)
+    with pytest.raises(HiSparseError, match=f"cannot be captured: .*{reason}"):
+        sim.coordinator.forward_begin(batch)
+
+
+@pytest.mark.parametrize("scope", ["layer", "kv_head"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"min_sparse_context": 120, "max_row": 96}, id="dense-contexts"),
+        pytest.param({"dense_layers": (1,), "max_row": 128}, id="dense-layers"),
+    ],
+)
+def test_contexts_that_do_not_fit_run_eagerly_in_between(
+    scope: str, settings: dict[str, Any]
+) -> None:
+    """Dense, and too long for the row: staged, until it is sparse or over; same tokens."""
+    outs = []
+    for sim in (Simulator(scope=scope, **settings), ReplayingSimulator(scope=scope, **settings)):
+        one, two = sim.request(1, 190, seed=1), sim.request(2, 190, seed=2)
+        sim.prefill((one, 80), (two, 97))
+        found = [sim.decode(one, two) for _ in range(40)]
+        sim.end(two)
+        outs.append(torch.cat([*found, *(sim.decode(one) for _ in range(20))], 1))
+    assert 0 < sim.num_replayed < 60
+    assert torch.equal(*outs)
+
+
+def test_rows_that_shrink_and_grow_between_replays() -> None:
+    outs = []
+    for kind in (Simulator, ReplayingSimulator):
+        sim = kind(device_pages=48, device_buffer=48, max_row=192, checked=False)
+        one = sim.request(2, 190, seed=6)
+        sim.prefill((one, 100))
+        found, capacities, others = [], set(), []
+        for step in range(50):
+            if step % 12 == 5:
+                others = [sim.request([1, 3, 4][step // 12 % 3], 190, seed=step)]
+                sim.prefill((others[0], 90 + step))
+            found.append(sim.decode(*others, one)[:, -1])
+            capacities.add(sim.manager.planner.capacity(2))
+            if step % 12 == 11:
+                sim.end(others.pop())
+        outs.append(torch.stack(found))
+    assert len(capacities) > 2
+    assert torch.equal(*outs)
+
+
+class Sized(ReplayingSimulator):
+    """Rows for a large batch."""
+
+    batch_size = 64
+    num_pages = 8
+
+    def __init__(self, batch_size: int, host_pages: int = 700) -> None:
+        self.batch_size = batch_size
+        super().__init__(num_slots=65, host_pages=host_pages, max_row=64)
+
+
+class Calls(TorchFunctionMode):
+    """What Python asks of PyTorch; strides decide how many operations that takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+def warm(size: int) -> tuple[Sized, list[Request]]:
+    """So many requests, some steps decoded; the next one fills a page."""
+    sim = Sized(size)
+    requests = [sim.request(slot + 1, 64, seed=slot) for slot in range(size)]
+    for request in requests:
+        sim.prefill((request, 41))
+    for _ in range(6):
+        sim.decode(*requests)
+    return sim, requests
+
+
+def run(sim: Sized, batch: DecodeBatch) -> list[str]:
+    """Calls of a step with any K, V and queries."""
+    count = len(batch.slots)
+    with Calls() as seen:
+        sim.coordinator.forward_begin(batch)
+        for layer in range(sim.layers):
+            sim.coordinator.attention(layer, *(x[layer, :count] for x in sim.streams[:3]))
+        sim.coordinator.forward_end()
+    return seen.names
+
+
+def test_a_step_costs_python_the_same_for_1_request_and_for_64() -> None:
+    """A captured one, what runs before each of its replays, and an eager one: no loop anywhere."""
+    captured, before, eager = [], [], []
+    for size in (1, 64):
+        sim, requests = warm(size)
+        batch = sim.next_tokens(*requests)
+        with Operations() as seen, no_sync("what runs before a replay"):
+            assert sim.coordinator.can_replay(batch.slots_cpu, batch.seq_lens_cpu)
+            sim.coordinator.prepare(batch)
+            sim.static.load(batch)
+        before.append(seen)
+        captured.append(run(sim, sim.static.first(size)))
+        batch = sim.next_tokens(*requests)
+        with no_sync("an eager step"):
+            eager.append(run(sim, batch))
+    assert captured[0] == captured[1]
+    assert eager[0] == eager[1]
+    assert before[0].names == before[1].names
+    # Numbers that are filled in; no tensor of the size of a batch.
+    assert before[1].num_bytes == before[0].num_bytes <= 64
+
+
+def test_a_captured_step_is_as_many_operations_for_2_requests_as_for_64() -> None:
+    two, many = (Sized(size).recording.names for size in (2, 64))
+    assert two == many
+
+
+def test_what_a_capture_keeps_does_not_grow_with_the_pool() -> None:
+    small, large = (Sized(4, pages).recording.num_bytes for pages in (100, 700))
+    assert small == large > 0

@@ -1,0 +1,119 @@
+"""A decode step that is recorded once and replayed gives what an eager one gives, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hisparse.algorithms import DSA, Oracle, Quest, Sketch, SnapKV, Streaming, TopP
+from hisparse.testing import Request, Simulator
+from hisparse.testing.replaying import ReplayingSimulator
+
+SCOPES = ["layer", "kv_head", "query_head"]
+TOKENS = {
+    "page_size": 1,
+    "host_pages": 1600,
+    "num_sink_pages": 0,
+    "num_recent_pages": 0,
+    "staging_pages": 16,
+}
+
+
+def play(sim: Simulator) -> tuple[list[torch.Tensor], list[Request]]:
+    """Requests of several lengths come and go, one of them from within the budget to beyond it."""
+    long, middle = sim.request(1, 190, seed=1), sim.request(2, 190, seed=2)
+    sim.prefill((long, 101), (middle, 59))
+    outs = [sim.decode(long, middle) for _ in range(5)]
+    short = sim.request(3, 60, seed=3)
+    sim.prefill((short, 6))
+    outs += [sim.decode(short, long, middle) for _ in range(20)]
+    sim.end(long)
+    outs += [sim.decode(middle, short) for _ in range(9)]
+    long = sim.request(1, 190, seed=4)
+    sim.prefill((long, 110))
+    outs += [sim.decode(middle, long, short) for _ in range(17)]
+    return outs, [short, middle, long]
+
+
+def state_of(sim: Simulator) -> dict[str, torch.Tensor]:
+    """All that a step leaves behind; not what padding wrote to its own pages and rows."""
+    device, heads = sim.manager.device, sim.policy.heads
+    found = dict(device.states._asdict())
+    found |= {"capacity": device.capacity, "tail_pages": device.tail_pages}
+    found |= {f"kept {name}": x for name, x in sim.representations.tensors.items()}
+    own = {name: x[heads:] if x.dim() == 1 else x[:, heads:] for name, x in found.items()}
+    own |= {name: x[:, 1:] for name, x in found.items() if name.startswith("kept")}
+    for layer in range(sim.layers):
+        for name, pages in sim.manager.host.layer(layer)._asdict().items():
+            own[f"host {name} {layer}"] = pages[1:]
+        # The tails of slot 0.
+        for name, pages in device.layer(layer)._asdict().items():
+            own[f"device {name} {layer}"] = pages[heads:]
+    return own
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        same = torch.equal(
+            tensor.contiguous().view(torch.uint8), b[name].contiguous().view(torch.uint8)
+        )
+        assert same, name
+
+
+SETTINGS = pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="quest"),
+        pytest.param({"algorithm": Quest(summary_dtype="float8_e4m3fn")}, id="quest-fp8"),
+        pytest.param({"algorithm": Streaming()}, id="streaming"),
+        pytest.param({"algorithm": Sketch()}, id="sketch"),
+        pytest.param({"algorithm": SnapKV(window=4)}, id="snapkv"),
+        pytest.param({"algorithm": Oracle()}, id="oracle"),
+        pytest.param({"algorithm": TopP(mass=0.8)}, id="topp"),
+        pytest.param({"min_sparse_context": 80}, id="dense-beyond-the-budget"),
+        pytest.param({"dense_layers": (0,), "max_row": 192}, id="dense-layer"),
+        pytest.param({"layers": 4, "reuse_layers": 2}, id="reuse"),
+        pytest.param({"tail_estimate": True, "min_sparse_context": 80}, id="tail-estimate"),
+    ],
+)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@SETTINGS
+def test_a_replayed_step_is_the_eager_one(scope: str, settings: dict[str, Any]) -> None:
+    check(scope, settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"latent_rank": 8, "kv_heads": 1}, id="latent"),
+        pytest.param(TOKENS, id="quest-tokens"),
+        pytest.param(TOKENS | {"algorithm": DSA()}, id="dsa"),
+        pytest.param(TOKENS | {"algorithm": DSA(index_dtype="float32")}, id="dsa-float32"),
+        pytest.param(
+            TOKENS | {"algorithm": DSA(), "min_sparse_context": 80},
+            id="dsa-dense-beyond-the-budget",
+        ),
+        pytest.param(
+            TOKENS | {"algorithm": DSA(), "latent_rank": 8, "kv_heads": 1}, id="dsa-latent"
+        ),
+    ],
+)
+def test_a_replayed_step_of_one_selection_for_all_heads(settings: dict[str, Any]) -> None:
+    check("layer", settings)
+
+
+def check(scope: str, settings: dict[str, Any]) -> None:
+    eager = Simulator(scope=scope, checked=False, **settings)
+    replaying = ReplayingSimulator(scope=scope, **settings)
+    expected, _ = play(eager)
+    got, _ = play(replaying)
+    assert replaying.num_replayed == len(got), "no step had to run eagerly"
+    for step, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(one, other), f"step {step}: {(one - other).abs().max()}"
+    assert_same(state_of(replaying), state_of(eager))
+    assert replaying.manager.counters.stats() == eager.manager.counters.stats()
