@@ -131,8 +131,8 @@ def test_bytes_reported_are_bytes_allocated(seen: Seen) -> None:
     metrics = seen.metrics
     assert metrics["hisparse:device_kv_bytes"] == LAYERS * pages * page + staging
     assert metrics["hisparse:host_kv_bytes"] == host
-    # Quest: a minimum and a maximum of the keys for each page and head, in bfloat16.
-    summaries = (POOL // PAGE + 1) * LAYERS * KV_HEADS * 2 * HEAD_DIM * 2
+    # Quest: minima and maxima of the keys of each half page and head, in bfloat16.
+    summaries = (POOL // PAGE + 1) * LAYERS * 2 * KV_HEADS * 2 * HEAD_DIM * 2
     assert metrics["hisparse:device_representation_bytes"] == summaries
 
 
