@@ -106,39 +106,31 @@ class SparseCoordinator:
             return "somebody looks at every selection"
         return None
 
-    def can_replay(self, slots: np.ndarray, seq_lens: np.ndarray) -> bool:
-        """Whether a captured step serves these requests as an eager one does; right before it.
-
-        It does not if a dense context is too long for its row's device pages, whose number
-        depends on what else runs, or if there is a request in slot 0, which is that of padding.
+    def prepare_replay(self, batch: DecodeBatch) -> bool:
+        """What a captured decode step needs of the host, before each replay: resets, capacities
+        and counts, which :meth:`forward_begin` sees to where nothing is captured.
 
         Args:
-            slots: ``[B]``, request slots.
-            seq_lens: ``[B]``, tokens with the new one.
-        """
-        if self.not_capturable is not None or not slots.all():
-            return False
-        self.manager.start_forward(slots, seq_lens // self.policy.kv.page_size)
-        ways, dense = self._ways(slots, seq_lens)
-        return not (ways.staged.any() or (dense is not None and dense.staged.any()))
-
-    def prepare(self, batch: DecodeBatch) -> tuple[Ways, Ways | None]:
-        """What a decode step needs of the host: resets, capacities and counts.
-
-        :meth:`forward_begin` does it by itself, unless the step is captured: then it comes before
-        each replay, with the batch as the host knows it.
+            batch: as the host knows it, without padding.
 
         Returns:
-            who is attended how, in sparse layers and in those that are always dense.
+            False if the graph would not serve these requests as an eager step does, which then has
+            to be begun: a dense context is too long for its row's device pages, whose number
+            depends on what else runs, or a request is in slot 0, which is that of padding.
         """
+        if self.not_capturable is not None or not batch.slots_cpu.all():
+            return False
+        ways, dense = self._start_decode(batch)
+        if ways.staged.any() or (dense is not None and dense.staged.any()):
+            return False
+        self._plan.count(self.manager.counters, batch.seq_lens_cpu, ways, dense)
+        return True
+
+    def _start_decode(self, batch: DecodeBatch) -> tuple[Ways, Ways | None]:
+        """Resets and capacities; who is attended how, in sparse layers and in always dense ones."""
         self.representations.apply_resets()
         slots, seq_lens = batch.slots_cpu, batch.seq_lens_cpu
         self.manager.start_forward(slots, seq_lens // self.policy.kv.page_size)
-        ways, dense = self._ways(slots, seq_lens)
-        self._plan.count(self.manager.counters, seq_lens, ways, dense)
-        return ways, dense
-
-    def _ways(self, slots: np.ndarray, seq_lens: np.ndarray) -> tuple[Ways, Ways | None]:
         capacities = self.manager.capacities(slots)
         return self._plan.ways(seq_lens, capacities), self._plan.dense_ways(seq_lens, capacities)
 
@@ -155,7 +147,8 @@ class SparseCoordinator:
         if isinstance(batch, PrefillBatch):
             self._begin_prefill(batch)
         elif batch.num_real is None:
-            ways, dense = self.prepare(batch)
+            ways, dense = self._start_decode(batch)
+            self._plan.count(self.manager.counters, batch.seq_lens_cpu, ways, dense)
             self._step = step = self._make_step(batch)
             self._parts = self._split(step, ways)
             self._dense_parts = [] if dense is None else self._split(step, dense)

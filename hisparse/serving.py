@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -21,10 +22,23 @@ from typing import Any
 
 from hisparse.errors import HiSparseError
 
-__all__ = ["Generation", "ServerProcess"]
+__all__ = ["Generation", "ServerProcess", "free_port"]
 
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 15.0
+
+#: Below those that systems give to outgoing connections (Linux: from 32768 on): one of these could
+#: be taken while the server still starts.
+_PORTS = range(20000, 32000)
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on."""
+    while True:
+        port = random.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass(frozen=True)
@@ -74,9 +88,7 @@ class ServerProcess:
         *,
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._url = f"http://127.0.0.1:{port}"
         self._log = log
         self._on_wait = on_wait

@@ -84,7 +84,9 @@ def test_a_number_of_the_host_shows_as_a_wrong_replay() -> None:
 )
 def test_what_cannot_be_captured_says_why(settings: dict[str, Any], reason: str) -> None:
     sim = Simulator(**settings)
-    assert not sim.coordinator.can_replay(np.array([1]), np.array([50]))
+    request = sim.request(1, 60, seed=0)
+    sim.prefill((request, 50))
+    assert not sim.coordinator.prepare_replay(sim.next_tokens(request))
     batch = ReplayingSimulator().static.first(2)
     with pytest.raises(HiSparseError, match=f"cannot be captured: .*{reason}"):
         sim.coordinator.forward_begin(batch)
@@ -185,8 +187,7 @@ def test_a_step_costs_python_the_same_for_1_request_and_for_64() -> None:
         sim, requests = warm(size)
         batch = sim.next_tokens(*requests)
         with Operations() as seen, no_sync("what runs before a replay"):
-            assert sim.coordinator.can_replay(batch.slots_cpu, batch.seq_lens_cpu)
-            sim.coordinator.prepare(batch)
+            assert sim.coordinator.prepare_replay(batch)
             sim.static.load(batch)
         before.append(seen)
         captured.append(run(sim, sim.static.first(size)))

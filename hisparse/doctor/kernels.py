@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hisparse.doctor.check import Check
 from hisparse.errors import one_line
 
@@ -11,15 +13,9 @@ __all__ = ["adapters", "cpu_kernels", "cuda_kernels"]
 def cpu_kernels() -> list[Check]:
     """Finds the C++ kernels, or builds them."""
     from hisparse.kernels._build import build_cpu
-    from hisparse.kernels._compile import CannotBuildError
 
-    try:
-        library = build_cpu()
-    except (ImportError, OSError, CannotBuildError) as error:
-        message = f"PyTorch does their work, slower: {error}"
-        remedy = "install g++ and apache-tvm-ffi (CXX names another compiler)"
-        return [Check(name="CPU kernels", status="warning", message=message, remedy=remedy)]
-    return [Check(name="CPU kernels", status="ok", message=str(library))]
+    remedy = "install g++ and apache-tvm-ffi (CXX names another compiler)"
+    return [_built("CPU kernels", build_cpu, remedy)]
 
 
 def cuda_kernels() -> list[Check]:
@@ -27,18 +23,23 @@ def cuda_kernels() -> list[Check]:
     import torch
 
     from hisparse.kernels._build_cuda import build_cuda, find_nvcc
-    from hisparse.kernels._compile import CannotBuildError
 
     if not torch.cuda.is_available():
         message = f"no GPU to build for; nvcc: {find_nvcc() or 'not found'}"
         return [Check(name="CUDA kernels", status="ok", message=message)]
+    remedy = "install nvcc (CUDA_HOME names its toolkit) and apache-tvm-ffi"
+    return [_built("CUDA kernels", build_cuda, remedy)]
+
+
+def _built(name: str, build: Callable[[], object], remedy: str) -> Check:
+    from hisparse.kernels._compile import CannotBuildError
+
     try:
-        library = build_cuda()
+        library = build()
     except (ImportError, OSError, CannotBuildError) as error:
         message = f"PyTorch does their work, slower: {error}"
-        remedy = "install nvcc (CUDA_HOME names its toolkit) and apache-tvm-ffi"
-        return [Check(name="CUDA kernels", status="warning", message=message, remedy=remedy)]
-    return [Check(name="CUDA kernels", status="ok", message=str(library))]
+        return Check(name=name, status="warning", message=message, remedy=remedy)
+    return Check(name=name, status="ok", message=str(library))
 
 
 def adapters() -> list[Check]:

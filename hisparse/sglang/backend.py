@@ -35,6 +35,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self._metrics = session.metrics = MetricsReporter(session, model_runner)
         session.req_to_token_pool = model_runner.req_to_token_pool
+        self._shared_read_ends = compat.pre_replay()
         self._graphs: CapturedSteps | None = None
         self._in_graph = False
 
@@ -44,7 +45,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def shared_read_ends(self, fm: Any) -> Any:
         """Page tables are copied before the layers run; no layer reads what SGLang shares."""
-        return compat.pre_replay()
+        return self._shared_read_ends
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Copy what the layers need from SGLang's tables and begin the forward."""

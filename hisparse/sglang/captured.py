@@ -53,13 +53,12 @@ class CapturedSteps:
         Raises:
             HiSparseError: a request is attended in a way that the graph does not hold.
         """
-        if not self._coordinator.can_replay(batch.slots_cpu, batch.seq_lens_cpu):
+        if not self._coordinator.prepare_replay(batch):
             raise HiSparseError(
                 f"a captured decode step got contexts of {batch.seq_lens_cpu.tolist()} tokens in "
                 f"request slots {batch.slots_cpu.tolist()}, expected slots from 1 and dense "
                 "contexts that fit their rows"
             )
-        self._coordinator.prepare(batch)
         self._batch.load(batch)
 
     def begin(self, batch_size: int) -> None:

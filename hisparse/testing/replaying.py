@@ -41,10 +41,9 @@ class ReplayingSimulator(Simulator):
     def decode(self, *requests: Request) -> Tensor:
         """One step; ``[L, B, Hq, D]``."""
         batch = self.next_tokens(*requests)
-        if not self.coordinator.can_replay(batch.slots_cpu, batch.seq_lens_cpu):
+        if not self.coordinator.prepare_replay(batch):
             self.coordinator.forward_begin(batch)
             return self._forward([(r, r.done - 1, r.done) for r in requests])
-        self.coordinator.prepare(batch)
         self.static.load(batch)
         for mine, streams in zip(
             self.streams, zip(*(r.streams for r in requests), strict=True), strict=True

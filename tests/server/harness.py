@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import requests
+
+from hisparse.serving import free_port
 
 __all__ = ["Answer", "Metrics", "Refused", "Server", "run_to_exit"]
 
@@ -92,12 +93,6 @@ class Metrics(Mapping[str, float]):
         return len(self._values)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _environment(python_path: Sequence[Path], env: Mapping[str, str]) -> dict[str, str]:
     paths = [str(p) for p in python_path]
     if os.environ.get("PYTHONPATH"):
@@ -128,7 +123,7 @@ def run_to_exit(
     model: Path, *flags: str, config: Mapping[str, Any] | str | None, timeout_s: float = 120
 ) -> tuple[int, str, str]:
     """Start a server that should not come up: exit code, standard output, standard error."""
-    line = command_line(model, *flags, port=_free_port(), config=config)
+    line = command_line(model, *flags, port=free_port(), config=config)
     process = subprocess.Popen(
         line,
         env=_environment((), {}),
@@ -178,7 +173,7 @@ class Server:
         python_path: Sequence[Path] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self._port = _free_port()
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._log = log
         self._env = _environment(python_path, env or {})

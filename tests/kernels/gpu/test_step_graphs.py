@@ -76,8 +76,7 @@ class Captured:
 
     def step(self, tokens: list[Tensor]) -> Tensor:
         batch = self._world.next_batch()
-        assert self._world.coordinator.can_replay(batch.slots_cpu, batch.seq_lens_cpu)
-        self._world.coordinator.prepare(batch)
+        assert self._world.coordinator.prepare_replay(batch)
         self._batch.load(batch)
         for kept, new in zip(self._tokens, tokens, strict=True):
             kept[:, :BATCH] = new
