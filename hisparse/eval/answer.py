@@ -1,9 +1,10 @@
-"""How a method goes on from a stored context: every token given, every prediction judged."""
+"""How a method goes on from a stored document: every token given, every prediction judged."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -35,27 +36,29 @@ class Answer:
 def answer(
     model: Any,
     cache: Any,
+    document: Sequence[int],
     items: Sequence[Item],
     *,
     keep: Callable[[Item], bool],
     progress: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
-    """Read items token by token after one context, all side by side.
+    """Read items token by token, all side by side, each after the document up to its start.
 
     Args:
         model: of transformers, enabled.
-        cache: ``HiSparseCache`` with the context as its only row, and room for the items.
-        items: what follows the context, each on its own.
+        cache: ``HiSparseCache`` with one row, the document up to the first start or less, and room
+            for the items; it has the document up to the last start then.
+        document: its token ids.
+        items: by ascending start.
         keep: for which items to keep distributions.
         progress: called after every step.
 
     Returns:
         In the order of the items.
     """
-    rows = cache.fork(len(items))
+    rows = _rows(model, cache, document, items)
     seen: list[list[Tensor]] = [[] for _ in items]
     active = list(range(len(items)))
-    before = cache.get_seq_length()
     try:
         for step in range(max(len(item.ids) for item in items) - 1):
             # The last token is only predicted; a row that is over leaves the batch.
@@ -66,7 +69,7 @@ def answer(
             tokens = torch.tensor([[items[i].ids[step]] for i in active], device=model.device)
             logits = model(
                 tokens,
-                position_ids=torch.full_like(tokens, before + step),
+                position_ids=torch.tensor(rows.row_lengths, device=model.device)[:, None],
                 past_key_values=rows,
                 logits_to_keep=1,
             ).logits[:, -1]
@@ -80,6 +83,18 @@ def answer(
     finally:
         rows.reset()
     return [_judge(item, found, keep(item)) for item, found in zip(items, seen, strict=True)]
+
+
+def _rows(model: Any, cache: Any, document: Sequence[int], items: Sequence[Item]) -> Any:
+    """A row for each item, whose part of the document is a prompt."""
+    forks = []
+    for start, group in groupby(items, key=lambda item: item.start):
+        missing = document[cache.get_seq_length() : start]
+        if missing:
+            ids = torch.tensor([missing], device=model.device)
+            model(ids, past_key_values=cache, logits_to_keep=1)
+        forks.append(cache.fork(sum(1 for _ in group)))
+    return type(cache).join(forks)
 
 
 def _result(log_probs: Tensor, token: int) -> Tensor:

@@ -7,7 +7,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hisparse.errors import ConfigError
 from hisparse.eval.facts import Planted, count_questions, plant
@@ -18,7 +18,7 @@ __all__ = ["CONTINUE", "COPY", "Document", "Item", "make_document"]
 #: Tasks that are not planted: what the text says, a passage of it, and what follows it.
 QA, COPY, CONTINUE = "qa", "copy", "continue"
 #: Tokens of a passage that are given, and that have to follow; tokens of the text that follows, and
-#: of its pieces, which are read side by side, each as if it came next: that takes less time.
+#: of its pieces, read side by side, each after all that is before it: that takes less time.
 _GIVEN, _COPIED, _CONTINUED, _PIECE = 16, 16, 256, 32
 #: Questions about the text beyond those of other tasks: another text may have too few.
 _MORE = 5
@@ -32,29 +32,43 @@ class Item:
 
     Attributes:
         task: name of the task.
+        start: tokens of the document that it follows.
         ids: token ids.
         judged: where in ``ids`` the tokens of the answer are, ascending, from 1 on: the others are
             given.
     """
 
     task: str
+    start: int
     ids: list[int]
     judged: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A context and its items.
+    """A context, what continues it, and the items.
 
     Attributes:
         name: of text, length and seed, and a digest of all that is read.
-        ids: token ids of the context.
-        items: what is read after it, each on its own.
+        context: tokens of the context.
+        ids: token ids of the context but the last, which items begin with, and of the text that
+            continues it as far as items start there.
+        items: what is read after the document up to their start, each on its own.
     """
 
     name: str
+    context: int
     ids: list[int]
     items: list[Item]
+
+
+class _Read(NamedTuple):
+    """What is read, in token ids; where the answers are in it; tokens after the context before."""
+
+    task: str
+    ids: list[int]
+    judged: Sequence[int]
+    after: int = 0
 
 
 def make_document(tokenizer: Any, text: str, name: str, length: int, seed: int) -> Document:
@@ -96,16 +110,23 @@ def make_document(tokenizer: Any, text: str, name: str, length: int, seed: int) 
     for question in rng.sample(asked, min(count + _MORE, len(asked))):
         items.append(_item(tokenizer, QA, (question.prompt, question.answer)))
     items += _passages(taken, count, rng)
-    pieces = (follows[at : at + _PIECE] for at in range(0, _CONTINUED, _PIECE))
-    items += [Item(task=CONTINUE, ids=ids, judged=list(range(_PIECE))) for ids in pieces]
-    # Each item begins with the document's last token, so that its own first one is predicted.
+    pieces = range(0, _CONTINUED, _PIECE)
+    items += [_Read(CONTINUE, follows[at : at + _PIECE], range(_PIECE), at) for at in pieces]
+    ids = context + follows[: pieces[-1]]
+    # Each item begins with the last token before it, so that its own first one is predicted.
     led = [
-        Item(task=item.task, ids=[context[-1], *item.ids], judged=[at + 1 for at in item.judged])
+        Item(
+            task=item.task,
+            start=length - 1 + item.after,
+            ids=[ids[length - 1 + item.after], *item.ids],
+            judged=[at + 1 for at in item.judged],
+        )
         for item in items
     ]
     # Records of another document of the same text, length and seed are not taken for this one's.
-    digest = zlib.crc32(repr((context, led)).encode())
-    return Document(name=f"{name}-{length}-{seed}-{digest:08x}", ids=context[:-1], items=led)
+    digest = zlib.crc32(repr((ids, led)).encode())
+    name = f"{name}-{length}-{seed}-{digest:08x}"
+    return Document(name=name, context=length, ids=ids[:-1], items=led)
 
 
 def _sentences(text: str) -> list[str]:
@@ -158,7 +179,7 @@ def _spread(
     return [i for _, ids in sorted(placed, key=lambda x: x[0]) for i in ids]
 
 
-def _item(tokenizer: Any, task: str, completion: Sequence[str]) -> Item:
+def _item(tokenizer: Any, task: str, completion: Sequence[str]) -> _Read:
     """What is given and asked for in turn, as one text: tokens are those of the whole."""
     whole = _encode(tokenizer, "".join(completion))
     parted = [0]
@@ -168,13 +189,12 @@ def _item(tokenizer: Any, task: str, completion: Sequence[str]) -> Item:
         parted.append(next((i for i, (a, b) in enumerate(both) if a != b), len(said)))
     parted.append(len(whole))
     asked = zip(parted[1::2], parted[2::2], strict=True)
-    return Item(task=task, ids=whole, judged=[at for a, b in asked for at in range(a, b)])
+    return _Read(task, whole, [at for a, b in asked for at in range(a, b)])
 
 
-def _passages(sentences: list[list[int]], count: int, rng: random.Random) -> list[Item]:
+def _passages(sentences: list[list[int]], count: int, rng: random.Random) -> list[_Read]:
     """Beginnings of long sentences of the document, to be gone on with."""
     length = _GIVEN + _COPIED
     long = [p for p in sentences[1:-2] if len(p) > length + 2]
     chosen = rng.sample(long, min(count, len(long)))
-    judged = list(range(_GIVEN, length))
-    return [Item(task=COPY, ids=p[:length], judged=judged) for p in chosen]
+    return [_Read(COPY, p[:length], range(_GIVEN, length)) for p in chosen]

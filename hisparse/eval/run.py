@@ -109,7 +109,7 @@ class Evaluation:
         dense: Tensor = torch.load(distributions)
         return {
             "document": document.name,
-            "context": len(document.ids) + 1,
+            "context": document.context,
             "method": method.name,
             "algorithm": method.config.algorithm,
             "budget": method.config.budget,
@@ -132,21 +132,21 @@ class Evaluation:
         """Answers to all items, and the bytes that a token takes beside its K and V."""
         config = smallest_buffer(method.config)
         rows = min(rows_at_once(self.model, config), len(document.items))
-        # Items of about the same length side by side.
-        items = sorted(document.items, key=lambda item: -len(item.ids))
+        # By start, as they have to be; items of about the same length side by side.
+        items = sorted(document.items, key=lambda item: (item.start, -len(item.ids)))
         answers: list[Answer] = []
         with self._context(document, config, rows) as cache:
             cache.coordinator.observe(watch)
             for start in range(0, len(items), rows):
                 group = items[start : start + rows]
-                answers += answer(self.model, cache, group, keep=_is_continuation)
+                answers += answer(self.model, cache, document.ids, group, keep=_is_continuation)
         policy, kept = cache.coordinator.policy, method.config.tail_estimate
         kinds = list_representations(cache.coordinator.algorithm, policy, tail_estimate=kept)
         page_bytes = entry_bytes(kinds, "page") * policy.kv.num_layers
         return answers, page_bytes / policy.kv.page_size
 
     def _context(self, document: Document, config: HiSparseConfig, rows: int) -> Any:
-        """A cache that holds the document: from its file, or from a prefill that makes the file."""
+        """A cache that holds the context: from its file, or from a prefill that makes the file."""
         from hisparse.transformers import HiSparseCache
 
         length, size = len(document.ids), config.page_size
@@ -154,13 +154,14 @@ class Evaluation:
         options: dict[str, Any] = {
             "max_batch_size": rows + 1,
             "max_length": length + longest,
-            "max_tokens": length + (rows + 1) * (longest + size),
+            "max_tokens": length + (rows + 1) * (longest + 2 * size),
         }
         path = self.folder / f"{document.name}.page{size}.safetensors"
         if path.exists() and not build_algorithm(config).query_window:
             return HiSparseCache.load(path, self.model, config, **options)
         cache = HiSparseCache(self.model, config, **options)
-        ids = torch.tensor([document.ids], device=self.model.device)
+        first = min(item.start for item in document.items)
+        ids = torch.tensor([document.ids[:first]], device=self.model.device)
         with torch.no_grad():
             self.model(ids, past_key_values=cache, logits_to_keep=1)
         if not path.exists():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +262,41 @@ class HiSparseCache(PlainCache):
         ids = None if self.token_ids is None else self.token_ids.repeat_interleave(count, dim=0)
         child._adopt(slots, self._real[:, : self._columns].repeat(count, axis=0), ids)
         return child
+
+    @classmethod
+    def join(cls, caches: Sequence[HiSparseCache]) -> HiSparseCache:
+        """A cache with the rows of several, side by side in their order; those are empty then.
+
+        Rows of the shorter ones end in padding, so ``position_ids`` of what comes next have to be
+        given: they are ``row_lengths``.
+
+        Args:
+            caches: a cache, its forks, or forks of these; at least one of them holds a row.
+
+        Raises:
+            HiSparseError: one that is given twice, or that shares no memory with the first one.
+        """
+        for cache in caches:
+            cache._recover()
+        slots = np.concatenate([cache._slots for cache in caches]) if caches else np.zeros(0)
+        stores = {id(cache._store) for cache in caches}
+        if len(stores) != 1 or not 0 < slots.size == np.unique(slots).size:
+            raise HiSparseError(
+                f"join: got {len(caches)} caches with {slots.size} rows of {len(stores)} memories, "
+                "expected different ones that hold rows: a cache and its forks"
+            )
+        columns = max(cache._columns for cache in caches)
+        real = [
+            np.pad(cache._real[:, : cache._columns], ((0, 0), (0, columns - cache._columns)))
+            for cache in caches
+            if cache._slots.size
+        ]
+        joined = cls.__new__(cls)
+        for cache in (joined, *caches):
+            first = caches[0]
+            cache._set_up(first._store, first._max_length, first._model_type)
+        joined._adopt(slots, np.concatenate(real), None)
+        return joined
 
     def save(self, path: str | Path, token_ids: Tensor | None = None) -> None:
         """Write the rows to a safetensors file, for :meth:`load`.

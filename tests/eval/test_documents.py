@@ -32,9 +32,9 @@ def document(text: str = "moby_dick", length: int = 9000, seed: int = 0) -> Docu
 @pytest.mark.parametrize("length", [6000, 9001, 20000])
 def test_a_context_is_as_long_as_asked_for_and_holds_every_answer(text: str, length: int) -> None:
     made = document(text, length)
+    assert made.context == length
     # The items begin with the context's last token.
-    assert len(made.ids) == length - 1
-    context = Letters.decode(made.ids)
+    context = Letters.decode(made.ids[: length - 1])
     tasks = [item.task for item in made.items]
     for task in ("needle", "multikey", "variable"):
         assert tasks.count(task) == 15
@@ -67,13 +67,17 @@ def _judged(item: Item) -> str:
     return Letters.decode([item.ids[at] for at in item.judged])
 
 
-def test_what_follows_continues_the_text() -> None:
+def test_what_follows_continues_the_text_piece_by_piece() -> None:
     made = document()
-    follows = next(item for item in made.items if item.task == "continue")
-    whole = read_text("moby_dick")
-    said = Letters.decode(follows.ids[1:]).strip()
+    pieces = [item for item in made.items if item.task == "continue"]
+    assert [item.start for item in pieces] == [8999 + 32 * i for i in range(8)]
+    follows = [i for item in pieces for i in item.ids[1:]]
+    assert [made.ids[item.start] for item in pieces[:-1]] == [item.ids[0] for item in pieces[:-1]]
+    assert follows[: 7 * 32 - 1] == made.ids[9000:], "each comes after those before it"
+    assert {item.start for item in made.items if item.task != "continue"} == {8999}
+    whole, said = read_text("moby_dick"), Letters.decode(follows).strip()
     assert said in whole
-    last = Letters.decode(made.ids)[-30:].strip()
+    last = Letters.decode(made.ids[:8999])[-30:].strip()
     assert whole.index(last[-20:]) < whole.index(said)
 
 
@@ -91,7 +95,7 @@ def test_documents_differ_by_seed_and_are_the_same_each_time() -> None:
 def test_a_text_that_is_just_long_enough_serves_every_seed() -> None:
     text = read_text("moby_dick")[:7400]
     for seed in range(5):
-        assert len(make_document(Letters(), text, "short", 9000, seed).ids) == 8999
+        assert make_document(Letters(), text, "short", 9000, seed).context == 9000
 
 
 def test_a_text_that_is_too_short_is_refused() -> None:

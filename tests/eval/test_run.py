@@ -20,6 +20,8 @@ from tests.eval.test_documents import Letters
 from tests.transformers.hf_models import model, prompt
 
 LENGTH = 300
+#: Items begin there: at a page's end, within one, right behind the next.
+STARTS = (LENGTH, 320, 333)
 
 
 @pytest.fixture
@@ -33,28 +35,35 @@ def net() -> Any:
 def items(seed: int) -> list[Item]:
     lengths = {"short": (9, 3), "long": (20, 12)}
     return [
-        Item(task=task, ids=prompt(n, seed + n)[0].tolist(), judged=list(range(first, n)))
+        Item(
+            task=task,
+            start=start,
+            ids=prompt(n, seed + n)[0].tolist(),
+            judged=list(range(first, n)),
+        )
+        for start in STARTS
         for task, (n, first) in lengths.items()
     ]
 
 
 def contents(made: Any, **settings: Any) -> tuple[HiSparseCache, Tensor]:
-    ids = prompt(LENGTH, 7)
-    cache = HiSparseCache(made, settings, max_batch_size=4, max_length=512)
+    ids = prompt(STARTS[-1], 7)
+    cache = HiSparseCache(made, settings, max_batch_size=8, max_length=512)
     with torch.no_grad():
-        made(ids, past_key_values=cache, logits_to_keep=1)
+        made(ids[:, :LENGTH], past_key_values=cache, logits_to_keep=1)
     return cache, ids
 
 
 def test_dense_answers_are_those_of_the_model(net: Any) -> None:
     cache, ids = contents(net, **Method.dense().settings)
-    found = answer(net, cache, items(1), keep=lambda item: item.task == "long")
+    found = answer(net, cache, ids[0].tolist(), items(1), keep=lambda item: item.task == "long")
     disable(net)
     for got in found:
-        whole = torch.cat([ids, torch.tensor([got.item.ids])], dim=1)
+        start = got.item.start
+        whole = torch.cat([ids[:, :start], torch.tensor([got.item.ids])], dim=1)
         with torch.no_grad():
             log_probs = net(whole).logits[0].log_softmax(-1)
-        at = torch.tensor(got.item.judged) + LENGTH - 1
+        at = torch.tensor(got.item.judged) + start - 1
         tokens = torch.tensor([got.item.ids[i] for i in got.item.judged])
         expected = log_probs[at].gather(1, tokens[:, None])[:, 0]
         assert_close(got.log_probs, expected, rtol=1e-3, atol=1e-3)
@@ -67,12 +76,15 @@ def test_dense_answers_are_those_of_the_model(net: Any) -> None:
 def test_a_right_answer_is_seen_as_right(net: Any) -> None:
     cache, ids = contents(net, **Method.dense().settings)
     disable(net)
-    best = net.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)[0, LENGTH:].tolist()
+    best = net.generate(ids[:, :LENGTH], max_new_tokens=6, do_sample=False, pad_token_id=0)[
+        0, LENGTH:
+    ].tolist()
     enable(net, {"budget": 128}, max_length=512)
-    right = Item(task="t", ids=best, judged=[1, 2, 3, 4, 5])
-    wrong = Item(task="t", ids=[*best[:-1], best[-1] ^ 1], judged=[1, 2, 3, 4, 5])
-    given = Item(task="t", ids=[*wrong.ids[:-1], 7, 7], judged=[2, 4])
-    found = answer(net, cache, [wrong, given, right], keep=lambda item: False)
+    right = Item(task="t", start=LENGTH, ids=best, judged=[1, 2, 3, 4, 5])
+    wrong = Item(task="t", start=LENGTH, ids=[*best[:-1], best[-1] ^ 1], judged=[1, 2, 3, 4, 5])
+    given = Item(task="t", start=LENGTH, ids=[*wrong.ids[:-1], 7, 7], judged=[2, 4])
+    document = ids[0].tolist()
+    found = answer(net, cache, document, [wrong, given, right], keep=lambda item: False)
     assert found[0].right.tolist() == [True] * 4 + [False]
     assert found[1].right.tolist() == [True] * 2, "what is given in between is not judged"
     assert found[2].right.tolist() == [True] * 5

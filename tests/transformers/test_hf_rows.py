@@ -109,6 +109,44 @@ def test_rows_that_are_kept_go_on_and_the_others_are_given_back(net: Any) -> Non
         assert rows.row_lengths == (250, 250)
 
 
+def test_rows_that_forked_at_different_places_go_on_side_by_side(net: Any) -> None:
+    text, more = prompt(333, seed=5), prompt(9, seed=6, batch=4)
+    cache = enable(net, SMALL, max_batch_size=6, max_length=400)
+    everything = _free(cache)
+
+    def logits(rows: HiSparseCache, ids: torch.Tensor) -> torch.Tensor:
+        steps = []
+        for column in ids.T:
+            places = torch.tensor(rows.row_lengths)[:, None]
+            with torch.no_grad():
+                steps.append(net(column[:, None], position_ids=places, past_key_values=rows).logits)
+        return torch.cat(steps, 1)
+
+    alone, forks = [], []
+    for start, end, own in ((0, 250, more[:1]), (250, 320, more[1:3]), (320, 333, more[3:])):
+        _prefill(net, cache, text[:, start:end])
+        with cache.fork(len(own)) as rows:
+            alone.append(logits(rows, own))
+        forks.append(cache.fork(len(own)))
+    cache.reset()
+    with HiSparseCache.join(forks) as rows:
+        assert rows.row_lengths == (250, 320, 320, 333)
+        assert [fork.row_lengths for fork in forks] == [(), (), ()]
+        assert (logits(rows, more) - torch.cat(alone)).abs().max() < 1e-3
+    assert _free(cache) == everything
+
+
+def test_caches_that_cannot_be_joined(net: Any) -> None:
+    cache = enable(net, SMALL, max_batch_size=2, max_length=300)
+    other = HiSparseCache(net, SMALL, max_length=300)
+    for each in (cache, other):
+        _prefill(net, each, prompt(40, seed=5))
+    for wrong in ([], [cache, cache], [cache, other]):
+        with pytest.raises(HiSparseError, match=f"join: got {len(wrong)} caches .*expected diff"):
+            HiSparseCache.join(wrong)
+    assert cache.row_lengths == other.row_lengths == (40,)
+
+
 def test_suffixes_of_unequal_length_column_by_column(net: Any) -> None:
     """Teacher-forced decode steps: a row whose suffix is over has padded columns and rests."""
     text, lengths = prompt(250, seed=5), (9, 4, 1)
