@@ -18,9 +18,10 @@ def test_algorithms_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["quest"]["module"] == "hisparse.algorithms.quest"
     assert found["quest"]["summary"]
     assert "kv_head" in found["quest"]["scopes"]
-    # Ranges in bfloat16: of 16 keys two are kept, half of K and V are keys.
-    assert found["quest"]["kv_ratio"] == 4 / 16 / 2
-    assert found["quest"]["bytes_per_token"] == 32 * 8 * 4 * 128 * 2 / 16
+    # Four ranges of 16 keys, minima and maxima in a byte a channel, and a scale in float32.
+    page = 32 * 8 * 4 * (2 * 128 + 4)
+    assert found["quest"]["bytes_per_token"] == page / 16
+    assert found["quest"]["kv_ratio"] == page / (16 * 32 * 8 * 2 * 128 * 2)
     assert found["streaming"]["bytes_per_token"] == 0
     assert found["snapkv"]["options"] == {"window": {"type": "int", "default": 32}}
     assert found["topp"]["variable_lengths"]

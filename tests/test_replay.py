@@ -67,7 +67,7 @@ SETTINGS = pytest.mark.parametrize(
     "settings",
     [
         pytest.param({}, id="quest"),
-        pytest.param({"algorithm": Quest(summary_dtype="float8_e4m3fn")}, id="quest-fp8"),
+        pytest.param({"algorithm": Quest(summary_dtype="bfloat16")}, id="quest-bfloat16"),
         pytest.param({"algorithm": Streaming()}, id="streaming"),
         pytest.param({"algorithm": Sketch()}, id="sketch"),
         pytest.param({"algorithm": SnapKV(window=4)}, id="snapkv"),
@@ -77,6 +77,12 @@ SETTINGS = pytest.mark.parametrize(
         pytest.param({"dense_layers": (0,), "max_row": 192}, id="dense-layer"),
         pytest.param({"layers": 4, "reuse_layers": 2}, id="reuse"),
         pytest.param({"tail_estimate": True, "min_sparse_context": 80}, id="tail-estimate"),
+        pytest.param({"speculate_above": 0.0, "device_buffer": 32, "max_row": 32}, id="speculate"),
+        pytest.param(
+            {"speculate_above": 0.0, "min_sparse_context": 60, "layers": 4, "reuse_layers": 2},
+            id="speculate-reuse-dense-beyond-the-budget",
+        ),
+        pytest.param({"speculate_above": 0.0, "algorithm": TopP(mass=0.6)}, id="speculate-topp"),
     ],
 )
 

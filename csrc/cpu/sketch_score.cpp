@@ -33,18 +33,17 @@ constexpr int32_t whole_vectors(int32_t count) { return (count + kLanes - 1) / k
 
 // Base values of 16 channels from d on, zeros behind the last.
 HISPARSE_INLINE Floats base_at(const SketchLayout& l, const uint8_t* sketch, int32_t d) {
-  typedef int8_t Signed __attribute__((vector_size(kLanes)));
   const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const uint8_t* codes = sketch + l.block_scales() + d / kBlock;
   const int32_t left = l.dim - d;
-  Signed x = {};
+  SignedBytes x = {};
   if (left >= kLanes) {
     std::memcpy(&x, sketch + d, sizeof(x));
   } else {
     for (int32_t i = 0; i < left; ++i) x[i] = static_cast<int8_t>(sketch[d + i]);
   }
   const float first = scale_of(codes[0]), second = left > kBlock ? scale_of(codes[1]) : 0.0f;
-  return __builtin_convertvector(x, Floats) * (lane < kBlock ? splat(first) : splat(second));
+  return __builtin_convertvector(widen(x), Floats) * (lane < kBlock ? splat(first) : splat(second));
 }
 
 // The channels that a mask names, ascending.

@@ -30,29 +30,32 @@ class Quest(PageScoreAlgorithm):
         ranges: key ranges of a page, each of consecutive tokens: a page's bound is the largest of
             theirs, so it is closer than the paper's, which has one. As many as divide a page.
         summary_dtype: of the ranges. Narrow types are rounded outward, so that the bound stays
-            one; float8_e4m3fn has a power of two as scale for each range and head (on GPUs from
-            compute capability 8.9 on).
+            one; float8_e4m3fn has a power of two as scale for each range and head. None:
+            float8_e4m3fn, but bfloat16 on GPUs that lack it, before compute capability 8.9.
     """
 
-    ranges: int = 2
-    summary_dtype: Literal["bfloat16", "float32", "float8_e4m3fn"] = "bfloat16"
+    ranges: int = 4
+    summary_dtype: Literal["bfloat16", "float32", "float8_e4m3fn"] | None = None
 
     def __post_init__(self) -> None:
         if self.ranges < 1:
             raise ValueError(f"ranges: got {self.ranges}, expected at least 1")
 
     @property
-    def _scaled(self) -> bool:
-        return self.summary_dtype == "float8_e4m3fn"
+    def _dtype(self) -> torch.dtype:
+        if self.summary_dtype is not None:
+            found: torch.dtype = getattr(torch, self.summary_dtype)
+            return found
+        lacks = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
+        return torch.bfloat16 if lacks else torch.float8_e4m3fn
 
     def summary_shape(self, kv: KVSpec) -> tuple[int, ...]:
         return (math.gcd(self.ranges, kv.page_size), kv.num_kv_heads, 2 * kv.head_dim)
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
-        dtype: torch.dtype = getattr(torch, self.summary_dtype)
         shape = self.summary_shape(policy.kv)
-        found = {"summary": Representation(shape, dtype)}
-        if self._scaled:
+        found = {"summary": Representation(shape, self._dtype)}
+        if self._dtype == torch.float8_e4m3fn:
             found["scale"] = Representation(shape[:2], torch.float32)
         return found
 
@@ -86,7 +89,7 @@ class Quest(PageScoreAlgorithm):
         # To the kernels each range is a page of its own.
         summaries, rows = stored["summary"][layer_id].flatten(0, 1), _split(host_pages, ranges)
         keys = keys.unflatten(1, (ranges, -1)).flatten(0, 1)
-        if not self._scaled:
+        if "scale" not in stored:
             page_summary(keys, summaries, rows)
             return
         high, low = keys.float().amax(1), keys.float().amin(1)
@@ -105,7 +108,7 @@ class Quest(PageScoreAlgorithm):
         rows = _split(step.host_page_table[:, : step.max_pages], ranges)
         summaries = stored["summary"][layer_id].flatten(0, 1)
         scores = page_score(query.float(), summaries, rows, step.num_pages * ranges)
-        if self._scaled:
+        if "scale" in stored:
             scale = stored["scale"][layer_id].flatten(0, 1)[rows.long()].transpose(1, 2)
             scores = scores * scale.repeat_interleave(query.shape[1] // scale.shape[1], dim=1)
         largest: Tensor = scores.unflatten(-1, (-1, ranges)).amax(-1)

@@ -23,7 +23,7 @@ FOUR = [0, 2, 4, 5]
 QUERY_WINDOW = 48
 
 CASES: dict[str, dict[str, Any]] = {
-    "quest-fp8": {"algorithm": "quest", "algorithm_config": {"summary_dtype": "float8_e4m3fn"}},
+    "quest-bfloat16": {"algorithm": "quest", "algorithm_config": {"summary_dtype": "bfloat16"}},
     "snapkv": {"algorithm": "snapkv", "algorithm_config": {"window": QUERY_WINDOW}},
     "streaming": {"algorithm": "streaming"},
     "topp": {"algorithm": "topp", "algorithm_config": {"mass": 0.6}},

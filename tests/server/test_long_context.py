@@ -131,8 +131,9 @@ def test_bytes_reported_are_bytes_allocated(seen: Seen) -> None:
     metrics = seen.metrics
     assert metrics["hisparse:device_kv_bytes"] == LAYERS * pages * page + staging
     assert metrics["hisparse:host_kv_bytes"] == host
-    # Quest: minima and maxima of the keys of each half page and head, in bfloat16.
-    summaries = (POOL // PAGE + 1) * LAYERS * 2 * KV_HEADS * 2 * HEAD_DIM * 2
+    # Quest: minima and maxima of the keys of each quarter of a page and head, in a byte a channel,
+    # and a scale in float32.
+    summaries = (POOL // PAGE + 1) * LAYERS * 4 * KV_HEADS * (2 * HEAD_DIM + 4)
     assert metrics["hisparse:device_representation_bytes"] == summaries
 
 
