@@ -70,9 +70,11 @@ class Watch:
         mass = (grouped * kept[:, :, None]).sum(-1) + tail.unflatten(1, (heads, -1))
         self._mass.append(mass.flatten())
         combined = grouped.sum(2)
-        rank = combined.argsort(-1, descending=True).argsort(-1)
-        best = rank < chosen.lengths[..., None]
-        self._recall.append(((best * kept).sum(-1) / chosen.lengths.clamp(min=1)).flatten())
+        # The best first: as many of them count as were chosen.
+        best = combined.topk(min(pages.shape[-1], combined.shape[-1]), dim=-1).indices
+        counted = torch.arange(best.shape[-1]) < chosen.lengths[..., None]
+        found = (kept.gather(-1, best) * counted).sum(-1)
+        self._recall.append((found / chosen.lengths.clamp(min=1)).flatten())
 
     def _follow(self, layer_id: int, step: DecodeStep, chosen: Selection) -> None:
         """Overlap of adjacent steps, and LRU buffers; a request's first step only fills them."""
