@@ -34,9 +34,13 @@ HISPARSE_INLINE To bit_cast(const From& from) {
 
 HISPARSE_INLINE Floats splat(float x) { return Floats{} + x; }
 
-// In two steps: GCC 12 does a single one number by number.
+// GCC 12 goes number by number in a single conversion, and takes four times the instructions in two.
 HISPARSE_INLINE Ints widen(SignedBytes x) {
+#ifdef __AVX512F__
+  return bit_cast<Ints>(_mm512_cvtepi8_epi32(bit_cast<__m128i>(x)));
+#else
   return __builtin_convertvector(__builtin_convertvector(x, Shorts), Ints);
+#endif
 }
 
 // Element types of K, V and summaries; arithmetic is in float32.
