@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hisparse import sizing as sizing_formula
 from hisparse.adapters import ADAPTERS, ChosenAdapter, choose_adapter
-from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
+from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm, Representation
 from hisparse.batch import SelectionPolicy
-from hisparse.cache import DeviceBuffer, HostKVPool, SparseKVCacheManager
+from hisparse.cache import DeviceBuffer, HostKVPool, Overlap, SparseKVCacheManager
 from hisparse.cache.capacity import CapacityPlanner
+from hisparse.cache.last_pages import last_pages_bytes
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import SparseCoordinator
 from hisparse.errors import ConfigError
 from hisparse.metrics import CacheCounters
 from hisparse.representations import Representations, entry_bytes, list_representations
 from hisparse.sizing import Sizing, SizingRequest
+from hisparse.streams import make_streams
 from hisparse.types import HostLayout, KVSpec, SelectionScope
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "make_plan",
     "make_policy",
     "page_limits",
+    "stored_spec",
 ]
 
 logger = logging.getLogger(__name__)
@@ -111,6 +114,20 @@ def make_policy(
     )
 
 
+def stored_spec(config: HiSparseConfig, spec: KVSpec) -> KVSpec:
+    """The shapes of a model whose K and V are stored as ``config`` says.
+
+    Raises:
+        ConfigError: they cannot be.
+    """
+    if config.stores_fp8 and spec.latent:
+        raise ConfigError(
+            f"kv_cache_dtype: got {config.kv_cache_dtype!r} for a model with latent attention "
+            "(MLA), expected 'auto'; fp8_e4m3 is for MHA and GQA models"
+        )
+    return replace(spec, fp8=config.stores_fp8)
+
+
 def make_plan(
     config: HiSparseConfig,
     algorithm: BaseSparseAlgorithm,
@@ -141,6 +158,7 @@ def make_plan(
         device_bytes=resources.device_bytes,
     )
     _check_dense_layers(config, spec)
+    _check_overlap(config, policy)
     return Plan(
         config=config,
         algorithm=algorithm,
@@ -159,26 +177,51 @@ def _sizing_request(
     resources: Resources,
 ) -> SizingRequest:
     spec = policy.kv
-    kept = list_representations(algorithm, policy, tail_estimate=config.tail_estimate)
+    kept = _kept(config, algorithm, policy)
     stored_heads = spec.num_kv_heads if policy.heads == 1 else 1
-    page_width = stored_heads * spec.stored_width
     staging_bytes = config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes)
+    request_bytes = entry_bytes(kept, "request")
+    if config.overlap == "attention":
+        request_bytes += last_pages_bytes(policy.heads, policy.max_pages)
     return SizingRequest(
         kv_token_bytes=spec.token_bytes + algorithm.host_token_bytes(spec),
         representation_page_bytes=entry_bytes(kept, "page") * spec.num_layers,
         page_size=spec.page_size,
         num_layers=spec.num_layers,
         rows_per_request=policy.heads,
-        device_page_bytes=spec.page_size * page_width * spec.dtype.itemsize,
+        device_page_bytes=spec.page_size * stored_heads * spec.head_bytes,
         host_bytes=resources.host_bytes,
         device_bytes=resources.device_bytes,
-        staging_bytes=staging_bytes,
+        staging_bytes=_num_tiles(config) * staging_bytes,
         device_buffer_size=config.device_buffer_size,
         max_row_capacity=config.max_row_capacity,
         context_length=resources.context_length,
         max_requests=resources.max_requests,
-        request_state_bytes=entry_bytes(kept, "request") * spec.num_layers,
+        request_state_bytes=request_bytes * spec.num_layers,
         layer_state_bytes=entry_bytes(kept, "layer") * spec.num_layers,
+    )
+
+
+def _check_overlap(config: HiSparseConfig, policy: SelectionPolicy) -> None:
+    """Split attention counts on the pages of the last step, which may not make way for a tail."""
+    least = (policy.max_pages + 1) * config.page_size
+    if config.overlap == "attention" and config.device_buffer_size < least:
+        raise ConfigError(
+            f"overlap: got 'attention' with device_buffer_size {config.device_buffer_size}, "
+            f"expected at least {least}, what {config.algorithm} selects and a page, or "
+            "overlap 'transfers'"
+        )
+
+
+def _kept(
+    config: HiSparseConfig, algorithm: BaseSparseAlgorithm, policy: SelectionPolicy
+) -> dict[str, Representation]:
+    """What is remembered beside K and V."""
+    return list_representations(
+        algorithm,
+        policy,
+        tail_estimate=config.tail_estimate,
+        speculate=config.speculate == "step",
     )
 
 
@@ -212,6 +255,10 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
         (f"page_size {config.page_size}", takes_page_size),
         (f"device {device_type}", takes_device),
     ]
+    if config.stores_fp8:
+        wants.append((f"kv_cache_dtype {config.kv_cache_dtype}", lambda c: not c.reads_host_keys))
+    if config.speculate is not None:
+        wants.append((f"speculate {config.speculate!r}", lambda cls: not cls.ranks_tail))
     for what, can in wants:
         if not can(cls):
             others = ", ".join(name for name in ALGORITHMS if can(ALGORITHMS.get(name)))
@@ -221,7 +268,7 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
                 f"{sizes if can is takes_page_size else ''}; algorithms that can: {others}"
             )
     choose_scope(config)
-    choose_adapter(device_type, None, config.selection_scope, config.adapter)
+    choose_adapter(device_type, None, config.selection_scope, config.adapter, fp8=config.stores_fp8)
 
 
 def choose_scope(config: HiSparseConfig, *, latent: bool = False) -> SelectionScope:
@@ -256,7 +303,21 @@ def choose_scope(config: HiSparseConfig, *, latent: bool = False) -> SelectionSc
 
 def _default_staging_bytes(spec: KVSpec, device_bytes: int) -> int:
     """A tile of 8,192 tokens, or a sixteenth of the device memory where that is less."""
-    return min(8192 * spec.token_bytes_per_layer, device_bytes // 16)
+    return min(8192 * spec.staged_token_bytes, device_bytes // 16)
+
+
+def _num_tiles(config: HiSparseConfig) -> int:
+    """Tiles of staging: with two of them one arrives while the other is attended."""
+    return 1 if config.overlap is None else 2
+
+
+def _make_overlap(
+    config: HiSparseConfig, policy: SelectionPolicy, device: torch.device
+) -> Overlap | None:
+    if config.overlap is None:
+        return None
+    split_pages = policy.max_pages if config.overlap == "attention" else None
+    return Overlap(make_streams(device), split_pages)
 
 
 def assemble(
@@ -288,16 +349,18 @@ def assemble(
         max_pages=sizing.max_row_capacity // size,
         max_requests=sizing.max_requests,
     )
+    tile_bytes = sizing.staging_bytes // _num_tiles(config)
     manager = SparseKVCacheManager(
         host,
         buffer,
         planner,
-        staging_pages=max(1, sizing.staging_bytes // (size * spec.token_bytes_per_layer)),
+        staging_pages=max(1, tile_bytes // (size * spec.staged_token_bytes)),
         counters=CacheCounters(size, buffer.page_bytes, device),
         checked=config.checked,
+        overlap=_make_overlap(config, plan.policy, device),
     )
     representations = Representations(
-        list_representations(plan.algorithm, plan.policy, tail_estimate=config.tail_estimate),
+        _kept(config, plan.algorithm, plan.policy),
         num_layers=spec.num_layers,
         host_pages=host.num_pages,
         num_slots=num_slots,
@@ -314,4 +377,6 @@ def assemble(
         dense_layers=frozenset(config.dense_layers or ()),
         reuse_layers=config.reuse_layers,
         tail_estimate=config.tail_estimate,
+        speculate=config.speculate,
+        speculation_threshold=config.speculation_threshold,
     )

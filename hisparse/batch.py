@@ -239,6 +239,12 @@ class DecodeStep:
         return self.pages.host_pages(layer_id).k
 
     @property
+    def row_seq_lens(self) -> Tensor:
+        """``[R] int32``, tokens of each row's request, the new one included."""
+        seq_lens = self.num_pages * self.policy.kv.page_size + self.tail_lens
+        return seq_lens.repeat_interleave(self.policy.heads)
+
+    @property
     def max_pages(self) -> int:
         """The largest of ``num_pages``, known on the host."""
         return int(self.seq_lens_cpu.max() - 1) // self.policy.kv.page_size

@@ -8,20 +8,11 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from types import MappingProxyType, NoneType, UnionType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Final,
-    Literal,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_type_hints
 
 from hisparse.errors import ConfigError, unknown_name
+from hisparse.option_types import check_type, matches, type_words
 from hisparse.types import HostLayout, SelectionScope
 
 if TYPE_CHECKING:
@@ -34,7 +25,6 @@ __all__ = [
     "build_algorithm",
     "format_bytes",
     "resolve_memory",
-    "type_words",
 ]
 
 #: Bytes, a size such as "64GiB", or a fraction in (0, 1) of what is free.
@@ -75,12 +65,22 @@ class HiSparseConfig:
         dense_layers: layers that are always attended densely; None: none.
         reuse_layers: layers that share a selection: that of the first of them.
         tail_estimate: attend over what was not selected as well, each page as one token, its mean.
+        speculate: attend what another query selected, whose pages are brought in ahead: "step",
+            that of the previous step; "layer", one predicted from what the layer before gets.
+            None: every query selects for itself.
+        speculation_threshold: a selection made ahead is kept while the cosine of the two queries,
+            averaged over the query heads that share it, is above this; 1 keeps none, -1 every one.
+        overlap: "transfers": they run beside compute on side streams, tokens stay the same bit for
+            bit; "attention": also over pages that are there while others arrive, which rounds
+            differently; None: nothing overlaps. Not yet run on a GPU.
         host_memory: for the KV cache, per node; see ``MemorySize``.
         device_memory: cap on device pages, representations, tables and staging; None: what the
             server has to give.
         host_layout: how host memory is ordered; None: chosen.
         numa_node: where host memory lies. Only None (anywhere) so far.
         staging_bytes: device memory that prefixes are streamed through; None: chosen.
+        kv_cache_dtype: how K and V are stored: "auto", as the model computes them, or "fp8_e4m3",
+            with a scale for each token and head. In a server the same as ``--kv-cache-dtype``.
         adapter: attention backend; None: chosen.
         checked: check selections at every step; slow, for tests and new algorithms.
         cuda_graph: capture SGLang's decode steps in CUDA graphs; not yet run on a GPU.
@@ -99,20 +99,24 @@ class HiSparseConfig:
     dense_layers: tuple[int, ...] | None = None
     reuse_layers: int = 1
     tail_estimate: bool = False
+    speculate: Literal["step", "layer"] | None = None
+    speculation_threshold: float = 0.9
+    overlap: Literal["transfers", "attention"] | None = None
     host_memory: MemorySize = 0.7
     device_memory: MemorySize | None = None
     host_layout: HostLayout | None = None
     numa_node: int | None = None
     staging_bytes: int | None = None
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     adapter: str | None = None
     checked: bool = False
     cuda_graph: bool = False
 
     def __post_init__(self) -> None:
-        if self.device_buffer_size is None and _matches(self.budget, int):
+        if self.device_buffer_size is None and matches(self.budget, int):
             self._set("device_buffer_size", 2 * self.budget)
         for name, hint in get_type_hints(type(self)).items():
-            _check_type(name, getattr(self, name), hint)
+            check_type(name, getattr(self, name), hint)
         self._set("algorithm_config", MappingProxyType(dict(self.algorithm_config)))
         if self.dense_layers is not None:
             self._set("dense_layers", tuple(self.dense_layers))
@@ -126,6 +130,11 @@ class HiSparseConfig:
         self._check_sizes()
         if self.cuda_graph:
             self._check_cuda_graph()
+
+    @property
+    def stores_fp8(self) -> bool:
+        """Whether K and V are stored in eight bits."""
+        return self.kv_cache_dtype == "fp8_e4m3"
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -145,6 +154,11 @@ class HiSparseConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{name}: got {value}, expected at least {low}")
+        if not -1 <= self.speculation_threshold <= 1:
+            raise ConfigError(
+                f"speculation_threshold: got {self.speculation_threshold}, expected a cosine from "
+                "-1 (never correct) to 1 (always correct)"
+            )
         layers = self.dense_layers or ()
         if len(set(layers)) < len(layers) or min(layers, default=0) < 0:
             raise ConfigError(
@@ -284,7 +298,7 @@ def algorithm_from_options(
     for key, value in options.items():
         if key not in known:
             raise ConfigError(unknown_name(f"{name} option", key, known))
-        _check_type(f"algorithm_config.{key}", value, hints[key])
+        check_type(f"algorithm_config.{key}", value, hints[key])
         values[key] = tuple(value) if isinstance(value, list) else value
     for key, option in known.items():
         if key not in values and option.default is option.default_factory is MISSING:
@@ -349,40 +363,3 @@ def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ConfigError(f"config key {twice!r} is given more than once; expected it once")
     return result
-
-
-def _check_type(key: str, value: object, hint: Any) -> None:
-    if not _matches(value, hint):
-        got = f"{reprlib.repr(value)} ({type(value).__name__})"
-        raise ConfigError(f"{key}: got {got}, expected {type_words(hint)}")
-
-
-def _matches(value: object, hint: Any) -> bool:
-    """Whether a value from JSON fits a type; a bool is no number."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return any(_matches(value, arg) for arg in args)
-    if origin is Literal:
-        return any(value == arg and type(value) is type(arg) for arg in args)
-    if origin is tuple:
-        return isinstance(value, list | tuple) and all(_matches(v, args[0]) for v in value)
-    if hint in (int, float):
-        number = int if hint is int else int | float
-        return isinstance(value, number) and not isinstance(value, bool)
-    return hint is Any or isinstance(value, origin or hint)
-
-
-def type_words(hint: Any) -> str:
-    """A type in words."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        return " or ".join(type_words(arg) for arg in args)
-    if origin is Literal:
-        return " or ".join(json.dumps(arg) for arg in args)
-    if origin is tuple:
-        return f"a list of {type_words(args[0])}"
-    if hint is NoneType:
-        return "null"
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return "an object"
-    return str(getattr(hint, "__name__", hint))

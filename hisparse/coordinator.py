@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from hisparse.decode_plan import DecodePlan, Ways
 from hisparse.errors import HiSparseError
 from hisparse.prefill import Prefill
 from hisparse.representations import Representations
+from hisparse.speculation import LayerSpeculation, StepSpeculation
 from hisparse.tail_estimate import TailEstimate
 from hisparse.types import IndexerInputs, PagedKV
 
@@ -40,6 +42,9 @@ class SparseCoordinator:
         dense_layers: layers that are always dense.
         reuse_layers: layers that share a selection.
         tail_estimate: whether pages that are not selected are estimated by their means.
+        speculate: whose query selects ahead: that of the step before, or the layer's own,
+            predicted from what the layer before gets (:meth:`foresee`); None: nobody's.
+        speculation_threshold: likeness to that query above which its selection is kept.
     """
 
     def __init__(
@@ -54,6 +59,8 @@ class SparseCoordinator:
         dense_layers: frozenset[int] = frozenset(),
         reuse_layers: int = 1,
         tail_estimate: bool = False,
+        speculate: Literal["step", "layer"] | None = None,
+        speculation_threshold: float = 0.0,
     ) -> None:
         self.policy = policy
         self.algorithm = algorithm
@@ -70,8 +77,21 @@ class SparseCoordinator:
         )
         self._tail = TailEstimate(policy, adapter) if tail_estimate else None
         self._prefill = Prefill(policy, algorithm, manager, adapter, tensors, indexes, self._tail)
+        counters, above = manager.counters, speculation_threshold
+        #: Whether :meth:`foresee` may be called.
+        self.foresees = speculate == "layer"
         self._decode = DecodeAttention(
-            policy, algorithm, manager, adapter, tail=self._tail, reuse_layers=reuse_layers
+            policy,
+            algorithm,
+            manager,
+            adapter,
+            tail=self._tail,
+            of_steps=StepSpeculation(policy, above, tensors, counters)
+            if speculate == "step"
+            else None,
+            of_layers=LayerSpeculation(policy, above, counters) if self.foresees else None,
+            reuse_layers=reuse_layers,
+            dense_layers=dense_layers,
         )
         self._batch: PrefillBatch | DecodeBatch | None = None
         self._step: DecodeStep | None = None
@@ -269,7 +289,18 @@ class SparseCoordinator:
             if self._tail is not None:
                 self._tail.store(step.representations, layer_id, keys, values, host_pages)
             self.manager.promote_tail(layer_id, step, rows)
+        self._decode.prefetch(layer_id, parts)
         return out
+
+    def foresee(self, layer_id: int, q: Tensor) -> None:
+        """Predict the queries of a layer of the decode step that has begun: they select for it.
+
+        Args:
+            layer_id: layer number; it has not begun.
+            q: ``[B, Hq, D]``, near what it will be.
+        """
+        if layer_id not in self._dense_layers:
+            self._decode.foresee(layer_id, q, self._parts)
 
     def remember(self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor) -> None:
         """Representations of a chunk whose K and V ``[T, Hkv, D]`` are loaded, not computed.
@@ -284,4 +315,5 @@ class SparseCoordinator:
         """The last layer is done."""
         if isinstance(self._batch, PrefillBatch):
             self.manager.warmed(c.slot for c in self._batch.chunks)
+        self.manager.end_forward()
         self.manager.counters.publish()

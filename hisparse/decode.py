@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,9 +11,14 @@ from torch import Tensor
 from hisparse.adapters import Attended, BackendAdapter, merge_attended
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.batch import DecodeStep, SelectionPolicy
-from hisparse.cache import SparseKVCacheManager
+from hisparse.cache import SparseKVCacheManager, SwapIn, Tile
+from hisparse.cache.swap import When
+from hisparse.kernels import LruDiff
+from hisparse.selected import SelectedAttention
+from hisparse.speculation import Foreseen, LayerSpeculation, StepSpeculation
+from hisparse.streams import Started
 from hisparse.tail_estimate import TailEstimate
-from hisparse.types import IndexerInputs, PagedKV, Selection
+from hisparse.types import IndexerInputs, Selection
 
 __all__ = ["DecodeAttention", "DecodePart", "SelectionObserver"]
 
@@ -31,6 +36,9 @@ class DecodePart:
         dense: ``[B] bool``, requests that are attended densely all the same; None: nobody is.
         width: K of the selections, for those who are.
         selection: the last one made, with the number of its group of layers.
+        ahead: pages that the next step finds selected in that group; None: it finds nothing.
+        foreseen: what layers that have not begun are going to attend, their pages on their way.
+        coming: pages of the layers that share it, on their way before the layer begins.
     """
 
     step: DecodeStep
@@ -38,6 +46,9 @@ class DecodePart:
     dense: Tensor | None = None
     width: int = 0
     selection: tuple[int, Selection] | None = None
+    ahead: Selection | None = None
+    foreseen: dict[int, tuple[Foreseen, Started[LruDiff]]] = field(default_factory=dict)
+    coming: dict[int, SwapIn] = field(default_factory=dict)
 
 
 class DecodeAttention:
@@ -49,7 +60,10 @@ class DecodeAttention:
         manager: brings the selected pages in.
         adapter: attends.
         tail: what estimates the pages that are not selected, if anything does.
+        of_steps: keeps what is selected for the next step, if anything is.
+        of_layers: judges what is selected for the next layer, if anything is.
         reuse_layers: layers that share a selection: that of the first of them that is sparse.
+        dense_layers: layers that do not select.
 
     Attributes:
         observer: sees every selection; None: nobody does.
@@ -63,14 +77,21 @@ class DecodeAttention:
         adapter: BackendAdapter,
         *,
         tail: TailEstimate | None = None,
+        of_steps: StepSpeculation | None = None,
+        of_layers: LayerSpeculation | None = None,
         reuse_layers: int = 1,
+        dense_layers: frozenset[int] = frozenset(),
     ) -> None:
         self._policy = policy
         self._algorithm = algorithm
         self._manager = manager
         self._adapter = adapter
+        self._selected = SelectedAttention(policy, manager, adapter)
         self._tail = tail
+        self._of_steps = of_steps
+        self._of_layers = of_layers
         self._reuse_layers = reuse_layers
+        self._dense_layers = dense_layers
         self.observer: SelectionObserver | None = None
 
     def attention(
@@ -93,9 +114,11 @@ class DecodeAttention:
     def attend_sparse(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
         """Over the pages that the algorithm selects, and an estimate of the others if asked for."""
         group = layer_id // self._reuse_layers
-        if part.selection is None or part.selection[0] != group:
+        leads = part.selection is None or part.selection[0] != group
+        if leads:
             part.selection = group, self._select(layer_id, q, part)
-        attended = self._attend_selection(layer_id, q, part, part.selection[1], sparse=True)
+        assert part.selection is not None, "the first layer of a group selects"
+        attended = self._attend_selection(layer_id, q, part, part.selection[1], leads=leads)
         if self._tail is not None:
             queries, selection = self._by_row(q), part.selection[1]
             estimate = self._tail.attend(layer_id, queries, selection, part.step)
@@ -110,32 +133,99 @@ class DecodeAttention:
             capped = (selection.lengths == most) & more
             capped = capped if dense is None else capped & ~dense[:, None]
             self._manager.counters.count_capped(capped.flatten())
+        if self._of_steps is not None:
+            selection, part.ahead = self._of_steps.choose(layer_id, q, selection, part.step, dense)
+        if self._of_layers is not None and layer_id in part.foreseen:
+            foreseen, coming = part.foreseen.pop(layer_id)
+            coming.join()
+            selection = self._of_layers.choose(foreseen, q, selection, part.step, dense)
         if self.observer is not None:
             self.observer(layer_id, q, part.step, selection)
         return selection if dense is None else _or_all(selection, dense, part)
+
+    def foresee(self, layer_id: int, q: Tensor, parts: Sequence[DecodePart]) -> None:
+        """Select for a layer that has not begun, and bring the pages in; nothing for a layer that
+        takes the selection of another one.
+
+        Args:
+            layer_id: layer number.
+            q: ``[B, Hq, D]``, what its queries are predicted to be.
+            parts: of that layer.
+        """
+        speculation, group = self._of_layers, layer_id // self._reuse_layers
+        assert speculation is not None, "only a coordinator that foresees is asked to"
+        for part in parts:
+            if part.attend != self.attend_sparse:
+                continue
+            if part.selection is not None and part.selection[0] == group:
+                continue
+            own = q if part.step.index is None else q[part.step.index]
+            selection = self._algorithm.retrieve_topk(own, layer_id, part.step)
+            pages = speculation.pages_to_bring(selection, part.step, part.dense)
+            coming = self._manager.prefetch(layer_id, pages, part.step)
+            part.foreseen[layer_id] = Foreseen(own, selection), coming
+
+    def prefetch(self, layer_id: int, parts: Sequence[DecodePart]) -> None:
+        """Bring in what the next step finds selected; the layer has attended."""
+        for part in parts:
+            if part.ahead is not None:
+                self._manager.prefetch(layer_id, part.ahead, part.step)
 
     def attend_resident(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
         """Dense, over a context that fits the row's device pages."""
         # No row has more device pages, so no context that fits has.
         width = min(part.step.max_pages, self._manager.device.max_row_pages)
-        selection = _all_pages(part.step, width)
-        return self._by_request(self._attend_selection(layer_id, q, part, selection, sparse=False))
+        selection, step = _all_pages(part.step, width), part.step
+        swap = self._manager.begin_swap_in(layer_id, selection, step, "now")
+        attended = self._selected.at_once(
+            layer_id, self._by_row(q), selection, step, step.tail_row_lens, swap
+        )
+        return self._by_request(attended)
 
     def _attend_selection(
-        self, layer_id: int, q: Tensor, part: DecodePart, selection: Selection, *, sparse: bool
+        self, layer_id: int, q: Tensor, part: DecodePart, selection: Selection, *, leads: bool
     ) -> Attended:
-        step, size = part.step, self._policy.kv.page_size
-        table = self._manager.swap_in(layer_id, selection, step)
-        lengths, tail_lens = selection.lengths.flatten(), step.tail_row_lens
-        if sparse and self._algorithm.ranks_tail:
-            # A selection that fills the budget leaves no room for the tail page.
-            has_room = selection.lengths < self._policy.max_pages
-            has_room = has_room if part.dense is None else has_room | part.dense[:, None]
-            tail_lens = tail_lens * has_room.flatten()
-        # All pages are full but the last one, the tail.
-        seq_lens = torch.add(tail_lens, lengths, alpha=size)
-        kv = self._manager.device.layer(layer_id)
-        return self._adapter.attend(self._by_row(q), kv, table, seq_lens, self._policy.scale)
+        """``leads``: this is the layer that has selected, for those of its group as well."""
+        manager, step, queries = self._manager, part.step, self._by_row(q)
+        tail_lens = self._tail_lens(selection, part)
+        swap, last_pages = part.coming.pop(layer_id, None), manager.last_pages
+        if swap is not None:
+            return self._selected.at_once(layer_id, queries, selection, step, tail_lens, swap)
+        when: When = "now" if last_pages is None else "beside"
+        swap = manager.begin_swap_in(layer_id, selection, step, when)
+        if leads and manager.overlaps:
+            # Behind the pages that this layer itself waits for.
+            for later in self._followers(layer_id):
+                part.coming[later] = manager.begin_swap_in(later, selection, step, "ahead")
+        if last_pages is None:
+            return self._selected.at_once(layer_id, queries, selection, step, tail_lens, swap)
+        who = self._is_sparse(part).repeat_interleave(self._policy.heads)
+        return self._selected.in_parts(
+            layer_id, queries, selection, step, tail_lens, swap, last_pages, who
+        )
+
+    def _followers(self, layer_id: int) -> list[int]:
+        """The layers that share the selection of the layer that has made it."""
+        end = (layer_id // self._reuse_layers + 1) * self._reuse_layers
+        later = range(layer_id + 1, min(end, self._policy.kv.num_layers))
+        return [layer for layer in later if layer not in self._dense_layers]
+
+    def _is_sparse(self, part: DecodePart) -> Tensor:
+        """``[B] bool``, requests that are not attended whole. The others are served in this call or
+        in another one as it happens, so they are not split.
+        """
+        sparse = part.step.num_pages > self._policy.budget_pages
+        return sparse if part.dense is None else sparse & ~part.dense
+
+    def _tail_lens(self, selection: Selection, part: DecodePart) -> Tensor:
+        """``[R] int32``, tokens of the tail page that are attended."""
+        tail_lens = part.step.tail_row_lens
+        if not self._algorithm.ranks_tail:
+            return tail_lens
+        # A selection that fills the budget leaves no room for the tail page.
+        has_room = selection.lengths < self._policy.max_pages
+        has_room = has_room if part.dense is None else has_room | part.dense[:, None]
+        return tail_lens * has_room.flatten()
 
     def _by_row(self, q: Tensor) -> Tensor:
         rows: Tensor = q.unflatten(1, (self._policy.heads, -1)).flatten(0, 1)
@@ -151,32 +241,37 @@ class DecodeAttention:
         out = q.new_empty(*q.shape[:-1], self._policy.kv.v_head_dim, dtype=torch.float32)
         seq_lens = step.num_pages * size + step.tail_lens
         # One request after the other: tiles, and so the order of the sums, depend on it alone.
-        for request in range(q.shape[0]):
-            own = slice(request, request + 1)
-            num_pages = -(-int(step.seq_lens_cpu[request]) // size)
-            queries, table = q[own], step.host_page_table[own, :num_pages]
-            out[own] = self._attend_tiles(layer_id, queries, table, seq_lens[own]).out
+        attended: Attended | None = None
+        tiles = self._tiles(layer_id, step)
+        for tile, ahead in zip(tiles, [*tiles[1:], None], strict=True):
+            own = slice(tile.owner, tile.owner + 1)
+            lens = seq_lens[own] - tile.first * size
+            new = self._attend_tile(q[own], tile, ahead, lens)
+            attended = new if attended is None else merge_attended(attended, new)
+            if ahead is None or ahead.owner != tile.owner:
+                out[own], attended = attended.out, None
         return out
 
-    def _attend_tiles(
-        self, layer_id: int, q: Tensor, host_pages: Tensor, seq_lens: Tensor
-    ) -> Attended:
-        """``q [1, Hq, D]``, ``host_pages [1, P]``."""
-        manager, size = self._manager, self._policy.kv.page_size
-        total, width = host_pages.shape[1], manager.staging_pages
-        attended: Attended | None = None
-        for first in range(0, total, width):
-            pages = host_pages[:, first : first + width]
-            tile: PagedKV = manager.read_prefix(layer_id, pages.flatten())
-            table = torch.arange(pages.numel(), dtype=torch.int32, device=q.device)
-            lens = (seq_lens - first * size).clamp(0, pages.shape[1] * size)
-            part = self._adapter.attend(q, tile, table.view(pages.shape), lens, self._policy.scale)
-            attended = part if attended is None else merge_attended(attended, part)
-            manager.counters.count_staged(
-                pages.numel() * size * self._policy.kv.token_bytes_per_layer, decode=True
-            )
-        assert attended is not None, "a decode step has at least one page"
-        return attended
+    def _tiles(self, layer_id: int, step: DecodeStep) -> list[Tile]:
+        """All pages of all requests, numbered, the tail pages among them."""
+        size, width = self._policy.kv.page_size, self._manager.staging_pages
+        tiles = []
+        for request, seq_len in enumerate(step.seq_lens_cpu.tolist()):
+            pages = step.host_page_table[request, : -(-seq_len // size)]
+            firsts = range(0, pages.numel(), width)
+            tiles += [Tile(layer_id, request, x, pages[x : x + width]) for x in firsts]
+        return tiles
+
+    def _attend_tile(self, q: Tensor, tile: Tile, ahead: Tile | None, lens: Tensor) -> Attended:
+        """``q [1, Hq, D]`` over a tile, of which the request has ``lens [1]`` tokens, or more."""
+        manager, kv = self._manager, self._policy.kv
+        count = tile.host_pages.numel()
+        pages = manager.read_prefix(tile, ahead)
+        table = torch.arange(count, dtype=torch.int32, device=q.device)[None]
+        lens = lens.clamp(0, count * kv.page_size)
+        num_bytes = count * kv.page_size * kv.token_bytes_per_layer
+        manager.counters.count_staged(num_bytes, decode=True)
+        return self._adapter.attend(q, pages, table, lens, self._policy.scale)
 
 
 def _all_pages(step: DecodeStep, width: int) -> Selection:

@@ -19,6 +19,10 @@ class CacheStats:
         miss_pages: pages that a decode step selected and had to bring in.
         selected_tokens: tokens that decode steps attended, over layers and rows.
         selections: what algorithms selected, over layers and rows.
+        speculated_selections: selections, one per row and layer that selects, that were made
+            ahead by another query.
+        corrected_selections: those of them that were not kept, for the query was too different.
+        prefetched_pages: pages that selections made ahead brought in, over layers and rows.
         capped_selections: selections of an algorithm that keeps as many pages as a query needs
             that filled ``device_buffer_size`` and left pages out, over layers and rows.
         decode_read_bytes: host to device, during decode steps.
@@ -30,6 +34,9 @@ class CacheStats:
     miss_pages: int
     selected_tokens: int
     selections: int
+    speculated_selections: int
+    corrected_selections: int
+    prefetched_pages: int
     capped_selections: int
     decode_read_bytes: int
     prefill_read_bytes: int
@@ -54,9 +61,10 @@ class CacheCounters:
     def __init__(self, page_tokens: int, page_bytes: int, device: torch.device) -> None:
         self._page_tokens = page_tokens
         self._page_bytes = page_bytes
-        self._totals = torch.zeros(3, dtype=torch.int64, device=device)
-        self._seen = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._counted: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+        # Hits, misses, capped, speculated and corrected selections, prefetched pages.
+        self._totals = torch.zeros(6, dtype=torch.int64, device=device)
+        self._seen = torch.zeros(6, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._counted: tuple[list[Tensor], ...] = tuple([] for _ in range(6))
         self._selections = 0
         self._other_tokens = 0
         self._dense_read_bytes = 0
@@ -71,6 +79,15 @@ class CacheCounters:
     def count_capped(self, capped: Tensor) -> None:
         """``[R] bool``, which selections of one layer were cut short; summed up likewise."""
         self._counted[2].append(capped)
+
+    def count_speculated(self, known: Tensor, corrected: Tensor) -> None:
+        """``[B, H] bool`` of one layer: whose selection was made ahead, and who did not keep it."""
+        self._counted[3].append(known.flatten())
+        self._counted[4].append(corrected.flatten())
+
+    def count_prefetched(self, num_pages: Tensor) -> None:
+        """``[R] int32``, pages that were brought in ahead in one layer; summed up likewise."""
+        self._counted[5].append(num_pages)
 
     def count_chosen(self, num_selections: int) -> None:
         """Selections of a decode step, over layers and rows."""
@@ -105,14 +122,17 @@ class CacheCounters:
 
     def stats(self) -> CacheStats:
         """Totals as of the last :meth:`publish` that the device has finished."""
-        hits, misses, capped = self._seen.tolist()
+        hits, misses, capped, speculated, corrected, prefetched = self._seen.tolist()
         return CacheStats(
             hit_pages=hits,
             miss_pages=misses,
             selected_tokens=(hits + misses) * self._page_tokens + self._other_tokens,
             selections=self._selections,
+            speculated_selections=speculated,
+            corrected_selections=corrected,
+            prefetched_pages=prefetched,
             capped_selections=capped,
-            decode_read_bytes=misses * self._page_bytes + self._dense_read_bytes,
+            decode_read_bytes=(misses + prefetched) * self._page_bytes + self._dense_read_bytes,
             prefill_read_bytes=self._prefill_read_bytes,
             written_bytes=self._written_bytes,
         )

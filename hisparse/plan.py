@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from hisparse.assemble import Resources, make_plan
+from hisparse.assemble import Resources, make_plan, stored_spec
 from hisparse.config import HiSparseConfig, build_algorithm, format_bytes, resolve_memory
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.sglang.checks import server_page_size
@@ -117,6 +117,7 @@ def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) ->
             f"{format_bytes(-(-machine.weight_bytes // machine.tp))} a GPU; expected more memory, "
             "or a larger --tp"
         )
+    spec = stored_spec(config, spec)
     pool = resolve_memory(config.host_memory, machine.host_bytes, "host_memory") // _MIB
     page = server_page_size(config)
     tokens = -(-context // page) * page
@@ -134,6 +135,8 @@ def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) ->
     except CapacityError as error:
         message = str(error)
         limit = "host_memory" if message.startswith("host_memory") else "device_memory"
+    # SGLang stores fp8 without scales of ours.
+    dense_bytes = spec.token_bytes - spec.scale_bytes
     index_bytes = spec.num_layers * (spec.index_head_dim + 4 * (spec.index_head_dim > 0))
     return Capacity(
         config=replace(config, host_memory=f"{max(1, pool)}MiB"),
@@ -141,7 +144,7 @@ def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) ->
         spec=spec,
         sizing=sizing,
         max_requests=requests,
-        dense_max_requests=machine.cache_bytes // (spec.token_bytes + index_bytes) // tokens,
+        dense_max_requests=machine.cache_bytes // (dense_bytes + index_bytes) // tokens,
         limit=limit,
         message=message,
     )

@@ -10,17 +10,24 @@ from torch import Tensor
 from hisparse.algorithms import BaseSparseAlgorithm, Representation, RepresentationOwner
 from hisparse.batch import SelectionPolicy
 from hisparse.request_indexes import RequestIndexes
+from hisparse.speculation import StepSpeculation
 from hisparse.tail_estimate import TailEstimate
 
 __all__ = ["Representations", "entry_bytes", "list_representations"]
 
 
 def list_representations(
-    algorithm: BaseSparseAlgorithm, policy: SelectionPolicy, *, tail_estimate: bool = False
+    algorithm: BaseSparseAlgorithm,
+    policy: SelectionPolicy,
+    *,
+    tail_estimate: bool = False,
+    speculate: bool = False,
 ) -> dict[str, Representation]:
     """Everything that is kept beside K and V, by name."""
     found = algorithm.representations(policy)
-    return found | TailEstimate.representations(policy) if tail_estimate else found
+    if tail_estimate:
+        found |= TailEstimate.representations(policy)
+    return found | StepSpeculation.representations(policy) if speculate else found
 
 
 def entry_bytes(kinds: Mapping[str, Representation], per: RepresentationOwner) -> int:
@@ -59,7 +66,7 @@ class Representations:
             "request": (num_slots,),
             "layer": (),
         }
-        self._kinds = dict(kinds)
+        self._saved = {n: kind for n, kind in kinds.items() if kind.per != "layer" and kind.saved}
         self.tensors = {
             name: torch.zeros((num_layers, *entries[r.per], *r.shape), dtype=r.dtype, device=device)
             for name, r in kinds.items()
@@ -96,12 +103,11 @@ class Representations:
         self.indexes.fork(source, target)
 
     def read(self, layer_id: int, slot: int, host_pages: Tensor) -> dict[str, Tensor]:
-        """What is remembered of a request: entries of its pages ``[P] int64``, and its own."""
+        """What is saved of a request: entries of its pages ``[P] int64``, and its own."""
         self.apply_resets()
         return {
             name: self.tensors[name][layer_id, host_pages if kind.per == "page" else slot]
-            for name, kind in self._kinds.items()
-            if kind.per != "layer"
+            for name, kind in self._saved.items()
         }
 
     def write(
@@ -110,13 +116,12 @@ class Representations:
         """The contrary of :meth:`read`."""
         self.apply_resets()
         for name, values in entries.items():
-            where = host_pages if self._kinds[name].per == "page" else slot
+            where = host_pages if self._saved[name].per == "page" else slot
             self.tensors[name][layer_id, where] = values.to(self.tensors[name].device)
 
     def describe(self) -> dict[str, str]:
         """Names that :meth:`read` gives, and what stands there: two that agree can be exchanged."""
         return {
             name: f"{kind.per} {list(kind.shape)} {kind.dtype}"
-            for name, kind in self._kinds.items()
-            if kind.per != "layer"
+            for name, kind in self._saved.items()
         }

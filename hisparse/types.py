@@ -36,6 +36,7 @@ __all__ = [
     "PagedKV",
     "Selection",
     "SelectionScope",
+    "StoredKV",
 ]
 
 SelectionScope = Literal["layer", "kv_head", "query_head"]
@@ -52,11 +53,13 @@ class KVSpec:
         num_kv_heads: Hkv of this rank.
         head_dim: Dk, elements.
         v_head_dim: Dv, elements.
-        dtype: dtype of keys and values as stored.
+        dtype: dtype of keys and values as the model computes them and algorithms see them.
         page_size: S, tokens.
         latent: whether values are the first Dv columns of the keys and not stored apart, as with
             MLA, whose latent is both.
         index_head_dim: Di of the model's own indexer; 0: it has none.
+        fp8: whether keys and values are stored as float8_e4m3fn, with a scale for each token and
+            head; else in ``dtype``.
     """
 
     num_layers: int
@@ -68,6 +71,12 @@ class KVSpec:
     page_size: int
     latent: bool = False
     index_head_dim: int = 0
+    fp8: bool = False
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Dtype of keys and values in host pool and device pages."""
+        return torch.float8_e4m3fn if self.fp8 else self.dtype
 
     @property
     def stored_width(self) -> int:
@@ -80,14 +89,31 @@ class KVSpec:
         return self.num_q_heads // self.num_kv_heads
 
     @property
+    def head_bytes(self) -> int:
+        """Bytes of K and V of one token and KV head in one layer as stored, scales included."""
+        scales = 2 if self.fp8 else 0
+        return self.stored_width * self.stored_dtype.itemsize + scales
+
+    @property
     def token_bytes_per_layer(self) -> int:
-        """Bytes of K and V of one token in one layer, all KV heads."""
-        return self.num_kv_heads * self.stored_width * self.dtype.itemsize
+        """Bytes of K and V of one token in one layer, all KV heads, as stored."""
+        return self.num_kv_heads * self.head_bytes
+
+    @property
+    def staged_token_bytes(self) -> int:
+        """Device memory for one token of a staged prefix: as stored and, if need be, as read."""
+        as_read = self.num_kv_heads * self.stored_width * self.dtype.itemsize if self.fp8 else 0
+        return self.token_bytes_per_layer + as_read
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token in all layers."""
+        """Bytes of K and V of one token in all layers, as stored."""
         return self.num_layers * self.token_bytes_per_layer
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales in :attr:`token_bytes`."""
+        return 2 * self.num_layers * self.num_kv_heads if self.fp8 else 0
 
     def selection_heads(self, scope: SelectionScope) -> int:
         """H for a selection scope."""
@@ -105,6 +131,31 @@ class PagedKV(NamedTuple):
 
     k: Tensor
     v: Tensor
+
+
+class StoredKV(NamedTuple):
+    """Keys and values as they are stored: pages, or tokens one after the other.
+
+    Attributes:
+        k: ``[..., Dk]``, in the stored dtype.
+        v: ``[..., Dv]``.
+        scales: ``[..., 2] uint8`` of K and V, powers of two: 2 ** (scale - 127), the E8M0 format of
+            OCP's microscaling; None: nothing is scaled.
+    """
+
+    k: Tensor
+    v: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def kv(self) -> PagedKV:
+        """Without the scales."""
+        return PagedKV(self.k, self.v)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What there is, of equal shape but for the last dimension."""
+        return (self.k, self.v) if self.scales is None else (self.k, self.v, self.scales)
 
 
 class IndexerInputs(NamedTuple):

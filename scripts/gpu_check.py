@@ -37,8 +37,10 @@ SUITES = {
         "test_page_summary.py",
         "test_page_sketch.py",
     ],
+    "fp8": ["test_fp8.py", "test_fp8_transfer.py"],
     "adapters": ["../adapters/test_against_torch.py"],
     "graphs": ["gpu/test_graphs.py", "gpu/test_algorithm_graphs.py", "gpu/test_step_graphs.py"],
+    "overlap": ["gpu/test_overlap_graphs.py"],
 }
 BENCHES = {
     "lru-diff": (["lru"], ["lru-diff", "--rows", "32"]),
@@ -57,6 +59,14 @@ BENCHES = {
     "decode 8k": (
         ["lru", "transfer", "attention"],
         ["decode", "--dtype", "bfloat16", "--context", "8192"],
+    ),
+    "step 32k": (
+        ["lru", "transfer", "attention", "overlap"],
+        ["step", "--dtype", "bfloat16", "--context", "32768", "--batch", "4"],
+    ),
+    "prefill 32k": (
+        ["lru", "transfer", "overlap"],
+        ["prefill", "--dtype", "bfloat16", "--context", "32768", "--chunk", "2048"],
     ),
 }
 SWAP_IN_POOL = str(20 << 30)

@@ -46,12 +46,22 @@ def test_what_it_can_do_is_accepted() -> None:
         ),
         ({}, "cuda", ["'limited' cannot do device cuda", "algorithms that can: ", "quest"]),
         (
+            {"kv_cache_dtype": "fp8_e4m3"},
+            "cpu",
+            ["'limited' cannot do kv_cache_dtype fp8_e4m3; algorithms that can: ", "quest"],
+        ),
+        (
+            {"algorithm": "quest", "kv_cache_dtype": "fp8_e4m3", "adapter": "flashinfer"},
+            "cuda",
+            ["adapter 'flashinfer' cannot do kv_cache_dtype fp8_e4m3", "(adapters that can: torch"],
+        ),
+        (
             {"selection_scope": "kv_head"},
             "cpu",
             ["selection_scope 'kv_head'", "'limited'", "choices: layer;", "can: ", "quest"],
         ),
     ],
-    ids=["page-size", "device", "scope"],
+    ids=["page-size", "device", "fp8", "fp8-adapter", "scope"],
 )
 def test_what_it_cannot_do_names_who_can(
     settings: dict[str, Any], device: str, words: list[str]
@@ -61,4 +71,13 @@ def test_what_it_cannot_do_names_who_can(
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "limited" not in message.partition("that can:")[2]
+    assert "\n" not in message
+
+
+def test_a_selection_by_the_models_own_indexer_is_not_made_ahead() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_capabilities(config(algorithm="dsa", page_size=1, speculate="step"), "cpu")
+    message = str(caught.value)
+    assert "algorithm 'dsa' cannot do speculate 'step'" in message
+    assert "dsa" not in message.partition("that can:")[2]
     assert "\n" not in message

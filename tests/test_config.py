@@ -96,6 +96,14 @@ def test_alias() -> None:
             id="tail-of-tokens",
         ),
         pytest.param({"tail_estimate": 1}, ["got 1", "expected bool"], id="tail"),
+        pytest.param(
+            {"speculate": "head"}, ["got 'head' (str)", '"step" or "layer" or null'], id="speculate"
+        ),
+        pytest.param({"speculate": True}, ["got True (bool)"], id="speculate-bool"),
+        pytest.param({"speculation_threshold": 1.1}, ["got 1.1", "from -1"], id="cosine"),
+        pytest.param(
+            {"speculation_threshold": float("nan")}, ["got nan", "cosine"], id="nan-cosine"
+        ),
         pytest.param({"numa_node": 0}, ["not there yet", "works is null"], id="numa"),
         pytest.param({"host_memory": "64 gallons"}, ["'64 gallons'", "'64GiB'", "TiB"], id="unit"),
         pytest.param({"host_memory": "64"}, ["'64'", "units:"], id="no-unit"),

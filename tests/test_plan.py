@@ -89,10 +89,11 @@ def test_bytes_of_a_request() -> None:
     found = fit(HiSparseConfig(budget=2048), LLAMA, H200, 32768)
     assert found.host_bytes_per_request == 32768 * LLAMA.token_bytes
     assert found.host_bytes_per_token == 131072
-    # Two ranges in bfloat16 for pages of 16: an eighth.
-    assert found.device_bytes_per_token == 131072 // 8
+    # Four ranges of a page of 16 in fp8, each with a scale, in 32 layers and 8 heads.
+    representations = 32 * 8 * 4 * (2 * 128 + 4) // 16
+    assert found.device_bytes_per_token == representations
     pages = 32 * 8 * (4096 // 16 + 1) * 16 * 256 * 2
-    tables = found.device_bytes_per_request - pages - 32768 * 16384
+    tables = found.device_bytes_per_request - pages - 32768 * representations
     assert 0 < tables < 0.02 * pages
 
 
@@ -152,6 +153,28 @@ def planned(capsys: pytest.CaptureFixture[str], *line: str) -> dict[str, Any]:
     assert main(["plan", *line, *MEMORY, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
+
+
+def test_eight_bits_hold_nearly_twice_the_tokens(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The flag of the server's name, and the key; from bfloat16, with a scale for each vector."""
+    line = ["--model", model, "--context", "2048", "--budget", "256"]
+    plain = planned(capsys, *line)
+    flag = planned(capsys, *line, "--kv-cache-dtype", "fp8_e4m3")
+    key = planned(capsys, *line[:-2], "--config", '{"budget": 256, "kv_cache_dtype": "fp8_e4m3"}')
+    assert flag["hisparse"] == key["hisparse"]
+    assert (plain["bytes_per_token"], flag["bytes_per_token"]) == (2 * 2 * 2 * 8 * 2, 2 * 2 * 2 * 9)
+    assert flag["hisparse"]["host_bytes_per_request"] == 2048 * 72
+    assert (
+        flag["hisparse"]["device_bytes_per_request"] < plain["hisparse"]["device_bytes_per_request"]
+    )
+    assert flag["hisparse"]["max_requests"] > plain["hisparse"]["max_requests"]
+    # SGLang's fp8 pool has no scales for vectors.
+    assert flag["dense"]["max_requests"] >= 2 * plain["dense"]["max_requests"]
+    words = shlex.split(flag["command"])
+    config = HiSparseConfig.parse(words[words.index("--hisparse-config") + 1])
+    assert config.stores_fp8
 
 
 def test_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:

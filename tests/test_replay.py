@@ -46,10 +46,10 @@ def state_of(sim: Simulator) -> dict[str, torch.Tensor]:
     own = {name: x[heads:] if x.dim() == 1 else x[:, heads:] for name, x in found.items()}
     own |= {name: x[:, 1:] for name, x in found.items() if name.startswith("kept")}
     for layer in range(sim.layers):
-        for name, pages in sim.manager.host.layer(layer)._asdict().items():
+        for name, pages in zip("kvs", sim.manager.host.stored(layer).tensors, strict=False):
             own[f"host {name} {layer}"] = pages[1:]
         # The tails of slot 0.
-        for name, pages in device.layer(layer)._asdict().items():
+        for name, pages in zip("kvs", device.stored(layer).tensors, strict=False):
             own[f"device {name} {layer}"] = pages[heads:]
     return own
 
@@ -68,6 +68,7 @@ SETTINGS = pytest.mark.parametrize(
     [
         pytest.param({}, id="quest"),
         pytest.param({"algorithm": Quest(summary_dtype="bfloat16")}, id="quest-bfloat16"),
+        pytest.param({"fp8": True, "min_sparse_context": 80}, id="fp8-dense-beyond-the-budget"),
         pytest.param({"algorithm": Streaming()}, id="streaming"),
         pytest.param({"algorithm": Sketch()}, id="sketch"),
         pytest.param({"algorithm": SnapKV(window=4)}, id="snapkv"),
@@ -77,12 +78,12 @@ SETTINGS = pytest.mark.parametrize(
         pytest.param({"dense_layers": (0,), "max_row": 192}, id="dense-layer"),
         pytest.param({"layers": 4, "reuse_layers": 2}, id="reuse"),
         pytest.param({"tail_estimate": True, "min_sparse_context": 80}, id="tail-estimate"),
-        pytest.param({"speculate_above": 0.0, "device_buffer": 32, "max_row": 32}, id="speculate"),
+        pytest.param({"speculate": "step", "device_buffer": 32, "max_row": 32}, id="speculate"),
         pytest.param(
-            {"speculate_above": 0.0, "min_sparse_context": 60, "layers": 4, "reuse_layers": 2},
+            {"speculate": "step", "min_sparse_context": 60, "layers": 4, "reuse_layers": 2},
             id="speculate-reuse-dense-beyond-the-budget",
         ),
-        pytest.param({"speculate_above": 0.0, "algorithm": TopP(mass=0.6)}, id="speculate-topp"),
+        pytest.param({"speculate": "step", "algorithm": TopP(mass=0.6)}, id="speculate-topp"),
     ],
 )
 

@@ -30,6 +30,7 @@ struct Pages {
 struct AttentionParams {
   const float* query;              // [R, Q, Dk], times the softmax scale
   Pages keys, values;
+  Pages scales;                    // [N, Hr, S, 2] of keys and values, or no data
   Rows<const int32_t> page_table;  // [R, P]
   const int32_t* seq_lens;         // [R]
   float* out;                      // [R, Q, Dv]
@@ -68,6 +69,25 @@ HISPARSE_INLINE void dot(const float* q, const typename T::Raw* key, const typen
     float total = sum(sums[g]);
     for (int32_t rest = d; rest < width; ++rest) total += q[g * width + rest] * T::one(key[rest]);
     logits[g * stride] = total;
+  }
+}
+
+// The power of two that scales a vector: E8M0, the exponent of a float.
+HISPARSE_INLINE float scale_of(const AttentionParams& p, int32_t page, int64_t head, int32_t t,
+                               int value) {
+  struct Byte { using Raw = uint8_t; };
+  return bit_cast<float>(static_cast<uint32_t>(p.scales.at<Byte>(page, head, t)[value]) << 23);
+}
+
+// numbers [group, stride]: times the scale of every token's key (0) or value (1).
+void apply_scales(const AttentionParams& p, const Span& span, int64_t head, int value,
+                  float* numbers, int64_t stride) {
+  if (p.scales.data == nullptr) return;
+  for (int64_t i = span.first; i < span.last; ++i) {
+    for (int32_t t = 0, count = span.count(p, i); t < count; ++t, ++numbers) {
+      const float scale = scale_of(p, span.pages[i], head, t, value);
+      for (int32_t g = 0; g < p.group(); ++g) numbers[g * stride] *= scale;
+    }
   }
 }
 
@@ -181,10 +201,12 @@ bool attend_split(const AttentionParams& p, int64_t row, int64_t head, int64_t s
   float* logits = room.data();
   const float* q = p.query + (row * p.queries + head * group) * p.keys.width;
   score_keys<T>(p, span, head, q, logits, stride);
+  apply_scales(p, span, head, 0, logits, stride);
   std::vector<float> totals(group);
   for (int32_t g = 0; g < group; ++g) {
     lse[g] = exponentiate(logits + g * stride, count, &totals[g]);
   }
+  apply_scales(p, span, head, 1, logits, stride);
   add_values<T>(p, span, head, logits, stride, out);
   for (int32_t g = 0; g < group; ++g) {
     const float scale = 1.0f / totals[g];
@@ -253,12 +275,13 @@ void require_lengths(const AttentionParams& p) {
   }
 }
 
-void paged_attention(TensorView query, TensorView k, TensorView v, TensorView page_table,
-                     TensorView seq_lens, TensorView out, TensorView lse) {
+void paged_attention(TensorView query, TensorView k, TensorView v, TensorView scales,
+                     TensorView page_table, TensorView seq_lens, TensorView out, TensorView lse) {
   AttentionParams p;
   p.query = vector_of<const float>(query, "query");
   p.keys = pages_of(k, "kv.k");
   p.values = pages_of(v, "kv.v");
+  p.scales = scales.ndim() == 4 ? pages_of(scales, "kv.scales") : Pages{};
   p.page_table = rows_of<const int32_t>(page_table, "page_table");
   p.seq_lens = vector_of<const int32_t>(seq_lens, "seq_lens");
   p.out = vector_of<float>(out, "out");

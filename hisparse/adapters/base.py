@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters.masked import attend_masked, hide_all_but
+from hisparse.errors import HiSparseError
 from hisparse.registry import Registry
-from hisparse.types import KVSpec, PagedKV, SelectionScope
+from hisparse.types import KVSpec, PagedKV, SelectionScope, StoredKV
 
 __all__ = ["ADAPTERS", "Attended", "BackendAdapter", "merge_attended"]
 
@@ -49,7 +50,9 @@ class BackendAdapter(ABC):
     latent: tuple[bool, ...] = (False, True)
     #: "cuda", "cpu"; None: any.
     device_types: tuple[str, ...] | None = None
-    #: Of keys and values; None: any.
+    #: Whether it has :meth:`attend_fp8`.
+    fp8: bool = False
+    #: Of keys and values, if they are stored in the model's dtype; None: any.
     dtypes: tuple[torch.dtype, ...] | None = None
     #: Tokens per page; None: any.
     page_sizes: tuple[int, ...] | None = None
@@ -81,6 +84,17 @@ class BackendAdapter(ABC):
         Returns:
             out ``[R, Q, Dv]``, lse ``[R, Q]``.
         """
+
+    def attend_fp8(
+        self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, scale: float
+    ) -> Attended:
+        """:meth:`attend` over float8_e4m3fn keys and values with scales; only where ``fp8`` is set.
+
+        Args:
+            q, page_table, seq_lens, scale: as :meth:`attend`.
+            kv: ``[N, Hr, S, D]``, pages, with their scales.
+        """
+        raise HiSparseError(f"{type(self).__name__} does not attend over fp8 K and V")
 
     @abstractmethod
     def attend_prefill(

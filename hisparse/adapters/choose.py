@@ -41,6 +41,8 @@ def choose_adapter(
     kv: KVSpec | None,
     scope: SelectionScope | None,
     wanted: str | None = None,
+    *,
+    fp8: bool = False,
 ) -> ChosenAdapter:
     """The adapter that is asked for, or else the first of those for the device that fits.
 
@@ -49,20 +51,25 @@ def choose_adapter(
         kv: shapes of the model; None: not known yet, any will do.
         scope: for whom pages are selected; None: likewise.
         wanted: a name; None: chosen.
+        fp8: whether K and V are stored in eight bits, if no model says so.
 
     Raises:
         ConfigError: there is no such adapter, or it does not fit; names those that do.
     """
+
+    def refusal(name: str) -> str | None:
+        return _refusal(ADAPTERS.get(name), device_type, kv, scope, fp8=fp8)
+
     if wanted is not None:
-        refused = _refusal(ADAPTERS.get(wanted), device_type, kv, scope)
+        refused = refusal(wanted)
         if refused is None:
             return ChosenAdapter(wanted, "asked for")
-        others = [n for n in ADAPTERS if not _refusal(ADAPTERS.get(n), device_type, kv, scope)]
+        others = [name for name in ADAPTERS if not refusal(name)]
         raise ConfigError(
             f"adapter {wanted!r} {refused} (adapters that can: {', '.join(others) or 'none'})"
         )
     for name, reason in _ORDER.get(device_type, _ELSEWHERE).items():
-        if _refusal(ADAPTERS.get(name), device_type, kv, scope) is None:
+        if refusal(name) is None:
             return ChosenAdapter(name, reason)
     raise ConfigError(f"device {device_type!r}: no adapter takes it and {kv}")
 
@@ -72,9 +79,13 @@ def _refusal(
     device_type: str,
     kv: KVSpec | None,
     scope: SelectionScope | None,
+    *,
+    fp8: bool,
 ) -> str | None:
     """Why an adapter cannot serve a model here, in a few words; None: it can."""
     checks: list[_Check] = [("device", device_type, cls.device_types)]
+    if fp8 or (kv is not None and kv.fp8):
+        checks.append(("kv_cache_dtype", "fp8_e4m3", None if cls.fp8 else ("auto",)))
     if scope is not None:
         checks.append(("selection_scope", scope, cls.scopes))
     if kv is not None:

@@ -77,6 +77,7 @@ def map_tokens(
 class DSAAdapter(TritonAdapter):
     """Decodes MLA with FlashMLA's sparse kernel if it can serve the model, else with Triton."""
 
+    fp8 = False
     scopes: tuple[SelectionScope, ...] = ("layer", "kv_head")
     latent = (True,)
 

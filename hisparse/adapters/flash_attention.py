@@ -75,6 +75,7 @@ def map_pages(
 class FlashAttentionAdapter(TorchAdapter):
     """Decodes with FlashAttention 3; returns its lse, which is natural."""
 
+    fp8 = False
     scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
     device_types = ("cuda",)
     dtypes = (torch.bfloat16, torch.float16)

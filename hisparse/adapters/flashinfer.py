@@ -38,6 +38,7 @@ class FlashInferAdapter(TorchAdapter):
     rows and of the table's width, and each shape of pages and heads.
     """
 
+    fp8 = False
     scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
     latent = (False,)
     device_types = ("cuda",)

@@ -8,7 +8,7 @@ from torch import Tensor
 from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter
 from hisparse.adapters.masked import attend_masked
 from hisparse.kernels import paged_attention
-from hisparse.types import PagedKV, SelectionScope
+from hisparse.types import PagedKV, SelectionScope, StoredKV
 
 __all__ = ["TorchAdapter"]
 
@@ -17,10 +17,17 @@ __all__ = ["TorchAdapter"]
 class TorchAdapter(BackendAdapter):
     """Attends with PyTorch operators for prefill and the project's kernels for decoding."""
 
+    fp8 = True
     scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
 
     def attend(
         self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
+    ) -> Attended:
+        query = q.float() * scale
+        return Attended(*paged_attention(query, kv, page_table, seq_lens))
+
+    def attend_fp8(
+        self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, scale: float
     ) -> Attended:
         query = q.float() * scale
         return Attended(*paged_attention(query, kv, page_table, seq_lens))

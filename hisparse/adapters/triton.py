@@ -13,7 +13,7 @@ from torch import Tensor
 from hisparse.adapters.base import ADAPTERS, Attended
 from hisparse.adapters.torch import TorchAdapter
 from hisparse.kernels import paged_attention
-from hisparse.types import PagedKV
+from hisparse.types import PagedKV, StoredKV
 
 __all__ = ["TritonAdapter"]
 
@@ -33,6 +33,12 @@ class TritonAdapter(TorchAdapter):
 
     def attend(
         self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
+    ) -> Attended:
+        query = q.float() * scale
+        return Attended(*paged_attention(query, kv, page_table, seq_lens, impl="triton"))
+
+    def attend_fp8(
+        self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, scale: float
     ) -> Attended:
         query = q.float() * scale
         return Attended(*paged_attention(query, kv, page_table, seq_lens, impl="triton"))

@@ -39,11 +39,14 @@ class Representation:
             share a prefix share them, so they may not depend on anything but the page's own
             tokens. "request": every request slot, ``[L, request slots, *shape]``; zeros when a
             request begins. "layer": the layer itself, ``[L, *shape]``, constants of the model.
+        saved: whether a context that is saved to a file holds it; what is not is zeros when the
+            context is loaded.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     per: RepresentationOwner = "page"
+    saved: bool = True
 
     @property
     def num_bytes(self) -> int:

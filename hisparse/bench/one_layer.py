@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -12,11 +12,12 @@ from torch import Tensor
 from hisparse.adapters import TorchAdapter
 from hisparse.algorithms import Quest
 from hisparse.batch import DecodeBatch, DecodeStep, SelectionPolicy
-from hisparse.cache import DeviceBuffer, HostKVPool, SparseKVCacheManager
+from hisparse.cache import DeviceBuffer, HostKVPool, Overlap, SparseKVCacheManager
 from hisparse.cache.capacity import CapacityPlanner
 from hisparse.coordinator import SparseCoordinator
 from hisparse.metrics import CacheCounters, CacheStats
 from hisparse.representations import Representations
+from hisparse.streams import make_streams
 from hisparse.types import KVSpec, PagedKV, Selection, SelectionScope
 
 __all__ = ["DecodeWorld"]
@@ -36,6 +37,9 @@ class DecodeWorld:
         device: where the device pages lie.
         seed: of keys, values and queries.
         scope: for whom pages are selected.
+        staging_pages: of a tile.
+        reuse_layers: layers that share a selection.
+        overlap: as in the configuration.
     """
 
     kv: KVSpec
@@ -47,6 +51,9 @@ class DecodeWorld:
     device: torch.device
     seed: int = 0
     scope: SelectionScope = "kv_head"
+    staging_pages: int = 16
+    reuse_layers: int = 1
+    overlap: Literal["transfers", "attention"] | None = None
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
@@ -84,7 +91,12 @@ class DecodeWorld:
                 self.algorithm.store(keys, layer, where, self.representations.tensors)
         manager = self._manager()
         self.coordinator = SparseCoordinator(
-            self.policy, self.algorithm, manager, TorchAdapter(), self.representations
+            self.policy,
+            self.algorithm,
+            manager,
+            TorchAdapter(),
+            self.representations,
+            reuse_layers=self.reuse_layers,
         )
         self.length = self.context
         self._begin_requests(manager)
@@ -109,7 +121,18 @@ class DecodeWorld:
             max_requests=self.batch,
         )
         counters = CacheCounters(size, device.page_bytes, self.device)
-        return SparseKVCacheManager(self.host, device, planner, staging_pages=16, counters=counters)
+        overlap = None
+        if self.overlap is not None:
+            split_pages = self.policy.max_pages if self.overlap == "attention" else None
+            overlap = Overlap(make_streams(self.device), split_pages)
+        return SparseKVCacheManager(
+            self.host,
+            device,
+            planner,
+            staging_pages=self.staging_pages,
+            counters=counters,
+            overlap=overlap,
+        )
 
     def _begin_requests(self, manager: SparseKVCacheManager) -> None:
         """Leave the most recent pages on the device, as a prefill does."""
@@ -123,7 +146,7 @@ class DecodeWorld:
         oldest = max(0, pages - self.row_tokens // size)
         for layer in range(self.kv.num_layers):
             for slot in slots:
-                host, table = self.host.layer(layer), self.table[slot - 1, :pages]
+                host, table = self.host.stored(layer), self.table[slot - 1, :pages]
                 manager.place(layer, int(slot), oldest, pages, host, table)
 
     def begin_token(self) -> None:

@@ -3,5 +3,15 @@
 from hisparse.cache.device_buffer import DeviceBuffer
 from hisparse.cache.host_pool import HOST_LAYOUTS, HostKVPool
 from hisparse.cache.manager import SparseKVCacheManager
+from hisparse.cache.staging import Tile
+from hisparse.cache.swap import Overlap, SwapIn
 
-__all__ = ["HOST_LAYOUTS", "DeviceBuffer", "HostKVPool", "SparseKVCacheManager"]
+__all__ = [
+    "HOST_LAYOUTS",
+    "DeviceBuffer",
+    "HostKVPool",
+    "Overlap",
+    "SparseKVCacheManager",
+    "SwapIn",
+    "Tile",
+]

@@ -8,8 +8,9 @@ from torch import Tensor
 from hisparse.batch import DecodeStep
 from hisparse.cache.device_buffer import DeviceBuffer
 from hisparse.cache.host_pool import HostKVPool
+from hisparse.cache.stored import decode
 from hisparse.errors import HiSparseError
-from hisparse.types import Selection
+from hisparse.types import Selection, StoredKV
 
 __all__ = ["check_resident", "check_selection"]
 
@@ -60,19 +61,23 @@ def check_resident(
         HiSparseError: names the layer, the row and the page.
     """
     heads = step.policy.heads
-    host_kv, device_kv = host.layer(layer_id), device.layer(layer_id)
+    host_kv, device_kv = host.stored(layer_id), device.stored(layer_id)
+    eps = torch.finfo(host.kv.stored_dtype).eps
+    # Rounding to eight bits makes of any difference none or a whole step.
+    most_off = eps if host.kv.fp8 else eps**0.5
     pages = selection.pages.reshape(table.shape)
     for row, entry in (pages >= 0).nonzero().tolist():
         page = int(pages[row, entry])
         host_page = int(step.host_page_table[row // heads, page])
         head = slice(None) if heads == 1 else [row % heads * host.kv.num_kv_heads // heads]
-        for host_pages, device_pages in zip(host_kv, device_kv, strict=True):
-            there = device_pages[int(table[row, entry])].to(host_pages.device)
-            here = host_pages[host_page, head]
+        on_device = (x[int(table[row, entry])].to("cpu") for x in device_kv.tensors)
+        on_host = (x[host_page, head] for x in host_kv.tensors)
+        read = (decode(host.kv, StoredKV(*each)) for each in (on_device, on_host))
+        for there, here in zip(*read, strict=True):
             if torch.equal(there, here):
                 continue
             off = float((there.float() - here.float()).abs().max() / here.float().abs().max())
-            if not off <= torch.finfo(here.dtype).eps ** 0.5:
+            if not off <= most_off:
                 raise HiSparseError(
                     f"layer {layer_id}, row {row}: page {page} on the device (page "
                     f"{int(table[row, entry])}) differs from host page {host_page} by {off:.1e} of "

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hisparse.cache.stored import layers_of
 from hisparse.kernels import RowState
-from hisparse.types import KVSpec, PagedKV
+from hisparse.types import KVSpec, PagedKV, StoredKV
 
 __all__ = ["DeviceBuffer"]
 
@@ -44,14 +45,17 @@ class DeviceBuffer:
 
         def pages(width: int) -> Tensor:
             shape = (layers, num_pages, kv.page_size, stored_heads, width)
-            return torch.zeros(shape, dtype=kv.dtype, device=device).transpose(2, 3)
+            return torch.zeros(shape, dtype=kv.stored_dtype, device=device).transpose(2, 3)
 
         def table(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
         self._k = pages(kv.head_dim)
         self._v = self._k[..., : kv.v_head_dim] if kv.latent else pages(kv.v_head_dim)
-        self._layers = [PagedKV(k, v) for k, v in zip(self._k, self._v, strict=True)]
+        # A page's scales side by side, as in the host pool.
+        shape = (layers, num_pages, stored_heads, kv.page_size, 2)
+        scales = torch.zeros(shape, dtype=torch.uint8, device=device) if kv.fp8 else None
+        self._layers = layers_of(self._k, self._v, scales)
         tables = (layers, num_rows, max_row_pages)
         self.states = RowState(table(*tables), table(*tables), table(*tables))
         self._layer_states = [RowState(*each) for each in zip(*self.states, strict=True)]
@@ -66,7 +70,7 @@ class DeviceBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values."""
+        """Bytes of keys and values, scales included."""
         return self._k.shape[0] * self._k.shape[1] * self.page_bytes
 
     @property
@@ -77,12 +81,16 @@ class DeviceBuffer:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one device page."""
+        """Bytes of one device page, scales included."""
         stored_heads = self._k.shape[2]
-        return self.kv.page_size * stored_heads * self.kv.stored_width * self.kv.dtype.itemsize
+        return self.kv.page_size * stored_heads * self.kv.head_bytes
 
     def layer(self, layer_id: int) -> PagedKV:
-        """One layer as ``[N, Hr, S, D]`` views."""
+        """Keys and values of one layer as stored, ``[N, Hr, S, D]`` views."""
+        return self.stored(layer_id).kv
+
+    def stored(self, layer_id: int) -> StoredKV:
+        """One layer with its scales, if it has any."""
         return self._layers[layer_id]
 
     def state(self, layer_id: int) -> RowState:

@@ -8,7 +8,8 @@ import mmap
 import torch
 from torch import Tensor
 
-from hisparse.types import HostLayout, KVSpec, PagedKV
+from hisparse.cache.stored import layers_of
+from hisparse.types import HostLayout, KVSpec, PagedKV, StoredKV
 
 __all__ = ["HOST_LAYOUTS", "HostKVPool"]
 
@@ -36,14 +37,20 @@ class HostKVPool:
         self.kv = kv
         self.num_pages = num_pages
         self.layout = layout
-        self._k = self._allocate(kv.head_dim, pin=pin)
+        order, dtype = HOST_LAYOUTS[layout], kv.stored_dtype
+        self._k = self._allocate(order, kv.head_dim, dtype, pin=pin)
         self._v = (
-            self._k[..., : kv.v_head_dim] if kv.latent else self._allocate(kv.v_head_dim, pin=pin)
+            self._k[..., : kv.v_head_dim]
+            if kv.latent
+            else self._allocate(order, kv.v_head_dim, dtype, pin=pin)
         )
-        self._layers = [PagedKV(k, v) for k, v in zip(self._k, self._v, strict=True)]
+        # Of a page, whatever the layout, side by side: they are few bytes.
+        paged = order.replace("SHD", "HSD")
+        scales = self._allocate(paged, 2, torch.uint8, pin=pin) if kv.fp8 else None
+        self._layers = layers_of(self._k, self._v, scales)
 
-    def _allocate(self, width: int, *, pin: bool) -> Tensor:
-        """``[L, P, Hkv, S, D]``, a view of memory in the order of the layout."""
+    def _allocate(self, order: str, width: int, dtype: torch.dtype, *, pin: bool) -> Tensor:
+        """``[L, P, Hkv, S, width]``, a view of memory in the given order."""
         sizes = {
             "L": self.kv.num_layers,
             "P": self.num_pages,
@@ -51,17 +58,20 @@ class HostKVPool:
             "H": self.kv.num_kv_heads,
             "D": width,
         }
-        order = HOST_LAYOUTS[self.layout]
-        storage = _zeros([sizes[x] for x in order], self.kv.dtype, pin=pin)
+        storage = _zeros([sizes[x] for x in order], dtype, pin=pin)
         return storage.permute([order.index(x) for x in _VIEW])
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values."""
+        """Bytes of keys and values, scales included."""
         return self.num_pages * self.kv.page_size * self.kv.token_bytes
 
     def layer(self, layer_id: int) -> PagedKV:
-        """One layer as ``[P, Hkv, S, D]`` views."""
+        """Keys and values of one layer as stored, ``[P, Hkv, S, D]`` views."""
+        return self.stored(layer_id).kv
+
+    def stored(self, layer_id: int) -> StoredKV:
+        """One layer with its scales, if it has any."""
         return self._layers[layer_id]
 
     def tokens(self, layer_id: int) -> PagedKV | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -13,20 +13,23 @@ from hisparse.cache.capacity import CapacityPlanner
 from hisparse.cache.checking import check_resident, check_selection
 from hisparse.cache.device_buffer import DeviceBuffer
 from hisparse.cache.host_pool import HostKVPool
+from hisparse.cache.last_pages import LastPages
+from hisparse.cache.staging import Staging, Tile
+from hisparse.cache.stored import decode, encode, move_pages, read_tokens, write_tokens
+from hisparse.cache.swap import Overlap, SwapIn, When
+from hisparse.errors import HiSparseError
 from hisparse.kernels import (
     LruDiff,
-    gather_pages,
-    gather_tokens,
     lru_diff,
     page_table,
     promote_tail,
     rebalance,
     reset_rows,
-    scatter_tokens,
 )
 from hisparse.kernels.cuda_checks import set_checked
 from hisparse.metrics import CacheCounters
-from hisparse.types import PagedKV, Selection
+from hisparse.streams import Done, InlineStreams, Started
+from hisparse.types import PagedKV, Selection, StoredKV
 
 __all__ = ["SparseKVCacheManager"]
 
@@ -41,6 +44,12 @@ class SparseKVCacheManager:
         staging_pages: host pages that fit one staging tile.
         counters: what the cache did.
         checked: verify selections and resident bytes in every step.
+        overlap: how transfers run beside compute; None: they do not.
+
+    Attributes:
+        streams: what runs beside the forward stream.
+        overlaps: whether anything does.
+        last_pages: which pages are resident whatever else runs; None if attention is not split.
     """
 
     def __init__(
@@ -52,6 +61,7 @@ class SparseKVCacheManager:
         staging_pages: int,
         counters: CacheCounters,
         checked: bool = False,
+        overlap: Overlap | None = None,
     ) -> None:
         self._checked = checked
         set_checked(checked)
@@ -60,11 +70,18 @@ class SparseKVCacheManager:
         self.planner = planner
         self.counters = counters
         self.staging_pages = staging_pages
-        self._staging = self._make_staging()
-        staged = torch.arange(staging_pages, dtype=torch.int32)
-        # By where a list of pages lies: on the host, or with the rows.
-        self._staged = {"cpu": staged, self._where.type: staged.to(self._where)}
-        num_slots = device.capacity.shape[0] // device.heads
+        self.streams = InlineStreams() if overlap is None else overlap.streams
+        self.overlaps = overlap is not None
+        num_buffers = 2 if self.overlaps else 1
+        self._staging = Staging(host, staging_pages, num_buffers, self._where, self.streams)
+        num_rows = device.capacity.shape[0]
+        self.last_pages = (
+            None
+            if overlap is None or overlap.split_pages is None
+            else LastPages(host.kv.num_layers, num_rows, overlap.split_pages, self._where)
+        )
+        self._prefetched: list[Started[LruDiff]] = []
+        num_slots = num_rows // device.heads
         self._needs, self._settled, self._capacity = np.zeros((3, num_slots), dtype=np.int64)
         self._resets: set[int] = set()
         self._cold: set[int] = set()
@@ -73,20 +90,15 @@ class SparseKVCacheManager:
     def _where(self) -> torch.device:
         return self.device.capacity.device
 
-    def _make_staging(self) -> PagedKV:
-        kv = self.host.kv
-        shape = (self.staging_pages, kv.page_size, kv.num_kv_heads)
-
-        def tile(width: int) -> Tensor:
-            return torch.zeros(*shape, width, dtype=kv.dtype, device=self._where).transpose(1, 2)
-
-        k = tile(kv.head_dim)
-        return PagedKV(k, k[..., : kv.v_head_dim] if kv.latent else tile(kv.v_head_dim))
-
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the staging tile."""
-        return self.staging_pages * self.host.kv.page_size * self.host.kv.token_bytes_per_layer
+        """Bytes of staging, all tiles."""
+        return self._staging.num_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of all tables of the rows."""
+        return self.device.table_bytes + (self.last_pages.num_bytes if self.last_pages else 0)
 
     # Requests come and go at schedule time, while an earlier forward may still be running: the
     # tables are changed only at the start of the next forward, on its stream.
@@ -127,10 +139,14 @@ class SparseKVCacheManager:
             slots: ``[B]``, request slots of this forward.
             needs: ``[B]``, full pages that each one's context has after it.
         """
+        # What a forward that was given up has left behind.
+        self.end_forward()
         self._needs[slots] = needs
         if self._resets:
             rows = self._state_rows(sorted(self._resets))
             reset_rows(rows, self.device.capacity, self.device.states)
+            if self.last_pages is not None:
+                self.last_pages.forget(rows)
             self._resets.clear()
         if not self.planner.pending and (needs <= self._settled[slots]).all():
             return
@@ -158,7 +174,7 @@ class SparseKVCacheManager:
 
     def write(self, layer_id: int, host_slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write new tokens through to host memory: ``host_slots [T]``, ``k, v [T, Hkv, D]``."""
-        scatter_tokens(k, v, self.host.layer(layer_id), host_slots)
+        write_tokens(encode(self.host.kv, k, v), self.host.stored(layer_id), host_slots)
 
     def append_tail(self, layer_id: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put each request's new token into its rows' tail pages.
@@ -173,12 +189,13 @@ class SparseKVCacheManager:
             if copies > 1:
                 k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
             k, v = k.flatten(0, 1)[:, None], v.flatten(0, 1)[:, None]
-        scatter_tokens(k, v, self.device.layer(layer_id), slots)
+        write_tokens(encode(self.host.kv, k, v), self.device.stored(layer_id), slots)
 
     def tail_pages(self, layer_id: int, step: DecodeStep) -> PagedKV:
-        """K and V of the tail pages, each ``[B, Hkv, S, D]``."""
+        """K and V of the tail pages, each ``[B, Hkv, S, D]``, in the model's dtype."""
         rows = step.tail_pages[layer_id].long()
-        k, v = (pages[rows] for pages in self.device.layer(layer_id))
+        tails = StoredKV(*(pages[rows] for pages in self.device.stored(layer_id).tensors))
+        k, v = decode(self.host.kv, tails)
         if step.policy.heads > 1:
             kv_heads = step.policy.kv.num_kv_heads
             copies = step.policy.heads // kv_heads
@@ -186,7 +203,16 @@ class SparseKVCacheManager:
         return PagedKV(k, v)
 
     def host_pages(self, layer_id: int) -> PagedKV:
-        """K and V of the host pool, each ``[host pages, Hkv, S, D]``."""
+        """K and V of the host pool, each ``[host pages, Hkv, S, D]``.
+
+        Raises:
+            HiSparseError: they are in eight bits, which algorithms do not read.
+        """
+        if self.host.kv.fp8:
+            raise HiSparseError(
+                "an algorithm reads keys in host memory, which are fp8; expected it to say so "
+                "(reads_host_keys = True), or kv_cache_dtype 'auto'"
+            )
         return self.host.layer(layer_id)
 
     def promote_tail(self, layer_id: int, step: DecodeStep, filled: Tensor) -> None:
@@ -201,60 +227,114 @@ class SparseKVCacheManager:
             self.device.tail_pages[layer_id],
         )
 
-    def swap_in(self, layer_id: int, selection: Selection, step: DecodeStep) -> Tensor:
-        """Make the selected pages resident.
+    def begin_swap_in(
+        self, layer_id: int, selection: Selection, step: DecodeStep, when: When
+    ) -> SwapIn:
+        """Start to make the selected pages resident; :meth:`end_swap_in` has to follow.
 
-        Returns:
-            ``[R, K + 1] int32``, the device page of each selected page, and right after the last
-            of them the row's tail page; -1 from there on.
+        Args:
+            layer_id: layer number.
+            selection: the pages.
+            step: the step.
+            when: on which stream.
         """
         if self._checked:
             check_selection(layer_id, selection, step)
-        pages = selection.pages.reshape(step.rows.numel(), -1)
-        diff = self._load(
-            layer_id,
-            pages,
-            step.rows,
+        if when == "ahead":
+            find_and_load = self._loading(layer_id, selection, step)
+            return SwapIn(self.streams.start("read", find_and_load), Done(None))
+        host, rows = self.host.stored(layer_id), step.rows
+        diff = self._diff(layer_id, selection.pages, step)
+        streams = self.streams if when == "beside" else InlineStreams()
+        loaded = streams.start("read", lambda: self._gather(layer_id, rows, diff, host))
+        return SwapIn(Done(diff), loaded)
+
+    def end_swap_in(
+        self, layer_id: int, selection: Selection, step: DecodeStep, swap: SwapIn
+    ) -> LruDiff:
+        """Let what follows find the selected pages resident."""
+        diff = swap.diff.join()
+        swap.loaded.join()
+        self.counters.count_selection(diff.num_hits, diff.num_misses)
+        if self._checked:
+            slots, lengths = diff.curr_device_slots, selection.lengths.flatten()
+            table = self.device_table(layer_id, slots, lengths, step)
+            check_resident(layer_id, selection, table[:, :-1], step, self.host, self.device)
+        return diff
+
+    def device_table(
+        self, layer_id: int, slots: Tensor, lengths: Tensor, step: DecodeStep
+    ) -> Tensor:
+        """The device pages of slots ``[R, K]``, and after ``lengths [R]`` of them the tail page.
+
+        Returns:
+            ``[R, K + 1] int32``, -1 where there is no page.
+        """
+        device_pages = self.device.state(layer_id).device_pages
+        return page_table(device_pages, step.rows, slots, lengths, step.tail_pages[layer_id])
+
+    def prefetch(self, layer_id: int, selection: Selection, step: DecodeStep) -> Started[LruDiff]:
+        """Make pages resident that a layer is likely to attend, until the forward ends.
+
+        Args:
+            layer_id: layer number; it has attended, or has not begun.
+            selection: its pages: of the next step, the tail page that this step filled among them
+                once it is promoted, or of this one.
+            step: this step.
+
+        Returns:
+            to be joined before the layer attends in this step.
+        """
+        loading = self._loading(layer_id, selection, step)
+        prefetched = self.streams.start("read", loading)
+        self._prefetched.append(prefetched)
+        if self.last_pages is not None:
+            everyone = torch.ones_like(step.rows, dtype=torch.bool)
+            self.last_pages.remember(layer_id, selection, step, everyone)
+        return prefetched
+
+    def end_forward(self) -> None:
+        """Whatever was started beside the forward stream is over before what follows."""
+        for prefetched in self._prefetched:
+            self.counters.count_prefetched(prefetched.join().num_misses)
+        self._prefetched.clear()
+        self._staging.forget()
+        self.streams.join_all()
+
+    def _loading(
+        self, layer_id: int, selection: Selection, step: DecodeStep
+    ) -> Callable[[], LruDiff]:
+        """What finds and brings in the selected pages."""
+        host = self.host.stored(layer_id)
+
+        def find_and_load() -> LruDiff:
+            diff = self._diff(layer_id, selection.pages, step)
+            self._gather(layer_id, step.rows, diff, host)
+            return diff
+
+        return find_and_load
+
+    def _diff(self, layer_id: int, pages: Tensor, step: DecodeStep) -> LruDiff:
+        return lru_diff(
+            pages.reshape(step.rows.numel(), -1),
             step.host_page_table,
             step.capacity,
             step.num_real_rows,
-            self.host.layer(layer_id),
+            self.device.state(layer_id),
+            rows=step.rows,
         )
-        table = page_table(
-            self.device.state(layer_id).device_pages,
-            step.rows,
-            diff.curr_device_slots,
-            selection.lengths.flatten(),
-            step.tail_pages[layer_id],
-        )
-        self.counters.count_selection(diff.num_hits, diff.num_misses)
-        if self._checked:
-            check_resident(layer_id, selection, table[:, :-1], step, self.host, self.device)
-        return table
 
-    def _load(
-        self,
-        layer_id: int,
-        pages: Tensor,
-        rows: Tensor,
-        source_table: Tensor,
-        capacity: Tensor,
-        num_real_rows: Tensor,
-        source: PagedKV,
-    ) -> LruDiff:
-        state = self.device.state(layer_id)
-        diff = lru_diff(pages, source_table, capacity, num_real_rows, state, rows=rows)
-        gather_pages(
+    def _gather(self, layer_id: int, rows: Tensor, diff: LruDiff, source: StoredKV) -> None:
+        move_pages(
             source,
             diff.load_host_pages,
-            self.device.layer(layer_id),
-            page_table(state.device_pages, rows, diff.load_device_slots),
+            self.device.stored(layer_id),
+            page_table(self.device.state(layer_id).device_pages, rows, diff.load_device_slots),
             heads=self.device.heads,
         )
-        return diff
 
     def place(
-        self, layer_id: int, slot: int, first: int, last: int, source: PagedKV, table: Tensor
+        self, layer_id: int, slot: int, first: int, last: int, source: StoredKV, table: Tensor
     ) -> None:
         """Make pages ``first`` to ``last - 1`` of a request resident, the last one hottest.
 
@@ -268,23 +348,25 @@ class SparseKVCacheManager:
         heads = self.device.heads
         rows = torch.arange(slot * heads, (slot + 1) * heads, device=self._where)
         pages = torch.arange(first, last, dtype=torch.int32, device=self._where)
-        real = torch.tensor([heads], dtype=torch.int32, device=self._where)
-        self._load(
-            layer_id,
+        # Filled in there: a copy from the host would wait for it.
+        real = torch.full((1,), heads, dtype=torch.int32, device=self._where)
+        diff = lru_diff(
             pages.expand(heads, -1).contiguous(),
-            rows,
             table[None],
             self.device.capacity[rows],
             real,
-            source,
+            self.device.state(layer_id),
+            rows=rows,
         )
+        self._gather(layer_id, rows, diff, source)
 
     def write_tail(self, layer_id: int, slot: int, k: Tensor, v: Tensor) -> None:
         """Fill the first tokens of a request's tail pages: ``k, v [t, Hkv, D]``, t < S."""
         heads = self.device.heads
         rows = slice(slot * heads, (slot + 1) * heads)
         pages = self.device.tail_pages[layer_id, rows].long()
-        for pages_kv, new in zip(self.device.layer(layer_id), (k, v), strict=True):
+        tails = self.device.stored(layer_id).tensors
+        for pages_kv, new in zip(tails, encode(self.host.kv, k, v).tensors, strict=True):
             by_head = new.transpose(0, 1)
             if heads == 1:
                 pages_kv[pages, :, : new.shape[0]] = by_head[None]
@@ -294,25 +376,13 @@ class SparseKVCacheManager:
 
     def read_tokens(self, layer_id: int, host_slots: Tensor) -> tuple[Tensor, Tensor]:
         """K and V at ``host_slots [T]``, each ``[T, Hkv, D]`` on the device."""
-        k, v = gather_tokens(self.host.layer(layer_id), host_slots)
-        return k.to(self._where), v.to(self._where)
+        return decode(self.host.kv, self.read_stored(layer_id, host_slots))
 
-    def read_prefix(self, layer_id: int, host_pages: Tensor) -> PagedKV:
-        """Bring host pages into the staging tile, in order.
+    def read_stored(self, layer_id: int, host_slots: Tensor) -> StoredKV:
+        """What is stored at ``host_slots [T]``, ``[T, Hkv, D]`` on the device."""
+        stored = read_tokens(self.host.stored(layer_id), host_slots)
+        return StoredKV(*(x.to(self._where) for x in stored.tensors))
 
-        Args:
-            layer_id: layer number.
-            host_pages: ``[P] int32``, at most ``staging_pages`` of them; on the host if it knows
-                them, which lets the copy engine move them.
-
-        Returns:
-            ``[P, Hkv, S, D]`` views of the tile, valid until the next call.
-        """
-        count = host_pages.numel()
-        gather_pages(
-            self.host.layer(layer_id),
-            host_pages[None],
-            self._staging,
-            self._staged[host_pages.device.type][None, :count],
-        )
-        return PagedKV(self._staging.k[:count], self._staging.v[:count])
+    def read_prefix(self, tile: Tile, ahead: Tile | None = None) -> PagedKV:
+        """Bring host pages into staging; see :meth:`Staging.read`."""
+        return self._staging.read(tile, ahead)

@@ -94,7 +94,7 @@ def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
 
 
 def _options(cls: type[Any]) -> dict[str, dict[str, Any]]:
-    from hisparse.config import type_words
+    from hisparse.option_types import type_words
 
     hints = get_type_hints(cls)
     return {

@@ -1,4 +1,6 @@
-"""``hisparse bench lru-diff|transfer|swap-in|decode``: kernels beside their peers."""
+"""``hisparse bench lru-diff|transfer|swap-in|decode``: kernels beside their peers; and
+``step|prefill``: several layers with and without overlap.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +44,20 @@ _DECODE = {
     "head-dim": (128, "width of a head"),
     "page-size": (16, "tokens of a page"),
 }
+_MODEL = {name: _DECODE[name] for name in ("q-heads", "kv-heads", "head-dim", "page-size")}
+_STEP = {
+    "context": (8192, "tokens of each request"),
+    "budget": (1024, "tokens attended per step"),
+    "batch": (1, "requests"),
+    "layers": (4, "of a step"),
+    "reuse-layers": (2, "layers that share a selection"),
+} | _MODEL
+_PREFILL = {
+    "context": (8192, "tokens of the prefix"),
+    "chunk": (512, "tokens that are computed"),
+    "tile": (2048, "tokens of the prefix that are brought in at a time"),
+    "layers": (4, "of a forward"),
+} | _MODEL
 
 
 def add_parsers(benches: Any) -> None:
@@ -52,7 +68,10 @@ def add_parsers(benches: Any) -> None:
     decode = _add(
         benches, "decode", "one layer's attention, selection and swap-in included", _DECODE
     )
-    decode.add_argument("--dtype", default="float32", help="of keys and values")
+    step = _add(benches, "step", "a decode step of several layers, with and without overlap", _STEP)
+    prefill = _add(benches, "prefill", "a chunk over a prefix, with and without overlap", _PREFILL)
+    for parser in (decode, step, prefill):
+        parser.add_argument("--dtype", default="float32", help="of keys and values")
 
 
 def _add(
@@ -82,7 +101,7 @@ def _run(name: str, sizes: Sequence[str], arguments: argparse.Namespace) -> int:
         if value < 0 or (value == 0 and isinstance(value, int)):
             flag = "--" + size.replace("_", "-")
             raise ConfigError(f"{flag}: got {value}, expected more than 0")
-    if name == "decode":
+    if hasattr(arguments, "dtype"):
         values["dtype"] = dtype_of(arguments.dtype)
     options = Options(
         device=device_of(arguments.device), num_steps=arguments.steps, seed=arguments.seed
@@ -96,6 +115,8 @@ def _run(name: str, sizes: Sequence[str], arguments: argparse.Namespace) -> int:
 def _bench(name: str) -> Callable[..., Any]:
     from hisparse.bench.decode import DecodeBench
     from hisparse.bench.lru_diff import LruDiffBench
+    from hisparse.bench.prefill import PrefillBench
+    from hisparse.bench.step import StepBench
     from hisparse.bench.swap_in import SwapInBench
     from hisparse.bench.transfer import TransferBench
 
@@ -104,6 +125,8 @@ def _bench(name: str) -> Callable[..., Any]:
         "transfer": TransferBench,
         "swap-in": SwapInBench,
         "decode": DecodeBench,
+        "step": StepBench,
+        "prefill": PrefillBench,
     }[name]
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import shlex
 import sys
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ def add_parser(commands: Any) -> None:
     add("--device-memory", metavar="SIZE", help="of one GPU, such as 141GiB (this machine's)")
     add("--host-memory", metavar="SIZE", help="free on the node, such as 1TiB (this machine's)")
     add("--weights", metavar="SIZE", help="of the model's files (computed from its config)")
+    add("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), help="how K and V are stored (auto)")
     add("--tp", type=int, default=1, help="GPUs, all on one node")
     add("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=_run)
@@ -124,7 +126,9 @@ def _configs(
     """Algorithms times budgets, and each ``--config``; else one of defaults."""
     from hisparse.transformers.shape import text_config
 
-    whole = [HiSparseConfig.parse(text) for text in arguments.config]
+    # As in the server, the flag and the key are the same setting.
+    stored = {"kv_cache_dtype": arguments.kv_cache_dtype} if arguments.kv_cache_dtype else {}
+    whole = [replace(HiSparseConfig.parse(text), **stored) for text in arguments.config]
     if whole and not (arguments.algorithm or arguments.budget):
         return whole
     defaults: dict[str, Any] = {}
@@ -135,7 +139,7 @@ def _configs(
     configs = []
     for pair in product(arguments.algorithm or [None], arguments.budget or [None]):
         asked = {k: v for k, v in zip(("algorithm", "budget"), pair, strict=True) if v is not None}
-        configs.append(HiSparseConfig.from_dict(defaults | asked))
+        configs.append(HiSparseConfig.from_dict(defaults | asked | stored))
     return configs + whole
 
 

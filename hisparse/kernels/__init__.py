@@ -2,6 +2,7 @@
 
 from hisparse.kernels._state import LruDiff, RowState
 from hisparse.kernels.attention import paged_attention
+from hisparse.kernels.fp8 import decode_fp8, encode_fp8
 from hisparse.kernels.graph_score import KeyGraphs, graph_score
 from hisparse.kernels.key_score import key_score
 from hisparse.kernels.lru_diff import lru_diff
@@ -18,6 +19,8 @@ __all__ = [
     "LruDiff",
     "RowState",
     "SketchLayout",
+    "decode_fp8",
+    "encode_fp8",
     "gather_pages",
     "gather_tokens",
     "graph_score",

@@ -1,15 +1,19 @@
 """Every operation in C++ on the CPU; equal to ``reference``, bitwise where nothing is rounded."""
 
 from hisparse.kernels.cpu_attention import paged_attention
+from hisparse.kernels.cpu_fp8 import encode_fp8
 from hisparse.kernels.cpu_graph_score import graph_score
 from hisparse.kernels.cpu_key_score import key_score
 from hisparse.kernels.cpu_lru import lru_diff, page_table, promote_tail, rebalance
 from hisparse.kernels.cpu_select import page_score, page_summary, select
 from hisparse.kernels.cpu_sketch import page_sketch, sketch_score
 from hisparse.kernels.cpu_transfer import gather_pages, gather_tokens, scatter_tokens
+from hisparse.kernels.reference_fp8 import decode_fp8
 from hisparse.kernels.reference_lru import reset_rows
 
 __all__ = [
+    "decode_fp8",
+    "encode_fp8",
     "gather_pages",
     "gather_tokens",
     "graph_score",

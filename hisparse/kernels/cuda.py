@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from hisparse.kernels.cuda_lru import lru_diff, page_table, promote_tail, rebalance, reset_rows
 from hisparse.kernels.cuda_transfer import gather_pages, gather_tokens, scatter_tokens
+from hisparse.kernels.reference_fp8 import decode_fp8
 
 if TYPE_CHECKING:
     from hisparse.kernels.reference import (
+        encode_fp8,
         page_score,
         page_sketch,
         page_summary,
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 __all__ = [
+    "decode_fp8",
+    "encode_fp8",
     "gather_pages",
     "gather_tokens",
     "lru_diff",

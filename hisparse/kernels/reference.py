@@ -1,6 +1,7 @@
 """Every operation in plain PyTorch: the oracle that the other implementations equal bitwise."""
 
 from hisparse.kernels.reference_attention import paged_attention
+from hisparse.kernels.reference_fp8 import decode_fp8, encode_fp8
 from hisparse.kernels.reference_graph_score import graph_score
 from hisparse.kernels.reference_key_score import key_score
 from hisparse.kernels.reference_lru import lru_diff, promote_tail, rebalance, reset_rows
@@ -11,6 +12,8 @@ from hisparse.kernels.reference_table import page_table
 from hisparse.kernels.reference_transfer import gather_pages, gather_tokens, scatter_tokens
 
 __all__ = [
+    "decode_fp8",
+    "encode_fp8",
     "gather_pages",
     "gather_tokens",
     "graph_score",

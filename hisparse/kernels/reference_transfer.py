@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 __all__ = ["gather_pages", "gather_tokens", "scatter_tokens"]
@@ -48,6 +49,8 @@ def gather_tokens(src: tuple[Tensor, ...], slots: Tensor) -> tuple[Tensor, ...]:
 
 def _layers(pools: tuple[Tensor, ...]) -> list[Tensor]:
     """``[P, H, S, D]`` of every pool and layer."""
+    # PyTorch copies numbers of eight bits by their bytes only.
+    pools = tuple(x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in pools)
     return [each for pool in pools for each in (pool if pool.ndim == 5 else [pool])]
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse.types import PagedKV
+from hisparse.types import StoredKV
 
 __all__ = ["launch_options", "paged_attention"]
 
@@ -29,14 +29,15 @@ _WAVES = 2
 
 
 def paged_attention(
-    query: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor
+    query: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.paged_attention`.
 
     Where values are the first columns of the keys (MLA: 512 of 576), keys are read once for both,
     and queries and weights are rounded to the pages' dtype: with so many queries to a key what
     limits is arithmetic. Elsewhere three numbers of that dtype stand for a query's, two for a
-    weight: all 24 bits and 16 of a float32.
+    weight: all 24 bits and 16 of a float32. Pages in eight bits are multiplied as bfloat16, which
+    holds them exactly; their scales are multiplied into logits and weights.
     """
     rows, queries, width = query.shape
     heads, size = kv.k.shape[1:3]
@@ -52,15 +53,23 @@ def paged_attention(
     same_place = kv.v.data_ptr() == kv.k.data_ptr() and kv.v.stride() == kv.k.stride()
     shared = same_place and value_width < width
     first = value_width if shared else width
+    fp8 = kv.scales is not None
+    # Read as bytes: not every GPU that Triton compiles for knows this format.
+    k, v = (x.view(torch.uint8) if fp8 else x for x in kv.kv)
+    scales = seq_lens if kv.scales is None else kv.scales
+    dtype = torch.bfloat16 if fp8 else kv.k.dtype
     _attend_kernel[(splits, heads * blocks, rows)](
         query.contiguous(),
-        *kv,
+        k,
+        v,
+        scales,
         page_table,
         seq_lens,
         out,
         lse,
         *kv.k.stride()[:3],
         *kv.v.stride()[:3],
+        *(scales.stride()[:3] if fp8 else (0, 0, 0)),
         *page_table.stride(),
         queries,
         splits,
@@ -73,7 +82,8 @@ def paged_attention(
         VALUE=value_width,
         VALUE_BLOCK=max(_MIN_DOT, triton.next_power_of_2(value_width)),
         SIZE=size,
-        EXACT=not shared and kv.k.dtype != torch.float32,
+        EXACT=not shared and dtype != torch.float32,
+        FP8=fp8,
         WIDE=_INTERPRETED,
         **launch_options(first, kv.k.dtype),
     )
@@ -84,6 +94,8 @@ def launch_options(width: int, dtype: torch.dtype) -> dict[str, int]:
     """Tokens of a step of the loop, warps and stages: none of the kernels spills registers so."""
     if width > 128:
         return {"TOKENS": 16, "num_warps": 8, "num_stages": 2}
+    if dtype == torch.float8_e4m3fn:
+        return {"TOKENS": 32, "num_warps": 4, "num_stages": 3}
     if dtype == torch.float32:
         return {"TOKENS": 16, "num_warps": 4, "num_stages": 2}
     return {"TOKENS": 64, "num_warps": 8, "num_stages": 3}
@@ -129,10 +141,25 @@ def _rounded(x, kind: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
+def _from_e4m3(x):
+    """Bytes to float16, 2 ** -8 of what they stand for: only the exponents' biases differ."""
+    bits = x.to(tl.int32)
+    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _load_scale(place, live):
+    """Of tokens, times the 2 ** 8 that :func:`_from_e4m3` leaves out."""
+    scale = tl.load(place, mask=live, other=0).to(tl.int32)
+    return ((scale + 8) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _attend_kernel(
     query,  # [R, Q, Dk], times the softmax scale
     keys,  # [N, Hr, S, Dk]
     values,  # [N, Hr, S, Dv]
+    scales,  # [N, Hr, S, 2], if pages are in eight bits
     page_table,  # [R, P]
     seq_lens,  # [R]
     out,  # [R, splits, Q, Dv]
@@ -143,6 +170,9 @@ def _attend_kernel(
     value_page,
     value_head,
     value_token,
+    scale_page,
+    scale_head,
+    scale_token,
     table_row,
     table_entry,
     queries,
@@ -158,6 +188,7 @@ def _attend_kernel(
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     EXACT: tl.constexpr,
+    FP8: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -166,7 +197,7 @@ def _attend_kernel(
     member = tl.program_id(1) % blocks * QUERIES + tl.arange(0, QUERIES)
     asked = member < GROUP
     first, dim = tl.arange(0, FIRST_BLOCK), tl.arange(0, VALUE_BLOCK)
-    narrow: tl.constexpr = keys.dtype.element_ty
+    narrow: tl.constexpr = tl.bfloat16 if FP8 else keys.dtype.element_ty
     kind: tl.constexpr = tl.float32 if WIDE else narrow
     source = query + (row * queries + head * GROUP + member)[:, None] * WIDTH
     q = tl.load(source + first[None, :], mask=asked[:, None] & (first < FIRST)[None, :], other=0.0)
@@ -194,7 +225,8 @@ def _attend_kernel(
         page = tl.load(entry, mask=live, other=0).to(tl.int64)
         place = keys + page * key_page + head * key_head + token % SIZE * key_token
         seen = live[:, None] & (first < FIRST)[None, :]
-        k = tl.load(place[:, None] + first[None, :], mask=seen, other=0.0).to(kind)
+        k = tl.load(place[:, None] + first[None, :], mask=seen, other=0)
+        k = (_from_e4m3(k) if FP8 else k).to(kind)
         logits = tl.dot(q_high, tl.trans(k), input_precision="ieee")
         if EXACT:
             logits += tl.dot(q_middle, tl.trans(k), input_precision="ieee")
@@ -207,12 +239,18 @@ def _attend_kernel(
         else:
             place = values + page * value_page + head * value_head + token % SIZE * value_token
             seen = live[:, None] & (dim < VALUE)[None, :]
-            v = tl.load(place[:, None] + dim[None, :], mask=seen, other=0.0).to(kind)
+            v = tl.load(place[:, None] + dim[None, :], mask=seen, other=0)
+            v = (_from_e4m3(v) if FP8 else v).to(kind)
+        if FP8:
+            place = scales + page * scale_page + head * scale_head + token % SIZE * scale_token
+            logits *= _load_scale(place, live)[None, :]
         logits = tl.where(live[None, :], logits, -float("inf"))
         top = tl.maximum(highest, tl.max(logits, axis=1))
         weights = tl.exp(logits - top[:, None])
         shrink = tl.exp(highest - top)
         total = total * shrink + tl.sum(weights, axis=1)
+        if FP8:
+            weights *= _load_scale(place + 1, live)[None, :]
         high = _rounded(weights, narrow, WIDE)
         acc = acc * shrink[:, None] + tl.dot(high.to(kind), v, input_precision="ieee")
         if EXACT:

@@ -12,6 +12,7 @@ from hisparse.errors import HiSparseError
 from hisparse.sglang import compat, runtime
 from hisparse.sglang.build import build_coordinator
 from hisparse.sglang.captured import CapturedSteps
+from hisparse.sglang.foresight import LayerForesight
 from hisparse.sglang.metrics import MetricsReporter
 
 __all__ = ["HiSparseAttnBackend"]
@@ -38,6 +39,13 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._shared_read_ends = compat.pre_replay()
         self._graphs: CapturedSteps | None = None
         self._in_graph = False
+        self._foresight = (
+            LayerForesight(model_runner.model, self._foresee) if self.coordinator.foresees else None
+        )
+
+    def _foresee(self, layer_id: int, q: Tensor) -> None:
+        queries = q.reshape(q.shape[0], self._spec.num_q_heads, self._spec.head_dim)
+        self.coordinator.foresee(layer_id - self._first_layer, queries)
 
     def _on_alloc_rows(self, slots: list[int]) -> None:
         for slot in slots:
@@ -146,6 +154,8 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         width = layer.tp_q_head_num * layer.v_head_dim
         if forward_batch.forward_mode.is_idle():
             return q.new_empty(q.shape[0], width)
+        if self._foresight is not None:
+            self._foresight.stop_at(q)
         if not save_kv_cache or k is None:
             raise HiSparseError(
                 f"layer {layer.layer_id} did not hand over K and V "

@@ -43,6 +43,11 @@ def check_model(server_args: Any, config: HiSparseConfig) -> None:
         )
     latent = model.attention_arch == AttentionArch.MLA
     _check_release(name, latent=latent)
+    if latent and config.stores_fp8:
+        raise ConfigError(
+            f"--kv-cache-dtype is {config.kv_cache_dtype} but {name} has latent attention (MLA), "
+            "which hisparse stores as the model computes it: use auto"
+        )
     choose_scope(config, latent=latent)
     _check_indexer(name, model.hf_config, config)
     window = getattr(model.hf_text_config, "use_sliding_window", True) and model.sliding_window_size
@@ -55,7 +60,7 @@ def check_model(server_args: Any, config: HiSparseConfig) -> None:
     if wanted not in (None, model.dtype):
         raise ConfigError(
             f"--kv-cache-dtype is {server_args.kv_cache_dtype} but {name} runs in {model.dtype}; "
-            "hisparse stores K and V as the model computes them: use auto"
+            "hisparse stores K and V as the model computes them or in fp8: use auto or fp8_e4m3"
         )
     if model.is_encoder_decoder:
         raise ConfigError(f"{name} is an encoder-decoder model; hisparse serves decoders")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 from hisparse.assemble import check_capabilities
@@ -11,7 +13,14 @@ from hisparse.memory import free_host_memory
 from hisparse.sglang import compat
 from hisparse.sglang.check_model import check_model
 
-__all__ = ["BACKEND", "after_resolution", "before_resolution", "is_requested", "server_page_size"]
+__all__ = [
+    "BACKEND",
+    "after_resolution",
+    "before_resolution",
+    "is_requested",
+    "read_config",
+    "server_page_size",
+]
 
 BACKEND = "hisparse"
 
@@ -32,7 +41,11 @@ _MUST_BE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("dp_size", (1,), "--dp-size"),
     ("enable_streaming_session", (False,), "--enable-streaming-session"),
     ("enable_memory_saver", (False,), "--enable-memory-saver"),
-    ("kv_cache_dtype", ("auto", "bf16", "bfloat16", "float16", "float32"), "--kv-cache-dtype"),
+    (
+        "kv_cache_dtype",
+        ("auto", "bf16", "bfloat16", "float16", "float32", "fp8_e4m3"),
+        "--kv-cache-dtype",
+    ),
     ("enable_kv_cache_sharding", (False,), "--enable-kv-cache-sharding"),
     ("enable_unified_memory", (False,), "--enable-unified-memory"),
     ("enable_page_major_kv_layout", (False,), "--enable-page-major-kv-layout"),
@@ -57,13 +70,37 @@ def is_requested(server_args: Any) -> bool:
     return any(getattr(server_args, flag, None) == BACKEND for flag in flags)
 
 
+def read_config(server_args: Any) -> HiSparseConfig:
+    """The settings of ``--hisparse-config``, with what flags of SGLang's own say.
+
+    Raises:
+        ConfigError: a setting is wrong, or contradicts a flag.
+    """
+    config, flag = HiSparseConfig.parse(server_args.hisparse_config), server_args.kv_cache_dtype
+    if flag == "fp8_e4m3":
+        return replace(config, kv_cache_dtype=flag)
+    if config.stores_fp8 and flag not in (None, "auto"):
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype} but --kv-cache-dtype is {flag}; expected "
+            "the same, or only one of them"
+        )
+    return config
+
+
 def before_resolution(server_args: Any) -> None:
-    """Check the configuration against itself and the machine; give SGLang our page size."""
+    """Check the configuration against itself and the machine; give SGLang our page size, and take
+    its fp8 over.
+    """
     # SGLang's own resolution refuses some of these with a traceback that does not name hisparse.
     _check_flags(server_args)
-    config = HiSparseConfig.parse(server_args.hisparse_config)
+    config = read_config(server_args)
     build_algorithm(config)
     resolve_memory(config.host_memory, free_host_memory(), "host_memory")
+    if config.stores_fp8:
+        # SGLang's own fp8 pools have needs, such as a backend of theirs on a CPU. To SGLang this
+        # one is of the model's dtype: what a location holds is ours to know.
+        server_args.hisparse_config = json.dumps(config.effective())
+        server_args.kv_cache_dtype = "auto"
     if server_args.page_size is None:
         server_args.page_size = server_page_size(config)
     if config.cuda_graph:
@@ -90,7 +127,7 @@ def after_resolution(server_args: Any) -> None:
             "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set; hisparse sizes its pool from host "
             "memory, unset it"
         )
-    config = HiSparseConfig.parse(server_args.hisparse_config)
+    config = read_config(server_args)
     check_capabilities(config, view.device)
     tokens = view.max_total_tokens
     if tokens is not None and tokens < config.device_buffer_size:

@@ -13,8 +13,8 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 
 from hisparse.cache import HostKVPool
+from hisparse.cache.stored import encode, write_tokens
 from hisparse.errors import HiSparseError
-from hisparse.kernels import scatter_tokens
 from hisparse.sglang import runtime
 
 __all__ = ["POOLS", "HiSparseDSAPool", "HiSparseMHAPool", "HiSparseMLAPool"]
@@ -48,8 +48,9 @@ class _HostPool:
         The attention backend writes its own tokens: they have to reach the device pages too.
         """
         loc, _, _ = unwrap_write_loc(loc_info)
-        pages = self.host.layer(layer.layer_id - self.start_layer)
-        scatter_tokens(cache_k.to(self.dtype), cache_v.to(self.dtype), pages, loc)
+        kv = self.host.kv
+        new = encode(kv, cache_k.to(kv.dtype), cache_v.to(kv.dtype))
+        write_tokens(new, self.host.stored(layer.layer_id - self.start_layer), loc)
 
     def _get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self._token_view(layer_id)[0]
@@ -58,6 +59,11 @@ class _HostPool:
         return self._token_view(layer_id)[1]
 
     def _token_view(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.host.kv.fp8:
+            raise HiSparseError(
+                "something other than hisparse reads the KV pool by location, whose K and V have "
+                "scales of their own; use --kv-cache-dtype auto"
+            )
         view = self.host.tokens(layer_id - self.start_layer)
         if view is None:
             raise HiSparseError(

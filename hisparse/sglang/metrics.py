@@ -24,6 +24,9 @@ _COUNTERS = {
     "miss_pages": "Pages that decode steps selected and brought in from host memory",
     "selected_tokens": "Tokens that decode steps attended, over layers and rows",
     "selections": "Selections that the algorithm made, over layers and rows",
+    "speculated_selections": "Selections that another query made ahead",
+    "corrected_selections": "Those of them that were not kept: the query was another",
+    "prefetched_pages": "Pages that selections made ahead brought in",
     "capped_selections": "Selections of varying length that filled device_buffer_size",
     "decode_read_bytes": "Bytes that decode steps read from host memory",
     "prefill_read_bytes": "Bytes that prefill read from host memory",
@@ -126,7 +129,7 @@ class MetricsReporter:
             "device_representation_bytes": sum(
                 t.nbytes for t in coordinator.representations.tensors.values()
             ),
-            "device_table_bytes": manager.device.table_bytes,
+            "device_table_bytes": manager.table_bytes,
         }
 
     def _log(self, stats: CacheStats) -> None:

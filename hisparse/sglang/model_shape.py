@@ -18,7 +18,7 @@ def read_model_shape(model: Any, dtype: torch.dtype, page_size: int) -> tuple[KV
 
     Args:
         model: SGLang's model.
-        dtype: dtype of the KV cache.
+        dtype: dtype of keys and values as the model computes them.
         page_size: S of the selection.
 
     Raises:
@@ -28,8 +28,8 @@ def read_model_shape(model: Any, dtype: torch.dtype, page_size: int) -> tuple[KV
 
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(
-            f"the KV cache is {dtype}; hisparse stores float32, bfloat16 or float16: use "
-            "--kv-cache-dtype bfloat16"
+            f"the KV cache is {dtype}; hisparse stores float32, bfloat16, float16 or fp8_e4m3: use "
+            "--kv-cache-dtype auto or fp8_e4m3"
         )
     layers, latent = _attention_layers(model)
     shapes = {

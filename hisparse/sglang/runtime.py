@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
 
-from hisparse.assemble import Plan, Resources, make_plan
+from hisparse.assemble import Plan, Resources, make_plan, stored_spec
 from hisparse.config import HiSparseConfig, build_algorithm, resolve_memory
 from hisparse.coordinator import SparseCoordinator
 from hisparse.errors import HiSparseError
 from hisparse.memory import free_host_memory
 from hisparse.sglang import checks, compat
+from hisparse.sglang.foresight import foreseen_layers
 from hisparse.sglang.model_shape import read_model_shape
 
 if TYPE_CHECKING:
@@ -74,15 +75,22 @@ def around_profile_available_bytes(
         logger.error("hisparse: error: %s", error)
         raise
     logger.info("hisparse: %s", _session.sizing.describe())
-    return _session.sizing.kv_tokens * _session.spec.token_bytes
+    # What SGLang divides by: it knows nothing of eight bits and scales.
+    plain = replace(_session.spec, dtype=configurator.kv_cache_dtype, fp8=False)
+    return _session.sizing.kv_tokens * plain.token_bytes
 
 
 def _plan(configurator: Any, device_bytes: int) -> Session:
-    config = HiSparseConfig.parse(configurator.server_args.hisparse_config)
+    config = checks.read_config(configurator.server_args)
+    dtype = configurator.kv_cache_dtype
+    if dtype == torch.float8_e4m3fn:
+        # The model's files ask for it.
+        config, dtype = replace(config, kv_cache_dtype="fp8_e4m3"), configurator.model_config.dtype
     algorithm = build_algorithm(config)
-    spec, scale = read_model_shape(
-        configurator.model, configurator.kv_cache_dtype, config.page_size
-    )
+    spec, scale = read_model_shape(configurator.model, dtype, config.page_size)
+    spec = stored_spec(config, spec)
+    if config.speculate == "layer":
+        foreseen_layers(configurator.model)
     host_bytes, device_bytes = _memory(config, configurator, device_bytes)
     plan = make_plan(
         config,

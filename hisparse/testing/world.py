@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
 from hisparse.adapters import BackendAdapter, TorchAdapter
-from hisparse.algorithms import BaseSparseAlgorithm, Quest
+from hisparse.algorithms import BaseSparseAlgorithm, Quest, Representation
 from hisparse.assemble import page_limits
 from hisparse.batch import SelectionPolicy
-from hisparse.cache import DeviceBuffer, HostKVPool, SparseKVCacheManager
+from hisparse.cache import DeviceBuffer, HostKVPool, Overlap, SparseKVCacheManager
 from hisparse.cache.capacity import CapacityPlanner
 from hisparse.coordinator import SparseCoordinator
 from hisparse.metrics import CacheCounters
 from hisparse.representations import Representations, list_representations
+from hisparse.streams import SideStreams
 from hisparse.types import HostLayout, KVSpec, SelectionScope
 
 __all__ = ["INDEXER_DIM", "World"]
@@ -41,13 +43,18 @@ class World:
         dense_layers: layers that are always dense.
         reuse_layers: layers that share a selection.
         tail_estimate: whether pages that are not selected are estimated by their means.
+        speculate: whose query selects ahead; None: nobody's.
+        speculate_above: likeness to that query above which its selection is kept.
         layers, page_size, q_heads, kv_heads, head_dim: of the model.
+        fp8: whether K and V are stored in eight bits.
         latent_rank: width of the values, the first columns of the keys; 0: values of their own.
         num_sink_pages, num_recent_pages: always selected.
         scale: softmax scale.
         algorithm: what selects.
         adapter: what attends.
         checked: whether the cache manager verifies every selection and every resident byte.
+        side_streams: what transfers run on; None: nothing overlaps.
+        split: whether attention is split by what has to be waited for.
     """
 
     scope: SelectionScope = "kv_head"
@@ -63,11 +70,14 @@ class World:
     dense_layers: tuple[int, ...] = ()
     reuse_layers: int = 1
     tail_estimate: bool = False
+    speculate: Literal["step", "layer"] | None = None
+    speculate_above: float = 0.0
     layers: int = 2
     page_size: int = 8
     q_heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
+    fp8: bool = False
     latent_rank: int = 0
     num_sink_pages: int = 1
     num_recent_pages: int = 1
@@ -75,6 +85,8 @@ class World:
     algorithm: BaseSparseAlgorithm = field(default_factory=Quest)
     adapter: BackendAdapter = field(default_factory=TorchAdapter)
     checked: bool = True
+    side_streams: SideStreams | None = None
+    split: bool = False
 
     def __post_init__(self) -> None:
         self.spec = KVSpec(
@@ -87,6 +99,7 @@ class World:
             page_size=self.page_size,
             latent=self.latent_rank > 0,
             index_head_dim=INDEXER_DIM,
+            fp8=self.fp8,
         )
         budget_pages, max_pages = page_limits(
             self.algorithm,
@@ -104,7 +117,12 @@ class World:
             scale=self.scale,
         )
         self.manager = self._make_manager()
-        kinds = list_representations(self.algorithm, self.policy, tail_estimate=self.tail_estimate)
+        kinds = list_representations(
+            self.algorithm,
+            self.policy,
+            tail_estimate=self.tail_estimate,
+            speculate=self.speculate == "step",
+        )
         self.representations = Representations(
             kinds,
             num_layers=self.layers,
@@ -122,15 +140,25 @@ class World:
             dense_layers=frozenset(self.dense_layers),
             reuse_layers=self.reuse_layers,
             tail_estimate=self.tail_estimate,
+            speculate=self.speculate,
+            speculation_threshold=self.speculate_above,
         )
-        # What a page held before it was written may not be read: NaN, or any number, shows it.
+        self._poison(kinds)
+        self.free_host_pages = list(range(self.host_pages - 1, 0, -1))
+
+    def _poison(self, kinds: dict[str, Representation]) -> None:
+        """What a page held before it was written may not be read: NaN, or any number, shows it."""
         for name, kind in kinds.items():
             tensor = self.representations.tensors[name]
             if kind.per == "page" and kind.dtype.is_floating_point:
                 tensor.fill_(torch.nan)
             elif kind.per == "page":
                 tensor.random_(generator=torch.Generator().manual_seed(0))
-        self.free_host_pages = list(range(self.host_pages - 1, 0, -1))
+
+    def _overlap(self) -> Overlap | None:
+        if self.side_streams is None:
+            return None
+        return Overlap(self.side_streams, self.policy.max_pages if self.split else None)
 
     def _make_manager(self) -> SparseKVCacheManager:
         heads, size = self.policy.heads, self.page_size
@@ -146,8 +174,9 @@ class World:
             device=torch.device("cpu"),
         )
         for layer in range(self.layers):
-            for pages in (*host.layer(layer), *device.layer(layer)):
-                pages.fill_(torch.nan)
+            for pages in (*host.stored(layer).tensors, *device.stored(layer).tensors):
+                # As a scale: infinite.
+                pages.fill_(torch.nan if pages.dtype.is_floating_point else 255)
         planner = CapacityPlanner(
             total_pages=pool,
             rows_per_request=heads,
@@ -162,4 +191,5 @@ class World:
             staging_pages=self.staging_pages,
             counters=CacheCounters(size, device.page_bytes, torch.device("cpu")),
             checked=self.checked,
+            overlap=self._overlap(),
         )

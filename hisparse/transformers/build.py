@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hisparse.assemble import Resources, assemble, make_plan
+from hisparse.assemble import Resources, assemble, make_plan, stored_spec
 from hisparse.cache import HostKVPool
 from hisparse.config import HiSparseConfig, build_algorithm, format_bytes, resolve_memory
 from hisparse.errors import CapacityError, ConfigError
@@ -69,6 +69,7 @@ def build_store(
     """
     algorithm = build_algorithm(config)
     spec, scale = read_model_shape(model, config.page_size)
+    spec = stored_spec(config, spec)
     where = torch.device(device or getattr(model, "device", None) or "cpu")
     max_length = _max_length(model, limits)
     row_pages = -(-max_length // spec.page_size)

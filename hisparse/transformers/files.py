@@ -15,8 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hisparse.batch import PrefillChunk
+from hisparse.cache.stored import decode
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.transformers.rows import RowStore
+from hisparse.types import PagedKV, StoredKV
 
 __all__ = ["StoredRows", "read_rows", "write_rows"]
 
@@ -56,6 +58,7 @@ def _shape(store: RowStore, model_type: str) -> dict[str, Any]:
         "v_head_dim": kv.v_head_dim,
         "dtype": str(kv.dtype).removeprefix("torch."),
         "page_size": kv.page_size,
+        "kv_cache_dtype": "fp8_e4m3" if kv.fp8 else "auto",
     }
 
 
@@ -72,9 +75,9 @@ def write_rows(path: Path, store: RowStore, rows: StoredRows, model_type: str) -
         host_slots = store.host_slots(*own)
         full = store.page_table(own[0], length // store.page_size)[0].long()
         for layer in range(coordinator.policy.kv.num_layers):
-            k, v = coordinator.manager.read_tokens(layer, host_slots)
-            tensors[f"{row}.{layer}.k"] = k.cpu().contiguous()
-            tensors[f"{row}.{layer}.v"] = v.cpu().contiguous()
+            stored = coordinator.manager.read_stored(layer, host_slots)
+            for name, part in zip(StoredKV._fields, stored.tensors, strict=False):
+                tensors[f"{row}.{layer}.{name}"] = part.cpu().contiguous()
             for name, entries in coordinator.representations.read(layer, slot, full).items():
                 tensors[f"{row}.{layer}.{name}"] = entries.cpu().contiguous()
     metadata = {
@@ -134,7 +137,8 @@ def _check_metadata(path: Path, metadata: dict[str, str], expected: dict[str, An
             f"{path}: got format {metadata.get('format')!r}, expected {_FORMAT!r}, as "
             "HiSparseCache.save writes it"
         )
-    stored = json.loads(metadata["shape"])
+    # Older files were written when there was no other way to store.
+    stored = {"kv_cache_dtype": "auto"} | json.loads(metadata["shape"])
     for name, value in expected.items():
         if stored[name] != value:
             raise ConfigError(
@@ -168,13 +172,16 @@ def _check_queries(path: Path, metadata: dict[str, str], store: RowStore) -> Non
 def _read_row(file: Any, row: int, store: RowStore, rows: StoredRows, known: bool) -> None:
     """K/V of one row, and its representations: as stored, or made anew for another algorithm."""
     coordinator, device, size = store.coordinator, store.device, store.page_size
+    kv = coordinator.policy.kv
     length = int(rows.lengths[row])
     own = rows.slots[row : row + 1]
     host_slots = store.host_slots(own, np.array([0]), np.array([length]))
     pages = store.page_table(own, -(-length // size))[0]
     chunk = PrefillChunk(slot=int(own[0]), start=0, length=length, offset=0, host_pages=pages)
-    for layer in range(coordinator.policy.kv.num_layers):
-        k, v = (file.get_tensor(f"{row}.{layer}.{x}").to(device) for x in "kv")
+    for layer in range(kv.num_layers):
+        fields = StoredKV._fields if kv.fp8 else PagedKV._fields
+        parts = (file.get_tensor(f"{row}.{layer}.{name}").to(device) for name in fields)
+        k, v = decode(kv, StoredKV(*parts))
         coordinator.manager.write(layer, host_slots, k, v)
         if known:
             names = coordinator.representations.describe()

@@ -13,6 +13,7 @@ from hisparse.adapters import flash_attention as flash_attention_module
 from hisparse.assemble import Resources, check_capabilities, make_plan
 from hisparse.config import HiSparseConfig, build_algorithm
 from hisparse.errors import ConfigError
+from hisparse.kernels import encode_fp8
 from hisparse.types import KVSpec
 from tests.adapters.interpreter import Interpreter
 
@@ -70,8 +71,10 @@ def test_what_is_asked_for_and_fits_is_taken(interpreter: Interpreter, name: str
         ("flash_attention", "cuda", spec(dtype=torch.float32), ["dtype float32", "bfloat16, fl"]),
         ("flashinfer", "cuda", spec(head_dim=96, v_head_dim=96), ["96 and 96", "64, 128, 256"]),
         ("flash_attention", "cuda", spec(head_dim=192), ["192 and 128 wide", "8 to 256"]),
+        ("flash_attention", "cuda", spec(fp8=True), ["dtype fp8_e4m3, it", "can: torch, triton)"]),
+        ("flashinfer", "cuda", spec(fp8=True), ["fp8_e4m3, it takes auto (", "torch, triton)"]),
     ],
-    ids=["latent", "not-latent", "device", "dtype", "widths", "values-narrower"],
+    ids=["latent", "not-latent", "device", "dtype", "widths", "values-narrower", "fp8", "fp8-too"],
 )
 def test_what_does_not_fit_names_who_does(
     interpreter: Interpreter, name: str, device: str, kv: KVSpec, words: list[str]
@@ -82,6 +85,18 @@ def test_what_does_not_fit_names_who_does(
     assert all(word in message for word in [f"adapter '{name}' cannot do", *words]), message
     assert name not in message.partition("adapters that can:")[2]
     assert "\n" not in message
+
+
+def test_who_declares_fp8_attends_over_it() -> None:
+    declared = {name for name in ADAPTERS if ADAPTERS.get(name).fp8}
+    assert declared == {"torch", "triton"}
+    for name in declared:
+        assert "attend_fp8" in vars(ADAPTERS.get(name))
+    q = torch.zeros(1, 1, 8)
+    table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    stored = encode_fp8(torch.ones(1, 1, 4, 8), torch.full((1, 1, 4, 8), 3.0))
+    out, lse = ADAPTERS.get("torch")().attend_fp8(q, stored, table, lens, 1.0)
+    assert (out == 3).all() and lse == 0
 
 
 def test_an_adapter_of_a_plugin_is_held_to_what_it_declares(

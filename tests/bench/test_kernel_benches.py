@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from hisparse.bench import decode, lru_diff, transfer
+from hisparse.bench import decode, lru_diff, one_layer, transfer
 from hisparse.bench.decode import DecodeBench
 from hisparse.bench.lru_diff import LruDiffBench, drifting_selections
 from hisparse.bench.options import Options
@@ -16,12 +16,17 @@ from hisparse.bench.peers import agreeing
 from hisparse.bench.transfer import TransferBench
 from hisparse.cli import main
 from tests.kernels.lru_oracle import LruOracle
+from tests.test_overlap import Forgetful
 
 SMALL = {
     "lru-diff": ["--rows", "2", "--width", "20", "--slots", "40"],
     "transfer": ["--pool-bytes", "1048576", "--page-bytes", "1024", "--pages", "16"],
     "swap-in": ["--batch", "2", "--width", "20", "--slots", "40", "--row-bytes", "656"],
     "decode": ["--context", "256", "--budget", "64", "--page-size", "8", "--head-dim", "16"],
+}
+OVERLAP = {
+    "step": ["--context", "256", "--budget", "64", "--page-size", "8", "--head-dim", "16"],
+    "prefill": ["--context", "256", "--chunk", "32", "--tile", "64", "--head-dim", "16"],
 }
 OPTIONS = Options(device=torch.device("cpu"), num_steps=4)
 
@@ -43,6 +48,29 @@ def test_json_holds_the_gate_the_times_and_the_ratios(
     assert "cache" in case["params"]
     if bench in ("transfer", "swap-in"):
         assert all(result["gb_s"] > 0 for result in case["results"])
+
+
+@pytest.mark.parametrize("bench", OVERLAP)
+def test_with_and_without_overlap_in_one_run(
+    bench: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", bench, *OVERLAP[bench], "--steps", "4", "--json"]) == 0
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    assert (case["name"], case["gate"]) == (bench, "passed")
+    impls = [result["impl"] for result in case["results"]]
+    assert impls == ["off", "transfers", "attention"][: len(impls)]
+    assert len(impls) == {"step": 3, "prefill": 2}[bench]
+
+
+@pytest.mark.parametrize("bench", OVERLAP)
+def test_overlap_without_waits_fails_the_gate(
+    bench: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    function = {"step": "begin_swap_in", "prefill": "Staging._start"}[bench]
+    monkeypatch.setattr(one_layer, "make_streams", lambda device: Forgetful(function))
+    assert main(["bench", bench, *OVERLAP[bench], "--steps", "4", "--json"]) == 1
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    assert (case["gate"], case["results"]) == ("failed", [])
 
 
 def test_each_selection_misses_what_was_asked_for() -> None:

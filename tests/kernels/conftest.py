@@ -20,6 +20,7 @@ from tests.kernels.gpu import on_gpu
 ON_FIBERS = "cuda-on-cpu"
 # The tests whose operations are CUDA C++; the others' are in Triton.
 _CUDA_TESTS = {
+    "test_fp8_transfer",
     "test_lru_diff",
     "test_page_table",
     "test_rebalance",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels import paged_attention, reference, select
-from hisparse.types import PagedKV
+from hisparse.types import PagedKV, StoredKV
 
 WIDTH = 40
 
@@ -38,7 +38,7 @@ def _attend(impl: str, dtype: torch.dtype, rank: int | None) -> tuple[Tensor, ..
     unread = torch.zeros(total, 7, dtype=torch.bool)
     unread[table.long()] = beyond.view(4, 72, 7)
     query = (torch.randn(4, 6, WIDTH) * WIDTH**-0.5).to(dtype).float()
-    clean = PagedKV(k.clone(), v.clone())
+    clean = StoredKV(k.clone(), v.clone())
     expected = reference.paged_attention(query, clean, table, lens)
     k.masked_fill_(unread[:, None, :, None], torch.nan)
     v.masked_fill_(unread[:, None, :, None], torch.nan)

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hisparse.kernels import triton_attention, triton_select, triton_sketch
+from hisparse.kernels import triton_attention, triton_fp8, triton_select, triton_sketch
 
 LLAMA = {"GROUP": 4, "QUERIES": 16, "WIDTH": 128, "FIRST": 128, "FIRST_BLOCK": 128}
 LLAMA |= {"REST_BLOCK": 0, "VALUE": 128, "VALUE_BLOCK": 128, "SIZE": 16}
@@ -48,22 +48,29 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 # What a launch finds out about its arguments decides how wide the loads are: without it the code is
 # another. Strides of whole rows are multiples of 16 elements, those of the last dimension 1.
 ALIGNED = ["key_page", "key_head", "key_token", "value_page", "value_head", "value_token"]
+ALIGNED += ["scale_page", "scale_head"]
 ALIGNED += ["stride_page", "stride_token", "stride_head", "stride_out_page", "stride_out_head"]
 ONES = {"table_entry": 1, "stride_entry": 1, "stride_dim": 1}
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
     f"attend {name} {kind}": (
         triton_attention._attend_kernel,
         sizes
-        | {"EXACT": kind == "bf16" and name == "GQA", "WIDE": False}
+        | {"EXACT": kind != "fp32" and name == "GQA", "FP8": kind == "u8", "WIDE": False}
         | triton_attention.launch_options(sizes["FIRST"], getattr(torch, dtype)),
-        {"keys": f"*{kind}", "values": f"*{kind}"},
+        {"keys": f"*{kind}", "values": f"*{kind}", "scales": "*u8"},
     )
     for name, sizes, kind, dtype in (
         ("GQA", LLAMA, "bf16", "bfloat16"),
         ("GQA", LLAMA, "fp32", "float32"),
+        ("GQA", LLAMA, "u8", "float8_e4m3fn"),
         ("MLA", MLA, "bf16", "bfloat16"),
     )
 } | {
+    "encode": (
+        triton_fp8._encode_kernel,
+        {"WIDTH": 128, "WIDTH_BLOCK": 128, "VECTORS": 8},
+        {"vectors": "*bf16", "codes": "*u8", "scales": "*u8"},
+    ),
     "merge": (
         triton_attention._merge_kernel,
         {"SPLITS": 16, "STEP": 16, "VALUE": 128, "VALUE_BLOCK": 128},

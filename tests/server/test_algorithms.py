@@ -36,6 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "oracle-token-wise": {"algorithm": "oracle", "page_size": 1, "selection_scope": "layer"},
     "sketch": {"algorithm": "sketch", "tail_estimate": True},
     "reuse-layers": {"algorithm": "quest", "reuse_layers": 2, "dense_layers": [0]},
+    "speculate-step": {"speculate": "step", "speculation_threshold": 0.5},
+    "speculate-layer": {"speculate": "layer", "speculation_threshold": 0.5},
 }
 
 
@@ -74,6 +76,12 @@ def test_four_at_once_answer_as_alone_and_leave_nothing_behind(
     hits, misses = server.counted("hit_pages", "miss_pages")
     assert hits > 0
     assert misses > 0
+    if server.case.startswith("speculate"):
+        known, corrected, prefetched = server.counted(
+            "speculated_selections", "corrected_selections", "prefetched_pages"
+        )
+        assert 0 < corrected < known
+        assert prefetched > 0
     server.flush_cache()
     end = time.monotonic() + 10
     while any(held := server.counted("host_tokens_used", "device_tokens_used")):

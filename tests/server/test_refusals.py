@@ -10,6 +10,8 @@ import pytest
 from harness import run_to_exit
 from tiny_models import INDEX_TOP_K, tiny_model
 
+from hisparse.config import HiSparseConfig
+
 #: SGLang warns while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -123,7 +125,7 @@ FLAGS = {
     "streaming sessions": ("--enable-streaming-session",),
     "KV of another dtype": ("--kv-cache-dtype", "bfloat16"),
     "memory saver": ("--enable-memory-saver",),
-    "fp8 KV": ("--kv-cache-dtype", "fp8_e4m3"),
+    "fp8 KV with two bits of fraction": ("--kv-cache-dtype", "fp8_e5m2"),
     "KV sharding": ("--enable-kv-cache-sharding",),
     "unified memory": ("--enable-unified-memory",),
     "page-major layout": ("--enable-page-major-kv-layout",),
@@ -136,6 +138,50 @@ FLAGS = {
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_a_feature_that_is_not_built(resolve: Resolve, flags: tuple[str, ...]) -> None:
     assert flags[-2 if len(flags) > 1 else 0] in refusal(resolve, *flags)
+
+
+FP8 = ("--kv-cache-dtype", "fp8_e4m3")
+
+
+def test_fp8_by_the_flag_or_by_the_key(resolve: Resolve) -> None:
+    config = {"kv_cache_dtype": "fp8_e4m3", "budget": 512, "dense_layers": [1]}
+    key, both = (
+        HiSparseConfig.parse(resolve(*x, config=config).hisparse_config) for x in ((), FP8)
+    )
+    assert key == both == HiSparseConfig.from_dict(config)
+    flag = HiSparseConfig.parse(resolve(*FP8).hisparse_config)
+    assert flag == HiSparseConfig(kv_cache_dtype="fp8_e4m3")
+    assert "or fp8_e4m3" in refusal(resolve, "--kv-cache-dtype", "fp8_e5m2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "config", "message"),
+    [
+        pytest.param(
+            FP8,
+            {"algorithm": "dipr"},
+            "algorithm 'dipr' cannot do kv_cache_dtype fp8_e4m3; algorithms that can: ",
+            id="keys-read-in-host-memory",
+        ),
+        pytest.param(
+            ("--kv-cache-dtype", "bf16"),
+            {"kv_cache_dtype": "fp8_e4m3"},
+            "kv_cache_dtype is fp8_e4m3 but --kv-cache-dtype is bf16",
+            id="flag-and-key",
+        ),
+        pytest.param((), {"kv_cache_dtype": "fp8_e5m2"}, 'expected "auto" or "fp8_e4m3"', id="key"),
+    ],
+)
+def test_fp8_that_cannot_be(
+    resolve: Resolve, flags: tuple[str, ...], config: object, message: str
+) -> None:
+    assert message in refusal(resolve, *flags, config=config)
+
+
+def test_fp8_latents(resolve: Resolve) -> None:
+    message = refusal(resolve, *FP8, model=tiny_model("deepseek_v2"))
+    assert "--kv-cache-dtype is fp8_e4m3 but DeepseekV2ForCausalLM has latent attention" in message
+    assert message.endswith("use auto")
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

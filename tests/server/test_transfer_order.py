@@ -1,4 +1,7 @@
-"""Every transfer is delayed: nothing may be read before it was written, or reused too early."""
+"""Every transfer is delayed: nothing may be read before it was written, or reused too early.
+
+What runs on side streams is done as late as their joins allow.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,15 @@ from tiny_models import tiny_model
 from workload import NEW_TOKENS, PROMPTS, SHARED
 
 _SLOW = '''
-    """Lets every transfer of hisparse sleep before it moves anything."""
+    """Every transfer of hisparse sleeps before it moves anything; side work waits for its join."""
 
     import functools, os, random, time
 
-    import hisparse.cache.manager as manager
-    import hisparse.sglang.kv_pool as kv_pool
+    import hisparse.assemble as assemble
+    import hisparse.cache.stored as stored
+    from hisparse.testing.delayed import DelayedStreams
 
-    NAMES = {
-        manager: ("gather_pages", "gather_tokens", "scatter_tokens"),
-        kv_pool: ("scatter_tokens",),
-    }
+    NAMES = ("gather_pages", "gather_tokens", "scatter_tokens")
 
 
     def slow(name, transfer):
@@ -39,13 +40,25 @@ _SLOW = '''
         return late
 
 
+    def late_streams(device):
+        with open(os.environ["SLOW_TRANSFERS"], "a") as seen:
+            seen.write("late_streams\\n")
+        return DelayedStreams("late")
+
+
     def install():
-        for module, names in NAMES.items():
-            for name in names:
-                setattr(module, name, slow(name, getattr(module, name)))
+        assemble.make_streams = late_streams
+        for name in NAMES:
+            setattr(stored, name, slow(name, getattr(stored, name)))
 '''
 
-CONFIG = {"budget": 4096, "host_memory": "1GiB", "device_memory": "300MB", "staging_bytes": 65536}
+CONFIG = {
+    "budget": 4096,
+    "host_memory": "1GiB",
+    "device_memory": "300MB",
+    "staging_bytes": 65536,
+    "overlap": "transfers",
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +91,11 @@ def slow_server(log_dir: Path, seen: Path) -> Iterator[Server]:
 def test_the_delays_are_in_place(slow_server: Server, seen: Path) -> None:
     slow_server.generate(SHARED.prompts[0], 2)
     slow_server.generate(SHARED.prompts[1], 2)
-    assert set(seen.read_text().split()) >= {"gather_pages", "scatter_tokens"}
+    assert set(seen.read_text().split()) >= {
+        "gather_pages",
+        "scatter_tokens",
+        "late_streams",
+    }
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -33,11 +34,16 @@ def loaded(tp: int) -> torch.nn.Module:
     return torch.nn.ModuleList(layers)
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("algorithm", ["quest", "sketch", "snapkv"])
 @pytest.mark.parametrize("device_gib", [4, 40])
 def test_sizes_are_those_of_the_server(
-    tp: int, algorithm: str, device_gib: int, monkeypatch: pytest.MonkeyPatch
+    tp: int,
+    algorithm: str,
+    device_gib: int,
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = Machine(
         device_bytes=device_gib * GIB,
@@ -46,7 +52,7 @@ def test_sizes_are_those_of_the_server(
         weight_bytes=GIB,
         mem_fraction=0.85,
     )
-    config = HiSparseConfig(algorithm=algorithm, budget=1024)
+    config = HiSparseConfig(algorithm=algorithm, budget=1024, kv_cache_dtype=kv_cache_dtype)
     planned = fit(config, served_shape(CONFIG, 16, tp), machine, 32768)
     assert planned.max_requests > 0
 
@@ -60,7 +66,12 @@ def test_sizes_are_those_of_the_server(
     text = f'{{"algorithm": "{algorithm}", "budget": 1024, '
     text += f'"host_memory": "{planned.config.host_memory}"}}'
     configurator = SimpleNamespace(
-        server_args=SimpleNamespace(attention_backend="hisparse", hisparse_config=text, nnodes=1),
+        server_args=SimpleNamespace(
+            attention_backend="hisparse",
+            hisparse_config=text,
+            kv_cache_dtype=kv_cache_dtype,
+            nnodes=1,
+        ),
         model=loaded(tp),
         kv_cache_dtype=torch.bfloat16,
         model_config=SimpleNamespace(context_len=32768),
@@ -72,6 +83,8 @@ def test_sizes_are_those_of_the_server(
     served = runtime.session()
     assert served.spec == planned.spec
     assert served.sizing == planned.sizing
-    assert pool_bytes == planned.sizing.kv_tokens * planned.spec.token_bytes
+    # What SGLang divides by: K and V of 4 layers in bfloat16, however we store them.
+    cell = 4 * 2 * (4 // tp) * 64 * 2
+    assert pool_bytes == planned.sizing.kv_tokens * cell
     assert served.sizing.max_requests == planned.max_requests
     assert served.sizing.kv_tokens >= planned.max_requests * 32768

@@ -6,6 +6,7 @@ On a CPU the operations are recorded, which shows that this test has something t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ BATCH, PADDED, LAYERS, HEADS, DIM, SIZE = 3, 4, 2, 2, 64, 16
 CONTEXT, ROOM = 40 * SIZE, 3 * SIZE
 
 
-def make_world(device: str, scope: SelectionScope) -> DecodeWorld:
+def make_world(device: str, scope: SelectionScope, **settings: Any) -> DecodeWorld:
     kv = KVSpec(
         num_layers=LAYERS,
         num_q_heads=2 * HEADS,
@@ -40,6 +41,7 @@ def make_world(device: str, scope: SelectionScope) -> DecodeWorld:
         room=ROOM,
         device=torch.device(device),
         scope=scope,
+        **settings,
     )
 
 

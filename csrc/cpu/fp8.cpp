@@ -1,0 +1,91 @@
+// encode_fp8, decode_fp8: keys and values as e4m3 with a power of two as scale for each vector.
+#include "parallel.h"
+#include "simd.h"
+#include "tensors.h"
+
+namespace hisparse {
+namespace {
+
+constexpr int kFractionBits = 23;
+// Scales as hisparse/kernels/reference_fp8.py derives them.
+constexpr uint32_t kCarry = (1u << kFractionBits) - 0x580000u;
+constexpr int32_t kShift = 8, kLeastScale = 112;
+constexpr int64_t kVectorsPerTask = 64;
+constexpr double kElementsPerNs = 2.0;
+
+// To the nearest number of e4m3, ties to even. What comes here is below 432, or no number.
+HISPARSE_INLINE uint8_t to_e4m3(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 24 & 0x80u;
+  const uint32_t positive = bits & 0x7fffffffu;
+  // 20 bits of the fraction go; 120 is the difference of the exponents' biases.
+  const uint32_t normal = (positive - (120u << 23) + 0x7ffffu + (positive >> 20 & 1u)) >> 20;
+  // Subnormal ones are multiples of 2^-9: so are all numbers next to 2^14.
+  const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(positive) + 0x1p14f) - (141u << 23);
+  const uint32_t number = positive < (121u << 23) ? subnormal : normal;
+  const uint32_t beyond = positive > 0x7f800000u ? 0x7fu : 0x7eu;  // NaN, infinity
+  return static_cast<uint8_t>(sign | (positive < 0x7f800000u ? number : beyond));
+}
+
+// Vectors of a tensor of up to two dimensions beside their own: [outer, inner, D].
+struct Vectors {
+  char* data;
+  int64_t outer, inner;  // strides, bytes
+  int64_t inner_count, width;
+
+  Vectors(const TensorView& t, const char* name) {
+    require_unit_stride(t, name);
+    const int64_t bytes = t.dtype().bits / 8;
+    data = static_cast<char*>(t.data_ptr());
+    outer = t.stride(0) * bytes;
+    inner = t.stride(1) * bytes;
+    inner_count = t.size(1);
+    width = t.size(2);
+  }
+
+  template <typename Raw>
+  Raw* at(int64_t i) const {
+    return reinterpret_cast<Raw*>(data + i / inner_count * outer + i % inner_count * inner);
+  }
+};
+
+template <typename T>
+void encode(const typename T::Raw* x, int64_t width, uint8_t* codes, uint8_t* scale) {
+  uint32_t largest = 0;
+  for (int64_t d = 0; d < width; ++d) {
+    largest = std::max(largest, bit_cast<uint32_t>(T::one(x[d])) & 0x7fffffffu);
+  }
+  const int32_t exponent = static_cast<int32_t>((largest + kCarry) >> kFractionBits) - kShift;
+  const int32_t found = std::max(exponent, kLeastScale);
+  *scale = static_cast<uint8_t>(found);
+  const float inverse = bit_cast<float>(static_cast<uint32_t>(254 - found) << kFractionBits);
+  for (int64_t d = 0; d < width; ++d) codes[d] = to_e4m3(T::one(x[d]) * inverse);
+}
+
+void encode_all(const Vectors& x, const TensorView& like, const Vectors& codes,
+                const Vectors& scales, int64_t count, int which) {
+  with_element_type(like, "k", [&](auto type) {
+    using T = decltype(type);
+    const int64_t tasks = (count + kVectorsPerTask - 1) / kVectorsPerTask;
+    parallel_for(tasks, num_threads(tasks, count * x.width / kElementsPerNs), [&](int64_t task) {
+      const int64_t last = std::min(count, (task + 1) * kVectorsPerTask);
+      for (int64_t i = task * kVectorsPerTask; i < last; ++i) {
+        encode<T>(x.at<const typename T::Raw>(i), x.width, codes.at<uint8_t>(i),
+                  scales.at<uint8_t>(i) + which);
+      }
+    });
+  });
+}
+
+void encode_fp8(TensorView k, TensorView v, TensorView k_codes, TensorView v_codes,
+                TensorView scales) {
+  const int64_t count = k.size(0) * k.size(1);
+  if (count == 0) return;
+  const Vectors to(scales, "scales");
+  encode_all(Vectors(k, "k"), k, Vectors(k_codes, "codes"), to, count, 0);
+  encode_all(Vectors(v, "v"), v, Vectors(v_codes, "codes"), to, count, 1);
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(encode_fp8, encode_fp8);
+
+}  // namespace
+}  // namespace hisparse

@@ -1,0 +1,67 @@
+"""Keys and values in eight bits: e4m3 with a power of two as scale for each token and head.
+
+A scale only has to bring a vector into the range of e4m3, whose own exponent does the rest. So it
+is a power of two, in one byte (E8M0, as in https://arxiv.org/abs/2310.10537): what is read is
+exactly what was stored in float32, bfloat16 and float16 alike, and storing it again gives the same
+bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.errors import KernelError
+from hisparse.kernels._check import check_tensor
+from hisparse.kernels._impl import implementation
+from hisparse.types import StoredKV
+
+__all__ = ["decode_fp8", "encode_fp8"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def encode_fp8(k: Tensor, v: Tensor, *, impl: str = "auto") -> StoredKV:
+    """Round to e4m3, to the nearest and ties to even, under the scale of each vector.
+
+    Args:
+        k: ``[..., Dk]`` float32, bfloat16 or float16.
+        v: ``[..., Dv]``, its other dimensions and its dtype those of k.
+        impl: "auto", or an implementation's name.
+
+    Returns:
+        K and V as float8_e4m3fn, contiguous, and their scales.
+
+    Raises:
+        KernelError: a tensor has another shape or dtype.
+    """
+    if k.dtype not in _FLOATS:
+        raise KernelError(f"k: got dtype {k.dtype}, expected float32, bfloat16 or float16")
+    check_tensor("v", v, k.dtype, (*k.shape[:-1], None), k.device)
+    module = implementation(impl, k.device)
+    stored: StoredKV = module.encode_fp8(k, v)
+    return stored
+
+
+def decode_fp8(stored: StoredKV, out: tuple[Tensor, Tensor], *, impl: str = "auto") -> None:
+    """Read what :func:`encode_fp8` stored.
+
+    Args:
+        stored: float8_e4m3fn with scales, any strides.
+        out: K and V, ``[..., D]`` as in ``stored``, float32, bfloat16 or float16; written to.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: a tensor has another shape or dtype.
+    """
+    if stored.scales is None:
+        raise KernelError("scales: got None, expected those of float8_e4m3fn keys and values")
+    check_tensor("scales", stored.scales, torch.uint8, (*stored.k.shape[:-1], 2))
+    for name, of, to in zip(("k", "v"), stored.kv, out, strict=True):
+        check_tensor(name, of, torch.float8_e4m3fn, (*stored.k.shape[:-1], None))
+        if to.dtype not in _FLOATS or to.shape != of.shape:
+            raise KernelError(
+                f"out: got {name} {list(to.shape)} of {to.dtype}, expected {list(of.shape)} of "
+                "float32, bfloat16 or float16"
+            )
+    implementation(impl, stored.k.device, out[0].device).decode_fp8(stored, out)

@@ -1,0 +1,102 @@
+"""SGLang's own flag for fp8 KV on a real model: tokens of dense attention over what it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Server
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import DynamicLayer
+
+from hisparse.cache.stored import as_read
+from hisparse.models import fetch
+from hisparse.texts import read_text
+from hisparse.types import KVSpec
+
+pytestmark = pytest.mark.slow
+
+LAYERS, KV_HEADS, HEAD_DIM = 30, 3, 64
+#: A byte a number, and one for the scale of each vector.
+TOKEN_BYTES = LAYERS * KV_HEADS * 2 * (HEAD_DIM + 1)
+NEW_TOKENS = 24
+CONFIG = {"budget": 512, "device_buffer_size": 512, "host_memory": "1GiB", "device_memory": "1GiB"}
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return fetch("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def text(model: Path) -> list[int]:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return tokenizer(read_text("moby_dick")[:8000]).input_ids
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, log_dir: Path) -> Iterator[Server]:
+    flags = ("--kv-cache-dtype", "fp8_e4m3", "--max-total-tokens", "8192")
+    flags += ("--chunked-prefill-size", "128", "--max-running-requests", "4")
+    with Server(model, log_dir / "fp8.log", *flags, config=CONFIG) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def dense(model: Path, text: list[int]) -> list[int]:
+    """Greedy tokens of transformers after 400, its K and V rounded as eight bits round them."""
+    spec = KVSpec(
+        num_layers=LAYERS,
+        num_q_heads=9,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        v_head_dim=HEAD_DIM,
+        dtype=torch.float32,
+        page_size=16,
+        fp8=True,
+    )
+    update = DynamicLayer.update
+
+    def rounded(self: Any, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
+        return update(self, *as_read(spec, k, v), *args, **options)
+
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DynamicLayer, "update", rounded)
+        out = net.generate(torch.tensor([text[:400]]), pad_token_id=0, **options)
+    return out[0, 400:].tolist()
+
+
+def test_tokens_within_the_budget_are_dense(
+    server: Server, text: list[int], dense: list[int]
+) -> None:
+    """From chunks of 128 tokens, and again from the radix cache."""
+    first, again = (server.generate(text[:400], NEW_TOKENS) for _ in range(2))
+    assert first.ids == again.ids == dense
+    assert (first.cached, again.cached) == (0, 384)
+
+
+def test_beyond_the_budget_nothing_else_changes_the_tokens(server: Server, text: list[int]) -> None:
+    prompts = [text[start : start + 900] for start in (0, 300, 600)]
+    alone = []
+    for prompt in prompts:
+        server.flush_cache()
+        alone.append(server.generate(prompt, NEW_TOKENS).ids)
+    server.flush_cache()
+    assert [a.ids for a in server.generate_many(prompts, NEW_TOKENS)] == alone
+    assert [server.generate(prompt, NEW_TOKENS).ids for prompt in prompts] == alone
+
+
+def test_bytes_reported_are_those_of_eight_bits(server: Server) -> None:
+    metrics = server.metrics()
+    tokens = metrics["hisparse:host_tokens_total"]
+    # SGLang keeps a page for padding.
+    assert metrics["hisparse:host_kv_bytes"] == (tokens + 16) * TOKEN_BYTES
+    written = metrics["hisparse:written_bytes"]
+    assert written % TOKEN_BYTES == 0 < written
+    assert "kv_tokens 8,192" in server.log()

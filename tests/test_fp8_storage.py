@@ -1,0 +1,221 @@
+"""K and V stored in eight bits: the invariants hold, of what is read again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from hisparse.algorithms import Oracle, Quest
+from hisparse.assemble import Resources, assemble, make_plan, stored_spec
+from hisparse.cache import HostKVPool
+from hisparse.cache.stored import as_read
+from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.errors import HiSparseError
+from hisparse.testing import Request, Simulator
+from hisparse.testing.delayed import DelayedStreams, Order
+from hisparse.types import KVSpec
+
+LAYOUTS = ["layer_first", "page_first", "page_head"]
+SCOPES = ["layer", "kv_head", "query_head"]
+
+
+def expected(sim: Simulator, request: Request, start: int, stop: int) -> Tensor:
+    """Dense attention in float64 over what eight bits keep of the request's K and V."""
+    k, v = as_read(sim.spec, request.k, request.v)
+    return sim.dense(replace(request, k=k, v=v), start, stop).float()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_budget_of_the_whole_context_is_dense(scope: str, layout: str) -> None:
+    """Invariant 1, with chunk boundaries inside and at the edge of pages."""
+    sim = Simulator(fp8=True, scope=scope, layout=layout, budget=96, device_buffer=96, max_row=96)
+    request = sim.request(1, 90, seed=0)
+    exact = []
+    for chunk in (5, 11, 24, 1, 20):
+        (out,) = sim.prefill((request, chunk))
+        start = request.done - chunk
+        assert_close(out, expected(sim, request, start, request.done), rtol=1e-4, atol=1e-5)
+        exact.append((out - sim.dense(request, start, request.done).float()).abs().max())
+    for _ in range(29):
+        out = sim.decode(request)
+        want = expected(sim, request, request.done - 1, request.done)
+        assert_close(out, want, rtol=1e-4, atol=1e-5)
+    assert min(exact) > 1e-3, "eight bits round"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"min_sparse_context": 1000}, id="resident"),
+        pytest.param({"dense_layers": (0, 1), "max_row": 64}, id="staged"),
+    ],
+)
+def test_dense_service_reads_what_was_stored(settings: dict[str, object]) -> None:
+    sim = Simulator(fp8=True, **settings)
+    a, b = sim.request(1, 120, seed=2), sim.request(2, 100, seed=3)
+    sim.prefill((a, 100), (b, 61))
+    for _ in range(18):
+        out = sim.decode(a, b)
+        for row, request in enumerate((a, b)):
+            want = expected(sim, request, request.done - 1, request.done)
+            assert_close(out[:, [row]], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", [Quest(), Oracle()], ids=["quest", "oracle"])
+def test_chunks_of_a_prompt_change_no_token(algorithm: Quest | Oracle) -> None:
+    """What is in flight is rounded like what is read back, for attention and for summaries."""
+    outs = []
+    for chunks in ((100,), (37, 63), (8, 8, 84)):
+        sim = Simulator(fp8=True, algorithm=algorithm)
+        request = sim.request(1, 130, seed=4)
+        prompt = torch.cat([sim.prefill((request, n))[0] for n in chunks], dim=1)
+        steps = [sim.decode(request) for _ in range(30)]
+        outs.append(torch.cat([prompt, *steps], dim=1))
+    for other in outs[1:]:
+        assert_close(other, outs[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_shared_prefix_gives_what_each_request_gives_alone() -> None:
+    """Invariant 5; and other requests, which take device pages away, change nothing."""
+    sim = Simulator(fp8=True)
+    a = sim.request(1, 120, seed=7)
+    sim.prefill((a, 100))
+    b = sim.request(2, 120, seed=8, like=a, shared=64)
+    (prompt,) = sim.prefill((b, 30))
+    assert_close(prompt, expected(sim, b, 64, 94), rtol=1e-4, atol=1e-5)
+    shared = [sim.decode(a, b)[:, 1:] for _ in range(20)]
+    alone = Simulator(fp8=True)
+    twin = alone.request(1, 120, seed=8, like=a, shared=64)
+    twin.host_pages, twin.done = [], 0
+    alone.prefill((twin, 94))
+    for step in shared:
+        assert_close(step, alone.decode(twin), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", ["early", "late", 3])
+def test_transfers_beside_compute_change_no_bit(order: Order) -> None:
+    """Staged prefixes, pages placed from a prompt and dense tiles, done at another time."""
+    outs = []
+    for streams in (None, DelayedStreams(order)):
+        sim = Simulator(fp8=True, max_row=64, dense_layers=(1,), side_streams=streams)
+        request = sim.request(1, 160, seed=12)
+        steps = [sim.prefill((request, n))[0] for n in (45, 60)]
+        steps += [sim.decode(request) for _ in range(20)]
+        outs.append(torch.cat(steps, dim=1))
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_resident_bytes_equal_host_bytes(scope: str) -> None:
+    """Invariants 2 and 3, scales included; pages come from prefill, tails and host memory."""
+    sim = Simulator(
+        fp8=True, scope=scope, device_pages=40, device_buffer=32, max_row=96, num_slots=3
+    )
+    a, b = sim.request(1, 150, seed=9), sim.request(2, 150, seed=10)
+    sim.prefill((a, 90))
+    for step in range(40):
+        if step == 10:
+            sim.prefill((b, 77))
+        if step == 30:
+            sim.end(b)
+        live = [a, b] if 10 <= step < 30 else [a]
+        sim.decode(*live)
+        for request in live:
+            assert same_bytes(sim, request) > 0
+
+
+def same_bytes(sim: Simulator, request: Request) -> int:
+    """Compare every resident page of a request with its host page; returns how many there are."""
+    heads, kv_heads, count = sim.policy.heads, sim.kv_heads, 0
+    manager = sim.manager
+    for layer in range(sim.layers):
+        state = manager.device.state(layer)
+        host, device = manager.host.stored(layer).tensors, manager.device.stored(layer).tensors
+        assert len(host) == len(device) == 3
+        for head in range(heads):
+            row = request.slot * heads + head
+            which = slice(None) if heads == 1 else [head * kv_heads // heads]
+            pairs = zip(
+                state.slot_pages[row].tolist(), state.device_pages[row].tolist(), strict=True
+            )
+            for page, device_page in pairs:
+                if page < 0:
+                    continue
+                count += 1
+                for there, here in zip(device, host, strict=True):
+                    a, b = there[device_page], here[request.host_pages[page], which]
+                    assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return count
+
+
+def test_a_quarter_of_the_bytes_of_float32_move_and_the_scales() -> None:
+    """The counters, of the same steps with the same selections."""
+    moved = []
+    for fp8 in (False, True):
+        sim = Simulator(fp8=fp8, device_buffer=32, max_row=32, scope="kv_head")
+        request = sim.request(1, 200, seed=11)
+        sim.prefill((request, 60))
+        sim.prefill((request, 80))
+        for _ in range(40):
+            sim.decode(request)
+        moved.append((sim.manager.counters.stats(), sim.spec, sim.manager))
+    (plain, wide, _), (stored, spec, manager) = moved
+    assert (wide.head_bytes, spec.head_bytes) == (2 * 16 * 4, 2 * 16 + 2)
+    assert stored.written_bytes == 180 * spec.token_bytes
+    assert plain.written_bytes == 180 * wide.token_bytes
+    ratio = spec.head_bytes / wide.head_bytes
+    assert stored.prefill_read_bytes == plain.prefill_read_bytes * ratio > 0
+    assert stored.decode_read_bytes == stored.miss_pages * manager.device.page_bytes > 0
+    assert manager.device.page_bytes == sim.page_size * spec.head_bytes
+    assert manager.host.num_bytes == sum(
+        x.nbytes for layer in range(spec.num_layers) for x in manager.host.stored(layer).tensors
+    )
+
+
+def test_keys_in_host_memory_are_not_taken_for_what_they_are_not() -> None:
+    """An algorithm that does not declare that it reads them is not refused at start."""
+    with pytest.raises(HiSparseError, match="reads_host_keys = True") as error:
+        Simulator(fp8=True).manager.host_pages(0)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("scope", ["layer", "kv_head"])
+def test_what_is_allocated_is_what_was_sized(scope: str) -> None:
+    """Host pool and device pages to the byte, staging within what it was given."""
+    config = HiSparseConfig(
+        budget=256, page_size=16, kv_cache_dtype="fp8_e4m3", selection_scope=scope
+    )
+    spec = KVSpec(
+        num_layers=2,
+        num_q_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        v_head_dim=64,
+        dtype=torch.bfloat16,
+        page_size=16,
+    )
+    resources = Resources(
+        host_bytes=4 << 20,
+        device_bytes=8 << 20,
+        context_length=4096,
+        max_requests=2,
+        device_type="cpu",
+    )
+    stored = stored_spec(config, spec)
+    plan = make_plan(config, build_algorithm(config), stored, 0.1, resources)
+    whole = make_plan(config, build_algorithm(config), spec, 0.1, resources)
+    assert plan.sizing.kv_tokens > 1.9 * whole.sizing.kv_tokens
+    sizing = plan.sizing
+    host = HostKVPool(stored, sizing.kv_tokens // 16 + 1, plan.layout, pin=False)
+    coordinator = assemble(plan, host, num_slots=3, device=torch.device("cpu"))
+    manager = coordinator.manager
+    assert host.num_bytes == sizing.host_bytes <= resources.host_bytes
+    assert manager.device.num_bytes == sizing.device_page_pool_bytes
+    tensors = [x for layer in range(2) for x in manager.device.stored(layer).tensors]
+    assert manager.device.num_bytes == sum(x.nbytes for x in tensors)
+    assert 0.8 * sizing.staging_bytes < manager.staging_bytes <= sizing.staging_bytes

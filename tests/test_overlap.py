@@ -1,0 +1,237 @@
+"""Transfers beside compute: the same bits in whatever order side streams do them, and no wait too
+few. See `test_split_attention.py` for attention while pages arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from test_replay import assert_same, play, state_of
+
+from hisparse.algorithms import DSA, Quest, SnapKV, TopP
+from hisparse.cache.staging import Staging
+from hisparse.streams import InlineStreams, Lane, Started
+from hisparse.testing import Simulator
+from hisparse.testing.delayed import DelayedStreams, Order
+from hisparse.testing.replaying import ReplayingSimulator
+
+T = TypeVar("T")
+SCOPES = ["layer", "kv_head", "query_head"]
+ORDERS: list[Order] = ["early", "late", 1]
+REUSE = {"layers": 5, "reuse_layers": 2}
+
+
+def long_play(sim: Simulator) -> list[torch.Tensor]:
+    """Prompts in chunks over prefixes of several tiles, a shared prefix, and steps in between."""
+    one, two = sim.request(1, 190, seed=1, prompt=165), sim.request(2, 190, seed=2, prompt=90)
+    outs = [*sim.prefill((one, 61)), *sim.prefill((one, 43), (two, 37)), sim.decode(two)]
+    outs += sim.prefill((one, 61), (two, 52))
+    outs += [sim.decode(one, two) for _ in range(9)]
+    three = sim.request(3, 190, seed=3, like=one, shared=96)
+    outs += sim.prefill((three, 30))
+    return outs + [sim.decode(three, one, two) for _ in range(14)]
+
+
+def assert_equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(got) == len(expected)
+    for number, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(one, other), f"forward {number}: {(one - other).abs().max()}"
+
+
+SETTINGS = pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="quest"),
+        pytest.param(REUSE, id="reuse"),
+        pytest.param(REUSE | {"dense_layers": (0, 3), "max_row": 64}, id="reuse-dense-leaders"),
+        pytest.param(REUSE | {"algorithm": TopP(mass=0.8)}, id="reuse-topp"),
+        pytest.param(REUSE | {"tail_estimate": True}, id="reuse-tail-estimate"),
+        pytest.param({"algorithm": SnapKV(window=4)}, id="snapkv-reads-its-context"),
+        pytest.param({"min_sparse_context": 1000, "max_row": 64}, id="staged"),
+        pytest.param({"speculate": "step", "speculate_above": 0.3, "max_row": 64}, id="speculate"),
+    ],
+)
+
+
+@SETTINGS
+@pytest.mark.parametrize("scope", SCOPES)
+def test_in_any_order_results_are_those_without_overlap(
+    scope: str, settings: dict[str, Any]
+) -> None:
+    """Bit for bit: outputs, all that is left behind, and the counts."""
+    check(settings | {"scope": scope})
+
+
+def test_selections_of_tokens_with_the_models_own_indexer() -> None:
+    check(
+        {
+            "scope": "layer",
+            "algorithm": DSA(),
+            "page_size": 1,
+            "host_pages": 1600,
+            "num_sink_pages": 0,
+            "num_recent_pages": 0,
+            "staging_pages": 16,
+        }
+        | REUSE
+    )
+
+
+def check(settings: dict[str, Any]) -> None:
+    plain = Simulator(**settings)
+    expected = long_play(plain)
+    for order in ORDERS:
+        streams = DelayedStreams(order)
+        sim = Simulator(**settings, side_streams=streams)
+        assert_equal(long_play(sim), expected)
+        assert_same(state_of(sim), state_of(plain))
+        assert sim.manager.counters.stats() == plain.manager.counters.stats()
+        assert streams.num_waiting == 0, "nothing outlives its forward"
+        assert streams.num_started > 0
+        assert (streams.num_delayed > 0) == (order != "early")
+
+
+def test_layers_that_reuse_a_selection_have_their_pages_before_they_begin() -> None:
+    """One work for each of them starts while the first layer of the group runs."""
+    streams = DelayedStreams("early")
+    sim = Simulator(**REUSE, side_streams=streams)
+    request = sim.request(1, 190, seed=1)
+    sim.prefill((request, 150))
+    before = streams.num_started
+    sim.decode(request)
+    assert streams.num_started - before == len([1, 3])
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_replayed_step_is_the_eager_one(scope: str, order: Order) -> None:
+    settings = REUSE | {"scope": scope, "min_sparse_context": 80}
+    eager = Simulator(checked=False, **settings)
+    replaying = ReplayingSimulator(side_streams=DelayedStreams(order), **settings)
+    expected, got = play(eager)[0], play(replaying)[0]
+    assert replaying.num_replayed == len(got), "no step had to run eagerly"
+    assert_equal(got, expected)
+    assert_same(state_of(replaying), state_of(eager))
+
+
+class Never(Started[T]):
+    """A join that is forgotten."""
+
+    def join(self) -> None:
+        pass
+
+
+class Forgetful(DelayedStreams):
+    """Work is done late, and joins of the works of one function are forgotten."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__("late")
+        self._function = function
+
+    def start(self, lane: Lane, work: Callable[[], T]) -> Started[T]:
+        started = super().start(lane, work)
+        return Never() if self._function in work.__qualname__ else started
+
+
+def differs(sim: Simulator, **settings: Any) -> bool:
+    plain = Simulator(**settings)
+    same = all(map(torch.equal, long_play(sim), long_play(plain)))
+    try:
+        assert_same(state_of(sim), state_of(plain))
+    except AssertionError:
+        return True
+    return not same
+
+
+#: Keys read back from host memory count: the window's attention over the prompt chooses pages.
+READS_BACK = {"algorithm": SnapKV(window=4)}
+
+
+@pytest.mark.parametrize(
+    ("function", "settings"),
+    [
+        pytest.param("Staging._start", {}, id="a-tile-of-a-prefix"),
+        pytest.param("Prefill.attention", READS_BACK, id="a-write-that-is-read-back"),
+    ],
+)
+def test_a_forgotten_join_shows(function: str, settings: dict[str, Any]) -> None:
+    settings = settings | {"checked": False}
+    assert not differs(Simulator(**settings, side_streams=Forgetful("nobody's")), **settings)
+    assert differs(Simulator(**settings, side_streams=Forgetful(function)), **settings)
+
+
+class Outliving(DelayedStreams):
+    """Forwards end without a join."""
+
+    def join_all(self) -> None:
+        pass
+
+
+def test_a_forward_that_ends_without_a_join_shows() -> None:
+    settings = {"checked": False}
+    streams = Outliving("late")
+    assert differs(Simulator(**settings, side_streams=streams), **settings)
+    assert streams.num_waiting > 0
+
+
+def test_one_buffer_for_two_tiles_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next tile may arrive while the first one is still attended."""
+    make = Staging.__init__
+
+    def one_buffer(self: Staging, *arguments: Any) -> None:
+        make(self, *arguments)
+        self._buffers[1:] = self._buffers[:1]
+
+    plain = long_play(Simulator())
+    monkeypatch.setattr(Staging, "__init__", one_buffer)
+    got = long_play(Simulator(side_streams=DelayedStreams("early")))
+    assert not all(map(torch.equal, got, plain))
+
+
+def given_up(sim: Simulator) -> list[torch.Tensor]:
+    """A forward ends while the tile of another request is on its way, whose slot changes hands."""
+    one, two = sim.request(1, 190, seed=1), sim.request(2, 190, seed=2)
+    sim.prefill((one, 24), (two, 24))
+    attend, calls = sim.adapter.attend_prefill, []
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return attend(*arguments, **options)
+
+    sim.adapter.attend_prefill = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        sim.prefill((one, 20), (two, 20))
+    sim.adapter.attend_prefill = attend
+    three = sim.request(2, 190, seed=3, like=one, shared=24)
+    return sim.prefill((three, 20))
+
+
+def test_a_forward_that_is_given_up_leaves_no_tile_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = given_up(Simulator())
+    assert_equal(given_up(Simulator(side_streams=DelayedStreams("late"))), expected)
+    monkeypatch.setattr(Staging, "forget", lambda self: None)
+    got = given_up(Simulator(side_streams=DelayedStreams("late")))
+    assert not torch.equal(got[0], expected[0]), "the test can fail"
+
+
+def test_tiles_are_read_one_ahead_and_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles: list[tuple[int, int, int]] = []
+    start = Staging._start
+
+    def spy(self: Staging, tile: Any, buffer: int) -> Started[None]:
+        tiles.append(tuple(tile[:3]))
+        return start(self, tile, buffer)
+
+    monkeypatch.setattr(Staging, "_start", spy)
+    sim = Simulator(algorithm=Quest(), side_streams=InlineStreams(), staging_pages=3)
+    one, two = sim.request(1, 190, seed=1), sim.request(2, 190, seed=2)
+    sim.prefill((one, 60), (two, 30))
+    assert tiles == []
+    sim.prefill((one, 20), (two, 20))
+    expected = [(1, 0), (1, 3), (1, 6), (2, 0), (2, 3)]
+    assert tiles == [(layer, *tile) for layer in (0, 1) for tile in expected]

@@ -1,0 +1,159 @@
+"""The order that side streams promise: on stand-ins for CUDA's, and where work is delayed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from hisparse.streams import CudaStreams, InlineStreams, SideStreams, make_streams
+from hisparse.testing.delayed import DelayedStreams
+
+
+class Stream:
+    """A vector clock in place of a queue: what has happened before the stream's next operation."""
+
+    current: Stream
+
+    def __init__(self, device: object = None) -> None:
+        self.device = device
+        self.clock: Counter[Stream] = Counter()
+
+    def operate(self) -> Counter[Stream]:
+        """An operation; its time."""
+        self.clock[self] += 1
+        return self.clock.copy()
+
+    def record_event(self) -> Counter[Stream]:
+        return self.clock.copy()
+
+    def wait_event(self, event: Counter[Stream]) -> None:
+        self.clock |= event
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+
+@contextmanager
+def use(stream: Stream) -> Iterator[None]:
+    before, Stream.current = Stream.current, stream
+    yield
+    Stream.current = before
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> SideStreams:
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
+    Stream.current = Stream()
+    streams = make_streams(torch.device("cuda"))
+    assert isinstance(streams, CudaStreams)
+    return streams
+
+
+def operate() -> Counter[Stream]:
+    return Stream.current.operate()
+
+
+def test_side_work_comes_after_its_start_and_before_its_join(streams: SideStreams) -> None:
+    before = operate()
+    read, write = streams.start("read", operate), streams.start("write", operate)
+    beside = operate()
+    reading = read.join()
+    after_read = operate()
+    writing = write.join()
+    assert before < reading
+    assert before < writing
+    assert not beside > reading, "nothing waits before the join"
+    assert not reading > beside, "the work does not wait for what came after its start"
+    assert after_read > reading
+    assert not after_read > writing
+    assert operate() > writing
+
+
+def test_work_of_one_lane_is_in_order_and_of_two_lanes_is_not(streams: SideStreams) -> None:
+    first, write, second = (streams.start(x, operate) for x in ("read", "write", "read"))
+    times = [started.join() for started in (second, first, write)]
+    assert times[0] > times[1]
+    assert not times[0] > times[2]
+    assert not times[2] > times[0]
+
+
+def test_join_all_leaves_nothing_behind(streams: SideStreams) -> None:
+    times: list[Counter[Stream]] = []
+    for lane in ("read", "write", "read"):
+        streams.start(lane, lambda: times.append(operate()))
+    streams.join_all()
+    end = operate()
+    assert all(end > time for time in times)
+
+
+def test_work_holds_what_it_uses_until_it_is_joined(streams: SideStreams) -> None:
+    """The allocator would hand the memory out again, which only the forward stream knows of."""
+
+    def start() -> tuple[weakref.ref[torch.Tensor], Callable[[], object]]:
+        used = torch.zeros(3)
+        started = streams.start("write", lambda: len(used))
+        return weakref.ref(used), started.join
+
+    used, join = start()
+    gc.collect()
+    assert used() is not None
+    join()
+    gc.collect()
+    assert used() is None
+
+
+def test_a_second_join_waits_for_nothing(streams: SideStreams) -> None:
+    """Its event may be one of a graph that was captured in between."""
+    started = streams.start("read", lambda: "result")
+    assert started.join() == "result"
+    clock = Stream.current.record_event()
+    streams.start("read", operate)
+    assert started.join() == "result"
+    assert Stream.current.record_event() == clock
+
+
+def test_without_cuda_work_is_done_at_once() -> None:
+    streams, done = make_streams(torch.device("cpu")), []
+    assert isinstance(streams, InlineStreams)
+    started = streams.start("read", lambda: done.append(1))
+    assert done == [1]
+    started.join()
+    streams.join_all()
+    assert done == [1]
+
+
+def orders_of(order: str | int) -> list[str]:
+    """Of two works on each lane, of which the second ones are joined."""
+    streams, done = DelayedStreams(order), []
+
+    def work(name: str) -> Callable[[], None]:
+        return lambda: done.append(name)
+
+    started = {}
+    for name in ("r1", "w1", "r2", "w2"):
+        lane = "read" if name[0] == "r" else "write"
+        started[name] = streams.start(lane, work(name))
+    started["w2"].join()
+    done.append("|")
+    streams.join_all()
+    assert streams.num_waiting == 0
+    return done
+
+
+def test_delayed_work_is_done_as_early_as_late_and_as_oddly_as_it_may_be() -> None:
+    assert orders_of("early") == ["r1", "w1", "r2", "w2", "|"]
+    assert orders_of("late") == ["w1", "w2", "|", "r1", "r2"]
+    odd = {tuple(orders_of(seed)) for seed in range(40)}
+    assert len(odd) > 5
+    for order in odd:
+        places = {name: order.index(name) for name in order}
+        assert places["r1"] < places["r2"]
+        assert places["w1"] < places["w2"] < places["|"]
