@@ -16,9 +16,9 @@ from hisparse.bench.peers import agreeing
 from hisparse.bench.peers.flashinfer_decode import flashinfer_decode
 from hisparse.bench.peers.sglang_native import torch_native_decode
 from hisparse.bench.report import Case, Result
+from hisparse.bench.shape import ModelShape
 from hisparse.bench.timing import Candidate, time_in_turns
 from hisparse.errors import ConfigError
-from hisparse.types import KVSpec
 
 __all__ = ["DecodeBench"]
 
@@ -28,7 +28,7 @@ _WARMUPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeBench:
+class DecodeBench(ModelShape):
     """The served path against dense attention over contiguous keys and values.
 
     Attributes:
@@ -36,28 +36,20 @@ class DecodeBench:
         budget: tokens attended per step and row.
         misses: share of the selected pages that are not resident; 0: every page is.
         batch: requests.
-        q_heads, kv_heads, head_dim: of the model.
-        page_size: tokens.
-        dtype: of keys and values.
-        num_layers: take turns, so that each finds the caches as the others leave them.
+        layers: take turns.
     """
 
     context: int = 32768
     budget: int = 2048
     misses: float = 0.15
     batch: int = 1
-    q_heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    page_size: int = 16
-    dtype: torch.dtype = torch.float32
-    num_layers: int = 2
+    layers: int = 2
 
     def run(self, options: Options) -> Case:
         """The output is compared with attention in float64 over the pages that were selected."""
         self._check()
         steps = options.num_steps + _WARMUPS
-        world = self._world(options, -(-steps // self.num_layers) + _SETTLE + 2)
+        world = self._world(options, -(-steps // self.layers) + _SETTLE + 2)
         work = _Work(world, self.misses)
         gate = "passed" if work.agrees() else "failed"
         work.settle(_SETTLE)
@@ -95,19 +87,10 @@ class DecodeBench:
             raise ConfigError(f"--budget: got {self.budget}, expected at most the context")
 
     def _world(self, options: Options, room: int) -> DecodeWorld:
-        kv = KVSpec(
-            num_layers=self.num_layers,
-            num_q_heads=self.q_heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            v_head_dim=self.head_dim,
-            dtype=self.dtype,
-            page_size=self.page_size,
-        )
         room = -(-room // self.page_size) * self.page_size
         row_tokens = 2 * self.budget if self.misses else self.context + room
         return DecodeWorld(
-            kv=kv,
+            kv=self.kv,
             batch=self.batch,
             context=self.context,
             budget=self.budget,
@@ -118,13 +101,7 @@ class DecodeBench:
         )
 
     def _params(self) -> dict[str, Any]:
-        names = ("context", "budget", "batch", "q_heads", "kv_heads", "head_dim", "page_size")
-        return {name: getattr(self, name) for name in names} | {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "algorithm": "quest",
-            "threads": torch.get_num_threads(),
-            "cache": f"as {self.num_layers} layers in turn leave it",
-        }
+        return self.reported("context", "budget", "batch") | {"algorithm": "quest"}
 
 
 class _Work:

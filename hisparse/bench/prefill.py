@@ -12,16 +12,16 @@ from hisparse.batch import PrefillBatch, PrefillChunk
 from hisparse.bench.one_layer import DecodeWorld
 from hisparse.bench.options import Options
 from hisparse.bench.report import Case, Result
+from hisparse.bench.shape import ModelShape
 from hisparse.bench.step import MODES, LayerWork
 from hisparse.bench.timing import Candidate, time_in_turns
 from hisparse.errors import ConfigError
-from hisparse.types import KVSpec
 
 __all__ = ["PrefillBench"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillBench:
+class PrefillBench(ModelShape):
     """The same chunk twice: nothing overlaps, and writes and tiles of the prefix do.
 
     Attributes:
@@ -29,20 +29,12 @@ class PrefillBench:
         chunk: tokens that are computed.
         tile: tokens of the prefix that are brought in at a time.
         layers: of a forward.
-        q_heads, kv_heads, head_dim: of the model.
-        page_size: tokens.
-        dtype: of keys and values.
     """
 
     context: int = 8192
     chunk: int = 512
     tile: int = 2048
     layers: int = 4
-    q_heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    page_size: int = 16
-    dtype: torch.dtype = torch.float32
 
     def run(self, options: Options) -> Case:
         """Overlap may not change a bit."""
@@ -68,17 +60,8 @@ class PrefillBench:
         )
 
     def _chunks(self, name: str, options: Options) -> _Chunks:
-        kv = KVSpec(
-            num_layers=self.layers,
-            num_q_heads=self.q_heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            v_head_dim=self.head_dim,
-            dtype=self.dtype,
-            page_size=self.page_size,
-        )
         world = DecodeWorld(
-            kv=kv,
+            kv=self.kv,
             batch=1,
             context=self.context,
             budget=4 * self.page_size,
@@ -92,13 +75,7 @@ class PrefillBench:
         return _Chunks(world, self.chunk, options.seed)
 
     def _params(self) -> dict[str, Any]:
-        names = ("context", "chunk", "tile", "layers", "q_heads", "kv_heads", "head_dim")
-        return {name: getattr(self, name) for name in (*names, "page_size")} | {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-            "rest": "two square products a layer",
-            "cache": f"as {self.layers} layers leave it",
-        }
+        return self.reported("context", "chunk", "tile") | {"rest": "two square products a layer"}
 
 
 class _Chunks:

@@ -12,6 +12,7 @@ from torch import Tensor
 from hisparse.bench.one_layer import DecodeWorld
 from hisparse.bench.options import Options
 from hisparse.bench.report import Case, Result
+from hisparse.bench.shape import ModelShape
 from hisparse.bench.timing import Candidate, time_in_turns
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec
@@ -51,7 +52,7 @@ class LayerWork:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepBench:
+class StepBench(ModelShape):
     """The same requests three times: nothing overlaps, transfers do, attention is split as well.
 
     Attributes:
@@ -60,9 +61,6 @@ class StepBench:
         batch: requests.
         layers: of a step.
         reuse_layers: layers that share a selection.
-        q_heads, kv_heads, head_dim: of the model.
-        page_size: tokens.
-        dtype: of keys and values.
     """
 
     context: int = 8192
@@ -70,11 +68,6 @@ class StepBench:
     batch: int = 1
     layers: int = 4
     reuse_layers: int = 2
-    q_heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    page_size: int = 16
-    dtype: torch.dtype = torch.float32
 
     def run(self, options: Options) -> Case:
         """Transfers alone may not change a bit; split attention may round differently."""
@@ -100,17 +93,8 @@ class StepBench:
         )
 
     def _steps(self, name: str, options: Options, num_steps: int) -> _Steps:
-        kv = KVSpec(
-            num_layers=self.layers,
-            num_q_heads=self.q_heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            v_head_dim=self.head_dim,
-            dtype=self.dtype,
-            page_size=self.page_size,
-        )
         world = DecodeWorld(
-            kv=kv,
+            kv=self.kv,
             batch=self.batch,
             context=self.context // self.page_size * self.page_size,
             budget=self.budget,
@@ -130,13 +114,9 @@ class StepBench:
         return torch.equal(transfers, off) and near and steps["off"].is_right(tolerance)
 
     def _params(self) -> dict[str, Any]:
-        names = ("context", "budget", "batch", "layers", "reuse_layers", "q_heads", "kv_heads")
-        return {name: getattr(self, name) for name in (*names, "head_dim", "page_size")} | {
-            "dtype": str(self.dtype).removeprefix("torch."),
+        return self.reported("context", "budget", "batch", "reuse_layers") | {
             "algorithm": "quest",
-            "threads": torch.get_num_threads(),
             "rest": "two square products a layer",
-            "cache": f"as {self.layers} layers leave it",
         }
 
 
