@@ -188,6 +188,10 @@ class PageReader(Protocol):
         """The host pool, ``[host pages, Hkv, S, D]``."""
         ...
 
+    def read_tokens(self, layer_id: int, host_slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V at ``host_slots [T]``, each ``[T, Hkv, D]`` on the device."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStep:

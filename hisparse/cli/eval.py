@@ -17,7 +17,7 @@ from rich.text import Text
 
 from hisparse import provenance
 from hisparse.cli.lists import names, numbers
-from hisparse.errors import ConfigError
+from hisparse.errors import ConfigError, one_line
 from hisparse.models import MODELS, resolve
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return _run_tasks(arguments, methods)
     if arguments.limit is not None:
         raise ConfigError(f"--limit: got {arguments.limit} without --tasks, which it is for")
+    _check_different("--context", arguments.context)
+    _check_different("--text", [file.stem for file in arguments.text])
     texts = {"texts": {file.stem: _read(file) for file in arguments.text}} if arguments.text else {}
     model, tokenizer, folder = _load(arguments.model, arguments.dtype)
     console = Console(stderr=True)
@@ -84,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
             methods=methods,
             contexts=arguments.context,
             seeds=arguments.seeds,
-            folder=arguments.out / f"{Path(folder).name}-{str(model.dtype).removeprefix('torch.')}",
+            folder=arguments.out / Path(folder).name,
             progress=lambda what, done, total: bar.update(
                 task, description=what, completed=done, total=total
             ),
@@ -173,6 +175,13 @@ def _report_saved(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_different(flag: str, names: Sequence[object]) -> None:
+    """The same documents twice would count as more of them."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"{flag}: got {name} more than once, expected it once")
+
+
 def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
@@ -196,7 +205,14 @@ def _load(name: str, dtype: str) -> tuple[Any, Any, str]:
         raise ConfigError(
             "hisparse eval needs transformers: pip install 'hisparse[eval]'"
         ) from None
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    except OSError as error:
+        raise ConfigError(
+            f"model {name!r}: cannot be read: {one_line(error)}; expected one of "
+            f"{', '.join(MODELS)}, a folder with a model, or the id of one on a hub that is "
+            "reachable"
+        ) from None
     if torch.cuda.is_available():
         model = model.cuda()
     return model, AutoTokenizer.from_pretrained(folder), folder

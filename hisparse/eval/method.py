@@ -55,16 +55,23 @@ def parse_methods(
     Raises:
         ConfigError: a setting cannot be used, or two methods are the same.
     """
-    found = [{"algorithm": name, "budget": budget} for name in algorithms for budget in budgets]
+    found: list[dict[str, object]] = [
+        {"algorithm": name, "budget": budget} for name in algorithms for budget in budgets
+    ]
     for text in configs:
         try:
             settings = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"--config: got {text!r}, which is not JSON: {error.msg}") from None
-        found.append({"algorithm": "quest", "budget": budgets[0]} | settings)
+        if not isinstance(settings, dict):
+            raise ConfigError(f"--config: got {text!r}, expected a JSON object of settings")
+        given: dict[str, object] = (
+            {} if {"budget", "top_k"} & settings.keys() else {"budget": budgets[0]}
+        )
+        found.append({"algorithm": "quest"} | given | settings)
+    for settings in found:
+        build_algorithm(HiSparseConfig.from_dict(settings))
     methods = [Method(name=_name(settings), settings=settings) for settings in found]
-    for method in methods:
-        build_algorithm(method.config)
     keys = [(method.name, method.config.budget) for method in methods]
     if len(set(keys)) < len(keys):
         name, budget = next(key for key in keys if keys.count(key) > 1)
@@ -76,7 +83,7 @@ def parse_methods(
 
 def _name(settings: Mapping[str, Any]) -> str:
     """The algorithm, and what is set besides the budget."""
-    rest = {k: v for k, v in settings.items() if k not in ("algorithm", "budget")}
+    rest = {k: v for k, v in settings.items() if k not in ("algorithm", "budget", "top_k")}
     rest |= rest.pop("algorithm_config", {})
     words = ",".join(f"{k}={v}" for k, v in sorted(rest.items()))
     return f"{settings['algorithm']}({words})" if words else str(settings["algorithm"])

@@ -73,7 +73,10 @@ def read_result(file: Path) -> dict[str, Any]:
             f"--from: {str(file)!r} is no result of an evaluation; expected what "
             "`hisparse eval --json` prints of its own tasks"
         )
-    absent = {key for line in result["summary"] for key in _NEEDED_OF_A_LINE - line.keys()}
+    summary = result["summary"]
+    if not isinstance(summary, list) or not all(isinstance(line, dict) for line in summary):
+        raise ConfigError(f"--from: {str(file)!r}: its summary is no list of objects")
+    absent = {key for line in summary for key in _NEEDED_OF_A_LINE - line.keys()}
     if absent:
         raise ConfigError(
             f"--from: {str(file)!r} lacks {', '.join(sorted(absent))}: an older hisparse made it; "

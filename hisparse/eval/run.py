@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +11,11 @@ import torch
 from torch import Tensor
 
 from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.errors import ConfigError
 from hisparse.eval.answer import Answer, answer
 from hisparse.eval.documents import CONTINUE, Document, Item, make_document
 from hisparse.eval.method import DENSE, Method
+from hisparse.eval.records import Key, Records, model_digest
 from hisparse.eval.room import rows_at_once, smallest_buffer
 from hisparse.eval.watch import Watch
 from hisparse.representations import entry_bytes, list_representations
@@ -36,7 +37,7 @@ class Evaluation:
         methods: what is compared; dense comes on top.
         contexts: lengths, tokens.
         seeds: documents of each text and length.
-        folder: keeps contexts and ``records.jsonl``.
+        folder: keeps contexts and records of the model, in a folder for its dtype and weights.
         texts: name to text.
         progress: told of every step.
     """
@@ -50,9 +51,11 @@ class Evaluation:
     texts: dict[str, str] = field(default_factory=lambda: {n: read_text(n) for n in TEXTS})
     progress: Progress = lambda what, done, total: None
 
-    @property
-    def _records_path(self) -> Path:
-        return self.folder / "records.jsonl"
+    def __post_init__(self) -> None:
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        self._folder = self.folder.with_name(
+            f"{self.folder.name}-{dtype}-{model_digest(self.model)}"
+        )
 
     def run(self) -> list[dict[str, Any]]:
         """All records of this evaluation, those of earlier runs included."""
@@ -65,54 +68,52 @@ class Evaluation:
             disable(self.model)
 
     def _run(self) -> list[dict[str, Any]]:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        found = {(r["document"], r["method"], r["budget"]): r for r in self._read()}
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--out: cannot make {str(self._folder)!r}: {error.strerror}; expected a folder"
+            ) from None
+        records = Records(self._folder)
+        found = records.read()
         wanted = [Method.dense(), *self.methods]
         documents = list(self._documents())
         total, done = len(documents) * len(wanted), 0
-        records = []
+        asked = []
         for document in documents:
             for method in wanted:
                 self.progress(f"{document.name}: {method.name}", done, total)
-                key = (document.name, method.name, method.config.budget)
+                key = Key.of(document.name, method)
                 if key not in found:
-                    found[key] = self._record(document, method)
-                    self._append(found[key])
-                records.append(found[key])
+                    found[key] = key._asdict() | self._record(document, method)
+                    records.append(found[key])
+                asked.append(found[key])
                 done += 1
         self.progress("done", total, total)
-        return records
+        return asked
 
     def _documents(self) -> Iterator[Document]:
+        longest = getattr(self.model.config, "max_position_embeddings", None)
         for length in self.contexts:
+            if longest is not None and length > longest:
+                raise ConfigError(
+                    f"context: got {length} tokens, expected at most the model's {longest}"
+                )
             for seed in range(self.seeds):
                 for name, text in self.texts.items():
                     yield make_document(self.tokenizer, text, name, length, seed)
 
-    def _read(self) -> list[dict[str, Any]]:
-        if not self._records_path.exists():
-            return []
-        lines = self._records_path.read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
-
-    def _append(self, record: dict[str, Any]) -> None:
-        with self._records_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-
     def _record(self, document: Document, method: Method) -> dict[str, Any]:
         watch = Watch(method.config.budget // method.config.page_size)
         answers, bytes_per_token = self._answer(document, method, watch)
-        distributions = self.folder / f"{document.name}.dense.pt"
+        distributions = self._folder / f"{document.name}.dense.pt"
         continued = torch.cat([a.distributions for a in answers if a.distributions is not None])
         if method.name == DENSE:
             torch.save(continued, distributions)
         dense: Tensor = torch.load(distributions)
         return {
-            "document": document.name,
             "context": document.context,
-            "method": method.name,
             "algorithm": method.config.algorithm,
-            "budget": method.config.budget,
             "bytes_per_token": bytes_per_token,
             "kl": (dense.exp() * (dense - continued)).sum(-1).tolist(),
             "items": [
@@ -138,6 +139,7 @@ class Evaluation:
         with self._context(document, config, rows) as cache:
             cache.coordinator.observe(watch)
             for start in range(0, len(items), rows):
+                watch.begin()
                 group = items[start : start + rows]
                 answers += answer(self.model, cache, document.ids, group, keep=_is_continuation)
         policy, kept = cache.coordinator.policy, method.config.tail_estimate
@@ -156,7 +158,8 @@ class Evaluation:
             "max_length": length + longest,
             "max_tokens": length + (rows + 1) * (longest + 2 * size),
         }
-        path = self.folder / f"{document.name}.page{size}.safetensors"
+        stored = "" if config.kv_cache_dtype == "auto" else f".{config.kv_cache_dtype}"
+        path = self._folder / f"{document.name}.page{size}{stored}.safetensors"
         if path.exists() and not build_algorithm(config).query_window:
             return HiSparseCache.load(path, self.model, config, **options)
         cache = HiSparseCache(self.model, config, **options)

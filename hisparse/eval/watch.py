@@ -38,11 +38,16 @@ class Watch:
         self._overlap: list[Tensor] = []
         self._hits = dict.fromkeys(self._buffers, 0)
         self._selected = 0
-        self._stacks = LruStacks(max(self._buffers.values()))
         self._kept: dict[int, Tensor] = {}
         self._rows: dict[int, int] = {}
         self._calls: dict[int, int] = {}
         self._scope, self._num_layers = "", 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Other rows come: what is seen of them does not depend on those before."""
+        self._stacks = LruStacks(max(self._buffers.values()))
+        self._calls.clear()
 
     def __call__(self, layer_id: int, queries: Tensor, step: DecodeStep, chosen: Selection) -> None:
         """One selection of a layer."""
@@ -125,12 +130,15 @@ def _shares(layer_id: int, queries: Tensor, step: DecodeStep) -> tuple[Tensor, T
     Returns:
         ``[B, Hq, max_pages]`` and ``[B, Hq]``, together 1.
     """
-    query = queries.float() * step.policy.scale
-    # Where the keys lie, whatever device the model runs on.
+    query, size = queries.float() * step.policy.scale, step.policy.kv.page_size
+    # Rows share most of their pages. Tokens are read in the model's dtype, however they are stored.
+    used, table = step.host_page_table[:, : step.max_pages].unique(return_inverse=True)
+    host_slots = used.long()[:, None] * size + torch.arange(size, device=used.device)
+    keys = step.pages.read_tokens(layer_id, host_slots.flatten())[0].unflatten(0, (-1, size))
     pages = key_score(
         query.cpu(),
-        step.host_keys(layer_id),
-        step.host_page_table[:, : step.max_pages].cpu(),
+        keys.transpose(1, 2).cpu(),
+        table.int().cpu(),
         step.num_pages.cpu(),
         reduce="lse",
     )

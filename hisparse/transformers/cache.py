@@ -248,7 +248,8 @@ class HiSparseCache(PlainCache):
         """
         kept = indices.cpu().numpy()
         rows = np.arange(self._slots.size)
-        if not kept.size or np.unique(kept).size < kept.size or not np.isin(kept, rows).all():
+        there = kept.ndim == 1 and kept.dtype.kind == "i" and np.isin(kept, rows).all()
+        if not there or not 0 < kept.size == np.unique(kept).size:
             raise HiSparseError(
                 f"batch_select_indices: got {kept.tolist()}, expected one or more different rows "
                 f"of 0 to {self._slots.size - 1}; fork(n) makes more of one"
@@ -286,7 +287,7 @@ class HiSparseCache(PlainCache):
         """A cache with the rows of several, side by side in their order; those are empty then.
 
         Rows of the shorter ones end in padding, so ``position_ids`` of what comes next have to be
-        given: they are ``row_lengths``.
+        given: they are ``row_lengths``. No token ids are kept; ``crop`` counts columns, as ever.
 
         Args:
             caches: a cache, its forks, or forks of these; at least one of them holds a row.

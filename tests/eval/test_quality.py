@@ -41,6 +41,12 @@ def worse(found: Result, committed: Result) -> list[str]:
     """What is worse than the committed interval, in words."""
     complaints = []
     lines = {line["method"]: line for line in found["summary"]}
+    dense = (
+        lines["dense"]["ppl"],
+        next(line["ppl"] for line in committed["summary"] if line["method"] == "dense"),
+    )
+    if abs(dense[0] / dense[1] - 1) > 0.01:
+        complaints.append(f"dense: ppl {dense[0]:.4g}, committed {dense[1]:.4g}: other documents")
     for line in committed["summary"]:
         for figure in ("kl", "ppl_ratio", "copy_ppl_ratio"):
             got, (_, high) = lines[line["method"]][figure], line["intervals"][figure]

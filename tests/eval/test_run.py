@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -114,11 +115,20 @@ def test_a_run_writes_records_as_they_come_and_goes_on_from_them(tmp_path: Path)
 
     with pytest.raises(KeyboardInterrupt):
         evaluation(tmp_path, methods, progress=stop).run()
-    assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 2
+    (lines,) = tmp_path.parent.glob(f"{tmp_path.name}-float32-*/records.jsonl")
+    assert len(lines.read_text().splitlines()) == 2
+    # The last line is cut off where the machine went down.
+    lines.write_text(lines.read_text()[:-20])
+    seen.clear()
     records = evaluation(tmp_path, methods).run()
     assert [r["method"] for r in records] == ["dense", "streaming", "snapkv"]
     assert evaluation(tmp_path, methods).run() == records
-    assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 3
+    assert len(lines.read_text().splitlines()) == 3
+    other = copy.deepcopy(model("llama"))
+    with torch.no_grad():
+        other.get_input_embeddings().weight.mul_(0.5)
+    theirs = evaluation(tmp_path, methods, model=other).run()
+    assert theirs[1]["kl"] != records[1]["kl"], "records of another model are not taken over"
 
     summary = {line["method"]: line for line in make_summary(records)}
     assert summary["dense"]["kl"] == 0
@@ -135,6 +145,37 @@ def test_a_run_writes_records_as_they_come_and_goes_on_from_them(tmp_path: Path)
         assert 0 < cell["n"] <= 20
         assert 0 <= cell["low"] <= cell["score"] <= cell["high"] <= 1
         assert not cell["usable"], "a random model answers nothing"
+
+
+def test_figures_do_not_depend_on_how_many_rows_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    methods = parse_methods(["oracle", "streaming"], [128], [])
+    whole = make_summary(evaluation(tmp_path / "whole", methods).run())
+    monkeypatch.setattr("hisparse.eval.run.rows_at_once", lambda model, config: 3)
+    parts = make_summary(evaluation(tmp_path / "parts", methods).run())
+    for line, other in zip(whole, parts, strict=True):
+        for name in ("kl", "mass", "oracle_recall", "adjacent_overlap", "kept_mean"):
+            if line[name] is not None:
+                assert other[name] == pytest.approx(line[name], rel=1e-3)
+        for size, ratio in (line["hit_ratio"] or {}).items():
+            assert other["hit_ratio"][size] == pytest.approx(ratio, rel=1e-3)
+
+
+def test_keys_and_values_stored_in_eight_bits_are_compared(tmp_path: Path) -> None:
+    methods = parse_methods([], [128], ['{"algorithm": "oracle", "kv_cache_dtype": "fp8_e4m3"}'])
+    summary = make_summary(evaluation(tmp_path, methods).run())
+    assert summary[1]["kl"] > 0
+
+
+def test_a_budget_goes_by_either_name() -> None:
+    (method,) = parse_methods([], [128], ['{"top_k": 256}'])
+    assert method.config.budget == 256
+
+
+def test_contexts_beyond_the_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"context: got 9000000 tokens, expected at most"):
+        evaluation(tmp_path, [], contexts=[9000000]).run()
 
 
 def test_an_algorithm_is_compared_under_several_budgets() -> None:
@@ -154,6 +195,8 @@ def test_an_algorithm_is_compared_under_several_budgets() -> None:
         (["quest", "quest"], [], "method 'quest' is given more than once"),
         (["quest"], ["{"], "--config: got '{', which is not JSON"),
         (["quest"], ['{"budgt": 64}'], "unknown config key 'budgt'"),
+        (["quest"], ["[1]"], "--config: got '[1]', expected a JSON object"),
+        (["quest"], ['{"algorithm_config": 5}'], "algorithm_config: got 5"),
     ],
 )
 def test_methods_that_cannot_be(algorithms: list[str], configs: list[str], message: str) -> None:

@@ -103,9 +103,10 @@ def test_rows_that_are_kept_go_on_and_the_others_are_given_back(net: Any) -> Non
             alone = logits(one, more[row : row + 1])[0, 5:]
         assert (found - alone).abs().max() < 1e-3
     with cache.fork(2) as rows:
-        for wrong in ([], [0, 0], [2]):
+        some = [torch.tensor(x, dtype=torch.long) for x in ([], [0, 0], [2], [[0, 1]])]
+        for wrong in (*some, torch.tensor([True, False])):
             with pytest.raises(HiSparseError, match="one or more different rows of 0 to 1"):
-                rows.batch_select_indices(torch.tensor(wrong, dtype=torch.long))
+                rows.batch_select_indices(wrong)
         assert rows.row_lengths == (250, 250)
 
 
