@@ -206,7 +206,8 @@ class DecodeStep:
         num_pages: ``[B] int32``, full pages before the tail page: what can be selected.
         seq_lens_cpu: ``[B]``, tokens of each request with the new one, on the host; of a step that
             is captured the most that it may have.
-        tail_lens: ``[B] int32``, tokens in the tail page, the new one included.
+        tail_lens: ``[B] int32``, tokens in the tail page, the new one included; without it, so that
+            there may be none, in a selection made ahead of the layer.
         host_page_table: ``[B, P] int32``.
         capacity: ``[R] int32``, slots of each row.
         num_real_rows: ``[1] int32``, rows that are not padding.

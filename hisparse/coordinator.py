@@ -292,14 +292,19 @@ class SparseCoordinator:
         self._decode.prefetch(layer_id, parts)
         return out
 
+    def selects(self, layer_id: int) -> bool:
+        """Whether a layer selects: neither dense, nor one that takes the selection of another."""
+        return self._decode.selects(layer_id)
+
     def foresee(self, layer_id: int, q: Tensor) -> None:
         """Predict the queries of a layer of the decode step that has begun: they select for it.
 
         Args:
-            layer_id: layer number; it has not begun.
+            layer_id: number of a layer that has not begun; nothing is done unless it
+                :meth:`selects`.
             q: ``[B, Hq, D]``, near what it will be.
         """
-        if layer_id not in self._dense_layers:
+        if self.selects(layer_id):
             self._decode.foresee(layer_id, q, self._parts)
 
     def remember(self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor) -> None:

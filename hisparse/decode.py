@@ -35,7 +35,7 @@ class DecodePart:
         attend: ``(layer_id, q [B, Hq, D], part) -> [B, Hq, Dv]``.
         dense: ``[B] bool``, requests that are attended densely all the same; None: nobody is.
         width: K of the selections, for those who are.
-        selection: the last one made, with the number of its group of layers.
+        selection: that of the group of layers that is attended.
         ahead: pages that the next step finds selected in that group; None: it finds nothing.
         foreseen: what layers that have not begun are going to attend, their pages on their way.
         coming: pages of the layers that share it, on their way before the layer begins.
@@ -45,7 +45,7 @@ class DecodePart:
     attend: Callable[[int, Tensor, DecodePart], Tensor]
     dense: Tensor | None = None
     width: int = 0
-    selection: tuple[int, Selection] | None = None
+    selection: Selection | None = None
     ahead: Selection | None = None
     foreseen: dict[int, tuple[Foreseen, Started[LruDiff]]] = field(default_factory=dict)
     coming: dict[int, SwapIn] = field(default_factory=dict)
@@ -113,17 +113,21 @@ class DecodeAttention:
 
     def attend_sparse(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
         """Over the pages that the algorithm selects, and an estimate of the others if asked for."""
-        group = layer_id // self._reuse_layers
-        leads = part.selection is None or part.selection[0] != group
-        if leads:
-            part.selection = group, self._select(layer_id, q, part)
-        assert part.selection is not None, "the first layer of a group selects"
-        attended = self._attend_selection(layer_id, q, part, part.selection[1], leads=leads)
+        leads = self.selects(layer_id)
+        selection = self._select(layer_id, q, part) if leads else part.selection
+        assert selection is not None, "the first layer of a group selects"
+        part.selection = selection
+        attended = self._attend_selection(layer_id, q, part, selection, leads=leads)
         if self._tail is not None:
-            queries, selection = self._by_row(q), part.selection[1]
-            estimate = self._tail.attend(layer_id, queries, selection, part.step)
+            estimate = self._tail.attend(layer_id, self._by_row(q), selection, part.step)
             attended = merge_attended(attended, estimate)
         return self._by_request(attended)
+
+    def selects(self, layer_id: int) -> bool:
+        """Whether a layer selects: the first of its group that is not dense does."""
+        first = layer_id - layer_id % self._reuse_layers
+        sparse = (x for x in range(first, layer_id + 1) if x not in self._dense_layers)
+        return next(sparse, None) == layer_id
 
     def _select(self, layer_id: int, q: Tensor, part: DecodePart) -> Selection:
         selection = self._algorithm.retrieve_topk(q, layer_id, part.step)
@@ -144,23 +148,22 @@ class DecodeAttention:
         return selection if dense is None else _or_all(selection, dense, part)
 
     def foresee(self, layer_id: int, q: Tensor, parts: Sequence[DecodePart]) -> None:
-        """Select for a layer that has not begun, and bring the pages in; nothing for a layer that
-        takes the selection of another one.
+        """Select for a layer that has not begun, and bring the pages in.
 
         Args:
-            layer_id: layer number.
+            layer_id: number of a layer that selects.
             q: ``[B, Hq, D]``, what its queries are predicted to be.
             parts: of that layer.
         """
-        speculation, group = self._of_layers, layer_id // self._reuse_layers
+        speculation = self._of_layers
         assert speculation is not None, "only a coordinator that foresees is asked to"
         for part in parts:
             if part.attend != self.attend_sparse:
                 continue
-            if part.selection is not None and part.selection[0] == group:
-                continue
             own = q if part.step.index is None else q[part.step.index]
-            selection = self._algorithm.retrieve_topk(own, layer_id, part.step)
+            # The layer has not written the new token's key: what lies there is somebody else's.
+            written = _without_new_token(part.step)
+            selection = self._algorithm.retrieve_topk(own, layer_id, written)
             pages = speculation.pages_to_bring(selection, part.step, part.dense)
             coming = self._manager.prefetch(layer_id, pages, part.step)
             part.foreseen[layer_id] = Foreseen(own, selection), coming
@@ -258,8 +261,9 @@ class DecodeAttention:
         tiles = []
         for request, seq_len in enumerate(step.seq_lens_cpu.tolist()):
             pages = step.host_page_table[request, : -(-seq_len // size)]
-            firsts = range(0, pages.numel(), width)
-            tiles += [Tile(layer_id, request, x, pages[x : x + width]) for x in firsts]
+            for first in range(0, pages.numel(), width):
+                end = min((first + width) * size, seq_len)
+                tiles.append(Tile(layer_id, request, first, end, pages[first : first + width]))
         return tiles
 
     def _attend_tile(self, q: Tensor, tile: Tile, ahead: Tile | None, lens: Tensor) -> Attended:
@@ -272,6 +276,11 @@ class DecodeAttention:
         num_bytes = count * kv.page_size * kv.token_bytes_per_layer
         manager.counters.count_staged(num_bytes, decode=True)
         return self._adapter.attend(q, pages, table, lens, self._policy.scale)
+
+
+def _without_new_token(step: DecodeStep) -> DecodeStep:
+    """The step before the new token is written to the tail page, which may be empty then."""
+    return replace(step, tail_lens=step.tail_lens - 1, tail_row_lens=step.tail_row_lens - 1)
 
 
 def _all_pages(step: DecodeStep, width: int) -> Selection:

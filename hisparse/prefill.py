@@ -163,8 +163,10 @@ class Prefill:
 
     def _tile(self, layer_id: int, chunk: PrefillChunk, first: int, end: int) -> Tile:
         """Pages of a chunk's request from page ``first`` on, up to position ``end``."""
-        last = min(first + self._manager.staging_pages, -(-end // self._policy.kv.page_size))
-        return Tile(layer_id, chunk.slot, first, chunk.host_pages_cpu[first:last])
+        size = self._policy.kv.page_size
+        last = min(first + self._manager.staging_pages, -(-end // size))
+        pages = chunk.host_pages_cpu[first:last]
+        return Tile(layer_id, chunk.slot, first, min(end, last * size), pages)
 
     def _read_context(
         self, layer_id: int, chunk: PrefillChunk

@@ -17,8 +17,9 @@ import torch
 __all__ = ["CudaStreams", "Done", "InlineStreams", "Lane", "SideStreams", "Started", "make_streams"]
 
 #: Work of one lane is done in the order in which it was started: "read" is from host memory to the
-#: device, "write" from the device to host memory; a link carries both at once.
-Lane = Literal["read", "write"]
+#: device, "write" from the device to host memory; a link carries both at once. "ahead" is what is
+#: read for a later layer or step: what the current layer waits for does not queue behind it.
+Lane = Literal["read", "ahead", "write"]
 
 T = TypeVar("T")
 
@@ -81,6 +82,7 @@ class CudaStreams(SideStreams):
     def __init__(self, device: torch.device) -> None:
         self._lanes: dict[Lane, torch.cuda.Stream] = {
             "read": torch.cuda.Stream(device),
+            "ahead": torch.cuda.Stream(device),
             "write": torch.cuda.Stream(device),
         }
         self._open: list[_OnStream[Any]] = []

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import Quest, TopP
+from hisparse.algorithms import DIPR, BaseSparseAlgorithm, Quest, Sketch, TopP
 from hisparse.batch import DecodeStep
+from hisparse.cache import SparseKVCacheManager
 from hisparse.coordinator import SparseCoordinator
 from hisparse.testing import Request, Simulator
 from hisparse.testing.delayed import DelayedStreams, Order
@@ -125,11 +126,56 @@ def test_pages_of_all_layers_but_the_first_come_ahead() -> None:
     assert stats.corrected_selections == 0 < stats.prefetched_pages
 
 
+@pytest.mark.parametrize(
+    "algorithm", [TopP(mass=0.7), Sketch(), DIPR(beta=3.0)], ids=lambda x: type(x).__name__
+)
+def test_a_row_with_less_room_attends_the_same(algorithm: BaseSparseAlgorithm) -> None:
+    """What lies where the new token's key will be depends on the room, and is not looked at."""
+    outs = []
+    for room in (192, 40):
+        sim = Simulator(
+            algorithm=algorithm,
+            page_size=8,
+            scope="kv_head",
+            layers=2,
+            budget=40,
+            device_buffer=40,
+            max_row=room,
+            num_recent_pages=2,
+            speculate="layer",
+            speculate_above=0.3,
+        )
+        request = related(sim.request(1, 190, seed=1))
+        sim.prefill((request, 61))
+        outs.append([sim.decode(request) for _ in range(25)])
+    assert all(map(torch.equal, *outs))
+
+
+def test_only_layers_that_select_are_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers: list[int] = []
+    prefetch = SparseKVCacheManager.prefetch
+
+    def spy(self: SparseKVCacheManager, layer_id: int, *rest: Any) -> Any:
+        layers.append(layer_id)
+        return prefetch(self, layer_id, *rest)
+
+    monkeypatch.setattr(SparseKVCacheManager, "prefetch", spy)
+    for dense, expected in (((), [2, 4]), ((2,), [3, 4])):
+        sim = Simulator(layers=6, reuse_layers=2, dense_layers=dense, speculate="layer")
+        request = sim.request(1, 190, seed=1)
+        sim.prefill((request, 120))
+        layers.clear()
+        sim.decode(request)
+        assert layers == expected
+        assert [x for x in range(1, 6) if sim.coordinator.selects(x)] == expected
+
+
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize(
     "settings",
     [
         pytest.param({}, id="quest"),
+        pytest.param({"algorithm": TopP(mass=0.7)}, id="ranks-beside-its-tail"),
         pytest.param({"min_sparse_context": 60}, id="dense-beyond-the-budget"),
         pytest.param({"reuse_layers": 2, "device_buffer": 32, "max_row": 32}, id="reuse"),
     ],

@@ -65,6 +65,23 @@ def test_in_any_order_results_are_those_without_overlap(
     check(settings | {"scope": scope})
 
 
+@pytest.mark.parametrize(
+    ("start", "more"), [(100, 3), (97, 7), (96, 5)], ids=["within-a-page", "fills-it", "beyond-it"]
+)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_context_that_is_read_back_has_the_chunk_in_it(
+    start: int, more: int, order: Order
+) -> None:
+    """Its last page may be on its way for the prefix from before the chunk was written."""
+    outs = []
+    for options in ({}, {"side_streams": DelayedStreams(order)}):
+        sim = Simulator(algorithm=SnapKV(window=4), layers=3, staging_pages=20, **options)
+        request = sim.request(1, 190, seed=1, prompt=start + more)
+        out = [*sim.prefill((request, start)), *sim.prefill((request, more))]
+        outs.append(out + [sim.decode(request) for _ in range(5)])
+    assert_equal(outs[1], outs[0])
+
+
 def test_selections_of_tokens_with_the_models_own_indexer() -> None:
     check(
         {
@@ -115,6 +132,38 @@ def test_a_replayed_step_is_the_eager_one(scope: str, order: Order) -> None:
     assert replaying.num_replayed == len(got), "no step had to run eagerly"
     assert_equal(got, expected)
     assert_same(state_of(replaying), state_of(eager))
+
+
+class Watched(DelayedStreams):
+    """Remembers how much that is read ahead has not been done when a step waits for its misses."""
+
+    def __init__(self) -> None:
+        super().__init__("late")
+        self.left_behind: list[int] = []
+
+    def joined(self, started: Any) -> None:
+        super().joined(started)
+        if started.lane == "read":
+            self.left_behind.append(len(self._waiting["ahead"]))
+
+
+def test_misses_do_not_queue_behind_what_is_read_for_the_next_step() -> None:
+    streams = Watched()
+    sim = Simulator(
+        layers=4,
+        max_row=64,
+        device_buffer=64,
+        split=True,
+        speculate="step",
+        speculate_above=1.0,
+        side_streams=streams,
+    )
+    request = sim.request(1, 190, seed=1)
+    sim.prefill((request, 120))
+    sim.decode(request)
+    streams.left_behind.clear()
+    sim.decode(request)
+    assert max(streams.left_behind) > 0
 
 
 class Never(Started[T]):

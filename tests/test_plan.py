@@ -6,6 +6,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hisparse.cli import main
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.plan import Capacity, Machine, fit
+from hisparse.sglang.checks import read_config
 from hisparse.sizing import size
 from hisparse.transformers.served_shape import count_weight_bytes, served_shape
 from hisparse.types import KVSpec
@@ -175,6 +177,20 @@ def test_eight_bits_hold_nearly_twice_the_tokens(
     words = shlex.split(flag["command"])
     config = HiSparseConfig.parse(words[words.index("--hisparse-config") + 1])
     assert config.stores_fp8
+
+
+@pytest.mark.parametrize("flag", [[], ["--kv-cache-dtype", "auto"]], ids=["no-flag", "auto"])
+def test_a_flag_that_says_auto_leaves_it_to_the_configuration(
+    flag: list[str], model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the server does."""
+    text = '{"kv_cache_dtype": "fp8_e4m3"}'
+    found = planned(capsys, "--model", model, "--context", "2048", "--config", text, *flag)
+    asked = SimpleNamespace(hisparse_config=text, kv_cache_dtype=flag[-1] if flag else None)
+    assert read_config(asked).stores_fp8
+    assert found["bytes_per_token"] == 2 * 2 * 2 * 9
+    words = shlex.split(found["command"])
+    assert HiSparseConfig.parse(words[words.index("--hisparse-config") + 1]).stores_fp8
 
 
 def test_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@
 #include "simd.h"
 #include "tensors.h"
 
+#include <limits>
+
 namespace hisparse {
 namespace {
 
@@ -10,6 +12,7 @@ constexpr int kFractionBits = 23;
 // Scales as hisparse/kernels/reference_fp8.py derives them.
 constexpr uint32_t kCarry = (1u << kFractionBits) - 0x580000u;
 constexpr int32_t kShift = 8, kLeastScale = 112;
+constexpr float kLargestHalf = 61440.0f;  // Of what is encoded of float16.
 constexpr int64_t kVectorsPerTask = 64;
 constexpr double kElementsPerNs = 2.0;
 
@@ -48,28 +51,35 @@ struct Vectors {
   }
 };
 
+// NaN stays NaN.
+HISPARSE_INLINE float within(float x, float most) {
+  return x > most ? most : x < -most ? -most : x;
+}
+
 template <typename T>
-void encode(const typename T::Raw* x, int64_t width, uint8_t* codes, uint8_t* scale) {
+void encode(const typename T::Raw* x, int64_t width, float most, uint8_t* codes, uint8_t* scale) {
   uint32_t largest = 0;
   for (int64_t d = 0; d < width; ++d) {
-    largest = std::max(largest, bit_cast<uint32_t>(T::one(x[d])) & 0x7fffffffu);
+    largest = std::max(largest, bit_cast<uint32_t>(within(T::one(x[d]), most)) & 0x7fffffffu);
   }
   const int32_t exponent = static_cast<int32_t>((largest + kCarry) >> kFractionBits) - kShift;
   const int32_t found = std::max(exponent, kLeastScale);
   *scale = static_cast<uint8_t>(found);
   const float inverse = bit_cast<float>(static_cast<uint32_t>(254 - found) << kFractionBits);
-  for (int64_t d = 0; d < width; ++d) codes[d] = to_e4m3(T::one(x[d]) * inverse);
+  for (int64_t d = 0; d < width; ++d) codes[d] = to_e4m3(within(T::one(x[d]), most) * inverse);
 }
 
 void encode_all(const Vectors& x, const TensorView& like, const Vectors& codes,
                 const Vectors& scales, int64_t count, int which) {
+  const bool is_half = like.dtype().code == kDLFloat && like.dtype().bits == 16;
+  const float most = is_half ? kLargestHalf : std::numeric_limits<float>::infinity();
   with_element_type(like, "k", [&](auto type) {
     using T = decltype(type);
     const int64_t tasks = (count + kVectorsPerTask - 1) / kVectorsPerTask;
     parallel_for(tasks, num_threads(tasks, count * x.width / kElementsPerNs), [&](int64_t task) {
       const int64_t last = std::min(count, (task + 1) * kVectorsPerTask);
       for (int64_t i = task * kVectorsPerTask; i < last; ++i) {
-        encode<T>(x.at<const typename T::Raw>(i), x.width, codes.at<uint8_t>(i),
+        encode<T>(x.at<const typename T::Raw>(i), x.width, most, codes.at<uint8_t>(i),
                   scales.at<uint8_t>(i) + which);
       }
     });

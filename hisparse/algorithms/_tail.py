@@ -11,7 +11,7 @@ __all__ = ["tail_logits"]
 
 
 def tail_logits(query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
-    """Logits of the tail pages' tokens, the new one included.
+    """Logits of the tail pages' tokens: ``step.tail_lens`` of them.
 
     Args:
         query: ``[B, Hq, D]``, times the softmax scale.

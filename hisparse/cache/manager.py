@@ -286,7 +286,7 @@ class SparseKVCacheManager:
             to be joined before the layer attends in this step.
         """
         loading = self._loading(layer_id, selection, step)
-        prefetched = self.streams.start("read", loading)
+        prefetched = self.streams.start("ahead", loading)
         self._prefetched.append(prefetched)
         if self.last_pages is not None:
             everyone = torch.ones_like(step.rows, dtype=torch.bool)

@@ -22,6 +22,8 @@ class Tile(NamedTuple):
         layer_id: layer number.
         owner: whose pages; numbers the requests of a forward.
         first: page index in the sequence of the first page.
+        end: position after the last token that is looked at; behind it the last page may be written
+            while the tile arrives.
         host_pages: ``[P] int32``; on the host if it knows them, which lets the copy engine move
             them.
     """
@@ -29,11 +31,12 @@ class Tile(NamedTuple):
     layer_id: int
     owner: int
     first: int
+    end: int
     host_pages: Tensor
 
     def is_same(self, other: Tile) -> bool:
-        """Whether both are the same pages, in one forward."""
-        return self[:3] == other[:3] and self.host_pages.numel() == other.host_pages.numel()
+        """Whether both are the same tokens, in one forward."""
+        return self[:4] == other[:4]
 
 
 class _Coming(NamedTuple):

@@ -126,8 +126,9 @@ def _configs(
     """Algorithms times budgets, and each ``--config``; else one of defaults."""
     from hisparse.transformers.shape import text_config
 
-    # As in the server, the flag and the key are the same setting.
-    stored = {"kv_cache_dtype": arguments.kv_cache_dtype} if arguments.kv_cache_dtype else {}
+    # As in the server, the flag and the key are the same setting, and "auto" leaves it to the key.
+    flag = arguments.kv_cache_dtype
+    stored = {"kv_cache_dtype": flag} if flag == "fp8_e4m3" else {}
     whole = [replace(HiSparseConfig.parse(text), **stored) for text in arguments.config]
     if whole and not (arguments.algorithm or arguments.budget):
         return whole

@@ -24,6 +24,9 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def encode_fp8(k: Tensor, v: Tensor, *, impl: str = "auto") -> StoredKV:
     """Round to e4m3, to the nearest and ties to even, under the scale of each vector.
 
+    Magnitudes of float16 above 61440 become that: the next number under their scale is 65536, which
+    float16 does not have.
+
     Args:
         k: ``[..., Dk]`` float32, bfloat16 or float16.
         v: ``[..., Dv]``, its other dimensions and its dtype those of k.

@@ -17,6 +17,8 @@ _FRACTION_BITS = 23
 _CARRY = (1 << _FRACTION_BITS) - 0x580000
 #: The exponent of the largest magnitude less that of what it is scaled to.
 _SHIFT = 8
+#: 240 * 2 ** 8: the next number under that scale, 256 * 2 ** 8, is not one of float16.
+_LARGEST_HALF = 61440.0
 #: 2 ** -15: with it the least number of e4m3 is the least of float16.
 _LEAST_SCALE = 112
 _BIAS = 127
@@ -29,6 +31,8 @@ def encode_fp8(k: Tensor, v: Tensor) -> StoredKV:
 
 
 def _encode(x: Tensor) -> tuple[Tensor, Tensor]:
+    if x.dtype == torch.float16:
+        x = x.clamp(-_LARGEST_HALF, _LARGEST_HALF)
     largest = x.abs().amax(-1).float().view(torch.int32)
     scale = (((largest + _CARRY) >> _FRACTION_BITS) - _SHIFT).clamp(min=_LEAST_SCALE)
     inverse = ((2 * _BIAS - scale) << _FRACTION_BITS).view(torch.float32)

@@ -77,6 +77,9 @@ def _encode_kernel(
     seen = live[:, None] & (dim < WIDTH)[None, :]
     place = vectors + vector // heads * stride_token + vector % heads * stride_head
     x = tl.load(place[:, None] + dim[None, :], mask=seen, other=0.0).to(tl.float32)
+    if vectors.dtype.element_ty == tl.float16:
+        # Not tl.clamp: what is no number has to stay that.
+        x = tl.where(x > 61440.0, 61440.0, tl.where(x < -61440.0, -61440.0, x))
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     # As hisparse/kernels/reference_fp8.py derives it.
     scale = tl.maximum(((largest + 0x280000) >> 23) - 8, 112)

@@ -40,7 +40,9 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._graphs: CapturedSteps | None = None
         self._in_graph = False
         self._foresight = (
-            LayerForesight(model_runner.model, self._foresee) if self.coordinator.foresees else None
+            LayerForesight(model_runner.model, self._foresee, self.coordinator.selects)
+            if self.coordinator.foresees
+            else None
         )
 
     def _foresee(self, layer_id: int, q: Tensor) -> None:

@@ -35,7 +35,7 @@ class DelayedStreams(SideStreams):
     def __init__(self, order: Order) -> None:
         self._order = order
         self._random = random.Random(order)
-        self._waiting: dict[Lane, list[_Delayed[Any]]] = {"read": [], "write": []}
+        self._waiting: dict[Lane, list[_Delayed[Any]]] = {"read": [], "ahead": [], "write": []}
         self.num_started = 0
         self.num_delayed = 0
 
@@ -67,7 +67,8 @@ class DelayedStreams(SideStreams):
 
     def _run_some(self) -> None:
         if isinstance(self._order, int):
-            for waiting in self._random.sample(list(self._waiting.values()), 2):
+            lanes = list(self._waiting.values())
+            for waiting in self._random.sample(lanes, len(lanes)):
                 for _ in range(self._random.randint(0, len(waiting))):
                     waiting.pop(0).run()
 

@@ -86,6 +86,8 @@ def _predictor(layer: Any, layer_id: int) -> Any:
         hidden: Tensor = args[0] if args else given["hidden_states"]
         if hidden.shape[1] > 1 or not getattr(cache, "foresees", False):
             return
+        if not cache.coordinator.selects(layer_id):
+            return
         options = {**given, "past_key_values": _Probe()}
         options["hidden_states"] = layer.input_layernorm(hidden)
         try:

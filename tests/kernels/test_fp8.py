@@ -64,6 +64,15 @@ def test_what_was_read_is_stored_as_the_same_bytes(impl: str, dtype: torch.dtype
         assert torch.equal(x.float(), wide)
 
 
+def test_the_largest_of_float16_stays_a_number(impl: str) -> None:
+    """The next number of e4m3 above them, times the scale, is 65536: infinity in float16."""
+    k = torch.tensor([[[65504.0, -65504.0, 61440.0, 2048.0]]], dtype=torch.float16)
+    read, _ = _read(encode_fp8(k, k, impl=impl), torch.float16)
+    assert read.tolist() == [[[61440.0, -61440.0, 61440.0, 2048.0]]]
+    wide, _ = _read(encode_fp8(k.float(), k.float(), impl=impl), torch.float32)
+    assert wide.tolist() == [[[65536.0, -65536.0, 61440.0, 2048.0]]], "the others keep their range"
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_implementations_agree_to_the_bit(impl: str, dtype: torch.dtype) -> None:
     k, v = (_vectors(seed, dtype, 48) for seed in (5, 6))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hisparse.errors import ConfigError
-from hisparse.sglang.foresight import LayerForesight
+from hisparse.sglang.foresight import LayerForesight, foreseen_layers
 
 WIDTH, LAYERS = 24, 3
 
@@ -28,9 +30,9 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, norm: Callable[[int], nn.Module] = nn.RMSNorm) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(WIDTH)
+        self.input_layernorm = norm(WIDTH)
         nn.init.normal_(self.input_layernorm.weight)
         self.self_attn = Attention(backend)
 
@@ -38,7 +40,7 @@ class Layer(nn.Module):
 class Backend:
     """What a backend does with what layers hand over."""
 
-    def __init__(self, blind: int | None = None) -> None:
+    def __init__(self, blind: int | None = None, selecting: Container[int] = range(LAYERS)) -> None:
         torch.manual_seed(0)
         self.model = SimpleNamespace(model=SimpleNamespace(layers=nn.ModuleList()))
         self.model.model.layers.extend(Layer(self) for _ in range(LAYERS))
@@ -47,7 +49,9 @@ class Backend:
         self.foreseen: list[tuple[int, Tensor]] = []
         self.attended = 0
         self.foresight = LayerForesight(
-            self.model, lambda layer_id, q: self.foreseen.append((layer_id, q))
+            self.model,
+            lambda layer_id, q: self.foreseen.append((layer_id, q)),
+            lambda layer_id: layer_id in selecting,
         )
 
     def attend(self, q: Tensor) -> Tensor:
@@ -55,22 +59,28 @@ class Backend:
         self.attended += 1
         return q
 
-    def forward(self, hidden: Tensor, *, decode: bool) -> list[Tensor]:
-        """All layers get the same, as if none of them added anything."""
+    def forward(self, hidden: Tensor, *, decode: bool, named: int = 3) -> list[Tensor]:
+        """All layers get the same, as if none of them added anything.
+
+        Args:
+            hidden: ``[T, WIDTH]``.
+            decode: whether it is a decode step.
+            named: arguments of attention, from the last, that are not passed by position.
+        """
         batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: decode))
-        return [
-            layer.self_attn(
-                positions=torch.arange(len(hidden)),
-                hidden_states=layer.input_layernorm(hidden),
-                forward_batch=batch,
-            )
-            for layer in self.model.model.layers
-        ]
+        names = ["positions", "hidden_states", "forward_batch"][3 - named :]
+        outs = []
+        for layer in self.model.model.layers:
+            values = [torch.arange(len(hidden)), layer.input_layernorm(hidden), batch]
+            placed, rest = values[: 3 - named], values[3 - named :]
+            outs.append(layer.self_attn(*placed, **dict(zip(names, rest, strict=True))))
+        return outs
 
 
-def test_layers_that_add_nothing_are_predicted() -> None:
+@pytest.mark.parametrize("named", range(4))
+def test_layers_that_add_nothing_are_predicted(named: int) -> None:
     backend = Backend()
-    queries = backend.forward(torch.randn(5, WIDTH), decode=True)
+    queries = backend.forward(torch.randn(5, WIDTH), decode=True, named=named)
     assert [layer_id for layer_id, _ in backend.foreseen] == [1, 2]
     for layer_id, q in backend.foreseen:
         torch.testing.assert_close(q, queries[layer_id])
@@ -81,6 +91,12 @@ def test_a_channel_that_a_layer_does_not_look_at_tells_nothing() -> None:
     backend = Backend(blind=3)
     backend.forward(torch.randn(2, WIDTH), decode=True)
     assert all(torch.isfinite(q).all() for _, q in backend.foreseen)
+
+
+def test_layers_that_do_not_select_are_not_asked() -> None:
+    backend = Backend(selecting=[0, 2])
+    backend.forward(torch.randn(2, WIDTH), decode=True)
+    assert [layer_id for layer_id, _ in backend.foreseen] == [2]
 
 
 def test_prompts_are_not_predicted() -> None:
@@ -95,5 +111,57 @@ def test_layers_of_another_kind_are_refused(missing: str) -> None:
     model = Backend().model
     delattr(model.model.layers[1], missing)
     with pytest.raises(ConfigError, match=r'speculate: got "layer".*"step" or null') as caught:
-        LayerForesight(model, lambda layer_id, q: None)
+        foreseen_layers(model)
     assert "\n" not in str(caught.value)
+
+
+class Quantising(nn.RMSNorm):
+    """Returns what the projection behind it takes in eight bits: values and their scale."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x).to(torch.float8_e4m3fn), torch.ones(())
+
+
+class AddingOne(nn.RMSNorm):
+    """As Gemma's norms: the factor is the weight and one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + nn.functional.rms_norm(x, (WIDTH,))
+
+
+class WithBias(nn.LayerNorm):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        nn.init.normal_(self.bias)
+
+
+@pytest.mark.parametrize(
+    ("norm", "why"),
+    [
+        pytest.param(Quantising, "returns a tuple", id="quantised"),
+        pytest.param(AddingOne, "has a bias or adds to its weight", id="gemma"),
+        pytest.param(WithBias, "has a bias or adds to its weight", id="starcoder2"),
+    ],
+)
+def test_norms_that_are_no_factors_are_refused(norm: type[nn.Module], why: str) -> None:
+    backend = Backend()
+    backend.model.model.layers[1] = Layer(backend, norm)
+    expected = rf'speculate: got "layer".*{why}.*expected.*or "step" or null'
+    with pytest.raises(ConfigError, match=expected) as caught:
+        foreseen_layers(backend.model)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_norm_without_a_bias_is_a_factor() -> None:
+    backend = Backend()
+    for number in range(LAYERS):
+        norm = partial(nn.LayerNorm, bias=False)
+        backend.model.model.layers[number] = Layer(backend, norm)
+    assert len(foreseen_layers(backend.model)) == LAYERS
+
+
+def test_attention_that_takes_no_hidden_states_is_refused() -> None:
+    model = Backend().model
+    model.model.layers[2].self_attn.forward = lambda x, forward_batch: x
+    with pytest.raises(ConfigError, match="a self_attn without hidden_states, expected"):
+        foreseen_layers(model)
