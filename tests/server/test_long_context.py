@@ -38,7 +38,7 @@ _HARBOUR, _CASTLE, _STATION = (
 )
 
 #: Four documents that differ from the depth of the fact on.
-FACTS = [(_HARBOUR, 0.8), (_STATION, 0.8), (_STATION, 0.9), (_CASTLE, 0.95)]
+FACTS = [(_HARBOUR, 0.8), (_STATION, 0.8), (_HARBOUR, 0.9), (_CASTLE, 0.95)]
 
 
 @dataclass(frozen=True)
