@@ -24,10 +24,12 @@ def list_representations(
     speculate: bool = False,
 ) -> dict[str, Representation]:
     """Everything that is kept beside K and V, by name."""
-    found = algorithm.representations(policy)
+    found = dict(algorithm.representations(policy))
     if tail_estimate:
         found |= TailEstimate.representations(policy)
-    return found | StepSpeculation.representations(policy) if speculate else found
+    if speculate:
+        found |= StepSpeculation.representations(policy)
+    return found
 
 
 def entry_bytes(kinds: Mapping[str, Representation], per: RepresentationOwner) -> int:
