@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hisparse.errors import ConfigError, one_line
-from hisparse.transformers.shape import read_model_shape, text_config
+from hisparse.transformers.shape import read_dtype, read_model_shape, text_config
 from hisparse.types import KVSpec
 
 __all__ = ["count_weight_bytes", "read_configuration", "served_shape"]
@@ -68,7 +68,7 @@ def _latent_shape(config: Any, text: Any, page_size: int) -> KVSpec:
         num_kv_heads=1,
         head_dim=rank + text.qk_rope_head_dim,
         v_head_dim=rank,
-        dtype=getattr(config, "dtype", None) or torch.float32,
+        dtype=read_dtype(config),
         page_size=page_size,
         latent=True,
         index_head_dim=(getattr(text, "index_topk", None) and text.index_head_dim) or 0,

@@ -9,7 +9,7 @@ import torch
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec
 
-__all__ = ["read_model_shape", "text_config"]
+__all__ = ["read_dtype", "read_model_shape", "text_config"]
 
 #: What a configuration has set, and what hisparse does not serve then.
 _NOT_SERVED = {
@@ -26,6 +26,13 @@ _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 def text_config(model: Any) -> Any:
     """The configuration of the decoder of ``model``, a model or a configuration of transformers."""
     return getattr(model, "config", model).get_text_config(decoder=True)
+
+
+def read_dtype(model: Any) -> torch.dtype:
+    """The dtype of ``model``, a model or a configuration; float32 when it names none."""
+    dtype = getattr(model, "dtype", None) or torch.float32
+    # A configuration has the name of its dtype after `save_pretrained`.
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def read_model_shape(model: Any, page_size: int) -> tuple[KVSpec, float]:
@@ -52,7 +59,7 @@ def read_model_shape(model: Any, page_size: int) -> tuple[KVSpec, float]:
     if window and not getattr(config, "layer_types", None):
         raise _not_served(name, f"a sliding window ({window} tokens)")
     num_layers, q_heads, hidden = (_read_size(config, name, size) for size in _SIZES)
-    dtype = getattr(model, "dtype", None) or torch.float32
+    dtype = read_dtype(model)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(f"dtype: got {dtype}, expected float32, bfloat16 or float16")
     head_dim = getattr(config, "head_dim", None) or hidden // q_heads

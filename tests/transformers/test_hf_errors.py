@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import (
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MistralConfig,
     Qwen2Config,
@@ -25,6 +27,7 @@ from transformers import (
 from hisparse.config import HiSparseConfig
 from hisparse.errors import CapacityError, ConfigError, HiSparseError
 from hisparse.transformers import HiSparseCache, disable, enable
+from hisparse.transformers.shape import read_model_shape
 from tests.transformers.hf_models import GREEDY, ROOMY, SMALL, continuation, model, prompt
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -66,6 +69,14 @@ def test_a_window_that_is_off_is_no_window() -> None:
         Qwen2Config(**TINY, use_sliding_window=False, sliding_window=16),
     ):
         assert HiSparseCache(config, ROOMY, max_length=64).get_max_length() == 64
+
+
+def test_the_configuration_of_a_model_that_was_saved(tmp_path: Path) -> None:
+    made = LlamaForCausalLM(LlamaConfig(**TINY)).bfloat16()
+    made.save_pretrained(tmp_path)
+    assert made.config.dtype == "bfloat16", "a name, which this test is about"
+    HiSparseCache(made.config, SMALL, max_length=64)
+    assert read_model_shape(made.config, page_size=16)[0].dtype == torch.bfloat16
 
 
 def test_a_model_without_the_attention_interface_stays_as_it_is() -> None:
