@@ -160,13 +160,17 @@ class Evaluation:
         }
         stored = "" if config.kv_cache_dtype == "auto" else f".{config.kv_cache_dtype}"
         path = self._folder / f"{document.name}.page{size}{stored}.safetensors"
-        if path.exists() and not build_algorithm(config).query_window:
-            return HiSparseCache.load(path, self.model, config, **options)
-        cache = HiSparseCache(self.model, config, **options)
         first = min(item.start for item in document.items)
-        ids = torch.tensor([document.ids[:first]], device=self.model.device)
-        with torch.no_grad():
-            self.model(ids, past_key_values=cache, logits_to_keep=1)
+        if path.exists():
+            # Of a stored context, only the prompt's last queries may be missing.
+            columns = max(1, first - build_algorithm(config).query_window)
+            cache = HiSparseCache.load(path, self.model, config, columns=columns, **options)
+        else:
+            cache = HiSparseCache(self.model, config, **options)
+        if rest := document.ids[cache.get_seq_length() : first]:
+            ids = torch.tensor([rest], device=self.model.device)
+            with torch.no_grad():
+                self.model(ids, past_key_values=cache, logits_to_keep=1)
         if not path.exists():
             cache.save(path)
         return cache

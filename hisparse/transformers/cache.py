@@ -351,25 +351,27 @@ class HiSparseCache(PlainCache):
         path: str | Path,
         model: Any,
         config: HiSparseConfig | Mapping[str, Any] | None = None,
+        *,
+        columns: int | None = None,
         **options: Any,
     ) -> HiSparseCache:
         """A cache that holds what :meth:`save` wrote, without a prefill.
 
-        Representations are taken over where algorithm and options are those that they were made
-        by, and made from the keys otherwise.
+        Representations are taken over where algorithm, options and columns are those that they
+        were made by, and made from the keys otherwise.
 
         Args:
             path: the file.
             model: as for the class; the very model whose K and V the file holds.
-            config: as for the class.
-            options: as for the class.
+            config, options: as for the class.
+            columns: the first of those stored, to go on in another way; None: all of them.
 
         Raises:
             ConfigError: the file is of another model shape, dtype or page size, or no such file.
             CapacityError: its rows do not fit.
         """
         cache = cls(model, config, **options)
-        rows = read_rows(Path(path), cache._store, cache._model_type, cache._max_length)
+        rows = read_rows(Path(path), cache._store, cache._model_type, cache._max_length, columns)
         cache._adopt(rows.slots, rows.real, rows.token_ids)
         return cache
 

@@ -94,8 +94,10 @@ def write_rows(path: Path, store: RowStore, rows: StoredRows, model_type: str) -
         temporary.unlink(missing_ok=True)
 
 
-def read_rows(path: Path, store: RowStore, model_type: str, max_length: int) -> StoredRows:
-    """Bring the rows of a file into a store.
+def read_rows(
+    path: Path, store: RowStore, model_type: str, max_length: int, columns: int | None
+) -> StoredRows:
+    """Bring the rows of a file into a store, as many columns of them as said, or all.
 
     Raises:
         ConfigError: the file is none of these, or of another shape.
@@ -110,14 +112,18 @@ def read_rows(path: Path, store: RowStore, model_type: str, max_length: int) -> 
     with file:
         metadata = file.metadata() or {}
         _check_metadata(path, metadata, _shape(store, model_type))
-        _check_queries(path, metadata, store)
         real = file.get_tensor("real").numpy()
+        part = _check_columns(path, columns, real.shape[1]) < real.shape[1]
+        if not part:
+            _check_queries(path, metadata, store)
+        real = real[:, :columns]
         if real.shape[1] > max_length:
             raise CapacityError(
                 f"{path}: got {real.shape[1]} columns, expected at most max_length ({max_length})"
             )
         slots = store.open(real.shape[0])
         ids = file.get_tensor("token_ids") if "token_ids" in file.keys() else None  # noqa: SIM118
+        ids = None if ids is None else ids[:, :columns]
         rows = StoredRows(slots=slots, real=real, token_ids=ids)
         nothing = np.zeros_like(rows.lengths)
         try:
@@ -125,7 +131,8 @@ def read_rows(path: Path, store: RowStore, model_type: str, max_length: int) -> 
         except CapacityError:
             store.close(slots, nothing)
             raise
-        known = _is_known(metadata, store)
+        # What is remembered of a request may be about the columns that are left out.
+        known = not part and _is_known(metadata, store)
         for row in range(slots.size):
             _read_row(file, row, store, rows, known)
     return rows
@@ -147,6 +154,12 @@ def _check_metadata(path: Path, metadata: dict[str, str], expected: dict[str, An
             )
 
 
+def _check_columns(path: Path, columns: int | None, stored: int) -> int:
+    if columns is not None and not 0 < columns <= stored:
+        raise ConfigError(f"{path}: got columns {columns}, expected 1 to the {stored} stored")
+    return stored if columns is None else columns
+
+
 def _is_known(metadata: dict[str, str], store: RowStore) -> bool:
     """Whether the file has what the algorithm remembers; indexes of requests are made anew."""
     coordinator = store.coordinator
@@ -164,8 +177,8 @@ def _check_queries(path: Path, metadata: dict[str, str], store: RowStore) -> Non
     if algorithm.query_window and not _is_known(metadata, store):
         raise ConfigError(
             f"{path}: got a context of {metadata['algorithm']}, but {algorithm} needs the prompt's "
-            "last queries, which only a file of the same algorithm and budget has; run the prompt, "
-            "or load it under another algorithm"
+            "last queries, which only a file of the same algorithm and budget has; load all but its "
+            f"last {algorithm.query_window} columns and go on from there"
         )
 
 
@@ -180,7 +193,8 @@ def _read_row(file: Any, row: int, store: RowStore, rows: StoredRows, known: boo
     chunk = PrefillChunk(slot=int(own[0]), start=0, length=length, offset=0, host_pages=pages)
     for layer in range(kv.num_layers):
         fields = StoredKV._fields if kv.fp8 else PagedKV._fields
-        parts = (file.get_tensor(f"{row}.{layer}.{name}").to(device) for name in fields)
+        stored = (file.get_slice(f"{row}.{layer}.{name}") for name in fields)
+        parts = (part[:length].to(device) for part in stored)
         k, v = decode(kv, StoredKV(*parts))
         coordinator.manager.write(layer, host_slots, k, v)
         if known:

@@ -142,6 +142,21 @@ def test_another_algorithm_makes_its_representations_from_the_keys(
     assert answer != _asked(net, HiSparseCache(net, SMALL, max_length=400))
 
 
+@pytest.mark.parametrize("columns", [320, 313, 1])
+def test_the_first_columns_go_on_in_another_way(net: Any, stored: Path, columns: int) -> None:
+    cache = HiSparseCache.load(stored, net, SMALL, columns=columns, max_length=400)
+    assert torch.equal(cache.token_ids, prompt(LENGTH, seed=1)[:, :columns])
+    ids = torch.cat([cache.token_ids, prompt(30, seed=5)], 1)
+    fresh = HiSparseCache(net, SMALL, max_length=400)
+    assert continuation(net, ids, 20, cache) == continuation(net, ids, 20, fresh)
+
+
+@pytest.mark.parametrize("columns", [0, -3, LENGTH + 1])
+def test_columns_that_are_not_there(net: Any, stored: Path, columns: int) -> None:
+    with pytest.raises(ConfigError, match=f"got columns {columns}, expected 1 to .* {LENGTH}"):
+        HiSparseCache.load(stored, net, SMALL, columns=columns, max_length=400)
+
+
 def test_rows_with_padding_and_generated_tokens(net: Any, tmp_path: Path) -> None:
     ids, mask = left_padded((200, 77), seed=3)
     cache = enable(net, SMALL, max_batch_size=2, max_length=300)

@@ -103,3 +103,15 @@ def test_votes_that_a_file_does_not_have_are_asked_for(
     with pytest.raises(ConfigError, match="needs the prompt's last queries") as caught:
         HiSparseCache.load(tmp_path / "context", net, SNAPKV, **SIZES)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", [SNAPKV, FINE], ids=["snapkv", "fine"])
+def test_a_part_of_anothers_file_and_the_prompts_last_tokens(
+    net: Any, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    ids = prompt(600, 11)
+    read(net, ids, {"algorithm": "quest", "budget": 96}).save(tmp_path / "context")
+    loaded = HiSparseCache.load(tmp_path / "context", net, settings, columns=580, **SIZES)
+    with torch.no_grad():
+        net(ids[:, loaded.get_seq_length() :], past_key_values=loaded)
+    assert steps(net, loaded, 5) == steps(net, read(net, ids, settings), 5)
