@@ -20,6 +20,9 @@ __all__ = ["BUFFERS", "Watch"]
 BUFFERS = (1, 1.5, 2, 3, 4, 6, 8)
 #: Steps between two that are compared with exact attention, which is dear.
 _STRIDE = 8
+#: Selecting layers between two whose LRU buffers are followed: with pages of one token that takes
+#: longer than the model.
+_LAYER_STRIDE = 3
 
 
 class Watch:
@@ -62,7 +65,8 @@ class Watch:
         calls = self._calls[layer_id] = self._calls.get(layer_id, -1) + 1
         if calls % _STRIDE == 0:
             self._compare(layer_id, queries, step, chosen)
-        self._follow(layer_id, step, chosen)
+        if list(self._calls).index(layer_id) % _LAYER_STRIDE == 0:
+            self._follow(layer_id, step, chosen)
 
     def _compare(self, layer_id: int, queries: Tensor, step: DecodeStep, chosen: Selection) -> None:
         """Mass kept, and how many of the best pages, as many as were chosen, are among them."""
@@ -96,7 +100,8 @@ class Watch:
         self._overlap.append((again / chosen.lengths.clamp(min=1))[some])
 
     def summary(self) -> dict[str, Any]:
-        """Scope, and means over all selections; empty if nothing was selected.
+        """Scope, and means over all selections, of what is dear to measure over some of them; empty
+        if nothing was selected.
 
         ``kept_by_head`` has a list of tokens attended per head of the selection for each layer,
         None for a layer that selects nothing itself: a dense one, or one that shares the selection

@@ -177,8 +177,8 @@ def _check_queries(path: Path, metadata: dict[str, str], store: RowStore) -> Non
     if algorithm.query_window and not _is_known(metadata, store):
         raise ConfigError(
             f"{path}: got a context of {metadata['algorithm']}, but {algorithm} needs the prompt's "
-            "last queries, which only a file of the same algorithm and budget has; load all but its "
-            f"last {algorithm.query_window} columns and go on from there"
+            "last queries, which only a file of its own settings has; load all columns but the "
+            f"last {algorithm.query_window}, and go on from there"
         )
 
 
