@@ -104,14 +104,20 @@ def test_long_prompts_in_chunks_of_256(small_pool: Server, dense_tokens: DenseTo
 def test_retracted_requests_start_over_and_end_the_same(
     small_pool: Server, dense_tokens: DenseTokens
 ) -> None:
-    small_pool.flush_cache()
-    # For requests that may end early SGLang hopes they do, and admits more than fit.
-    answers = small_pool.generate_many(
-        RETRACTED.prompts, RETRACTED.new_tokens, delay_s=0.1, ignore_eos=False
-    )
-    assert sum(a.retractions for a in answers) > 0, "nothing was retracted, the pool is too large"
+    retractions = 0
+    # For requests that may end early SGLang hopes they do, and admits more than fit; whether it
+    # does depends on when they come, so on the machine's load too.
+    for delay_s in (0.1, 0.3, 0.03, 1.0):
+        small_pool.flush_cache()
+        answers = small_pool.generate_many(
+            RETRACTED.prompts, RETRACTED.new_tokens, delay_s=delay_s, ignore_eos=False
+        )
+        assert [a.ids for a in answers] == dense_tokens("llama", RETRACTED)
+        retractions = sum(a.retractions for a in answers)
+        if retractions:
+            break
+    assert retractions, "nothing was retracted, the pool is too large"
     assert "KV cache pool is full. Retract requests" in small_pool.log()
-    assert [a.ids for a in answers] == dense_tokens("llama", RETRACTED)
 
 
 def test_a_prompt_longer_than_the_pool_gets_400_and_the_server_goes_on(
