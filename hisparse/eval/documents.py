@@ -17,9 +17,9 @@ __all__ = ["CONTINUE", "COPY", "Document", "Item", "make_document"]
 
 #: Tasks that are not planted: what the text says, a passage of it, and what follows it.
 QA, COPY, CONTINUE = "qa", "copy", "continue"
-#: Tokens of a passage that are given, as many as a dense model needs to know the place where words
-#: occur at several, and that have to follow.
-_GIVEN, _COPIED = 32, 16
+#: Tokens of a passage that are given, enough for a dense model to know the place where words occur
+#: at several, and that have to follow.
+_GIVEN, _COPIED = 24, 16
 #: Tokens of the text that follows, and of its pieces, read side by side, each after all that is
 #: before it: that takes less time.
 _CONTINUED, _PIECE = 256, 32
@@ -74,13 +74,6 @@ class _Read(NamedTuple):
     after: int = 0
 
 
-class _Part(NamedTuple):
-    """Part of a context: token ids of a sentence."""
-
-    ids: list[int]
-    planted: bool
-
-
 def make_document(tokenizer: Any, text: str, name: str, length: int, seed: int) -> Document:
     """A document of ``length`` tokens with planted sentences, and its items.
 
@@ -112,15 +105,14 @@ def make_document(tokenizer: Any, text: str, name: str, length: int, seed: int) 
             f"into the context; expected {_LEAST} sentences there, and {_CONTINUED} tokens after "
             "them"
         )
-    parts = _spread(tokenizer, taken, planted, rng)
-    context = [*begin, *(i for part in parts for i in part.ids)]
+    context = [*begin, *_spread(tokenizer, taken, planted, rng)]
     # The first sentence may be cut.
     said = "".join(written[start + after - len(taken) + 1 : start + after])
     asked = questions_of(said, name)
     items = [_item(tokenizer, p.task, p.completion) for p in planted]
     for question in rng.sample(asked, min(count + _MORE, len(asked))):
         items.append(_item(tokenizer, QA, (question.prompt, question.answer)))
-    items += _passages(parts, count, rng)
+    items += _passages(taken, count, rng)
     pieces = range(0, _CONTINUED, _PIECE)
     items += [_Read(CONTINUE, follows[at : at + _PIECE], range(_PIECE), at) for at in pieces]
     ids = context + follows[: pieces[-1]]
@@ -179,14 +171,15 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 def _spread(
     tokenizer: Any, sentences: list[list[int]], planted: Sequence[Planted], rng: random.Random
-) -> list[_Part]:
+) -> list[int]:
     """Sentences with the planted sentences between them, those of a question in their order."""
-    placed = [(float(i), _Part(ids, planted=False)) for i, ids in enumerate(sentences)]
+    placed: list[tuple[float, list[int]]] = []
     for question in planted:
         places = sorted(rng.uniform(0.5, len(sentences) - 1) for _ in question.sentences)
-        parts = [_Part(_encode(tokenizer, f" {x}"), planted=True) for x in question.sentences]
-        placed += zip(places, parts, strict=True)
-    return [part for _, part in sorted(placed, key=lambda x: x[0])]
+        planted_ids = (_encode(tokenizer, f" {sentence}") for sentence in question.sentences)
+        placed += zip(places, planted_ids, strict=True)
+    placed += [(float(i), ids) for i, ids in enumerate(sentences)]
+    return [i for _, ids in sorted(placed, key=lambda x: x[0]) for i in ids]
 
 
 def _item(tokenizer: Any, task: str, completion: Sequence[str]) -> _Read:
@@ -202,18 +195,9 @@ def _item(tokenizer: Any, task: str, completion: Sequence[str]) -> _Read:
     return _Read(task, whole, [at for a, b in asked for at in range(a, b)])
 
 
-def _passages(parts: Sequence[_Part], count: int, rng: random.Random) -> list[_Read]:
-    """Passages of the document's text, to be gone on with: each from the beginning of a sentence
-    on, with nothing planted in it, and none over another.
-    """
+def _passages(sentences: list[list[int]], count: int, rng: random.Random) -> list[_Read]:
+    """Beginnings of long sentences of the document, to be gone on with."""
     length = _GIVEN + _COPIED
-    found: list[list[int]] = []
-    passage: list[int] = []
-    # The first sentence may be cut, and the last ones are recent.
-    for part in parts[1:-2]:
-        passage = [] if part.planted else passage + part.ids
-        if len(passage) >= length:
-            found.append(passage[:length])
-            passage = []
-    chosen = rng.sample(found, min(count, len(found)))
-    return [_Read(COPY, ids, range(_GIVEN, length)) for ids in chosen]
+    long = [p for p in sentences[1:-2] if len(p) > length + 2]
+    chosen = rng.sample(long, min(count, len(long)))
+    return [_Read(COPY, p[:length], range(_GIVEN, length)) for p in chosen]
