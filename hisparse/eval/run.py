@@ -151,15 +151,15 @@ class Evaluation:
         """A cache that holds the context: from its file, or from a prefill that makes the file."""
         from hisparse.transformers import HiSparseCache
 
-        length, size = len(document.ids), config.page_size
+        length = len(document.ids)
         longest = max(len(item.ids) for item in document.items)
         options: dict[str, Any] = {
             "max_batch_size": rows + 1,
             "max_length": length + longest,
-            "max_tokens": length + (rows + 1) * (longest + 2 * size),
+            "max_tokens": length + (rows + 1) * (longest + 2 * config.page_size),
         }
         stored = "" if config.kv_cache_dtype == "auto" else f".{config.kv_cache_dtype}"
-        path = self._folder / f"{document.name}.page{size}{stored}.safetensors"
+        path = self._folder / f"{document.name}{stored}.safetensors"
         first = min(item.start for item in document.items)
         if path.exists():
             # Of a stored context, only the prompt's last queries may be missing.

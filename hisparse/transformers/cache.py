@@ -357,8 +357,8 @@ class HiSparseCache(PlainCache):
     ) -> HiSparseCache:
         """A cache that holds what :meth:`save` wrote, without a prefill.
 
-        Representations are taken over where algorithm, options and columns are those that they
-        were made by, and made from the keys otherwise.
+        Representations are taken over where algorithm, options, page size and columns are those
+        that they were made by, and made from the keys otherwise.
 
         Args:
             path: the file.
@@ -367,7 +367,7 @@ class HiSparseCache(PlainCache):
             columns: the first of those stored, to go on in another way; None: all of them.
 
         Raises:
-            ConfigError: the file is of another model shape, dtype or page size, or no such file.
+            ConfigError: the file is of another model shape or dtype, or no such file.
             CapacityError: its rows do not fit.
         """
         cache = cls(model, config, **options)

@@ -57,7 +57,6 @@ def _shape(store: RowStore, model_type: str) -> dict[str, Any]:
         "head_dim": kv.head_dim,
         "v_head_dim": kv.v_head_dim,
         "dtype": str(kv.dtype).removeprefix("torch."),
-        "page_size": kv.page_size,
         "kv_cache_dtype": "fp8_e4m3" if kv.fp8 else "auto",
     }
 
@@ -85,6 +84,7 @@ def write_rows(path: Path, store: RowStore, rows: StoredRows, model_type: str) -
         "shape": json.dumps(_shape(store, model_type)),
         "algorithm": repr(coordinator.algorithm),
         "representations": json.dumps(coordinator.representations.describe()),
+        "page_size": str(store.page_size),
     }
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -166,6 +166,7 @@ def _is_known(metadata: dict[str, str], store: RowStore) -> bool:
     algorithm, kinds = coordinator.algorithm, coordinator.representations.describe()
     return (
         metadata["algorithm"] == repr(algorithm)
+        and metadata.get("page_size") == str(store.page_size)
         and metadata.get("representations") == json.dumps(kinds)
         and not algorithm.host_token_bytes(coordinator.policy.kv)
     )

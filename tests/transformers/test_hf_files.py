@@ -123,9 +123,20 @@ def test_a_decode_step_right_after_loading(net: Any, stored: Path) -> None:
             assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_head"])
-def test_layout_and_scope_may_differ(net: Any, stored: Path, layout: str) -> None:
-    settings = SMALL | {"host_layout": layout, "selection_scope": "query_head"}
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"host_layout": "page_first"},
+        {"host_layout": "page_head", "selection_scope": "query_head"},
+        {"page_size": 8},
+        {"page_size": 32, "num_recent_pages": 0},
+    ],
+    ids=str,
+)
+def test_layout_scope_and_page_size_may_differ(
+    net: Any, stored: Path, changed: dict[str, Any]
+) -> None:
+    settings = SMALL | changed
     fresh = HiSparseCache(net, settings, max_length=400)
     cache = HiSparseCache.load(stored, net, settings, max_length=400)
     assert _asked(net, cache) == _asked(net, fresh)
@@ -190,7 +201,7 @@ def test_a_loaded_cache_is_saved_forked_and_cropped(net: Any, stored: Path) -> N
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        ("llama", {"page_size": 8}, "got page_size 16, expected 8"),
+        ("llama", {"kv_cache_dtype": "fp8_e4m3"}, "got kv_cache_dtype 'auto', expected 'fp8_e4m3'"),
         ("qwen2", {}, "got model_type 'llama', expected 'qwen2'"),
     ],
 )
