@@ -2,13 +2,14 @@
 # make test    everything that CI runs
 # make lint    the part of it that takes seconds
 # make setup   .venv/, which the others make themselves
+# make range   the contract test on older releases of SGLang (scripts/sglang_range.sh), part of make test
 # make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
 # make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, sanitizers, speed
 # make gpu-wheels  what gpu-check needs besides, as wheels for such a machine without an index
 # make clean   delete what the others made in this folder (models stay in ~/.cache/hisparse)
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test lint setup lm-eval gpu-check gpu-wheels clean
+.PHONY: demo test lint setup range lm-eval gpu-check gpu-wheels clean
 
 export PYTHONUNBUFFERED := 1
 python := .venv/bin/python
@@ -16,7 +17,7 @@ python := .venv/bin/python
 demo: setup
 	@$(python) -m hisparse.demo $(if $(MODEL),--model "$(MODEL)")
 
-test: lint lm-eval
+test: lint lm-eval range
 	$(python) -m pytest
 
 lint: setup
@@ -26,6 +27,9 @@ lint: setup
 
 setup:
 	@scripts/setup.sh
+
+range: setup
+	@scripts/sglang_range.sh
 
 lm-eval: setup
 	@cmp -s requirements/lm-eval.txt .venv/lm-eval/pins.txt || { \

@@ -5,7 +5,9 @@
 #   scripts/sglang_range.sh 0.5.18 0.5.22     choose yourself
 #
 # Each release lies in .venv/sglang-<release>/, in front of the packages of .venv. Those before 0.5.20
-# do not start with the transformers of .venv, so they get the one that they ask for.
+# do not start with the transformers of .venv, so they get the one that they ask for. Only servers get
+# these packages: what they are held against is the transformers of .venv, as the older one leaves
+# yarn's mscale out of DeepSeek-V2's softmax scale.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -29,12 +31,13 @@ for release in "$@"; do
     start=$SECONDS
     folder="$root/.venv/sglang-$release"
     fetch "$release" "$folder"
-    export PYTHONPATH="$folder"
-    got=$("$python" -c 'from importlib.metadata import version; print(version("sglang"))')
+    got=$(PYTHONPATH="$folder" "$python" -c \
+        'from importlib.metadata import version; print(version("sglang"))')
     [ "$got" = "$release" ] ||
         { echo "sglang_range: error: got sglang $got, expected $release" >&2; exit 1; }
     echo "sglang_range: sglang $release, set up after $((SECONDS - start)) s"
-    "$python" -m pytest --quiet --durations=0 --durations-min=20 tests/server/test_exact.py \
-        -k "llama and (alone or eight or radix or abort)"
+    SERVER_PYTHONPATH="$folder" "$python" -m pytest --quiet --durations=0 --durations-min=20 \
+        tests/server/test_exact.py tests/server/test_deepseek.py \
+        -k "(llama and (alone or eight or radix or abort)) or mla"
     echo "sglang_range: sglang $release passed after $((SECONDS - start)) s"
 done

@@ -42,7 +42,6 @@ def check_model(server_args: Any, config: HiSparseConfig) -> None:
             "models"
         )
     latent = model.attention_arch == AttentionArch.MLA
-    _check_release(name, latent=latent)
     if latent and config.stores_fp8:
         raise ConfigError(
             f"--kv-cache-dtype is {config.kv_cache_dtype} but {name} has latent attention (MLA), "
@@ -66,14 +65,6 @@ def check_model(server_args: Any, config: HiSparseConfig) -> None:
         raise ConfigError(f"{name} is an encoder-decoder model; hisparse serves decoders")
     if os.environ.get("SGLANG_USE_HND_KVCACHE", "0").lower() in ("1", "true"):
         raise ConfigError("SGLANG_USE_HND_KVCACHE is set; unset it: use host_layout instead")
-
-
-def _check_release(name: str, *, latent: bool) -> None:
-    if latent and not compat.since(compat.OLDEST_LATENT):
-        raise ConfigError(
-            f"{name} has latent attention (MLA), which hisparse does not serve on sglang "
-            f"{compat.installed()}; expected {compat.OLDEST_LATENT} or newer"
-        )
 
 
 def _check_indexer(name: str, hf_config: Any, config: HiSparseConfig) -> None:

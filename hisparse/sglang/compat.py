@@ -10,7 +10,6 @@ from typing import Any, Final
 __all__ = [
     "NEWEST",
     "OLDEST",
-    "OLDEST_LATENT",
     "allocate_on",
     "backend_choices",
     "index_pool_size",
@@ -28,9 +27,6 @@ __all__ = [
 #: The contract test passes on these and on releases between them.
 OLDEST: Final = "0.5.16"
 NEWEST: Final = "0.5.23"
-
-#: First release in which models with latent attention (MLA) give the right tokens.
-OLDEST_LATENT: Final = "0.5.20"
 
 #: Flags that older releases do not have, and so cannot be asked for.
 _NEW_FLAGS: Final = ("enable_kv_cache_sharding",)
@@ -66,7 +62,7 @@ def backend_choices() -> tuple[list[str], Callable[[list[str]], None]]:
 
 def is_resolved(server_args: Any) -> bool:
     """Whether SGLang has already filled in what the command line left open."""
-    done = "_resolution_finished" if since("0.5.20") else "_declarations_materialized"
+    done = "_resolution_finished" if since("0.5.19") else "_declarations_materialized"
     return getattr(server_args, done, False)
 
 
@@ -77,7 +73,7 @@ def lacks_flag(view: Any, field: str) -> bool:
 
 def model_config_of(server_args: Any) -> Any:
     """SGLang's ``ModelConfig``."""
-    if not since("0.5.20"):
+    if not since("0.5.19"):
         return server_args.get_model_config()
     from sglang.srt.arg_groups.overrides import model_config_of
 
@@ -131,14 +127,32 @@ def watch_rows(pool: Any, begin: Callable[[list[int]], None]) -> None:
     """Call ``begin`` with the rows of SGLang's ``ReqToTokenPool`` that change hands."""
     if since("0.5.20"):
         pool.register_on_alloc_rows(begin)
-        return
-    alloc = pool.alloc
+    elif since("0.5.19"):
+        pool.alloc_rows = _watched_rows(pool.alloc_rows, begin)
+    else:
+        pool.alloc = _watched_requests(pool.alloc, begin)
 
+
+def _watched_rows(
+    alloc_rows: Callable[[int], list[int] | None], begin: Callable[[list[int]], None]
+) -> Callable[[int], list[int] | None]:
+    def watched(need_size: int) -> list[int] | None:
+        rows = alloc_rows(need_size)
+        if rows:
+            begin(rows)
+        return rows
+
+    return watched
+
+
+def _watched_requests(
+    alloc: Callable[[list[Any]], list[int] | None], begin: Callable[[list[int]], None]
+) -> Callable[[list[Any]], list[int] | None]:
     def watched(requests: list[Any]) -> list[int] | None:
         new = [request for request in requests if request.req_pool_idx is None]
-        rows: list[int] | None = alloc(requests)
+        rows = alloc(requests)
         if rows is not None and new:
             begin([request.req_pool_idx for request in new])
         return rows
 
-    pool.alloc = watched
+    return watched

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from hisparse.sglang import checks
 from hisparse.types import IndexerInputs
 
 __all__ = [
+    "around_compute_cell_size",
     "around_compute_indexer_cell_size",
     "around_kv_cache_dtype_default",
     "device_capability",
@@ -51,6 +53,18 @@ def around_compute_indexer_cell_size(
     if checks.is_requested(kvc.server_args):
         return 0
     return original(configurator, kvc=kvc, **options)
+
+
+def around_compute_cell_size(
+    original: Callable[..., int], configurator: Any, kvc: Any, num_layers: int
+) -> int:
+    """As :func:`around_compute_indexer_cell_size`, in releases that count all in one function."""
+    from sglang.srt.model_executor import pool_configurator
+
+    if not checks.is_requested(kvc.server_args):
+        return original(configurator, kvc, num_layers)
+    with patch.object(pool_configurator, "is_deepseek_dsa", lambda config: False):
+        return original(configurator, kvc, num_layers)
 
 
 def find_indexers(model: Any) -> list[Any]:

@@ -26,7 +26,7 @@ def _here(names: Iterable[_Name]) -> tuple[str, ...]:
 _HOOKS: tuple[_Name, ...] = (
     "sglang.srt.server_args.prepare_server_args",
     (
-        "0.5.20",
+        "0.5.19",
         "sglang.srt.server_args.ServerArgs.resolve_once",
         "sglang.srt.server_args.ServerArgs.__post_init__",
     ),
@@ -38,7 +38,7 @@ _HOOKS: tuple[_Name, ...] = (
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool",
     ),
     (
-        "0.5.20",
+        "0.5.19",
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows",
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
     ),
@@ -51,7 +51,7 @@ _HOOKS: tuple[_Name, ...] = (
         "0.5.18",
         "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
         "._compute_dsa_indexer_cell_size",
-        "",
+        "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
     ),
 )
 
@@ -68,7 +68,7 @@ _USED: tuple[_Name, ...] = (
     ),
     "sglang.srt.arg_groups.overrides.attention_backends_of",
     (
-        "0.5.20",
+        "0.5.19",
         "sglang.srt.arg_groups.overrides.model_config_of",
         "sglang.srt.server_args.ServerArgs.get_model_config",
     ),
@@ -96,9 +96,10 @@ _USED: tuple[_Name, ...] = (
     "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers",
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers",
+    ("0.5.20", "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.register_on_alloc_rows", ""),
     (
-        "0.5.20",
-        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.register_on_alloc_rows",
+        "0.5.19",
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc_rows",
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc",
     ),
     "sglang.srt.mem_cache.memory_pool.unwrap_write_loc",

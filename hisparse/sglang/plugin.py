@@ -132,5 +132,6 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     "init_new": runtime.around_init_new,
     "_compute_max_prefix_len": runtime.around_compute_max_prefix_len,
     "_dsa_kv_cache_dtype_default": dsa.around_kv_cache_dtype_default,
+    "_compute_cell_size": dsa.around_compute_cell_size,
     "_compute_dsa_indexer_cell_size": dsa.around_compute_indexer_cell_size,
 }

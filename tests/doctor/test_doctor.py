@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -69,7 +70,16 @@ def test_a_release_outside_the_range(found: str, release: Callable[[str | None],
 @pytest.mark.parametrize("found", [compat.OLDEST, "0.5.20.post1", compat.NEWEST])
 def test_a_release_of_the_range(found: str, release: Callable[[str | None], None]) -> None:
     release(found)
-    assert only(software.sglang_version).status == "ok"
+    check = only(software.sglang_version)
+    assert (check.status, check.message) == ("ok", f"{found}; supported: 0.5.16 to 0.5.23")
+
+
+def test_the_table_of_releases_has_every_one_of_the_range() -> None:
+    table = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    rows = re.findall(r"^\| (0\.5\.\d[^|]*) \| passes", table, re.MULTILINE)
+    tried = [compat.release_of(release) for row in rows for release in row.split(", ")]
+    oldest, newest = compat.release_of(compat.OLDEST), compat.release_of(compat.NEWEST)
+    assert tried == [(0, 5, patch) for patch in range(oldest[2], newest[2] + 1)]
 
 
 def test_a_whitelist_without_hisparse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +104,9 @@ def test_an_sglang_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
     assert check.status == "error"
     assert check.message.startswith("SGLang cannot be imported: ")
     assert "no libfoo.so" in check.message
+    wanted = [f"{name} {software.sglang_pin(name)}" for name in ("torch", "transformers")]
+    asks = f"install what sglang {compat.installed()} asks for: "
+    assert check.remedy == asks + " and ".join(wanted)
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

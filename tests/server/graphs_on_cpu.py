@@ -1,7 +1,7 @@
 """A plugin for tests: SGLang's own runner of CUDA graphs on a CPU; graphs are recorded operations.
 
 Everything is SGLang's but the graphs themselves: which sizes are captured, how batches are padded,
-when it calls the attention backend and with what.
+when it calls the attention backend and with what, and what a model of experts computes.
 """
 
 from __future__ import annotations
@@ -73,6 +73,20 @@ def load() -> None:
         _capture,
         HookType.AROUND,
     )
+    HookRegistry.register(
+        "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.apply",
+        _experts,
+        HookType.AROUND,
+    )
+
+
+def _experts(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:
+    """SGLang's experts for a CPU read back how many tokens each one gets; those that it has for
+    torch.compile do not, nor do those for a GPU.
+    """
+    from sglang.srt.layers.moe.fused_moe_native import fused_moe_forward_native
+
+    return fused_moe_forward_native(layer, dispatch_output)
 
 
 def _capture(original: Callable[..., Any], *, model_runner: Any) -> Any:

@@ -95,8 +95,10 @@ class Metrics(Mapping[str, float]):
 
 def _environment(python_path: Sequence[Path], env: Mapping[str, str]) -> dict[str, str]:
     paths = [str(p) for p in python_path]
-    if os.environ.get("PYTHONPATH"):
-        paths.append(os.environ["PYTHONPATH"])
+    # The first is for packages of the server alone, such as another release of SGLang.
+    for name in ("SERVER_PYTHONPATH", "PYTHONPATH"):
+        if os.environ.get(name):
+            paths.append(os.environ[name])
     quick = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return os.environ | quick | {"PYTHONPATH": os.pathsep.join(paths)} | dict(env)
 

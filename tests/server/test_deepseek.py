@@ -54,12 +54,15 @@ def test_mla_within_the_budget_is_exact(mla: Server, v2: HuggingFace) -> None:
 
 def test_mla_sparse_steps_do_not_depend_on_others(mla: Server) -> None:
     mla.flush_cache()
-    before, missed = mla.counted("selected_tokens", "miss_pages")
+    names = ("selected_tokens", "selections", "miss_pages")
+    before = mla.counted(*names)
     alone = mla.generate(LONG, NEW_TOKENS)
-    after, misses = mla.counted("selected_tokens", "miss_pages")
-    per_step = (after - before) / (NEW_TOKENS - 1) / LAYERS
-    assert BUDGET - 16 <= per_step <= BUDGET
-    assert misses > missed
+    counts = zip(before, mla.counted(*names), strict=True)
+    selected, selections, misses = (now - then for then, now in counts)
+    # SGLang before 0.5.22 takes a step more, whose token no one gets.
+    assert selections / LAYERS in (NEW_TOKENS - 1, NEW_TOKENS)
+    assert BUDGET - 16 <= selected / selections <= BUDGET
+    assert misses > 0
     assert alone.ids == mla.generate_many([*SHORT, LONG], NEW_TOKENS)[3].ids
 
 

@@ -43,7 +43,7 @@ def serve(kind: str, log: Path, python_path: list[Path], config: dict[str, objec
             {"algorithm": "sketch", "budget": 128, "min_sparse_context": 200},
             id="sketch-and-dense-contexts",
         ),
-        pytest.param("deepseek_v32_dense", TOKENS | {"algorithm": "dsa"}, id="dsa"),
+        pytest.param("deepseek_v32", TOKENS | {"algorithm": "dsa"}, id="dsa-and-experts"),
     ],
 )
 def test_replayed_steps_give_the_eager_tokens(

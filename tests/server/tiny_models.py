@@ -6,6 +6,7 @@ instead of repeating one token, and the best token leads by much more than float
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -92,14 +93,12 @@ _SHAPES = {
         "index_head_dim": 128,
     },
 }
-# SGLang's experts on a CPU read values back, which its CUDA graphs would not do.
-_SHAPES["deepseek_v32_dense"] = _SHAPES["deepseek_v32"] | {"first_k_dense_replace": LAYERS}
 
 #: Weights that make attention peaked.
 _LOUD = ("q_proj", "q_b_proj", "o_proj")
 
 #: Counted up when the weights change, so that no old folder is taken.
-_VERSION = 3
+_VERSION = 4
 
 
 def _cache() -> Path:
@@ -108,9 +107,7 @@ def _cache() -> Path:
 
 
 def tiny_model(kind: str) -> Path:
-    """Folder of a model; ``kind`` is "llama", "qwen2", "deepseek_v2" or "deepseek_v32", the last
-    with "_dense" behind it one without experts.
-    """
+    """Folder of a model; ``kind`` is "llama", "qwen2", "deepseek_v2" or "deepseek_v32"."""
     folder = _cache() / f"tiny-{kind}-v{_VERSION}"
     if not (folder / "config.json").exists():
         import transformers
@@ -123,12 +120,19 @@ def tiny_model(kind: str) -> Path:
             "deepseek_v32": "DeepseekV32",
         }
         shape = _SHAPES.get(kind, _SHAPE)
-        name = names[kind.removesuffix("_dense")]
-        config = getattr(transformers, f"{name}Config")(**shape)
-        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        config = getattr(transformers, f"{names[kind]}Config")(**shape)
+        model = getattr(transformers, f"{names[kind]}ForCausalLM")(config)
         _scale(model.float())
         model.save_pretrained(folder)
+        _drop_layer_types(folder / "config.json")
     return folder
+
+
+def _drop_layer_types(path: Path) -> None:
+    """Leave out what DeepSeek's own files leave out and releases of transformers call otherwise."""
+    config = json.loads(path.read_text())
+    config.pop("layer_types", None)
+    path.write_text(json.dumps(config, indent=2))
 
 
 @torch.no_grad()

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
 
-from hisparse.errors import ConfigError
-from hisparse.sglang import check_model, compat, inspection, names, plugin
+from hisparse.sglang import compat, dsa, inspection, names, plugin
 from hisparse.sglang.cpu_pages import hand_out, replace_triton
 
 
@@ -39,7 +38,21 @@ def test_names_of_a_release(release: Callable[[str | None], None]) -> None:
     assert names._here(listed) == ("a", "new", "added")
 
 
-def test_rows_that_change_hands_before_0_5_20(release: Callable[[str | None], None]) -> None:
+def test_rows_that_change_hands_in_0_5_19(release: Callable[[str | None], None]) -> None:
+    release("0.5.19")
+    free = [4, 5, 6]
+
+    def alloc_rows(need_size: int) -> list[int] | None:
+        return None if need_size > len(free) else [free.pop() for _ in range(need_size)]
+
+    begun: list[list[int]] = []
+    pool = SimpleNamespace(alloc_rows=alloc_rows)
+    compat.watch_rows(pool, begun.append)
+    assert [pool.alloc_rows(n) for n in (2, 0, 2)] == [[6, 5], [], None]
+    assert begun == [[6, 5]]
+
+
+def test_rows_that_change_hands_before_0_5_19(release: Callable[[str | None], None]) -> None:
     release("0.5.18")
     free = [4, 5]
 
@@ -96,14 +109,17 @@ def test_the_kernels_that_take_the_place_of_triton() -> None:
     assert out.tolist() == [35, 36, 37, 79, 9 * 16]
 
 
-def test_latent_attention_wants_a_newer_release(release: Callable[[str | None], None]) -> None:
-    """On 0.5.16 the first decoded token was another than Hugging Face's."""
-    release("0.5.18")
-    check_model._check_release("LlamaForCausalLM", latent=False)
-    with pytest.raises(ConfigError, match=r"MLA.* on sglang 0\.5\.18; expected 0\.5\.20 or newer"):
-        check_model._check_release("DeepseekV2ForCausalLM", latent=True)
-    release("0.5.20")
-    check_model._check_release("DeepseekV2ForCausalLM", latent=True)
+def test_index_keys_are_not_counted_before_0_5_18() -> None:
+    """They are representations; SGLang's pool would hold less than hisparse planned."""
+    from sglang.srt.model_executor import pool_configurator
+
+    def original(configurator: Any, kvc: Any, num_layers: int) -> int:
+        config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=64)
+        return num_layers * (320 + 132 * pool_configurator.is_deepseek_dsa(config))
+
+    for backend, expected in (("hisparse", 640), ("torch_native", 904)):
+        kvc = SimpleNamespace(server_args=SimpleNamespace(attention_backend=backend))
+        assert dsa.around_compute_cell_size(original, None, kvc, 2) == expected
 
 
 def test_arguments_that_a_hook_takes() -> None:
