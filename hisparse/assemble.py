@@ -10,17 +10,17 @@ import torch
 
 from hisparse import sizing as sizing_formula
 from hisparse.adapters import ADAPTERS, ChosenAdapter, choose_adapter
-from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm, Representation
+from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
 from hisparse.batch import SelectionPolicy
 from hisparse.cache import DeviceBuffer, HostKVPool, Overlap, SparseKVCacheManager
 from hisparse.cache.capacity import CapacityPlanner
-from hisparse.cache.last_pages import last_pages_bytes
+from hisparse.charges import Resources, kept_representations, make_sizing_request, tile_pages
 from hisparse.config import HiSparseConfig
 from hisparse.coordinator import SparseCoordinator
 from hisparse.errors import ConfigError
 from hisparse.metrics import CacheCounters
-from hisparse.representations import Representations, entry_bytes, list_representations
-from hisparse.sizing import Sizing, SizingRequest
+from hisparse.representations import Representations
+from hisparse.sizing import Sizing
 from hisparse.streams import make_streams
 from hisparse.types import HostLayout, KVSpec, SelectionScope
 
@@ -60,25 +60,6 @@ class Plan:
     layout: HostLayout
     adapter: ChosenAdapter
     sizing: Sizing
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resources:
-    """What one rank has, and what it is asked to hold.
-
-    Attributes:
-        host_bytes: for the KV pool.
-        device_bytes: for all that hisparse keeps on the device.
-        context_length: tokens, the longest sequence.
-        max_requests: requests at once; None: ``sizing.DEFAULT_MAX_REQUESTS``.
-        device_type: "cuda" or "cpu", where the model runs.
-    """
-
-    host_bytes: int
-    device_bytes: int
-    context_length: int
-    max_requests: int | None
-    device_type: str
 
 
 def page_limits(
@@ -159,46 +140,17 @@ def make_plan(
     )
     _check_dense_layers(config, spec)
     _check_overlap(config, policy)
+    adapter = choose_adapter(resources.device_type, spec, scope, config.adapter)
+    attends = ADAPTERS.get(adapter.name)
+    request = make_sizing_request(config, algorithm, policy, attends, resources)
     return Plan(
         config=config,
         algorithm=algorithm,
         spec=spec,
         policy=policy,
         layout=config.host_layout or ("layer_first" if scope == "layer" else "page_head"),
-        adapter=choose_adapter(resources.device_type, spec, scope, config.adapter),
-        sizing=sizing_formula.size(_sizing_request(config, algorithm, policy, resources)),
-    )
-
-
-def _sizing_request(
-    config: HiSparseConfig,
-    algorithm: BaseSparseAlgorithm,
-    policy: SelectionPolicy,
-    resources: Resources,
-) -> SizingRequest:
-    spec = policy.kv
-    kept = _kept(config, algorithm, policy)
-    stored_heads = spec.num_kv_heads if policy.heads == 1 else 1
-    staging_bytes = config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes)
-    request_bytes = entry_bytes(kept, "request")
-    if config.overlap == "attention":
-        request_bytes += last_pages_bytes(policy.heads, policy.max_pages)
-    return SizingRequest(
-        kv_token_bytes=spec.token_bytes + algorithm.host_token_bytes(spec),
-        representation_page_bytes=entry_bytes(kept, "page") * spec.num_layers,
-        page_size=spec.page_size,
-        num_layers=spec.num_layers,
-        rows_per_request=policy.heads,
-        device_page_bytes=spec.page_size * stored_heads * spec.head_bytes,
-        host_bytes=resources.host_bytes,
-        device_bytes=resources.device_bytes,
-        staging_bytes=_num_tiles(config) * staging_bytes,
-        device_buffer_size=config.device_buffer_size,
-        max_row_capacity=config.max_row_capacity,
-        context_length=resources.context_length,
-        max_requests=resources.max_requests,
-        request_state_bytes=request_bytes * spec.num_layers,
-        layer_state_bytes=entry_bytes(kept, "layer") * spec.num_layers,
+        adapter=adapter,
+        sizing=sizing_formula.size(request),
     )
 
 
@@ -211,18 +163,6 @@ def _check_overlap(config: HiSparseConfig, policy: SelectionPolicy) -> None:
             f"expected at least {least}, what {config.algorithm} selects and a page, or "
             "overlap 'transfers'"
         )
-
-
-def _kept(
-    config: HiSparseConfig, algorithm: BaseSparseAlgorithm, policy: SelectionPolicy
-) -> dict[str, Representation]:
-    """What is remembered beside K and V."""
-    return list_representations(
-        algorithm,
-        policy,
-        tail_estimate=config.tail_estimate,
-        speculate=config.speculate == "step",
-    )
 
 
 def _check_dense_layers(config: HiSparseConfig, spec: KVSpec) -> None:
@@ -301,16 +241,6 @@ def choose_scope(config: HiSparseConfig, *, latent: bool = False) -> SelectionSc
     return wanted
 
 
-def _default_staging_bytes(spec: KVSpec, device_bytes: int) -> int:
-    """A tile of 8,192 tokens, or a sixteenth of the device memory where that is less."""
-    return min(8192 * spec.staged_token_bytes, device_bytes // 16)
-
-
-def _num_tiles(config: HiSparseConfig) -> int:
-    """Tiles of staging: with two of them one arrives while the other is attended."""
-    return 1 if config.overlap is None else 2
-
-
 def _make_overlap(
     config: HiSparseConfig, policy: SelectionPolicy, device: torch.device
 ) -> Overlap | None:
@@ -349,18 +279,17 @@ def assemble(
         max_pages=sizing.max_row_capacity // size,
         max_requests=sizing.max_requests,
     )
-    tile_bytes = sizing.staging_bytes // _num_tiles(config)
     manager = SparseKVCacheManager(
         host,
         buffer,
         planner,
-        staging_pages=max(1, tile_bytes // (size * spec.staged_token_bytes)),
+        staging_pages=tile_pages(config, spec, sizing.staging_bytes),
         counters=CacheCounters(size, buffer.page_bytes, device),
         checked=config.checked,
         overlap=_make_overlap(config, plan.policy, device),
     )
     representations = Representations(
-        _kept(config, plan.algorithm, plan.policy),
+        kept_representations(config, plan.algorithm, plan.policy),
         num_layers=spec.num_layers,
         host_pages=host.num_pages,
         num_slots=num_slots,

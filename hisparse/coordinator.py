@@ -276,8 +276,7 @@ class SparseCoordinator:
             return self._prefill.attention(layer_id, q, k, v, batch, indexer)
         assert batch is not None, "forward_begin comes before attention"
         assert step is not None, "a decode batch has a step"
-        self.manager.append_tail(layer_id, self._tail_slots[layer_id], k, v)
-        self.manager.write(layer_id, batch.host_slots, k, v)
+        self.manager.append(layer_id, self._tail_slots[layer_id], batch.host_slots, k, v)
         parts = self._dense_parts if layer_id in self._dense_layers else self._parts
         out = self._decode.attention(layer_id, q, parts, indexer)
         if self._filled is not None:

@@ -7,11 +7,13 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from hisparse.adapters import TableLimits
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.batch import DecodeStep, SelectionPolicy
+from hisparse.config import HiSparseConfig
 from hisparse.metrics import CacheCounters
 
-__all__ = ["DecodePlan", "Ways"]
+__all__ = ["DecodePlan", "Ways", "attended_tables"]
 
 
 class Ways(NamedTuple):
@@ -105,3 +107,37 @@ class DecodePlan:
         counters.count_tokens((kv.num_layers - self._num_dense) * tokens(ways.staged))
         if dense is not None:
             counters.count_tokens(self._num_dense * tokens(dense.staged))
+
+
+def attended_tables(
+    config: HiSparseConfig,
+    policy: SelectionPolicy,
+    *,
+    max_requests: int,
+    max_row_pages: int,
+    tile_pages: int,
+    context_pages: int,
+) -> list[TableLimits]:
+    """What decode steps of up to ``max_requests`` attend over.
+
+    Args:
+        config: says who is attended how.
+        policy: shapes of the model and what selections have to keep to.
+        max_requests: requests of a step.
+        max_row_pages: device pages of a row.
+        tile_pages: pages that fit a tile of staging.
+        context_pages: pages of the longest context.
+    """
+    kv, heads = policy.kv, policy.heads
+    stored_heads, queries = kv.num_kv_heads if heads == 1 else 1, kv.num_q_heads // heads
+    widest = max(policy.max_pages, (config.min_sparse_context - 1) // kv.page_size)
+    widest = max(widest, max_row_pages) if config.dense_layers else widest
+    # The tail page as well.
+    rows = heads, max_requests * heads
+    tables = [TableLimits(*rows, widest + 1, queries, stored_heads, kv.page_size)]
+    if config.dense_layers or config.min_sparse_context > config.device_buffer_size:
+        tile = TableLimits(1, 1, tile_pages, kv.num_q_heads, kv.num_kv_heads, kv.page_size)
+        tables.append(tile)
+    if config.tail_estimate:
+        tables.append(TableLimits(*rows, context_pages, queries, stored_heads, 1))
+    return tables

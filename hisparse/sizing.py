@@ -1,8 +1,9 @@
 """How much KV cache fits: one formula, in whole bytes, for the server and for every tool.
 
-``kv_tokens = min(host / kv_token, (device - staging - tables - max_requests * row)
+``kv_tokens = min(host / kv_token, (device - staging - workspace - tables - max_requests * row)
 / representation)``, where page 0 of the host pool, which SGLang keeps as padding, and one request
-slot more than can run, which padding rows of a batch use, are paid for as well.
+slot more than can run, which padding rows of a batch use, are paid for as well. With captured
+steps their inputs count as tables.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ class SizingRequest:
         max_requests: requests that may run at once; None: ``DEFAULT_MAX_REQUESTS``.
         request_state_bytes: what the algorithm keeps for one request, all layers.
         layer_state_bytes: what it keeps for the layers themselves.
+        workspace_bytes: what the adapter keeps for steps of up to 1, 2, 4, 8, ... requests, the
+            last for all beyond; empty: nothing.
+        captured: whether decode steps are captured, whose inputs have tensors of their own.
     """
 
     kv_token_bytes: int
@@ -59,6 +63,8 @@ class SizingRequest:
     max_requests: int | None
     request_state_bytes: int = 0
     layer_state_bytes: int = 0
+    workspace_bytes: tuple[int, ...] = ()
+    captured: bool = False
 
     @property
     def min_row_pages(self) -> int:
@@ -87,10 +93,16 @@ class SizingRequest:
         """One device page in every layer, with its entry in the free lists."""
         return self.num_layers * (self.device_page_bytes + 4)
 
-    @property
-    def usable_bytes(self) -> int:
-        """Device memory without staging."""
-        return self.device_bytes - self.staging_bytes
+    def workspace(self, max_requests: int) -> int:
+        """What the adapter keeps for steps of up to so many requests."""
+        if not self.workspace_bytes:
+            return 0
+        index = max(max_requests - 1, 0).bit_length()
+        return self.workspace_bytes[min(index, len(self.workspace_bytes) - 1)]
+
+    def usable_bytes(self, max_requests: int) -> int:
+        """Device memory without staging and the adapter's workspace."""
+        return self.device_bytes - self.staging_bytes - self.workspace(max_requests)
 
     @property
     def min_representation_bytes(self) -> int:
@@ -112,11 +124,19 @@ class SizingRequest:
         state = slots * self.request_state_bytes + self.layer_state_bytes
         return lru + page_ids + 4 * rows + host_pages + state
 
+    def captured_bytes(self, max_requests: int) -> int:
+        """What :class:`~hisparse.static_batch.StaticBatch` takes: three int64 and a page table of
+        int32 for each request, and their number.
+        """
+        each = 3 * 8 + 4 * -(-self.context_length // self.page_size)
+        return (max_requests * each + 4) * self.captured
+
     def fixed_bytes(self, max_requests: int, row_pages: int) -> int:
-        """Device pages at their least, and tables."""
+        """Device pages at their least, tables, and inputs of captured steps."""
         pages = self.min_device_pages(max_requests)
         pool = self.num_layers * pages * self.device_page_bytes
-        return pool + self.table_bytes(max_requests, row_pages, pages)
+        tables = self.table_bytes(max_requests, row_pages, pages)
+        return pool + tables + self.captured_bytes(max_requests)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +151,8 @@ class Sizing:
         num_device_pages: N, per layer: the rows' pages and ``num_tail_pages``.
         staging_bytes: staging.
         table_bytes: LRU tables, free lists, page tables, the algorithm's state of requests.
+        captured_bytes: inputs of captured steps.
+        workspace_bytes: what the adapter keeps for itself.
         row_bytes: device pages that each running request has at least.
         representation_bytes: representations of every host page.
         device_page_pool_bytes: all device pages.
@@ -144,6 +166,8 @@ class Sizing:
     num_device_pages: int
     staging_bytes: int
     table_bytes: int
+    captured_bytes: int
+    workspace_bytes: int
     row_bytes: int
     representation_bytes: int
     device_page_pool_bytes: int
@@ -162,13 +186,18 @@ class Sizing:
     @property
     def device_bytes(self) -> int:
         """Device memory of everything."""
-        parts = self.staging_bytes + self.table_bytes + self.representation_bytes
-        return parts + self.device_page_pool_bytes
+        parts = self.staging_bytes + self.table_bytes + self.captured_bytes + self.workspace_bytes
+        return parts + self.representation_bytes + self.device_page_pool_bytes
 
     def describe(self) -> str:
         """One line for the log."""
         asked = self.request.max_requests or DEFAULT_MAX_REQUESTS
         fewer = f" (of {asked})" if self.max_requests < asked else ""
+        at_times = (
+            ("inputs of captured steps", self.captured_bytes),
+            ("workspace of the adapter", self.workspace_bytes),
+        )
+        more = "".join(f", {term} {format_bytes(size)}" for term, size in at_times if size)
         return (
             f"kv_tokens {self.kv_tokens:,} (limited by {self.limit}), "
             f"max_requests {self.max_requests}{fewer}, "
@@ -178,6 +207,7 @@ class Sizing:
             f"device pages {format_bytes(self.device_page_pool_bytes)}, "
             f"representations {format_bytes(self.representation_bytes)}, "
             f"tables {format_bytes(self.table_bytes)}, staging {format_bytes(self.staging_bytes)}"
+            f"{more}"
         )
 
 
@@ -187,7 +217,7 @@ def size(request: SizingRequest) -> Sizing:
     max_requests = _fit_requests(request)
     row_pages = _fit_row_pages(request, max_requests)
     kv_pages = _host_pages(request)
-    left = request.usable_bytes - request.fixed_bytes(max_requests, row_pages)
+    left = request.usable_bytes(max_requests) - request.fixed_bytes(max_requests, row_pages)
     limit: SizingLimit = "host_memory"
     if left < (kv_pages + 1) * request.representation_page_bytes:
         kv_pages = left // request.representation_page_bytes - 1
@@ -246,48 +276,62 @@ def _check_one_request(request: SizingRequest) -> None:
             f"{format_bytes(host_need)} of KV; raise host_memory or lower device_buffer_size"
         )
     tables = request.table_bytes(1, pages, request.min_device_pages(1))
-    pool = request.fixed_bytes(1, pages) - tables
+    captured = request.captured_bytes(1)
+    pool = request.fixed_bytes(1, pages) - tables - captured
     terms = (
-        ("staging", request.staging_bytes, "staging_bytes"),
-        ("tables", tables, "device_buffer_size"),
-        ("row pages", pool, "device_buffer_size"),
-        ("representations", request.min_representation_bytes, "device_buffer_size"),
+        ("staging", request.staging_bytes, "lower staging_bytes"),
+        ("the adapter's workspace", request.workspace(1), "take another adapter"),
+        ("tables", tables + captured, "lower device_buffer_size"),
+        ("row pages", pool, "lower device_buffer_size"),
+        ("representations", request.min_representation_bytes, "lower device_buffer_size"),
     )
     left = request.device_bytes
-    for term, need, key in terms:
+    for term, need, remedy in terms:
         if need > left:
             raise CapacityError(
                 f"device_memory: got {format_bytes(request.device_bytes)}, of which "
                 f"{format_bytes(left)} is left for {term}, but one request needs "
-                f"{format_bytes(need)}; raise device_memory or lower {key}"
+                f"{format_bytes(need)}; raise device_memory or {remedy}"
             )
         left -= need
 
 
 def _fit_requests(request: SizingRequest) -> int:
-    """As many requests as asked for, if their rows leave enough for representations.
+    """As many requests as asked for, if their rows leave enough for representations."""
+    most = request.max_requests or DEFAULT_MAX_REQUESTS
+    while most > 1:
+        fitting = min(_fit_rows(request, most), most)
+        # The adapter's workspace is that of a power of two of requests.
+        smaller = 1 << (most - 1).bit_length() - 1
+        if fitting > smaller:
+            return fitting
+        most = smaller
+    return 1
+
+
+def _fit_rows(request: SizingRequest, max_requests: int) -> int:
+    """Requests whose rows fit beside the workspace for ``max_requests``.
 
     They may take half of the device memory, or all that representations of the whole host pool
     and a tenth for larger tables leave.
     """
-    usable = request.usable_bytes
+    usable = request.usable_bytes(max_requests)
     representations = (_host_pages(request) + 1) * request.representation_page_bytes
     allowed = max(usable // 2, usable - usable // 10 - representations)
     allowed = min(allowed, usable - request.min_representation_bytes)
     # Every request costs the same.
     none = request.fixed_bytes(0, request.min_row_pages)
     each = request.fixed_bytes(1, request.min_row_pages) - none
-    fitting = (allowed - none) // each
-    return max(1, min(fitting, request.max_requests or DEFAULT_MAX_REQUESTS))
+    return (allowed - none) // each
 
 
 def _fit_row_pages(request: SizingRequest, max_requests: int) -> int:
     """C as asked for, cut so that the LRU tables stay within a tenth of the device memory."""
     least = request.min_row_pages
     each = (max_requests + 1) * request.slot_table_bytes
-    left = request.usable_bytes - request.fixed_bytes(max_requests, least)
-    left -= request.min_representation_bytes
-    spare = min(request.usable_bytes // 10 - least * each, left)
+    usable = request.usable_bytes(max_requests)
+    left = usable - request.fixed_bytes(max_requests, least) - request.min_representation_bytes
+    spare = min(usable // 10 - least * each, left)
     return min(request.max_row_pages, least + max(0, spare // each))
 
 
@@ -297,7 +341,7 @@ def _share_rest(
     """All numbers; device memory that nothing else needs becomes device pages."""
     representations = (kv_pages + 1) * request.representation_page_bytes
     fixed = request.fixed_bytes(max_requests, row_pages)
-    rest = request.usable_bytes - fixed - representations
+    rest = request.usable_bytes(max_requests) - fixed - representations
     growth = max_requests * request.rows_per_request * (row_pages - request.min_row_pages)
     extra = min(rest // request.pool_page_bytes, growth)
     device_pages = request.min_device_pages(max_requests) + extra
@@ -309,6 +353,8 @@ def _share_rest(
         num_device_pages=device_pages,
         staging_bytes=request.staging_bytes,
         table_bytes=request.table_bytes(max_requests, row_pages, device_pages),
+        captured_bytes=request.captured_bytes(max_requests),
+        workspace_bytes=request.workspace(max_requests),
         row_bytes=request.row_bytes,
         representation_bytes=representations,
         device_page_pool_bytes=request.num_layers * device_pages * request.device_page_bytes,

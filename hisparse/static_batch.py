@@ -14,7 +14,7 @@ class StaticBatch:
     """What a CUDA graph of a decode step reads: written before each replay, for all batch sizes.
 
     Rows behind the requests are padding: one token in request slot 0, whose page is host page 0,
-    which no request uses either.
+    which no request uses either. Memory as in :meth:`SizingRequest.captured_bytes`.
 
     Args:
         max_requests: the largest batch.
@@ -32,11 +32,6 @@ class StaticBatch:
         self._num_real = torch.zeros(1, dtype=torch.int32, device=device)
         self._bounds = np.full(max_requests, num_pages * page_size)
         self.load(None)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it takes."""
-        return self._rows.nbytes + self._table.nbytes + self._num_real.nbytes
 
     def load(self, batch: DecodeBatch | None) -> None:
         """Put the requests of a step in front, padding behind them; None: all is padding.

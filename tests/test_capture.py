@@ -201,6 +201,28 @@ def test_a_step_costs_python_the_same_for_1_request_and_for_64() -> None:
     assert before[1].num_bytes == before[0].num_bytes <= 64
 
 
+def allocated(context: int) -> int:
+    """Bytes of new tensors in a layer of an eager step of 4 requests, whose pages do not fill."""
+    sim = Simulator(checked=False, host_pages=700)
+    requests = [sim.request(slot, context + 2, seed=slot) for slot in (1, 2, 3, 4)]
+    for request in requests:
+        sim.prefill((request, context))
+    batch = sim.next_tokens(*requests)
+    sim.coordinator.forward_begin(batch)
+    tokens = (torch.stack([getattr(r, name)[0, context] for r in requests]) for name in "qkv")
+    with Operations() as seen:
+        sim.coordinator.attention(0, *tokens)
+    return seen.num_bytes
+
+
+def test_what_an_eager_step_allocates_grows_by_its_scores_and_little_else() -> None:
+    """With the context; there are no copies of the scores, of which Quest has four a page."""
+    more_pages = 64
+    scores = more_pages * 4 * 4 * Simulator.q_heads * torch.float32.itemsize
+    grown = allocated(161 + more_pages * 8) - allocated(161)
+    assert scores < grown <= 2 * scores
+
+
 def test_a_captured_step_is_as_many_operations_for_2_requests_as_for_64() -> None:
     two, many = (Sized(size).recording.names for size in (2, 64))
     assert two == many

@@ -12,12 +12,13 @@ from torch.testing import assert_close
 from hisparse.algorithms import Oracle, Quest
 from hisparse.assemble import Resources, assemble, make_plan, stored_spec
 from hisparse.cache import HostKVPool
-from hisparse.cache.stored import as_read
+from hisparse.cache import manager as manager_module
+from hisparse.cache.stored import as_read, encode
 from hisparse.config import HiSparseConfig, build_algorithm
 from hisparse.errors import HiSparseError
 from hisparse.testing import Request, Simulator
 from hisparse.testing.delayed import DelayedStreams, Order
-from hisparse.types import KVSpec
+from hisparse.types import KVSpec, StoredKV
 
 LAYOUTS = ["layer_first", "page_first", "page_head"]
 SCOPES = ["layer", "kv_head", "query_head"]
@@ -151,6 +152,36 @@ def same_bytes(sim: Simulator, request: Request) -> int:
                     a, b = there[device_page], here[request.host_pages[page], which]
                     assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     return count
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_new_token_is_encoded_once(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each layer of a step; tail page and host slot get the same codes and scales."""
+    sim = Simulator(fp8=True, scope=scope)
+    a, b = sim.request(1, 60, seed=14), sim.request(2, 60, seed=15)
+    sim.prefill((a, 41), (b, 34))
+    encoded: list[torch.Size] = []
+
+    def counted(spec: KVSpec, k: Tensor, v: Tensor) -> StoredKV:
+        encoded.append(k.shape)
+        return encode(spec, k, v)
+
+    monkeypatch.setattr(manager_module, "encode", counted)
+    for _ in range(3):
+        sim.decode(a, b)
+    assert encoded == 3 * sim.layers * [torch.Size((2, sim.kv_heads, sim.head_dim))]
+    heads, device = sim.policy.heads, sim.manager.device
+    for layer in range(sim.layers):
+        for request in (a, b):
+            page, offset = divmod(request.done - 1, sim.page_size)
+            for head in range(heads):
+                own = slice(None) if heads == 1 else [head * sim.kv_heads // heads]
+                tail = device.tail_pages[layer, request.slot * heads + head]
+                stored = device.stored(layer).tensors, sim.manager.host.stored(layer).tensors
+                for there, here in zip(*stored, strict=True):
+                    on_host = here[request.host_pages[page], own, offset]
+                    got = there[tail, :, offset]
+                    assert torch.equal(got.view(torch.uint8), on_host.view(torch.uint8))
 
 
 def test_a_quarter_of_the_bytes_of_float32_move_and_the_scales() -> None:

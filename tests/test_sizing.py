@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from hisparse.config import format_bytes
 from hisparse.errors import CapacityError
 from hisparse.sizing import DEFAULT_MAX_REQUESTS, Sizing, SizingRequest, resize, size
+from hisparse.static_batch import StaticBatch
 
 GIB = 1 << 30
 
@@ -54,9 +57,11 @@ def requests(draw: st.DrawFn) -> SizingRequest:
         ),
         context_length=draw(st.integers(1, 1 << 16)),
         max_requests=draw(st.none() | st.integers(1, 300)),
+        workspace_bytes=tuple(sorted(draw(st.lists(st.integers(0, 1 << 16), max_size=9)))),
+        captured=draw(st.booleans()),
     )
     host = (pages + 1) * page_size * request.kv_token_bytes
-    device = request.staging_bytes + request.fixed_bytes(1, pages)
+    device = request.staging_bytes + request.workspace(1) + request.fixed_bytes(1, pages)
     device += (pages + 1) * request.representation_page_bytes
     return replace(
         request,
@@ -102,6 +107,7 @@ def test_limit_is_the_limit(request: SizingRequest) -> None:
     host = (one_more + request.page_size) * request.kv_token_bytes
     device = (
         request.staging_bytes
+        + request.workspace(sizing.max_requests)
         + request.fixed_bytes(sizing.max_requests, sizing.max_row_capacity // request.page_size)
         + (one_more // request.page_size + 1) * request.representation_page_bytes
     )
@@ -181,6 +187,37 @@ def test_leftover_becomes_device_pages() -> None:
     alone = size(replace(LLAMA, host_bytes=32 * GIB, max_requests=1))
     pages = alone.num_device_pages - alone.num_tail_pages
     assert pages == LLAMA.rows_per_request * 131072 // 16
+
+
+@pytest.mark.parametrize("context", [1, 16, 131072, 131073])
+def test_what_captured_steps_read_is_charged(context: int) -> None:
+    """To the byte, as a term of its own."""
+    request = replace(LLAMA, context_length=context, max_requests=5, captured=True)
+    sizing, plain = size(request), size(replace(request, captured=False))
+    batch = StaticBatch(5, -(-context // 16), 16, torch.device("cpu"))
+    allocated = sum(x.nbytes for x in vars(batch).values() if isinstance(x, torch.Tensor))
+    assert sizing.captured_bytes == allocated
+    assert sizing.device_bytes - plain.device_bytes == allocated - LLAMA.pool_page_bytes * (
+        plain.num_device_pages - sizing.num_device_pages
+    )
+    assert f"inputs of captured steps {format_bytes(allocated)}" in sizing.describe()
+    assert "captured" not in plain.describe()
+
+
+def test_fewer_requests_get_by_with_a_smaller_workspace() -> None:
+    """What the adapter keeps is charged for as many as run, and not for as many as asked."""
+    steps = tuple(GIB << power for power in range(9))
+    request = replace(LLAMA, max_requests=256, device_bytes=24 * GIB, workspace_bytes=steps)
+    sizing = size(request)
+    # The workspace of 8, and their rows of 514 MiB; that of 16 leaves 8 GiB, half of it for rows.
+    assert (sizing.max_requests, sizing.workspace_bytes) == (8, 8 * GIB)
+    check_fits(sizing)
+    assert "workspace of the adapter 8 GiB" in sizing.describe()
+    fewer = resize(sizing, max_requests=3)
+    assert fewer.workspace_bytes == 4 * GIB
+    check_fits(fewer)
+    with pytest.raises(CapacityError, match="is left for the adapter's workspace.* another"):
+        size(replace(request, device_bytes=GIB))
 
 
 def test_default_max_requests() -> None:

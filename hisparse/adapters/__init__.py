@@ -1,6 +1,12 @@
 """Adapters to attention libraries."""
 
-from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter, merge_attended
+from hisparse.adapters.base import (
+    ADAPTERS,
+    Attended,
+    BackendAdapter,
+    TableLimits,
+    merge_attended,
+)
 from hisparse.adapters.choose import ChosenAdapter, choose_adapter
 from hisparse.adapters.dsa import DSAAdapter
 from hisparse.adapters.flash_attention import FlashAttentionAdapter
@@ -16,6 +22,7 @@ __all__ = [
     "DSAAdapter",
     "FlashAttentionAdapter",
     "FlashInferAdapter",
+    "TableLimits",
     "TorchAdapter",
     "TritonAdapter",
     "choose_adapter",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from hisparse.errors import HiSparseError
 from hisparse.registry import Registry
 from hisparse.types import KVSpec, PagedKV, SelectionScope, StoredKV
 
-__all__ = ["ADAPTERS", "Attended", "BackendAdapter", "merge_attended"]
+__all__ = ["ADAPTERS", "Attended", "BackendAdapter", "TableLimits", "merge_attended"]
 
 
 class Attended(NamedTuple):
@@ -35,6 +36,25 @@ def merge_attended(a: Attended, b: Attended) -> Attended:
     weight_a = (a.lse - lse).exp().nan_to_num(0.0)[..., None]
     weight_b = (b.lse - lse).exp().nan_to_num(0.0)[..., None]
     return Attended(a.out * weight_a + b.out * weight_b, lse)
+
+
+class TableLimits(NamedTuple):
+    """Page tables of one kind that decode steps attend over.
+
+    Attributes:
+        min_rows, max_rows: R of a step of one request, and of as many as there can be.
+        max_pages: P at most; there may be fewer.
+        num_queries: Q.
+        num_heads: Hr of the pages.
+        page_size: S of the pages.
+    """
+
+    min_rows: int
+    max_rows: int
+    max_pages: int
+    num_queries: int
+    num_heads: int
+    page_size: int
 
 
 class BackendAdapter(ABC):
@@ -66,6 +86,16 @@ class BackendAdapter(ABC):
     def widths_refused(cls, kv: KVSpec) -> str | None:
         """Which widths of heads it takes instead of the model's; None: it takes those."""
         return None
+
+    @classmethod
+    def workspace_bytes(cls, kv: KVSpec, tables: Sequence[TableLimits]) -> int:
+        """Device memory that an instance keeps between its calls, at most.
+
+        Args:
+            kv: shapes of the model.
+            tables: all that :meth:`attend` is asked for.
+        """
+        return 0
 
     @abstractmethod
     def attend(

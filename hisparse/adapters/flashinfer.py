@@ -12,11 +12,12 @@ Written against flashinfer-python 0.7.2; not yet run on a GPU.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from hisparse.adapters.base import ADAPTERS, Attended
+from hisparse.adapters.base import ADAPTERS, Attended, TableLimits
 from hisparse.adapters.flashinfer_call import PlannedWrapper, map_pages
 from hisparse.adapters.layout import find_function, from_library
 from hisparse.adapters.torch import TorchAdapter
@@ -28,14 +29,18 @@ __all__ = ["FlashInferAdapter"]
 _WRAPPER = "BatchDecodeWithPagedKVCacheWrapper"
 _PREFILL = "single_prefill_with_kv_cache"
 _WIDTHS = (64, 128, 256)
+#: What FlashInfer allocates once for prefill.
+_PREFILL_BYTES = 32 << 20
+#: Pages of a row that any wrapper has room for: 2 KiB a row, of a wrapper that takes megabytes.
+_LEAST_WIDTH = 512
 
 
 @ADAPTERS.register("flashinfer")
 class FlashInferAdapter(TorchAdapter):
     """Decodes with FlashInfer on tensor cores; turns its lse, to base 2, into a natural one.
 
-    A wrapper holds 8 MiB on the device and as much pinned. There is one for each power of two of
-    rows and of the table's width, and each shape of pages and heads.
+    There is a wrapper for each power of two of rows, each shape of pages and heads, and each power
+    of two of the table's width from 512 on: only its list of pages depends on that.
     """
 
     fp8 = False
@@ -61,11 +66,25 @@ class FlashInferAdapter(TorchAdapter):
         fits = kv.head_dim == kv.v_head_dim and kv.head_dim in _WIDTHS
         return None if fits else f"keys and values both {', '.join(map(str, _WIDTHS))} wide"
 
+    @classmethod
+    def workspace_bytes(cls, kv: KVSpec, tables: Sequence[TableLimits]) -> int:
+        wrappers = {
+            (rows, width, table.num_queries, table.num_heads, table.page_size)
+            for table in tables
+            for rows in _powers(_power_of_two(table.min_rows), _power_of_two(table.max_rows))
+            for width in _powers(_list_width(1), _list_width(table.max_pages))
+        }
+        itemsize = kv.dtype.itemsize
+        return _PREFILL_BYTES + sum(
+            PlannedWrapper.num_bytes(rows, rows * width, queries * kv.head_dim * itemsize)
+            for rows, width, queries, *_ in wrappers
+        )
+
     def attend(
         self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
     ) -> Attended:
         call = map_pages(q, kv, page_table, seq_lens)
-        rows, width = map(_power_of_two, page_table.shape)
+        rows, width = _power_of_two(page_table.shape[0]), _list_width(page_table.shape[1])
         key = (rows, width, q.shape[1:], call.k.shape[1:], call.k.dtype, scale)
         if key not in self._planned:
             self._planned[key] = PlannedWrapper(self._make, rows, rows * width, call, scale)
@@ -84,3 +103,14 @@ class FlashInferAdapter(TorchAdapter):
 
 def _power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
+
+
+def _list_width(num_pages: int) -> int:
+    return max(_LEAST_WIDTH, _power_of_two(num_pages))
+
+
+def _powers(least: int, most: int) -> Iterator[int]:
+    """Powers of two, both bounds included."""
+    while least <= most:
+        yield least
+        least *= 2

@@ -59,8 +59,21 @@ def map_pages(q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor) -> F
     )
 
 
+#: What FlashInfer allocates for a wrapper's plan, on the device and as much in page-locked memory.
+_PLAN_BYTES = 8 << 20
+#: What it is given for the results of splits, of which there are none.
+_SPLIT_BYTES = 1 << 20
+
+
 class PlannedWrapper:
     """A wrapper that is planned for up to ``rows`` rows and ``entries`` pages, no fewer."""
+
+    @staticmethod
+    def num_bytes(rows: int, entries: int, query_bytes: int) -> int:
+        """Device memory of one, where a row's queries take ``query_bytes``."""
+        # FlashInfer's own list of where each row's queries begin is the second of rows + 1.
+        lists = 4 * (2 * (rows + 1) + rows + entries)
+        return _PLAN_BYTES + _SPLIT_BYTES + lists + rows * query_bytes
 
     def __init__(
         self, make: Any, rows: int, entries: int, call: FlashInferCall, scale: float
@@ -74,7 +87,7 @@ class PlannedWrapper:
         self._indptr, self._last = buffer(rows + 1), buffer(rows)
         self._indices = buffer(entries)
         self._wrapper = make(
-            torch.zeros(1 << 20, dtype=torch.uint8, device=device),
+            torch.zeros(_SPLIT_BYTES, dtype=torch.uint8, device=device),
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=True,

@@ -88,11 +88,12 @@ class Quest(PageScoreAlgorithm):
         ranges = stored["summary"].shape[2]
         # To the kernels each range is a page of its own.
         summaries, rows = stored["summary"][layer_id].flatten(0, 1), _split(host_pages, ranges)
-        keys = keys.unflatten(1, (ranges, -1)).flatten(0, 1)
+        keys = keys.unflatten(1, (ranges, -1))
         if "scale" not in stored:
-            page_summary(keys, summaries, rows)
+            page_summary(keys.flatten(0, 1), summaries, rows)
             return
-        high, low = keys.float().amax(1), keys.float().amin(1)
+        keys = keys.float()
+        high, low = keys.amax(2).flatten(0, 1), keys.amin(2).flatten(0, 1)
         largest = torch.maximum(high.abs(), low.abs()).amax(-1, keepdim=True)
         # A power of two changes no digit of what it scales.
         scale = torch.exp2((largest / _FP8_MAX).log2().ceil().clamp(-100, 100))
@@ -109,8 +110,9 @@ class Quest(PageScoreAlgorithm):
         summaries = stored["summary"][layer_id].flatten(0, 1)
         scores = page_score(query.float(), summaries, rows, step.num_pages * ranges)
         if "scale" in stored:
-            scale = stored["scale"][layer_id].flatten(0, 1)[rows.long()].transpose(1, 2)
-            scores = scores * scale.repeat_interleave(query.shape[1] // scale.shape[1], dim=1)
+            scale = stored["scale"][layer_id].flatten(0, 1).index_select(0, rows.flatten())
+            by_head = scale.unflatten(0, rows.shape).transpose(1, 2)[:, :, None]
+            scores.unflatten(1, (by_head.shape[1], -1)).mul_(by_head)
         largest: Tensor = scores.unflatten(-1, (-1, ranges)).amax(-1)
         return largest
 

@@ -176,20 +176,22 @@ class SparseKVCacheManager:
         """Write new tokens through to host memory: ``host_slots [T]``, ``k, v [T, Hkv, D]``."""
         write_tokens(encode(self.host.kv, k, v), self.host.stored(layer_id), host_slots)
 
-    def append_tail(self, layer_id: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Put each request's new token into its rows' tail pages.
+    def append(
+        self, layer_id: int, tail_slots: Tensor, host_slots: Tensor, k: Tensor, v: Tensor
+    ) -> None:
+        """Put each request's new token into its rows' tail pages, and write it through.
 
         Args:
             layer_id: layer number.
-            slots: ``[R] int64``, device page of the row's tail times S, plus the offset in it.
+            tail_slots: ``[R] int64``, device page of the row's tail times S, plus the offset in it.
+            host_slots: ``[B] int64``.
             k, v: ``[B, Hkv, D]``.
         """
-        if self.device.heads > 1:
-            copies = self.device.heads // k.shape[1]
-            if copies > 1:
-                k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
-            k, v = k.flatten(0, 1)[:, None], v.flatten(0, 1)[:, None]
-        write_tokens(encode(self.host.kv, k, v), self.device.stored(layer_id), slots)
+        new, heads = encode(self.host.kv, k, v), self.device.heads
+        write_tokens(new, self.host.stored(layer_id), host_slots)
+        if heads > 1:
+            new = StoredKV(*(_by_row(x, heads) for x in new.tensors))
+        write_tokens(new, self.device.stored(layer_id), tail_slots)
 
     def tail_pages(self, layer_id: int, step: DecodeStep) -> PagedKV:
         """K and V of the tail pages, each ``[B, Hkv, S, D]``, in the model's dtype."""
@@ -386,3 +388,10 @@ class SparseKVCacheManager:
     def read_prefix(self, tile: Tile, ahead: Tile | None = None) -> PagedKV:
         """Bring host pages into staging; see :meth:`Staging.read`."""
         return self._staging.read(tile, ahead)
+
+
+def _by_row(tokens: Tensor, heads: int) -> Tensor:
+    """``[B, Hkv, D]`` -> ``[B * heads, 1, D]``: each row's own KV head."""
+    copies = heads // tokens.shape[1]
+    each = tokens if copies == 1 else tokens.repeat_interleave(copies, dim=1)
+    return each.flatten(0, 1)[:, None]

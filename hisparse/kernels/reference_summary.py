@@ -37,10 +37,11 @@ def round_outward(x: Tensor, dtype: torch.dtype, *, up: bool) -> Tensor:
 
 def _round_outward_fp8(x: Tensor, up: bool) -> Tensor:
     nearest = x.contiguous().to(torch.float8_e4m3fn)
-    short = nearest.float() < x if up else nearest.float() > x
+    read = nearest.float()
+    short = read < x if up else read > x
     # A step away from zero is one more in the bits; what is short of x on the other side of zero
     # goes a step towards it.
-    towards_zero = (nearest.float() < 0) if up else (nearest.float() > 0)
+    towards_zero = (read < 0) if up else (read > 0)
     bits = nearest.view(torch.uint8).to(torch.int16)
     stepped = torch.where(towards_zero, bits - 1, bits + 1)
     # From the zero of the other sign.

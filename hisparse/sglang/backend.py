@@ -75,8 +75,9 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what the graphs of all batch sizes read."""
-        table = self._req_to_token
-        self._graphs = CapturedSteps(self.coordinator, max_bs, table.shape[1], table.device)
+        context_length = self._session.sizing.request.context_length
+        device = self._req_to_token.device
+        self._graphs = CapturedSteps(self.coordinator, max_bs, context_length, device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Before a capture, and before each replay with the requests of its step."""

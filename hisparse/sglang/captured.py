@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from hisparse.batch import DecodeBatch
-from hisparse.config import format_bytes
 from hisparse.coordinator import SparseCoordinator
 from hisparse.errors import HiSparseError
 from hisparse.static_batch import StaticBatch
 
 __all__ = ["CapturedSteps"]
-
-logger = logging.getLogger("hisparse")
 
 
 class CapturedSteps:
@@ -23,7 +18,7 @@ class CapturedSteps:
     Args:
         coordinator: leads the step.
         max_requests: the largest batch that is captured.
-        max_tokens: that a sequence may have.
+        context_length: tokens, the longest sequence.
         device: where the model runs.
     """
 
@@ -31,17 +26,12 @@ class CapturedSteps:
         self,
         coordinator: SparseCoordinator,
         max_requests: int,
-        max_tokens: int,
+        context_length: int,
         device: torch.device,
     ) -> None:
         self._coordinator = coordinator
         size = coordinator.policy.kv.page_size
-        self._batch = StaticBatch(max_requests, -(-max_tokens // size), size, device)
-        logger.info(
-            "hisparse: CUDA graphs of decode steps read %s of their own, for up to %d requests",
-            format_bytes(self._batch.num_bytes),
-            max_requests,
-        )
+        self._batch = StaticBatch(max_requests, -(-context_length // size), size, device)
 
     def before_capture(self) -> None:
         """A capture, and the steps that SGLang runs before it, are of padding alone."""

@@ -111,6 +111,10 @@ class _FlashInferWrapper:
         self._indices: Tensor = options.pop("paged_kv_indices_buffer")
         self._last: Tensor = options.pop("paged_kv_last_page_len_buffer")
         assert not options
+        # As large as those of flashinfer-python 0.7.2; the plan's has a page-locked twin.
+        self._workspace = workspace
+        self._plan = torch.empty(8 << 20, dtype=torch.uint8)
+        self._queries_indptr = torch.arange(len(self._indptr), dtype=torch.int32)
 
     def plan(
         self,

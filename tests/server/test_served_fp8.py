@@ -82,7 +82,9 @@ def test_tokens_within_the_budget_are_dense(
 
 
 def test_beyond_the_budget_nothing_else_changes_the_tokens(server: Server, text: list[int]) -> None:
-    prompts = [text[start : start + 900] for start in (0, 300, 600)]
+    # Eight bits magnify float32 noise, which is another one in other chunks. So prompts are whole
+    # chunks, the same whoever comes before, and their best tokens lead by 0.1 or more.
+    prompts = [text[start : start + 896] for start in (300, 400, 950)]
     alone = []
     for prompt in prompts:
         server.flush_cache()

@@ -29,7 +29,10 @@ class Runner:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.sim = Simulator(checked=False, **settings)
         sim = self.sim
-        self.session = SimpleNamespace(spec=sim.spec, coordinator=None, slots_cpu=None)
+        sizing = SimpleNamespace(request=SimpleNamespace(context_length=CONTEXT))
+        self.session = SimpleNamespace(
+            spec=sim.spec, sizing=sizing, coordinator=None, slots_cpu=None
+        )
         self.reports = 0
         reporter = SimpleNamespace(report=lambda: setattr(self, "reports", self.reports + 1))
         monkeypatch.setattr(module.runtime, "session", lambda: self.session)

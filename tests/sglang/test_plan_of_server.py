@@ -34,6 +34,7 @@ def loaded(tp: int) -> torch.nn.Module:
     return torch.nn.ModuleList(layers)
 
 
+@pytest.mark.parametrize("cuda_graph", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("algorithm", ["quest", "sketch", "snapkv"])
@@ -43,6 +44,7 @@ def test_sizes_are_those_of_the_server(
     algorithm: str,
     device_gib: int,
     kv_cache_dtype: Literal["auto", "fp8_e4m3"],
+    cuda_graph: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = Machine(
@@ -52,7 +54,9 @@ def test_sizes_are_those_of_the_server(
         weight_bytes=GIB,
         mem_fraction=0.85,
     )
-    config = HiSparseConfig(algorithm=algorithm, budget=1024, kv_cache_dtype=kv_cache_dtype)
+    config = HiSparseConfig(
+        algorithm=algorithm, budget=1024, kv_cache_dtype=kv_cache_dtype, cuda_graph=cuda_graph
+    )
     planned = fit(config, served_shape(CONFIG, 16, tp), machine, 32768)
     assert planned.max_requests > 0
 
@@ -64,7 +68,8 @@ def test_sizes_are_those_of_the_server(
     world = SimpleNamespace(world_size=tp)
     monkeypatch.setattr(parallel_state, "get_world_group", lambda: world)
     text = f'{{"algorithm": "{algorithm}", "budget": 1024, '
-    text += f'"host_memory": "{planned.config.host_memory}"}}'
+    text += f'"host_memory": "{planned.config.host_memory}", '
+    text += f'"cuda_graph": {str(cuda_graph).lower()}}}'
     configurator = SimpleNamespace(
         server_args=SimpleNamespace(
             attention_backend="hisparse",
@@ -83,6 +88,8 @@ def test_sizes_are_those_of_the_server(
     served = runtime.session()
     assert served.spec == planned.spec
     assert served.sizing == planned.sizing
+    captured = served.sizing.max_requests * (24 + 4 * 32768 // 16) + 4
+    assert served.sizing.captured_bytes == captured * cuda_graph
     # What SGLang divides by: K and V of 4 layers in bfloat16, however we store them.
     cell = 4 * 2 * (4 // tp) * 64 * 2
     assert pool_bytes == planned.sizing.kv_tokens * cell

@@ -1,0 +1,87 @@
+"""What decode steps attend over is within what an adapter's workspace is charged for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from hisparse.adapters import Attended, TableLimits, TorchAdapter
+from hisparse.algorithms import BaseSparseAlgorithm, Oracle, Quest, TopP
+from hisparse.config import HiSparseConfig
+from hisparse.decode_plan import attended_tables
+from hisparse.testing import Simulator
+from hisparse.types import PagedKV
+
+#: What is asked of an adapter: ``R, P, Q, Hr, S``.
+_Call = tuple[int, ...]
+
+
+class Watched(TorchAdapter):
+    """Remembers what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: set[_Call] = set()
+
+    def attend(
+        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
+    ) -> Attended:
+        self.calls.add((*page_table.shape, q.shape[1], *kv.k.shape[1:3]))
+        return super().attend(q, kv, page_table, seq_lens, scale)
+
+
+def holds(table: TableLimits, call: _Call) -> bool:
+    rows, pages, *shape = call
+    fits = table.min_rows <= rows <= table.max_rows and pages <= table.max_pages
+    return fits and tuple(shape) == (table.num_queries, table.num_heads, table.page_size)
+
+
+@pytest.mark.parametrize("scope", ["layer", "kv_head", "query_head"])
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        pytest.param(Quest(), {}, id="sparse"),
+        pytest.param(TopP(), {}, id="variable-lengths"),
+        pytest.param(Oracle(), {}, id="a-tail-that-is-ranked"),
+        pytest.param(Quest(), {"min_sparse_context": 100}, id="dense-contexts"),
+        pytest.param(Quest(), {"min_sparse_context": 60, "max_row": 64}, id="dense-in-their-rows"),
+        pytest.param(Quest(), {"dense_layers": (1,)}, id="dense-layers"),
+        pytest.param(Quest(), {"dense_layers": (1,), "max_row": 64}, id="staged"),
+        pytest.param(Quest(), {"tail_estimate": True}, id="tail-estimate"),
+    ],
+)
+def test_no_call_is_beyond_what_is_charged(
+    algorithm: BaseSparseAlgorithm, settings: dict[str, Any], scope: str
+) -> None:
+    adapter = Watched()
+    sim = Simulator(
+        adapter=adapter, algorithm=algorithm, scope=scope, checked=False, num_slots=4, **settings
+    )
+    requests = [sim.request(slot, 170, seed=slot) for slot in (1, 2, 3)]
+    for request, prompt in zip(requests, (5, 90, 101), strict=True):
+        sim.prefill((request, prompt))
+    for step in range(60):
+        sim.decode(*requests[: step % 3 + 1])
+    limits = {k: x for k, x in settings.items() if k != "max_row"}
+    config = HiSparseConfig(
+        budget=sim.budget,
+        device_buffer_size=sim.device_buffer,
+        page_size=sim.page_size,
+        num_recent_pages=1,
+        **limits,
+    )
+    tables = attended_tables(
+        config,
+        sim.policy,
+        max_requests=3,
+        max_row_pages=sim.max_row // sim.page_size,
+        tile_pages=sim.staging_pages,
+        context_pages=-(-170 // sim.page_size),
+    )
+    assert adapter.calls
+    for call in adapter.calls:
+        assert any(holds(table, call) for table in tables), f"{call} is not in {tables}"
+    # Nor is more charged: some step attends over the widest table.
+    device = tables[0]
+    assert device.max_pages == max(call[1] for call in adapter.calls if holds(device, call))
