@@ -76,7 +76,9 @@ class Capacity:
 
     @property
     def device_bytes_per_request(self) -> int:
-        """Least device pages, tables and state of a running request, and its representations."""
+        """Least device pages, tables, state and captured inputs of a running request, and its
+        representations.
+        """
         if self.sizing is None:
             return 0
         request = self.sizing.request

@@ -281,7 +281,8 @@ def _check_one_request(request: SizingRequest) -> None:
     terms = (
         ("staging", request.staging_bytes, "lower staging_bytes"),
         ("the adapter's workspace", request.workspace(1), "take another adapter"),
-        ("tables", tables + captured, "lower device_buffer_size"),
+        ("inputs of captured steps", captured, "lower the context length"),
+        ("tables", tables, "lower device_buffer_size"),
         ("row pages", pool, "lower device_buffer_size"),
         ("representations", request.min_representation_bytes, "lower device_buffer_size"),
     )

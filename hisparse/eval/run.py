@@ -162,8 +162,10 @@ class Evaluation:
         path = self._folder / f"{document.name}{stored}.safetensors"
         first = min(item.start for item in document.items)
         if path.exists():
-            # Of a stored context, only the prompt's last queries may be missing.
-            columns = max(1, first - build_algorithm(config).query_window)
+            # Of a stored context, only the prompt's last queries may be missing; a column alone
+            # would be a decode step.
+            window = build_algorithm(config).query_window
+            columns = max(1, first - max(2, window)) if window else first
             cache = HiSparseCache.load(path, self.model, config, columns=columns, **options)
         else:
             cache = HiSparseCache(self.model, config, **options)

@@ -113,9 +113,11 @@ def read_rows(
         metadata = file.metadata() or {}
         _check_metadata(path, metadata, _shape(store, model_type))
         real = file.get_tensor("real").numpy()
-        part = _check_columns(path, columns, real.shape[1]) < real.shape[1]
-        if not part:
-            _check_queries(path, metadata, store)
+        stored, columns = real.shape[1], _check_columns(path, columns, real.shape[1])
+        # What is remembered of a request may be about the columns that are left out.
+        known = columns == stored and _is_known(metadata, store)
+        if not known:
+            _check_queries(path, store, columns, stored)
         real = real[:, :columns]
         if real.shape[1] > max_length:
             raise CapacityError(
@@ -131,8 +133,6 @@ def read_rows(
         except CapacityError:
             store.close(slots, nothing)
             raise
-        # What is remembered of a request may be about the columns that are left out.
-        known = not part and _is_known(metadata, store)
         for row in range(slots.size):
             _read_row(file, row, store, rows, known)
     return rows
@@ -155,9 +155,11 @@ def _check_metadata(path: Path, metadata: dict[str, str], expected: dict[str, An
 
 
 def _check_columns(path: Path, columns: int | None, stored: int) -> int:
-    if columns is not None and not 0 < columns <= stored:
-        raise ConfigError(f"{path}: got columns {columns}, expected 1 to the {stored} stored")
-    return stored if columns is None else columns
+    if columns is None:
+        return stored
+    if not isinstance(columns, int) or not 0 < columns <= stored:
+        raise ConfigError(f"{path}: got columns {columns!r}, expected 1 to the {stored} stored")
+    return columns
 
 
 def _is_known(metadata: dict[str, str], store: RowStore) -> bool:
@@ -172,14 +174,17 @@ def _is_known(metadata: dict[str, str], store: RowStore) -> bool:
     )
 
 
-def _check_queries(path: Path, metadata: dict[str, str], store: RowStore) -> None:
-    """An algorithm that looks at the prompt's last queries needs a file that it wrote itself."""
+def _check_queries(path: Path, store: RowStore, columns: int, stored: int) -> None:
+    """An algorithm that looks at the prompt's last queries has to be given them again."""
     algorithm = store.coordinator.algorithm
-    if algorithm.query_window and not _is_known(metadata, store):
+    # A column alone would be a decode step.
+    most = stored - max(2, algorithm.query_window)
+    if algorithm.query_window and columns > most:
+        go_on = f"columns up to {most}, after which the prompt goes on"
         raise ConfigError(
-            f"{path}: got a context of {metadata['algorithm']}, but {algorithm} needs the prompt's "
-            "last queries, which only a file of its own settings has; load all columns but the "
-            f"last {algorithm.query_window}, and go on from there"
+            f"{path}: got {columns} of its {stored} columns, but {algorithm} needs the prompt's "
+            "last queries, which only a file of the same settings and page size has; expected "
+            f"{go_on if most > 0 else 'a longer file'}"
         )
 
 
@@ -188,6 +193,8 @@ def _read_row(file: Any, row: int, store: RowStore, rows: StoredRows, known: boo
     coordinator, device, size = store.coordinator, store.device, store.page_size
     kv = coordinator.policy.kv
     length = int(rows.lengths[row])
+    if length == 0:
+        return
     own = rows.slots[row : row + 1]
     host_slots = store.host_slots(own, np.array([0]), np.array([length]))
     pages = store.page_table(own, -(-length // size))[0]

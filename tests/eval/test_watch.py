@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -49,6 +50,33 @@ def test_the_watch_sees_mass_recall_and_hits(net: Any) -> None:
         assert hits == sorted(hits), "a larger buffer never hits less"
         assert hits[0] >= found["adjacent_overlap"] - 1e-6
     assert oracle["hit_ratio"]["8x"] > oracle["hit_ratio"]["1x"] + 0.01, "pages come back"
+
+
+@torch.no_grad()
+def test_overlap_is_that_of_every_third_layer(net: Any) -> None:
+    settings = {"algorithm": "oracle", "budget": 128}
+    found, chosen = watched(net, **settings), dict[int, list[list[set[int]]]]()
+
+    def look(layer_id: int, queries: Any, step: Any, selection: Any) -> None:
+        sets = [set(row[row >= 0].tolist()) for row in selection.pages.flatten(0, 1)]
+        chosen.setdefault(layer_id, []).append(sets)
+
+    cache = HiSparseCache(net, settings, max_batch_size=2, max_length=512)
+    net(prompt(LENGTH, 7).expand(2, -1), past_key_values=cache, logits_to_keep=1)
+    cache.coordinator.observe(look)
+    for step in range(STEPS):
+        net(prompt(2, step).T, past_key_values=cache)
+    shared = {
+        layer: [
+            len(now & before) / len(now)
+            for a, b in pairwise(steps)
+            for before, now in zip(a, b, strict=True)
+        ]
+        for layer, steps in chosen.items()
+    }
+    followed = [share for layer in range(0, len(shared), 3) for share in shared[layer]]
+    assert found["adjacent_overlap"] == pytest.approx(sum(followed) / len(followed))
+    assert len(shared) > 1, "of one layer alone this would say nothing"
 
 
 def test_tokens_kept_are_told_by_layer_and_head(net: Any) -> None:

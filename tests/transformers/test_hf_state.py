@@ -10,7 +10,7 @@ import torch
 
 from hisparse.errors import ConfigError
 from hisparse.transformers import HiSparseCache, disable, enable
-from tests.transformers.hf_models import continuation, model, prompt
+from tests.transformers.hf_models import continuation, left_padded, model, prompt
 
 SIZES = {"max_batch_size": 4, "max_length": 900}
 SNAPKV = {"algorithm": "snapkv", "budget": 96, "algorithm_config": {"window": 20}}
@@ -103,6 +103,23 @@ def test_votes_that_a_file_does_not_have_are_asked_for(
     with pytest.raises(ConfigError, match="needs the prompt's last queries") as caught:
         HiSparseCache.load(tmp_path / "context", net, SNAPKV, **SIZES)
     assert "\n" not in str(caught.value)
+    # What is left is a decode step, or too little.
+    with pytest.raises(ConfigError, match=r"expected columns up to 280, after which"):
+        HiSparseCache.load(tmp_path / "context", net, SNAPKV, columns=299, **SIZES)
+
+
+def test_a_row_without_columns_yet(net: Any, tmp_path: Path) -> None:
+    ids, mask = left_padded((200, 77), seed=12)
+    options = {"attention_mask": mask, "past_key_values": HiSparseCache(net, SNAPKV, **SIZES)}
+    with torch.no_grad():
+        net(ids, **options)
+    options["past_key_values"].save(tmp_path / "context")
+    loaded = HiSparseCache.load(tmp_path / "context", net, SNAPKV, columns=100, **SIZES)
+    assert loaded.row_lengths == (100, 0)
+    fresh = HiSparseCache(net, SNAPKV, **SIZES)
+    assert continuation(net, ids, 6, loaded, attention_mask=mask) == continuation(
+        net, ids, 6, fresh, attention_mask=mask
+    )
 
 
 @pytest.mark.parametrize("settings", [SNAPKV, FINE], ids=["snapkv", "fine"])
