@@ -19,6 +19,7 @@ from hisparse.errors import HiSparseError
 from hisparse.testing import Request, Simulator
 from hisparse.testing.delayed import DelayedStreams, Order
 from hisparse.types import KVSpec, StoredKV
+from tests.shapes import TWO_LAYERS
 
 LAYOUTS = ["layer_first", "page_first", "page_head"]
 SCOPES = ["layer", "kv_head", "query_head"]
@@ -221,15 +222,6 @@ def test_what_is_allocated_is_what_was_sized(scope: str) -> None:
     config = HiSparseConfig(
         budget=256, page_size=16, kv_cache_dtype="fp8_e4m3", selection_scope=scope
     )
-    spec = KVSpec(
-        num_layers=2,
-        num_q_heads=8,
-        num_kv_heads=2,
-        head_dim=64,
-        v_head_dim=64,
-        dtype=torch.bfloat16,
-        page_size=16,
-    )
     resources = Resources(
         host_bytes=4 << 20,
         device_bytes=8 << 20,
@@ -237,9 +229,9 @@ def test_what_is_allocated_is_what_was_sized(scope: str) -> None:
         max_requests=2,
         device_type="cpu",
     )
-    stored = stored_spec(config, spec)
+    stored = stored_spec(config, TWO_LAYERS)
     plan = make_plan(config, build_algorithm(config), stored, 0.1, resources)
-    whole = make_plan(config, build_algorithm(config), spec, 0.1, resources)
+    whole = make_plan(config, build_algorithm(config), TWO_LAYERS, 0.1, resources)
     assert plan.sizing.kv_tokens > 1.9 * whole.sizing.kv_tokens
     sizing = plan.sizing
     host = HostKVPool(stored, sizing.kv_tokens // 16 + 1, plan.layout, pin=False)

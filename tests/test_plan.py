@@ -20,19 +20,10 @@ from hisparse.plan import Capacity, Machine, fit
 from hisparse.sglang.checks import read_config
 from hisparse.sizing import size
 from hisparse.transformers.served_shape import count_weight_bytes, served_shape
-from hisparse.types import KVSpec
+from tests.shapes import LLAMA
 
 GIB = 2**30
 
-LLAMA = KVSpec(
-    num_layers=32,
-    num_q_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    v_head_dim=128,
-    dtype=torch.bfloat16,
-    page_size=16,
-)
 H200 = Machine(
     device_bytes=141 * GIB, host_bytes=1024 * GIB, tp=1, weight_bytes=15 * GIB, mem_fraction=0.85
 )

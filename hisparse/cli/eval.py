@@ -52,14 +52,14 @@ def add_parser(commands: Any) -> None:
         metavar="RESULT.json",
         help="only write --report, from what --json printed",
     )
-    add("--tasks", type=names, metavar="NAME[,NAME]", help="of lm-eval, in place of ours")
-    add("--limit", type=int, metavar="N", help="documents of each of --tasks")
+    add("--tasks", type=names, metavar="NAME[,NAME]", help="some of ours, or of lm-eval")
+    add("--limit", type=int, metavar="N", help="documents of each task of lm-eval")
     add("--json", action="store_true", help="one JSON object on standard output")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from hisparse.eval import Evaluation, make_cells, make_summary, parse_methods
+    from hisparse.eval import TASKS, Evaluation, make_cells, make_summary, parse_methods
     from hisparse.eval.report import check_reports, write_reports
 
     check_reports(arguments.report)
@@ -68,10 +68,18 @@ def _run(arguments: argparse.Namespace) -> int:
     methods = parse_methods(arguments.algorithm, arguments.budget, arguments.config)
     if arguments.seeds < 1:
         raise ConfigError(f"--seeds: got {arguments.seeds}, expected at least 1")
-    if arguments.tasks:
+    tasks = arguments.tasks or TASKS
+    if others := [name for name in tasks if name not in TASKS]:
+        if len(others) < len(tasks):
+            raise ConfigError(
+                f"--tasks: got {', '.join(tasks)}, expected some of {', '.join(TASKS)}, or names "
+                "of lm-eval alone"
+            )
         return _run_tasks(arguments, methods)
     if arguments.limit is not None:
-        raise ConfigError(f"--limit: got {arguments.limit} without --tasks, which it is for")
+        raise ConfigError(
+            f"--limit: got {arguments.limit} without --tasks of lm-eval, which it is for"
+        )
     _check_different("--context", arguments.context)
     _check_different("--text", [file.stem for file in arguments.text])
     texts = {"texts": {file.stem: _read(file) for file in arguments.text}} if arguments.text else {}
@@ -87,6 +95,7 @@ def _run(arguments: argparse.Namespace) -> int:
             contexts=arguments.context,
             seeds=arguments.seeds,
             folder=arguments.out / Path(folder).name,
+            tasks=tasks,
             progress=lambda what, done, total: bar.update(
                 task, description=what, completed=done, total=total
             ),
@@ -111,12 +120,15 @@ def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
         raise ConfigError("--tasks: got --report, which shows our own tasks; expected --json")
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(f"--limit: got {arguments.limit}, expected at least 1")
+    from hisparse.eval import TASKS
+
     try:
         from hisparse.eval.harness import run_tasks
         from hisparse.eval.harness_tasks import load_tasks
     except ImportError as error:
         raise ConfigError(
-            f"--tasks: {error.name} is not installed: pip install 'hisparse[lm-eval]'"
+            f"--tasks: got {', '.join(arguments.tasks)}, expected some of {', '.join(TASKS)}; for "
+            f"others {error.name} is not installed: pip install 'hisparse[lm-eval]'"
         ) from None
     tasks = load_tasks(
         arguments.tasks, tokenizer=_find(arguments.model), contexts=arguments.context

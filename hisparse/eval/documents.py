@@ -5,18 +5,20 @@ from __future__ import annotations
 import random
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hisparse.errors import ConfigError
-from hisparse.eval.facts import Planted, count_questions, plant
+from hisparse.eval.facts import PLANTED, Planted, count_questions, plant
 from hisparse.eval.questions import questions_of
 
-__all__ = ["CONTINUE", "COPY", "Document", "Item", "make_document"]
+__all__ = ["CONTINUE", "COPY", "TASKS", "Document", "Item", "make_document"]
 
 #: Tasks that are not planted: what the text says, a passage of it, and what follows it.
 QA, COPY, CONTINUE = "qa", "copy", "continue"
+#: What may be chosen from; the text that follows is always read.
+TASKS = (*PLANTED, QA, COPY)
 #: Tokens of a passage that are given, enough for a dense model to know the place where words occur
 #: at several, and that have to follow.
 _GIVEN, _COPIED = 24, 16
@@ -74,7 +76,14 @@ class _Read(NamedTuple):
     after: int = 0
 
 
-def make_document(tokenizer: Any, text: str, name: str, length: int, seed: int) -> Document:
+def make_document(
+    tokenizer: Any,
+    text: str,
+    name: str,
+    length: int,
+    seed: int,
+    tasks: Collection[str] = TASKS,
+) -> Document:
     """A document of ``length`` tokens with planted sentences, and its items.
 
     Args:
@@ -83,6 +92,7 @@ def make_document(tokenizer: Any, text: str, name: str, length: int, seed: int) 
         name: of the text.
         length: tokens of the context.
         seed: draws what is planted, and where.
+        tasks: of ``TASKS``, what is asked; the context is the same whatever that is.
 
     Raises:
         ConfigError: the text is too short.
@@ -113,6 +123,7 @@ def make_document(tokenizer: Any, text: str, name: str, length: int, seed: int) 
     for question in rng.sample(asked, min(count + _MORE, len(asked))):
         items.append(_item(tokenizer, QA, (question.prompt, question.answer)))
     items += _passages(taken, count, rng)
+    items = [item for item in items if item.task in tasks]
     pieces = range(0, _CONTINUED, _PIECE)
     items += [_Read(CONTINUE, follows[at : at + _PIECE], range(_PIECE), at) for at in pieces]
     ids = context + follows[: pieces[-1]]

@@ -10,7 +10,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-__all__ = ["Planted", "count_questions", "plant"]
+__all__ = ["PLANTED", "Planted", "count_questions", "plant"]
+
+#: Names of the tasks.
+PLANTED = ("needle", "multikey", "variable")
 
 
 @dataclass(frozen=True, kw_only=True)

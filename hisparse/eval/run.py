@@ -13,7 +13,7 @@ from torch import Tensor
 from hisparse.config import HiSparseConfig, build_algorithm
 from hisparse.errors import ConfigError
 from hisparse.eval.answer import Answer, answer
-from hisparse.eval.documents import CONTINUE, Document, Item, make_document
+from hisparse.eval.documents import CONTINUE, TASKS, Document, Item, make_document
 from hisparse.eval.method import DENSE, Method
 from hisparse.eval.records import Key, Records, model_digest
 from hisparse.eval.room import rows_at_once, smallest_buffer
@@ -39,6 +39,7 @@ class Evaluation:
         seeds: documents of each text and length.
         folder: keeps contexts and records of the model, in a folder for its dtype and weights.
         texts: name to text.
+        tasks: what is asked, of ``documents.TASKS``.
         progress: told of every step.
     """
 
@@ -49,6 +50,7 @@ class Evaluation:
     seeds: int
     folder: Path
     texts: dict[str, str] = field(default_factory=lambda: {n: read_text(n) for n in TEXTS})
+    tasks: Sequence[str] = TASKS
     progress: Progress = lambda what, done, total: None
 
     def __post_init__(self) -> None:
@@ -101,7 +103,7 @@ class Evaluation:
                 )
             for seed in range(self.seeds):
                 for name, text in self.texts.items():
-                    yield make_document(self.tokenizer, text, name, length, seed)
+                    yield make_document(self.tokenizer, text, name, length, seed, self.tasks)
 
     def _record(self, document: Document, method: Method) -> dict[str, Any]:
         watch = Watch(method.config.budget // method.config.page_size)

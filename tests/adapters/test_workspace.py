@@ -11,20 +11,12 @@ from torch import Tensor
 from hisparse.adapters import ADAPTERS
 from hisparse.assemble import Plan, Resources, make_plan
 from hisparse.config import HiSparseConfig, build_algorithm
-from hisparse.types import KVSpec, PagedKV
+from hisparse.types import PagedKV
 from tests.adapters.interpreter import Interpreter
+from tests.shapes import TWO_LAYERS as SPEC
 
 REQUESTS = 4
 CONTEXT = 1200 * 16
-SPEC = KVSpec(
-    num_layers=2,
-    num_q_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    v_head_dim=64,
-    dtype=torch.bfloat16,
-    page_size=16,
-)
 
 
 def plan(adapter: str, **settings: Any) -> Plan:

@@ -7,25 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from hisparse.algorithms import DIPR
 from hisparse.algorithms._dipr_optimizer import IndexQuestion, choose_index
 from hisparse.assemble import Plan, Resources, make_plan
 from hisparse.config import HiSparseConfig, build_algorithm
-from hisparse.types import KVSpec
+from tests.shapes import LLAMA
 
 GIB = 2**30
-#: Llama-3.1-8B in bfloat16 with pages of 16 tokens.
-LLAMA = KVSpec(
-    num_layers=32,
-    num_q_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    v_head_dim=128,
-    dtype=torch.bfloat16,
-    page_size=16,
-)
 LARGE = IndexQuestion(
     context_length=131072,
     expected_tokens=2048,

@@ -84,6 +84,14 @@ def test_what_follows_continues_the_text_piece_by_piece() -> None:
     assert whole.index(last[-20:]) < whole.index(said)
 
 
+def test_tasks_are_chosen_and_the_context_stays() -> None:
+    whole = document()
+    some = make_document(Letters(), read_text("moby_dick"), "moby_dick", 9000, 0, ("qa", "copy"))
+    assert some.ids == whole.ids
+    assert [x for x in whole.items if x.task in ("qa", "copy", "continue")] == some.items
+    assert some.name != whole.name, "its records are not taken for the other's"
+
+
 def test_documents_differ_by_seed_and_are_the_same_each_time() -> None:
     assert document(seed=1) == document(seed=1)
     assert document(seed=1).ids != document(seed=2).ids

@@ -180,6 +180,8 @@ def test_the_command_prints_the_scores(
         (["--tasks", "x", "--limit", "0"], "--limit: got 0, expected at least 1"),
         (["--tasks", "x", "--report", "x.md"], "--tasks: got --report"),
         (["--limit", "3"], "--limit: got 3 without --tasks"),
+        (["--tasks", "copy", "--limit", "3"], "--limit: got 3 without --tasks"),
+        (["--tasks", "copy,ruler"], "--tasks: got copy, ruler, expected some of needle, multikey,"),
     ],
 )
 def test_a_command_that_cannot_be(
@@ -197,5 +199,6 @@ def test_without_lm_eval_the_command_says_what_to_install() -> None:
     line = [sys.executable, "-c", code, "eval", "--tasks", "ruler"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 2
+    assert "expected some of needle, multikey, variable, qa, copy;" in done.stderr
     assert "pip install 'hisparse[lm-eval]'" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -104,7 +104,6 @@ def test_long_prompts_in_chunks_of_256(small_pool: Server, dense_tokens: DenseTo
 def test_retracted_requests_start_over_and_end_the_same(
     small_pool: Server, dense_tokens: DenseTokens
 ) -> None:
-    retractions = 0
     # For requests that may end early SGLang hopes they do, and admits more than fit; whether it
     # does depends on when they come, so on the machine's load too.
     for delay_s in (0.1, 0.3, 0.03, 1.0):

@@ -14,7 +14,7 @@ from hisparse.cache.last_pages import LastPages
 from hisparse.config import HiSparseConfig, build_algorithm
 from hisparse.errors import ConfigError
 from hisparse.transformers import HiSparseCache, disable, enable
-from hisparse.types import KVSpec
+from tests.shapes import LLAMA
 from tests.transformers.hf_models import SMALL, continuation, model, prompt
 
 SIZES = {"max_batch_size": 4, "max_length": 900}
@@ -63,16 +63,7 @@ def test_batches_give_what_each_row_gives_alone(net: Any) -> None:
     assert together == alone
 
 
-LLAMA = KVSpec(
-    num_layers=32,
-    num_q_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    v_head_dim=128,
-    dtype=torch.bfloat16,
-    page_size=16,
-    index_head_dim=128,
-)
+INDEXED = replace(LLAMA, index_head_dim=128)
 
 
 def plan(**settings: Any) -> Plan:
@@ -80,7 +71,7 @@ def plan(**settings: Any) -> Plan:
     return make_plan(
         config,
         build_algorithm(config),
-        replace(LLAMA, page_size=config.page_size),
+        replace(INDEXED, page_size=config.page_size),
         128**-0.5,
         Resources(
             host_bytes=64 << 30,
