@@ -23,7 +23,7 @@ test: lint lm-eval range
 lint: setup
 	$(python) -m ruff check .
 	$(python) -m ruff format --check .
-	$(python) -m mypy --strict hisparse/
+	$(python) -m mypy --strict
 
 setup:
 	@scripts/setup.sh

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_type_hints
 
 from hisparse.errors import ConfigError, unknown_name
-from hisparse.option_types import check_type, matches, type_words
+from hisparse.options import check_type, matches, type_words
 from hisparse.types import HostLayout, SelectionScope
 
 if TYPE_CHECKING:

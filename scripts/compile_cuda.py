@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from hisparse.kernels._build_cuda import cuda_sources, find_nvcc
-from hisparse.kernels._compile import SOURCES, binding_flags
+from hisparse.kernels.build.compiler import SOURCES, binding_flags
+from hisparse.kernels.build.cuda import cuda_sources, find_nvcc
 
 ARCHS = ("sm_80", "sm_90", "sm_100")
 FLAGS = ["-std=c++17", "-O3", "-Werror", "all-warnings", "-Xptxas", "-v", "-c"]

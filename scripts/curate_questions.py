@@ -1,4 +1,4 @@
-"""Chooses the questions of hisparse/texts/questions.json from candidates, by a dense model.
+"""Chooses the questions of hisparse/eval/texts/questions.json from candidates, by a dense model.
 
     python scripts/curate_questions.py CANDIDATES.json [--model qwen2.5-coder-0.5b] > KEPT.json
 
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from hisparse.models import resolve
-from hisparse.texts import read_text
+from hisparse.eval.models import resolve
+from hisparse.eval.texts import read_text
 
 STRETCH = 4096
 #: Evidence in the last tenth of a stretch is asked in the next one, but for the text's end.

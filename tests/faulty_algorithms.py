@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import BaseSparseAlgorithm, PageScoreAlgorithm, Representation
-from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.engine.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.types import KVSpec, Selection
 
 __all__ = ["FAULTS", "Right", "finds", "select"]

@@ -10,7 +10,7 @@ from faulty_algorithms import FAULTS, Right, finds, select
 from torch import Tensor
 
 from hisparse.algorithms import Representation
-from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.engine.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.types import Selection
 
 __all__ = ["FAULTS"]

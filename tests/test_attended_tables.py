@@ -10,7 +10,7 @@ from torch import Tensor
 from hisparse.adapters import Attended, TableLimits, TorchAdapter
 from hisparse.algorithms import BaseSparseAlgorithm, Oracle, Quest, TopP
 from hisparse.config import HiSparseConfig
-from hisparse.decode_plan import attended_tables
+from hisparse.engine.modes import attended_tables
 from hisparse.testing import Simulator
 from hisparse.types import PagedKV
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import pytest
 
 from hisparse.algorithms import ALGORITHMS, Quest
-from hisparse.assemble import check_capabilities
 from hisparse.config import HiSparseConfig
+from hisparse.engine.build import check_capabilities
 from hisparse.errors import ConfigError
 
 

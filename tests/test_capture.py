@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from hisparse.algorithms import DIPR, Quest
-from hisparse.batch import DecodeBatch, DecodeStep
+from hisparse.engine.step import DecodeBatch, DecodeStep
 from hisparse.errors import HiSparseError
 from hisparse.testing import Request, Simulator, Violation
 from hisparse.testing.replaying import ReplayingSimulator

@@ -77,7 +77,7 @@ def test_what_ends_a_command(
     def fail(*_: object, **__: object) -> Path:
         raise raised
 
-    monkeypatch.setattr("hisparse.models.resolve", fail)
+    monkeypatch.setattr("hisparse.eval.models.resolve", fail)
     assert main(["bench", "serve"]) == code
     assert capsys.readouterr().err == said
 

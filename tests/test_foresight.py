@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import DIPR, BaseSparseAlgorithm, Quest, Sketch, TopP
-from hisparse.batch import DecodeStep
 from hisparse.cache import SparseKVCacheManager
-from hisparse.coordinator import SparseCoordinator
+from hisparse.engine.coordinator import SparseCoordinator
+from hisparse.engine.step import DecodeStep
 from hisparse.testing import Request, Simulator
 from hisparse.testing.delayed import DelayedStreams, Order
 from hisparse.testing.recorder import Recorder

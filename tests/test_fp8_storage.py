@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hisparse.algorithms import Oracle, Quest
-from hisparse.assemble import Resources, assemble, make_plan, stored_spec
 from hisparse.cache import HostKVPool
 from hisparse.cache import manager as manager_module
-from hisparse.cache.stored import as_read, encode
+from hisparse.cache.codec import as_read, encode
 from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.engine.build import Resources, assemble, make_plan, stored_spec
 from hisparse.errors import HiSparseError
 from hisparse.testing import Request, Simulator
 from hisparse.testing.delayed import DelayedStreams, Order

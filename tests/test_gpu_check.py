@@ -78,7 +78,8 @@ def test_the_gpu_s_proxy_writes_back_what_an_operation_wrote(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Here without a GPU: the copies are made on the CPU, the rest is as it runs there."""
-    from hisparse.kernels import _impl, cpu, gather_pages
+    from hisparse.kernels import cpu, gather_pages
+    from hisparse.kernels import dispatch as _impl
     from hisparse.types import PagedKV
     from tests.kernels.gpu import on_gpu
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hisparse import memory
+from hisparse.memory import host as memory
 
 
 @pytest.fixture

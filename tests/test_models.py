@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hisparse import models
 from hisparse.errors import ConfigError, HiSparseError
-from hisparse.models import MODELS, PackagedModel, fetch, main, resolve
+from hisparse.eval import models
+from hisparse.eval.models import MODELS, PackagedModel, fetch, main, resolve
 
 PARTS = (b"first part, ", b"second")
 

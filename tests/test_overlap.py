@@ -13,7 +13,7 @@ from test_replay import assert_same, play, state_of
 
 from hisparse.algorithms import DSA, Quest, SnapKV, TopP
 from hisparse.cache.staging import Staging
-from hisparse.streams import InlineStreams, Lane, Started
+from hisparse.cache.streams import InlineStreams, Lane, Started
 from hisparse.testing import Simulator
 from hisparse.testing.delayed import DelayedStreams, Order
 from hisparse.testing.replaying import ReplayingSimulator

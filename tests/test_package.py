@@ -58,7 +58,7 @@ def test_entry_points(wheel: zipfile.ZipFile) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["hisparse", "hisparse.cli", "hisparse.models", "hisparse.sglang"]
+    "module", ["hisparse", "hisparse.cli", "hisparse.eval.models", "hisparse.sglang"]
 )
 def test_an_import_brings_neither_sglang_nor_transformers(module: str) -> None:
     code = f"import sys, {module}; print(*{{'sglang', 'transformers'}} & set(sys.modules))"

@@ -16,9 +16,9 @@ from transformers import DeepseekV2Config, DeepseekV32Config, LlamaConfig, Llama
 from hisparse.cli import main
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
-from hisparse.plan import Capacity, Machine, fit
+from hisparse.memory.sizing import size
+from hisparse.plan.fit import Capacity, Machine, fit
 from hisparse.sglang.checks import read_config
-from hisparse.sizing import size
 from hisparse.transformers.served_shape import count_weight_bytes, served_shape
 from tests.shapes import LLAMA
 

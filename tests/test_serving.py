@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hisparse.errors import HiSparseError
-from hisparse.serving import ServerProcess
+from hisparse_bench.server import ServerProcess
 
 FAKE = textwrap.dedent(
     """
@@ -113,7 +113,7 @@ def test_a_server_that_ends_at_once_shows_the_end_of_its_log(
 def test_stop_ends_the_whole_group(
     tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hisparse.serving._STOP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("hisparse_bench.server._STOP_TIMEOUT_S", 0.5)
     log = tmp_path / "log"
     with ServerProcess("a-model", log, ["--stubborn"]) as server:
         server.start(environment)

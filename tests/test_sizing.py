@@ -10,9 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hisparse.config import format_bytes
+from hisparse.engine.graphs import StaticBatch
 from hisparse.errors import CapacityError
-from hisparse.sizing import DEFAULT_MAX_REQUESTS, Sizing, SizingRequest, resize, size
-from hisparse.static_batch import StaticBatch
+from hisparse.memory.sizing import DEFAULT_MAX_REQUESTS, Sizing, SizingRequest, resize, size
 
 GIB = 1 << 30
 

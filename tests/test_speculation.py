@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import Quest, TopP
-from hisparse.batch import DecodeStep
+from hisparse.engine.step import DecodeStep
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recorder import Recorder
 from hisparse.types import Selection

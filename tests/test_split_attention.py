@@ -11,11 +11,11 @@ from test_replay import assert_same, play, state_of
 from torch import Tensor
 from torch.testing import assert_close
 
-from hisparse import selected
 from hisparse.algorithms import TopP
 from hisparse.cache import SparseKVCacheManager
 from hisparse.cache.last_pages import LastPages
-from hisparse.streams import InlineStreams
+from hisparse.cache.streams import InlineStreams
+from hisparse.engine import sparse_attention as selected
 from hisparse.testing import Request, Simulator
 from hisparse.testing.delayed import DelayedStreams
 from hisparse.testing.replaying import ReplayingSimulator

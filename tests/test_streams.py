@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hisparse.streams import CudaStreams, InlineStreams, SideStreams, make_streams
+from hisparse.cache.streams import CudaStreams, InlineStreams, SideStreams, make_streams
 from hisparse.testing.delayed import DelayedStreams
 
 

@@ -9,7 +9,7 @@ namespace hisparse {
 namespace {
 
 constexpr int kFractionBits = 23;
-// Scales as hisparse/kernels/reference_fp8.py derives them.
+// Scales as hisparse/kernels/reference/fp8.py derives them.
 constexpr uint32_t kCarry = (1u << kFractionBits) - 0x580000u;
 constexpr int32_t kShift = 8, kLeastScale = 112;
 constexpr float kLargestHalf = 61440.0f;  // Of what is encoded of float16.

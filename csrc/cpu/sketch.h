@@ -1,4 +1,4 @@
-// The bytes of a page's sketch; hisparse/kernels/_sketch_layout.py describes them.
+// The bytes of a page's sketch; hisparse/kernels/sketch_layout.py describes them.
 #pragma once
 
 #include "simd.h"

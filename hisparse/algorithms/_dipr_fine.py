@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.batch import DecodeStep, PrefillStep
+from hisparse.algorithms.request_indexes import RequestIndexes
+from hisparse.engine.step import DecodeStep, PrefillStep
 from hisparse.errors import ConfigError
 from hisparse.kernels import KeyGraphs, graph_score, key_score
-from hisparse.request_indexes import RequestIndexes
 
 __all__ = ["LINKS_PER_TOKEN", "build_graph", "fine_scores", "link_keys", "require_faiss"]
 

@@ -14,7 +14,7 @@ from hisparse.registry import Registry
 from hisparse.types import KVSpec, Selection, SelectionScope
 
 if TYPE_CHECKING:
-    from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
+    from hisparse.engine.step import DecodeStep, PrefillStep, SelectionPolicy
 
 __all__ = [
     "ALGORITHMS",

@@ -21,7 +21,7 @@ from hisparse.algorithms._dipr_fine import (
 from hisparse.algorithms._dipr_optimizer import IndexQuestion, choose_index
 from hisparse.algorithms._tail import tail_logits
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
-from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.engine.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.kernels import key_score, select
 from hisparse.types import KVSpec, Selection
 

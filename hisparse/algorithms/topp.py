@@ -14,7 +14,7 @@ from hisparse.algorithms.base import (
     Representation,
     register_algorithm,
 )
-from hisparse.batch import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.engine.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.kernels import select
 from hisparse.types import Selection
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.batch import DecodeStep
-from hisparse.cache.device_buffer import DeviceBuffer
+from hisparse.cache.codec import decode
+from hisparse.cache.device_pool import DeviceBuffer
 from hisparse.cache.host_pool import HostKVPool
-from hisparse.cache.stored import decode
+from hisparse.engine.step import DecodeStep
 from hisparse.errors import HiSparseError
 from hisparse.types import Selection, StoredKV
 

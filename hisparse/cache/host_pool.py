@@ -8,7 +8,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from hisparse.cache.stored import layers_of
+from hisparse.cache.codec import layers_of
 from hisparse.types import HostLayout, KVSpec, PagedKV, StoredKV
 
 __all__ = ["HOST_LAYOUTS", "HostKVPool"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.batch import DecodeStep
+from hisparse.engine.step import DecodeStep
 from hisparse.types import Selection
 
 __all__ = ["LastPages", "last_pages_bytes"]

@@ -8,15 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.batch import DecodeStep
 from hisparse.cache.capacity import CapacityPlanner
 from hisparse.cache.checking import check_resident, check_selection
-from hisparse.cache.device_buffer import DeviceBuffer
+from hisparse.cache.codec import decode, encode, move_pages, read_tokens, write_tokens
+from hisparse.cache.counters import CacheCounters
+from hisparse.cache.device_pool import DeviceBuffer
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.last_pages import LastPages
 from hisparse.cache.staging import Staging, Tile
-from hisparse.cache.stored import decode, encode, move_pages, read_tokens, write_tokens
+from hisparse.cache.streams import Done, InlineStreams, Started
 from hisparse.cache.swap import Overlap, SwapIn, When
+from hisparse.engine.step import DecodeStep
 from hisparse.errors import HiSparseError
 from hisparse.kernels import (
     LruDiff,
@@ -26,9 +28,7 @@ from hisparse.kernels import (
     rebalance,
     reset_rows,
 )
-from hisparse.kernels.cuda_checks import set_checked
-from hisparse.metrics import CacheCounters
-from hisparse.streams import Done, InlineStreams, Started
+from hisparse.kernels.cuda.checks import set_checked
 from hisparse.types import PagedKV, Selection, StoredKV
 
 __all__ = ["SparseKVCacheManager"]

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hisparse.cache.codec import decode, move_pages
 from hisparse.cache.host_pool import HostKVPool
-from hisparse.cache.stored import decode, move_pages
-from hisparse.streams import SideStreams, Started
+from hisparse.cache.streams import SideStreams, Started
 from hisparse.types import PagedKV, StoredKV
 
 __all__ = ["Staging", "Tile"]

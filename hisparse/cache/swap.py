@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from hisparse.cache.streams import SideStreams, Started
 from hisparse.kernels import LruDiff
-from hisparse.streams import SideStreams, Started
 
 __all__ = ["Overlap", "SwapIn", "When"]
 

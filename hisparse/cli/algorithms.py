@@ -94,7 +94,7 @@ def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
 
 
 def _options(cls: type[Any]) -> dict[str, dict[str, Any]]:
-    from hisparse.option_types import type_words
+    from hisparse.options import type_words
 
     hints = get_type_hints(cls)
     return {
@@ -128,9 +128,9 @@ def _memory(cls: type[Any]) -> dict[str, float]:
     """
     import torch
 
-    from hisparse.assemble import make_policy
     from hisparse.config import HiSparseConfig
-    from hisparse.representations import entry_bytes, list_representations
+    from hisparse.engine.build import make_policy
+    from hisparse.engine.representations import entry_bytes, list_representations
     from hisparse.types import KVSpec
 
     algorithm, shape = cls(), _DEEPSEEK if cls.indexer else _LLAMA

@@ -71,9 +71,9 @@ def _cosines(text: str) -> list[float]:
 def _run_speculate(arguments: argparse.Namespace) -> int:
     from transformers import AutoModelForCausalLM
 
-    from hisparse import models
-    from hisparse.bench.report import Report
-    from hisparse.bench.speculate import WARMUPS, SpeculateBench
+    from hisparse.eval import models
+    from hisparse_bench.report import Report
+    from hisparse_bench.speculate import WARMUPS, SpeculateBench
 
     if arguments.steps < 1:
         raise ConfigError(f"--steps: got {arguments.steps}, expected 1 or more")
@@ -95,8 +95,8 @@ def _run_speculate(arguments: argparse.Namespace) -> int:
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:
-    from hisparse import models
-    from hisparse.bench.serve import ServeBench
+    from hisparse.eval import models
+    from hisparse_bench.serve import ServeBench
 
     console = Console(stderr=True)
     model = models.resolve(arguments.model)

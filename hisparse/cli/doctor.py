@@ -26,8 +26,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from hisparse import provenance
-    from hisparse.doctor import run_checks
+    from hisparse.doctor import provenance, run_checks
 
     checks = run_checks()
     if arguments.json:

@@ -15,10 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
-from hisparse import provenance
 from hisparse.cli.lists import names, numbers
+from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, one_line
-from hisparse.models import MODELS, resolve
+from hisparse.eval.models import MODELS, resolve
 
 if TYPE_CHECKING:
     from hisparse.eval.method import Method

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hisparse.bench.report import Case, Report
+from hisparse_bench.report import Case, Report
 
 __all__ = ["add_parsers", "show"]
 
@@ -91,8 +91,8 @@ def _add(
 
 
 def _run(name: str, sizes: Sequence[str], arguments: argparse.Namespace) -> int:
-    from hisparse.bench.options import Options, device_of, dtype_of
     from hisparse.errors import ConfigError
+    from hisparse_bench.options import Options, device_of, dtype_of
 
     if arguments.steps < 1:
         raise ConfigError(f"--steps: got {arguments.steps}, expected 1 or more")
@@ -113,12 +113,12 @@ def _run(name: str, sizes: Sequence[str], arguments: argparse.Namespace) -> int:
 
 
 def _bench(name: str) -> Callable[..., Any]:
-    from hisparse.bench.decode import DecodeBench
-    from hisparse.bench.lru_diff import LruDiffBench
-    from hisparse.bench.prefill import PrefillBench
-    from hisparse.bench.step import StepBench
-    from hisparse.bench.swap_in import SwapInBench
-    from hisparse.bench.transfer import TransferBench
+    from hisparse_bench.decode import DecodeBench
+    from hisparse_bench.lru_diff import LruDiffBench
+    from hisparse_bench.prefill import PrefillBench
+    from hisparse_bench.step import StepBench
+    from hisparse_bench.swap_in import SwapInBench
+    from hisparse_bench.transfer import TransferBench
 
     return {
         "lru-diff": LruDiffBench,

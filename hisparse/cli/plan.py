@@ -18,10 +18,10 @@ from rich.table import Table
 from hisparse.cli.lists import names, numbers
 from hisparse.config import HiSparseConfig, format_bytes, resolve_memory
 from hisparse.errors import ConfigError
-from hisparse.memory import free_host_memory
+from hisparse.memory.host import free_host_memory
 
 if TYPE_CHECKING:
-    from hisparse.plan import Capacity, Machine
+    from hisparse.plan.fit import Capacity, Machine
 
 __all__ = ["add_parser"]
 
@@ -50,7 +50,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from hisparse.models import resolve
+    from hisparse.eval.models import resolve
 
     folder = resolve(arguments.model, progress=lambda line: print(line, file=sys.stderr))
     try:
@@ -81,8 +81,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _plan(arguments: argparse.Namespace, model: Any) -> tuple[list[Capacity], Machine]:
     """One capacity for each configuration and context."""
-    from hisparse.indexer_rule import check_indexer
-    from hisparse.plan import Machine, fit
+    from hisparse.engine.capabilities import check_indexer
+    from hisparse.plan.fit import Machine, fit
     from hisparse.transformers.served_shape import count_weight_bytes, served_shape
 
     if arguments.tp < 1:

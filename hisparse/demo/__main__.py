@@ -13,7 +13,7 @@ from rich.console import Console
 from hisparse.demo.compare import measure, sides
 from hisparse.demo.report import print_report
 from hisparse.errors import HiSparseError
-from hisparse.models import resolve
+from hisparse.eval.models import resolve
 
 __all__ = ["main"]
 

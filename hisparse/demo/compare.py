@@ -17,7 +17,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from hisparse.demo.document import HARBOUR, make_prompt
 from hisparse.demo.server import Answer, DemoServer
-from hisparse.serving import ServerProcess
+from hisparse_bench.server import ServerProcess
 
 __all__ = ["CONFIG", "Measured", "Side", "measure", "sides"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hisparse.texts import read_text
+from hisparse.eval.texts import read_text
 
 __all__ = ["HARBOUR", "Fact", "make_prompt", "text"]
 

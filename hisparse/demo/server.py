@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from hisparse.errors import HiSparseError
-from hisparse.serving import ServerProcess
+from hisparse_bench.server import ServerProcess
 
 __all__ = ["Answer", "DemoServer"]
 

@@ -12,7 +12,7 @@ __all__ = ["adapters", "cpu_kernels", "cuda_kernels"]
 
 def cpu_kernels() -> list[Check]:
     """Finds the C++ kernels, or builds them."""
-    from hisparse.kernels._build import build_cpu
+    from hisparse.kernels.build.cpu import build_cpu
 
     remedy = "install g++ and apache-tvm-ffi (CXX names another compiler)"
     return [_built("CPU kernels", build_cpu, remedy)]
@@ -22,7 +22,7 @@ def cuda_kernels() -> list[Check]:
     """Finds the CUDA kernels or builds them, for the GPU of this machine."""
     import torch
 
-    from hisparse.kernels._build_cuda import build_cuda, find_nvcc
+    from hisparse.kernels.build.cuda import build_cuda, find_nvcc
 
     if not torch.cuda.is_available():
         message = f"no GPU to build for; nvcc: {find_nvcc() or 'not found'}"
@@ -32,7 +32,7 @@ def cuda_kernels() -> list[Check]:
 
 
 def _built(name: str, build: Callable[[], object], remedy: str) -> Check:
-    from hisparse.kernels._compile import CannotBuildError
+    from hisparse.kernels.build.compiler import CannotBuildError
 
     try:
         library = build()

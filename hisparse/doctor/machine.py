@@ -9,7 +9,7 @@ from pathlib import Path
 from hisparse.config import HiSparseConfig, format_bytes, resolve_memory
 from hisparse.doctor.check import Check
 from hisparse.errors import one_line
-from hisparse.memory import free_host_memory
+from hisparse.memory.host import free_host_memory
 
 __all__ = ["device", "host_memory", "numa", "pinned_memory"]
 

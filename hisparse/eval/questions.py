@@ -1,6 +1,6 @@
 """Question answering over the texts that hisparse ships: what stands in them, in other words.
 
-``hisparse/texts/questions.json`` holds them. ``scripts/curate_questions.py`` chose them from 311
+``texts/questions.json`` beside this holds them. ``scripts/curate_questions.py`` chose them from 311
 candidates with a dense model, qwen2.5-coder-0.5b: kept is what it answers right after 4,096 tokens
 of the text, and wrong without them, in at most 6 tokens. So the score of that model's dense
 attention on them is high by construction; they tell how much of it a sparse method keeps.
@@ -35,8 +35,8 @@ def questions_of(text: str, name: str) -> list[Question]:
 
     Args:
         text: the text, or the part.
-        name: of the text, see ``hisparse.texts.TEXTS``; others have no questions.
+        name: of the text, see ``hisparse.eval.texts.TEXTS``; others have no questions.
     """
-    file = resources.files("hisparse.texts") / "questions.json"
+    file = resources.files("hisparse.eval.texts") / "questions.json"
     found = json.loads(file.read_text(encoding="utf-8")).get(name, [])
     return [Question(**fields) for fields in found if fields["evidence"] in text]

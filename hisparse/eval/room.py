@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from hisparse.assemble import choose_scope
 from hisparse.config import HiSparseConfig, build_algorithm
-from hisparse.memory import free_host_memory
+from hisparse.engine.build import choose_scope
+from hisparse.memory.host import free_host_memory
 
 __all__ = ["rows_at_once", "smallest_buffer"]
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.engine.representations import entry_bytes, list_representations
 from hisparse.errors import ConfigError
 from hisparse.eval.answer import Answer, answer
 from hisparse.eval.documents import CONTINUE, TASKS, Document, Item, make_document
 from hisparse.eval.method import DENSE, Method
 from hisparse.eval.records import Key, Records, model_digest
 from hisparse.eval.room import rows_at_once, smallest_buffer
+from hisparse.eval.texts import TEXTS, read_text
 from hisparse.eval.watch import Watch
-from hisparse.representations import entry_bytes, list_representations
-from hisparse.texts import TEXTS, read_text
 
 __all__ = ["Evaluation", "Progress"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import tail_logits
-from hisparse.batch import DecodeStep
+from hisparse.engine.step import DecodeStep
 from hisparse.eval.lru import LruStacks
 from hisparse.kernels import key_score
 from hisparse.types import Selection

@@ -1,6 +1,5 @@
 """The operations on device pages; every one has a reference implementation in PyTorch."""
 
-from hisparse.kernels._state import LruDiff, RowState
 from hisparse.kernels.attention import paged_attention
 from hisparse.kernels.fp8 import decode_fp8, encode_fp8
 from hisparse.kernels.graph_score import KeyGraphs, graph_score
@@ -9,7 +8,8 @@ from hisparse.kernels.lru_diff import lru_diff
 from hisparse.kernels.page_summary import page_summary
 from hisparse.kernels.page_table import page_table
 from hisparse.kernels.rebalance import promote_tail, rebalance, reset_rows
-from hisparse.kernels.reference_summary import round_outward
+from hisparse.kernels.reference.summary import round_outward
+from hisparse.kernels.row_state import LruDiff, RowState
 from hisparse.kernels.select import page_score, select
 from hisparse.kernels.sketch import SketchLayout, page_sketch, sketch_score
 from hisparse.kernels.transfer import gather_pages, gather_tokens, scatter_tokens

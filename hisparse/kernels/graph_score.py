@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hisparse.kernels._check import check_tensor
-from hisparse.kernels._impl import implementation
+from hisparse.kernels.checks import check_tensor
+from hisparse.kernels.dispatch import implementation
 from hisparse.kernels.key_score import check_key_inputs
 
 __all__ = ["KeyGraphs", "graph_score"]

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels._check import check_once, check_tensor
-from hisparse.kernels._impl import implementation
-from hisparse.kernels._state import LruDiff, RowState
+from hisparse.kernels.checks import check_once, check_tensor
+from hisparse.kernels.dispatch import implementation
+from hisparse.kernels.row_state import LruDiff, RowState
 
 __all__ = ["lru_diff"]
 

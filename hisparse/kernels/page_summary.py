@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels._check import check_tensor
-from hisparse.kernels._impl import implementation
+from hisparse.kernels.checks import check_tensor
+from hisparse.kernels.dispatch import implementation
 
 __all__ = ["SUMMARY_DTYPES", "page_summary"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.kernels._check import check_tensor
-from hisparse.kernels._impl import implementation
+from hisparse.kernels.checks import check_tensor
+from hisparse.kernels.dispatch import implementation
 
 __all__ = ["page_table"]
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels._check import check_tensor
-from hisparse.kernels._impl import implementation
-from hisparse.kernels._state import RowState
+from hisparse.kernels.checks import check_tensor
+from hisparse.kernels.dispatch import implementation
+from hisparse.kernels.row_state import RowState
 
 __all__ = ["promote_tail", "rebalance", "reset_rows"]
 

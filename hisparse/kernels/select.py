@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels._check import check_tensor
-from hisparse.kernels._impl import implementation
-from hisparse.kernels._rule import SelectRule
+from hisparse.kernels.checks import check_tensor
+from hisparse.kernels.dispatch import implementation
+from hisparse.kernels.select_rule import SelectRule
 from hisparse.types import Selection
 
 __all__ = ["page_score", "select"]

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels._check import check_tensor
-from hisparse.kernels._impl import implementation
-from hisparse.kernels._sketch_layout import SketchLayout
+from hisparse.kernels.checks import check_tensor
+from hisparse.kernels.dispatch import implementation
+from hisparse.kernels.sketch_layout import SketchLayout
 
 __all__ = ["KEY_DTYPES", "SketchLayout", "page_sketch", "sketch_score"]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels._check import check_tensor
-from hisparse.kernels._impl import implementation
+from hisparse.kernels.checks import check_tensor
+from hisparse.kernels.dispatch import implementation
 from hisparse.types import PagedKV
 
 __all__ = ["gather_pages", "gather_tokens", "scatter_tokens"]

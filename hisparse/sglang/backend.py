@@ -7,7 +7,7 @@ from typing import Any
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
-from hisparse.batch import DecodeBatch, PrefillBatch, PrefillChunk
+from hisparse.engine.step import DecodeBatch, PrefillBatch, PrefillChunk
 from hisparse.errors import HiSparseError
 from hisparse.sglang import compat, runtime
 from hisparse.sglang.build import build_coordinator

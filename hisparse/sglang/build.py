@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from hisparse.assemble import assemble
-from hisparse.coordinator import SparseCoordinator
+from hisparse.engine.build import assemble
+from hisparse.engine.coordinator import SparseCoordinator
+from hisparse.memory.sizing import resize
 from hisparse.sglang.runtime import Session
-from hisparse.sizing import resize
 
 __all__ = ["build_coordinator"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hisparse.batch import DecodeBatch
-from hisparse.coordinator import SparseCoordinator
+from hisparse.engine.coordinator import SparseCoordinator
+from hisparse.engine.graphs import StaticBatch
+from hisparse.engine.step import DecodeBatch
 from hisparse.errors import HiSparseError
-from hisparse.static_batch import StaticBatch
 
 __all__ = ["CapturedSteps"]
 

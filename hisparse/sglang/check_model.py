@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from hisparse.assemble import choose_scope
 from hisparse.config import HiSparseConfig
+from hisparse.engine.build import choose_scope
+from hisparse.engine.capabilities import check_indexer
 from hisparse.errors import ConfigError
-from hisparse.indexer_rule import check_indexer
 from hisparse.sglang import compat
 
 __all__ = ["check_model"]

@@ -6,10 +6,10 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from hisparse.assemble import check_capabilities
 from hisparse.config import HiSparseConfig, build_algorithm, resolve_memory
+from hisparse.engine.build import check_capabilities
 from hisparse.errors import ConfigError
-from hisparse.memory import free_host_memory
+from hisparse.memory.host import free_host_memory
 from hisparse.sglang import compat
 from hisparse.sglang.check_model import check_model
 

@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Any
 
-from hisparse.metrics import CacheStats
+from hisparse.cache.counters import CacheStats
 from hisparse.sglang import compat
 from hisparse.sglang.runtime import Session
 

@@ -10,11 +10,11 @@ from unittest.mock import patch
 
 import torch
 
-from hisparse.assemble import Plan, Resources, make_plan, stored_spec
 from hisparse.config import HiSparseConfig, build_algorithm, resolve_memory
-from hisparse.coordinator import SparseCoordinator
+from hisparse.engine.build import Plan, Resources, make_plan, stored_spec
+from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import HiSparseError
-from hisparse.memory import free_host_memory
+from hisparse.memory.host import free_host_memory
 from hisparse.sglang import checks, compat
 from hisparse.sglang.foresight import foreseen_layers
 from hisparse.sglang.model_shape import read_model_shape

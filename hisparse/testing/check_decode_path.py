@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 import torch
 
-from hisparse.kernels._build import cpu_library
+from hisparse.kernels.build.cpu import cpu_library
 from hisparse.testing.case import Case
 from hisparse.testing.recorder import Call, Guard, Violation
 from hisparse.testing.replaying import ReplayingSimulator

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
-from hisparse.streams import Lane, SideStreams, Started
+from hisparse.cache.streams import Lane, SideStreams, Started
 
 __all__ = ["DelayedStreams", "Order"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import BaseSparseAlgorithm
-from hisparse.batch import DecodeStep, PrefillStep
+from hisparse.engine.step import DecodeStep, PrefillStep
 from hisparse.types import Selection
 
 __all__ = ["Call", "Guard", "Recorder", "Retrieved", "Trace", "Violation", "shown"]

@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hisparse.kernels import _build
+from hisparse.kernels.build import cpu as _build
 from hisparse.testing.recorder import Violation
 from hisparse.testing.watching import no_sync
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.static_batch import StaticBatch
+from hisparse.engine.graphs import StaticBatch
 from hisparse.testing.replay import Recording, record
 from hisparse.testing.simulator import Request, Simulator
 from hisparse.types import IndexerInputs

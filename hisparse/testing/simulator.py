@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.batch import DecodeBatch, PrefillBatch, PrefillChunk
+from hisparse.engine.step import DecodeBatch, PrefillBatch, PrefillChunk
 from hisparse.testing.world import INDEXER_DIM, World
 from hisparse.types import IndexerInputs
 

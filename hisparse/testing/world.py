@@ -9,14 +9,14 @@ import torch
 
 from hisparse.adapters import BackendAdapter, TorchAdapter
 from hisparse.algorithms import BaseSparseAlgorithm, Quest, Representation
-from hisparse.assemble import page_limits
-from hisparse.batch import SelectionPolicy
 from hisparse.cache import DeviceBuffer, HostKVPool, Overlap, SparseKVCacheManager
 from hisparse.cache.capacity import CapacityPlanner
-from hisparse.coordinator import SparseCoordinator
-from hisparse.metrics import CacheCounters
-from hisparse.representations import Representations, list_representations
-from hisparse.streams import SideStreams
+from hisparse.cache.counters import CacheCounters
+from hisparse.cache.streams import SideStreams
+from hisparse.engine.build import page_limits
+from hisparse.engine.coordinator import SparseCoordinator
+from hisparse.engine.representations import Representations, list_representations
+from hisparse.engine.step import SelectionPolicy
 from hisparse.types import HostLayout, KVSpec, SelectionScope
 
 __all__ = ["INDEXER_DIM", "World"]

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from hisparse.assemble import Resources, assemble, make_plan, stored_spec
 from hisparse.cache import HostKVPool
 from hisparse.config import HiSparseConfig, build_algorithm, format_bytes, resolve_memory
+from hisparse.engine.build import Resources, assemble, make_plan, stored_spec
 from hisparse.errors import CapacityError, ConfigError
-from hisparse.memory import free_host_memory
-from hisparse.sizing import resize
+from hisparse.memory.host import free_host_memory
+from hisparse.memory.sizing import resize
 from hisparse.transformers.rows import RowStore
 from hisparse.transformers.shape import read_model_shape, text_config
 

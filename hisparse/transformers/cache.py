@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hisparse.cache.counters import CacheStats
 from hisparse.config import HiSparseConfig
-from hisparse.coordinator import SparseCoordinator
+from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import CapacityError, HiSparseError
-from hisparse.metrics import CacheStats
 from hisparse.transformers.attention import hand_over
 from hisparse.transformers.build import Limits, build_store, read_config
 from hisparse.transformers.checks import check_layer, read_mask

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hisparse.batch import PrefillChunk
-from hisparse.cache.stored import decode
+from hisparse.cache.codec import decode
+from hisparse.engine.step import PrefillChunk
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.transformers.rows import RowStore
 from hisparse.types import PagedKV, StoredKV

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.batch import DecodeBatch, PrefillBatch, PrefillChunk
+from hisparse.engine.step import DecodeBatch, PrefillBatch, PrefillChunk
 from hisparse.transformers.rows import RowStore
 
 __all__ = ["Forward", "begin_forward"]

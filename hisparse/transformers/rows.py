@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.coordinator import SparseCoordinator
+from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import CapacityError
 from hisparse.transformers.pages import HostPageAllocator
 

@@ -10,8 +10,8 @@ import torch
 
 from hisparse.adapters import ADAPTERS, TorchAdapter, TritonAdapter, choose_adapter
 from hisparse.adapters import flash_attention as flash_attention_module
-from hisparse.assemble import Resources, check_capabilities, make_plan
 from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.engine.build import Resources, check_capabilities, make_plan
 from hisparse.errors import ConfigError
 from hisparse.kernels import encode_fp8
 from hisparse.types import KVSpec

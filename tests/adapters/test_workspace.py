@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters import ADAPTERS
-from hisparse.assemble import Plan, Resources, make_plan
 from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.engine.build import Plan, Resources, make_plan
 from hisparse.types import PagedKV
 from tests.adapters.interpreter import Interpreter
 from tests.shapes import TWO_LAYERS as SPEC

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hisparse.algorithms import BaseSparseAlgorithm, Oracle, Streaming
-from hisparse.batch import DecodeStep
+from hisparse.engine.step import DecodeStep
 from hisparse.testing import Simulator
 from hisparse.types import Selection
 

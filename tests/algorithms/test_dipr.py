@@ -14,8 +14,8 @@ from torch import Tensor
 
 from hisparse.algorithms import DIPR
 from hisparse.algorithms import _dipr_coarse as coarse
-from hisparse.assemble import check_capabilities
 from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.engine.build import check_capabilities
 from hisparse.errors import ConfigError
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recorder import Recorder, Retrieved

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hisparse.algorithms import DIPR
 from hisparse.algorithms import _dipr_fine as fine
+from hisparse.algorithms.request_indexes import RequestIndexes
 from hisparse.errors import ConfigError
-from hisparse.request_indexes import RequestIndexes
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recorder import Recorder, Retrieved
 from hisparse.testing.suite import CHECKS, cases_of, run_check

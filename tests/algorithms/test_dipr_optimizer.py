@@ -10,8 +10,8 @@ import pytest
 
 from hisparse.algorithms import DIPR
 from hisparse.algorithms._dipr_optimizer import IndexQuestion, choose_index
-from hisparse.assemble import Plan, Resources, make_plan
 from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.engine.build import Plan, Resources, make_plan
 from tests.shapes import LLAMA
 
 GIB = 2**30

@@ -13,7 +13,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32In
 
 from hisparse.algorithms import DSA, Quest
 from hisparse.algorithms.dsa import _to_float
-from hisparse.batch import DecodeStep, PrefillStep
+from hisparse.engine.step import DecodeStep, PrefillStep
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.testing import Request, Simulator
 from hisparse.testing.world import INDEXER_DIM

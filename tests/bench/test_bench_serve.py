@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hisparse.bench.serve import ServeBench
-from hisparse.serving import Generation
+from hisparse_bench.serve import ServeBench
+from hisparse_bench.server import Generation
 
 IMPLS = ("torch_native", "hisparse_dense", "hisparse")
 BENCH = ServeBench(model="m", prompt=[1] * 30, budget=64, num_tokens=3, repeats=2, num_threads=1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hisparse.bench.speculate import WARMUPS, SpeculateBench
 from hisparse.cli import main
 from hisparse.transformers import disable
+from hisparse_bench.speculate import WARMUPS, SpeculateBench
 from tests.transformers.hf_models import model, prompt
 
 CONTEXT, STEPS = 300, 12

@@ -8,13 +8,13 @@ import json
 import pytest
 import torch
 
-from hisparse.bench import decode, lru_diff, one_layer, transfer
-from hisparse.bench.decode import DecodeBench
-from hisparse.bench.lru_diff import LruDiffBench, drifting_selections
-from hisparse.bench.options import Options
-from hisparse.bench.peers import agreeing
-from hisparse.bench.transfer import TransferBench
 from hisparse.cli import main
+from hisparse_bench import decode, lru_diff, one_layer, transfer
+from hisparse_bench.decode import DecodeBench
+from hisparse_bench.lru_diff import LruDiffBench, drifting_selections
+from hisparse_bench.options import Options
+from hisparse_bench.peers import agreeing
+from hisparse_bench.transfer import TransferBench
 from tests.kernels.lru_oracle import LruOracle
 from tests.test_overlap import Forgetful
 

@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from hisparse.bench.report import Case, Report, Result
+from hisparse_bench.report import Case, Report, Result
 
 
 def _case(gate: str) -> Case:

@@ -10,7 +10,7 @@ from hisparse.errors import ConfigError
 from hisparse.eval import Document, Item, make_document
 from hisparse.eval.facts import count_questions
 from hisparse.eval.questions import questions_of
-from hisparse.texts import TEXTS, read_text
+from hisparse.eval.texts import TEXTS, read_text
 
 
 class Letters:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from hisparse.cli import main
 from hisparse.errors import ConfigError
 from hisparse.eval.method import Method, parse_methods
-from hisparse.texts import read_text
+from hisparse.eval.texts import read_text
 from hisparse.transformers import disable, enable
 from tests.server.tiny_models import VOCAB, tiny_model
 from tests.transformers.hf_models import GREEDY, model

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from hisparse.eval.questions import Question, questions_of
-from hisparse.texts import TEXTS, read_text
+from hisparse.eval.texts import TEXTS, read_text
 
 #: Characters of about 4,096 tokens.
 _STRETCH = 17000

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from hisparse.errors import ConfigError
 from hisparse.eval import Evaluation, Item, Method, make_cells, make_summary, parse_methods
 from hisparse.eval.answer import answer
-from hisparse.texts import read_text
+from hisparse.eval.texts import read_text
 from hisparse.transformers import HiSparseCache, disable, enable
 from tests.eval.test_documents import Letters
 from tests.transformers.hf_models import model, prompt

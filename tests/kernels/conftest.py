@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse.kernels import _build_cuda, _impl, cuda_checks
+from hisparse.kernels import dispatch as _impl
+from hisparse.kernels.build import cuda as _build_cuda
+from hisparse.kernels.cuda import checks as cuda_checks
 from tests.kernels.fibers import build, orders
 from tests.kernels.gpu import on_gpu
 

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from hisparse.errors import KernelError
-from hisparse.kernels import _build, _impl, reference
+from hisparse.kernels import dispatch as _impl
+from hisparse.kernels import reference
+from hisparse.kernels.build import cpu as _build
 from tests.kernels.world import World
 
 SOURCE = """

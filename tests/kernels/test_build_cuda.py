@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from hisparse.errors import KernelError
-from hisparse.kernels import _build_cuda, _compile, _impl, cuda, reference
+from hisparse.kernels import cuda, reference
+from hisparse.kernels import dispatch as _impl
+from hisparse.kernels.build import compiler as _compile
+from hisparse.kernels.build import cuda as _build_cuda
 from scripts.compile_cuda import ARCHS, parse
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ def split_kernels(impl: str) -> Iterator[ModuleType | None]:
     if impl != "triton":
         yield None
         return
-    from hisparse.kernels import triton_attention
+    from hisparse.kernels.triton import attention as triton_attention
 
     yield triton_attention
 

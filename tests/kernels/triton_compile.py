@@ -19,7 +19,10 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hisparse.kernels import triton_attention, triton_fp8, triton_select, triton_sketch
+from hisparse.kernels.triton import attention as triton_attention
+from hisparse.kernels.triton import fp8 as triton_fp8
+from hisparse.kernels.triton import select as triton_select
+from hisparse.kernels.triton import sketch as triton_sketch
 
 LLAMA = {"GROUP": 4, "QUERIES": 16, "WIDTH": 128, "FIRST": 128, "FIRST_BLOCK": 128}
 LLAMA |= {"REST_BLOCK": 0, "VALUE": 128, "VALUE_BLOCK": 128, "SIZE": 16}

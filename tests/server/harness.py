@@ -25,7 +25,7 @@ from typing import Any
 
 import requests
 
-from hisparse.serving import free_port
+from hisparse_bench.server import free_port
 
 __all__ = ["Answer", "Metrics", "Refused", "Server", "run_to_exit"]
 

@@ -14,7 +14,7 @@ import pytest
 from harness import Answer, Server
 
 from hisparse.demo.document import Fact, make_prompt
-from hisparse.models import fetch
+from hisparse.eval.models import fetch
 
 pytestmark = pytest.mark.slow
 

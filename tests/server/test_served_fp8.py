@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicLayer
 
-from hisparse.cache.stored import as_read
-from hisparse.models import fetch
-from hisparse.texts import read_text
+from hisparse.cache.codec import as_read
+from hisparse.eval.models import fetch
+from hisparse.eval.texts import read_text
 from hisparse.types import KVSpec
 
 pytestmark = pytest.mark.slow

@@ -22,8 +22,8 @@ _SLOW = '''
 
     import functools, os, random, time
 
-    import hisparse.assemble as assemble
-    import hisparse.cache.stored as stored
+    import hisparse.engine.build as assemble
+    import hisparse.cache.codec as stored
     from hisparse.testing.delayed import DelayedStreams
 
     NAMES = ("gather_pages", "gather_tokens", "scatter_tokens")

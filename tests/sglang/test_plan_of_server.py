@@ -12,7 +12,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from transformers import LlamaConfig
 
 from hisparse.config import HiSparseConfig
-from hisparse.plan import Machine, fit
+from hisparse.plan.fit import Machine, fit
 from hisparse.sglang import compat, runtime
 from hisparse.transformers.served_shape import served_shape
 

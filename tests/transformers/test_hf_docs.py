@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hisparse.models import fetch
+from hisparse.eval.models import fetch
 
 DOCS = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hisparse.cache.counters import CacheStats
 from hisparse.errors import ConfigError
-from hisparse.metrics import CacheStats
 from hisparse.transformers import HiSparseCache, disable, enable
 from tests.transformers.hf_models import SMALL, left_padded, model, prompt
 

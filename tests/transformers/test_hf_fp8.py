@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from hisparse.cache.stored import as_read
+from hisparse.cache.codec import as_read
 from hisparse.errors import ConfigError
 from hisparse.transformers import HiSparseCache, disable, enable
 from tests.transformers.hf_models import ROOMY, SMALL, continuation, left_padded, model, prompt

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse.assemble import Plan, Resources, make_plan
 from hisparse.cache.last_pages import LastPages
 from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.engine.build import Plan, Resources, make_plan
 from hisparse.errors import ConfigError
 from hisparse.transformers import HiSparseCache, disable, enable
 from tests.shapes import LLAMA

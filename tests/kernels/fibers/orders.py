@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.kernels import _build_cuda, cuda
+from hisparse.kernels import cuda
+from hisparse.kernels.build import cuda as _build_cuda
 
 NUM_ORDERS = 20
 

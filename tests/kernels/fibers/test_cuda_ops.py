@@ -21,8 +21,8 @@ from hisparse.kernels import (
     promote_tail,
     scatter_tokens,
 )
-from hisparse.kernels.cuda_checks import set_checked
-from hisparse.kernels.cuda_transfer import copy_pages
+from hisparse.kernels.cuda.checks import set_checked
+from hisparse.kernels.cuda.transfer import copy_pages
 from hisparse.types import PagedKV
 from tests.kernels.test_transfer import LAYOUTS, assert_same_bytes, pages
 from tests.kernels.world import World, i32

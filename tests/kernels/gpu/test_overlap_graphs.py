@@ -12,11 +12,11 @@ import torch
 from test_step_graphs import BATCH, CONTEXT, HEADS, LAYERS, ON_GPU, SIZE, Captured, make_world
 from torch import Tensor
 
-from hisparse.batch import PrefillBatch, PrefillChunk
-from hisparse.bench import one_layer
-from hisparse.bench.one_layer import DecodeWorld
-from hisparse.streams import CudaStreams, Lane, SideStreams, Started
+from hisparse.cache.streams import CudaStreams, Lane, SideStreams, Started
+from hisparse.engine.step import PrefillBatch, PrefillChunk
 from hisparse.testing.delayed import DelayedStreams
+from hisparse_bench import one_layer
+from hisparse_bench.one_layer import DecodeWorld
 
 T = TypeVar("T")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])

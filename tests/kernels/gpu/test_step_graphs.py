@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.bench.one_layer import DecodeWorld
-from hisparse.static_batch import StaticBatch
+from hisparse.engine.graphs import StaticBatch
 from hisparse.testing.replay import record
 from hisparse.types import KVSpec, SelectionScope
+from hisparse_bench.one_layer import DecodeWorld
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 BATCH, PADDED, LAYERS, HEADS, DIM, SIZE = 3, 4, 2, 2, 64, 16

@@ -1,0 +1,226 @@
+"""Requests with random K/V, decoded through the real coordinator: what ``decode`` times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hisparse.adapters import TorchAdapter
+from hisparse.algorithms import Quest
+from hisparse.cache import DeviceBuffer, HostKVPool, Overlap, SparseKVCacheManager
+from hisparse.cache.capacity import CapacityPlanner
+from hisparse.cache.counters import CacheCounters, CacheStats
+from hisparse.cache.streams import make_streams
+from hisparse.engine.coordinator import SparseCoordinator
+from hisparse.engine.representations import Representations
+from hisparse.engine.step import DecodeBatch, DecodeStep, SelectionPolicy
+from hisparse.types import KVSpec, PagedKV, Selection, SelectionScope
+
+__all__ = ["DecodeWorld"]
+
+
+@dataclass(kw_only=True)
+class DecodeWorld:
+    """B requests of equal length whose host pages lie scattered over the pool.
+
+    Attributes:
+        kv: shapes of the model.
+        batch: B.
+        context: tokens of each request before the first step, a multiple of the page size.
+        budget: tokens attended per step and row.
+        row_tokens: tokens that a row's device pages hold.
+        room: tokens of each request that can be decoded.
+        device: where the device pages lie.
+        seed: of keys, values and queries.
+        scope: for whom pages are selected.
+        staging_pages: of a tile.
+        reuse_layers: layers that share a selection.
+        overlap: as in the configuration.
+    """
+
+    kv: KVSpec
+    batch: int
+    context: int
+    budget: int
+    row_tokens: int
+    room: int
+    device: torch.device
+    seed: int = 0
+    scope: SelectionScope = "kv_head"
+    staging_pages: int = 16
+    reuse_layers: int = 1
+    overlap: Literal["transfers", "attention"] | None = None
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.seed)
+        kv, size = self.kv, self.kv.page_size
+        pages = -(-(self.context + self.room) // size)
+        self.policy = SelectionPolicy(
+            kv=kv,
+            scope=self.scope,
+            budget_pages=self.budget // size - 1,
+            max_pages=self.budget // size - 1,
+            num_sink_pages=1,
+            num_recent_pages=2,
+            scale=kv.head_dim**-0.5,
+        )
+        pin = self.device.type == "cuda"
+        self.host = HostKVPool(kv, self.batch * pages + 1, "page_head", pin=pin)
+        for layer in range(kv.num_layers):
+            for pool in self.host.layer(layer):
+                for page in pool:  # One by one: a copy of the whole pool may not fit.
+                    page.normal_()
+        order = torch.randperm(self.batch * pages) + 1
+        self.table = order.int().view(self.batch, pages).to(self.device)
+        self.algorithm = _RecordingQuest()
+        self.representations = Representations(
+            self.algorithm.representations(self.policy),
+            num_layers=kv.num_layers,
+            host_pages=self.host.num_pages,
+            num_slots=self.batch + 1,
+            device=self.device,
+        )
+        for pages_of_one in order.view(self.batch, pages)[:, : self.context // size]:
+            for layer in range(kv.num_layers):
+                keys = self.host.layer(layer).k[pages_of_one].transpose(1, 2).to(self.device)
+                where = pages_of_one.to(self.device)
+                self.algorithm.store(keys, layer, where, self.representations.tensors)
+        manager = self._manager()
+        self.coordinator = SparseCoordinator(
+            self.policy,
+            self.algorithm,
+            manager,
+            TorchAdapter(),
+            self.representations,
+            reuse_layers=self.reuse_layers,
+        )
+        self.length = self.context
+        self._begin_requests(manager)
+
+    def _manager(self) -> SparseKVCacheManager:
+        heads, size = self.policy.heads, self.kv.page_size
+        row_pages = self.row_tokens // size
+        total = self.batch * heads * row_pages
+        device = DeviceBuffer(
+            self.kv,
+            heads=heads,
+            num_slots=self.batch + 1,
+            num_pages=total + (self.batch + 1) * heads,
+            max_row_pages=row_pages,
+            device=self.device,
+        )
+        planner = CapacityPlanner(
+            total_pages=total,
+            rows_per_request=heads,
+            min_pages=row_pages,
+            max_pages=row_pages,
+            max_requests=self.batch,
+        )
+        counters = CacheCounters(size, device.page_bytes, self.device)
+        overlap = None
+        if self.overlap is not None:
+            split_pages = self.policy.max_pages if self.overlap == "attention" else None
+            overlap = Overlap(make_streams(self.device), split_pages)
+        return SparseKVCacheManager(
+            self.host,
+            device,
+            planner,
+            staging_pages=self.staging_pages,
+            counters=counters,
+            overlap=overlap,
+        )
+
+    def _begin_requests(self, manager: SparseKVCacheManager) -> None:
+        """Leave the most recent pages on the device, as a prefill does."""
+        size = self.kv.page_size
+        # Slot 0 is that of padding.
+        slots = np.arange(1, self.batch + 1)
+        for slot in slots:
+            self.coordinator.on_request_begin(int(slot))
+        pages = self.context // size
+        manager.start_forward(slots, np.full(self.batch, pages))
+        oldest = max(0, pages - self.row_tokens // size)
+        for layer in range(self.kv.num_layers):
+            for slot in slots:
+                host, table = self.host.stored(layer), self.table[slot - 1, :pages]
+                manager.place(layer, int(slot), oldest, pages, host, table)
+
+    def begin_token(self) -> None:
+        """Start a forward: each request gets one token more."""
+        self.coordinator.forward_begin(self.next_batch())
+
+    def next_batch(self) -> DecodeBatch:
+        """One token more for each request."""
+        self.length += 1
+        position = self.length - 1
+        slots = torch.arange(1, self.batch + 1)
+        lens = torch.full((self.batch,), self.length)
+        page = self.table[:, position // self.kv.page_size].long()
+        return DecodeBatch(
+            slots=slots.to(self.device),
+            slots_cpu=slots.numpy(),
+            seq_lens=lens.to(self.device),
+            seq_lens_cpu=np.asarray(lens),
+            host_slots=page * self.kv.page_size + position % self.kv.page_size,
+            host_page_table=self.table[:, : position // self.kv.page_size + 1],
+        )
+
+    def new_token(self) -> tuple[Tensor, Tensor]:
+        """Random K and V of the new tokens, ``[B, Hkv, D]``."""
+        shape = (self.batch, self.kv.num_kv_heads, self.kv.head_dim)
+        k, v = (torch.randn(shape, device=self.device).to(self.kv.dtype) for _ in range(2))
+        return k, v
+
+    @property
+    def stats(self) -> CacheStats:
+        """What the cache did so far."""
+        self.coordinator.forward_end()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return self.coordinator.manager.counters.stats()
+
+    def attend(self, layer: int, query: Tensor) -> Tensor:
+        """``query [B, Hq, D]`` over the pages selected last and the tail, in float64."""
+        size, heads = self.kv.page_size, self.policy.heads
+        pages, _ = self.algorithm.last
+        out = torch.empty(query.shape, dtype=torch.float64)
+        group = self.kv.num_q_heads // heads
+        tail = (self.length - 1) // size
+        for b in range(self.batch):
+            for h in range(self.kv.num_q_heads):
+                own = pages[b, h // group]
+                chosen = [*own[own >= 0].tolist(), tail]
+                index = self.table[b, chosen].long().cpu()
+                tokens = (len(chosen) - 1) * size + self.length - tail * size
+                head = h // self.kv.group_size
+                k, v = (
+                    pool[index, head].flatten(0, 1)[:tokens].double()
+                    for pool in self.host.layer(layer)
+                )
+                weights = (k @ query[b, h].double().cpu() * self.policy.scale).softmax(0)
+                out[b, h] = weights @ v
+        return out
+
+    def contiguous(self, layer: int) -> PagedKV:
+        """K and V of the contexts without the decoded tokens, ``[B, Hkv, S, D]``, on the device."""
+        index = self.table[:, : self.context // self.kv.page_size].cpu().long()
+        k, v = (
+            pool[index].transpose(1, 2).flatten(2, 3).contiguous().to(self.device)
+            for pool in self.host.layer(layer)
+        )
+        return PagedKV(k, v)
+
+
+class _RecordingQuest(Quest):
+    """Quest that keeps its last selection."""
+
+    last: ClassVar[Selection]
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, batch: DecodeStep) -> Selection:
+        selection = super().retrieve_topk(queries, layer_id, batch)
+        _RecordingQuest.last = selection
+        return selection

@@ -1,0 +1,114 @@
+"""What a benchmark found, as one JSON object and as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from hisparse.doctor.provenance import commit, machine, now, versions
+
+__all__ = ["Case", "Report", "Result"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Times of one implementation, microseconds.
+
+    Attributes:
+        impl: what was timed.
+        median_us, p10_us, p90_us: over the repeats.
+        gb_s: bytes moved per second / 1e9, where bytes are what counts.
+    """
+
+    impl: str
+    median_us: float
+    p10_us: float
+    p90_us: float
+    gb_s: float | None = None
+
+    @classmethod
+    def of(cls, impl: str, seconds: Sequence[float], moved: int | None = None) -> Result:
+        """Summarise repeats, each in seconds; ``moved`` is bytes per repeat."""
+        p10, median, p90 = np.percentile(np.array(seconds) * 1e6, [10, 50, 90]).round(1).tolist()
+        gb_s = None if moved is None else round(moved / median / 1e3, 2)
+        return cls(impl=impl, median_us=median, p10_us=p10, p90_us=p90, gb_s=gb_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One thing that was timed, by several implementations.
+
+    Attributes:
+        name: of the case.
+        params: sizes.
+        gate: whether the correctness check passed; without it ``results`` are not shown.
+        results: one per implementation.
+    """
+
+    name: str
+    params: dict[str, Any]
+    gate: str
+    results: list[Result]
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """``a/b``: a's median over b's, for every pair in the order of the results."""
+        return {
+            f"{a.impl}/{b.impl}": round(a.median_us / b.median_us, 3)
+            for i, a in enumerate(self.results)
+            for b in self.results[i + 1 :]
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All cases of one run, and where it ran."""
+
+    command: str
+    device: str
+    cases: list[Case]
+    date: str = field(default_factory=now)
+    machine: str = field(default_factory=machine)
+    versions: dict[str, str] = field(default_factory=versions)
+    commit: str = field(default_factory=commit)
+
+    def to_json(self) -> str:
+        """One JSON object."""
+        found = asdict(self)
+        for case, entry in zip(self.cases, found["cases"], strict=True):
+            entry["ratios"] = case.ratios if case.gate == "passed" else {}
+            if case.gate != "passed":
+                entry["results"] = []
+        return json.dumps(found, indent=2)
+
+    def print_table(self, console: Console) -> None:
+        """A table for people."""
+        table = Table(title=f"{self.command} on {self.device} ({self.machine})")
+        for column in ("case", "gate", "implementation", "median", "p10", "p90", "GB/s"):
+            right = column in ("median", "p10", "p90", "GB/s")
+            table.add_column(column, justify="right" if right else "left")
+        for case in self.cases:
+            if case.gate != "passed":
+                table.add_row(case.name, case.gate, "not shown: the check failed")
+                continue
+            for result in case.results:
+                times = (result.median_us, result.p10_us, result.p90_us)
+                speed = "" if result.gb_s is None else f"{result.gb_s:.1f}"
+                table.add_row(case.name, case.gate, result.impl, *map(_time, times), speed)
+        console.print(table)
+        for case in self.cases:
+            sizes = ", ".join(f"{name} {value}" for name, value in case.params.items())
+            console.print(f"{case.name}: {sizes}")
+            if case.gate == "passed":
+                ratios = ", ".join(f"{pair} {ratio}" for pair, ratio in case.ratios.items())
+                console.print(f"{case.name}: {ratios}", highlight=False)
+
+
+def _time(us: float) -> str:
+    return f"{us / 1000:,.2f} ms" if us >= 1000 else f"{us:,.1f} us"

@@ -1,0 +1,135 @@
+"""``hisparse bench speculate``: pages that a step waits for, with and without selecting ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse.cache.counters import CacheStats
+from hisparse_bench.report import Case, Result
+from hisparse_bench.timing import Candidate, time_in_turns
+
+__all__ = ["WARMUPS", "SpeculateBench"]
+
+#: Steps before those that count.
+WARMUPS = 8
+_PLAIN = "selects"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculateBench:
+    """A text is read token by token by a real model, once for each threshold and once without.
+
+    Attributes:
+        model: of transformers.
+        ids: tokens of the text, ``WARMUPS`` more than are read before and in the steps.
+        context: tokens before the first step.
+        budget: tokens attended per step; rows have twice as many on the device.
+        algorithm: selects.
+        kinds: whose query selects ahead, as ``speculate`` of the configuration.
+        thresholds: cosines above which a row keeps what was selected ahead; for each kind.
+        num_steps: that are timed and counted.
+    """
+
+    model: Any
+    ids: Sequence[int]
+    context: int
+    budget: int
+    algorithm: str
+    kinds: Sequence[str]
+    thresholds: Sequence[float]
+    num_steps: int
+
+    def run(self) -> Case:
+        """The check: with threshold 1, where every row is corrected, the logits are those without
+        speculation, bit for bit.
+        """
+        checked = [self._reader({})] + [self._reader(_settings(kind, 1.0)) for kind in self.kinds]
+        logits = [torch.stack([reader.read(t) for t in range(WARMUPS)]) for reader in checked]
+        gate = "passed" if all(torch.equal(logits[0], other) for other in logits) else "failed"
+        readers = {_PLAIN: self._reader({})} | {
+            f"{kind} above {threshold:g}": self._reader(_settings(kind, threshold))
+            for kind in self.kinds
+            for threshold in self.thresholds
+        }
+        times = time_in_turns(
+            {impl: Candidate(reader.read, reader.prepare) for impl, reader in readers.items()},
+            self.num_steps,
+            device=self.model.device,
+            num_warmups=WARMUPS,
+        )
+        figures = {impl: reader.figures(self.num_steps) for impl, reader in readers.items()}
+        return Case(
+            name="speculate",
+            params={
+                "context": self.context,
+                "budget": self.budget,
+                "algorithm": self.algorithm,
+                "steps": self.num_steps,
+                "threads": torch.get_num_threads(),
+            }
+            | {name: {i: f[name] for i, f in figures.items()} for name in figures[_PLAIN]},
+            gate=gate,
+            results=[Result.of(impl, seconds) for impl, seconds in times.items()],
+        )
+
+    def _reader(self, speculation: dict[str, Any]) -> _Reader:
+        from hisparse.transformers import enable
+
+        # Rows that may not grow: else a lone request has its whole context on the device.
+        settings: dict[str, Any] = {
+            "algorithm": self.algorithm,
+            "budget": self.budget,
+            "max_row_capacity": 2 * self.budget,
+        }
+        cache = enable(self.model, settings | speculation, max_length=len(self.ids))
+        return _Reader(self.model, cache, self.ids, self.context)
+
+
+def _settings(kind: str, threshold: float) -> dict[str, Any]:
+    return {"speculate": kind, "speculation_threshold": threshold}
+
+
+class _Reader:
+    """One cache on its way through the text."""
+
+    def __init__(self, model: Any, cache: Any, ids: Sequence[int], context: int) -> None:
+        self._cache = cache
+        self._ids = torch.tensor([ids], device=model.device)
+        self._context = context
+        self._forward = partial(model, past_key_values=cache, logits_to_keep=1)
+        with torch.no_grad():
+            self._forward(self._ids[:, :context])
+        self._before: CacheStats = cache.stats()
+
+    def prepare(self, step: int) -> None:
+        """What is counted begins behind the warm-up."""
+        if step == WARMUPS:
+            self._before = self._cache.stats()
+
+    def read(self, step: int) -> Tensor:
+        """One token; logits of the next."""
+        at = self._context + step
+        with torch.no_grad():
+            logits: Tensor = self._forward(self._ids[:, at : at + 1]).logits
+        return logits
+
+    def figures(self, num_steps: int) -> dict[str, float]:
+        """Over all layers and rows, a step."""
+        now, before = self._cache.stats(), self._before
+        late = now.miss_pages - before.miss_pages
+        early = now.prefetched_pages - before.prefetched_pages
+        hits = now.hit_pages - before.hit_pages
+        ahead = now.speculated_selections - before.speculated_selections
+        corrected = now.corrected_selections - before.corrected_selections
+        return {
+            "corrected_ratio": round(corrected / ahead, 4) if ahead else 1.0,
+            "selected_pages": round((late + hits) / num_steps, 1),
+            "late_pages": round(late / num_steps, 1),
+            "early_pages": round(early / num_steps, 1),
+        }

@@ -1,0 +1,157 @@
+"""``hisparse bench swap-in``: from a selection to resident bytes, in one layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hisparse.cache import HostKVPool
+from hisparse.errors import ConfigError
+from hisparse.kernels import RowState, gather_pages, lru_diff, page_table
+from hisparse.types import KVSpec, PagedKV
+from hisparse_bench.lru_diff import drifting_selections
+from hisparse_bench.options import Options
+from hisparse_bench.peers import agreeing
+from hisparse_bench.peers.sglang_hisparse import fused_swap_in
+from hisparse_bench.report import Case, Result
+from hisparse_bench.timing import Candidate, time_in_turns
+
+__all__ = ["SwapInBench"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapInBench:
+    """Token-wise selections over MLA rows: ``lru_diff``, then the transfer of what is missing.
+
+    Attributes:
+        batch: requests, a row each.
+        width: K, tokens of a selection.
+        slots: C, tokens of a row's device buffer.
+        misses: share of a selection that is not resident.
+        row_bytes: of one token's latent.
+        pool_bytes: of the host pool, at least.
+    """
+
+    batch: int = 1
+    width: int = 2048
+    slots: int = 4096
+    misses: float = 0.15
+    row_bytes: int = 1152
+    pool_bytes: int = 1 << 30
+
+    def run(self, options: Options) -> Case:
+        """After every step each selected token's bytes are compared with the pool's."""
+        if self.row_bytes % 8 or self.row_bytes <= 0:
+            raise ConfigError(f"--row-bytes: got {self.row_bytes}, expected a multiple of 8")
+        if self.width > self.slots:
+            raise ConfigError(f"--width: got {self.width}, expected at most --slots {self.slots}")
+        chain = drifting_selections(
+            self.batch, self.width, self.slots, 1 - self.misses, options.num_steps + 3, options.seed
+        )
+        host = self._pool(chain, options)
+        work = _Work(host, chain.to(options.device), self.slots)
+        ours = options.device.type
+        gate = "passed" if work.agrees(work.candidate(ours)) else "failed"
+        candidates = {"reference": work.candidate("reference")}
+        left_out = {}
+        if ours == "cuda":
+            why = agreeing(lambda: work.agrees(work.upstream()))
+            left_out = {"left_out": f"sglang_fused: {why}"} if why else {}
+            candidates |= {} if why else {"sglang_fused": work.upstream()}
+        times = time_in_turns(
+            candidates | {ours: work.candidate(ours)},
+            options.num_steps,
+            device=options.device,
+        )
+        replaced = self.width - round(self.width * (1 - self.misses))
+        moved = self.batch * replaced * self.row_bytes
+        return Case(
+            name="swap-in",
+            params={
+                "batch": self.batch,
+                "width": self.width,
+                "slots": self.slots,
+                "miss_ratio": round(replaced / self.width, 4),
+                "row_bytes": self.row_bytes,
+                "pool_bytes": host.num_bytes,
+                "bytes": moved,
+                "threads": torch.get_num_threads(),
+                "cache": "cold source, warm destination",
+            }
+            | left_out,
+            gate=gate,
+            results=[Result.of(impl, seconds, moved) for impl, seconds in times.items()],
+        )
+
+    def _pool(self, chain: Tensor, options: Options) -> HostKVPool:
+        kv = KVSpec(
+            num_layers=1,
+            num_q_heads=1,
+            num_kv_heads=1,
+            head_dim=self.row_bytes // 8,
+            v_head_dim=0,
+            dtype=torch.float64,
+            page_size=1,
+        )
+        tokens = max(self.batch * (int(chain.max()) + 1), self.pool_bytes // self.row_bytes)
+        pool = HostKVPool(kv, tokens, "layer_first", pin=options.device.type == "cuda")
+        rows = pool.layer(0).k.view(torch.int64)
+        # Every token is different, and touched: an untouched page reads as one shared page.
+        rows.copy_(torch.arange(tokens).view(-1, 1, 1, 1).expand_as(rows))
+        return pool
+
+
+class _Work:
+    """The chain, and one set of device pages for each implementation."""
+
+    def __init__(self, host: HostKVPool, chain: Tensor, slots: int) -> None:
+        self._chain, self._slots = chain, slots
+        k = host.layer(0).k
+        self._host = PagedKV(k, k)  # One latent: keys and values are the same bytes.
+        rows, pages = chain.shape[1], int(chain.max()) + 1
+        table = torch.randperm(host.num_pages)[: rows * pages].view(rows, pages)
+        self._table = table.int().to(chain.device)
+        self._selection = chain[0].clone()
+
+    def _load(self, step: int) -> None:
+        self._selection.copy_(self._chain[step])
+
+    def candidate(self, impl: str) -> Candidate:
+        """A step returns where each selected token lies, and the device pages it lies in."""
+        rows, device = self._chain.shape[1], self._chain.device
+        slot = torch.arange(self._slots, dtype=torch.int32, device=device).repeat(rows, 1)
+        pages = torch.arange(slot.numel(), dtype=torch.int32, device=device).view_as(slot)
+        state = RowState(torch.full_like(slot, -1), slot, pages)
+        capacity = torch.full((rows,), self._slots, dtype=torch.int32, device=device)
+        real = torch.full((1,), rows, dtype=torch.int32, device=device)
+        index = torch.arange(rows, device=device)
+        k = torch.zeros(slot.numel(), *self._host.k.shape[1:], dtype=torch.float64, device=device)
+
+        def step(number: int) -> tuple[Tensor, Tensor]:
+            inputs = (self._selection, self._table, capacity, real, state)
+            diff = lru_diff(*inputs, rows=index, impl=impl)
+            targets = page_table(pages, index, diff.load_device_slots, impl=impl)
+            gather_pages(self._host, diff.load_host_pages, PagedKV(k, k), targets, impl=impl)
+            return page_table(pages, index, diff.curr_device_slots, impl=impl), k
+
+        return Candidate(step, self._load)
+
+    def upstream(self) -> Candidate:
+        """SGLang's fused kernel on the same chain."""
+        host = self._host.k.flatten(1).view(torch.uint8)
+        swap_in = fused_swap_in(host, self._table, self._chain.shape[2], self._slots)
+        return Candidate(lambda step: swap_in(self._selection), self._load)
+
+    def agrees(self, candidate: Candidate) -> bool:
+        """Whether every selected token's bytes are there, in every step."""
+        for step in range(len(self._chain)):
+            self._load(step)
+            found, k = candidate.run(step)
+            source = self._table.gather(1, self._selection.long()).cpu().long()
+            got = k[found.flatten().long()].cpu().flatten(1).view(torch.uint8)
+            expected = self._host.k[source.flatten()].flatten(1).view(torch.uint8)
+            if not torch.equal(got, expected):
+                return False
+        return True

@@ -1,0 +1,98 @@
+"""The pages in device memory, and the tables that say which page lies where."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.cache.codec import layers_of
+from hisparse.kernels import RowState
+from hisparse.types import KVSpec, PagedKV, StoredKV
+
+__all__ = ["DeviceBuffer"]
+
+
+class DeviceBuffer:
+    """One pool of device pages per layer, shared by all rows, and every row's LRU tables.
+
+    A state row is ``slot * H + head``. Each row owns one page for its tail for good; the pages
+    behind its slots come from the pool and go back to it.
+
+    Args:
+        kv: shapes of the model.
+        heads: H, rows per request; a device page holds all KV heads if it is 1, else one.
+        num_slots: request slots.
+        num_pages: N, pages of one layer, the rows' tail pages included.
+        max_row_pages: C, the most slots that a row may have; an attribute too.
+        device: where all of it lies.
+    """
+
+    def __init__(
+        self,
+        kv: KVSpec,
+        *,
+        heads: int,
+        num_slots: int,
+        num_pages: int,
+        max_row_pages: int,
+        device: torch.device,
+    ) -> None:
+        self.kv = kv
+        self.heads = heads
+        self.max_row_pages = max_row_pages
+        num_rows = num_slots * heads
+        layers, stored_heads = kv.num_layers, kv.num_kv_heads if heads == 1 else 1
+
+        def pages(width: int) -> Tensor:
+            shape = (layers, num_pages, kv.page_size, stored_heads, width)
+            return torch.zeros(shape, dtype=kv.stored_dtype, device=device).transpose(2, 3)
+
+        def table(*shape: int) -> Tensor:
+            return torch.full(shape, -1, dtype=torch.int32, device=device)
+
+        self._k = pages(kv.head_dim)
+        self._v = self._k[..., : kv.v_head_dim] if kv.latent else pages(kv.v_head_dim)
+        # A page's scales side by side, as in the host pool.
+        shape = (layers, num_pages, stored_heads, kv.page_size, 2)
+        scales = torch.zeros(shape, dtype=torch.uint8, device=device) if kv.fp8 else None
+        self._layers = layers_of(self._k, self._v, scales)
+        tables = (layers, num_rows, max_row_pages)
+        self.states = RowState(table(*tables), table(*tables), table(*tables))
+        self._layer_states = [RowState(*each) for each in zip(*self.states, strict=True)]
+        self.capacity = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        page_ids = torch.arange(num_pages, dtype=torch.int32, device=device)
+        self.tail_pages = page_ids[:num_rows].repeat(layers, 1)
+        self.free_pages = table(layers, num_pages - num_rows)
+        self.free_pages[:] = page_ids[num_rows:]
+        self.num_free = torch.full(
+            (layers,), num_pages - num_rows, dtype=torch.int32, device=device
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values, scales included."""
+        return self._k.shape[0] * self._k.shape[1] * self.page_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the rows' tables and of the free lists."""
+        tables = (*self.states, self.capacity, self.tail_pages, self.free_pages, self.num_free)
+        return sum(t.nbytes for t in tables)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one device page, scales included."""
+        stored_heads = self._k.shape[2]
+        return self.kv.page_size * stored_heads * self.kv.head_bytes
+
+    def layer(self, layer_id: int) -> PagedKV:
+        """Keys and values of one layer as stored, ``[N, Hr, S, D]`` views."""
+        return self.stored(layer_id).kv
+
+    def stored(self, layer_id: int) -> StoredKV:
+        """One layer with its scales, if it has any."""
+        return self._layers[layer_id]
+
+    def state(self, layer_id: int) -> RowState:
+        """One layer's tables."""
+        return self._layer_states[layer_id]

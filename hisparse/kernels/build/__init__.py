@@ -1,0 +1,1 @@
+"""Compiles the C++ and CUDA kernels on first use, or ahead of time."""

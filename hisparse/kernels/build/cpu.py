@@ -1,0 +1,107 @@
+"""Builds the C++ kernels for CPUs on first use, into a cache that is shared between runs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hisparse.errors import KernelError
+from hisparse.kernels.build.compiler import (
+    CACHE,
+    SOURCES,
+    CannotBuildError,
+    binding_flags,
+    digest_of,
+    produce,
+)
+
+__all__ = ["build_cpu", "call_cpu", "cpu_library", "cxx_compiler", "dense_rows"]
+
+logger = logging.getLogger(__name__)
+
+_SOURCES = SOURCES / "cpu"
+_CACHE = CACHE
+_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wall", "-Wextra"]
+
+
+@functools.cache
+def cpu_library() -> Any | None:
+    """The loaded library of CPU kernels, built if need be; None, said once, if it cannot be."""
+    try:
+        import tvm_ffi
+
+        return tvm_ffi.load_module(str(build_cpu()))
+    except (ImportError, OSError, CannotBuildError) as error:
+        logger.warning("C++ kernels are off, PyTorch's operators do their work: %s", error)
+        return None
+
+
+def call_cpu(name: str, *arguments: object) -> None:
+    """Call a kernel of the library, which must be there.
+
+    Kernels read rows of contiguous elements; what they write to must have such rows.
+
+    Raises:
+        KernelError: the kernel refuses a tensor; one line that names it.
+    """
+    try:
+        getattr(cpu_library(), name)(*arguments)
+    except ValueError as error:
+        raise KernelError(str(error)) from None
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it if its last dimension is strided."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def build_cpu() -> Path:
+    """Build the CPU kernels unless the cache has them; returns the path of the library."""
+    headers, link = binding_flags()
+    compiler = cxx_compiler()
+    sources = sorted(_SOURCES.glob("*.cpp"))
+    if not sources:
+        raise CannotBuildError(f"no sources in {_SOURCES}")
+    command = [compiler, *_FLAGS, *headers, *map(str, sources), *link]
+    target = _CACHE / f"cpu-{_key(compiler, command)}.so"
+    produce("CPU kernels", command, target)
+    return target
+
+
+def cxx_compiler() -> str:
+    """Path of the compiler that ``CXX`` names, or of the first that is there.
+
+    Raises:
+        CannotBuildError: there is none.
+    """
+    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
+    for name in wanted:
+        if path := shutil.which(name):
+            return path
+    raise CannotBuildError(f"no C++ compiler found (looked for {', '.join(wanted)})")
+
+
+def _key(compiler: str, command: list[str]) -> str:
+    """Changes with the sources, the compiler, its flags and the processor."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
+    return digest_of(_SOURCES.iterdir(), *command, version.stdout, _processor())
+
+
+def _processor() -> str:
+    """What ``-march=native`` looks at: libraries in a shared home must not cross machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
+    return platform.machine() + "".join(
+        sorted({line for line in lines if line.split("\t")[0].strip() in names})
+    )

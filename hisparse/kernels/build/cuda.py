@@ -1,0 +1,132 @@
+"""Builds the CUDA kernels on first use, for the architecture of the device."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hisparse.errors import KernelError
+from hisparse.kernels.build.compiler import (
+    CACHE,
+    SOURCES,
+    CannotBuildError,
+    binding_flags,
+    digest_of,
+    produce,
+)
+from hisparse.kernels.build.cpu import build_cpu
+
+__all__ = ["build_all", "build_cuda", "call_cuda", "cuda_library", "cuda_sources", "find_nvcc"]
+
+logger = logging.getLogger(__name__)
+
+_FLAGS = ["-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "-Werror", "all-warnings"]
+
+
+@functools.cache
+def cuda_library() -> Any | None:
+    """The loaded library of CUDA kernels, built if need be; None, said once, if it cannot be."""
+    try:
+        import tvm_ffi
+
+        return tvm_ffi.load_module(str(build_cuda()))
+    except (ImportError, OSError, CannotBuildError) as error:
+        logger.warning("CUDA kernels are off, PyTorch's operators do their work: %s", error)
+        return None
+
+
+def call_cuda(name: str, *arguments: object) -> Any:
+    """Call an operation of the library, which must be there, on the current stream.
+
+    Raises:
+        KernelError: a tensor is refused; one line that names it.
+        RuntimeError: CUDA refuses a launch.
+    """
+    try:
+        return getattr(cuda_library(), name)(*arguments)
+    except ValueError as error:
+        raise KernelError(str(error)) from None
+
+
+def find_nvcc() -> str | None:
+    """Path of nvcc: in ``CUDA_HOME``, else in the toolkit's usual place, else on ``PATH``."""
+    homes = [os.environ.get("CUDA_HOME") or "/usr/local/cuda", "/usr/local/cuda"]
+    for home in homes:
+        if path := shutil.which("nvcc", path=f"{home}/bin"):
+            return path
+    return shutil.which("nvcc")
+
+
+def cuda_sources() -> tuple[list[Path], list[Path]]:
+    """The files to compile, and all that they are made of."""
+    headers = [*SOURCES.glob("*.h"), *SOURCES.glob("include/hisparse/*.cuh")]
+    files = sorted(SOURCES.glob("*.cu"))
+    return files, [*files, *headers]
+
+
+def build_cuda(arch: str | None = None) -> Path:
+    """Build the CUDA kernels unless the cache has them; returns the path of the library.
+
+    Without nvcc, a library of the same sources that another nvcc has built will do.
+
+    Args:
+        arch: such as "sm_90"; that of the current device if None.
+
+    Raises:
+        CannotBuildError: there is neither a compiler nor a library, or the compiler fails.
+    """
+    arch = arch or _device_arch()
+    files, parts = cuda_sources()
+    name = f"cuda-{arch}-{digest_of(parts)}"
+    nvcc = find_nvcc()
+    if nvcc is None:
+        built = sorted(CACHE.glob(f"{name}-*[0-9a-f].so"))
+        if built:
+            return built[-1]
+        raise CannotBuildError("no nvcc found (looked in CUDA_HOME, /usr/local/cuda and PATH)")
+    headers, link = binding_flags()
+    includes = [f"-I{SOURCES}", f"-I{SOURCES / 'include'}", *headers]
+    link = [*link[:2], "-Xcompiler", link[2]]
+    code = f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}"
+    command = [nvcc, *_FLAGS, code, *includes, *map(str, files), *link]
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    target = CACHE / f"{name}-{digest_of([], *command, version.stdout)}.so"
+    produce(f"CUDA kernels for {arch}", command, target)
+    return target
+
+
+def build_all(archs: Sequence[str] = ()) -> dict[str, Path | str]:
+    """Build ahead what can be built: "cpu", and "cuda sm_XX" for each of ``archs``.
+
+    Args:
+        archs: such as "sm_90"; that of the current device, if there is one, when empty.
+
+    Returns:
+        For each library its path, or one line that says why there is none.
+    """
+    if not archs and torch.cuda.is_available():
+        archs = [_device_arch()]
+    builds: dict[str, Callable[[], Path]] = {"cpu": build_cpu}
+    builds |= {f"cuda {arch}": functools.partial(build_cuda, arch) for arch in archs}
+    built: dict[str, Path | str] = {}
+    for name, build in builds.items():
+        try:
+            built[name] = build()
+        except (ImportError, OSError, CannotBuildError) as error:
+            built[name] = str(error)
+    return built
+
+
+def _device_arch() -> str:
+    if not torch.cuda.is_available():
+        raise CannotBuildError("no CUDA device found")
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"

@@ -1,0 +1,33 @@
+"""Every operation in C++ on the CPU; equal to ``reference``, bitwise where nothing is rounded."""
+
+from hisparse.kernels.cpu.attention import paged_attention
+from hisparse.kernels.cpu.fp8 import encode_fp8
+from hisparse.kernels.cpu.graph_score import graph_score
+from hisparse.kernels.cpu.key_score import key_score
+from hisparse.kernels.cpu.lru import lru_diff, page_table, promote_tail, rebalance
+from hisparse.kernels.cpu.select import page_score, page_summary, select
+from hisparse.kernels.cpu.sketch import page_sketch, sketch_score
+from hisparse.kernels.cpu.transfer import gather_pages, gather_tokens, scatter_tokens
+from hisparse.kernels.reference.fp8 import decode_fp8
+from hisparse.kernels.reference.lru import reset_rows
+
+__all__ = [
+    "decode_fp8",
+    "encode_fp8",
+    "gather_pages",
+    "gather_tokens",
+    "graph_score",
+    "key_score",
+    "lru_diff",
+    "page_score",
+    "page_sketch",
+    "page_summary",
+    "page_table",
+    "paged_attention",
+    "promote_tail",
+    "rebalance",
+    "reset_rows",
+    "scatter_tokens",
+    "select",
+    "sketch_score",
+]

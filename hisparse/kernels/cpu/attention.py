@@ -1,0 +1,25 @@
+"""Attention over pages in C++, float32 accumulation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.kernels.build.cpu import call_cpu
+from hisparse.types import StoredKV
+
+__all__ = ["paged_attention"]
+
+
+def paged_attention(
+    query: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See :func:`hisparse.kernels.paged_attention`."""
+    out = query.new_empty(*query.shape[:2], kv.v.shape[-1])
+    lse = query.new_empty(query.shape[:2])
+    # An empty tensor stands for nothing.
+    scales = query.new_empty(0, dtype=torch.uint8) if kv.scales is None else kv.scales
+    call_cpu(
+        "paged_attention", query.contiguous(), kv.k, kv.v, scales, page_table, seq_lens, out, lse
+    )
+    return out, lse

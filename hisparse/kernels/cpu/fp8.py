@@ -1,0 +1,28 @@
+"""Eight-bit keys and values in C++: what decoding needs in every layer of every step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.kernels.build.cpu import call_cpu, dense_rows
+from hisparse.types import StoredKV
+
+__all__ = ["encode_fp8"]
+
+
+def encode_fp8(k: Tensor, v: Tensor) -> StoredKV:
+    """See :func:`hisparse.kernels.encode_fp8`."""
+    codes = [torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device) for x in (k, v)]
+    scales = torch.empty((*k.shape[:-1], 2), dtype=torch.uint8, device=k.device)
+    call_cpu(
+        "encode_fp8",
+        *(dense_rows(_vectors(x)) for x in (k, v)),
+        *(_vectors(x) for x in (*codes, scales)),
+    )
+    return StoredKV(codes[0], codes[1], scales)
+
+
+def _vectors(x: Tensor) -> Tensor:
+    """``[..., H, D]`` -> ``[T, H, D]``, a view if need be of a copy."""
+    return x.reshape(-1, *x.shape[-2:])

@@ -1,0 +1,78 @@
+"""LRU bookkeeping in C++."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.kernels.build.cpu import call_cpu, dense_rows
+from hisparse.kernels.row_state import LruDiff, RowState
+
+__all__ = ["lru_diff", "page_table", "promote_tail", "rebalance"]
+
+
+def lru_diff(
+    selection: Tensor,
+    host_page_table: Tensor,
+    capacity: Tensor,
+    num_real_rows: Tensor,
+    state: RowState,
+    rows: Tensor,
+    out: LruDiff | None = None,
+) -> LruDiff:
+    """See :func:`hisparse.kernels.lru_diff`; the tables of a row with an error are unchanged."""
+    selection, capacity = dense_rows(selection), dense_rows(capacity)
+    if out is None:
+        # One by one and from a pattern: the cheapest way to make small tensors.
+        entries = (torch.empty_like(selection) for _ in range(3))
+        counts = (torch.empty_like(capacity) for _ in range(2))
+        out = LruDiff(*entries, *counts)
+    slot_pages, lru_order, _ = state
+    table, rows = dense_rows(host_page_table), dense_rows(rows)
+    inputs = (selection, table, capacity, num_real_rows)
+    call_cpu("lru_diff", *inputs, slot_pages, lru_order, rows, *out)
+    return out
+
+
+def page_table(
+    device_pages: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    lengths: Tensor | None,
+    tail_pages: Tensor | None,
+) -> Tensor:
+    """See :func:`hisparse.kernels.page_table`."""
+    inputs = (dense_rows(device_pages), dense_rows(rows), dense_rows(slots))
+    if lengths is None or tail_pages is None:
+        table = torch.empty_like(inputs[2])
+        call_cpu("page_table", *inputs, slots, slots, table, False)
+    else:
+        table = slots.new_empty(slots.shape[0], slots.shape[1] + 1)
+        call_cpu("page_table", *inputs, dense_rows(lengths), dense_rows(tail_pages), table, True)
+    return table
+
+
+def promote_tail(
+    rows: Tensor,
+    page_index: Tensor,
+    filled: Tensor,
+    capacity: Tensor,
+    state: RowState,
+    tail_pages: Tensor,
+) -> None:
+    """See :func:`hisparse.kernels.promote_tail`."""
+    inputs = (dense_rows(x) for x in (rows, page_index, filled, capacity))
+    call_cpu("promote_tail", *inputs, *state, tail_pages)
+
+
+def rebalance(
+    rows: Tensor,
+    new_capacity: Tensor,
+    capacity: Tensor,
+    states: RowState,
+    free_pages: Tensor,
+    num_free: Tensor,
+) -> None:
+    """See :func:`hisparse.kernels.rebalance`."""
+    inputs = (dense_rows(rows), dense_rows(new_capacity))
+    call_cpu("rebalance", *inputs, capacity, *states, free_pages, num_free)

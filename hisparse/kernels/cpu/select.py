@@ -1,0 +1,48 @@
+"""Summarising, scoring and choosing pages in C++; scores are rounded in another order."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hisparse.kernels.build.cpu import call_cpu, dense_rows
+from hisparse.kernels.select_rule import SelectRule
+
+__all__ = ["page_score", "page_summary", "select"]
+
+
+def page_summary(keys: Tensor, summaries: Tensor, host_pages: Tensor) -> None:
+    """See :func:`hisparse.kernels.page_summary`."""
+    call_cpu("page_summary", dense_rows(keys), summaries, dense_rows(host_pages))
+
+
+def page_score(
+    query: Tensor, summaries: Tensor, host_page_table: Tensor, num_pages: Tensor
+) -> Tensor:
+    """See :func:`hisparse.kernels.page_score`."""
+    scores = query.new_empty(*query.shape[:2], host_page_table.shape[1])
+    summaries = summaries.contiguous()
+    call_cpu("page_score", query.contiguous(), summaries, host_page_table, num_pages, scores)
+    return scores
+
+
+def select(
+    scores: Tensor, num_pages: Tensor, rest: Tensor | None, rule: SelectRule
+) -> tuple[Tensor, Tensor]:
+    """See :func:`hisparse.kernels.select`."""
+    pages = num_pages.new_empty(scores.shape[0], rule.heads, rule.max_pages)
+    lengths = num_pages.new_empty(scores.shape[0], rule.heads)
+    # An empty tensor stands for nothing.
+    beside = scores.new_empty(0, 0) if rest is None else rest.contiguous()
+    call_cpu(
+        "select",
+        scores.contiguous(),
+        num_pages,
+        beside,
+        pages,
+        lengths,
+        rule.num_sinks,
+        rule.num_recents,
+        -1.0 if rule.mass is None else rule.mass,
+        -1.0 if rule.within is None else rule.within,
+    )
+    return pages, lengths

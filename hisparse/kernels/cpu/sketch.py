@@ -1,0 +1,42 @@
+"""Sketches of pages in C++: bytes as the reference's, scores rounded in another order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.kernels.build.cpu import call_cpu, dense_rows
+from hisparse.kernels.sketch_layout import SketchLayout
+
+__all__ = ["page_sketch", "sketch_score"]
+
+#: Floats that the kernel reads at a time.
+_LANES = 16
+
+
+def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: SketchLayout) -> None:
+    """See :func:`hisparse.kernels.page_sketch`."""
+    keys, host_pages = dense_rows(keys), dense_rows(host_pages)
+    call_cpu("page_sketch", keys, sketches, host_pages, layout.num_channels)
+
+
+def sketch_score(
+    query: Tensor,
+    sketches: Tensor,
+    host_page_table: Tensor,
+    num_pages: Tensor,
+    layout: SketchLayout,
+) -> Tensor:
+    """See :func:`hisparse.kernels.sketch_score`."""
+    scores = query.new_empty(*query.shape[:2], host_page_table.shape[1])
+    padded = torch.nn.functional.pad(query, (0, -layout.dim % _LANES)).contiguous()
+    call_cpu(
+        "sketch_score",
+        padded,
+        sketches,
+        dense_rows(host_page_table),
+        num_pages.contiguous(),
+        scores,
+        *layout,
+    )
+    return scores

@@ -1,0 +1,37 @@
+"""Moving pages and tokens in C++."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hisparse.kernels.build.cpu import call_cpu, dense_rows
+
+__all__ = ["gather_pages", "gather_tokens", "scatter_tokens"]
+
+
+def gather_pages(
+    src: tuple[Tensor, ...],
+    src_pages: Tensor,
+    dst: tuple[Tensor, ...],
+    dst_pages: Tensor,
+    heads: int,
+) -> None:
+    """See :func:`hisparse.kernels.gather_pages`; one or two pools at a time."""
+    # With one pool its twin is named twice, and the kernel is told to leave it alone.
+    lists = (dense_rows(src_pages), dense_rows(dst_pages))
+    call_cpu("gather_pages", src[0], src[-1], lists[0], dst[0], dst[-1], lists[1], heads, len(src))
+
+
+def scatter_tokens(new: tuple[Tensor, ...], dst: tuple[Tensor, ...], slots: Tensor) -> None:
+    """See :func:`hisparse.kernels.scatter_tokens`."""
+    call_cpu("scatter_tokens", new[0], new[-1], dst[0], dst[-1], dense_rows(slots), len(new))
+
+
+def gather_tokens(src: tuple[Tensor, ...], slots: Tensor) -> tuple[Tensor, ...]:
+    """See :func:`hisparse.kernels.gather_tokens`."""
+    out = []
+    for pool in src:
+        *layers, _, heads, _, width = pool.shape
+        out.append(pool.new_empty(*layers, slots.shape[0], heads, width))
+    call_cpu("gather_tokens", out[0], out[-1], src[0], src[-1], dense_rows(slots), len(src))
+    return tuple(out)

@@ -1,0 +1,116 @@
+"""LRU bookkeeping on CUDA devices; nothing waits for the device but in checked mode."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.kernels.build.cpu import dense_rows
+from hisparse.kernels.build.cuda import call_cuda
+from hisparse.kernels.cuda.checks import check_diff, check_indices, checked
+from hisparse.kernels.row_state import LruDiff, RowState
+
+__all__ = ["lru_diff", "page_table", "promote_tail", "rebalance", "reset_rows"]
+
+
+def lru_diff(
+    selection: Tensor,
+    host_page_table: Tensor,
+    capacity: Tensor,
+    num_real_rows: Tensor,
+    state: RowState,
+    rows: Tensor,
+    out: LruDiff | None = None,
+) -> LruDiff:
+    """See :func:`hisparse.kernels.lru_diff`.
+
+    A row that cannot be served (more unique pages than capacity, a page beyond the table, a state
+    row or slot that does not exist) comes out as -1 with ``num_hits`` 0 and ``num_misses`` -1, and
+    its tables stay as they are.
+
+    Raises:
+        KernelError: in checked mode, there is such a row.
+    """
+    selection, capacity = dense_rows(selection), dense_rows(capacity)
+    if out is None:
+        entries = (torch.empty_like(selection) for _ in range(3))
+        counts = (torch.empty_like(capacity) for _ in range(2))
+        out = LruDiff(*entries, *counts)
+    if selection.shape[0] == 0:
+        return out
+    tables = (state.slot_pages, state.lru_order)
+    scratch_bytes = call_cuda("lru_diff_scratch_bytes", selection, state.slot_pages)
+    scratch = selection.new_empty((selection.shape[0], scratch_bytes), dtype=torch.uint8)
+    inputs = (selection, dense_rows(host_page_table), capacity, num_real_rows)
+    call_cuda("lru_diff", *inputs, *tables, dense_rows(rows), *out, scratch)
+    if checked():
+        check_diff(out.num_misses, capacity)
+    return out
+
+
+def page_table(
+    device_pages: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    lengths: Tensor | None,
+    tail_pages: Tensor | None,
+) -> Tensor:
+    """See :func:`hisparse.kernels.page_table`; what is in no table comes out as -1.
+
+    Raises:
+        KernelError: in checked mode, a row, slot or length is out of range.
+    """
+    device_pages, rows, slots = (dense_rows(x) for x in (device_pages, rows, slots))
+    if checked():
+        check_indices("rows", rows, 0, device_pages.shape[0])
+        check_indices("slots", slots, -1, device_pages.shape[1])
+        if lengths is not None:
+            check_indices("lengths", lengths, 0, slots.shape[1] + 1)
+    if lengths is None or tail_pages is None:
+        table = slots.new_empty(slots.shape)
+        call_cuda("page_table", device_pages, rows, slots, slots, slots, table, False)
+    else:
+        table = slots.new_empty((slots.shape[0], slots.shape[1] + 1))
+        tails = (dense_rows(lengths), dense_rows(tail_pages))
+        call_cuda("page_table", device_pages, rows, slots, *tails, table, True)
+    return table
+
+
+def promote_tail(
+    rows: Tensor,
+    page_index: Tensor,
+    filled: Tensor,
+    capacity: Tensor,
+    state: RowState,
+    tail_pages: Tensor,
+) -> None:
+    """See :func:`hisparse.kernels.promote_tail`."""
+    if checked():
+        check_indices("rows", rows, 0, state.slot_pages.shape[0])
+        check_indices("capacity", capacity, 0, state.slot_pages.shape[1] + 1)
+    inputs = (dense_rows(x) for x in (rows, page_index, filled, capacity))
+    call_cuda("promote_tail", *inputs, *state, tail_pages)
+
+
+def reset_rows(rows: Tensor, capacity: Tensor, states: RowState) -> None:
+    """See :func:`hisparse.kernels.reset_rows`."""
+    if checked():
+        check_indices("rows", rows, 0, capacity.shape[0])
+    call_cuda("reset_rows", dense_rows(rows), dense_rows(capacity), *states)
+
+
+def rebalance(
+    rows: Tensor,
+    new_capacity: Tensor,
+    capacity: Tensor,
+    states: RowState,
+    free_pages: Tensor,
+    num_free: Tensor,
+) -> None:
+    """See :func:`hisparse.kernels.rebalance`."""
+    if checked():
+        check_indices("rows", rows, 0, capacity.shape[0])
+    layers, _, slots = states.slot_pages.shape
+    scratch = capacity.new_empty((layers, 2, slots))
+    inputs = (dense_rows(rows), dense_rows(new_capacity))
+    call_cuda("rebalance", *inputs, capacity, *states, free_pages, num_free, scratch)

@@ -1,0 +1,110 @@
+"""Moving pages and tokens on CUDA devices, by kernel or by the copy engine."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.kernels.build.cpu import dense_rows
+from hisparse.kernels.build.cuda import call_cuda
+from hisparse.kernels.cuda.checks import check_indices, checked
+from hisparse.kernels.cuda.crossover import MIN_COPY_BYTES
+
+__all__ = ["copy_pages", "gather_pages", "gather_tokens", "scatter_tokens"]
+
+_Pools = tuple[Tensor, ...]
+
+
+def gather_pages(
+    src: _Pools, src_pages: Tensor, dst: _Pools, dst_pages: Tensor, heads: int
+) -> None:
+    """See :func:`hisparse.kernels.gather_pages`; one or two pools at a time.
+
+    Lists on the device are served by a kernel that reads pinned host memory in place. Lists on the
+    CPU, with pages on the device, go to the copy engine where that pays.
+
+    Raises:
+        KernelError: a pool has odd row widths or a strided last dimension, or is unpinned host
+            memory; in checked mode also a page that a pool does not have.
+    """
+    device = _device(*src, *dst)
+    on_device = device.type == "cuda" and "cpu" not in (
+        src_pages.device.type,
+        dst_pages.device.type,
+    )
+    if device.type == "cuda" and not on_device:
+        lists = (src_pages.cpu(), dst_pages.cpu())
+        if copy_pages(src, lists[0], dst, lists[1], heads):
+            return
+    src_pages, dst_pages = (
+        dense_rows(x.to(device, non_blocking=True)) for x in (src_pages, dst_pages)
+    )
+    if checked():
+        check_indices("src_pages", src_pages, -1, src[0].shape[-4])
+        check_indices("dst_pages", dst_pages, -1, dst[0].shape[-4])
+    pools = (src[0], src[-1], src_pages, dst[0], dst[-1], dst_pages)
+    call_cuda("gather_pages", *pools, heads, len(src))
+
+
+def copy_pages(
+    src: _Pools,
+    src_pages: Tensor,
+    dst: _Pools,
+    dst_pages: Tensor,
+    heads: int,
+    min_copy_bytes: int = MIN_COPY_BYTES,
+) -> bool:
+    """``gather_pages`` by the copy engine: pages that follow each other go in one call.
+
+    Args:
+        src: one or two pools.
+        src_pages: ``[R, K] int32`` on the CPU.
+        dst: as many pools.
+        dst_pages: ``[R, K] int32`` on the CPU.
+        heads: rows per request.
+        min_copy_bytes: nothing is done if a call would move fewer bytes on average.
+
+    Returns:
+        Whether the pages are being copied.
+
+    Raises:
+        KernelError: as ``gather_pages``, and for a page that a pool does not have.
+    """
+    lists = (dense_rows(src_pages), dense_rows(dst_pages))
+    pools = (src[0], src[-1], lists[0], dst[0], dst[-1], lists[1])
+    return bool(call_cuda("copy_pages", *pools, heads, len(src), min_copy_bytes))
+
+
+def scatter_tokens(new: _Pools, dst: _Pools, slots: Tensor) -> None:
+    """See :func:`hisparse.kernels.scatter_tokens`."""
+    slots = dense_rows(slots.to(_device(*new, *dst), non_blocking=True))
+    _check_slots(slots, dst[0])
+    call_cuda("scatter_tokens", new[0], new[-1], dst[0], dst[-1], slots, len(new))
+
+
+def gather_tokens(src: _Pools, slots: Tensor) -> _Pools:
+    """See :func:`hisparse.kernels.gather_tokens`; the tokens lie where the slots do.
+
+    Raises:
+        KernelError: as ``gather_pages``.
+    """
+    slots = dense_rows(slots.to(_device(slots, *src), non_blocking=True))
+    _check_slots(slots, src[0])
+    out = []
+    for pool in src:
+        *layers, _, heads, _, width = pool.shape
+        shape = (*layers, slots.shape[0], heads, width)
+        out.append(torch.empty(shape, dtype=pool.dtype, device=slots.device))
+    call_cuda("gather_tokens", out[0], out[-1], src[0], src[-1], slots, len(src))
+    return tuple(out)
+
+
+def _check_slots(slots: Tensor, pool: Tensor) -> None:
+    if checked():
+        check_indices("slots", slots, 0, pool.shape[-4] * pool.shape[-2])
+
+
+def _device(*tensors: Tensor) -> torch.device:
+    """The CUDA device among those of the tensors, else the first."""
+    devices = [tensor.device for tensor in tensors]
+    return next((device for device in devices if device.type == "cuda"), devices[0])

@@ -1,0 +1,89 @@
+"""Which implementation of the operations runs."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+from hisparse.errors import KernelError, unknown_name
+from hisparse.kernels import reference
+from hisparse.kernels.build.cpu import cpu_library
+
+__all__ = ["IMPLEMENTATIONS", "implementation"]
+
+_Devices = tuple[torch.device, ...]
+
+
+@functools.cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"hisparse.kernels.{name}")
+
+
+def _cpu(devices: _Devices) -> ModuleType | str:
+    if any(device.type != "cpu" for device in devices):
+        return _places(devices)
+    if cpu_library() is None:
+        return "the library cannot be built"
+    return _module("cpu")
+
+
+def _cuda(devices: _Devices) -> ModuleType | str:
+    from hisparse.kernels.build.cuda import cuda_library
+
+    # One side of a transfer may be host memory.
+    if not _on_cuda(devices):
+        return _places(devices)
+    if cuda_library() is None:
+        return "the library cannot be built"
+    return _module("cuda")
+
+
+def _triton(devices: _Devices) -> ModuleType | str:
+    try:
+        return importlib.import_module("hisparse.kernels.triton")
+    except ImportError as error:
+        return str(error)
+
+
+# What each name stands for: a module, or one line that says why it cannot run on such tensors.
+_LOADERS: dict[str, Callable[[_Devices], ModuleType | str]] = {
+    "reference": lambda devices: reference,
+    "cpu": _cpu,
+    "cuda": _cuda,
+    "triton": _triton,
+}
+IMPLEMENTATIONS = tuple(_LOADERS)
+
+
+def implementation(impl: str, *devices: torch.device) -> ModuleType:
+    """The module whose functions are to run on tensors of ``devices``.
+
+    Args:
+        impl: one of ``IMPLEMENTATIONS``, or "auto" for the fastest that can run.
+        devices: where the tensors lie.
+
+    Raises:
+        KernelError: no such implementation, or it cannot run here.
+    """
+    if impl == "auto":
+        module = (_cuda if _on_cuda(devices) else _cpu)(devices)
+        return reference if isinstance(module, str) else module
+    if impl not in _LOADERS:
+        raise KernelError(unknown_name("implementation", impl, ("auto", *IMPLEMENTATIONS)))
+    module = _LOADERS[impl](devices)
+    if isinstance(module, str):
+        raise KernelError(f"implementation {impl!r}: {module} (choices: auto, reference)")
+    return module
+
+
+def _on_cuda(devices: _Devices) -> bool:
+    kinds = {device.type for device in devices}
+    return "cuda" in kinds and kinds <= {"cuda", "cpu"}
+
+
+def _places(devices: _Devices) -> str:
+    return "tensors are on " + ", ".join(sorted({str(device) for device in devices}))

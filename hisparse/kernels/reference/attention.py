@@ -1,0 +1,42 @@
+"""Attention over pages in plain PyTorch: the oracle of the other implementations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.kernels.reference.fp8 import read_scales
+from hisparse.types import StoredKV
+
+__all__ = ["paged_attention"]
+
+
+def paged_attention(
+    query: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See :func:`hisparse.kernels.paged_attention`."""
+    rows, num_pages = page_table.shape
+    heads, page_size = kv.k.shape[1:3]
+    pages = page_table.clamp(min=0).flatten()
+    k, v = (_gather(pages_kv, pages, rows).float() for pages_kv in kv.kv)
+    if kv.scales is not None:
+        scales = read_scales(_gather(kv.scales, pages, rows))
+        k, v = k * scales[..., :1], v * scales[..., 1:]
+    logits = query.unflatten(1, (heads, -1)) @ k.transpose(-1, -2)
+    token = torch.arange(num_pages * page_size, device=query.device)
+    absent = token >= seq_lens[:, None]
+    logits.masked_fill_(absent[:, None, None], -torch.inf)
+    # What lies beyond a sequence may be another request's, even NaN: 0 * NaN would leak it.
+    v.masked_fill_(absent[:, None, :, None], 0.0)
+    lse = logits.logsumexp(-1)
+    # A row without tokens has lse -inf; its weights are to be 0, not NaN.
+    shift = lse.masked_fill(lse == -torch.inf, 0.0)
+    out = logits.sub_(shift[..., None]).exp_() @ v
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def _gather(pages_kv: Tensor, pages: Tensor, rows: int) -> Tensor:
+    """``[N, Hr, S, D]`` at ``[R * P]`` -> ``[R, Hr, P * S, D]``."""
+    taken = pages_kv.index_select(0, pages).unflatten(0, (rows, -1))
+    tokens: Tensor = taken.transpose(1, 2).flatten(2, 3)
+    return tokens

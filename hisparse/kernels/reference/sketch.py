@@ -1,0 +1,107 @@
+"""Sketches of pages in plain PyTorch: the oracle of the other implementations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.kernels.sketch_layout import BLOCK, SCALE_OFFSET, SketchLayout
+
+__all__ = ["page_sketch", "sketch_keys", "sketch_score"]
+
+
+def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: SketchLayout) -> None:
+    """See :func:`hisparse.kernels.page_sketch`."""
+    stored = (host_pages >= 0).nonzero()[:, 0]
+    sketches[host_pages[stored].long()] = _encode(keys[stored].float().transpose(1, 2), layout)
+
+
+def sketch_score(
+    query: Tensor,
+    sketches: Tensor,
+    host_page_table: Tensor,
+    num_pages: Tensor,
+    layout: SketchLayout,
+) -> Tensor:
+    """See :func:`hisparse.kernels.sketch_score`."""
+    own = sketch_keys(sketches[host_page_table.long()], layout)
+    grouped = query.unflatten(1, (own.shape[2], -1))
+    scores = torch.einsum("bhgd,bphsd->bhgps", grouped, own).logsumexp(-1).flatten(1, 2)
+    page = torch.arange(scores.shape[-1], device=scores.device)
+    masked: Tensor = scores.masked_fill((page >= num_pages[:, None])[:, None], -torch.inf)
+    return masked
+
+
+def sketch_keys(sketches: Tensor, layout: SketchLayout) -> Tensor:
+    """The keys that sketches stand for: ``[..., bytes] uint8`` -> ``[..., S, D] float32``."""
+    dim, size, count = layout.dim, layout.page_size, layout.num_channels
+    scales = _scale(sketches[..., layout.block_scales : layout.mask])
+    base = sketches[..., :dim].view(torch.int8) * scales.repeat_interleave(BLOCK, dim=-1)[..., :dim]
+    keys = base[..., None, :].repeat(*[1] * (sketches.dim() - 1), size, 1)
+    if count == 0:
+        return keys
+    shift = torch.arange(0, 8, 2, device=sketches.device)
+    packed = sketches[..., dim : layout.block_scales].unflatten(-1, (count, -1))
+    codes = ((packed[..., None] >> shift) & 3).flatten(-2)[..., :size]
+    scale = _scale(sketches[..., layout.channel_scales : layout.channel_scales + count])
+    detail = ((codes - 1.5) * scale[..., None]).transpose(-1, -2)
+    bit = torch.arange(BLOCK, device=sketches.device)
+    bits = sketches[..., layout.mask : layout.channel_scales, None] >> bit
+    chosen = (bits & 1).flatten(-2)[..., :dim].bool()
+    # The place of each chosen channel among the chosen ones; those not chosen read any.
+    place = (chosen.cumsum(-1) - 1).clamp(0, count - 1)[..., None, :].expand_as(keys)
+    return keys + torch.where(chosen[..., None, :], detail.gather(-1, place), 0.0)
+
+
+def _encode(keys: Tensor, layout: SketchLayout) -> Tensor:
+    """``[P, Hkv, S, D] float32`` -> ``[P, Hkv, bytes] uint8``."""
+    dim, count = layout.dim, layout.num_channels
+    high, low = keys.amax(2), keys.amin(2)
+    total = keys[:, :, 0]
+    for token in range(1, layout.page_size):  # In this order, for all implementations.
+        total = total + keys[:, :, token]
+    # Of equal ranges the first are chosen.
+    order = (high - low).sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    order = order.sort(dim=-1).values
+    chosen = torch.zeros_like(high, dtype=torch.bool).scatter_(-1, order, True)
+    wanted = torch.where(chosen, high * 0.5 + low * 0.5, total / layout.page_size)
+    whole, block_codes, base = _quantize(wanted, layout)
+
+    furthest = torch.maximum(high - base, base - low)
+    codes = _scale_code(furthest * 0.5)
+    scale = _scale(codes)[:, :, None]
+    offset = keys - base[:, :, None]
+    steps = (offset >= -scale).float() + (offset >= 0) + (offset >= scale)
+    steps = steps.transpose(2, 3).gather(2, order[..., None].expand(*order.shape, keys.shape[2]))
+    packed = torch.nn.functional.pad(steps, (0, 4 * layout.code_bytes - layout.page_size))
+    weights = torch.tensor([1.0, 4.0, 16.0, 64.0], device=keys.device)
+    packed = (packed.unflatten(-1, (-1, 4)) * weights).sum(-1).flatten(2)
+    bits = torch.nn.functional.pad(chosen.float(), (0, layout.blocks * BLOCK - dim))
+    mask = (bits.unflatten(-1, (-1, BLOCK)) * 2.0 ** torch.arange(BLOCK, device=keys.device)).sum(
+        -1
+    )
+    parts = [whole.to(torch.int8).view(torch.uint8)]
+    parts += [x.to(torch.uint8) for x in (packed, block_codes, mask, codes.gather(-1, order))]
+    sketch = torch.cat(parts, -1)
+    return torch.nn.functional.pad(sketch, (0, layout.num_bytes - sketch.shape[-1]))
+
+
+def _quantize(base: Tensor, layout: SketchLayout) -> tuple[Tensor, Tensor, Tensor]:
+    """``[..., D]`` -> integers in -127 to 127, codes of the scales, what these stand for."""
+    padded = torch.nn.functional.pad(base, (0, layout.blocks * BLOCK - layout.dim))
+    blocks = padded.unflatten(-1, (-1, BLOCK))
+    code = _scale_code(blocks.abs().amax(-1) / 127)
+    scale = _scale(code)[..., None]
+    whole = (blocks / scale).round().clamp(-127, 127)
+    exact = (whole * scale).flatten(-2)[..., : layout.dim]
+    return whole.flatten(-2)[..., : layout.dim], code, exact
+
+
+def _scale_code(scale: Tensor) -> Tensor:
+    """The code of the smallest scale that is not below ``scale``, as int32."""
+    bits = scale.contiguous().view(torch.int32)
+    return (((bits + ((1 << 20) - 1)) >> 20) - SCALE_OFFSET).clamp(0, 255)
+
+
+def _scale(code: Tensor) -> Tensor:
+    return ((code.to(torch.int32) + SCALE_OFFSET) << 20).view(torch.float32)

@@ -1,0 +1,16 @@
+"""Operations in Triton: what is arithmetic on GPUs. Bookkeeping and transfers are CUDA C++."""
+
+from hisparse.kernels.triton.attention import paged_attention
+from hisparse.kernels.triton.fp8 import encode_fp8
+from hisparse.kernels.triton.select import page_score, page_summary, select
+from hisparse.kernels.triton.sketch import page_sketch, sketch_score
+
+__all__ = [
+    "encode_fp8",
+    "page_score",
+    "page_sketch",
+    "page_summary",
+    "paged_attention",
+    "select",
+    "sketch_score",
+]

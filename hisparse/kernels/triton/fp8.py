@@ -1,0 +1,89 @@
+"""Eight-bit keys and values in Triton: one launch for the keys of a step and one for its values."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hisparse.types import StoredKV
+
+__all__ = ["encode_fp8"]
+
+#: Elements of a program, so that a step's few vectors are many programs.
+_ELEMENTS = 1024
+
+
+def encode_fp8(k: Tensor, v: Tensor) -> StoredKV:
+    """See :func:`hisparse.kernels.encode_fp8`."""
+    scales = torch.empty((*k.shape[:-1], 2), dtype=torch.uint8, device=k.device)
+    codes = [torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device) for x in (k, v)]
+    for which, (x, to) in enumerate(zip((k, v), codes, strict=True)):
+        vectors = x.reshape(-1, *x.shape[-2:])
+        vectors = vectors if vectors.stride(-1) == 1 else vectors.contiguous()
+        count, width = vectors.shape[0] * vectors.shape[1], vectors.shape[2]
+        if count == 0:
+            continue
+        block = triton.next_power_of_2(width)
+        step = max(1, _ELEMENTS // block)
+        _encode_kernel[(triton.cdiv(count, step),)](
+            vectors,
+            to.view(torch.uint8),
+            scales,
+            *vectors.stride()[:2],
+            vectors.shape[1],
+            count,
+            which,
+            WIDTH=width,
+            WIDTH_BLOCK=block,
+            VECTORS=step,
+        )
+    return StoredKV(codes[0], codes[1], scales)
+
+
+@triton.jit
+def _to_e4m3(x):
+    """To the nearest, ties to even; what comes here is below 432, or no number."""
+    bits = x.to(tl.int32, bitcast=True)
+    positive = bits & 0x7FFFFFFF
+    # 20 bits of the fraction go; 120 is the difference of the exponents' biases.
+    normal = (positive - (120 << 23) + 0x7FFFF + ((positive >> 20) & 1)) >> 20
+    # Subnormal ones are multiples of 2 ** -9: so are all numbers next to 2 ** 14.
+    beside = positive.to(tl.float32, bitcast=True) + 16384.0
+    subnormal = beside.to(tl.int32, bitcast=True) - (141 << 23)
+    number = tl.where(positive < (121 << 23), subnormal, normal)
+    beyond = tl.where(positive > 0x7F800000, 0x7F, 0x7E)  # NaN, infinity
+    number = tl.where(positive < 0x7F800000, number, beyond)
+    return (((bits >> 24) & 0x80) | number).to(tl.uint8)
+
+
+@triton.jit
+def _encode_kernel(
+    vectors,  # [T, H, D]
+    codes,  # [T, H, D]
+    scales,  # [T, H, 2]
+    stride_token,
+    stride_head,
+    heads,
+    count,
+    which,
+    WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+    VECTORS: tl.constexpr,
+):
+    vector = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
+    dim, live = tl.arange(0, WIDTH_BLOCK), vector < count
+    seen = live[:, None] & (dim < WIDTH)[None, :]
+    place = vectors + vector // heads * stride_token + vector % heads * stride_head
+    x = tl.load(place[:, None] + dim[None, :], mask=seen, other=0.0).to(tl.float32)
+    if vectors.dtype.element_ty == tl.float16:
+        # Not tl.clamp: what is no number has to stay that.
+        x = tl.where(x > 61440.0, 61440.0, tl.where(x < -61440.0, -61440.0, x))
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    # As hisparse/kernels/reference/fp8.py derives it.
+    scale = tl.maximum(((largest + 0x280000) >> 23) - 8, 112)
+    inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
+    place = codes + vector * WIDTH
+    tl.store(place[:, None] + dim[None, :], _to_e4m3(x * inverse[:, None]), mask=seen)
+    tl.store(scales + vector * 2 + which, scale.to(tl.uint8), mask=live)

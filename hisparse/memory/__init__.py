@@ -1,0 +1,1 @@
+"""How much fits into host and device memory."""

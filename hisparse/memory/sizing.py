@@ -1,0 +1,363 @@
+"""How much KV cache fits: one formula, in whole bytes, for the server and for every tool.
+
+``kv_tokens = min(host / kv_token, (device - staging - workspace - tables - max_requests * row)
+/ representation)``, where page 0 of the host pool, which SGLang keeps as padding, and one request
+slot more than can run, which padding rows of a batch use, are paid for as well. With captured
+steps their inputs count as tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hisparse.config import format_bytes
+from hisparse.errors import CapacityError
+
+__all__ = ["DEFAULT_MAX_REQUESTS", "Sizing", "SizingLimit", "SizingRequest", "resize", "size"]
+
+#: Requests that may run at once, if nobody says otherwise.
+DEFAULT_MAX_REQUESTS = 256
+
+#: What keeps ``kv_tokens`` from being larger.
+SizingLimit = Literal["host_memory", "device_memory", "max_total_tokens"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizingRequest:
+    """What there is, and what a token, a page and a row cost, on one rank.
+
+    Attributes:
+        kv_token_bytes: K and V of one token, all layers.
+        representation_page_bytes: what the algorithm stores for one page, all layers.
+        page_size: S, tokens.
+        num_layers: L.
+        rows_per_request: H of the selection scope.
+        device_page_bytes: K and V of one device page: one layer, one row.
+        host_bytes: host memory for the KV pool.
+        device_bytes: device memory for all that hisparse keeps there.
+        staging_bytes: device memory for staging, all tiles.
+        device_buffer_size: tokens, device pages that each row has at least.
+        max_row_capacity: tokens, device pages that a row may grow to; None: ``context_length``.
+        context_length: tokens, the longest sequence.
+        max_requests: requests that may run at once; None: ``DEFAULT_MAX_REQUESTS``.
+        request_state_bytes: what the algorithm keeps for one request, all layers.
+        layer_state_bytes: what it keeps for the layers themselves.
+        workspace_bytes: what the adapter keeps for steps of up to 1, 2, 4, 8, ... requests, the
+            last for all beyond; empty: nothing.
+        captured: whether decode steps are captured, whose inputs have tensors of their own.
+    """
+
+    kv_token_bytes: int
+    representation_page_bytes: int
+    page_size: int
+    num_layers: int
+    rows_per_request: int
+    device_page_bytes: int
+    host_bytes: int
+    device_bytes: int
+    staging_bytes: int
+    device_buffer_size: int
+    max_row_capacity: int | None
+    context_length: int
+    max_requests: int | None
+    request_state_bytes: int = 0
+    layer_state_bytes: int = 0
+    workspace_bytes: tuple[int, ...] = ()
+    captured: bool = False
+
+    @property
+    def min_row_pages(self) -> int:
+        """Device pages that each row has at least, the tail page not counted."""
+        return self.device_buffer_size // self.page_size
+
+    @property
+    def max_row_pages(self) -> int:
+        """C as asked for."""
+        tokens = self.context_length if self.max_row_capacity is None else self.max_row_capacity
+        return max(-(-tokens // self.page_size), self.min_row_pages)
+
+    @property
+    def row_bytes(self) -> int:
+        """Device pages that a running request needs at least, tail pages included."""
+        pages = self.rows_per_request * (self.min_row_pages + 1)
+        return self.num_layers * pages * self.device_page_bytes
+
+    @property
+    def slot_table_bytes(self) -> int:
+        """LRU tables of one request per page of row capacity: three int32 a slot."""
+        return 12 * self.num_layers * self.rows_per_request
+
+    @property
+    def pool_page_bytes(self) -> int:
+        """One device page in every layer, with its entry in the free lists."""
+        return self.num_layers * (self.device_page_bytes + 4)
+
+    def workspace(self, max_requests: int) -> int:
+        """What the adapter keeps for steps of up to so many requests."""
+        if not self.workspace_bytes:
+            return 0
+        index = max(max_requests - 1, 0).bit_length()
+        return self.workspace_bytes[min(index, len(self.workspace_bytes) - 1)]
+
+    def usable_bytes(self, max_requests: int) -> int:
+        """Device memory without staging and the adapter's workspace."""
+        return self.device_bytes - self.staging_bytes - self.workspace(max_requests)
+
+    @property
+    def min_representation_bytes(self) -> int:
+        """Representations of the padding page and of one request of ``device_buffer_size``."""
+        return (self.min_row_pages + 1) * self.representation_page_bytes
+
+    def min_device_pages(self, max_requests: int) -> int:
+        """Device pages per layer: every row's least, tail pages and the padding request's too."""
+        pages = self.rows_per_request * (self.min_row_pages + 1)
+        return max_requests * pages + self.rows_per_request
+
+    def table_bytes(self, max_requests: int, row_pages: int, device_pages: int) -> int:
+        """Tables and state of ``max_requests`` and the padding request."""
+        slots = max_requests + 1
+        rows = slots * self.rows_per_request
+        lru = slots * self.slot_table_bytes * row_pages
+        page_ids = 4 * self.num_layers * (device_pages + 1)
+        host_pages = 4 * slots * -(-self.context_length // self.page_size)
+        state = slots * self.request_state_bytes + self.layer_state_bytes
+        return lru + page_ids + 4 * rows + host_pages + state
+
+    def captured_bytes(self, max_requests: int) -> int:
+        """What :class:`~hisparse.engine.graphs.StaticBatch` takes: three int64 and a page table of
+        int32 for each request, and their number.
+        """
+        each = 3 * 8 + 4 * -(-self.context_length // self.page_size)
+        return (max_requests * each + 4) * self.captured
+
+    def fixed_bytes(self, max_requests: int, row_pages: int) -> int:
+        """Device pages at their least, tables, and inputs of captured steps."""
+        pages = self.min_device_pages(max_requests)
+        pool = self.num_layers * pages * self.device_page_bytes
+        tables = self.table_bytes(max_requests, row_pages, pages)
+        return pool + tables + self.captured_bytes(max_requests)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizing:
+    """What fits.
+
+    Attributes:
+        request: what it was computed from.
+        kv_tokens: capacity of the KV pool, the padding page not counted.
+        max_requests: requests that may run at once.
+        max_row_capacity: tokens, ``C * page_size``.
+        num_device_pages: N, per layer: the rows' pages and ``num_tail_pages``.
+        staging_bytes: staging.
+        table_bytes: LRU tables, free lists, page tables, the algorithm's state of requests.
+        captured_bytes: inputs of captured steps.
+        workspace_bytes: what the adapter keeps for itself.
+        row_bytes: device pages that each running request has at least.
+        representation_bytes: representations of every host page.
+        device_page_pool_bytes: all device pages.
+        limit: what keeps ``kv_tokens`` from being larger.
+    """
+
+    request: SizingRequest
+    kv_tokens: int
+    max_requests: int
+    max_row_capacity: int
+    num_device_pages: int
+    staging_bytes: int
+    table_bytes: int
+    captured_bytes: int
+    workspace_bytes: int
+    row_bytes: int
+    representation_bytes: int
+    device_page_pool_bytes: int
+    limit: SizingLimit
+
+    @property
+    def num_tail_pages(self) -> int:
+        """Device pages per layer that are tail pages; the padding request has some as well."""
+        return (self.max_requests + 1) * self.request.rows_per_request
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the KV pool, padding page included."""
+        return (self.kv_tokens + self.request.page_size) * self.request.kv_token_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of everything."""
+        parts = self.staging_bytes + self.table_bytes + self.captured_bytes + self.workspace_bytes
+        return parts + self.representation_bytes + self.device_page_pool_bytes
+
+    def describe(self) -> str:
+        """One line for the log."""
+        asked = self.request.max_requests or DEFAULT_MAX_REQUESTS
+        fewer = f" (of {asked})" if self.max_requests < asked else ""
+        at_times = (
+            ("inputs of captured steps", self.captured_bytes),
+            ("workspace of the adapter", self.workspace_bytes),
+        )
+        more = "".join(f", {term} {format_bytes(size)}" for term, size in at_times if size)
+        return (
+            f"kv_tokens {self.kv_tokens:,} (limited by {self.limit}), "
+            f"max_requests {self.max_requests}{fewer}, "
+            f"device pages per row {self.request.device_buffer_size:,} to "
+            f"{self.max_row_capacity:,} tokens; host {format_bytes(self.host_bytes)}; "
+            f"device {format_bytes(self.device_bytes)}: "
+            f"device pages {format_bytes(self.device_page_pool_bytes)}, "
+            f"representations {format_bytes(self.representation_bytes)}, "
+            f"tables {format_bytes(self.table_bytes)}, staging {format_bytes(self.staging_bytes)}"
+            f"{more}"
+        )
+
+
+def size(request: SizingRequest) -> Sizing:
+    """Share out host and device memory; ``CapacityError`` when one request does not fit."""
+    _check_one_request(request)
+    max_requests = _fit_requests(request)
+    row_pages = _fit_row_pages(request, max_requests)
+    kv_pages = _host_pages(request)
+    left = request.usable_bytes(max_requests) - request.fixed_bytes(max_requests, row_pages)
+    limit: SizingLimit = "host_memory"
+    if left < (kv_pages + 1) * request.representation_page_bytes:
+        kv_pages = left // request.representation_page_bytes - 1
+        limit = "device_memory"
+    return _share_rest(request, max_requests, row_pages, kv_pages, limit)
+
+
+def resize(
+    sizing: Sizing, *, kv_tokens: int | None = None, max_requests: int | None = None
+) -> Sizing:
+    """The same for fewer tokens or requests; what that sets free becomes device pages.
+
+    Args:
+        sizing: what fits.
+        kv_tokens: what the server uses of it (``--max-total-tokens``); None: all.
+        max_requests: as ``kv_tokens`` (``--max-running-requests``).
+
+    Raises:
+        CapacityError: it is more than fits, or too little for one request.
+    """
+    request = sizing.request
+    limit = sizing.limit
+    requests = sizing.max_requests if max_requests is None else max_requests
+    if not 1 <= requests <= sizing.max_requests:
+        raise CapacityError(
+            f"max_running_requests: got {requests}, expected 1 to {sizing.max_requests}"
+        )
+    tokens = sizing.kv_tokens if kv_tokens is None else kv_tokens
+    if not request.device_buffer_size <= tokens <= sizing.kv_tokens:
+        raise CapacityError(
+            f"max_total_tokens: got {tokens}, expected {request.device_buffer_size} "
+            f"(device_buffer_size) to {sizing.kv_tokens} (limited by {limit})"
+        )
+    kv_pages = tokens // request.page_size
+    if kv_pages * request.page_size < sizing.kv_tokens:
+        limit = "max_total_tokens"
+    row_pages = sizing.max_row_capacity // request.page_size
+    return _share_rest(
+        replace(request, max_requests=requests), requests, row_pages, kv_pages, limit
+    )
+
+
+def _host_pages(request: SizingRequest) -> int:
+    """Host pages for tokens: the padding page is taken off."""
+    return request.host_bytes // (request.kv_token_bytes * request.page_size) - 1
+
+
+def _check_one_request(request: SizingRequest) -> None:
+    """One request with the least of everything, term by term."""
+    pages = request.min_row_pages
+    host_need = (pages + 1) * request.page_size * request.kv_token_bytes
+    if host_need > request.host_bytes:
+        raise CapacityError(
+            f"host_memory: got {format_bytes(request.host_bytes)}, but one request of "
+            f"device_buffer_size ({request.device_buffer_size} tokens) needs "
+            f"{format_bytes(host_need)} of KV; raise host_memory or lower device_buffer_size"
+        )
+    tables = request.table_bytes(1, pages, request.min_device_pages(1))
+    captured = request.captured_bytes(1)
+    pool = request.fixed_bytes(1, pages) - tables - captured
+    terms = (
+        ("staging", request.staging_bytes, "lower staging_bytes"),
+        ("the adapter's workspace", request.workspace(1), "take another adapter"),
+        ("inputs of captured steps", captured, "lower the context length"),
+        ("tables", tables, "lower device_buffer_size"),
+        ("row pages", pool, "lower device_buffer_size"),
+        ("representations", request.min_representation_bytes, "lower device_buffer_size"),
+    )
+    left = request.device_bytes
+    for term, need, remedy in terms:
+        if need > left:
+            raise CapacityError(
+                f"device_memory: got {format_bytes(request.device_bytes)}, of which "
+                f"{format_bytes(left)} is left for {term}, but one request needs "
+                f"{format_bytes(need)}; raise device_memory or {remedy}"
+            )
+        left -= need
+
+
+def _fit_requests(request: SizingRequest) -> int:
+    """As many requests as asked for, if their rows leave enough for representations."""
+    most = request.max_requests or DEFAULT_MAX_REQUESTS
+    while most > 1:
+        fitting = min(_fit_rows(request, most), most)
+        # The adapter's workspace is that of a power of two of requests.
+        smaller = 1 << (most - 1).bit_length() - 1
+        if fitting > smaller:
+            return fitting
+        most = smaller
+    return 1
+
+
+def _fit_rows(request: SizingRequest, max_requests: int) -> int:
+    """Requests whose rows fit beside the workspace for ``max_requests``.
+
+    They may take half of the device memory, or all that representations of the whole host pool
+    and a tenth for larger tables leave.
+    """
+    usable = request.usable_bytes(max_requests)
+    representations = (_host_pages(request) + 1) * request.representation_page_bytes
+    allowed = max(usable // 2, usable - usable // 10 - representations)
+    allowed = min(allowed, usable - request.min_representation_bytes)
+    # Every request costs the same.
+    none = request.fixed_bytes(0, request.min_row_pages)
+    each = request.fixed_bytes(1, request.min_row_pages) - none
+    return (allowed - none) // each
+
+
+def _fit_row_pages(request: SizingRequest, max_requests: int) -> int:
+    """C as asked for, cut so that the LRU tables stay within a tenth of the device memory."""
+    least = request.min_row_pages
+    each = (max_requests + 1) * request.slot_table_bytes
+    usable = request.usable_bytes(max_requests)
+    left = usable - request.fixed_bytes(max_requests, least) - request.min_representation_bytes
+    spare = min(usable // 10 - least * each, left)
+    return min(request.max_row_pages, least + max(0, spare // each))
+
+
+def _share_rest(
+    request: SizingRequest, max_requests: int, row_pages: int, kv_pages: int, limit: SizingLimit
+) -> Sizing:
+    """All numbers; device memory that nothing else needs becomes device pages."""
+    representations = (kv_pages + 1) * request.representation_page_bytes
+    fixed = request.fixed_bytes(max_requests, row_pages)
+    rest = request.usable_bytes(max_requests) - fixed - representations
+    growth = max_requests * request.rows_per_request * (row_pages - request.min_row_pages)
+    extra = min(rest // request.pool_page_bytes, growth)
+    device_pages = request.min_device_pages(max_requests) + extra
+    return Sizing(
+        request=request,
+        kv_tokens=kv_pages * request.page_size,
+        max_requests=max_requests,
+        max_row_capacity=row_pages * request.page_size,
+        num_device_pages=device_pages,
+        staging_bytes=request.staging_bytes,
+        table_bytes=request.table_bytes(max_requests, row_pages, device_pages),
+        captured_bytes=request.captured_bytes(max_requests),
+        workspace_bytes=request.workspace(max_requests),
+        row_bytes=request.row_bytes,
+        representation_bytes=representations,
+        device_page_pool_bytes=request.num_layers * device_pages * request.device_page_bytes,
+        limit=limit,
+    )

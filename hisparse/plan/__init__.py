@@ -1,0 +1,1 @@
+"""How many requests fit a machine."""

@@ -1,0 +1,232 @@
+"""How many requests fit, dense and with hisparse, by the sizing formula that the server uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hisparse.config import HiSparseConfig, build_algorithm, format_bytes, resolve_memory
+from hisparse.engine.build import Resources, make_plan, stored_spec
+from hisparse.errors import CapacityError, ConfigError
+from hisparse.memory.sizing import Sizing, SizingLimit, size
+from hisparse.sglang.checks import server_page_size
+from hisparse.types import KVSpec
+
+__all__ = ["Capacity", "Machine", "fit"]
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a server is given.
+
+    Attributes:
+        device_bytes: memory of one GPU.
+        host_bytes: free memory of the node.
+        tp: GPUs, all on that node.
+        weight_bytes: the model's weights, all ranks together.
+        mem_fraction: part of the GPU for weights and KV cache (``--mem-fraction-static``); the
+            rest is for activations and CUDA graphs.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    tp: int
+    weight_bytes: int
+    mem_fraction: float
+
+    @property
+    def cache_bytes(self) -> int:
+        """What one GPU has beside its share of the weights: what SGLang profiles."""
+        return int(self.device_bytes * self.mem_fraction) - -(-self.weight_bytes // self.tp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """What fits on each rank for requests of one length.
+
+    Attributes:
+        config: the settings, ``host_memory`` as an absolute size.
+        context: tokens of a request, prompt and answer.
+        spec: the model's shape on one rank.
+        sizing: how the server shares out memory with ``max_requests``; None where not even one
+            request of ``device_buffer_size`` fits.
+        max_requests: at once, with hisparse.
+        dense_max_requests: at once, with the whole KV cache on the device.
+        limit: what stops one request more.
+        message: why not even one fits; "" if one does.
+    """
+
+    config: HiSparseConfig
+    context: int
+    spec: KVSpec
+    sizing: Sizing | None
+    max_requests: int
+    dense_max_requests: int
+    limit: SizingLimit
+    message: str = ""
+
+    @property
+    def host_bytes_per_request(self) -> int:
+        """K and V of a request and what the algorithm keeps beside them in host memory."""
+        if self.sizing is None:
+            return 0
+        return self._pages * self.spec.page_size * self.sizing.request.kv_token_bytes
+
+    @property
+    def device_bytes_per_request(self) -> int:
+        """Least device pages, tables, state and captured inputs of a running request, and its
+        representations.
+        """
+        if self.sizing is None:
+            return 0
+        request = self.sizing.request
+        row_pages = self.sizing.max_row_capacity // self.spec.page_size
+        row = request.fixed_bytes(1, row_pages) - request.fixed_bytes(0, row_pages)
+        return row + self._pages * request.representation_page_bytes
+
+    @property
+    def host_bytes_per_token(self) -> int:
+        """Host memory for one token, all layers."""
+        return 0 if self.sizing is None else self.sizing.request.kv_token_bytes
+
+    @property
+    def device_bytes_per_token(self) -> int:
+        """Representations of one token, all layers, rounded up."""
+        if self.sizing is None:
+            return 0
+        return -(-self.sizing.request.representation_page_bytes // self.spec.page_size)
+
+    @property
+    def _pages(self) -> int:
+        return -(-self.context // self.spec.page_size)
+
+
+def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) -> Capacity:
+    """The most requests of ``context`` tokens that a server with these settings runs at once.
+
+    ``host_memory`` is lowered where its representations would take the place of requests.
+
+    Raises:
+        ConfigError: a setting does not go with the model or with another one, or the weights
+            leave no room.
+    """
+    if machine.cache_bytes <= 0:
+        raise ConfigError(
+            f"--device-memory: got {format_bytes(machine.device_bytes)}, of which "
+            f"{machine.mem_fraction:g} is for weights and KV cache, but the weights alone take "
+            f"{format_bytes(-(-machine.weight_bytes // machine.tp))} a GPU; expected more memory, "
+            "or a larger --tp"
+        )
+    spec = stored_spec(config, spec)
+    pool = resolve_memory(config.host_memory, machine.host_bytes, "host_memory") // _MIB
+    page = server_page_size(config)
+    tokens = -(-context // page) * page
+    requests, message, sizing = 0, "", None
+    limit: SizingLimit = "host_memory"
+    try:
+        search = _Search(
+            first=_size_for_one(config, spec, machine, context, pool),
+            tp=machine.tp,
+            server_page=page,
+            tokens=tokens,
+        )
+        requests, sizing, limit, pool = search.run(pool)
+        message = "" if requests else f"one request does not fit: {search.first.describe()}"
+    except CapacityError as error:
+        message = str(error)
+        limit = "host_memory" if message.startswith("host_memory") else "device_memory"
+    # SGLang stores fp8 without scales of ours.
+    dense_bytes = spec.token_bytes - spec.scale_bytes
+    index_bytes = spec.num_layers * (spec.index_head_dim + 4 * (spec.index_head_dim > 0))
+    return Capacity(
+        config=replace(config, host_memory=f"{max(1, pool)}MiB"),
+        context=context,
+        spec=spec,
+        sizing=sizing,
+        max_requests=requests,
+        dense_max_requests=machine.cache_bytes // (dense_bytes + index_bytes) // tokens,
+        limit=limit,
+        message=message,
+    )
+
+
+def _size_for_one(
+    config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int, pool_mib: int
+) -> Sizing:
+    device = machine.cache_bytes
+    if config.device_memory is not None:
+        device = min(device, resolve_memory(config.device_memory, device, "device_memory"))
+    resources = Resources(
+        host_bytes=pool_mib * _MIB // machine.tp,
+        device_bytes=device,
+        context_length=context,
+        max_requests=1,
+        device_type="cuda",
+    )
+    algorithm = build_algorithm(config)
+    return make_plan(config, algorithm, spec, spec.head_dim**-0.5, resources).sizing
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Search:
+    """Looks for the most requests, and then for the largest host pool that loses none of them.
+
+    Attributes:
+        first: what fits with one request and all of the host memory.
+        tp: ranks that share the host memory.
+        server_page: SGLang's page size, tokens: it hands out whole pages.
+        tokens: of one request, in whole pages of the server.
+    """
+
+    first: Sizing
+    tp: int
+    server_page: int
+    tokens: int
+
+    def run(self, pool_mib: int) -> tuple[int, Sizing, SizingLimit, int]:
+        """Requests, what fits with them, what stops one more, and MiB of host memory."""
+        if not self._fits(1, pool_mib):
+            return 0, self.first, self.first.limit, pool_mib
+
+        def possible(requests: int) -> bool:
+            least = self._least_pool(requests)
+            return least <= pool_mib and self._fits(requests, least)
+
+        bound = pool_mib * _MIB // (self.first.request.kv_token_bytes * self.tokens) + 2
+        requests = max(1, _largest(possible, 1, bound))
+        limit: SizingLimit = "device_memory"
+        if self._least_pool(requests + 1) > pool_mib:
+            limit = "host_memory"
+        pool = _largest(lambda mib: self._fits(requests, mib), self._least_pool(requests), pool_mib)
+        return requests, self._sized(requests, pool), limit, pool
+
+    def _least_pool(self, requests: int) -> int:
+        """MiB of the node that hold the K and V of so many requests, and the padding page."""
+        request = self.first.request
+        tokens = requests * self.tokens + request.page_size
+        return -(-tokens * request.kv_token_bytes * self.tp // _MIB)
+
+    def _sized(self, requests: int, pool_mib: int) -> Sizing:
+        host = pool_mib * _MIB // self.tp
+        return size(replace(self.first.request, max_requests=requests, host_bytes=host))
+
+    def _fits(self, requests: int, pool_mib: int) -> bool:
+        try:
+            sizing = self._sized(requests, pool_mib)
+        except CapacityError:
+            return False
+        pages = sizing.kv_tokens // self.server_page
+        tokens = pages * self.server_page
+        return sizing.max_requests >= requests and tokens >= requests * self.tokens
+
+
+def _largest(holds: Callable[[int], bool], least: int, most: int) -> int:
+    """The largest number up to ``most`` of which ``holds`` is true, if it is for ``least``."""
+    if holds(most):
+        return most
+    while least + 1 < most:
+        middle = (least + most) // 2
+        least, most = (middle, most) if holds(middle) else (least, middle)
+    return least
