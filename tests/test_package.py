@@ -19,7 +19,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
-    for name in ("hisparse", "csrc"):
+    for name in ("hisparse", "csrc", "bench/hisparse_bench"):
         skip = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=skip)
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
@@ -38,9 +38,10 @@ def test_kernel_sources_are_in_the_wheel(wheel: zipfile.ZipFile) -> None:
         assert wheel.read(inside) == source.read_bytes(), inside
 
 
-def test_nothing_but_the_package_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
+def test_nothing_but_the_packages_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
     assert {name.split("/")[0] for name in wheel.namelist()} == {
         "hisparse",
+        "hisparse_bench",
         "hisparse-0.1.0.dist-info",
     }
     assert "hisparse/py.typed" in wheel.namelist()

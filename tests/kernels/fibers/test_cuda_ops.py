@@ -13,7 +13,6 @@ from hisparse.errors import KernelError
 from hisparse.kernels import (
     LruDiff,
     RowState,
-    _build_cuda,
     gather_pages,
     gather_tokens,
     lru_diff,
@@ -21,6 +20,7 @@ from hisparse.kernels import (
     promote_tail,
     scatter_tokens,
 )
+from hisparse.kernels.build import cuda as _build_cuda
 from hisparse.kernels.cuda.checks import set_checked
 from hisparse.kernels.cuda.transfer import copy_pages
 from hisparse.types import PagedKV
