@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 import json
-import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_type_hints
+from typing import Any, Final, Literal, get_type_hints
 
 from hisparse.errors import ConfigError, unknown_name
-from hisparse.options import check_type, matches, type_words
+from hisparse.options import check_type, from_options
+from hisparse.registry import Registry
 from hisparse.types import HostLayout, SelectionScope
+from hisparse.units import MemorySize, parse_memory
 
-if TYPE_CHECKING:
-    from hisparse.algorithms import BaseSparseAlgorithm
+__all__ = ["EXTENSIONS", "HiSparseConfig"]
 
-__all__ = [
-    "HiSparseConfig",
-    "MemorySize",
-    "algorithm_from_options",
-    "build_algorithm",
-    "format_bytes",
-    "resolve_memory",
-]
 
-#: Bytes, a size such as "64GiB", or a fraction in (0, 1) of what is free.
-MemorySize = int | float | str
+#: Extensions by name: subclasses of ``hisparse.engine.extensions.base.Extension``. Each name is
+#: also a configuration key: ``options_type`` says what its value holds, ``check`` which other
+#: settings it excludes.
+EXTENSIONS: Registry[Any] = Registry(
+    "extension", package="hisparse.engine.extensions", entry_point_group="hisparse.extensions"
+)
 
 _ALIASES: Final = {"top_k": "budget"}
+#: Keys of upstream's HiSparse and of earlier versions, and what to write in their place.
 _REPLACED: Final = {
-    "host_to_device_ratio": "host_memory",
-    "min_sparse_prompt_len": "min_sparse_context",
+    "host_to_device_ratio": "host_memory takes its place",
+    "min_sparse_prompt_len": "min_sparse_context takes its place",
+    "speculate": 'prefetch takes its place: "prefetch": true for what "step" did; "layer" is gone',
+    "speculation_threshold": 'prefetch takes its place: "prefetch": {"min_cosine": 0.9}',
+    "numa_node": "host memory cannot be bound to a NUMA node yet; start the server with numactl",
 }
-_NOT_BUILT: Final = {"numa_node": None}
-_UNITS: Final = {"B": 1} | {
-    prefix + suffix: base**power
-    for suffix, base in (("iB", 1024), ("B", 1000))
-    for power, prefix in enumerate("KMGT", start=1)
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +43,7 @@ class HiSparseConfig:
 
     Attributes:
         algorithm: registered name of the algorithm that selects pages.
-        algorithm_config: the algorithm's own options; see :func:`build_algorithm`.
+        algorithm_config: the algorithm's own options; see its class.
         budget: tokens attended per decode step and row: sinks, recent pages and the tail page
             included. Multiple of ``page_size``. Alias ``top_k``.
         device_buffer_size: tokens, device pages that every row has at least; multiple of
@@ -64,32 +57,26 @@ class HiSparseConfig:
         min_sparse_context: tokens; contexts up to this length are attended densely.
         dense_layers: layers that are always attended densely; None: none.
         reuse_layers: layers that share a selection: that of the first of them.
-        tail_estimate: attend over what was not selected as well, each page as one token, its mean.
-        speculate: attend what another query selected, whose pages are brought in ahead: "step",
-            that of the previous step; "layer", one predicted from what the layer before gets.
-            None: every query selects for itself.
-        speculation_threshold: a selection made ahead is kept while the cosine of the two queries,
-            averaged over the query heads that share it, is above this; 1 keeps none, -1 every one.
-        overlap: "transfers": they run beside compute on side streams, tokens stay the same bit for
-            bit; "attention": also over pages that are there while others arrive, which rounds
-            differently; None: nothing overlaps. Not yet run on a GPU.
+        overlap: run transfers beside compute, on side streams. Tokens stay the same, bit for bit.
+            Not yet run on a GPU.
         host_memory: for the KV cache, per node; see ``MemorySize``.
         device_memory: cap on device pages, representations, tables and staging; None: what the
             server has to give.
         host_layout: how host memory is ordered; None: chosen.
-        numa_node: where host memory lies. Only None (anywhere) so far.
         staging_bytes: device memory that prefixes are streamed through; None: chosen.
         kv_cache_dtype: how K and V are stored: "auto", as the model computes them, or "fp8_e4m3",
             with a scale for each token and head. In a server the same as ``--kv-cache-dtype``.
         adapter: attention backend; None: chosen.
         checked: check selections at every step; slow, for tests and new algorithms.
         cuda_graph: capture SGLang's decode steps in CUDA graphs; not yet run on a GPU.
+        extensions: options by the name of the extension (``tail_estimate``, ``prefetch``). In JSON
+            each name is a key of its own: ``true`` for the defaults, or an object of options.
     """
 
     algorithm: str = "quest"
     algorithm_config: Mapping[str, Any] = field(default_factory=dict)
     budget: int = 2048
-    device_buffer_size: int = cast(int, None)
+    device_buffer_size: int | None = None
     max_row_capacity: int | None = None
     page_size: int = 16
     num_sink_pages: int = 1
@@ -98,38 +85,38 @@ class HiSparseConfig:
     min_sparse_context: int = 0
     dense_layers: tuple[int, ...] | None = None
     reuse_layers: int = 1
-    tail_estimate: bool = False
-    speculate: Literal["step", "layer"] | None = None
-    speculation_threshold: float = 0.9
-    overlap: Literal["transfers", "attention"] | None = None
+    overlap: bool = False
     host_memory: MemorySize = 0.7
     device_memory: MemorySize | None = None
     host_layout: HostLayout | None = None
-    numa_node: int | None = None
     staging_bytes: int | None = None
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     adapter: str | None = None
     checked: bool = False
     cuda_graph: bool = False
+    extensions: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.device_buffer_size is None and matches(self.budget, int):
-            self._set("device_buffer_size", 2 * self.budget)
         for name, hint in get_type_hints(type(self)).items():
             check_type(name, getattr(self, name), hint)
+        if self.device_buffer_size is None:
+            self._set("device_buffer_size", 2 * self.budget)
         self._set("algorithm_config", MappingProxyType(dict(self.algorithm_config)))
         if self.dense_layers is not None:
             self._set("dense_layers", tuple(self.dense_layers))
-        for name, works in _NOT_BUILT.items():
-            if getattr(self, name) != works:
-                raise ConfigError(
-                    f"{name}: got {getattr(self, name)!r}, but this is not there yet; "
-                    f"the value that works is {json.dumps(works)}"
-                )
         self._check_ranges()
         self._check_sizes()
         if self.cuda_graph:
             self._check_cuda_graph()
+        self._set("extensions", MappingProxyType(_read_extensions(self.extensions)))
+        for name, options in self.extensions.items():
+            EXTENSIONS.get(name).check(options, self)
+
+    @property
+    def min_row_tokens(self) -> int:
+        """``device_buffer_size``, in tokens; twice the budget where it was not given."""
+        assert self.device_buffer_size is not None, "set when the configuration is made"
+        return self.device_buffer_size
 
     @property
     def stores_fp8(self) -> bool:
@@ -154,19 +141,14 @@ class HiSparseConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ConfigError(f"{name}: got {value}, expected at least {low}")
-        if not -1 <= self.speculation_threshold <= 1:
-            raise ConfigError(
-                f"speculation_threshold: got {self.speculation_threshold}, expected a cosine from "
-                "-1 (never correct) to 1 (always correct)"
-            )
         layers = self.dense_layers or ()
         if len(set(layers)) < len(layers) or min(layers, default=0) < 0:
             raise ConfigError(
                 f"dense_layers: got {list(layers)}, expected different layer numbers from 0"
             )
-        _parse_memory("host_memory", self.host_memory)
+        parse_memory("host_memory", self.host_memory)
         if self.device_memory is not None:
-            _parse_memory("device_memory", self.device_memory)
+            parse_memory("device_memory", self.device_memory)
 
     def _check_sizes(self) -> None:
         page = self.page_size
@@ -184,11 +166,6 @@ class HiSparseConfig:
             value, low = getattr(self, name), getattr(self, least)
             if value is not None and value < low:
                 raise ConfigError(f"{name}: got {value}, expected at least {least} ({low})")
-        if self.tail_estimate and page == 1:
-            raise ConfigError(
-                "tail_estimate: got true with page_size 1, whose pages are their own means; "
-                "expected page_size above 1, or tail_estimate false"
-            )
         pages = self.num_sink_pages + self.num_recent_pages + 2
         if self.budget < pages * page:
             raise ConfigError(
@@ -205,7 +182,7 @@ class HiSparseConfig:
         ):
             if got:
                 raise ConfigError(f"cuda_graph: got true and {name} {got}, expected {expected}")
-        if self.min_sparse_context > self.device_buffer_size:
+        if self.min_sparse_context > self.min_row_tokens:
             raise ConfigError(
                 f"cuda_graph: got true and min_sparse_context {self.min_sparse_context}, expected "
                 f"at most device_buffer_size ({self.device_buffer_size}), which every row has"
@@ -213,12 +190,17 @@ class HiSparseConfig:
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> HiSparseConfig:
-        """The settings in ``mapping``, defaults for the others."""
-        names = [f.name for f in fields(cls)]
+        """The settings in ``mapping``, defaults for the others.
+
+        Raises:
+            ConfigError: a key is unknown, replaced or given twice, or a value cannot be used.
+        """
+        names = cls.keys()
         values: dict[str, Any] = {}
+        extensions: dict[str, Any] = {}
         for key, value in mapping.items():
             if key in _REPLACED:
-                raise ConfigError(f"{key}: not a key of hisparse, {_REPLACED[key]} takes its place")
+                raise ConfigError(f"{key}: not a key of hisparse, {_REPLACED[key]}")
             if key not in names and key not in _ALIASES:
                 raise ConfigError(unknown_name("config key", str(key), [*names, *_ALIASES]))
             name = _ALIASES.get(key, key)
@@ -228,8 +210,14 @@ class HiSparseConfig:
                     f"got both {name} and {aliases[0]}, which is another name for it; "
                     "expected one of the two"
                 )
-            values[name] = value
-        return cls(**values)
+            where = extensions if name in EXTENSIONS else values
+            where[name] = value
+        return cls(**values, extensions=extensions)
+
+    @classmethod
+    def keys(cls) -> list[str]:
+        """Every key that a JSON object of settings may have, aliases left out."""
+        return [f.name for f in fields(cls) if f.name != "extensions"] + list(EXTENSIONS)
 
     @classmethod
     def parse(cls, text: str | None) -> HiSparseConfig:
@@ -264,96 +252,36 @@ class HiSparseConfig:
         return cls.from_dict(value)
 
     def effective(self) -> dict[str, Any]:
-        """Every key and its value, ready for JSON and for the log at start."""
+        """Every key and its value, ready for JSON and for the log at start.
+
+        An extension that is switched on has its options, any other ``False``.
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["algorithm_config"] = dict(self.algorithm_config)
         values["dense_layers"] = None if self.dense_layers is None else list(self.dense_layers)
-        return values
+        enabled = values.pop("extensions")
+        off = dict.fromkeys(EXTENSIONS, False)
+        return values | off | {name: asdict(options) for name, options in enabled.items()}
 
 
-def build_algorithm(config: HiSparseConfig) -> BaseSparseAlgorithm:
-    """The algorithm that ``config`` names, with the options of ``algorithm_config``."""
-    from hisparse.algorithms import ALGORITHMS
-
-    name = config.algorithm
-    return algorithm_from_options(ALGORITHMS.get(name), name, config.algorithm_config)
-
-
-def algorithm_from_options(
-    cls: type[Any], name: str, options: Mapping[str, Any]
-) -> BaseSparseAlgorithm:
-    """An instance of an algorithm's class with options from JSON.
-
-    Args:
-        cls: the dataclass.
-        name: of the algorithm, for messages.
-        options: those that are not given keep their defaults.
-
-    Raises:
-        ConfigError: an option is unknown, missing, of the wrong type or out of range.
-    """
-    known = {f.name: f for f in fields(cls) if f.init}
-    hints = get_type_hints(cls)
-    values = {}
-    for key, value in options.items():
-        if key not in known:
-            raise ConfigError(unknown_name(f"{name} option", key, known))
-        check_type(f"algorithm_config.{key}", value, hints[key])
-        values[key] = tuple(value) if isinstance(value, list) else value
-    for key, option in known.items():
-        if key not in values and option.default is option.default_factory is MISSING:
+def _read_extensions(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the extensions that are switched on, by name."""
+    found = {}
+    for name, value in given.items():
+        options_type = EXTENSIONS.get(name).options_type
+        if isinstance(value, options_type):
+            found[name] = value
+        elif isinstance(value, Mapping):
+            found[name] = from_options(options_type, name, name, value)
+        elif value is True:
+            found[name] = options_type()
+        elif value is not False and value is not None:
+            choices = ", ".join(f.name for f in fields(options_type)) or "none"
             raise ConfigError(
-                f"algorithm_config.{key}: got nothing, but {name} expects {type_words(hints[key])}"
+                f"{name}: got {reprlib.repr(value)} ({type(value).__name__}), expected true, false "
+                f"or an object of options (options: {choices})"
             )
-    try:
-        return cast("BaseSparseAlgorithm", cls(**values))
-    except ValueError as error:
-        raise ConfigError(f"algorithm_config: {error}") from error
-
-
-def resolve_memory(value: MemorySize, free_bytes: int, what: str) -> int:
-    """Bytes that a setting stands for.
-
-    Args:
-        value: see ``MemorySize``.
-        free_bytes: what the machine has to give.
-        what: the setting's name, for the message.
-
-    Raises:
-        ConfigError: it is more than ``free_bytes``.
-    """
-    size = _parse_memory(what, value)
-    num_bytes = int(size * free_bytes) if isinstance(size, float) else size
-    if num_bytes > free_bytes:
-        raise ConfigError(
-            f"{what}: got {value!r} = {format_bytes(num_bytes)}, but {format_bytes(free_bytes)} "
-            "is free; expected a smaller size, or a fraction in (0, 1) of what is free"
-        )
-    return num_bytes
-
-
-def format_bytes(num_bytes: int) -> str:
-    """A size for people, such as "1.5 GiB"."""
-    power = min((max(num_bytes, 1).bit_length() - 1) // 10, 4)
-    return f"{num_bytes / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
-
-
-def _parse_memory(what: str, value: MemorySize) -> int | float:
-    """Bytes as int, or a fraction as float."""
-    if isinstance(value, str):
-        match = _SIZE.fullmatch(value)
-        units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-        if match is None or match[2].lower() not in units:
-            raise ConfigError(
-                f"{what}: got {value!r}, expected a size such as '64GiB' "
-                f"(units: {', '.join(_UNITS)})"
-            )
-        value = int(float(match[1]) * units[match[2].lower()])
-    if isinstance(value, float) and not 0 < value < 1:
-        raise ConfigError(f"{what}: got {value}, expected a fraction in (0, 1) or whole bytes")
-    if value <= 0:
-        raise ConfigError(f"{what}: got {value} bytes, expected more than 0")
-    return value
+    return found
 
 
 def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,16 +1,50 @@
-"""Values from JSON held against the types of options."""
+"""Options from JSON: values checked against the types of a frozen dataclass."""
 
 from __future__ import annotations
 
 import json
 import reprlib
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hisparse.errors import ConfigError
+from hisparse.errors import ConfigError, unknown_name
 
-__all__ = ["check_type", "matches", "type_words"]
+__all__ = ["check_type", "from_options", "matches", "type_words"]
+
+T = TypeVar("T")
+
+
+def from_options(cls: type[T], owner: str, key: str, options: Mapping[str, Any]) -> T:
+    """An instance of a dataclass whose fields are options.
+
+    Args:
+        cls: the dataclass.
+        owner: what the options belong to, for messages ("quest").
+        key: the configuration key that holds them, for messages ("algorithm_config").
+        options: values from JSON by name; the others keep their defaults.
+
+    Raises:
+        ConfigError: an option is unknown, missing, of the wrong type or out of range.
+    """
+    known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
+    hints = get_type_hints(cls)
+    values = {}
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(unknown_name(f"{owner} option", name, known))
+        check_type(f"{key}.{name}", value, hints[name])
+        values[name] = tuple(value) if isinstance(value, list) else value
+    for name, option in known.items():
+        if name not in values and option.default is option.default_factory is MISSING:
+            raise ConfigError(
+                f"{key}.{name}: got nothing, but {owner} expects {type_words(hints[name])}"
+            )
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def check_type(key: str, value: object, hint: Any) -> None:

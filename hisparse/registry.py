@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
@@ -18,14 +20,21 @@ class Registry(Generic[T]):
 
     Args:
         kind: the word used in messages ("algorithm", "adapter").
-        entry_point_group: installed packages that offer entries in this group are
-            imported on the first lookup of a name that is not known yet, or on listing.
+        package: dotted name of the package with the built-in classes. Each of its modules is
+            imported on the first lookup, so a new file there needs no other edit. Modules whose
+            names begin with an underscore are left out.
+        entry_point_group: packages installed beside this one that offer entries in this group are
+            imported on the first lookup of an unknown name, or on listing.
     """
 
-    def __init__(self, kind: str, entry_point_group: str | None = None) -> None:
+    def __init__(
+        self, kind: str, *, package: str | None = None, entry_point_group: str | None = None
+    ) -> None:
         self.kind = kind
+        self._package = package
         self._group = entry_point_group
         self._entries: dict[str, type[T]] = {}
+        self._built_in_loaded = False
         self._plugins_loaded = False
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
@@ -47,14 +56,29 @@ class Registry(Generic[T]):
     def get(self, name: str) -> type[T]:
         """The class filed under ``name``; ``ConfigError`` with the choices if there is none."""
         if name not in self._entries:
+            self._load_built_in()
+        if name not in self._entries:
             self._load_plugins()
         if name not in self._entries:
             raise ConfigError(unknown_name(self.kind, name, self._entries))
         return self._entries[name]
 
+    def __contains__(self, name: object) -> bool:
+        return name in list(self)
+
     def __iter__(self) -> Iterator[str]:
+        self._load_built_in()
         self._load_plugins()
         return iter(sorted(self._entries))
+
+    def _load_built_in(self) -> None:
+        if self._built_in_loaded or self._package is None:
+            return
+        self._built_in_loaded = True
+        package = import_module(self._package)
+        for module in pkgutil.iter_modules(package.__path__, f"{self._package}."):
+            if not module.name.rpartition(".")[2].startswith("_"):
+                import_module(module.name)
 
     def _load_plugins(self) -> None:
         if self._plugins_loaded or self._group is None:

@@ -12,8 +12,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import BaseSparseAlgorithm, PageScoreAlgorithm, Representation
-from hisparse.engine.step import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.algorithms import (
+    BaseSparseAlgorithm,
+    DecodeStep,
+    PageScoreAlgorithm,
+    PrefillStep,
+    Representation,
+    SelectionPolicy,
+)
 from hisparse.types import KVSpec, Selection
 
 __all__ = ["FAULTS", "Right", "finds", "select"]

@@ -9,8 +9,7 @@ import torch
 from faulty_algorithms import FAULTS, Right, finds, select
 from torch import Tensor
 
-from hisparse.algorithms import Representation
-from hisparse.engine.step import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.algorithms import DecodeStep, PrefillStep, Representation, SelectionPolicy
 from hisparse.types import Selection
 
 __all__ = ["FAULTS"]

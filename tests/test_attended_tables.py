@@ -8,9 +8,12 @@ import pytest
 from torch import Tensor
 
 from hisparse.adapters import Attended, TableLimits, TorchAdapter
-from hisparse.algorithms import BaseSparseAlgorithm, Oracle, Quest, TopP
+from hisparse.algorithms import BaseSparseAlgorithm
+from hisparse.algorithms.oracle import Oracle
+from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.topp import TopP
 from hisparse.config import HiSparseConfig
-from hisparse.engine.modes import attended_tables
+from hisparse.memory.costs import attended_tables
 from hisparse.testing import Simulator
 from hisparse.types import PagedKV
 

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from hisparse.algorithms import ALGORITHMS, Quest
+from hisparse.algorithms import ALGORITHMS
+from hisparse.algorithms.quest import Quest
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import check_capabilities
+from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
 
 

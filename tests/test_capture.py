@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from hisparse.algorithms import DIPR, Quest
-from hisparse.engine.step import DecodeBatch, DecodeStep
+from hisparse.algorithms import DecodeStep
+from hisparse.algorithms.dipr import DIPR
+from hisparse.algorithms.quest import Quest
+from hisparse.engine.step import DecodeBatch
 from hisparse.errors import HiSparseError
 from hisparse.testing import Request, Simulator, Violation
 from hisparse.testing.replaying import ReplayingSimulator

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from hisparse.algorithms import ALGORITHMS
-from hisparse.config import HiSparseConfig, build_algorithm, format_bytes, resolve_memory
+from hisparse.algorithms import ALGORITHMS, build_algorithm
+from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
+from hisparse.units import format_bytes, resolve_memory
 
 GIB = 1 << 30
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from hisparse.algorithms import Quest
+from hisparse.algorithms.quest import Quest
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recorder import Recorder, Retrieved
 

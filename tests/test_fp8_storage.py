@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from hisparse.algorithms import Oracle, Quest
+from hisparse.algorithms import build_algorithm
+from hisparse.algorithms.oracle import Oracle
+from hisparse.algorithms.quest import Quest
 from hisparse.cache import HostKVPool
 from hisparse.cache import manager as manager_module
 from hisparse.cache.codec import as_read, encode
-from hisparse.config import HiSparseConfig, build_algorithm
-from hisparse.engine.build import Resources, assemble, make_plan, stored_spec
+from hisparse.config import HiSparseConfig
+from hisparse.engine.build import Resources, assemble, make_plan
+from hisparse.engine.capabilities import stored_spec
 from hisparse.errors import HiSparseError
 from hisparse.testing import Request, Simulator
 from hisparse.testing.delayed import DelayedStreams, Order

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from hisparse.engine.step import DecodeStep
+from hisparse.algorithms import DecodeStep
 from hisparse.testing import Request, Simulator
 from hisparse.types import Selection
 

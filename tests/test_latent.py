@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from hisparse.algorithms import DSA, Oracle, Quest
+from hisparse.algorithms.dsa import DSA
+from hisparse.algorithms.oracle import Oracle
+from hisparse.algorithms.quest import Quest
 from hisparse.testing import Simulator
 from hisparse.types import HostLayout
 

@@ -11,7 +11,10 @@ import pytest
 import torch
 from test_replay import assert_same, play, state_of
 
-from hisparse.algorithms import DSA, Quest, SnapKV, TopP
+from hisparse.algorithms.dsa import DSA
+from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.snapkv import SnapKV
+from hisparse.algorithms.topp import TopP
 from hisparse.cache.staging import Staging
 from hisparse.cache.streams import InlineStreams, Lane, Started
 from hisparse.testing import Simulator

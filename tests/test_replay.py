@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse.algorithms import DSA, Oracle, Quest, Sketch, SnapKV, Streaming, TopP
+from hisparse.algorithms.dsa import DSA
+from hisparse.algorithms.oracle import Oracle
+from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.sketch import Sketch
+from hisparse.algorithms.snapkv import SnapKV
+from hisparse.algorithms.streaming import Streaming
+from hisparse.algorithms.topp import TopP
 from hisparse.testing import Request, Simulator
 from hisparse.testing.replaying import ReplayingSimulator
 

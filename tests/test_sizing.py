@@ -9,10 +9,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hisparse.config import format_bytes
 from hisparse.engine.graphs import StaticBatch
 from hisparse.errors import CapacityError
 from hisparse.memory.sizing import DEFAULT_MAX_REQUESTS, Sizing, SizingRequest, resize, size
+from hisparse.units import format_bytes
 
 GIB = 1 << 30
 

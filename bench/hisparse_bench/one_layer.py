@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hisparse.adapters import TorchAdapter
-from hisparse.algorithms import Quest
-from hisparse.cache import DeviceBuffer, HostKVPool, Overlap, SparseKVCacheManager
-from hisparse.cache.capacity import CapacityPlanner
-from hisparse.cache.counters import CacheCounters, CacheStats
-from hisparse.cache.streams import make_streams
-from hisparse.engine.coordinator import SparseCoordinator
-from hisparse.engine.representations import Representations
-from hisparse.engine.step import DecodeBatch, DecodeStep, SelectionPolicy
+from hisparse.algorithms import DecodeStep
+from hisparse.algorithms.quest import Quest
+from hisparse.cache import HostKVPool
+from hisparse.config import HiSparseConfig
+from hisparse.engine.build import PoolSizes, build, make_policy
+from hisparse.engine.metrics import CacheStats
+from hisparse.engine.step import DecodeBatch
 from hisparse.types import KVSpec, PagedKV, Selection, SelectionScope
 
 __all__ = ["DecodeWorld"]
@@ -39,7 +38,7 @@ class DecodeWorld:
         scope: for whom pages are selected.
         staging_pages: of a tile.
         reuse_layers: layers that share a selection.
-        overlap: as in the configuration.
+        overlap: whether transfers run beside compute.
     """
 
     kv: KVSpec
@@ -53,21 +52,22 @@ class DecodeWorld:
     scope: SelectionScope = "kv_head"
     staging_pages: int = 16
     reuse_layers: int = 1
-    overlap: Literal["transfers", "attention"] | None = None
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
         kv, size = self.kv, self.kv.page_size
         pages = -(-(self.context + self.room) // size)
-        self.policy = SelectionPolicy(
-            kv=kv,
-            scope=self.scope,
-            budget_pages=self.budget // size - 1,
-            max_pages=self.budget // size - 1,
-            num_sink_pages=1,
-            num_recent_pages=2,
-            scale=kv.head_dim**-0.5,
+        config = HiSparseConfig(
+            budget=self.budget,
+            device_buffer_size=self.row_tokens,
+            page_size=size,
+            reuse_layers=self.reuse_layers,
+            overlap=self.overlap,
         )
+        self.algorithm = _RecordingQuest()
+        scale = kv.head_dim**-0.5
+        self.policy = make_policy(config, self.algorithm, kv, scale, self.scope)
         pin = self.device.type == "cuda"
         self.host = HostKVPool(kv, self.batch * pages + 1, "page_head", pin=pin)
         for layer in range(kv.num_layers):
@@ -76,67 +76,38 @@ class DecodeWorld:
                     page.normal_()
         order = torch.randperm(self.batch * pages) + 1
         self.table = order.int().view(self.batch, pages).to(self.device)
-        self.algorithm = _RecordingQuest()
-        self.representations = Representations(
-            self.algorithm.representations(self.policy),
-            num_layers=kv.num_layers,
-            host_pages=self.host.num_pages,
-            num_slots=self.batch + 1,
+        self.coordinator = build(
+            config,
+            self.algorithm,
+            self.policy,
+            TorchAdapter(),
+            host=self.host,
+            sizes=self._sizes(),
             device=self.device,
         )
+        self.representations = self.coordinator.representations
         for pages_of_one in order.view(self.batch, pages)[:, : self.context // size]:
             for layer in range(kv.num_layers):
                 keys = self.host.layer(layer).k[pages_of_one].transpose(1, 2).to(self.device)
                 where = pages_of_one.to(self.device)
                 self.algorithm.store(keys, layer, where, self.representations.tensors)
-        manager = self._manager()
-        self.coordinator = SparseCoordinator(
-            self.policy,
-            self.algorithm,
-            manager,
-            TorchAdapter(),
-            self.representations,
-            reuse_layers=self.reuse_layers,
-        )
         self.length = self.context
-        self._begin_requests(manager)
+        self._begin_requests()
 
-    def _manager(self) -> SparseKVCacheManager:
-        heads, size = self.policy.heads, self.kv.page_size
-        row_pages = self.row_tokens // size
-        total = self.batch * heads * row_pages
-        device = DeviceBuffer(
-            self.kv,
-            heads=heads,
+    def _sizes(self) -> PoolSizes:
+        rows, row_pages = self.policy.heads, self.row_tokens // self.kv.page_size
+        return PoolSizes(
             num_slots=self.batch + 1,
-            num_pages=total + (self.batch + 1) * heads,
-            max_row_pages=row_pages,
-            device=self.device,
-        )
-        planner = CapacityPlanner(
-            total_pages=total,
-            rows_per_request=heads,
-            min_pages=row_pages,
-            max_pages=row_pages,
             max_requests=self.batch,
-        )
-        counters = CacheCounters(size, device.page_bytes, self.device)
-        overlap = None
-        if self.overlap is not None:
-            split_pages = self.policy.max_pages if self.overlap == "attention" else None
-            overlap = Overlap(make_streams(self.device), split_pages)
-        return SparseKVCacheManager(
-            self.host,
-            device,
-            planner,
+            device_pages=self.batch * rows * row_pages + (self.batch + 1) * rows,
+            min_row_pages=row_pages,
+            max_row_pages=row_pages,
             staging_pages=self.staging_pages,
-            counters=counters,
-            overlap=overlap,
         )
 
-    def _begin_requests(self, manager: SparseKVCacheManager) -> None:
+    def _begin_requests(self) -> None:
         """Leave the most recent pages on the device, as a prefill does."""
-        size = self.kv.page_size
+        size, manager = self.kv.page_size, self.coordinator.manager
         # Slot 0 is that of padding.
         slots = np.arange(1, self.batch + 1)
         for slot in slots:
@@ -181,7 +152,7 @@ class DecodeWorld:
         self.coordinator.forward_end()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        return self.coordinator.manager.counters.stats()
+        return self.coordinator.stats()
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         """``query [B, Hq, D]`` over the pages selected last and the tail, in float64."""

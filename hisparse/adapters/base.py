@@ -160,4 +160,6 @@ class BackendAdapter(ABC):
         return Attended(*attend_masked(q, k, v, scale, hide_all_but(chosen, k.shape[0])))
 
 
-ADAPTERS: Registry[BackendAdapter] = Registry("adapter", "hisparse.adapters")
+ADAPTERS: Registry[BackendAdapter] = Registry(
+    "adapter", package="hisparse.adapters", entry_point_group="hisparse.adapters"
+)

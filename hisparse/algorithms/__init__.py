@@ -1,37 +1,38 @@
-"""Algorithms that choose pages; each is one file and one class."""
+"""The contract of sparse algorithms, and the built-in ones: one file, or one folder, each.
 
-from hisparse.algorithms._tail import tail_logits
+A file of an algorithm imports all that it needs from here::
+
+    from hisparse.algorithms import KVSpec, PageScoreAlgorithm, register_algorithm
+"""
+
 from hisparse.algorithms.base import (
     ALGORITHMS,
     BaseSparseAlgorithm,
     Representation,
     RepresentationOwner,
+    build_algorithm,
+    entry_bytes,
     register_algorithm,
 )
-from hisparse.algorithms.dipr import DIPR
-from hisparse.algorithms.dsa import DSA
-from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.page_score import PageScoreAlgorithm
-from hisparse.algorithms.quest import Quest
-from hisparse.algorithms.sketch import Sketch
-from hisparse.algorithms.snapkv import SnapKV
-from hisparse.algorithms.streaming import Streaming
-from hisparse.algorithms.topp import TopP
+from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.algorithms.tail import tail_logits
+from hisparse.types import KVSpec, Selection, SelectionScope
 
 __all__ = [
     "ALGORITHMS",
-    "DIPR",
-    "DSA",
     "BaseSparseAlgorithm",
-    "Oracle",
+    "DecodeStep",
+    "KVSpec",
     "PageScoreAlgorithm",
-    "Quest",
+    "PrefillStep",
     "Representation",
     "RepresentationOwner",
-    "Sketch",
-    "SnapKV",
-    "Streaming",
-    "TopP",
+    "Selection",
+    "SelectionPolicy",
+    "SelectionScope",
+    "build_algorithm",
+    "entry_bytes",
     "register_algorithm",
     "tail_logits",
 ]

@@ -5,22 +5,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.config import HiSparseConfig
+from hisparse.options import from_options
 from hisparse.registry import Registry
 from hisparse.types import KVSpec, Selection, SelectionScope
-
-if TYPE_CHECKING:
-    from hisparse.engine.step import DecodeStep, PrefillStep, SelectionPolicy
 
 __all__ = [
     "ALGORITHMS",
     "BaseSparseAlgorithm",
     "Representation",
     "RepresentationOwner",
+    "build_algorithm",
+    "entry_bytes",
     "register_algorithm",
 ]
 
@@ -54,6 +56,11 @@ class Representation:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
+def entry_bytes(kinds: Mapping[str, Representation], per: RepresentationOwner) -> int:
+    """Bytes that one owner of the kind ``per`` takes in one layer."""
+    return sum(kind.num_bytes for kind in kinds.values() if kind.per == per)
+
+
 class BaseSparseAlgorithm(ABC):
     """Chooses the pages that a decode step attends over.
 
@@ -83,10 +90,10 @@ class BaseSparseAlgorithm(ABC):
         """Queries at the end of the prompt that it has to see, so that no cache may skip them."""
         return 0
 
-    def settled(
+    def resolved(
         self, policy: SelectionPolicy, *, context_length: int, host_bytes: int, device_bytes: int
     ) -> BaseSparseAlgorithm:
-        """The algorithm with options settled that depend on where it is served; once, at start.
+        """The algorithm, its options resolved for the place where it serves; called once, at start.
 
         Args:
             policy: shapes of the model and what selections have to keep to.
@@ -172,7 +179,9 @@ class BaseSparseAlgorithm(ABC):
 
 A = TypeVar("A", bound=BaseSparseAlgorithm)
 
-ALGORITHMS: Registry[BaseSparseAlgorithm] = Registry("algorithm", "hisparse.algorithms")
+ALGORITHMS: Registry[BaseSparseAlgorithm] = Registry(
+    "algorithm", package="hisparse.algorithms", entry_point_group="hisparse.algorithms"
+)
 
 
 def register_algorithm(name: str) -> Callable[[type[A]], type[A]]:
@@ -183,3 +192,13 @@ def register_algorithm(name: str) -> Callable[[type[A]], type[A]]:
         return cls
 
     return decorate
+
+
+def build_algorithm(config: HiSparseConfig) -> BaseSparseAlgorithm:
+    """The algorithm that ``config`` names, with the options of ``algorithm_config``.
+
+    Raises:
+        ConfigError: there is no such algorithm, or an option cannot be used.
+    """
+    name = config.algorithm
+    return from_options(ALGORITHMS.get(name), name, "algorithm_config", config.algorithm_config)

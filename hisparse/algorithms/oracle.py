@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hisparse.algorithms.base import register_algorithm
 from hisparse.algorithms.page_score import PageScoreAlgorithm
-from hisparse.engine.step import DecodeStep
+from hisparse.algorithms.step import DecodeStep
 from hisparse.kernels import key_score
 from hisparse.types import KVSpec
 

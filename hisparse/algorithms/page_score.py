@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation
-from hisparse.engine.step import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.kernels import select
 from hisparse.types import KVSpec, Selection
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hisparse.algorithms.base import Representation, register_algorithm
 from hisparse.algorithms.page_score import PageScoreAlgorithm
-from hisparse.engine.step import DecodeStep, SelectionPolicy
+from hisparse.algorithms.step import DecodeStep, SelectionPolicy
 from hisparse.kernels import page_score, page_summary, round_outward
 from hisparse.types import KVSpec
 

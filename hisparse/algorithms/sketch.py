@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hisparse.algorithms._tail import tail_logits
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
-from hisparse.engine.step import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.algorithms.tail import tail_logits
 from hisparse.kernels import SketchLayout, page_sketch, select, sketch_score
 from hisparse.types import KVSpec, Selection
 

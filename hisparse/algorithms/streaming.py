@@ -12,7 +12,7 @@ from hisparse.algorithms.base import (
     Representation,
     register_algorithm,
 )
-from hisparse.engine.step import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.types import Selection
 
 __all__ = ["Streaming"]

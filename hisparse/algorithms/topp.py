@@ -8,13 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hisparse.algorithms._tail import tail_logits
 from hisparse.algorithms.base import (
     BaseSparseAlgorithm,
     Representation,
     register_algorithm,
 )
-from hisparse.engine.step import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.algorithms.tail import tail_logits
 from hisparse.kernels import select
 from hisparse.types import Selection
 

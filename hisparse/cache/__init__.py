@@ -1,17 +1,22 @@
-"""Where the pages are: host pool, device pages, and what moves between them."""
+"""Where the pages are: host pool, device pages, and the transfers between them."""
 
-from hisparse.cache.device_pool import DeviceBuffer
+from hisparse.cache.capacity import RowCapacities
+from hisparse.cache.counters import Counters
+from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HOST_LAYOUTS, HostKVPool
 from hisparse.cache.manager import SparseKVCacheManager
+from hisparse.cache.rows import StepRows
 from hisparse.cache.staging import Tile
-from hisparse.cache.swap import Overlap, SwapIn
+from hisparse.cache.swap_in import PageTable
 
 __all__ = [
     "HOST_LAYOUTS",
-    "DeviceBuffer",
+    "Counters",
+    "DevicePool",
     "HostKVPool",
-    "Overlap",
+    "PageTable",
+    "RowCapacities",
     "SparseKVCacheManager",
-    "SwapIn",
+    "StepRows",
     "Tile",
 ]

@@ -8,14 +8,14 @@ import numpy as np
 
 from hisparse.errors import CapacityError, HiSparseError
 
-__all__ = ["CapacityPlanner"]
+__all__ = ["RowCapacities"]
 
 
-class CapacityPlanner:
+class RowCapacities:
     """Shares out the device pages of a layer; every layer gets the same.
 
-    Each live request gets ``min_pages`` per row; the rest goes to those that need more, the same
-    for all of them. Pages that nobody else needs stay where they are.
+    Each live request gets ``min_pages`` per row. The rest is divided equally among requests that
+    need more. Pages that no other request needs stay where they are.
 
     Args:
         total_pages: device pages of one layer, tail pages not counted.
@@ -56,25 +56,25 @@ class CapacityPlanner:
 
     @property
     def used_pages(self) -> int:
-        """Device pages of one layer that rows hold as of the last plan."""
+        """Device pages of one layer that rows hold as of the last :meth:`fit`."""
         return self._rows * sum(self._capacity.values())
 
     @property
     def live_pages(self) -> int:
-        """Those that rows of live requests hold: the others are free at the next forward."""
+        """Device pages that rows of live requests hold; all others are free at the next forward."""
         return self._rows * sum(self._capacity.get(slot, 0) for slot in self._needs)
 
     def capacity(self, slot: int) -> int:
-        """Device pages that each row of a request slot holds as of the last plan."""
+        """Device pages that each row of a request slot holds as of the last :meth:`fit`."""
         return self._capacity.get(slot, 0)
 
     @property
     def pending(self) -> bool:
-        """Whether a request has begun or ended since the last plan."""
+        """Whether a request has begun or ended since the last :meth:`fit`."""
         return self._changed
 
-    def settled_need(self, slot: int) -> int:
-        """The largest need of a slot that, on its own, asks for no other plan."""
+    def enough(self, slot: int) -> int:
+        """The largest need of a slot that, on its own, changes no capacity."""
         return self._enough.get(slot, 0)
 
     def begin(self, slot: int) -> None:
@@ -87,10 +87,10 @@ class CapacityPlanner:
         self._changed = True
 
     def end(self, slot: int) -> None:
-        """A request is over; its pages are free in the next plan."""
+        """A request is over; its pages are free at the next :meth:`fit`."""
         self._changed |= self._needs.pop(slot, None) is not None
 
-    def plan(self, needs: Mapping[int, int]) -> list[tuple[int, int]]:
+    def fit(self, needs: Mapping[int, int]) -> list[tuple[int, int]]:
         """Fit capacities to what runs; called once per forward.
 
         Args:
@@ -101,7 +101,7 @@ class CapacityPlanner:
         """
         for slot, need in needs.items():
             if slot not in self._needs:
-                raise HiSparseError(f"request slot {slot} is planned for, but begin was not called")
+                raise HiSparseError(f"request slot {slot} needs pages, but begin was not called")
             self._needs[slot] = need = min(need, self._max)
             if need > self._enough.get(slot, 0):
                 self._changed = True

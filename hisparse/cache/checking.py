@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from hisparse.cache.codec import decode
-from hisparse.cache.device_pool import DeviceBuffer
+from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
-from hisparse.engine.step import DecodeStep
+from hisparse.cache.rows import StepRows
 from hisparse.errors import HiSparseError
 from hisparse.types import Selection, StoredKV
 
 __all__ = ["check_resident", "check_selection"]
 
 
-def check_selection(layer_id: int, selection: Selection, step: DecodeStep) -> None:
+def check_selection(layer_id: int, selection: Selection, rows: StepRows) -> None:
     """Pages in range, ascending (so unique), padded with -1 at the end, no more than allowed.
 
     Raises:
@@ -24,7 +24,7 @@ def check_selection(layer_id: int, selection: Selection, step: DecodeStep) -> No
     pages, lengths = selection
     index = torch.arange(pages.shape[-1], device=pages.device)
     used = index < lengths[..., None]
-    in_range = (pages >= 0) & (pages < step.num_pages[:, None, None])
+    in_range = (pages >= 0) & (pages < rows.num_pages[:, None, None])
     ascending = torch.ones_like(used)
     ascending[..., 1:] = (pages[..., 1:] > pages[..., :-1]) | ~used[..., 1:]
     good = torch.where(used, in_range & ascending, pages == -1)
@@ -33,7 +33,7 @@ def check_selection(layer_id: int, selection: Selection, step: DecodeStep) -> No
         raise HiSparseError(
             f"layer {layer_id}, request {request}, head {head}: got a selection of pages "
             f"{pages[request, head].tolist()} with length {int(lengths[request, head])}, expected "
-            f"ascending pages below {int(step.num_pages[request])}, then -1"
+            f"ascending pages below {int(rows.num_pages[request])}, then -1"
         )
 
 
@@ -41,9 +41,9 @@ def check_resident(
     layer_id: int,
     selection: Selection,
     table: Tensor,
-    step: DecodeStep,
+    rows: StepRows,
     host: HostKVPool,
-    device: DeviceBuffer,
+    device: DevicePool,
 ) -> None:
     """Every selected page's bytes on the device equal the host page's (invariant 2).
 
@@ -53,22 +53,22 @@ def check_resident(
     Args:
         layer_id: layer number.
         selection: what was selected.
-        table: ``[R, K] int32``, the device pages that it was given.
-        step: the step.
+        table: ``[R, K] int32``, the device page of each selected page.
+        rows: the rows that attend.
         host, device: where the bytes lie.
 
     Raises:
         HiSparseError: names the layer, the row and the page.
     """
-    heads = step.policy.heads
+    heads = rows.heads
     host_kv, device_kv = host.stored(layer_id), device.stored(layer_id)
     eps = torch.finfo(host.kv.stored_dtype).eps
-    # Rounding to eight bits makes of any difference none or a whole step.
+    # Rounding to eight bits turns any difference into none or a whole step.
     most_off = eps if host.kv.fp8 else eps**0.5
     pages = selection.pages.reshape(table.shape)
     for row, entry in (pages >= 0).nonzero().tolist():
         page = int(pages[row, entry])
-        host_page = int(step.host_page_table[row // heads, page])
+        host_page = int(rows.host_page_table[row // heads, page])
         head = slice(None) if heads == 1 else [row % heads * host.kv.num_kv_heads // heads]
         on_device = (x[int(table[row, entry])].to("cpu") for x in device_kv.tensors)
         on_host = (x[host_page, head] for x in host_kv.tensors)

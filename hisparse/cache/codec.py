@@ -1,17 +1,17 @@
-"""Pages and tokens as they are stored, with or without scales: writing, moving and reading them."""
+"""How keys and values are stored: as the model computes them, or in eight bits with scales."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from hisparse.kernels import decode_fp8, encode_fp8, gather_pages, gather_tokens, scatter_tokens
+from hisparse.kernels import decode_fp8, encode_fp8
 from hisparse.types import KVSpec, PagedKV, StoredKV
 
-__all__ = ["as_read", "decode", "encode", "layers_of", "move_pages", "read_tokens", "write_tokens"]
+__all__ = ["as_read", "decode", "encode", "split_layers"]
 
 
-def layers_of(k: Tensor, v: Tensor, scales: Tensor | None) -> list[StoredKV]:
+def split_layers(k: Tensor, v: Tensor, scales: Tensor | None) -> list[StoredKV]:
     """Pools of all layers ``[L, ...]``, layer by layer."""
     if scales is None:
         return [StoredKV(*each) for each in zip(k, v, strict=True)]
@@ -19,7 +19,7 @@ def layers_of(k: Tensor, v: Tensor, scales: Tensor | None) -> list[StoredKV]:
 
 
 def encode(kv: KVSpec, k: Tensor, v: Tensor) -> StoredKV:
-    """Keys and values ``[..., D]`` in the model's dtype, as a model's pools store them."""
+    """Keys and values ``[..., D]`` in the model's dtype, as the pools store them."""
     return encode_fp8(k, v) if kv.fp8 else StoredKV(k, v)
 
 
@@ -29,8 +29,8 @@ def decode(kv: KVSpec, stored: StoredKV, out: PagedKV | None = None) -> PagedKV:
     Args:
         kv: the model.
         stored: ``[..., D]``.
-        out: ``[..., D]``, where it is written to if it is not in the model's dtype already; None:
-            it is allocated.
+        out: ``[..., D]``, written to if the pools store another dtype than the model's. None:
+            allocated.
     """
     if stored.scales is None:
         return stored.kv
@@ -42,34 +42,5 @@ def decode(kv: KVSpec, stored: StoredKV, out: PagedKV | None = None) -> PagedKV:
 
 
 def as_read(kv: KVSpec, k: Tensor, v: Tensor) -> PagedKV:
-    """Keys and values ``[..., D]`` rounded to what is read again once they are stored."""
+    """Keys and values ``[..., D]``, rounded to the values that a later read returns."""
     return decode(kv, encode(kv, k, v))
-
-
-def write_tokens(new: StoredKV, dst: StoredKV, slots: Tensor) -> None:
-    """Tokens ``[T, H, D]`` to ``slots [T] int64`` of pages ``[P, H, S, D]``."""
-    scatter_tokens(new.k, new.v, dst.kv, slots)
-    if new.scales is not None and dst.scales is not None:
-        scatter_tokens(new.scales, new.scales, PagedKV(dst.scales, dst.scales), slots)
-
-
-def read_tokens(src: StoredKV, slots: Tensor) -> StoredKV:
-    """Tokens ``[T, H, D]`` of pages ``[P, H, S, D]``, on the pages' device."""
-    k, v = gather_tokens(src.kv, slots)
-    if src.scales is None:
-        return StoredKV(k, v)
-    scales, _ = gather_tokens(PagedKV(src.scales, src.scales), slots)
-    return StoredKV(k, v, scales)
-
-
-def move_pages(
-    src: StoredKV, src_pages: Tensor, dst: StoredKV, dst_pages: Tensor, *, heads: int = 1
-) -> None:
-    """Copy pages; see :func:`hisparse.kernels.gather_pages`."""
-    gather_pages(src.kv, src_pages, dst.kv, dst_pages, heads=heads)
-    if src.scales is not None and dst.scales is not None:
-        # A page's scales lie side by side: one "token" of them moves in few, wide loads.
-        source, target = (x.view(*x.shape[:2], 1, -1) for x in (src.scales, dst.scales))
-        gather_pages(
-            PagedKV(source, source), src_pages, PagedKV(target, target), dst_pages, heads=heads
-        )

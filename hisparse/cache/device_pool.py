@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.cache.codec import layers_of
+from hisparse.cache.codec import split_layers
 from hisparse.kernels import RowState
 from hisparse.types import KVSpec, PagedKV, StoredKV
 
-__all__ = ["DeviceBuffer"]
+__all__ = ["DevicePool"]
 
 
-class DeviceBuffer:
+class DevicePool:
     """One pool of device pages per layer, shared by all rows, and every row's LRU tables.
 
-    A state row is ``slot * H + head``. Each row owns one page for its tail for good; the pages
-    behind its slots come from the pool and go back to it.
+    A state row is ``slot * H + head``. Each row owns one page for its tail permanently; the pages
+    behind its slots come from the pool and return to it.
 
     Args:
         kv: shapes of the model.
@@ -24,7 +24,7 @@ class DeviceBuffer:
         num_slots: request slots.
         num_pages: N, pages of one layer, the rows' tail pages included.
         max_row_pages: C, the most slots that a row may have; an attribute too.
-        device: where all of it lies.
+        device: where the pages and tables lie; an attribute too.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class DeviceBuffer:
     ) -> None:
         self.kv = kv
         self.heads = heads
+        self.device = device
         self.max_row_pages = max_row_pages
         num_rows = num_slots * heads
         layers, stored_heads = kv.num_layers, kv.num_kv_heads if heads == 1 else 1
@@ -55,7 +56,7 @@ class DeviceBuffer:
         # A page's scales side by side, as in the host pool.
         shape = (layers, num_pages, stored_heads, kv.page_size, 2)
         scales = torch.zeros(shape, dtype=torch.uint8, device=device) if kv.fp8 else None
-        self._layers = layers_of(self._k, self._v, scales)
+        self._layers = split_layers(self._k, self._v, scales)
         tables = (layers, num_rows, max_row_pages)
         self.states = RowState(table(*tables), table(*tables), table(*tables))
         self._layer_states = [RowState(*each) for each in zip(*self.states, strict=True)]

@@ -8,7 +8,7 @@ import mmap
 import torch
 from torch import Tensor
 
-from hisparse.cache.codec import layers_of
+from hisparse.cache.codec import split_layers
 from hisparse.types import HostLayout, KVSpec, PagedKV, StoredKV
 
 __all__ = ["HOST_LAYOUTS", "HostKVPool"]
@@ -47,7 +47,7 @@ class HostKVPool:
         # Of a page, whatever the layout, side by side: they are few bytes.
         paged = order.replace("SHD", "HSD")
         scales = self._allocate(paged, 2, torch.uint8, pin=pin) if kv.fp8 else None
-        self._layers = layers_of(self._k, self._v, scales)
+        self._layers = split_layers(self._k, self._v, scales)
 
     def _allocate(self, order: str, width: int, dtype: torch.dtype, *, pin: bool) -> Tensor:
         """``[L, P, Hkv, S, width]``, a view of memory in the given order."""

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hisparse.cache.codec import decode, move_pages
+from hisparse.cache.codec import decode
 from hisparse.cache.host_pool import HostKVPool
-from hisparse.cache.streams import SideStreams, Started
+from hisparse.cache.streams import Pending, SideStreams
+from hisparse.cache.transfers import move_pages
 from hisparse.types import PagedKV, StoredKV
 
 __all__ = ["Staging", "Tile"]
@@ -42,7 +43,7 @@ class Tile(NamedTuple):
 class _Coming(NamedTuple):
     tile: Tile
     buffer: int
-    arrived: Started[None]
+    arrived: Pending[None]
 
 
 class Staging:
@@ -124,7 +125,7 @@ class Staging:
             return stored.kv
         return decode(self._host.kv, stored, PagedKV(decoded.k[:count], decoded.v[:count]))
 
-    def _start(self, tile: Tile, buffer: int) -> Started[None]:
+    def _start(self, tile: Tile, buffer: int) -> Pending[None]:
         return self._streams.start("read", lambda: self._fill(tile, self._buffers[buffer]))
 
     def _fill(self, tile: Tile, buffer: StoredKV) -> None:

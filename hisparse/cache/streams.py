@@ -14,7 +14,15 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-__all__ = ["CudaStreams", "Done", "InlineStreams", "Lane", "SideStreams", "Started", "make_streams"]
+__all__ = [
+    "CudaStreams",
+    "InlineStreams",
+    "Lane",
+    "Pending",
+    "Ready",
+    "SideStreams",
+    "make_streams",
+]
 
 #: Work of one lane is done in the order in which it was started: "read" is from host memory to the
 #: device, "write" from the device to host memory; a link carries both at once. "ahead" is what is
@@ -24,7 +32,7 @@ Lane = Literal["read", "ahead", "write"]
 T = TypeVar("T")
 
 
-class Started(ABC, Generic[T]):
+class Pending(ABC, Generic[T]):
     """Work that was started."""
 
     @abstractmethod
@@ -32,7 +40,7 @@ class Started(ABC, Generic[T]):
         """What the work returned. What the forward stream does from here on comes after it."""
 
 
-class Done(Started[T]):
+class Ready(Pending[T]):
     """Work that is done."""
 
     def __init__(self, result: T) -> None:
@@ -46,7 +54,7 @@ class SideStreams(ABC):
     """One side stream for each lane."""
 
     @abstractmethod
-    def start(self, lane: Lane, work: Callable[[], T]) -> Started[T]:
+    def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
         """Let ``work`` come after all that the forward stream has been given so far, and after what
         was started on the same lane, but not before what the forward stream is given next.
 
@@ -61,8 +69,8 @@ class SideStreams(ABC):
 class InlineStreams(SideStreams):
     """No side streams: work is done when it is started."""
 
-    def start(self, lane: Lane, work: Callable[[], T]) -> Started[T]:
-        return Done(work())
+    def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
+        return Ready(work())
 
     def join_all(self) -> None:
         pass
@@ -87,7 +95,7 @@ class CudaStreams(SideStreams):
         }
         self._open: list[_OnStream[Any]] = []
 
-    def start(self, lane: Lane, work: Callable[[], T]) -> Started[T]:
+    def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
         side = self._lanes[lane]
         side.wait_stream(torch.cuda.current_stream(side.device))
         with torch.cuda.stream(side):
@@ -101,7 +109,7 @@ class CudaStreams(SideStreams):
             started.join()
 
 
-class _OnStream(Started[T]):
+class _OnStream(Pending[T]):
     def __init__(
         self,
         side: torch.cuda.Stream,

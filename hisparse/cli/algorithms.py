@@ -128,9 +128,9 @@ def _memory(cls: type[Any]) -> dict[str, float]:
     """
     import torch
 
+    from hisparse.algorithms import entry_bytes
     from hisparse.config import HiSparseConfig
-    from hisparse.engine.build import make_policy
-    from hisparse.engine.representations import entry_bytes, list_representations
+    from hisparse.engine.build import kept_tensors, make_policy
     from hisparse.types import KVSpec
 
     algorithm, shape = cls(), _DEEPSEEK if cls.indexer else _LLAMA
@@ -138,7 +138,7 @@ def _memory(cls: type[Any]) -> dict[str, float]:
     page_size = config.page_size
     kv = KVSpec(**shape, dtype=torch.bfloat16, page_size=page_size)
     policy = make_policy(config, algorithm, kv, 1.0, cls.scopes[0])
-    kinds = list_representations(algorithm, policy)
+    kinds = kept_tensors(config, algorithm, policy)
     of_token = entry_bytes(kinds, "page") * kv.num_layers / page_size
     return {
         "bytes_per_token": of_token,

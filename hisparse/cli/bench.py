@@ -31,32 +31,24 @@ def add_parser(commands: Any) -> None:
     )
     serve.add_argument("--json", action="store_true", help="one JSON object on standard output")
     serve.set_defaults(run=_run_serve)
-    _add_speculate(benches)
+    _add_prefetch(benches)
     kernel_benches.add_parsers(benches)
 
 
-def _add_speculate(benches: Any) -> None:
+def _add_prefetch(benches: Any) -> None:
     parser = benches.add_parser(
-        "speculate", help="pages that a step waits for, with and without selecting ahead"
+        "prefetch", help="pages that a decode step waits for, with and without prefetch"
     )
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="name, folder or hub id")
     add("--context", type=int, default=2048, help="tokens before the first step")
     add("--budget", type=int, default=256, help="tokens attended per step")
     add("--algorithm", default="quest", help="name")
-    add("--speculate", type=_kinds, default=["step", "layer"], metavar="KIND[,KIND]")
-    add("--threshold", type=_cosines, default=[0.8, 0.9], metavar="X[,X]", help="cosines")
+    add("--min-cosine", type=_cosines, default=[0.8, 0.9], metavar="X[,X]", help="of prefetch")
     add("--steps", type=int, default=64, help="tokens to read")
     add("--text", type=Path, help="file to read; the demo's document")
     add("--json", action="store_true", help="one JSON object on standard output")
-    parser.set_defaults(run=_run_speculate)
-
-
-def _kinds(text: str) -> list[str]:
-    kinds = text.split(",")
-    if not set(kinds) <= {"step", "layer"}:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected step, layer or step,layer")
-    return kinds
+    parser.set_defaults(run=_run_prefetch)
 
 
 def _cosines(text: str) -> list[float]:
@@ -68,29 +60,28 @@ def _cosines(text: str) -> list[float]:
         ) from None
 
 
-def _run_speculate(arguments: argparse.Namespace) -> int:
+def _run_prefetch(arguments: argparse.Namespace) -> int:
     from transformers import AutoModelForCausalLM
 
     from hisparse.eval import models
+    from hisparse_bench.prefetch import WARMUPS, PrefetchBench
     from hisparse_bench.report import Report
-    from hisparse_bench.speculate import WARMUPS, SpeculateBench
 
     if arguments.steps < 1:
         raise ConfigError(f"--steps: got {arguments.steps}, expected 1 or more")
     folder = models.resolve(arguments.model)
-    bench = SpeculateBench(
+    bench = PrefetchBench(
         model=AutoModelForCausalLM.from_pretrained(folder).eval(),
         ids=_prompt(folder, arguments.text, arguments.context + arguments.steps + WARMUPS),
         context=arguments.context,
         budget=arguments.budget,
         algorithm=arguments.algorithm,
-        kinds=arguments.speculate,
-        thresholds=arguments.threshold,
+        min_cosines=arguments.min_cosine,
         num_steps=arguments.steps,
     )
-    with Console(stderr=True).status("bench speculate"):
+    with Console(stderr=True).status("bench prefetch"):
         case = bench.run()
-    report = Report(command="bench speculate", device="cpu", cases=[case])
+    report = Report(command="bench prefetch", device="cpu", cases=[case])
     return kernel_benches.show(report, as_json=arguments.json)
 
 

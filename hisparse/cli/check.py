@@ -34,14 +34,14 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from hisparse.config import algorithm_from_options
+    from hisparse.options import from_options
     from hisparse.testing import CHECKS, run_checks
 
     cls, options = _load(arguments.algorithm), _parse(arguments.options)
     name = cls.__name__
 
     def make() -> BaseSparseAlgorithm:
-        return algorithm_from_options(cls, name, options)
+        return from_options(cls, name, "algorithm_config", options)
 
     try:
         make()

@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hisparse.cli.lists import names, numbers
-from hisparse.config import HiSparseConfig, format_bytes, resolve_memory
+from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
+from hisparse.units import format_bytes, resolve_memory
 
 if TYPE_CHECKING:
     from hisparse.plan.fit import Capacity, Machine

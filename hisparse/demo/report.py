@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hisparse.config import format_bytes
 from hisparse.demo.compare import Measured, sides
 from hisparse.demo.document import HARBOUR
+from hisparse.units import format_bytes
 
 __all__ = ["print_report"]
 

@@ -6,10 +6,11 @@ import re
 import resource
 from pathlib import Path
 
-from hisparse.config import HiSparseConfig, format_bytes, resolve_memory
+from hisparse.config import HiSparseConfig
 from hisparse.doctor.check import Check
 from hisparse.errors import one_line
 from hisparse.memory.host import free_host_memory
+from hisparse.units import format_bytes, resolve_memory
 
 __all__ = ["device", "host_memory", "numa", "pinned_memory"]
 

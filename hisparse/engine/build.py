@@ -1,55 +1,54 @@
-"""Puts the parts together for one rank, whatever framework runs the model."""
+"""The only assembly: server, transformers, simulator and benches build an engine here."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from hisparse.adapters import ADAPTERS, ChosenAdapter, choose_adapter
-from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
-from hisparse.cache import DeviceBuffer, HostKVPool, Overlap, SparseKVCacheManager
-from hisparse.cache.capacity import CapacityPlanner
-from hisparse.cache.counters import CacheCounters
-from hisparse.cache.streams import make_streams
-from hisparse.config import HiSparseConfig
+from hisparse.adapters import ADAPTERS, BackendAdapter, ChosenAdapter, TableLimits, choose_adapter
+from hisparse.algorithms import BaseSparseAlgorithm, Representation, SelectionPolicy
+from hisparse.cache import Counters, DevicePool, HostKVPool, RowCapacities, SparseKVCacheManager
+from hisparse.cache.streams import SideStreams, make_streams
+from hisparse.config import EXTENSIONS, HiSparseConfig
+from hisparse.engine.capabilities import check_capabilities, check_dense_layers, choose_scope
 from hisparse.engine.coordinator import SparseCoordinator
+from hisparse.engine.extensions.base import Extension, ExtensionContext
+from hisparse.engine.modes import AttentionModes
+from hisparse.engine.parts import EngineParts
 from hisparse.engine.representations import Representations
-from hisparse.engine.step import SelectionPolicy
-from hisparse.errors import ConfigError
 from hisparse.memory import sizing as sizing_formula
-from hisparse.memory.costs import Resources, kept_representations, make_sizing_request, tile_pages
+from hisparse.memory.costs import Resources, make_sizing_request, tile_pages
 from hisparse.memory.sizing import Sizing
 from hisparse.types import HostLayout, KVSpec, SelectionScope
 
 __all__ = [
-    "Plan",
+    "EngineSetup",
+    "PoolSizes",
     "Resources",
-    "assemble",
-    "check_capabilities",
-    "choose_scope",
-    "make_plan",
+    "build",
+    "build_engine",
+    "kept_tensors",
     "make_policy",
-    "page_limits",
-    "stored_spec",
+    "make_setup",
 ]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Plan:
-    """What is decided before memory is allocated.
+class EngineSetup:
+    """Everything that is decided before memory is allocated.
 
     Attributes:
         config: the settings.
-        algorithm: what to keep.
+        algorithm: selects pages.
         spec: shapes of the model.
-        policy: what selections have to keep to.
-        layout: how host memory is ordered.
-        adapter: what attends, and why.
+        policy: the rules of selections.
+        layout: order of host memory.
+        adapter: attends, and why it was chosen.
         sizing: how much of everything there is.
     """
 
@@ -62,12 +61,26 @@ class Plan:
     sizing: Sizing
 
 
-def page_limits(
-    algorithm: BaseSparseAlgorithm, page_size: int, *, budget: int, device_buffer_size: int
-) -> tuple[int, int]:
-    """``budget_pages`` and ``max_pages`` of a policy, from sizes in tokens."""
-    cap = device_buffer_size if algorithm.variable_lengths else budget
-    return budget // page_size - 1, cap // page_size - (not algorithm.ranks_tail)
+@dataclass(frozen=True, kw_only=True)
+class PoolSizes:
+    """How much is allocated on the device.
+
+    Attributes:
+        num_slots: request slots, with slot 0, that of padding.
+        max_requests: requests that may run at once.
+        device_pages: device pages of each layer, tail pages included.
+        min_row_pages, max_row_pages: device pages of a row, at least and at most.
+        staging_pages: pages of one staging tile.
+        index_bytes: host memory for requests' indexes; None: any.
+    """
+
+    num_slots: int
+    max_requests: int
+    device_pages: int
+    min_row_pages: int
+    max_row_pages: int
+    staging_pages: int
+    index_bytes: int | None = None
 
 
 def make_policy(
@@ -77,53 +90,45 @@ def make_policy(
     scale: float,
     scope: SelectionScope,
 ) -> SelectionPolicy:
-    """What the selections of ``algorithm`` have to keep to under ``config``."""
-    budget_pages, max_pages = page_limits(
-        algorithm,
-        spec.page_size,
-        budget=config.budget,
-        device_buffer_size=config.device_buffer_size,
-    )
+    """The rules that ``config`` sets for the selections of ``algorithm``."""
+    size = spec.page_size
+    longest = config.min_row_tokens if algorithm.variable_lengths else config.budget
     return SelectionPolicy(
         kv=spec,
         scope=scope,
-        budget_pages=budget_pages,
-        max_pages=max_pages,
+        budget_pages=config.budget // size - 1,
+        max_pages=longest // size - (not algorithm.ranks_tail),
         num_sink_pages=config.num_sink_pages,
         num_recent_pages=config.num_recent_pages,
         scale=scale,
     )
 
 
-def stored_spec(config: HiSparseConfig, spec: KVSpec) -> KVSpec:
-    """The shapes of a model whose K and V are stored as ``config`` says.
-
-    Raises:
-        ConfigError: they cannot be.
-    """
-    if config.stores_fp8 and spec.latent:
-        raise ConfigError(
-            f"kv_cache_dtype: got {config.kv_cache_dtype!r} for a model with latent attention "
-            "(MLA), expected 'auto'; fp8_e4m3 is for MHA and GQA models"
-        )
-    return replace(spec, fp8=config.stores_fp8)
+def kept_tensors(
+    config: HiSparseConfig, algorithm: BaseSparseAlgorithm, policy: SelectionPolicy
+) -> dict[str, Representation]:
+    """Tensors that algorithm and extensions keep beside K and V, by name."""
+    kept = dict(algorithm.representations(policy))
+    for name, options in config.extensions.items():
+        kept |= _extension_type(name).state(options, policy)
+    return kept
 
 
-def make_plan(
+def make_setup(
     config: HiSparseConfig,
     algorithm: BaseSparseAlgorithm,
     spec: KVSpec,
     scale: float,
     resources: Resources,
-) -> Plan:
-    """Choose scope and layout, and share out the memory.
+) -> EngineSetup:
+    """Choose scope, layout and adapter, and share out the memory.
 
     Args:
         config: the settings.
-        algorithm: what ``config`` names.
+        algorithm: the one that ``config`` names.
         spec: shapes of the model.
         scale: softmax scale.
-        resources: what there is.
+        resources: memory and limits.
 
     Raises:
         ConfigError: a setting does not go with the model or with another setting.
@@ -132,18 +137,33 @@ def make_plan(
     check_capabilities(config, resources.device_type)
     scope = choose_scope(config, latent=spec.latent)
     policy = make_policy(config, algorithm, spec, scale, scope)
-    algorithm = algorithm.settled(
+    algorithm = algorithm.resolved(
         policy,
         context_length=resources.context_length,
         host_bytes=resources.host_bytes,
         device_bytes=resources.device_bytes,
     )
-    _check_dense_layers(config, spec)
-    _check_overlap(config, policy)
+    check_dense_layers(config, spec)
     adapter = choose_adapter(resources.device_type, spec, scope, config.adapter)
-    attends = ADAPTERS.get(adapter.name)
-    request = make_sizing_request(config, algorithm, policy, attends, resources)
-    return Plan(
+
+    def extra_tables(max_requests: int, context_pages: int) -> Sequence[TableLimits]:
+        limits = {"max_requests": max_requests, "context_pages": context_pages}
+        return [
+            table
+            for name in config.extensions
+            for table in _extension_type(name).attended_tables(policy, **limits)
+        ]
+
+    request = make_sizing_request(
+        config,
+        policy,
+        resources,
+        kept=kept_tensors(config, algorithm, policy),
+        host_token_bytes=algorithm.host_token_bytes(spec),
+        adapter=ADAPTERS.get(adapter.name),
+        extra_tables=extra_tables,
+    )
+    return EngineSetup(
         config=config,
         algorithm=algorithm,
         spec=spec,
@@ -154,158 +174,133 @@ def make_plan(
     )
 
 
-def _check_overlap(config: HiSparseConfig, policy: SelectionPolicy) -> None:
-    """Split attention counts on the pages of the last step, which may not make way for a tail."""
-    least = (policy.max_pages + 1) * config.page_size
-    if config.overlap == "attention" and config.device_buffer_size < least:
-        raise ConfigError(
-            f"overlap: got 'attention' with device_buffer_size {config.device_buffer_size}, "
-            f"expected at least {least}, what {config.algorithm} selects and a page, or "
-            "overlap 'transfers'"
-        )
-
-
-def _check_dense_layers(config: HiSparseConfig, spec: KVSpec) -> None:
-    bad = sorted(x for x in config.dense_layers or () if x >= spec.num_layers)
-    if bad:
-        raise ConfigError(
-            f"dense_layers names {bad}; the model has layers 0 to {spec.num_layers - 1}"
-        )
-
-
-def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
-    """Whether the algorithm can do what is asked for, as far as it depends on no model.
-
-    Args:
-        config: names the algorithm, the adapter, the page size and the scope.
-        device_type: "cuda" or "cpu", where the model runs.
-
-    Raises:
-        ConfigError: it cannot; names those that can.
-    """
-    cls = ALGORITHMS.get(config.algorithm)
-
-    def takes_page_size(cls: type[BaseSparseAlgorithm]) -> bool:
-        return cls.page_sizes is None or config.page_size in cls.page_sizes
-
-    def takes_device(cls: type[BaseSparseAlgorithm]) -> bool:
-        return device_type == "cpu" or not cls.reads_host_keys
-
-    wants: list[tuple[str, Callable[[type[BaseSparseAlgorithm]], bool]]] = [
-        (f"page_size {config.page_size}", takes_page_size),
-        (f"device {device_type}", takes_device),
-    ]
-    if config.stores_fp8:
-        wants.append((f"kv_cache_dtype {config.kv_cache_dtype}", lambda c: not c.reads_host_keys))
-    if config.speculate is not None:
-        wants.append((f"speculate {config.speculate!r}", lambda cls: not cls.ranks_tail))
-    for what, can in wants:
-        if not can(cls):
-            others = ", ".join(name for name in ALGORITHMS if can(ALGORITHMS.get(name)))
-            sizes = f" (its page sizes: {', '.join(map(str, cls.page_sizes or ()))})"
-            raise ConfigError(
-                f"algorithm {config.algorithm!r} cannot do {what}"
-                f"{sizes if can is takes_page_size else ''}; algorithms that can: {others}"
-            )
-    choose_scope(config)
-    choose_adapter(device_type, None, config.selection_scope, config.adapter, fp8=config.stores_fp8)
-
-
-def choose_scope(config: HiSparseConfig, *, latent: bool = False) -> SelectionScope:
-    """The scope that is asked for, or else what algorithm and adapter do best.
-
-    Args:
-        config: names them.
-        latent: whether the model has one latent for all query heads.
-
-    Raises:
-        ConfigError: they cannot do it; names those that can.
-    """
-    adapter, wanted = ADAPTERS.get(config.adapter or "torch"), config.selection_scope
-
-    def scopes_of(name: str) -> list[SelectionScope]:
-        both = [scope for scope in ALGORITHMS.get(name).scopes if scope in adapter.scopes]
-        return [scope for scope in both if not (latent and scope == "query_head")]
-
-    choices = scopes_of(config.algorithm)
-    if wanted is None and choices:
-        return choices[0]
-    if wanted is None or wanted not in choices:
-        others = [n for n in ALGORITHMS if (wanted in scopes_of(n) if wanted else scopes_of(n))]
-        raise ConfigError(
-            f"selection_scope {wanted!r} does not go with algorithm {config.algorithm!r}, adapter "
-            f"{config.adapter or 'torch'!r}{' and latent attention (MLA)' if latent else ''} "
-            f"(choices: {', '.join(choices) or 'none'}; algorithms that can: "
-            f"{', '.join(others) or 'none'})"
-        )
-    return wanted
-
-
-def _make_overlap(
-    config: HiSparseConfig, policy: SelectionPolicy, device: torch.device
-) -> Overlap | None:
-    if config.overlap is None:
-        return None
-    split_pages = policy.max_pages if config.overlap == "attention" else None
-    return Overlap(make_streams(device), split_pages)
-
-
-def assemble(
-    plan: Plan, host: HostKVPool, *, num_slots: int, device: torch.device
+def build_engine(
+    setup: EngineSetup, host: HostKVPool, *, num_slots: int, device: torch.device
 ) -> SparseCoordinator:
-    """Allocate the device side of a plan for a host pool, and connect it all.
+    """Allocate the device side of a setup for a host pool, and connect everything.
 
     Args:
-        plan: its sizing has been fitted to the pool.
+        setup: its sizing has been fitted to the pool.
         host: the KV pool.
-        num_slots: request slots, one that no request uses included.
+        num_slots: request slots, with the one of padding.
         device: where device pages, representations and tables lie.
     """
-    spec, config, sizing = plan.spec, plan.config, plan.sizing
-    size, heads = spec.page_size, plan.policy.heads
-    logger.info("adapter %s: %s", *plan.adapter)
-    buffer = DeviceBuffer(
-        spec,
-        heads=heads,
+    spec, sizing = setup.spec, setup.sizing
+    logger.info("adapter %s: %s", *setup.adapter)
+    sizes = PoolSizes(
         num_slots=num_slots,
-        num_pages=sizing.num_device_pages,
-        max_row_pages=sizing.max_row_capacity // size,
-        device=device,
-    )
-    planner = CapacityPlanner(
-        total_pages=buffer.free_pages.shape[1],
-        rows_per_request=heads,
-        min_pages=config.device_buffer_size // size,
-        max_pages=sizing.max_row_capacity // size,
         max_requests=sizing.max_requests,
+        device_pages=sizing.num_device_pages,
+        min_row_pages=setup.config.min_row_tokens // spec.page_size,
+        max_row_pages=sizing.max_row_capacity // spec.page_size,
+        staging_pages=tile_pages(setup.config, spec, sizing.staging_bytes),
+        index_bytes=setup.algorithm.host_token_bytes(spec) * host.num_pages * spec.page_size,
     )
-    manager = SparseKVCacheManager(
-        host,
-        buffer,
-        planner,
-        staging_pages=tile_pages(config, spec, sizing.staging_bytes),
-        counters=CacheCounters(size, buffer.page_bytes, device),
-        checked=config.checked,
-        overlap=_make_overlap(config, plan.policy, device),
+    adapter = ADAPTERS.get(setup.adapter.name)()
+    return build(
+        setup.config, setup.algorithm, setup.policy, adapter, host=host, sizes=sizes, device=device
     )
+
+
+def build(
+    config: HiSparseConfig,
+    algorithm: BaseSparseAlgorithm,
+    policy: SelectionPolicy,
+    adapter: BackendAdapter,
+    *,
+    host: HostKVPool,
+    sizes: PoolSizes,
+    device: torch.device,
+    streams: SideStreams | None = None,
+) -> SparseCoordinator:
+    """Connect the parts of an engine.
+
+    Args:
+        config: the settings.
+        algorithm: selects pages.
+        policy: shapes of the model and the rules of selections.
+        adapter: attends.
+        host: the KV pool.
+        sizes: how much to allocate on the device.
+        device: where device pages, representations and tables lie.
+        streams: side streams in place of the device's own, where ``config.overlap`` is true.
+    """
+    types = {name: _extension_type(name) for name in config.extensions}
+    counters = Counters(device, [name for cls in types.values() for name in cls.counters])
+    if config.overlap and streams is None:
+        streams = make_streams(device)
+    manager = _make_manager(config, policy, host, sizes, device, counters, streams)
     representations = Representations(
-        kept_representations(config, plan.algorithm, plan.policy),
-        num_layers=spec.num_layers,
+        kept_tensors(config, algorithm, policy),
+        num_layers=policy.kv.num_layers,
         host_pages=host.num_pages,
-        num_slots=num_slots,
+        num_slots=sizes.num_slots,
         device=device,
-        index_bytes=plan.algorithm.host_token_bytes(spec) * host.num_pages * size,
+        index_bytes=sizes.index_bytes,
     )
-    return SparseCoordinator(
-        plan.policy,
-        plan.algorithm,
-        manager,
-        ADAPTERS.get(plan.adapter.name)(),
-        representations,
+    algorithm.initialize(representations.tensors, policy)
+    modes = AttentionModes(
+        policy,
+        algorithm,
         min_sparse_context=config.min_sparse_context,
         dense_layers=frozenset(config.dense_layers or ()),
         reuse_layers=config.reuse_layers,
-        tail_estimate=config.tail_estimate,
-        speculate=config.speculate,
-        speculation_threshold=config.speculation_threshold,
     )
+    parts = EngineParts(
+        policy=policy,
+        algorithm=algorithm,
+        manager=manager,
+        adapter=adapter,
+        representations=representations,
+        modes=modes,
+    )
+    context = ExtensionContext(
+        policy=policy,
+        manager=manager,
+        adapter=adapter,
+        state=representations.tensors,
+        modes=modes,
+    )
+    extensions = tuple(cls(config.extensions[name], context) for name, cls in types.items())
+    return SparseCoordinator(replace(parts, extensions=extensions))
+
+
+def _make_manager(
+    config: HiSparseConfig,
+    policy: SelectionPolicy,
+    host: HostKVPool,
+    sizes: PoolSizes,
+    device: torch.device,
+    counters: Counters,
+    streams: SideStreams | None,
+) -> SparseKVCacheManager:
+    pool = DevicePool(
+        policy.kv,
+        heads=policy.heads,
+        num_slots=sizes.num_slots,
+        num_pages=sizes.device_pages,
+        max_row_pages=sizes.max_row_pages,
+        device=device,
+    )
+    capacities = RowCapacities(
+        total_pages=pool.free_pages.shape[1],
+        rows_per_request=policy.heads,
+        min_pages=sizes.min_row_pages,
+        max_pages=sizes.max_row_pages,
+        max_requests=sizes.max_requests,
+    )
+    return SparseKVCacheManager(
+        host,
+        pool,
+        capacities,
+        staging_pages=sizes.staging_pages,
+        counters=counters,
+        checked=config.checked,
+        streams=streams,
+    )
+
+
+def _extension_type(name: str) -> type[Extension]:
+    found = EXTENSIONS.get(name)
+    assert issubclass(found, Extension), f"{name} is registered as an extension"
+    return found

@@ -1,16 +1,116 @@
-"""Which algorithms go with models that bring their own indexer."""
+"""Which settings, algorithms, adapters and models go together: every such rule in one place."""
 
 from __future__ import annotations
 
-from hisparse.algorithms import ALGORITHMS
+from collections.abc import Callable
+from dataclasses import replace
+
+from hisparse.adapters import ADAPTERS, choose_adapter
+from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
+from hisparse.types import KVSpec, SelectionScope
 
-__all__ = ["check_indexer"]
+__all__ = [
+    "check_capabilities",
+    "check_dense_layers",
+    "check_indexer",
+    "choose_scope",
+    "stored_spec",
+]
+
+
+def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
+    """Whether the algorithm can do what the settings ask for, whatever the model.
+
+    Args:
+        config: names the algorithm, the adapter, the page size and the scope.
+        device_type: "cuda" or "cpu", where the model runs.
+
+    Raises:
+        ConfigError: it cannot; names the algorithms that can.
+    """
+    cls = ALGORITHMS.get(config.algorithm)
+
+    def takes_page_size(cls: type[BaseSparseAlgorithm]) -> bool:
+        return cls.page_sizes is None or config.page_size in cls.page_sizes
+
+    def takes_device(cls: type[BaseSparseAlgorithm]) -> bool:
+        return device_type == "cpu" or not cls.reads_host_keys
+
+    wants: list[tuple[str, Callable[[type[BaseSparseAlgorithm]], bool]]] = [
+        (f"page_size {config.page_size}", takes_page_size),
+        (f"device {device_type}", takes_device),
+    ]
+    if config.stores_fp8:
+        wants.append((f"kv_cache_dtype {config.kv_cache_dtype}", lambda c: not c.reads_host_keys))
+    for what, can in wants:
+        if not can(cls):
+            others = ", ".join(name for name in ALGORITHMS if can(ALGORITHMS.get(name)))
+            sizes = f" (its page sizes: {', '.join(map(str, cls.page_sizes or ()))})"
+            raise ConfigError(
+                f"algorithm {config.algorithm!r} cannot do {what}"
+                f"{sizes if can is takes_page_size else ''}; algorithms that can: {others}"
+            )
+    choose_scope(config)
+    choose_adapter(device_type, None, config.selection_scope, config.adapter, fp8=config.stores_fp8)
+
+
+def choose_scope(config: HiSparseConfig, *, latent: bool = False) -> SelectionScope:
+    """The requested scope, or else the best one that algorithm and adapter share.
+
+    Args:
+        config: names them.
+        latent: whether the model has one latent for all query heads (MLA).
+
+    Raises:
+        ConfigError: they cannot serve it; names the algorithms that can.
+    """
+    adapter, wanted = ADAPTERS.get(config.adapter or "torch"), config.selection_scope
+
+    def scopes_of(name: str) -> list[SelectionScope]:
+        both = [scope for scope in ALGORITHMS.get(name).scopes if scope in adapter.scopes]
+        return [scope for scope in both if not (latent and scope == "query_head")]
+
+    choices = scopes_of(config.algorithm)
+    if wanted is None and choices:
+        return choices[0]
+    if wanted is None or wanted not in choices:
+        others = [n for n in ALGORITHMS if (wanted in scopes_of(n) if wanted else scopes_of(n))]
+        raise ConfigError(
+            f"selection_scope {wanted!r} does not go with algorithm {config.algorithm!r}, adapter "
+            f"{config.adapter or 'torch'!r}{' and latent attention (MLA)' if latent else ''} "
+            f"(choices: {', '.join(choices) or 'none'}; algorithms that can: "
+            f"{', '.join(others) or 'none'})"
+        )
+    return wanted
+
+
+def stored_spec(config: HiSparseConfig, spec: KVSpec) -> KVSpec:
+    """The shapes of a model whose K and V are stored as ``config`` says.
+
+    Raises:
+        ConfigError: they cannot be stored so.
+    """
+    if config.stores_fp8 and spec.latent:
+        raise ConfigError(
+            f"kv_cache_dtype: got {config.kv_cache_dtype!r} for a model with latent attention "
+            "(MLA), expected 'auto'; fp8_e4m3 is for MHA and GQA models"
+        )
+    return replace(spec, fp8=config.stores_fp8)
+
+
+def check_dense_layers(config: HiSparseConfig, spec: KVSpec) -> None:
+    """Raise ``ConfigError`` if ``dense_layers`` names a layer that the model does not have."""
+    bad = sorted(x for x in config.dense_layers or () if x >= spec.num_layers)
+    if bad:
+        raise ConfigError(
+            f"dense_layers names {bad}; the model has layers 0 to {spec.num_layers - 1}"
+        )
 
 
 def check_indexer(name: str, config: HiSparseConfig, *, has_indexer: bool) -> None:
-    """A model with an indexer is served by an algorithm that asks it, and no other model is.
+    """Require an algorithm that uses the model's indexer for models that have one, and only there.
 
     Args:
         name: of the model, for the message.
@@ -18,7 +118,7 @@ def check_indexer(name: str, config: HiSparseConfig, *, has_indexer: bool) -> No
         has_indexer: whether the model was trained with one, as DeepSeek-V3.2 was.
 
     Raises:
-        ConfigError: the two do not go together; names what does.
+        ConfigError: algorithm and model do not go together; names algorithms that do.
     """
     asks = ALGORITHMS.get(config.algorithm).indexer
     if asks and not has_indexer:

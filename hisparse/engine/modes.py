@@ -1,4 +1,4 @@
-"""Which requests of a decode step are attended in which way: by each one's own length alone."""
+"""Which requests are attended in which mode, and which layers share a selection."""
 
 from __future__ import annotations
 
@@ -7,22 +7,19 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from hisparse.adapters import TableLimits
-from hisparse.algorithms import BaseSparseAlgorithm
-from hisparse.cache.counters import CacheCounters
-from hisparse.config import HiSparseConfig
-from hisparse.engine.step import DecodeStep, SelectionPolicy
+from hisparse.algorithms import BaseSparseAlgorithm, SelectionPolicy
+from hisparse.cache import Counters
 
-__all__ = ["DecodePlan", "Ways", "attended_tables"]
+__all__ = ["AttentionModes", "ModeMasks"]
 
 
-class Ways(NamedTuple):
-    """Requests by the way that they are attended in, ``[B] bool`` each; together all of them.
+class ModeMasks(NamedTuple):
+    """The mode of each request, ``[B] bool`` each; every request has exactly one.
 
     Attributes:
-        sparse: over what the algorithm selects.
-        resident: densely, over a context that fits the row's device pages.
-        staged: densely, over one that does not.
+        sparse: attends over the pages that the algorithm selects.
+        resident: attends densely, over a context that fits the row's device pages.
+        staged: attends densely, over a context that does not fit.
     """
 
     sparse: np.ndarray
@@ -30,18 +27,20 @@ class Ways(NamedTuple):
     staged: np.ndarray
 
 
-class DecodePlan:
-    """Says who is attended how.
+class AttentionModes:
+    """Decides by each request's own length alone.
 
     Args:
-        policy: shapes of the model and what selections have to keep to.
+        policy: shapes of the model and the rules of selections.
         algorithm: selects.
-        min_sparse_context: contexts up to so many tokens are served dense.
+        min_sparse_context: contexts of up to so many tokens are attended densely.
         dense_layers: layers that are always dense.
-        reuse_layers: layers that share a selection.
+        reuse_layers: consecutive layers that share a selection.
 
     Attributes:
-        width: K of a selection that holds all pages of a dense context, or what is selected.
+        dense_layers: as given.
+        dense_width: K of a selection that holds either all pages of a dense context or the
+            selected ones.
     """
 
     def __init__(
@@ -56,88 +55,88 @@ class DecodePlan:
         self._policy = policy
         self._algorithm = algorithm
         self._min_sparse_context = min_sparse_context
+        self._reuse_layers = reuse_layers
+        self.dense_layers = dense_layers
         layers = set(range(policy.kv.num_layers))
         self._num_dense = len(layers & dense_layers)
         self._num_selecting = len({layer // reuse_layers for layer in layers - dense_layers})
         longest_dense = (min_sparse_context - 1) // policy.kv.page_size
-        self.width = max(policy.max_pages, longest_dense)
-        # A fixed number of pages is all of a context within the budget.
+        self.dense_width = max(policy.max_pages, longest_dense)
+        # A selection of a fixed number of pages holds every page of a context within the budget.
         self._selects_all = not algorithm.variable_lengths and longest_dense <= policy.budget_pages
 
-    def ways(self, seq_lens: np.ndarray, capacities: np.ndarray) -> Ways:
-        """Of a sparse layer: tokens of each request and device pages of its rows, ``[B]`` each."""
+    def selects(self, layer_id: int) -> bool:
+        """Whether a layer selects: the first layer of its group that is not dense does."""
+        if not 0 <= layer_id < self._policy.kv.num_layers:
+            return False
+        first = layer_id - layer_id % self._reuse_layers
+        sparse = (x for x in range(first, layer_id + 1) if x not in self.dense_layers)
+        return next(sparse, None) == layer_id
+
+    def followers(self, layer_id: int) -> list[int]:
+        """Later layers that attend the selection of a layer that selects."""
+        end = (layer_id // self._reuse_layers + 1) * self._reuse_layers
+        later = range(layer_id + 1, min(end, self._policy.kv.num_layers))
+        return [layer for layer in later if layer not in self.dense_layers]
+
+    def of(self, seq_lens: np.ndarray, capacities: np.ndarray) -> ModeMasks:
+        """Modes in a layer that attends sparsely.
+
+        Args:
+            seq_lens: ``[B]``, tokens of each request, the new one included.
+            capacities: ``[B]``, device pages of each of its rows.
+        """
         num_pages = (seq_lens - 1) // self._policy.kv.page_size
         whole = num_pages <= self._policy.budget_pages
         sparse = ~whole & (seq_lens > self._min_sparse_context)
         if sparse.any() and not self._algorithm.variable_lengths:
-            # A fixed number of pages is all of a short context: one call serves them together.
+            # The selection of a short context holds all of its pages: one call serves everybody.
             sparse |= whole
         fits = capacities >= num_pages
-        return Ways(sparse, ~sparse & fits, ~sparse & ~fits)
+        return ModeMasks(sparse, ~sparse & fits, ~sparse & ~fits)
 
-    def dense_ways(self, seq_lens: np.ndarray, capacities: np.ndarray) -> Ways | None:
-        """The same of a layer that is always dense; None: there is none."""
+    def of_dense_layers(self, seq_lens: np.ndarray, capacities: np.ndarray) -> ModeMasks | None:
+        """Modes in a layer that is always dense; None: the model has no such layer."""
         if not self._num_dense:
             return None
         fits = capacities >= (seq_lens - 1) // self._policy.kv.page_size
-        return Ways(np.zeros_like(fits), fits, ~fits)
+        return ModeMasks(np.zeros_like(fits), fits, ~fits)
 
-    def dense_requests(self, step: DecodeStep, seq_lens: Tensor) -> Tensor | None:
-        """``[B] bool``, whom :meth:`ways` does not call sparse, by tensors alone; None: it makes no
-        difference to what is attended.
+    def dense_requests(self, num_pages: Tensor, seq_lens: Tensor) -> Tensor | None:
+        """Requests of a captured step that are attended whole, decided on the device.
+
+        Args:
+            num_pages: ``[B] int32``, full pages.
+            seq_lens: ``[B] int64``, tokens.
+
+        Returns:
+            ``[B] bool``; None: every selection of a dense context is whole anyway.
         """
         if self._selects_all:
             return None
-        return (step.num_pages <= self._policy.budget_pages) | (
-            seq_lens <= self._min_sparse_context
-        )
+        return (num_pages <= self._policy.budget_pages) | (seq_lens <= self._min_sparse_context)
+
+    def is_sparse(self, num_pages: Tensor, dense: Tensor | None) -> Tensor:
+        """``[B] bool``, requests whose context is beyond the budget and not ``dense [B] bool``.
+
+        A sparse part may also hold requests within the budget, if others are sparse.
+        """
+        sparse = num_pages > self._policy.budget_pages
+        return sparse if dense is None else sparse & ~dense
 
     def count(
-        self, counters: CacheCounters, seq_lens: np.ndarray, ways: Ways, dense: Ways | None
+        self, counters: Counters, seq_lens: np.ndarray, masks: ModeMasks, dense: ModeMasks | None
     ) -> None:
-        """Count what the host knows of a step, all layers."""
+        """Count what the host knows of a step, for all layers."""
         kv, heads = self._policy.kv, self._policy.heads
-        counters.count_written(len(seq_lens) * kv.token_bytes)
-        counters.count_chosen(self._num_selecting * heads * int(ways.sparse.sum()))
+        counters.add("written_bytes", len(seq_lens) * kv.token_bytes)
+        counters.add("selections", self._num_selecting * heads * int(masks.sparse.sum()))
         tail_lens = (seq_lens - 1) % kv.page_size + 1
 
         def tokens(staged: np.ndarray) -> int:
             return heads * int(np.where(staged, seq_lens, tail_lens).sum())
 
-        counters.count_tokens((kv.num_layers - self._num_dense) * tokens(ways.staged))
+        attended = (kv.num_layers - self._num_dense) * tokens(masks.staged)
         if dense is not None:
-            counters.count_tokens(self._num_dense * tokens(dense.staged))
-
-
-def attended_tables(
-    config: HiSparseConfig,
-    policy: SelectionPolicy,
-    *,
-    max_requests: int,
-    max_row_pages: int,
-    tile_pages: int,
-    context_pages: int,
-) -> list[TableLimits]:
-    """What decode steps of up to ``max_requests`` attend over.
-
-    Args:
-        config: says who is attended how.
-        policy: shapes of the model and what selections have to keep to.
-        max_requests: requests of a step.
-        max_row_pages: device pages of a row.
-        tile_pages: pages that fit a tile of staging.
-        context_pages: pages of the longest context.
-    """
-    kv, heads = policy.kv, policy.heads
-    stored_heads, queries = kv.num_kv_heads if heads == 1 else 1, kv.num_q_heads // heads
-    widest = max(policy.max_pages, (config.min_sparse_context - 1) // kv.page_size)
-    widest = max(widest, max_row_pages) if config.dense_layers else widest
-    # The tail page as well.
-    rows = heads, max_requests * heads
-    tables = [TableLimits(*rows, widest + 1, queries, stored_heads, kv.page_size)]
-    if config.dense_layers or config.min_sparse_context > config.device_buffer_size:
-        tile = TableLimits(1, 1, tile_pages, kv.num_q_heads, kv.num_kv_heads, kv.page_size)
-        tables.append(tile)
-    if config.tail_estimate:
-        tables.append(TableLimits(*rows, context_pages, queries, stored_heads, 1))
-    return tables
+            attended += self._num_dense * tokens(dense.staged)
+        counters.add("other_tokens", attended)

@@ -2,56 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.adapters import Attended, BackendAdapter, merge_attended
-from hisparse.algorithms import BaseSparseAlgorithm
-from hisparse.algorithms.request_indexes import RequestIndexes
-from hisparse.cache import SparseKVCacheManager, Tile
+from hisparse.adapters import Attended, merge_attended
+from hisparse.algorithms import PrefillStep
+from hisparse.cache import Tile
 from hisparse.cache.codec import as_read, encode
-from hisparse.cache.streams import Lane, Started
-from hisparse.engine.extensions.tail_estimate import TailEstimate
-from hisparse.engine.step import PrefillBatch, PrefillChunk, PrefillStep, SelectionPolicy
+from hisparse.cache.streams import Lane, Pending
+from hisparse.engine.parts import EngineParts
+from hisparse.engine.step import PrefillBatch, PrefillChunk
 from hisparse.types import IndexerInputs, PagedKV
 
 __all__ = ["Prefill"]
 
 
 class Prefill:
-    """Runs prefill chunks, exactly: dense, but where the model itself was trained sparse.
+    """Runs prefill chunks exactly: densely, unless the model itself was trained sparse.
 
     Args:
-        policy: shapes of the model.
-        algorithm: gets to see the keys and queries of the chunks.
-        manager: where K/V go and prefixes come from.
-        adapter: attends.
-        representations: by name.
-        indexes: what algorithms keep of a request in host memory.
-        tail: what estimates the pages that are not selected, if anything does.
+        parts: what stores, reads and attends.
     """
 
-    def __init__(
-        self,
-        policy: SelectionPolicy,
-        algorithm: BaseSparseAlgorithm,
-        manager: SparseKVCacheManager,
-        adapter: BackendAdapter,
-        representations: Mapping[str, Tensor],
-        indexes: RequestIndexes,
-        tail: TailEstimate | None,
-    ) -> None:
-        self._policy = policy
-        self._algorithm = algorithm
-        self._manager = manager
-        self._adapter = adapter
-        self._representations = dict(representations)
-        self._indexes = indexes
-        self._tail = tail
-        self._moving: list[Started[None]] = []
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._policy = parts.policy
+        self._manager = parts.manager
+        self._moving: list[Pending[None]] = []
 
     def attention(
         self,
@@ -63,19 +43,19 @@ class Prefill:
         indexer: IndexerInputs | None,
     ) -> Tensor:
         """``q [T, Hq, D]``, ``k, v [T, Hkv, D]`` -> ``[T, Hq, Dv]`` in the dtype of q."""
-        # All that is made of the chunk is made of what will be read of it, so that it does not
-        # matter to the tokens which part of a prompt comes from the pool.
+        # Attention and summaries use the values that a later read returns, so the tokens do not
+        # depend on which part of a prompt comes from the pool.
         k, v = as_read(self._policy.kv, k, v)
-        # What is moved is held until it has moved: no more than two layers' K and V.
+        # Moved tensors are held until they have moved: at most K and V of two layers.
         self._join_moves()
-        self._move("write", lambda: self._manager.write(layer_id, batch.host_slots, k, v))
+        self._move("write", lambda: self._manager.kv_io.write(layer_id, batch.host_slots, k, v))
         outputs = []
         for chunk, following in self._in_turn(layer_id, batch):
             own = slice(chunk.offset, chunk.offset + chunk.length)
             pages = self._aligned(layer_id, chunk, k[own], v[own])
             indexed = None if indexer is None else indexer.take(own)
             step = self.summarize(layer_id, chunk, q[own], pages, indexed)
-            chosen = self._algorithm.select_prefill(layer_id, step)
+            chosen = self._parts.algorithm.select_prefill(layer_id, step)
             out = self._attend(layer_id, chunk, q[own], k[own], v[own], chosen, following)
             outputs.append(out.to(q.dtype))
             self._place(layer_id, chunk, pages)
@@ -92,8 +72,8 @@ class Prefill:
     def _in_turn(
         self, layer_id: int, batch: PrefillBatch
     ) -> Iterator[tuple[PrefillChunk, Tile | None]]:
-        """The chunks, each with the tile that is read after its prefix: of another chunk, or of the
-        next layer, whose prefixes earlier forwards have written too.
+        """The chunks, each with the tile that is read after its prefix. That tile belongs to
+        another chunk or to the next layer; earlier forwards have written it.
         """
         layers = range(layer_id, min(layer_id + 2, self._policy.kv.num_layers))
         order = [(layer, chunk) for layer in layers for chunk in batch.chunks]
@@ -116,7 +96,7 @@ class Prefill:
             return PagedKV(k, v)
         page = chunk.host_pages[chunk.start // size].long()
         slots = page * size + torch.arange(missing, device=page.device)
-        head_k, head_v = self._manager.read_tokens(layer_id, slots)
+        head_k, head_v = self._manager.kv_io.read_tokens(layer_id, slots)
         return PagedKV(torch.cat([head_k, k]), torch.cat([head_v, v]))
 
     def summarize(
@@ -127,12 +107,12 @@ class Prefill:
         own: PagedKV,
         indexer: IndexerInputs | None = None,
     ) -> PrefillStep:
-        """Let the algorithm remember a chunk.
+        """Build the representations of a chunk.
 
         Args:
             layer_id: layer number.
             chunk: the chunk.
-            q: ``[T, Hq, D]``; none of a chunk that is not computed but loaded.
+            q: ``[T, Hq, D]``; T = 0 for a chunk that is loaded and not computed.
             own: ``[T', Hkv, D]``, from the start of the chunk's first page on.
             indexer: of the chunk's tokens.
 
@@ -144,7 +124,7 @@ class Prefill:
         keys, values = (x[: (last - first) * size].unflatten(0, (-1, size)) for x in own)
         step = PrefillStep(
             policy=self._policy,
-            representations=self._representations,
+            representations=self._parts.representations.tensors,
             slot=chunk.slot,
             start=chunk.start,
             length=chunk.length,
@@ -154,11 +134,11 @@ class Prefill:
             is_last=chunk.is_last,
             indexer=indexer,
             read_context=lambda layer: self._read_context(layer, chunk),
-            indexes=self._indexes,
+            indexes=self._parts.representations.indexes,
         )
-        self._algorithm.construct_representations(keys, q, layer_id, step)
-        if self._tail is not None:
-            self._tail.store(self._representations, layer_id, keys, values, step.host_pages)
+        self._parts.algorithm.construct_representations(keys, q, layer_id, step)
+        for extension in self._parts.extensions:
+            extension.store_pages(layer_id, keys, values, step.host_pages)
         return step
 
     def _tile(self, layer_id: int, chunk: PrefillChunk, first: int, end: int) -> Tile:
@@ -171,8 +151,8 @@ class Prefill:
     def _read_context(
         self, layer_id: int, chunk: PrefillChunk
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """All up to the end of the chunk; see :meth:`_read`."""
-        # The chunk itself is read back: it has to be there.
+        """Everything up to the end of the chunk; see :meth:`_read`."""
+        # The chunk itself is read back, so its write has to be over.
         self._join_moves()
         for tile in self._tiles(layer_id, chunk, chunk.end):
             yield self._read(tile, chunk.end)
@@ -188,7 +168,7 @@ class Prefill:
         count = min(tile.host_pages.numel() * kv.page_size, end - start)
         pages = manager.read_prefix(tile, ahead)
         keys, values = (x.transpose(1, 2).flatten(0, 1)[:count] for x in pages)
-        manager.counters.count_staged(count * kv.token_bytes_per_layer, decode=False)
+        manager.counters.add("prefill_read_bytes", count * kv.token_bytes_per_layer)
         return start, keys, values
 
     def _attend(
@@ -209,9 +189,9 @@ class Prefill:
             q: ``[T, Hq, D]``.
             k, v: ``[T, Hkv, D]``.
             chosen: positions ``[T, K] int32`` that each query attends; None: all up to its own.
-            following: what is read after the prefix.
+            following: the tile that is read after the prefix.
         """
-        scale, adapter = self._policy.scale, self._adapter
+        scale, adapter = self._policy.scale, self._parts.adapter
         if chosen is None:
             attended = adapter.attend_prefill(q, k, v, scale, causal=True)
         else:
@@ -230,10 +210,11 @@ class Prefill:
         """Leave the most recent full pages, and the tail, on the device."""
         manager, size = self._manager, self._policy.kv.page_size
         first, last = chunk.start // size, chunk.end // size
-        oldest = max(0, last - int(manager.capacities(np.array(chunk.slot))))
-        from_host = oldest < first and manager.is_cold(chunk.slot)
+        oldest = max(0, last - int(manager.residency.held(np.array(chunk.slot))))
+        from_host = oldest < first and manager.residency.is_cold(chunk.slot)
         if from_host:
-            manager.counters.count_placed((first - oldest) * self._policy.heads)
+            placed = (first - oldest) * self._policy.heads
+            manager.counters.add("prefill_read_bytes", placed * manager.device.page_bytes)
         k, v = (x[: (last - first) * size].unflatten(0, (-1, size)).transpose(1, 2) for x in own)
         table = torch.arange(-first, last - first, dtype=torch.int32, device=k.device)
 
@@ -249,4 +230,4 @@ class Prefill:
         self._move("read", place)
         tail = chunk.end % size
         if tail:
-            manager.write_tail(layer_id, chunk.slot, own.k[-tail:], own.v[-tail:])
+            manager.kv_io.write_tail(layer_id, chunk.slot, own.k[-tail:], own.v[-tail:])

@@ -1,4 +1,4 @@
-"""The tensors in which algorithms remember: allocated, reset and moved in one place."""
+"""The tensors in which algorithms and extensions keep state: allocated and reset in one place."""
 
 from __future__ import annotations
 
@@ -7,41 +7,17 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import BaseSparseAlgorithm, Representation, RepresentationOwner
+from hisparse.algorithms import Representation, RepresentationOwner
 from hisparse.algorithms.request_indexes import RequestIndexes
-from hisparse.engine.extensions.prefetch import StepSpeculation
-from hisparse.engine.extensions.tail_estimate import TailEstimate
-from hisparse.engine.step import SelectionPolicy
 
-__all__ = ["Representations", "entry_bytes", "list_representations"]
-
-
-def list_representations(
-    algorithm: BaseSparseAlgorithm,
-    policy: SelectionPolicy,
-    *,
-    tail_estimate: bool = False,
-    speculate: bool = False,
-) -> dict[str, Representation]:
-    """Everything that is kept beside K and V, by name."""
-    found = dict(algorithm.representations(policy))
-    if tail_estimate:
-        found |= TailEstimate.representations(policy)
-    if speculate:
-        found |= StepSpeculation.representations(policy)
-    return found
-
-
-def entry_bytes(kinds: Mapping[str, Representation], per: RepresentationOwner) -> int:
-    """Bytes that one owner of a kind takes in one layer."""
-    return sum(kind.num_bytes for kind in kinds.values() if kind.per == per)
+__all__ = ["Representations"]
 
 
 class Representations:
-    """Zeros for everything that is remembered.
+    """Zeros for every tensor that an algorithm or an extension declares.
 
     Args:
-        kinds: what there is, by name.
+        kinds: the declared tensors, by name.
         num_layers: L.
         host_pages: pages of the host pool, the padding page included.
         num_slots: request slots.
@@ -50,7 +26,7 @@ class Representations:
 
     Attributes:
         tensors: by name, ``[L, host pages or request slots or nothing, *shape]``.
-        indexes: what algorithms keep of a request beside them, in host memory.
+        indexes: host-memory indexes that algorithms keep for each request.
     """
 
     def __init__(
@@ -79,7 +55,7 @@ class Representations:
         self._ended: set[int] = set()
 
     def begin(self, slot: int) -> None:
-        """A request takes over a slot: its state is zeros from the next forward on."""
+        """A request takes over a slot: its state is zeroed before the next forward."""
         self._begun.add(slot)
 
     def end(self, slot: int) -> None:
@@ -87,7 +63,7 @@ class Representations:
         self._ended.add(slot)
 
     def apply_resets(self) -> None:
-        """Forget what the slots that changed hands held."""
+        """Clear the state of slots that changed hands since the last call."""
         for slot in self._begun | self._ended:
             self.indexes.drop(slot)
         self._ended.clear()
@@ -98,14 +74,14 @@ class Representations:
             self._begun.clear()
 
     def fork(self, source: int, target: int) -> None:
-        """A request goes on from where another one is."""
+        """Let a request continue from the state of another one."""
         self.apply_resets()
         for state in self._of_requests:
             state[:, target] = state[:, source]
         self.indexes.fork(source, target)
 
     def read(self, layer_id: int, slot: int, host_pages: Tensor) -> dict[str, Tensor]:
-        """What is saved of a request: entries of its pages ``[P] int64``, and its own."""
+        """The saved entries of a request: those of its pages ``host_pages [P]``, and its own."""
         self.apply_resets()
         return {
             name: self.tensors[name][layer_id, host_pages if kind.per == "page" else slot]
@@ -115,14 +91,17 @@ class Representations:
     def write(
         self, layer_id: int, slot: int, host_pages: Tensor, entries: Mapping[str, Tensor]
     ) -> None:
-        """The contrary of :meth:`read`."""
+        """Write entries as :meth:`read` returned them."""
         self.apply_resets()
         for name, values in entries.items():
             where = host_pages if self._saved[name].per == "page" else slot
             self.tensors[name][layer_id, where] = values.to(self.tensors[name].device)
 
     def describe(self) -> dict[str, str]:
-        """Names that :meth:`read` gives, and what stands there: two that agree can be exchanged."""
+        """Names that :meth:`read` returns, with owner, shape and dtype.
+
+        A file is compatible with a cache if both descriptions are equal.
+        """
         return {
             name: f"{kind.per} {list(kind.shape)} {kind.dtype}"
             for name, kind in self._saved.items()

@@ -1,63 +1,37 @@
-"""What a forward pass is, as the coordinator and the algorithms see it.
-
-A framework (SGLang, transformers) fills a :class:`PrefillBatch` or a :class:`DecodeBatch`; the
-coordinator turns the former into one :class:`PrefillStep` per chunk and layer and the latter into
-one :class:`DecodeStep` per way of attending: these are what algorithms see.
-"""
+"""The tensors of a forward: what a framework hands over, and what the layers of a step share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.algorithms.request_indexes import RequestIndexes
-from hisparse.types import IndexerInputs, KVSpec, PagedKV, SelectionScope
+from hisparse.algorithms import DecodeStep, SelectionPolicy
+from hisparse.cache import SparseKVCacheManager, StepRows
+from hisparse.engine.modes import ModeMasks
+from hisparse.engine.representations import Representations
+from hisparse.types import IndexerInputs, Selection
 
 __all__ = [
+    "AttentionMode",
     "DecodeBatch",
-    "DecodeStep",
-    "PageReader",
+    "DecodeForward",
+    "DecodePart",
+    "FilledTails",
     "PrefillBatch",
     "PrefillChunk",
-    "PrefillStep",
-    "SelectionPolicy",
+    "StepPages",
+    "divide",
 ]
 
-
-@dataclass(frozen=True, kw_only=True)
-class SelectionPolicy:
-    """What every selection has to keep to; the same for all layers and requests.
-
-    Attributes:
-        kv: shapes of the model.
-        scope: for whom pages are selected: all heads together, a KV head or a query head.
-        budget_pages: full pages that the budget holds; contexts of at most so many are attended
-            whole.
-        max_pages: K, pages that a selection may hold; the tail page comes on top. More than
-            ``budget_pages`` where lengths vary.
-        num_sink_pages: first pages of the sequence that are always selected.
-        num_recent_pages: last full pages that are always selected.
-        scale: factor between q.k and the attention logits.
-    """
-
-    kv: KVSpec
-    scope: SelectionScope
-    budget_pages: int
-    max_pages: int
-    num_sink_pages: int
-    num_recent_pages: int
-    scale: float
-
-    @property
-    def heads(self) -> int:
-        """H, the heads of a selection."""
-        return self.kv.selection_heads(self.scope)
+#: How a request is attended in a layer: "sparse", over the selected pages; "resident", densely,
+#: over a context that fits the row's device pages; "staged", densely, in tiles from host memory.
+AttentionMode = Literal["sparse", "resident", "staged"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +40,7 @@ class PrefillChunk:
 
     Attributes:
         slot: request slot.
-        start: position of the first token; what stands before it is in host memory.
+        start: position of the first token; the tokens before it are in host memory.
         length: number of tokens.
         offset: where the tokens begin in the forward's flat token dimension.
         host_pages: ``[ceil((start + length) / S)] int32``, host page of each page so far.
@@ -87,7 +61,7 @@ class PrefillChunk:
 
     @cached_property
     def host_pages_cpu(self) -> Tensor:
-        """``host_pages`` on the host, read back once: lists that it knows can be copied in runs."""
+        """``host_pages`` on the host, read back once: the copy engine needs lists there."""
         return self.host_pages.cpu()
 
 
@@ -115,9 +89,9 @@ class DecodeBatch:
         seq_lens_cpu: ``[B]``, the same on the host.
         host_slots: ``[B] int64``, host slot of the new token.
         host_page_table: ``[B, P] int32``, host page of each page of the sequences.
-        num_real: ``[1] int32``, requests that are not padding, which comes last. With it the step
-            can be captured: tensors alone say what the requests are, and ``seq_lens_cpu`` is the
-            most tokens that each may have. None: all are real, the host knows them.
+        num_real: ``[1] int32``, number of requests before the padding, for steps that are
+            captured: tensors alone then say which requests there are, and ``seq_lens_cpu`` holds
+            the most tokens that each may have. None: every request is real.
     """
 
     slots: Tensor
@@ -129,148 +103,190 @@ class DecodeBatch:
     num_real: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrefillStep:
-    """One request's chunk in one layer; what algorithms receive.
+@dataclass(frozen=True)
+class StepPages:
+    """Reads keys for the requests of a step; see :class:`hisparse.algorithms.step.PageReader`.
 
     Attributes:
-        policy: what a selection has to keep to.
-        representations: by name, owned by the coordinator.
-        slot: request slot.
-        start: position of the chunk's first token.
-        length: tokens of the chunk.
-        first_page: page index of the first page that the chunk completed.
-        host_pages: ``[P] int32``, where the pages that the chunk completed lie.
-        context_pages: ``[ceil((start + length) / S)] int32``, host page of each page so far.
-        is_last: whether the prompt ends here, as far as the framework knows.
-        indexer: of the chunk's tokens, for algorithms that ask for it.
-        read_context: see :meth:`context_keys`.
-        indexes: what algorithms keep of a request in host memory.
+        manager: the cache.
+        rows: rows of the requests.
     """
 
-    policy: SelectionPolicy
-    representations: Mapping[str, Tensor]
-    slot: int
-    start: int
-    length: int
-    first_page: int
-    host_pages: Tensor
-    context_pages: Tensor
-    is_last: bool
-    indexer: IndexerInputs | None
-    read_context: Callable[[int], Iterator[tuple[int, Tensor, Tensor]]]
-    indexes: RequestIndexes | None = None
-
-    @property
-    def end(self) -> int:
-        """Position after the chunk's last token."""
-        return self.start + self.length
-
-    def context_keys(self, layer_id: int) -> Iterator[tuple[int, Tensor]]:
-        """All keys up to ``end``, streamed from host memory once more.
-
-        Yields:
-            position of the first key, which begins a page, and keys ``[t, Hkv, D]``, valid until
-            the next ones.
-        """
-        for position, keys, _ in self.read_context(layer_id):
-            yield position, keys
-
-
-class PageReader(Protocol):
-    """Where steps read pages; the cache manager is one."""
-
-    def tail_pages(self, layer_id: int, step: DecodeStep) -> PagedKV:
-        """The tail pages, ``[B, Hkv, S, D]``."""
-        ...
-
-    def host_pages(self, layer_id: int) -> PagedKV:
-        """The host pool, ``[host pages, Hkv, S, D]``."""
-        ...
-
-    def read_tokens(self, layer_id: int, host_slots: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V at ``host_slots [T]``, each ``[T, Hkv, D]`` on the device."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeStep:
-    """Requests of one decode step that are attended in the same way; what algorithms receive.
-
-    Attributes:
-        policy: what a selection has to keep to.
-        representations: name to ``[L, host pages, ...]``, owned by the coordinator.
-        index: ``[B] int64``, which requests of the whole batch these are; None for all.
-        slots: ``[B] int64``, request slots.
-        rows: ``[R] int64``, state row of each (request, head).
-        num_pages: ``[B] int32``, full pages before the tail page: what can be selected.
-        seq_lens_cpu: ``[B]``, tokens of each request with the new one, on the host; of a step that
-            is captured the most that it may have.
-        tail_lens: ``[B] int32``, tokens in the tail page, the new one included; without it, so that
-            there may be none, in a selection made ahead of the layer.
-        host_page_table: ``[B, P] int32``.
-        capacity: ``[R] int32``, slots of each row.
-        num_real_rows: ``[1] int32``, rows that are not padding.
-        tail_pages: ``[L, R] int32``, device page id of each row's tail page.
-        tail_row_lens: ``[R] int32``, ``tail_lens`` of each row's request.
-        pages: where keys are read.
-        indexer: of the new tokens, in one layer, for algorithms that ask for it.
-        indexes: what algorithms keep of a request in host memory.
-    """
-
-    policy: SelectionPolicy
-    representations: Mapping[str, Tensor]
-    index: Tensor | None
-    slots: Tensor
-    rows: Tensor
-    num_pages: Tensor
-    seq_lens_cpu: np.ndarray
-    tail_lens: Tensor
-    host_page_table: Tensor
-    capacity: Tensor
-    num_real_rows: Tensor
-    tail_pages: Tensor
-    tail_row_lens: Tensor
-    pages: PageReader
-    indexer: IndexerInputs | None = None
-    indexes: RequestIndexes | None = None
+    manager: SparseKVCacheManager
+    rows: StepRows
 
     def tail_keys(self, layer_id: int) -> Tensor:
-        """Keys of the tail pages, ``[B, S, Hkv, D]``: ``tail_lens`` of them count."""
-        return self.pages.tail_pages(layer_id, self).k.transpose(1, 2)
+        return self.manager.kv_io.read_tails(layer_id, self.rows).k.transpose(1, 2)
 
     def host_keys(self, layer_id: int) -> Tensor:
-        """Keys of the host pool, ``[host pages, Hkv, S, D]``, strides as the layout has them."""
-        return self.pages.host_pages(layer_id).k
+        return self.manager.kv_io.host_pages(layer_id).k
+
+    def read_keys(self, layer_id: int, host_slots: Tensor) -> Tensor:
+        return self.manager.kv_io.read_tokens(layer_id, host_slots).k
+
+
+@dataclass(kw_only=True)
+class DecodePart:
+    """Requests of a step that are attended in one mode, in all layers.
+
+    Attributes:
+        mode: how they are attended.
+        view: what algorithms see of them.
+        pages: reads their keys.
+        seq_lens_cpu: ``[B]``, tokens of each request; in a captured step the most it may have.
+        index: ``[B] int64``, their places in the batch; None: the whole batch.
+        dense: ``[B] bool``, requests of a sparse part that are attended whole; None: none is.
+        selection: the selection that the current group of layers shares.
+    """
+
+    mode: AttentionMode
+    view: DecodeStep
+    pages: StepPages
+    seq_lens_cpu: np.ndarray
+    index: Tensor | None = None
+    dense: Tensor | None = None
+    selection: Selection | None = None
 
     @property
-    def row_seq_lens(self) -> Tensor:
-        """``[R] int32``, tokens of each row's request, the new one included."""
-        seq_lens = self.num_pages * self.policy.kv.page_size + self.tail_lens
-        return seq_lens.repeat_interleave(self.policy.heads)
+    def rows(self) -> StepRows:
+        """The requests' rows of the device tables."""
+        return self.pages.rows
 
-    @property
-    def max_pages(self) -> int:
-        """The largest of ``num_pages``, known on the host."""
-        return int(self.seq_lens_cpu.max() - 1) // self.policy.kv.page_size
-
-    def take(self, who: np.ndarray) -> DecodeStep:
-        """The requests with ``who [B] bool``, as a step of their own."""
-        index = torch.from_numpy(np.flatnonzero(who)).to(self.rows.device)
-        heads = self.policy.heads
-        row_index = (index[:, None] * heads + index.new_tensor(range(heads))).flatten()
-        return replace(
-            self,
+    def take(self, chosen: np.ndarray, mode: AttentionMode) -> DecodePart:
+        """The requests with ``chosen [B] bool``, attended in ``mode``."""
+        if chosen.all():
+            return replace(self, mode=mode)
+        index = torch.from_numpy(np.flatnonzero(chosen)).to(self.rows.rows.device)
+        rows, seq_lens, view = self.rows.take(index), self.seq_lens_cpu[chosen], self.view
+        pages = StepPages(self.pages.manager, rows)
+        return DecodePart(
+            mode=mode,
+            view=replace(
+                view,
+                slots=view.slots[index],
+                num_pages=rows.num_pages,
+                tail_lens=view.tail_lens[index],
+                max_pages=_most_pages(seq_lens, view.policy.kv.page_size),
+                host_page_table=rows.host_page_table,
+                pages=pages,
+            ),
+            pages=pages,
+            seq_lens_cpu=seq_lens,
             index=index,
-            slots=self.slots[index],
-            rows=self.rows[row_index],
-            num_pages=self.num_pages[index],
-            seq_lens_cpu=self.seq_lens_cpu[who],
-            tail_lens=self.tail_lens[index],
-            host_page_table=self.host_page_table[index],
-            capacity=self.capacity[row_index],
-            num_real_rows=self.num_real_rows.new_full((1,), row_index.numel()),
-            tail_pages=self.tail_pages[:, row_index],
-            tail_row_lens=self.tail_row_lens[row_index],
-            indexer=None if self.indexer is None else self.indexer.take(index),
         )
+
+    def set_indexer(self, indexer: IndexerInputs) -> None:
+        """Hand the indexer's inputs of the whole batch to the algorithm, for one layer."""
+        own = indexer if self.index is None else indexer.take(self.index)
+        self.view = replace(self.view, indexer=own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilledTails:
+    """Tail pages that a step fills.
+
+    Attributes:
+        rows: ``[R] bool``, rows whose tail page is full after this step.
+        host_pages: ``[B] int64``, host page of each full tail page, 0 for the other requests.
+    """
+
+    rows: Tensor
+    host_pages: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeForward:
+    """A decode step: what all of its layers share.
+
+    Attributes:
+        whole: the whole batch.
+        host_slots: ``[B] int64``, host slot of each new token.
+        tail_slots: ``[L, R] int64``, device page of each row's tail times S, plus the offset of
+            the new token in the page.
+        filled: None where the host knows that no tail page fills.
+        parts: requests by mode, in layers that attend sparsely.
+        dense_parts: the same in layers that are always dense.
+    """
+
+    whole: DecodePart
+    host_slots: Tensor
+    tail_slots: Tensor
+    filled: FilledTails | None
+    parts: tuple[DecodePart, ...] = ()
+    dense_parts: tuple[DecodePart, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        batch: DecodeBatch,
+        policy: SelectionPolicy,
+        manager: SparseKVCacheManager,
+        representations: Representations,
+    ) -> DecodeForward:
+        """The step of a batch, before its requests are divided by mode."""
+        heads, size = policy.heads, policy.kv.page_size
+        head = torch.arange(heads, device=batch.slots.device)
+        state_rows = (batch.slots[:, None] * heads + head).flatten()
+        position = batch.seq_lens - 1
+        tail_lens = (position % size + 1).to(torch.int32)
+        if batch.num_real is None:
+            num_real_rows = state_rows.new_full((1,), state_rows.numel(), dtype=torch.int32)
+        else:
+            num_real_rows = batch.num_real * heads
+        rows = StepRows(
+            heads=heads,
+            rows=state_rows,
+            num_pages=(position // size).to(torch.int32),
+            host_page_table=batch.host_page_table,
+            capacity=manager.device.capacity[state_rows],
+            num_real_rows=num_real_rows,
+            tail_pages=manager.device.tail_pages[:, state_rows],
+            tail_lens=tail_lens.repeat_interleave(heads),
+        )
+        pages = StepPages(manager, rows)
+        view = DecodeStep(
+            policy=policy,
+            representations=representations.tensors,
+            slots=batch.slots,
+            num_pages=rows.num_pages,
+            tail_lens=tail_lens,
+            max_pages=_most_pages(batch.seq_lens_cpu, size),
+            host_page_table=batch.host_page_table,
+            pages=pages,
+            indexes=representations.indexes,
+        )
+        return cls(
+            whole=DecodePart(
+                mode="sparse", view=view, pages=pages, seq_lens_cpu=batch.seq_lens_cpu
+            ),
+            host_slots=batch.host_slots,
+            tail_slots=rows.tail_pages.long() * size + (rows.tail_lens - 1),
+            filled=_find_filled(batch, rows, tail_lens, size),
+        )
+
+
+def divide(whole: DecodePart, masks: ModeMasks) -> tuple[DecodePart, ...]:
+    """The requests of a step by mode, modes without a request left out."""
+    modes: tuple[AttentionMode, ...] = ("sparse", "resident", "staged")
+    return tuple(
+        whole.take(chosen, mode) for chosen, mode in zip(masks, modes, strict=True) if chosen.any()
+    )
+
+
+def _most_pages(seq_lens: np.ndarray, page_size: int) -> int:
+    """Full pages before the tail page of the longest of ``seq_lens [B]``."""
+    return int(seq_lens.max() - 1) // page_size
+
+
+def _find_filled(
+    batch: DecodeBatch, rows: StepRows, tail_lens: Tensor, page_size: int
+) -> FilledTails | None:
+    full = tail_lens == page_size
+    if batch.num_real is not None:
+        full &= torch.arange(full.shape[0], device=full.device) < batch.num_real
+    elif not (batch.seq_lens_cpu % page_size == 0).any():
+        return None
+    page = batch.host_page_table.gather(1, rows.num_pages.long()[:, None])[:, 0]
+    return FilledTails(
+        rows=full.repeat_interleave(rows.heads), host_pages=torch.where(full, page, 0).long()
+    )

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.algorithms import build_algorithm
+from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 
 __all__ = ["DENSE", "Method", "parse_methods"]

@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hisparse.config import build_algorithm
+from hisparse.algorithms import build_algorithm
 from hisparse.eval.method import Method
 
 __all__ = ["Key", "Records", "model_digest"]

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from hisparse.config import HiSparseConfig, build_algorithm
-from hisparse.engine.build import choose_scope
+from hisparse.algorithms import build_algorithm
+from hisparse.config import HiSparseConfig
+from hisparse.engine.capabilities import choose_scope
 from hisparse.memory.host import free_host_memory
 
 __all__ = ["rows_at_once", "smallest_buffer"]
@@ -21,7 +22,7 @@ def smallest_buffer(config: HiSparseConfig) -> HiSparseConfig:
     """The same selections on as few device pages as they need, so that many rows fit."""
     least = config.budget
     if build_algorithm(config).variable_lengths:
-        least = config.device_buffer_size
+        least = config.min_row_tokens
     return replace(config, device_buffer_size=least, max_row_capacity=least)
 
 
@@ -33,7 +34,7 @@ def rows_at_once(model: Any, config: HiSparseConfig) -> int:
     heads = spec.selection_heads(choose_scope(config, latent=spec.latent))
     # A selection per query head means a copy of its KV head's pages for each of them.
     copies = max(1, heads // spec.num_kv_heads)
-    row_bytes = config.device_buffer_size * spec.token_bytes * copies
+    row_bytes = config.min_row_tokens * spec.token_bytes * copies
     device = torch.device(getattr(model, "device", "cpu"))
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
     return max(1, int(_PART * free) // row_bytes)

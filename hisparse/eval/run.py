@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.config import HiSparseConfig, build_algorithm
-from hisparse.engine.representations import entry_bytes, list_representations
+from hisparse.algorithms import build_algorithm, entry_bytes
+from hisparse.config import HiSparseConfig
+from hisparse.engine.build import kept_tensors
 from hisparse.errors import ConfigError
 from hisparse.eval.answer import Answer, answer
 from hisparse.eval.documents import CONTINUE, TASKS, Document, Item, make_document
@@ -144,8 +145,8 @@ class Evaluation:
                 watch.begin()
                 group = items[start : start + rows]
                 answers += answer(self.model, cache, document.ids, group, keep=_is_continuation)
-        policy, kept = cache.coordinator.policy, method.config.tail_estimate
-        kinds = list_representations(cache.coordinator.algorithm, policy, tail_estimate=kept)
+        policy = cache.coordinator.policy
+        kinds = kept_tensors(config, cache.coordinator.algorithm, policy)
         page_bytes = entry_bytes(kinds, "page") * policy.kv.num_layers
         return answers, page_bytes / policy.kv.page_size
 

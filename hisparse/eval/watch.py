@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import tail_logits
-from hisparse.engine.step import DecodeStep
+from hisparse.algorithms import DecodeStep, tail_logits
 from hisparse.eval.lru import LruStacks
 from hisparse.kernels import key_score
 from hisparse.types import Selection
@@ -87,7 +86,7 @@ class Watch:
 
     def _follow(self, layer_id: int, step: DecodeStep, chosen: Selection) -> None:
         """Overlap of adjacent steps, and LRU buffers; a request's first step only fills them."""
-        slots, seq_lens = step.slots.cpu(), torch.as_tensor(step.seq_lens_cpu).long()
+        slots, seq_lens = step.slots.cpu(), step.seq_lens.cpu().long()
         depths, before, known = self._stacks.visit(layer_id, slots, seq_lens, chosen.pages)
         counted = (chosen.pages >= 0) & known[:, None, None]
         self._selected += int(counted.sum())
@@ -139,7 +138,7 @@ def _shares(layer_id: int, queries: Tensor, step: DecodeStep) -> tuple[Tensor, T
     # Rows share most of their pages. Tokens are read in the model's dtype, however they are stored.
     used, table = step.host_page_table[:, : step.max_pages].unique(return_inverse=True)
     host_slots = used.long()[:, None] * size + torch.arange(size, device=used.device)
-    keys = step.pages.read_tokens(layer_id, host_slots.flatten())[0].unflatten(0, (-1, size))
+    keys = step.pages.read_keys(layer_id, host_slots.flatten()).unflatten(0, (-1, size))
     pages = key_score(
         query.cpu(),
         keys.transpose(1, 2).cpu(),

@@ -1,20 +1,20 @@
-"""What a plan is charged for: what the sizing formula is told of a configuration and a model."""
+"""What a configuration and a model cost: the numbers that the sizing formula is given."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hisparse.adapters import BackendAdapter
-from hisparse.algorithms import BaseSparseAlgorithm, Representation
-from hisparse.cache.last_pages import last_pages_bytes
+from hisparse.adapters import BackendAdapter, TableLimits
+from hisparse.algorithms import Representation, SelectionPolicy, entry_bytes
 from hisparse.config import HiSparseConfig
-from hisparse.engine.modes import attended_tables
-from hisparse.engine.representations import entry_bytes, list_representations
-from hisparse.engine.step import SelectionPolicy
 from hisparse.memory.sizing import SizingRequest
 from hisparse.types import KVSpec
 
-__all__ = ["Resources", "kept_representations", "make_sizing_request", "tile_pages"]
+__all__ = ["ExtraTables", "Resources", "attended_tables", "make_sizing_request", "tile_pages"]
+
+#: ``(max_requests, context_pages)`` to the tables that extensions attend over.
+ExtraTables = Callable[[int, int], Sequence[TableLimits]]
 
 #: Powers of two of requests that an adapter is asked about: up to 65,536.
 _WORKSPACES = 17
@@ -22,7 +22,7 @@ _WORKSPACES = 17
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one rank has, and what it is asked to hold.
+    """Memory and limits of one rank.
 
     Attributes:
         host_bytes: for the KV pool.
@@ -41,29 +41,30 @@ class Resources:
 
 def make_sizing_request(
     config: HiSparseConfig,
-    algorithm: BaseSparseAlgorithm,
     policy: SelectionPolicy,
-    adapter: type[BackendAdapter],
     resources: Resources,
+    *,
+    kept: Mapping[str, Representation],
+    host_token_bytes: int,
+    adapter: type[BackendAdapter],
+    extra_tables: ExtraTables = lambda max_requests, context_pages: (),
 ) -> SizingRequest:
-    """What a token, a page, a row and all that is allocated once take on one rank.
+    """Bytes of a token, a page and a row, and of what is allocated once, on one rank.
 
     Args:
         config: the settings.
-        algorithm: what to keep.
-        policy: shapes of the model and what selections have to keep to.
+        policy: shapes of the model and the rules of selections.
+        resources: memory and limits.
+        kept: tensors of the algorithm and of the extensions.
+        host_token_bytes: host memory that the algorithm keeps for one token beside K and V.
         adapter: attends.
-        resources: what there is.
+        extra_tables: tables that extensions attend over.
     """
     spec = policy.kv
-    kept = kept_representations(config, algorithm, policy)
     stored_heads = spec.num_kv_heads if policy.heads == 1 else 1
     staging_bytes = config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes)
-    request_bytes = entry_bytes(kept, "request")
-    if config.overlap == "attention":
-        request_bytes += last_pages_bytes(policy.heads, policy.max_pages)
     request = SizingRequest(
-        kv_token_bytes=spec.token_bytes + algorithm.host_token_bytes(spec),
+        kv_token_bytes=spec.token_bytes + host_token_bytes,
         representation_page_bytes=entry_bytes(kept, "page") * spec.num_layers,
         page_size=spec.page_size,
         num_layers=spec.num_layers,
@@ -72,60 +73,69 @@ def make_sizing_request(
         host_bytes=resources.host_bytes,
         device_bytes=resources.device_bytes,
         staging_bytes=_num_tiles(config) * staging_bytes,
-        device_buffer_size=config.device_buffer_size,
+        device_buffer_size=config.min_row_tokens,
         max_row_capacity=config.max_row_capacity,
         context_length=resources.context_length,
         max_requests=resources.max_requests,
-        request_state_bytes=request_bytes * spec.num_layers,
+        request_state_bytes=entry_bytes(kept, "request") * spec.num_layers,
         layer_state_bytes=entry_bytes(kept, "layer") * spec.num_layers,
         captured=config.cuda_graph,
     )
-    return replace(request, workspace_bytes=_workspace_bytes(config, adapter, policy, request))
 
-
-def _workspace_bytes(
-    config: HiSparseConfig,
-    adapter: type[BackendAdapter],
-    policy: SelectionPolicy,
-    request: SizingRequest,
-) -> tuple[int, ...]:
-    """What the adapter keeps for steps of up to 1, 2, 4, ... requests."""
-
-    def needed(max_requests: int) -> int:
+    def workspace(max_requests: int) -> int:
+        context_pages = -(-request.context_length // request.page_size)
         tables = attended_tables(
             config,
             policy,
             max_requests=max_requests,
             max_row_pages=request.max_row_pages,
-            tile_pages=tile_pages(config, policy.kv, request.staging_bytes),
-            context_pages=-(-request.context_length // request.page_size),
+            tile_pages=tile_pages(config, spec, request.staging_bytes),
         )
-        return adapter.workspace_bytes(policy.kv, tables)
+        return adapter.workspace_bytes(spec, [*tables, *extra_tables(max_requests, context_pages)])
 
-    return tuple(needed(1 << power) for power in range(_WORKSPACES))
+    by_power = tuple(workspace(1 << power) for power in range(_WORKSPACES))
+    return replace(request, workspace_bytes=by_power)
 
 
-def kept_representations(
-    config: HiSparseConfig, algorithm: BaseSparseAlgorithm, policy: SelectionPolicy
-) -> dict[str, Representation]:
-    """What is remembered beside K and V."""
-    return list_representations(
-        algorithm,
-        policy,
-        tail_estimate=config.tail_estimate,
-        speculate=config.speculate == "step",
-    )
+def attended_tables(
+    config: HiSparseConfig,
+    policy: SelectionPolicy,
+    *,
+    max_requests: int,
+    max_row_pages: int,
+    tile_pages: int,
+) -> list[TableLimits]:
+    """Page tables that decode steps of up to ``max_requests`` attend over, extensions left out.
+
+    Args:
+        config: the settings.
+        policy: shapes of the model and the rules of selections.
+        max_requests: requests of a step.
+        max_row_pages: device pages of a row.
+        tile_pages: pages of a staging tile.
+    """
+    kv, heads = policy.kv, policy.heads
+    stored_heads, queries = kv.num_kv_heads if heads == 1 else 1, kv.num_q_heads // heads
+    widest = max(policy.max_pages, (config.min_sparse_context - 1) // kv.page_size)
+    widest = max(widest, max_row_pages) if config.dense_layers else widest
+    # The tail page as well.
+    rows = heads, max_requests * heads
+    tables = [TableLimits(*rows, widest + 1, queries, stored_heads, kv.page_size)]
+    if config.dense_layers or config.min_sparse_context > config.min_row_tokens:
+        tile = TableLimits(1, 1, tile_pages, kv.num_q_heads, kv.num_kv_heads, kv.page_size)
+        tables.append(tile)
+    return tables
 
 
 def tile_pages(config: HiSparseConfig, spec: KVSpec, staging_bytes: int) -> int:
-    """Pages that fit a tile, of which all take ``staging_bytes``."""
+    """Pages of one tile, if all tiles together take ``staging_bytes``."""
     tile_bytes = staging_bytes // _num_tiles(config)
     return max(1, tile_bytes // (spec.page_size * spec.staged_token_bytes))
 
 
 def _num_tiles(config: HiSparseConfig) -> int:
     """Tiles of staging: with two of them one arrives while the other is attended."""
-    return 1 if config.overlap is None else 2
+    return 2 if config.overlap else 1
 
 
 def _default_staging_bytes(spec: KVSpec, device_bytes: int) -> int:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from hisparse.config import format_bytes
 from hisparse.errors import CapacityError
+from hisparse.units import format_bytes
 
 __all__ = ["DEFAULT_MAX_REQUESTS", "Sizing", "SizingLimit", "SizingRequest", "resize", "size"]
 

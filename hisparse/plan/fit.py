@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from hisparse.config import HiSparseConfig, build_algorithm, format_bytes, resolve_memory
-from hisparse.engine.build import Resources, make_plan, stored_spec
+from hisparse.algorithms import build_algorithm
+from hisparse.config import HiSparseConfig
+from hisparse.engine.build import Resources, make_setup
+from hisparse.engine.capabilities import stored_spec
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.memory.sizing import Sizing, SizingLimit, size
 from hisparse.sglang.checks import server_page_size
 from hisparse.types import KVSpec
+from hisparse.units import format_bytes, resolve_memory
 
 __all__ = ["Capacity", "Machine", "fit"]
 
@@ -166,7 +169,7 @@ def _size_for_one(
         device_type="cuda",
     )
     algorithm = build_algorithm(config)
-    return make_plan(config, algorithm, spec, spec.head_dim**-0.5, resources).sizing
+    return make_setup(config, algorithm, spec, spec.head_dim**-0.5, resources).sizing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
+from hisparse.engine.graphs import CapturedSteps
 from hisparse.engine.step import DecodeBatch, PrefillBatch, PrefillChunk
 from hisparse.errors import HiSparseError
-from hisparse.sglang import compat, runtime
-from hisparse.sglang.build import build_coordinator
-from hisparse.sglang.captured import CapturedSteps
-from hisparse.sglang.foresight import LayerForesight
+from hisparse.sglang import compat
+from hisparse.sglang import session as sessions
 from hisparse.sglang.metrics import MetricsReporter
+from hisparse.sglang.setup import build_coordinator
 
 __all__ = ["HiSparseAttnBackend"]
 
@@ -23,7 +24,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
-        self._session = session = runtime.session()
+        self._session = session = sessions.session()
         self.coordinator = build_coordinator(session, model_runner)
         session.coordinator = self.coordinator
         compat.watch_rows(model_runner.req_to_token_pool, self._on_alloc_rows)
@@ -34,20 +35,12 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         # SGLang's models ask the backend for the pools.
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self._metrics = session.metrics = MetricsReporter(session, model_runner)
+        self._metrics = MetricsReporter(session, model_runner)
+        session.report = partial(self._metrics.report, now=True)
         session.req_to_token_pool = model_runner.req_to_token_pool
         self._shared_read_ends = compat.pre_replay()
         self._graphs: CapturedSteps | None = None
         self._in_graph = False
-        self._foresight = (
-            LayerForesight(model_runner.model, self._foresee, self.coordinator.selects)
-            if self.coordinator.foresees
-            else None
-        )
-
-    def _foresee(self, layer_id: int, q: Tensor) -> None:
-        queries = q.reshape(q.shape[0], self._spec.num_q_heads, self._spec.head_dim)
-        self.coordinator.foresee(layer_id - self._first_layer, queries)
 
     def _on_alloc_rows(self, slots: list[int]) -> None:
         for slot in slots:
@@ -157,8 +150,6 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         width = layer.tp_q_head_num * layer.v_head_dim
         if forward_batch.forward_mode.is_idle():
             return q.new_empty(q.shape[0], width)
-        if self._foresight is not None:
-            self._foresight.stop_at(q)
         if not save_kv_cache or k is None:
             raise HiSparseError(
                 f"layer {layer.layer_id} did not hand over K and V "

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import choose_scope
-from hisparse.engine.capabilities import check_indexer
+from hisparse.engine.capabilities import check_indexer, choose_scope
 from hisparse.errors import ConfigError
 from hisparse.sglang import compat
 

@@ -6,12 +6,14 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from hisparse.config import HiSparseConfig, build_algorithm, resolve_memory
-from hisparse.engine.build import check_capabilities
+from hisparse.algorithms import build_algorithm
+from hisparse.config import HiSparseConfig
+from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.sglang import compat
 from hisparse.sglang.check_model import check_model
+from hisparse.units import resolve_memory
 
 __all__ = [
     "BACKEND",
@@ -130,10 +132,10 @@ def after_resolution(server_args: Any) -> None:
     config = read_config(server_args)
     check_capabilities(config, view.device)
     tokens = view.max_total_tokens
-    if tokens is not None and tokens < config.device_buffer_size:
+    if tokens is not None and tokens < config.min_row_tokens:
         raise ConfigError(
             f"--max-total-tokens is {tokens}; expected at least device_buffer_size "
-            f"({config.device_buffer_size}): raise it, or lower budget and device_buffer_size"
+            f"({config.min_row_tokens}): raise it, or lower budget and device_buffer_size"
         )
     if view.page_size == config.page_size == 1:
         # Beam search, which SGLang allows with pages of one token only, hands tokens from request

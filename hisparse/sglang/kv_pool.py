@@ -13,9 +13,10 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 
 from hisparse.cache import HostKVPool
-from hisparse.cache.codec import encode, write_tokens
+from hisparse.cache.codec import encode
+from hisparse.cache.transfers import write_tokens
 from hisparse.errors import HiSparseError
-from hisparse.sglang import runtime
+from hisparse.sglang.session import session as current_session
 
 __all__ = ["POOLS", "HiSparseDSAPool", "HiSparseMHAPool", "HiSparseMLAPool"]
 
@@ -31,7 +32,7 @@ class _HostPool:
     host: HostKVPool
 
     def _create_buffers(self) -> None:
-        session = runtime.session()
+        session = current_session()
         spec = session.spec
         num_pages = (self.size + self.page_size) // spec.page_size
         pin = torch.device(self.device).type == "cuda"

@@ -6,9 +6,9 @@ import logging
 import time
 from typing import Any
 
-from hisparse.cache.counters import CacheStats
+from hisparse.engine.metrics import CacheStats
 from hisparse.sglang import compat
-from hisparse.sglang.runtime import Session
+from hisparse.sglang.session import Session
 
 __all__ = ["MetricsReporter"]
 
@@ -24,9 +24,7 @@ _COUNTERS = {
     "miss_pages": "Pages that decode steps selected and brought in from host memory",
     "selected_tokens": "Tokens that decode steps attended, over layers and rows",
     "selections": "Selections that the algorithm made, over layers and rows",
-    "speculated_selections": "Selections that another query made ahead",
-    "corrected_selections": "Those of them that were not kept: the query was another",
-    "prefetched_pages": "Pages that selections made ahead brought in",
+    "prefetched_pages": "Pages that were brought in before a query had selected them",
     "capped_selections": "Selections of varying length that filled device_buffer_size",
     "decode_read_bytes": "Bytes that decode steps read from host memory",
     "prefill_read_bytes": "Bytes that prefill read from host memory",
@@ -60,7 +58,10 @@ class MetricsReporter:
         self._coordinator = session.coordinator
         self._page_size = session.spec.page_size
         self._runner = model_runner
-        self._published: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        self._texts = dict(_COUNTERS)
+        for extension in self._coordinator.extensions:
+            self._texts |= extension.counters
+        self._published: dict[str, int] = dict.fromkeys(self._texts, 0)
         self._last_log = time.monotonic()
         self._last_publish = 0.0
         self._counters: dict[str, Any] = {}
@@ -82,7 +83,7 @@ class MetricsReporter:
         names = list(labels)
         self._counters = {
             name: Counter(f"hisparse:{name}", text, names).labels(**labels)
-            for name, text in _COUNTERS.items()
+            for name, text in self._texts.items()
         }
         self._gauges = {
             name: Gauge(f"hisparse:{name}", text, names, multiprocess_mode="mostrecent").labels(
@@ -97,14 +98,15 @@ class MetricsReporter:
         time_s = time.monotonic()
         if self._gauges and (now or time_s - self._last_publish >= _PUBLISH_INTERVAL_S):
             self._last_publish = time_s
-            self._publish(self._coordinator.manager.counters.stats())
+            self._publish(self._coordinator.stats())
         if time_s - self._last_log >= _LOG_INTERVAL_S:
             self._last_log = time_s
-            self._log(self._coordinator.manager.counters.stats())
+            self._log(self._coordinator.stats())
 
     def _publish(self, stats: CacheStats) -> None:
+        values = vars(stats) | dict(stats.extensions)
         for name, counter in self._counters.items():
-            value = getattr(stats, name)
+            value = values[name]
             counter.inc(value - self._published[name])
             self._published[name] = value
         for name, value in self._levels(stats).items():
@@ -112,14 +114,14 @@ class MetricsReporter:
 
     def _levels(self, stats: CacheStats) -> dict[str, float]:
         coordinator = self._coordinator
-        manager, planner = coordinator.manager, coordinator.manager.planner
+        manager = coordinator.manager
         allocator, size = self._runner.token_to_kv_pool_allocator, self._page_size
         policy = coordinator.policy
         return {
             "hit_ratio": stats.hit_ratio,
             "host_tokens_used": allocator.size - allocator.available_size(),
             "host_tokens_total": allocator.size,
-            "device_tokens_used": planner.live_pages * size,
+            "device_tokens_used": manager.residency.capacities.live_pages * size,
             "device_tokens_total": manager.device.free_pages.shape[1] * size,
             "max_selected_tokens": (policy.max_pages + (not coordinator.algorithm.ranks_tail))
             * size,
@@ -129,7 +131,7 @@ class MetricsReporter:
             "device_representation_bytes": sum(
                 t.nbytes for t in coordinator.representations.tensors.values()
             ),
-            "device_table_bytes": manager.table_bytes,
+            "device_table_bytes": manager.device.table_bytes,
         }
 
     def _log(self, stats: CacheStats) -> None:

@@ -9,8 +9,9 @@ from importlib.metadata import version
 from typing import Any
 
 from hisparse.errors import HiSparseError, PluginError
-from hisparse.sglang import checks, compat, dsa, runtime
+from hisparse.sglang import checks, compat, dsa, hooks
 from hisparse.sglang.names import HOOKS
+from hisparse.sglang.session import session
 
 __all__ = ["hooked", "register", "verify_hooks"]
 
@@ -83,7 +84,7 @@ def _make_backend(model_runner: Any) -> Any:
     from hisparse.sglang.backend import HiSparseAttnBackend
     from hisparse.sglang.mla import attend_absorbed
 
-    if runtime.session().spec.latent:
+    if session().spec.latent:
         attend_absorbed()
         dsa.hand_over_inputs(model_runner.model)
     return HiSparseAttnBackend(model_runner)
@@ -121,16 +122,16 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     "prepare_server_args": _around_prepare_server_args,
     "resolve_once": _around_resolve_once,
     "__post_init__": _around_resolve_once,
-    "_profile_available_bytes": runtime.around_profile_available_bytes,
-    "resolve_max_num_reqs": runtime.around_resolve_max_num_reqs,
-    "get_kv_pool_cls": runtime.around_get_kv_pool_cls,
-    "_build_token_to_kv_pool": runtime.around_build_token_to_kv_pool,
-    "free_rows": runtime.around_free_rows,
-    "free": runtime.around_free,
-    "flush_cache": runtime.around_flush_cache,
-    "enable_fused_set_kv_buffer": runtime.around_enable_fused_set_kv_buffer,
-    "init_new": runtime.around_init_new,
-    "_compute_max_prefix_len": runtime.around_compute_max_prefix_len,
+    "_profile_available_bytes": hooks.around_profile_available_bytes,
+    "resolve_max_num_reqs": hooks.around_resolve_max_num_reqs,
+    "get_kv_pool_cls": hooks.around_get_kv_pool_cls,
+    "_build_token_to_kv_pool": hooks.around_build_token_to_kv_pool,
+    "free_rows": hooks.around_free_rows,
+    "free": hooks.around_free,
+    "flush_cache": hooks.around_flush_cache,
+    "enable_fused_set_kv_buffer": hooks.around_enable_fused_set_kv_buffer,
+    "init_new": hooks.around_init_new,
+    "_compute_max_prefix_len": hooks.around_compute_max_prefix_len,
     "_dsa_kv_cache_dtype_default": dsa.around_kv_cache_dtype_default,
     "_compute_cell_size": dsa.around_compute_cell_size,
     "_compute_dsa_indexer_cell_size": dsa.around_compute_indexer_cell_size,

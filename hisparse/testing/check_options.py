@@ -7,8 +7,8 @@ from dataclasses import MISSING, FrozenInstanceError, fields, is_dataclass, repl
 from typing import Any, get_args, get_type_hints
 
 from hisparse.algorithms import Representation
-from hisparse.config import algorithm_from_options
 from hisparse.errors import ConfigError, one_line
+from hisparse.options import from_options
 from hisparse.testing.case import Case
 from hisparse.testing.recorder import Violation
 from hisparse.types import SelectionScope
@@ -96,7 +96,7 @@ def options(case: Case) -> None:
 
 def _require_refused(cls: type[Any], values: dict[str, Any], name: str, what: str) -> None:
     try:
-        algorithm_from_options(cls, cls.__name__, values)
+        from_options(cls, cls.__name__, "algorithm_config", values)
     except ConfigError as error:
         if name not in str(error):
             raise Violation(

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
-from hisparse.cache.streams import Lane, SideStreams, Started
+from hisparse.cache.streams import Lane, Pending, SideStreams
 
 __all__ = ["DelayedStreams", "Order"]
 
@@ -44,7 +44,7 @@ class DelayedStreams(SideStreams):
         """Works that have not been done yet."""
         return sum(map(len, self._waiting.values()))
 
-    def start(self, lane: Lane, work: Callable[[], T]) -> Started[T]:
+    def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
         started = _Delayed(self, lane, work)
         self._waiting[lane].append(started)
         self.num_started += 1
@@ -78,7 +78,7 @@ class DelayedStreams(SideStreams):
         self.run_until(started)
 
 
-class _Delayed(Started[T]):
+class _Delayed(Pending[T]):
     def __init__(self, streams: DelayedStreams, lane: Lane, work: Callable[[], T]) -> None:
         self._streams = streams
         self._work: Callable[[], T] | None = work

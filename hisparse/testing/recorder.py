@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import BaseSparseAlgorithm
-from hisparse.engine.step import DecodeStep, PrefillStep
+from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, PrefillStep
 from hisparse.types import Selection
 
 __all__ = ["Call", "Guard", "Recorder", "Retrieved", "Trace", "Violation", "shown"]
@@ -160,7 +159,7 @@ class Recorder:
         new = Retrieved(
             layer_id,
             step.slots.tolist(),
-            step.seq_lens_cpu.tolist(),
+            step.seq_lens.tolist(),
             step.num_pages.tolist(),
             selection.pages.tolist(),
             selection.lengths.tolist(),

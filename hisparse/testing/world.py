@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 import torch
 
 from hisparse.adapters import BackendAdapter, TorchAdapter
-from hisparse.algorithms import BaseSparseAlgorithm, Quest, Representation
-from hisparse.cache import DeviceBuffer, HostKVPool, Overlap, SparseKVCacheManager
-from hisparse.cache.capacity import CapacityPlanner
-from hisparse.cache.counters import CacheCounters
+from hisparse.algorithms import BaseSparseAlgorithm, Representation
+from hisparse.algorithms.quest import Quest
+from hisparse.cache import HostKVPool
 from hisparse.cache.streams import SideStreams
-from hisparse.engine.build import page_limits
-from hisparse.engine.coordinator import SparseCoordinator
-from hisparse.engine.representations import Representations, list_representations
-from hisparse.engine.step import SelectionPolicy
+from hisparse.config import HiSparseConfig
+from hisparse.engine.build import PoolSizes, build, kept_tensors, make_policy
 from hisparse.types import HostLayout, KVSpec, SelectionScope
 
 __all__ = ["INDEXER_DIM", "World"]
@@ -42,9 +40,7 @@ class World:
         min_sparse_context: contexts up to so many tokens are dense.
         dense_layers: layers that are always dense.
         reuse_layers: layers that share a selection.
-        tail_estimate: whether pages that are not selected are estimated by their means.
-        speculate: whose query selects ahead; None: nobody's.
-        speculate_above: likeness to that query above which its selection is kept.
+        extensions: options of the extensions that are switched on, by name.
         layers, page_size, q_heads, kv_heads, head_dim: of the model.
         fp8: whether K and V are stored in eight bits.
         latent_rank: width of the values, the first columns of the keys; 0: values of their own.
@@ -54,7 +50,6 @@ class World:
         adapter: what attends.
         checked: whether the cache manager verifies every selection and every resident byte.
         side_streams: what transfers run on; None: nothing overlaps.
-        split: whether attention is split by what has to be waited for.
     """
 
     scope: SelectionScope = "kv_head"
@@ -69,9 +64,7 @@ class World:
     min_sparse_context: int = 0
     dense_layers: tuple[int, ...] = ()
     reuse_layers: int = 1
-    tail_estimate: bool = False
-    speculate: Literal["step", "layer"] | None = None
-    speculate_above: float = 0.0
+    extensions: Mapping[str, Any] = field(default_factory=dict)
     layers: int = 2
     page_size: int = 8
     q_heads: int = 4
@@ -86,7 +79,6 @@ class World:
     adapter: BackendAdapter = field(default_factory=TorchAdapter)
     checked: bool = True
     side_streams: SideStreams | None = None
-    split: bool = False
 
     def __post_init__(self) -> None:
         self.spec = KVSpec(
@@ -101,95 +93,57 @@ class World:
             index_head_dim=INDEXER_DIM,
             fp8=self.fp8,
         )
-        budget_pages, max_pages = page_limits(
-            self.algorithm,
-            self.page_size,
+        self.config = HiSparseConfig(
             budget=self.budget,
             device_buffer_size=self.device_buffer,
-        )
-        self.policy = SelectionPolicy(
-            kv=self.spec,
-            scope=self.scope,
-            budget_pages=budget_pages,
-            max_pages=max_pages,
+            page_size=self.page_size,
             num_sink_pages=self.num_sink_pages,
             num_recent_pages=self.num_recent_pages,
-            scale=self.scale,
-        )
-        self.manager = self._make_manager()
-        kinds = list_representations(
-            self.algorithm,
-            self.policy,
-            tail_estimate=self.tail_estimate,
-            speculate=self.speculate == "step",
-        )
-        self.representations = Representations(
-            kinds,
-            num_layers=self.layers,
-            host_pages=self.host_pages,
-            num_slots=self.num_slots,
-            device=torch.device("cpu"),
-        )
-        self.coordinator = SparseCoordinator(
-            self.policy,
-            self.algorithm,
-            self.manager,
-            self.adapter,
-            self.representations,
             min_sparse_context=self.min_sparse_context,
-            dense_layers=frozenset(self.dense_layers),
+            dense_layers=self.dense_layers,
             reuse_layers=self.reuse_layers,
-            tail_estimate=self.tail_estimate,
-            speculate=self.speculate,
-            speculation_threshold=self.speculate_above,
+            overlap=self.side_streams is not None,
+            checked=self.checked,
+            extensions=self.extensions,
         )
-        self._poison(kinds)
+        self.policy = make_policy(self.config, self.algorithm, self.spec, self.scale, self.scope)
+        self.coordinator = build(
+            self.config,
+            self.algorithm,
+            self.policy,
+            self.adapter,
+            host=HostKVPool(self.spec, self.host_pages, self.layout, pin=False),
+            sizes=self._sizes(),
+            device=torch.device("cpu"),
+            streams=self.side_streams,
+        )
+        self.manager = self.coordinator.manager
+        self.representations = self.coordinator.representations
+        self._poison(kept_tensors(self.config, self.algorithm, self.policy))
         self.free_host_pages = list(range(self.host_pages - 1, 0, -1))
 
+    def _sizes(self) -> PoolSizes:
+        max_pages = self.max_row // self.page_size
+        rows = self.num_slots * self.policy.heads
+        return PoolSizes(
+            num_slots=self.num_slots,
+            max_requests=self.num_slots - 1,
+            device_pages=(self.device_pages or rows * max_pages) + rows,
+            min_row_pages=self.device_buffer // self.page_size,
+            max_row_pages=max_pages,
+            staging_pages=self.staging_pages,
+        )
+
     def _poison(self, kinds: dict[str, Representation]) -> None:
-        """What a page held before it was written may not be read: NaN, or any number, shows it."""
+        """Fill unwritten memory with NaN, or with random numbers, so that a read of it shows."""
+        for layer in range(self.layers):
+            pools = (self.manager.host.stored(layer), self.manager.device.stored(layer))
+            for pages in (tensor for pool in pools for tensor in pool.tensors):
+                # As a scale 255 is infinite.
+                pages.fill_(torch.nan if pages.dtype.is_floating_point else 255)
         for name, kind in kinds.items():
             tensor = self.representations.tensors[name]
             if kind.per == "page" and kind.dtype.is_floating_point:
                 tensor.fill_(torch.nan)
             elif kind.per == "page":
                 tensor.random_(generator=torch.Generator().manual_seed(0))
-
-    def _overlap(self) -> Overlap | None:
-        if self.side_streams is None:
-            return None
-        return Overlap(self.side_streams, self.policy.max_pages if self.split else None)
-
-    def _make_manager(self) -> SparseKVCacheManager:
-        heads, size = self.policy.heads, self.page_size
-        min_pages, max_pages = self.device_buffer // size, self.max_row // size
-        pool = self.device_pages or self.num_slots * heads * max_pages
-        host = HostKVPool(self.spec, self.host_pages, self.layout, pin=False)
-        device = DeviceBuffer(
-            self.spec,
-            heads=heads,
-            num_slots=self.num_slots,
-            num_pages=pool + self.num_slots * heads,
-            max_row_pages=max_pages,
-            device=torch.device("cpu"),
-        )
-        for layer in range(self.layers):
-            for pages in (*host.stored(layer).tensors, *device.stored(layer).tensors):
-                # As a scale: infinite.
-                pages.fill_(torch.nan if pages.dtype.is_floating_point else 255)
-        planner = CapacityPlanner(
-            total_pages=pool,
-            rows_per_request=heads,
-            min_pages=min_pages,
-            max_pages=max_pages,
-            max_requests=self.num_slots - 1,
-        )
-        return SparseKVCacheManager(
-            host,
-            device,
-            planner,
-            staging_pages=self.staging_pages,
-            counters=CacheCounters(size, device.page_bytes, torch.device("cpu")),
-            checked=self.checked,
-            overlap=self._overlap(),
-        )

@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
+from hisparse.algorithms import build_algorithm
 from hisparse.cache import HostKVPool
-from hisparse.config import HiSparseConfig, build_algorithm, format_bytes, resolve_memory
-from hisparse.engine.build import Resources, assemble, make_plan, stored_spec
+from hisparse.config import HiSparseConfig
+from hisparse.engine.build import Resources, build_engine, make_setup
+from hisparse.engine.capabilities import stored_spec
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
 from hisparse.transformers.rows import RowStore
 from hisparse.transformers.shape import read_model_shape, text_config
+from hisparse.units import format_bytes, resolve_memory
 
 __all__ = ["Limits", "build_store", "read_config"]
 
@@ -77,7 +80,7 @@ def build_store(
     needed = (num_pages + 1) * spec.page_size
     needed *= spec.token_bytes + algorithm.host_token_bytes(spec)
     host_bytes, device_bytes = _memory(config, needed, where)
-    plan = make_plan(
+    setup = make_setup(
         config,
         algorithm,
         spec,
@@ -90,21 +93,21 @@ def build_store(
             device_type=where.type,
         ),
     )
-    if plan.sizing.max_requests < limits.max_rows:
+    if setup.sizing.max_requests < limits.max_rows:
         raise CapacityError(
-            f"max_batch_size: got {limits.max_rows}, expected at most {plan.sizing.max_requests}, "
+            f"max_batch_size: got {limits.max_rows}, expected at most {setup.sizing.max_requests}, "
             f"which {format_bytes(device_bytes)} of device memory hold; lower device_buffer_size "
-            f"({config.device_buffer_size} tokens) or raise device_memory"
+            f"({config.min_row_tokens} tokens) or raise device_memory"
         )
-    if plan.sizing.kv_tokens < num_pages * spec.page_size:
+    if setup.sizing.kv_tokens < num_pages * spec.page_size:
         raise CapacityError(
             f"max_tokens: got {num_pages * spec.page_size}, expected at most "
-            f"{plan.sizing.kv_tokens}, which {plan.sizing.limit} limits; raise that, or lower "
+            f"{setup.sizing.kv_tokens}, which {setup.sizing.limit} limits; raise that, or lower "
             "max_batch_size, max_length or max_tokens"
         )
-    plan.sizing = resize(plan.sizing, kv_tokens=num_pages * spec.page_size)
-    host = HostKVPool(spec, num_pages + 1, plan.layout, pin=where.type == "cuda")
-    coordinator = assemble(plan, host, num_slots=limits.max_rows + 1, device=where)
+    setup.sizing = resize(setup.sizing, kv_tokens=num_pages * spec.page_size)
+    host = HostKVPool(spec, num_pages + 1, setup.layout, pin=where.type == "cuda")
+    coordinator = build_engine(setup, host, num_slots=limits.max_rows + 1, device=where)
     store = RowStore(
         coordinator,
         max_rows=limits.max_rows,
@@ -122,7 +125,7 @@ def _num_pages(config: HiSparseConfig, limits: Limits, row_pages: int) -> int:
     else:
         asked = -(-limits.max_tokens // config.page_size)
     # The least that sizing takes is one row of device_buffer_size.
-    return max(asked, config.device_buffer_size // config.page_size)
+    return max(asked, config.min_row_tokens // config.page_size)
 
 
 def _max_length(model: Any, limits: Limits) -> int:

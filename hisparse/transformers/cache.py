@@ -10,15 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.cache.counters import CacheStats
 from hisparse.config import HiSparseConfig
 from hisparse.engine.coordinator import SparseCoordinator
+from hisparse.engine.metrics import CacheStats
 from hisparse.errors import CapacityError, HiSparseError
 from hisparse.transformers.attention import hand_over
 from hisparse.transformers.build import Limits, build_store, read_config
 from hisparse.transformers.checks import check_layer, read_mask
 from hisparse.transformers.files import StoredRows, read_rows, write_rows
-from hisparse.transformers.foresight import watch_layers
 from hisparse.transformers.forward import Forward, begin_forward
 from hisparse.transformers.plain import PlainCache
 from hisparse.transformers.rows import RowStore
@@ -61,8 +60,6 @@ class HiSparseCache(PlainCache):
     ) -> None:
         limits = Limits(max_rows=max_batch_size, max_length=max_length, max_tokens=max_tokens)
         store, columns = build_store(model, read_config(config, settings), limits, device)
-        if store.coordinator.foresees:
-            watch_layers(model)
         self._set_up(store, columns, text_config(model).model_type)
 
     def _set_up(self, store: RowStore, max_length: int, model_type: str) -> None:
@@ -76,7 +73,6 @@ class HiSparseCache(PlainCache):
         self._columns = 0
         self._forward: Forward | None = None
         self._updated: int | None = None
-        self._foreseen: tuple[int, Tensor] | None = None
         #: ``[B, n] int64``, token ids of the first columns, where a file had them; else None.
         self.token_ids: Tensor | None = None
 
@@ -102,17 +98,6 @@ class HiSparseCache(PlainCache):
         self._updated = layer_idx
         return hand_over(key_states, self, layer_idx), value_states
 
-    @property
-    def foresees(self) -> bool:
-        """Whether :meth:`foresee` is of use."""
-        return self._store.coordinator.foresees
-
-    def foresee(self, layer_id: int, q: Tensor) -> None:
-        """What the queries ``[B, Hq, 1, D]`` of a layer are likely to be; before the layer before
-        it attends, in a decode step.
-        """
-        self._foreseen = layer_id, q
-
     def attend(
         self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
@@ -135,9 +120,6 @@ class HiSparseCache(PlainCache):
         self._updated = None
         if self._forward is None:
             raise HiSparseError(f"layer {layer_id} attends first, expected layer 0")
-        foreseen, self._foreseen = self._foreseen, None
-        if foreseen is not None and q.shape[2] == 1 and foreseen[0] == layer_id + 1:
-            self._forward.foresee(*foreseen)
         out = self._forward.attention(layer_id, q, k, v)
         if layer_id == policy.kv.num_layers - 1:
             self._finish()
@@ -200,7 +182,7 @@ class HiSparseCache(PlainCache):
 
     def stats(self) -> CacheStats:
         """What the cache and its forks did so far."""
-        return self._store.coordinator.manager.counters.stats()
+        return self._store.coordinator.stats()
 
     @property
     def coordinator(self) -> SparseCoordinator:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.engine.step import SelectionPolicy
+from hisparse.algorithms import SelectionPolicy
 from hisparse.errors import HiSparseError
 
 __all__ = ["check_layer", "read_mask"]

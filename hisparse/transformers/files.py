@@ -74,7 +74,7 @@ def write_rows(path: Path, store: RowStore, rows: StoredRows, model_type: str) -
         host_slots = store.host_slots(*own)
         full = store.page_table(own[0], length // store.page_size)[0].long()
         for layer in range(coordinator.policy.kv.num_layers):
-            stored = coordinator.manager.read_stored(layer, host_slots)
+            stored = coordinator.manager.kv_io.read_stored(layer, host_slots)
             for name, part in zip(StoredKV._fields, stored.tensors, strict=False):
                 tensors[f"{row}.{layer}.{name}"] = part.cpu().contiguous()
             for name, entries in coordinator.representations.read(layer, slot, full).items():
@@ -204,7 +204,7 @@ def _read_row(file: Any, row: int, store: RowStore, rows: StoredRows, known: boo
         stored = (file.get_slice(f"{row}.{layer}.{name}") for name in fields)
         parts = (part[:length].to(device) for part in stored)
         k, v = decode(kv, StoredKV(*parts))
-        coordinator.manager.write(layer, host_slots, k, v)
+        coordinator.manager.kv_io.write(layer, host_slots, k, v)
         if known:
             names = coordinator.representations.describe()
             entries = {name: file.get_tensor(f"{row}.{layer}.{name}") for name in names}

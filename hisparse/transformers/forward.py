@@ -51,12 +51,6 @@ class Forward:
             padded[index] = attention(layer_id, q[index], k[index], v[index])
         return padded.view(batch, width, heads, -1)
 
-    def foresee(self, layer_id: int, q: Tensor) -> None:
-        """Queries ``[B, Hq, 1, D]`` that a layer of a decode step is likely to have."""
-        q = q[:, :, 0] if self.index is None else q[self.index, :, 0]
-        if q.shape[0]:
-            self.store.coordinator.foresee(layer_id, q)
-
     def end(self) -> None:
         """The last layer is done."""
         if self.real.any():

@@ -133,13 +133,13 @@ class RowStore:
         last, tail = divmod(length, self.page_size)
         shared = self._table[slot, last : last + 1].copy()
         own = self.pages.allocate(1)
-        manager, kv = self.coordinator.manager, self.coordinator.policy.kv
+        kv_io, kv = self.coordinator.manager.kv_io, self.coordinator.policy.kv
         source, target = (
             torch.arange(tail, device=self.device) + int(page[0]) * self.page_size
             for page in (shared, own)
         )
         for layer in range(kv.num_layers):
-            manager.write(layer, target, *manager.read_tokens(layer, source))
+            kv_io.write(layer, target, *kv_io.read_tokens(layer, source))
         self.pages.free(shared)
         self._table[slot, last] = own[0]
 
@@ -148,12 +148,12 @@ class RowStore:
         last, tail = divmod(length, self.page_size)
         if not tail:
             return
-        manager = self.coordinator.manager
+        kv_io = self.coordinator.manager.kv_io
         slots = self.host_slots(
             np.array([slot]), np.array([last * self.page_size]), np.array([tail])
         )
         for layer in range(self.coordinator.policy.kv.num_layers):
-            manager.write_tail(layer, slot, *manager.read_tokens(layer, slots))
+            kv_io.write_tail(layer, slot, *kv_io.read_tokens(layer, slots))
 
     def host_slots(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Tensor:
         """Host slots of ``counts`` tokens of each row from ``starts`` on, ``[tokens] int64``."""

@@ -10,7 +10,6 @@ from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.transformers.attention import IMPLEMENTATION, register
 from hisparse.transformers.cache import HiSparseCache
-from hisparse.transformers.foresight import forget_layers
 from hisparse.transformers.shape import text_config
 
 __all__ = ["disable", "enable"]
@@ -52,7 +51,6 @@ def enable(
 
 def disable(model: Any) -> None:
     """Let ``model`` attend as it did before :func:`enable`; nothing happens if it still does."""
-    forget_layers(model)
     before = _before.pop(model, None)
     if before is not None:
         model.set_attn_implementation(before)

@@ -10,8 +10,10 @@ import torch
 
 from hisparse.adapters import ADAPTERS, TorchAdapter, TritonAdapter, choose_adapter
 from hisparse.adapters import flash_attention as flash_attention_module
-from hisparse.config import HiSparseConfig, build_algorithm
-from hisparse.engine.build import Resources, check_capabilities, make_plan
+from hisparse.algorithms import build_algorithm
+from hisparse.config import HiSparseConfig
+from hisparse.engine.build import Resources, make_plan
+from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
 from hisparse.kernels import encode_fp8
 from hisparse.types import KVSpec

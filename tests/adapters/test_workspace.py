@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters import ADAPTERS
-from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.algorithms import build_algorithm
+from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Plan, Resources, make_plan
 from hisparse.types import PagedKV
 from tests.adapters.interpreter import Interpreter

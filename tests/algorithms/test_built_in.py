@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hisparse.algorithms import BaseSparseAlgorithm, Oracle, Streaming
-from hisparse.engine.step import DecodeStep
+from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep
+from hisparse.algorithms.oracle import Oracle
+from hisparse.algorithms.streaming import Streaming
 from hisparse.testing import Simulator
 from hisparse.types import Selection
 

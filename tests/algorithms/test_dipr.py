@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hisparse.algorithms import DIPR
-from hisparse.algorithms import _dipr_coarse as coarse
-from hisparse.config import HiSparseConfig, build_algorithm
-from hisparse.engine.build import check_capabilities
+from hisparse.algorithms import build_algorithm
+from hisparse.algorithms.dipr import DIPR, coarse
+from hisparse.config import HiSparseConfig
+from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recorder import Recorder, Retrieved

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import DIPR
-from hisparse.algorithms import _dipr_fine as fine
+from hisparse.algorithms.dipr import DIPR, fine
 from hisparse.algorithms.request_indexes import RequestIndexes
 from hisparse.errors import ConfigError
 from hisparse.testing import Request, Simulator

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from hisparse.algorithms import DIPR
-from hisparse.algorithms._dipr_optimizer import IndexQuestion, choose_index
-from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.algorithms import build_algorithm
+from hisparse.algorithms.dipr import DIPR
+from hisparse.algorithms.dipr.optimizer import IndexQuestion, choose_index
+from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Plan, Resources, make_plan
 from tests.shapes import LLAMA
 

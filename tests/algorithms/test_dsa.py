@@ -11,9 +11,9 @@ from torch.testing import assert_close
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
-from hisparse.algorithms import DSA, Quest
-from hisparse.algorithms.dsa import _to_float
-from hisparse.engine.step import DecodeStep, PrefillStep
+from hisparse.algorithms import DecodeStep, PrefillStep
+from hisparse.algorithms.dsa import DSA, _to_float
+from hisparse.algorithms.quest import Quest
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.testing import Request, Simulator
 from hisparse.testing.world import INDEXER_DIM

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from hisparse.algorithms import Quest
+from hisparse.algorithms.quest import Quest
 from hisparse.testing import Simulator
 
 

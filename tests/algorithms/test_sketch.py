@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import Quest, Sketch
-from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.algorithms import build_algorithm
+from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.sketch import Sketch
+from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.kernels import SketchLayout, page_score, page_sketch, page_summary, sketch_score
 from hisparse.testing import Simulator

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hisparse.algorithms import SnapKV
-from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.algorithms import build_algorithm
+from hisparse.algorithms.snapkv import SnapKV
+from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recorder import Recorder

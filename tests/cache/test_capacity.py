@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from hisparse.cache.capacity import CapacityPlanner
+from hisparse.cache.capacity import RowCapacities
 from hisparse.errors import CapacityError, HiSparseError
 
 Changes = list[tuple[int, int]]
@@ -15,8 +15,8 @@ Changes = list[tuple[int, int]]
 
 def make(
     total: int = 400, *, rows: int = 2, low: int = 8, high: int = 150, n: int = 8
-) -> CapacityPlanner:
-    return CapacityPlanner(total, rows, low, high, n)
+) -> RowCapacities:
+    return RowCapacities(total, rows, low, high, n)
 
 
 class Requests(RuleBasedStateMachine):
@@ -27,7 +27,7 @@ class Requests(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.planner, self.twin = (
-            CapacityPlanner(self.TOTAL, self.ROWS, self.LOW, self.HIGH, self.NUM) for _ in range(2)
+            RowCapacities(self.TOTAL, self.ROWS, self.LOW, self.HIGH, self.NUM) for _ in range(2)
         )
         self.needs: dict[int, int] = {}
         self.device: dict[int, int] = {}

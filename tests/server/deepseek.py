@@ -25,7 +25,7 @@ RECORDED = """
 
     import torch
 
-    from hisparse.algorithms import DSA
+    from hisparse.algorithms.dsa import DSA
 
     COUNT = count()
 

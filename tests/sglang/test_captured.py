@@ -12,7 +12,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 from torch import Tensor
 
-from hisparse.algorithms import Quest, Sketch
+from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.sketch import Sketch
 from hisparse.errors import HiSparseError
 from hisparse.sglang import backend as module
 from hisparse.sglang.backend import HiSparseAttnBackend

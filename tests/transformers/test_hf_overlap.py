@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from hisparse.algorithms import build_algorithm
 from hisparse.cache.last_pages import LastPages
-from hisparse.config import HiSparseConfig, build_algorithm
+from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Plan, Resources, make_plan
 from hisparse.errors import ConfigError
 from hisparse.transformers import HiSparseCache, disable, enable

@@ -1,115 +1,79 @@
-"""Attend over what another query has selected ahead, and correct it where the query is another.
+"""Prefetch: attend pages that the previous step's query selected, which are brought in ahead.
 
-The other query is that of the step before (FreeKV, https://arxiv.org/abs/2505.13109): the selection
-is known a step before it is needed, so its pages can come while the rest of that step runs. Or it
-is the layer's own, predicted from what went into the layer before (InfiniGen,
-https://arxiv.org/abs/2406.19707): its pages can come while that layer runs.
-
-Once the query is there, rows for which it has turned away from the one that selected take the
-selection that it makes itself, as without speculation, and read what they miss then. The rule is
-FreeKV's: the cosine of the two queries, averaged over the query heads that share a selection.
+FreeKV (https://arxiv.org/abs/2505.13109): queries of adjacent steps are alike, so the selection of
+one step is known a step before it is used, and its pages can arrive before the layer begins. Once
+the layer's query is there, it selects as well. A row keeps the prefetched selection while the
+cosine of the two queries, averaged over the query heads that share a selection, is above
+``min_cosine``. Any other row is corrected: it attends what its own query selected.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, pad
 
-from hisparse.algorithms import Representation
-from hisparse.cache.counters import CacheCounters
-from hisparse.engine.step import DecodeStep, SelectionPolicy
+from hisparse.algorithms import ALGORITHMS, Representation, SelectionPolicy
+from hisparse.config import HiSparseConfig
+from hisparse.engine.extensions.base import Extension, register_extension
+from hisparse.engine.step import DecodePart
+from hisparse.errors import ConfigError
 from hisparse.types import Selection
 
-__all__ = ["Foreseen", "LayerSpeculation", "StepSpeculation"]
+__all__ = ["Prefetch", "PrefetchOptions"]
 
-_QUERY: Final = "speculation.query"
-_PAGES: Final = "speculation.pages"
-_LENGTHS: Final = "speculation.lengths"
-_SEQ_LEN: Final = "speculation.seq_len"
+_QUERY: Final = "prefetch.query"
+_PAGES: Final = "prefetch.pages"
+_LENGTHS: Final = "prefetch.lengths"
+_SEQ_LEN: Final = "prefetch.seq_len"
 
 
-class Foreseen(NamedTuple):
-    """What a layer that has not begun is going to attend.
+@dataclass(frozen=True, kw_only=True)
+class PrefetchOptions:
+    """Options of the extension.
 
     Attributes:
-        queries: ``[B, Hq, D]``, predicted.
-        selection: what they select.
+        min_cosine: in [-1, 1]; a row keeps the prefetched selection while the mean cosine of the
+            two queries is above it. 1 keeps none, -1 every one.
     """
 
-    queries: Tensor
-    selection: Selection
+    min_cosine: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not -1 <= self.min_cosine <= 1:
+            raise ValueError(
+                f"min_cosine: got {self.min_cosine}, expected a cosine from -1 (never correct) to "
+                "1 (always correct)"
+            )
 
 
-class LayerSpeculation:
-    """Keeps nothing: the query that selects ahead is one of the same step.
+@register_extension("prefetch")
+class Prefetch(Extension):
+    """Keeps each request's last query and selection, for every layer that selects."""
 
-    Args:
-        policy: shapes of the model and what selections have to keep to.
-        threshold: a row keeps the selection made ahead while the mean cosine is above it.
-        counters: told how many rows had a selection made ahead, and how many were corrected.
-    """
+    options_type: ClassVar[type[Any]] = PrefetchOptions
+    counters: ClassVar[Mapping[str, str]] = {
+        "prefetched_selections": "Selections that the previous step's query made",
+        "corrected_selections": "Prefetched selections that were replaced, for the query differed",
+    }
 
-    def __init__(self, policy: SelectionPolicy, threshold: float, counters: CacheCounters) -> None:
-        self._policy = policy
-        self._threshold = threshold
-        self._counters = counters
+    @classmethod
+    def check(cls, options: PrefetchOptions, config: HiSparseConfig) -> None:
+        if ALGORITHMS.get(config.algorithm).ranks_tail:
+            others = ", ".join(name for name in ALGORITHMS if not ALGORITHMS.get(name).ranks_tail)
+            raise ConfigError(
+                f"algorithm {config.algorithm!r} cannot do prefetch: the model's own indexer "
+                f"selects; algorithms that can: {others}"
+            )
 
-    def choose(
-        self,
-        foreseen: Foreseen,
-        queries: Tensor,
-        made: Selection,
-        step: DecodeStep,
-        dense: Tensor | None,
-    ) -> Selection:
-        """For each row the selection made ahead or ``made``, what ``queries [B, Hq, D]`` select."""
-        heads = self._policy.heads
-        holds = _likeness(queries, foreseen.queries, heads) > self._threshold
-        counted = _is_sparse(self._policy, step, dense)[:, None]
-        self._counters.count_speculated(counted.expand_as(holds), counted & ~holds)
-        ahead = foreseen.selection
-        return Selection(
-            torch.where(holds[..., None], ahead.pages, made.pages),
-            torch.where(holds, ahead.lengths, made.lengths),
-        )
-
-    def pages_to_bring(
-        self, selection: Selection, step: DecodeStep, dense: Tensor | None
-    ) -> Selection:
-        """A selection made ahead; nothing for requests that are within the budget or dense."""
-        return _only(_is_sparse(self._policy, step, dense), selection)
-
-
-class StepSpeculation:
-    """Remembers each request's last selection and the query that made it, for every layer.
-
-    Args:
-        policy: shapes of the model and what selections have to keep to.
-        threshold: a row keeps the selection made ahead while the mean cosine is above it.
-        state: where it is remembered, see :meth:`representations`.
-        counters: told how many rows had a selection made ahead, and how many were corrected.
-    """
-
-    def __init__(
-        self,
-        policy: SelectionPolicy,
-        threshold: float,
-        state: Mapping[str, Tensor],
-        counters: CacheCounters,
-    ) -> None:
-        self._policy = policy
-        self._threshold = threshold
-        self._state = {name: state[name] for name in self.representations(policy)}
-        self._counters = counters
-
-    @staticmethod
-    def representations(policy: SelectionPolicy) -> dict[str, Representation]:
-        """Of each request: a query, what it selected for the step after it, and the tokens that
-        there were with it, 0 if nothing is remembered.
+    @classmethod
+    def state(cls, options: PrefetchOptions, policy: SelectionPolicy) -> dict[str, Representation]:
+        """Of each request: a query, its selection for the step after it, and the tokens of the
+        request at that time, 0 if nothing is kept.
         """
         kv, heads = policy.kv, policy.heads
         kinds = {
@@ -123,61 +87,76 @@ class StepSpeculation:
             for name, (shape, dtype) in kinds.items()
         }
 
-    def choose(
-        self,
-        layer_id: int,
-        queries: Tensor,
-        made: Selection,
-        step: DecodeStep,
-        dense: Tensor | None,
-    ) -> tuple[Selection, Selection]:
-        """What this step attends, and what the next one will if its query does not move.
+    def before_layer(self, layer_id: int, part: DecodePart) -> None:
+        """Bring in the pages of the next layer that selects, and of those that share them.
 
-        Args:
-            layer_id: layer number.
-            queries: ``[B, Hq, D]``, of this step.
-            made: what they select.
-            step: the step.
-            dense: ``[B] bool``, requests that are attended densely all the same; None: nobody is.
-
-        Returns:
-            for each row the selection made ahead or ``made``; and pages that the next step finds,
-            nothing for requests that are within the budget or dense.
+        The first layer has none before it: its pages come at its own start.
         """
-        kept = {name: x[layer_id].index_select(0, step.slots) for name, x in self._state.items()}
-        seq_lens = step.num_pages * self._policy.kv.page_size + step.tail_lens
-        # Anything between, a prefill too, leaves a length that does not fit: no selection is ahead.
-        known = ((kept[_SEQ_LEN] > 0) & (kept[_SEQ_LEN] + 1 == seq_lens))[:, None]
-        alike = _likeness(queries, kept[_QUERY], self._policy.heads)
-        holds = known & (alike > self._threshold)
-        self._counters.count_speculated(known.expand_as(holds), known & ~holds)
-        made = Selection(
-            pad(made.pages, (0, self._policy.max_pages - made.pages.shape[-1]), value=-1),
-            made.lengths,
-        )
+        for leader in (0, 1) if layer_id == 0 else (layer_id + 1,):
+            if self.context.modes.selects(leader):
+                kept, known = self._kept(leader, part)
+                selection = Selection(
+                    torch.where(known[..., None], kept[_PAGES], -1),
+                    torch.where(known, kept[_LENGTHS], 0),
+                )
+                for layer in (leader, *self.context.modes.followers(leader)):
+                    self.context.manager.prefetch(layer, selection, part.rows)
+
+    def refine_selection(
+        self, layer_id: int, queries: Tensor, selection: Selection, part: DecodePart
+    ) -> Selection:
+        """The prefetched selection where the two queries are alike, else ``selection``."""
+        policy, view = self.context.policy, part.view
+        kept, known = self._kept(layer_id, part)
+        cosine = _mean_cosine(queries, kept[_QUERY], policy.heads)
+        holds = known & (cosine > self.options.min_cosine)
+        counters = self.context.manager.counters
+        counters.count("prefetched_selections", known.expand_as(holds))
+        counters.count("corrected_selections", known & ~holds)
+        missing = policy.max_pages - selection.pages.shape[-1]
+        own = Selection(pad(selection.pages, (0, missing), value=-1), selection.lengths)
         chosen = Selection(
-            torch.where(holds[..., None], kept[_PAGES], made.pages),
-            torch.where(holds, kept[_LENGTHS], made.lengths),
+            torch.where(holds[..., None], kept[_PAGES], own.pages),
+            torch.where(holds, kept[_LENGTHS], own.lengths),
         )
-        ahead = self._of_next_step(made, step)
-        sparse = _is_sparse(self._policy, step, dense)
-        new = {_QUERY: queries, _PAGES: ahead.pages, _LENGTHS: ahead.lengths, _SEQ_LEN: seq_lens}
+        following = self._of_next_step(own, part)
+        new = {
+            _QUERY: queries,
+            _PAGES: following.pages,
+            _LENGTHS: following.lengths,
+            _SEQ_LEN: view.seq_lens,
+        }
+        # Whether a request within the budget is asked for a selection depends on who else runs:
+        # nothing is kept of it.
+        sparse = self.context.modes.is_sparse(view.num_pages, part.dense)
         for name, value in new.items():
             where = sparse.view(-1, *[1] * (value.dim() - 1))
-            state = self._state[name][layer_id]
-            state[step.slots] = torch.where(where, value.to(state.dtype), kept[name])
-        return chosen, _only(sparse, ahead)
+            state = self.context.state[name][layer_id]
+            state[view.slots] = torch.where(where, value.to(state.dtype), kept[name])
+        return chosen
 
-    def _of_next_step(self, made: Selection, step: DecodeStep) -> Selection:
+    def _kept(self, layer_id: int, part: DecodePart) -> tuple[dict[str, Tensor], Tensor]:
+        """What is kept of the requests in a layer, and ``[B, 1] bool``, who has a selection."""
+        names = (_QUERY, _PAGES, _LENGTHS, _SEQ_LEN)
+        kept = {
+            name: self.context.state[name][layer_id].index_select(0, part.view.slots)
+            for name in names
+        }
+        # Anything in between, a prefill too, leaves a length that does not fit.
+        before = kept[_SEQ_LEN]
+        known = (before > 0) & (before + 1 == part.view.seq_lens)
+        return kept, known[:, None]
+
+    def _of_next_step(self, selection: Selection, part: DecodePart) -> Selection:
         """A selection as the next step needs it, which has one full page more if this fills it.
 
-        The new page is added where there is room. Else the recent pages move on by one: it takes
-        the place of the page that is no recent one any more.
+        The new page is added where there is room. Else the recent pages move on by one, and the
+        new page takes the place of the page that is no longer recent.
         """
-        policy = self._policy
-        pages, lengths = made
-        filled = (step.tail_lens == policy.kv.page_size)[:, None]
-        new = step.num_pages[:, None]
+        policy, view = self.context.policy, part.view
+        pages, lengths = selection
+        filled = (view.tail_lens == policy.kv.page_size)[:, None]
+        new = view.num_pages[:, None]
         has_room = lengths < policy.max_pages
         entry = torch.arange(policy.max_pages, dtype=torch.int32, device=pages.device)
         added = (filled & has_room)[..., None] & (entry == lengths[..., None])
@@ -190,24 +169,8 @@ class StepSpeculation:
         )
 
 
-def _likeness(queries: Tensor, others: Tensor, heads: int) -> Tensor:
+def _mean_cosine(queries: Tensor, others: Tensor, heads: int) -> Tensor:
     """``[B, H]``, cosines of two queries ``[B, Hq, D]``, averaged over each row's heads."""
     cosines = cosine_similarity(queries.float(), others.float(), dim=-1).clamp(max=1)
     rows: Tensor = cosines.unflatten(1, (heads, -1)).mean(-1)
     return rows
-
-
-def _is_sparse(policy: SelectionPolicy, step: DecodeStep, dense: Tensor | None) -> Tensor:
-    """``[B] bool``, requests beyond the budget that are not ``dense [B] bool``. Whether the others
-    are asked for a selection depends on who else runs.
-    """
-    sparse = step.num_pages > policy.budget_pages
-    return sparse if dense is None else sparse & ~dense
-
-
-def _only(who: Tensor, selection: Selection) -> Selection:
-    """The selections of the requests ``who [B] bool``, nothing for the others."""
-    return Selection(
-        torch.where(who[:, None, None], selection.pages, -1),
-        torch.where(who[:, None], selection.lengths, 0),
-    )

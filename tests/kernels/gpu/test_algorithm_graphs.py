@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import ALGORITHMS
+from hisparse.algorithms import ALGORITHMS, DecodeStep, SelectionPolicy
 from hisparse.engine.representations import Representations
-from hisparse.engine.step import DecodeStep, SelectionPolicy
 from hisparse.types import IndexerInputs, KVSpec, PagedKV
 
 NAMES = [name for name in ALGORITHMS if not ALGORITHMS.get(name).reads_host_keys]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms.base import Representation
-from hisparse.engine.step import DecodeStep
+from hisparse.algorithms.step import DecodeStep
 from hisparse.kernels import key_score, page_score, round_outward
 from hisparse.types import KVSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.engine.step import DecodeStep
+from hisparse.algorithms.step import DecodeStep
 
 __all__ = ["tail_logits"]
 

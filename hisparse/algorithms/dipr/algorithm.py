@@ -11,17 +11,17 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from hisparse.algorithms._dipr_coarse import coarse_scores, range_representation, store_ranges
-from hisparse.algorithms._dipr_fine import (
+from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
+from hisparse.algorithms.dipr.coarse import coarse_scores, range_representation, store_ranges
+from hisparse.algorithms.dipr.fine import (
     LINKS_PER_TOKEN,
     build_graph,
     fine_scores,
     require_faiss,
 )
-from hisparse.algorithms._dipr_optimizer import IndexQuestion, choose_index
-from hisparse.algorithms._tail import tail_logits
-from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
-from hisparse.engine.step import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.algorithms.dipr.optimizer import IndexQuestion, choose_index
+from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.algorithms.tail import tail_logits
 from hisparse.kernels import key_score, select
 from hisparse.types import KVSpec, Selection
 
@@ -89,7 +89,7 @@ class DIPR(BaseSparseAlgorithm):
             return self.beta * scale
         return -math.log(_DEFAULT_ALPHA if self.alpha is None else self.alpha)
 
-    def settled(
+    def resolved(
         self, policy: SelectionPolicy, *, context_length: int, host_bytes: int, device_bytes: int
     ) -> DIPR:
         """``index`` is chosen, unless it is given."""
@@ -116,7 +116,7 @@ class DIPR(BaseSparseAlgorithm):
 
     def host_token_bytes(self, kv: KVSpec) -> int:
         links = 4 * LINKS_PER_TOKEN * kv.num_kv_heads * kv.num_layers
-        # What is not settled yet may become fine.
+        # An index that is still "auto" may become "fine".
         return links if self.index in ("auto", "fine") else 0
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:

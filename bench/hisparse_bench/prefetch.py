@@ -1,4 +1,4 @@
-"""``hisparse bench speculate``: pages that a step waits for, with and without selecting ahead."""
+"""``hisparse bench prefetch``: pages that a decode step waits for, with and without prefetch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.cache.counters import CacheStats
+from hisparse.engine.metrics import CacheStats
 from hisparse_bench.report import Case, Result
 from hisparse_bench.timing import Candidate, time_in_turns
 
-__all__ = ["WARMUPS", "SpeculateBench"]
+__all__ = ["WARMUPS", "PrefetchBench"]
 
 #: Steps before those that count.
 WARMUPS = 8
-_PLAIN = "selects"
+_PLAIN = "off"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculateBench:
-    """A text is read token by token by a real model, once for each threshold and once without.
+class PrefetchBench:
+    """A real model reads a text token by token, once for each ``min_cosine`` and once without.
 
     Attributes:
         model: of transformers.
@@ -31,9 +31,8 @@ class SpeculateBench:
         context: tokens before the first step.
         budget: tokens attended per step; rows have twice as many on the device.
         algorithm: selects.
-        kinds: whose query selects ahead, as ``speculate`` of the configuration.
-        thresholds: cosines above which a row keeps what was selected ahead; for each kind.
-        num_steps: that are timed and counted.
+        min_cosines: values of the option of that name.
+        num_steps: steps that are timed and counted.
     """
 
     model: Any
@@ -41,21 +40,18 @@ class SpeculateBench:
     context: int
     budget: int
     algorithm: str
-    kinds: Sequence[str]
-    thresholds: Sequence[float]
+    min_cosines: Sequence[float]
     num_steps: int
 
     def run(self) -> Case:
-        """The check: with threshold 1, where every row is corrected, the logits are those without
-        speculation, bit for bit.
+        """The gate: with ``min_cosine`` 1 every row is corrected, so the logits are those without
+        prefetch, bit for bit.
         """
-        checked = [self._reader({})] + [self._reader(_settings(kind, 1.0)) for kind in self.kinds]
+        checked = [self._reader({}), self._reader(_settings(1.0))]
         logits = [torch.stack([reader.read(t) for t in range(WARMUPS)]) for reader in checked]
-        gate = "passed" if all(torch.equal(logits[0], other) for other in logits) else "failed"
+        gate = "passed" if torch.equal(*logits) else "failed"
         readers = {_PLAIN: self._reader({})} | {
-            f"{kind} above {threshold:g}": self._reader(_settings(kind, threshold))
-            for kind in self.kinds
-            for threshold in self.thresholds
+            f"min_cosine {cosine:g}": self._reader(_settings(cosine)) for cosine in self.min_cosines
         }
         times = time_in_turns(
             {impl: Candidate(reader.read, reader.prepare) for impl, reader in readers.items()},
@@ -65,7 +61,7 @@ class SpeculateBench:
         )
         figures = {impl: reader.figures(self.num_steps) for impl, reader in readers.items()}
         return Case(
-            name="speculate",
+            name="prefetch",
             params={
                 "context": self.context,
                 "budget": self.budget,
@@ -78,7 +74,7 @@ class SpeculateBench:
             results=[Result.of(impl, seconds) for impl, seconds in times.items()],
         )
 
-    def _reader(self, speculation: dict[str, Any]) -> _Reader:
+    def _reader(self, prefetch: dict[str, Any]) -> _Reader:
         from hisparse.transformers import enable
 
         # Rows that may not grow: else a lone request has its whole context on the device.
@@ -87,16 +83,16 @@ class SpeculateBench:
             "budget": self.budget,
             "max_row_capacity": 2 * self.budget,
         }
-        cache = enable(self.model, settings | speculation, max_length=len(self.ids))
+        cache = enable(self.model, settings | prefetch, max_length=len(self.ids))
         return _Reader(self.model, cache, self.ids, self.context)
 
 
-def _settings(kind: str, threshold: float) -> dict[str, Any]:
-    return {"speculate": kind, "speculation_threshold": threshold}
+def _settings(min_cosine: float) -> dict[str, Any]:
+    return {"prefetch": {"min_cosine": min_cosine}}
 
 
 class _Reader:
-    """One cache on its way through the text."""
+    """One cache that reads the text."""
 
     def __init__(self, model: Any, cache: Any, ids: Sequence[int], context: int) -> None:
         self._cache = cache
@@ -108,7 +104,7 @@ class _Reader:
         self._before: CacheStats = cache.stats()
 
     def prepare(self, step: int) -> None:
-        """What is counted begins behind the warm-up."""
+        """Start to count after the warm-up."""
         if step == WARMUPS:
             self._before = self._cache.stats()
 
@@ -120,15 +116,17 @@ class _Reader:
         return logits
 
     def figures(self, num_steps: int) -> dict[str, float]:
-        """Over all layers and rows, a step."""
+        """Pages per step, over all layers and rows."""
         now, before = self._cache.stats(), self._before
         late = now.miss_pages - before.miss_pages
         early = now.prefetched_pages - before.prefetched_pages
         hits = now.hit_pages - before.hit_pages
-        ahead = now.speculated_selections - before.speculated_selections
-        corrected = now.corrected_selections - before.corrected_selections
+        prefetched, corrected = (
+            now.extensions.get(name, 0) - before.extensions.get(name, 0)
+            for name in ("prefetched_selections", "corrected_selections")
+        )
         return {
-            "corrected_ratio": round(corrected / ahead, 4) if ahead else 1.0,
+            "corrected_ratio": round(corrected / prefetched, 4) if prefetched else 1.0,
             "selected_pages": round((late + hits) / num_steps, 1),
             "late_pages": round(late / num_steps, 1),
             "early_pages": round(early / num_steps, 1),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms.request_indexes import RequestIndexes
-from hisparse.engine.step import DecodeStep, PrefillStep
+from hisparse.algorithms.step import DecodeStep, PrefillStep
 from hisparse.errors import ConfigError
 from hisparse.kernels import KeyGraphs, graph_score, key_score
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import Quest, TopP
-from hisparse.engine.step import DecodeStep
+from hisparse.algorithms import DecodeStep
+from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.topp import TopP
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recorder import Recorder
 from hisparse.types import Selection

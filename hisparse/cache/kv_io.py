@@ -1,0 +1,103 @@
+"""Reads and writes of K and V: host pool, tail pages."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hisparse.cache.codec import decode, encode
+from hisparse.cache.device_pool import DevicePool
+from hisparse.cache.host_pool import HostKVPool
+from hisparse.cache.rows import StepRows
+from hisparse.cache.transfers import read_tokens, write_tokens
+from hisparse.errors import HiSparseError
+from hisparse.types import PagedKV, StoredKV
+
+__all__ = ["KVReadWrite"]
+
+
+class KVReadWrite:
+    """Encodes, writes, reads and decodes tokens of both pools.
+
+    Args:
+        host: the whole KV cache.
+        device: the device pages.
+    """
+
+    def __init__(self, host: HostKVPool, device: DevicePool) -> None:
+        self._host = host
+        self._device = device
+
+    def write(self, layer_id: int, host_slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write new tokens through to host memory: ``host_slots [T]``, ``k, v [T, Hkv, D]``."""
+        write_tokens(encode(self._host.kv, k, v), self._host.stored(layer_id), host_slots)
+
+    def append(
+        self, layer_id: int, tail_slots: Tensor, host_slots: Tensor, k: Tensor, v: Tensor
+    ) -> None:
+        """Put each request's new token into its rows' tail pages, and write it through.
+
+        Args:
+            layer_id: layer number.
+            tail_slots: ``[R] int64``, device page of the row's tail times S, plus the offset in it.
+            host_slots: ``[B] int64``.
+            k, v: ``[B, Hkv, D]``.
+        """
+        new, heads = encode(self._host.kv, k, v), self._device.heads
+        write_tokens(new, self._host.stored(layer_id), host_slots)
+        if heads > 1:
+            new = StoredKV(*(_by_row(x, heads) for x in new.tensors))
+        write_tokens(new, self._device.stored(layer_id), tail_slots)
+
+    def write_tail(self, layer_id: int, slot: int, k: Tensor, v: Tensor) -> None:
+        """Fill the first tokens of a request's tail pages: ``k, v [t, Hkv, D]``, t < S."""
+        heads = self._device.heads
+        rows = slice(slot * heads, (slot + 1) * heads)
+        pages = self._device.tail_pages[layer_id, rows].long()
+        tails = self._device.stored(layer_id).tensors
+        for pages_kv, new in zip(tails, encode(self._host.kv, k, v).tensors, strict=True):
+            by_head = new.transpose(0, 1)
+            if heads == 1:
+                pages_kv[pages, :, : new.shape[0]] = by_head[None]
+            else:
+                by_head = by_head.repeat_interleave(heads // new.shape[1], dim=0)
+                pages_kv[pages, :, : new.shape[0]] = by_head[:, None]
+
+    def read_tails(self, layer_id: int, rows: StepRows) -> PagedKV:
+        """K and V of the tail pages, each ``[B, Hkv, S, D]``, in the model's dtype."""
+        kv, heads = self._host.kv, self._device.heads
+        pages = rows.tail_pages[layer_id].long()
+        tails = StoredKV(*(each[pages] for each in self._device.stored(layer_id).tensors))
+        k, v = decode(kv, tails)
+        if heads > 1:
+            copies = heads // kv.num_kv_heads
+            k, v = (x.unflatten(0, (-1, kv.num_kv_heads, copies))[:, :, 0, 0] for x in (k, v))
+        return PagedKV(k, v)
+
+    def host_pages(self, layer_id: int) -> PagedKV:
+        """K and V of the host pool, each ``[host pages, Hkv, S, D]``.
+
+        Raises:
+            HiSparseError: the pool stores eight bits, which algorithms do not read.
+        """
+        if self._host.kv.fp8:
+            raise HiSparseError(
+                "an algorithm reads keys in host memory, which are fp8; expected it to say so "
+                "(reads_host_keys = True), or kv_cache_dtype 'auto'"
+            )
+        return self._host.layer(layer_id)
+
+    def read_tokens(self, layer_id: int, host_slots: Tensor) -> PagedKV:
+        """K and V at ``host_slots [T]``, each ``[T, Hkv, D]`` on the device."""
+        return decode(self._host.kv, self.read_stored(layer_id, host_slots))
+
+    def read_stored(self, layer_id: int, host_slots: Tensor) -> StoredKV:
+        """Stored values at ``host_slots [T]``, ``[T, Hkv, D]`` on the device."""
+        stored = read_tokens(self._host.stored(layer_id), host_slots)
+        return StoredKV(*(x.to(self._device.device) for x in stored.tensors))
+
+
+def _by_row(tokens: Tensor, heads: int) -> Tensor:
+    """``[B, Hkv, D]`` -> ``[B * heads, 1, D]``: each row's own KV head."""
+    copies = heads // tokens.shape[1]
+    each = tokens if copies == 1 else tokens.repeat_interleave(copies, dim=1)
+    return each.flatten(0, 1)[:, None]

@@ -1,0 +1,49 @@
+"""Which rows of the device tables a decode step works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+__all__ = ["StepRows"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRows:
+    """Rows of some requests of a decode step; row ``b * H + h`` belongs to request b, head h.
+
+    Attributes:
+        heads: H, rows of each request.
+        rows: ``[R] int64``, state row of each row.
+        num_pages: ``[B] int32``, full pages of each request: the index of its tail page.
+        host_page_table: ``[B, P] int32``.
+        capacity: ``[R] int32``, device slots of each row.
+        num_real_rows: ``[1] int32``, rows that are not padding.
+        tail_pages: ``[L, R] int32``, device page of each row's tail.
+        tail_lens: ``[R] int32``, tokens in the tail page, the new one included.
+    """
+
+    heads: int
+    rows: Tensor
+    num_pages: Tensor
+    host_page_table: Tensor
+    capacity: Tensor
+    num_real_rows: Tensor
+    tail_pages: Tensor
+    tail_lens: Tensor
+
+    def take(self, index: Tensor) -> StepRows:
+        """The rows of the requests ``index [n] int64``."""
+        head = index.new_tensor(range(self.heads))
+        rows = (index[:, None] * self.heads + head).flatten()
+        return replace(
+            self,
+            rows=self.rows[rows],
+            num_pages=self.num_pages[index],
+            host_page_table=self.host_page_table[index],
+            capacity=self.capacity[rows],
+            num_real_rows=self.num_real_rows.new_full((1,), rows.numel()),
+            tail_pages=self.tail_pages[:, rows],
+            tail_lens=self.tail_lens[rows],
+        )

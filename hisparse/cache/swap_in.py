@@ -1,0 +1,201 @@
+"""Makes selected pages resident: find what is missing, bring it in, say where everything is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hisparse.cache.checking import check_resident, check_selection
+from hisparse.cache.counters import Counters
+from hisparse.cache.device_pool import DevicePool
+from hisparse.cache.host_pool import HostKVPool
+from hisparse.cache.rows import StepRows
+from hisparse.cache.streams import Lane, Pending, SideStreams
+from hisparse.cache.transfers import move_pages
+from hisparse.kernels import LruDiff, lru_diff, page_table
+from hisparse.types import Selection, StoredKV
+
+__all__ = ["PageTable", "SwapIn"]
+
+
+class PageTable(NamedTuple):
+    """The device pages that each row attends over.
+
+    Attributes:
+        pages: ``[R, P] int32``, device pages, the tail page last; -1 behind it.
+        seq_lens: ``[R] int32``, tokens: all pages are full but the tail page.
+    """
+
+    pages: Tensor
+    seq_lens: Tensor
+
+
+class _Early(NamedTuple):
+    """A swap-in that was started before its layer.
+
+    Attributes:
+        selection: the pages.
+        diff: the difference, once the pages are there.
+    """
+
+    selection: Selection
+    diff: Pending[LruDiff]
+
+
+class SwapIn:
+    """Brings selected pages to the device, at once or ahead on a side stream.
+
+    Args:
+        host: the whole KV cache.
+        device: the device pages and the rows' tables.
+        streams: where transfers run that are started ahead.
+        counters: told about hits, misses and prefetched pages.
+        checked: whether selections and resident bytes are verified, which waits for the device.
+        overlaps: whether layers that share a selection are served ahead.
+    """
+
+    def __init__(
+        self,
+        host: HostKVPool,
+        device: DevicePool,
+        streams: SideStreams,
+        counters: Counters,
+        *,
+        checked: bool,
+        overlaps: bool,
+    ) -> None:
+        self._host = host
+        self._device = device
+        self._streams = streams
+        self._counters = counters
+        self._checked = checked
+        self._overlaps = overlaps
+        self._early: dict[int, _Early] = {}
+        self._prefetches: dict[int, list[Pending[LruDiff]]] = {}
+
+    def swap_in(
+        self,
+        layer_id: int,
+        selection: Selection,
+        rows: StepRows,
+        tail_lens: Tensor,
+        followers: Sequence[int] = (),
+    ) -> PageTable:
+        """Let the forward stream find the selected pages resident.
+
+        Args:
+            layer_id: layer number.
+            selection: the pages.
+            rows: the rows that attend.
+            tail_lens: ``[R] int32``, tokens of the tail page to attend.
+            followers: later layers that attend the same pages. With overlap their transfers start
+                here, behind those that this layer waits for.
+        """
+        if self._checked:
+            check_selection(layer_id, selection, rows)
+        self._join_prefetches(layer_id)
+        early = self._early.get(layer_id)
+        if early is not None and early.selection is selection:
+            del self._early[layer_id]
+            diff = early.diff.join()
+        else:
+            diff = self._load(layer_id, selection.pages, rows)
+        if self._overlaps:
+            for later in followers:
+                self._early[later] = _Early(selection, self._start("read", later, selection, rows))
+        self._counters.count("hit_pages", diff.num_hits)
+        self._counters.count("miss_pages", diff.num_misses)
+        return self._page_table(layer_id, selection, rows, diff, tail_lens)
+
+    def prefetch(self, layer_id: int, selection: Selection, rows: StepRows) -> None:
+        """Start to bring in pages that a layer which has not begun is likely to attend."""
+        pending = self._start("ahead", layer_id, selection, rows)
+        self._prefetches.setdefault(layer_id, []).append(pending)
+
+    def join(self) -> None:
+        """Everything that was started is over before the next forward."""
+        for layer_id in tuple(self._prefetches):
+            self._join_prefetches(layer_id)
+        self._early.clear()
+
+    def _join_prefetches(self, layer_id: int) -> None:
+        for pending in self._prefetches.pop(layer_id, ()):
+            self._counters.count("prefetched_pages", pending.join().num_misses)
+
+    def _start(
+        self, lane: Lane, layer_id: int, selection: Selection, rows: StepRows
+    ) -> Pending[LruDiff]:
+        return self._streams.start(lane, lambda: self._load(layer_id, selection.pages, rows))
+
+    def _load(self, layer_id: int, pages: Tensor, rows: StepRows) -> LruDiff:
+        """Bring in the missing ones of ``pages [B, H, K]``."""
+        diff = lru_diff(
+            pages.reshape(rows.rows.numel(), -1),
+            rows.host_page_table,
+            rows.capacity,
+            rows.num_real_rows,
+            self._device.state(layer_id),
+            rows=rows.rows,
+        )
+        self._gather(layer_id, rows.rows, diff, self._host.stored(layer_id))
+        return diff
+
+    def _gather(self, layer_id: int, rows: Tensor, diff: LruDiff, source: StoredKV) -> None:
+        move_pages(
+            source,
+            diff.load_host_pages,
+            self._device.stored(layer_id),
+            page_table(self._device.state(layer_id).device_pages, rows, diff.load_device_slots),
+            heads=self._device.heads,
+        )
+
+    def _page_table(
+        self,
+        layer_id: int,
+        selection: Selection,
+        rows: StepRows,
+        diff: LruDiff,
+        tail_lens: Tensor,
+    ) -> PageTable:
+        lengths = selection.lengths.flatten()
+        pages = page_table(
+            self._device.state(layer_id).device_pages,
+            rows.rows,
+            diff.curr_device_slots,
+            lengths,
+            rows.tail_pages[layer_id],
+        )
+        if self._checked:
+            check_resident(layer_id, selection, pages[:, :-1], rows, self._host, self._device)
+        seq_lens = torch.add(tail_lens, lengths, alpha=self._host.kv.page_size)
+        return PageTable(pages, seq_lens)
+
+    def place(
+        self, layer_id: int, slot: int, first: int, last: int, source: StoredKV, table: Tensor
+    ) -> None:
+        """Make pages ``first`` to ``last - 1`` of a request resident, the last one hottest.
+
+        Args:
+            layer_id: layer number.
+            slot: request slot; its rows' capacity is at least ``last - first``.
+            first, last: page indices; the pages are not resident yet.
+            source: pool to read the pages from.
+            table: ``[last] int32``, page of ``source`` for each page index.
+        """
+        heads, device = self._device.heads, self._device.device
+        rows = torch.arange(slot * heads, (slot + 1) * heads, device=device)
+        pages = torch.arange(first, last, dtype=torch.int32, device=device)
+        # Filled on the device: a copy from the host would wait for it.
+        num_real = torch.full((1,), heads, dtype=torch.int32, device=device)
+        diff = lru_diff(
+            pages.expand(heads, -1).contiguous(),
+            table[None],
+            self._device.capacity[rows],
+            num_real,
+            self._device.state(layer_id),
+            rows=rows,
+        )
+        self._gather(layer_id, rows, diff, source)

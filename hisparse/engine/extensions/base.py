@@ -1,0 +1,144 @@
+"""The contract of an extension: something that a decode step does besides select and attend.
+
+An extension is one file in this folder, or in any package that offers it by the entry point group
+``hisparse.extensions``. Its name is a configuration key. It overrides the hooks that it needs::
+
+    before_layer -> (the algorithm selects) -> refine_selection -> (attend) -> after_attention
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor
+
+from hisparse.adapters import Attended, BackendAdapter, TableLimits
+from hisparse.algorithms import Representation, SelectionPolicy
+from hisparse.cache import SparseKVCacheManager
+from hisparse.config import EXTENSIONS, HiSparseConfig
+from hisparse.engine.modes import AttentionModes
+from hisparse.engine.step import DecodePart
+from hisparse.types import Selection
+
+__all__ = ["Extension", "ExtensionContext", "register_extension"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtensionContext:
+    """What an extension may use.
+
+    Attributes:
+        policy: shapes of the model and the rules of selections.
+        manager: brings pages in; ``manager.counters`` counts by name.
+        adapter: attends.
+        state: the tensors that the extension declared, and those of the algorithm, by name.
+        modes: which layers select.
+    """
+
+    policy: SelectionPolicy
+    manager: SparseKVCacheManager
+    adapter: BackendAdapter
+    state: Mapping[str, Tensor]
+    modes: AttentionModes
+
+
+class Extension:
+    """Base class; every hook does nothing unless it is overridden.
+
+    Hooks run in every decode step and follow the rules of algorithms: tensor operations without
+    host syncs or loops over requests, so that a step can be captured in a CUDA graph.
+
+    Args:
+        options: an instance of ``options_type``.
+        context: what the extension may use.
+    """
+
+    #: Frozen dataclass of options: the value of the configuration key.
+    options_type: ClassVar[type[Any]]
+    #: Counters that the extension counts on the device: name to description, for the metrics.
+    counters: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, options: Any, context: ExtensionContext) -> None:
+        self.options = options
+        self.context = context
+
+    @classmethod
+    def check(cls, options: Any, config: HiSparseConfig) -> None:
+        """Raise ``ConfigError`` if the extension cannot run with the other settings."""
+
+    @classmethod
+    def state(cls, options: Any, policy: SelectionPolicy) -> dict[str, Representation]:
+        """Tensors that the extension keeps; the sizing formula charges them."""
+        return {}
+
+    @classmethod
+    def attended_tables(
+        cls, policy: SelectionPolicy, *, max_requests: int, context_pages: int
+    ) -> Sequence[TableLimits]:
+        """Page tables that the extension attends over, for the adapter's workspace.
+
+        Args:
+            policy: shapes of the model and the rules of selections.
+            max_requests: requests of a step.
+            context_pages: pages of the longest context.
+        """
+        return ()
+
+    def store_pages(self, layer_id: int, keys: Tensor, values: Tensor, host_pages: Tensor) -> None:
+        """Complete pages were written, by a prompt or by decoding.
+
+        Args:
+            layer_id: layer number.
+            keys, values: ``[P, S, Hkv, D]``.
+            host_pages: ``[P]``; the padding page 0 for entries without a page.
+        """
+
+    def before_layer(self, layer_id: int, part: DecodePart) -> None:
+        """A layer of a decode step begins, for requests that attend sparsely."""
+
+    def refine_selection(
+        self, layer_id: int, queries: Tensor, selection: Selection, part: DecodePart
+    ) -> Selection:
+        """Replace what the algorithm selected.
+
+        Args:
+            layer_id: number of a layer that selects.
+            queries: ``[B, Hq, D]``.
+            selection: the algorithm's.
+            part: the requests.
+        """
+        return selection
+
+    def after_attention(
+        self,
+        layer_id: int,
+        queries: Tensor,
+        selection: Selection,
+        part: DecodePart,
+        attended: Attended,
+    ) -> Attended:
+        """Change or extend the attention over the selected pages.
+
+        Args:
+            layer_id: layer number.
+            queries: ``[R, Q, D]``, query heads by row.
+            selection: the attended pages.
+            part: the requests.
+            attended: out ``[R, Q, Dv]``, lse ``[R, Q]``.
+        """
+        return attended
+
+
+E = TypeVar("E", bound=Extension)
+
+
+def register_extension(name: str) -> Callable[[type[E]], type[E]]:
+    """Class decorator: make an extension known, and its configuration key, under ``name``."""
+
+    def decorate(cls: type[E]) -> type[E]:
+        EXTENSIONS.register(name)(cls)
+        return cls
+
+    return decorate

@@ -1,0 +1,78 @@
+"""What the cache did since the start, as users see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["CacheStats"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheStats:
+    """Totals since the start; pages and selections are counted over layers and rows.
+
+    Attributes:
+        hit_pages: pages that a decode step selected and found on the device.
+        miss_pages: pages that a decode step selected and had to bring in.
+        selected_tokens: tokens that decode steps attended.
+        selections: selections that the algorithm made.
+        prefetched_pages: pages that were brought in before a query had selected them.
+        capped_selections: selections of varying length that filled ``device_buffer_size`` and left
+            pages out.
+        decode_read_bytes: host to device, during decode steps.
+        prefill_read_bytes: host to device, during prefill.
+        written_bytes: device to host.
+        extensions: totals of the extensions' own counters, by name.
+    """
+
+    hit_pages: int
+    miss_pages: int
+    selected_tokens: int
+    selections: int
+    prefetched_pages: int
+    capped_selections: int
+    decode_read_bytes: int
+    prefill_read_bytes: int
+    written_bytes: int
+    extensions: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        totals: Mapping[str, int],
+        *,
+        page_tokens: int,
+        page_bytes: int,
+        extensions: Mapping[str, str],
+    ) -> CacheStats:
+        """Stats from the totals of :class:`hisparse.cache.Counters`.
+
+        Args:
+            totals: by name.
+            page_tokens: S.
+            page_bytes: bytes of one device page.
+            extensions: counters of the extensions, name to description.
+        """
+        hits, misses, prefetched = (
+            totals.get(name, 0) for name in ("hit_pages", "miss_pages", "prefetched_pages")
+        )
+        read = (misses + prefetched) * page_bytes + totals.get("staged_decode_bytes", 0)
+        return cls(
+            hit_pages=hits,
+            miss_pages=misses,
+            selected_tokens=(hits + misses) * page_tokens + totals.get("other_tokens", 0),
+            selections=totals.get("selections", 0),
+            prefetched_pages=prefetched,
+            capped_selections=totals.get("capped_selections", 0),
+            decode_read_bytes=read,
+            prefill_read_bytes=totals.get("prefill_read_bytes", 0),
+            written_bytes=totals.get("written_bytes", 0),
+            extensions={name: totals.get(name, 0) for name in extensions},
+        )
+
+    @property
+    def hit_ratio(self) -> float:
+        """Hits among the selected pages; 1.0 before anything was selected."""
+        selected = self.hit_pages + self.miss_pages
+        return self.hit_pages / selected if selected else 1.0

@@ -1,0 +1,64 @@
+"""Dense decode attention over contexts that do not fit the device: tiles from host memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.adapters import Attended, merge_attended
+from hisparse.cache import Tile
+from hisparse.engine.parts import EngineParts
+from hisparse.engine.step import DecodePart
+
+__all__ = ["StagedAttention"]
+
+
+class StagedAttention:
+    """Streams host pages through staging and merges the tiles by log-sum-exp.
+
+    Args:
+        parts: what reads and attends.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._kv = parts.policy.kv
+        self._scale = parts.policy.scale
+        self._manager = parts.manager
+        self._adapter = parts.adapter
+
+    def attend(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
+        """``q [B, Hq, D]`` over the whole context of each request -> ``[B, Hq, Dv] float32``."""
+        out = q.new_empty(*q.shape[:-1], self._kv.v_head_dim, dtype=torch.float32)
+        seq_lens = part.view.seq_lens
+        # One request after the other: tiles, and so the order of the sums, depend on it alone.
+        attended: Attended | None = None
+        tiles = self._tiles(layer_id, part)
+        for tile, following in zip(tiles, [*tiles[1:], None], strict=True):
+            own = slice(tile.owner, tile.owner + 1)
+            lens = seq_lens[own] - tile.first * self._kv.page_size
+            new = self._attend_tile(q[own], tile, following, lens)
+            attended = new if attended is None else merge_attended(attended, new)
+            if following is None or following.owner != tile.owner:
+                out[own], attended = attended.out, None
+        return out
+
+    def _tiles(self, layer_id: int, part: DecodePart) -> list[Tile]:
+        """All pages of all requests, tail pages included, request by request."""
+        size, width = self._kv.page_size, self._manager.staging_pages
+        tiles = []
+        for request, seq_len in enumerate(part.seq_lens_cpu.tolist()):
+            pages = part.rows.host_page_table[request, : -(-seq_len // size)]
+            for first in range(0, pages.numel(), width):
+                end = min((first + width) * size, seq_len)
+                tiles.append(Tile(layer_id, request, first, end, pages[first : first + width]))
+        return tiles
+
+    def _attend_tile(self, q: Tensor, tile: Tile, following: Tile | None, lens: Tensor) -> Attended:
+        """``q [1, Hq, D]`` over a tile; ``lens [1]`` tokens of the request, from it on, count."""
+        kv, count = self._kv, tile.host_pages.numel()
+        pages = self._manager.read_prefix(tile, following)
+        table = torch.arange(count, dtype=torch.int32, device=q.device)[None]
+        lens = lens.clamp(0, count * kv.page_size)
+        num_bytes = count * kv.page_size * kv.token_bytes_per_layer
+        self._manager.counters.add("staged_decode_bytes", num_bytes)
+        return self._adapter.attend(q, pages, table, lens, self._scale)

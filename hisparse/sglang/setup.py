@@ -1,0 +1,107 @@
+"""Sizes an engine for one rank of SGLang, and builds it for the pools that SGLang has made."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hisparse.algorithms import build_algorithm
+from hisparse.config import HiSparseConfig
+from hisparse.engine.build import Resources, build_engine, make_setup
+from hisparse.engine.capabilities import stored_spec
+from hisparse.engine.coordinator import SparseCoordinator
+from hisparse.memory.host import free_host_memory
+from hisparse.memory.sizing import resize
+from hisparse.sglang import checks, compat
+from hisparse.sglang.model_shape import read_model_shape
+from hisparse.sglang.session import Session
+from hisparse.units import resolve_memory
+
+__all__ = ["build_coordinator", "make_session"]
+
+logger = logging.getLogger("hisparse")
+
+
+def make_session(configurator: Any, device_bytes: int) -> Session:
+    """Size the engine of this rank.
+
+    Args:
+        configurator: SGLang's, with the loaded model.
+        device_bytes: what SGLang profiled.
+    """
+    config = checks.read_config(configurator.server_args)
+    dtype = configurator.kv_cache_dtype
+    if dtype == torch.float8_e4m3fn:
+        # The model's files ask for it.
+        config, dtype = replace(config, kv_cache_dtype="fp8_e4m3"), configurator.model_config.dtype
+    algorithm = build_algorithm(config)
+    spec, scale = read_model_shape(configurator.model, dtype, config.page_size)
+    spec = stored_spec(config, spec)
+    host_bytes, device_bytes = _memory(config, configurator, device_bytes)
+    setup = make_setup(
+        config,
+        algorithm,
+        spec,
+        scale,
+        Resources(
+            host_bytes=host_bytes,
+            device_bytes=device_bytes,
+            context_length=configurator.model_config.context_len,
+            max_requests=_requested_rows(),
+            device_type=configurator.device,
+        ),
+    )
+    return Session(**vars(setup))
+
+
+def _memory(config: HiSparseConfig, configurator: Any, profiled: int) -> tuple[int, int]:
+    """Bytes of host and of device memory that this rank may take."""
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    args = configurator.server_args
+    ranks = max(1, get_world_group().world_size // max(1, args.nnodes))
+    free = free_host_memory()
+    host = resolve_memory(config.host_memory, free, "host_memory") // ranks
+    if configurator.device == "cpu":
+        # There is no device: its memory is simulated by host memory that the pools do not take,
+        # less a tenth for activations.
+        profiled = min(profiled, (free - host * ranks) * 9 // 10 // ranks)
+    if config.device_memory is not None:
+        profiled = min(profiled, resolve_memory(config.device_memory, profiled, "device_memory"))
+    return _least_of_ranks(host, profiled)
+
+
+def _least_of_ranks(host: int, device: int) -> tuple[int, int]:
+    """Every rank must come to the same sizes: what the poorest one has."""
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    if get_world_group().world_size == 1:
+        return host, device
+    both = torch.tensor([host, device], dtype=torch.int64)
+    group = get_world_group().cpu_group
+    torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MIN, group=group)
+    least_host, least_device = both.tolist()
+    return least_host, least_device
+
+
+def _requested_rows() -> int | None:
+    schedule, _ = compat.schedule_and_serving()
+    requested: int | None = schedule.max_running_requests
+    return requested
+
+
+def build_coordinator(session: Session, model_runner: Any) -> SparseCoordinator:
+    """Allocate the device side for the pools that SGLang has built, and connect it all."""
+    pool, rows = model_runner.token_to_kv_pool, model_runner.req_to_token_pool
+    # --max-total-tokens and --max-running-requests may have lowered what was planned.
+    session.sizing = resize(session.sizing, kv_tokens=pool.size, max_requests=rows.size)
+    logger.info("hisparse: %s", session.sizing.describe())
+    return build_engine(
+        session,
+        pool.host,
+        num_slots=rows.req_to_token.shape[0],
+        device=torch.device(model_runner.device),
+    )
