@@ -35,6 +35,11 @@ _REPLACED: Final = {
     "speculation_threshold": 'prefetch takes its place: "prefetch": {"min_cosine": 0.9}',
     "numa_node": "host memory cannot be bound to a NUMA node yet; start the server with numactl",
 }
+#: The same for values of a key that stayed.
+_REPLACED_VALUES: Final = {
+    ("overlap", "transfers"): 'write "overlap": true',
+    ("overlap", "attention"): 'attention in two parts is gone, write "overlap": true',
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +208,8 @@ class HiSparseConfig:
                 raise ConfigError(f"{key}: not a key of hisparse, {_REPLACED[key]}")
             if key not in names and key not in _ALIASES:
                 raise ConfigError(unknown_name("config key", str(key), [*names, *_ALIASES]))
+            if isinstance(value, str) and (key, value) in _REPLACED_VALUES:
+                raise ConfigError(f"{key}: got {value!r}; {_REPLACED_VALUES[key, value]}")
             name = _ALIASES.get(key, key)
             if name in values:
                 aliases = [a for a, n in _ALIASES.items() if n == name]

@@ -12,7 +12,6 @@ from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.topp import TopP
-from hisparse.config import HiSparseConfig
 from hisparse.memory.costs import attended_tables
 from hisparse.testing import Simulator
 from hisparse.types import PagedKV
@@ -51,7 +50,7 @@ def holds(table: TableLimits, call: _Call) -> bool:
         pytest.param(Quest(), {"min_sparse_context": 60, "max_row": 64}, id="dense-in-their-rows"),
         pytest.param(Quest(), {"dense_layers": (1,)}, id="dense-layers"),
         pytest.param(Quest(), {"dense_layers": (1,), "max_row": 64}, id="staged"),
-        pytest.param(Quest(), {"tail_estimate": True}, id="tail-estimate"),
+        pytest.param(Quest(), {"extensions": {"tail_estimate": True}}, id="tail-estimate"),
     ],
 )
 def test_no_call_is_beyond_what_is_charged(
@@ -66,22 +65,16 @@ def test_no_call_is_beyond_what_is_charged(
         sim.prefill((request, prompt))
     for step in range(60):
         sim.decode(*requests[: step % 3 + 1])
-    limits = {k: x for k, x in settings.items() if k != "max_row"}
-    config = HiSparseConfig(
-        budget=sim.budget,
-        device_buffer_size=sim.device_buffer,
-        page_size=sim.page_size,
-        num_recent_pages=1,
-        **limits,
-    )
+    limits = {"max_requests": 3, "context_pages": -(-170 // sim.page_size)}
     tables = attended_tables(
-        config,
+        sim.config,
         sim.policy,
         max_requests=3,
         max_row_pages=sim.max_row // sim.page_size,
         tile_pages=sim.staging_pages,
-        context_pages=-(-170 // sim.page_size),
     )
+    for extension in sim.coordinator.extensions:
+        tables += extension.attended_tables(sim.policy, **limits)
     assert adapter.calls
     for call in adapter.calls:
         assert any(holds(table, call) for table in tables), f"{call} is not in {tables}"

@@ -96,16 +96,23 @@ def test_alias() -> None:
             ["tail_estimate", "page_size 1", "above 1"],
             id="tail-of-tokens",
         ),
-        pytest.param({"tail_estimate": 1}, ["got 1", "expected bool"], id="tail"),
+        pytest.param({"tail_estimate": 1}, ["got 1 (int)", "true, false or an"], id="tail"),
         pytest.param(
-            {"speculate": "head"}, ["got 'head' (str)", '"step" or "layer" or null'], id="speculate"
+            {"prefetch": {"min_cosin": 1}},
+            ["prefetch option", "'min_cosine'"],
+            id="option",
         ),
-        pytest.param({"speculate": True}, ["got True (bool)"], id="speculate-bool"),
-        pytest.param({"speculation_threshold": 1.1}, ["got 1.1", "from -1"], id="cosine"),
+        pytest.param({"prefetch": {"min_cosine": 1.1}}, ["got 1.1", "from -1"], id="cosine"),
         pytest.param(
-            {"speculation_threshold": float("nan")}, ["got nan", "cosine"], id="nan-cosine"
+            {"prefetch": {"min_cosine": float("nan")}}, ["got nan", "cosine"], id="nan-cosine"
         ),
-        pytest.param({"numa_node": 0}, ["not there yet", "works is null"], id="numa"),
+        pytest.param({"speculate": "step"}, ["speculate", '"prefetch": true'], id="speculate"),
+        pytest.param({"speculation_threshold": 0.8}, ['{"min_cosine": 0.9}'], id="threshold"),
+        pytest.param({"overlap": "transfers"}, ["'transfers'", '"overlap": true'], id="overlap"),
+        pytest.param({"overlap": "attention"}, ["is gone", '"overlap": true'], id="split"),
+        pytest.param({"overlap": "yes"}, ["got 'yes' (str), expected bool"], id="overlap-word"),
+        pytest.param({"numa_node": 0}, ["numa_node", "numactl"], id="numa"),
+        pytest.param({"extensions": {}}, ["unknown config key 'extensions'"], id="no-such-key"),
         pytest.param({"host_memory": "64 gallons"}, ["'64 gallons'", "'64GiB'", "TiB"], id="unit"),
         pytest.param({"host_memory": "64"}, ["'64'", "units:"], id="no-unit"),
         pytest.param({"host_memory": 1.0}, ["got 1.0", "(0, 1)"], id="whole-fraction"),
@@ -148,9 +155,11 @@ def test_parse_refused(text: str, words: list[str]) -> None:
 
 
 def test_effective_holds_every_key_and_reads_back() -> None:
-    config = HiSparseConfig(budget=512, dense_layers=(0,), host_memory="64GiB")
+    settings = {"budget": 512, "dense_layers": [0], "host_memory": "64GiB", "prefetch": True}
+    config = HiSparseConfig.from_dict(settings)
     values = json.loads(json.dumps(config.effective()))
-    assert set(values) == {f.name for f in dataclasses.fields(HiSparseConfig)}
+    assert list(values) == HiSparseConfig.keys()
+    assert values["prefetch"] == {"min_cosine": 0.9} and values["tail_estimate"] is False
     assert HiSparseConfig.from_dict(values) == config
 
 

@@ -45,7 +45,7 @@ def estimated(sim: Simulator, request: Request, seen: Retrieved, row: int) -> Te
 def test_a_tail_estimate_is_a_mean_token_for_every_other_page(scope: str) -> None:
     """Pages of prefill, of decoding, and of a context that is all selected."""
     recorder = Recorder(Quest())
-    sim = Simulator(scope=scope, algorithm=recorder, tail_estimate=True)
+    sim = Simulator(scope=scope, algorithm=recorder, extensions={"tail_estimate": True})
     long, short = sim.request(1, 180, seed=1), sim.request(2, 40, seed=2)
     sim.prefill((long, 61))
     sim.prefill((long, 64), (short, 10))
@@ -59,7 +59,7 @@ def test_a_tail_estimate_is_a_mean_token_for_every_other_page(scope: str) -> Non
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_equal_keys_in_a_page_make_the_estimate_exact(scope: str) -> None:
-    sim = Simulator(scope=scope, tail_estimate=True)
+    sim = Simulator(scope=scope, extensions={"tail_estimate": True})
     request = sim.request(1, 160, seed=3)
     for x in (request.k, request.v):
         pages = x.unflatten(1, (-1, sim.page_size))

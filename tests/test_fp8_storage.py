@@ -13,10 +13,10 @@ from hisparse.algorithms import build_algorithm
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest
 from hisparse.cache import HostKVPool
-from hisparse.cache import manager as manager_module
+from hisparse.cache import kv_io as kv_io_module
 from hisparse.cache.codec import as_read, encode
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, assemble, make_plan
+from hisparse.engine.build import Resources, build_engine, make_setup
 from hisparse.engine.capabilities import stored_spec
 from hisparse.errors import HiSparseError
 from hisparse.testing import Request, Simulator
@@ -170,7 +170,7 @@ def test_a_new_token_is_encoded_once(scope: str, monkeypatch: pytest.MonkeyPatch
         encoded.append(k.shape)
         return encode(spec, k, v)
 
-    monkeypatch.setattr(manager_module, "encode", counted)
+    monkeypatch.setattr(kv_io_module, "encode", counted)
     for _ in range(3):
         sim.decode(a, b)
     assert encoded == 3 * sim.layers * [torch.Size((2, sim.kv_heads, sim.head_dim))]
@@ -198,7 +198,7 @@ def test_a_quarter_of_the_bytes_of_float32_move_and_the_scales() -> None:
         sim.prefill((request, 80))
         for _ in range(40):
             sim.decode(request)
-        moved.append((sim.manager.counters.stats(), sim.spec, sim.manager))
+        moved.append((sim.coordinator.stats(), sim.spec, sim.manager))
     (plain, wide, _), (stored, spec, manager) = moved
     assert (wide.head_bytes, spec.head_bytes) == (2 * 16 * 4, 2 * 16 + 2)
     assert stored.written_bytes == 180 * spec.token_bytes
@@ -215,7 +215,7 @@ def test_a_quarter_of_the_bytes_of_float32_move_and_the_scales() -> None:
 def test_keys_in_host_memory_are_not_taken_for_what_they_are_not() -> None:
     """An algorithm that does not declare that it reads them is not refused at start."""
     with pytest.raises(HiSparseError, match="reads_host_keys = True") as error:
-        Simulator(fp8=True).manager.host_pages(0)
+        Simulator(fp8=True).manager.kv_io.host_pages(0)
     assert "\n" not in str(error.value)
 
 
@@ -233,12 +233,12 @@ def test_what_is_allocated_is_what_was_sized(scope: str) -> None:
         device_type="cpu",
     )
     stored = stored_spec(config, TWO_LAYERS)
-    plan = make_plan(config, build_algorithm(config), stored, 0.1, resources)
-    whole = make_plan(config, build_algorithm(config), TWO_LAYERS, 0.1, resources)
+    plan = make_setup(config, build_algorithm(config), stored, 0.1, resources)
+    whole = make_setup(config, build_algorithm(config), TWO_LAYERS, 0.1, resources)
     assert plan.sizing.kv_tokens > 1.9 * whole.sizing.kv_tokens
     sizing = plan.sizing
     host = HostKVPool(stored, sizing.kv_tokens // 16 + 1, plan.layout, pin=False)
-    coordinator = assemble(plan, host, num_slots=3, device=torch.device("cpu"))
+    coordinator = build_engine(plan, host, num_slots=3, device=torch.device("cpu"))
     manager = coordinator.manager
     assert host.num_bytes == sizing.host_bytes <= resources.host_bytes
     assert manager.device.num_bytes == sizing.device_page_pool_bytes

@@ -147,7 +147,7 @@ def test_other_requests_never_change_a_request(scope: str) -> None:
             sim.end(others.pop(0))
         batch = [*others, request] if step % 2 else [request, *others]
         outs.append(sim.decode(*batch)[:, [batch.index(request)]])
-        capacities.append(sim.manager.planner.capacity(2))
+        capacities.append(sim.manager.residency.capacities.capacity(2))
     assert_close(torch.cat(outs, dim=1), alone, rtol=1e-5, atol=1e-6)
     assert len(set(capacities)) > 1, "the row was to shrink and to grow"
 
@@ -211,10 +211,10 @@ def test_a_lone_request_with_room_reads_nothing_while_it_decodes() -> None:
     request = sim.request(1, 220, seed=11)
     for _ in range(4):
         sim.prefill((request, 40))
-    before = sim.manager.counters.stats()
+    before = sim.coordinator.stats()
     for _ in range(60):
         sim.decode(request)
-    after = sim.manager.counters.stats()
+    after = sim.coordinator.stats()
     assert after.decode_read_bytes == 0
     assert after.miss_pages == 0 < after.hit_pages
     assert after.written_bytes - before.written_bytes == 60 * sim.spec.token_bytes
@@ -228,7 +228,7 @@ def test_a_radix_hit_leaves_a_warm_row_behind() -> None:
     sim.prefill((b, 10))
     for _ in range(20):
         sim.decode(b)
-    assert sim.manager.counters.stats().decode_read_bytes == 0
+    assert sim.coordinator.stats().decode_read_bytes == 0
 
 
 def test_ended_requests_give_everything_back() -> None:
@@ -244,7 +244,7 @@ def test_ended_requests_give_everything_back() -> None:
     nobody = np.empty(0, dtype=np.int64)
     sim.manager.start_forward(nobody, nobody)
     assert torch.equal(sim.manager.device.num_free, free)
-    assert sim.manager.planner.used_pages == 0
+    assert sim.manager.residency.capacities.used_pages == 0
     assert (sim.manager.device.capacity == 0).all()
     for layer_pages in sim.manager.device.free_pages:
         assert len(set(layer_pages.tolist())) == layer_pages.numel()

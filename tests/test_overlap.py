@@ -1,6 +1,4 @@
-"""Transfers beside compute: the same bits in whatever order side streams do them, and no wait too
-few. See `test_split_attention.py` for attention while pages arrive.
-"""
+"""Transfers beside compute: the same bits in any order of the side streams, and no missing wait."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.algorithms.topp import TopP
 from hisparse.cache.staging import Staging
-from hisparse.cache.streams import InlineStreams, Lane, Started
+from hisparse.cache.streams import InlineStreams, Lane, Pending
 from hisparse.testing import Simulator
 from hisparse.testing.delayed import DelayedStreams, Order
 from hisparse.testing.replaying import ReplayingSimulator
@@ -25,6 +23,7 @@ T = TypeVar("T")
 SCOPES = ["layer", "kv_head", "query_head"]
 ORDERS: list[Order] = ["early", "late", 1]
 REUSE = {"layers": 5, "reuse_layers": 2}
+PREFETCH = {"extensions": {"prefetch": {"min_cosine": 0.3}}}
 
 
 def long_play(sim: Simulator) -> list[torch.Tensor]:
@@ -51,10 +50,12 @@ SETTINGS = pytest.mark.parametrize(
         pytest.param(REUSE, id="reuse"),
         pytest.param(REUSE | {"dense_layers": (0, 3), "max_row": 64}, id="reuse-dense-leaders"),
         pytest.param(REUSE | {"algorithm": TopP(mass=0.8)}, id="reuse-topp"),
-        pytest.param(REUSE | {"tail_estimate": True}, id="reuse-tail-estimate"),
+        pytest.param(REUSE | {"extensions": {"tail_estimate": True}}, id="reuse-tail-estimate"),
         pytest.param({"algorithm": SnapKV(window=4)}, id="snapkv-reads-its-context"),
         pytest.param({"min_sparse_context": 1000, "max_row": 64}, id="staged"),
-        pytest.param({"speculate": "step", "speculate_above": 0.3, "max_row": 64}, id="speculate"),
+        pytest.param(
+            {"extensions": {"prefetch": {"min_cosine": 0.3}}, "max_row": 64}, id="prefetch"
+        ),
     ],
 )
 
@@ -108,7 +109,7 @@ def check(settings: dict[str, Any]) -> None:
         sim = Simulator(**settings, side_streams=streams)
         assert_equal(long_play(sim), expected)
         assert_same(state_of(sim), state_of(plain))
-        assert sim.manager.counters.stats() == plain.manager.counters.stats()
+        assert sim.coordinator.stats() == plain.coordinator.stats()
         assert streams.num_waiting == 0, "nothing outlives its forward"
         assert streams.num_started > 0
         assert (streams.num_delayed > 0) == (order != "early")
@@ -138,7 +139,7 @@ def test_a_replayed_step_is_the_eager_one(scope: str, order: Order) -> None:
 
 
 class Watched(DelayedStreams):
-    """Remembers how much that is read ahead has not been done when a step waits for its misses."""
+    """Counts the prefetches that have not been done when a layer waits for its own pages."""
 
     def __init__(self) -> None:
         super().__init__("late")
@@ -150,15 +151,14 @@ class Watched(DelayedStreams):
             self.left_behind.append(len(self._waiting["ahead"]))
 
 
-def test_misses_do_not_queue_behind_what_is_read_for_the_next_step() -> None:
+def test_pages_of_the_next_layer_do_not_queue_behind_prefetched_ones() -> None:
     streams = Watched()
     sim = Simulator(
         layers=4,
+        reuse_layers=2,
         max_row=64,
         device_buffer=64,
-        split=True,
-        speculate="step",
-        speculate_above=1.0,
+        extensions={"prefetch": {"min_cosine": 1.0}},
         side_streams=streams,
     )
     request = sim.request(1, 190, seed=1)
@@ -169,7 +169,7 @@ def test_misses_do_not_queue_behind_what_is_read_for_the_next_step() -> None:
     assert max(streams.left_behind) > 0
 
 
-class Never(Started[T]):
+class Never(Pending[T]):
     """A join that is forgotten."""
 
     def join(self) -> None:
@@ -183,7 +183,7 @@ class Forgetful(DelayedStreams):
         super().__init__("late")
         self._function = function
 
-    def start(self, lane: Lane, work: Callable[[], T]) -> Started[T]:
+    def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
         started = super().start(lane, work)
         return Never() if self._function in work.__qualname__ else started
 
@@ -275,7 +275,7 @@ def test_tiles_are_read_one_ahead_and_none_twice(monkeypatch: pytest.MonkeyPatch
     tiles: list[tuple[int, int, int]] = []
     start = Staging._start
 
-    def spy(self: Staging, tile: Any, buffer: int) -> Started[None]:
+    def spy(self: Staging, tile: Any, buffer: int) -> Pending[None]:
         tiles.append(tuple(tile[:3]))
         return start(self, tile, buffer)
 

@@ -28,6 +28,11 @@ TOKENS = {
 }
 
 
+def min_cosine(value: float) -> dict[str, Any]:
+    """The extension, with a value of its option."""
+    return {"prefetch": {"min_cosine": value}}
+
+
 def drifting(request: Request, keep: float) -> Request:
     """The request, its queries a random walk: cosines of neighbours are about ``keep``."""
     for t in range(1, request.length):
@@ -41,6 +46,7 @@ class Rule:
     """What a step attends, in Python: one row of one layer at a time."""
 
     sim: Simulator
+    min_cosine: float
     made: list[Any] = field(default_factory=list)
     ahead: dict[tuple[int, int, int], tuple[int, Tensor, list[int]]] = field(default_factory=dict)
     kept: int = 0
@@ -65,11 +71,10 @@ class Rule:
         self, key: tuple[int, int, int], query: Tensor, tokens: int, fresh: list[int]
     ) -> list[int]:
         policy, size = self.sim.policy, self.sim.page_size
-        assert self.sim.speculate_above is not None
         pages, (before, old, known) = fresh, self.ahead.pop(key, (0, query, []))
         if before == tokens - 1:
             alike = torch.cosine_similarity(query, old, dim=-1).mean().item()
-            pages = known if alike > self.sim.speculate_above else fresh
+            pages = known if alike > self.min_cosine else fresh
             self.kept += pages is known
             self.corrected += pages is fresh
         last, full = divmod(tokens - 1, size)
@@ -93,7 +98,7 @@ def follow(**settings: Any) -> tuple[Simulator, Rule]:
     """A simulated server whose selections are held against the rule."""
     recorder = Recorder(settings.pop("algorithm", Quest()))
     sim = Simulator(algorithm=recorder, **settings)
-    rule = Rule(sim, recorder.retrieved)
+    rule = Rule(sim, sim.extensions["prefetch"]["min_cosine"], recorder.retrieved)
     sim.coordinator.observe(rule)
     return sim, rule
 
@@ -114,7 +119,7 @@ def follow(**settings: Any) -> tuple[Simulator, Rule]:
 def test_any_trace_attends_what_the_rule_says(scope: str, settings: dict[str, Any]) -> None:
     """Requests come, go, skip steps and are prefilled again; some grow beyond the budget."""
     rng = random.Random(0)
-    sim, rule = follow(scope=scope, speculate="step", speculate_above=0.75, **settings)
+    sim, rule = follow(scope=scope, extensions=min_cosine(0.75), **settings)
     live: dict[int, Request] = {}
     for step in range(90):
         free = [slot for slot in (1, 2, 3) if slot not in live]
@@ -133,9 +138,9 @@ def test_any_trace_attends_what_the_rule_says(scope: str, settings: dict[str, An
             rule.ahead = {k: v for k, v in rule.ahead.items() if k[1] != over.slot}
     assert rule.kept > 20, "the rule is tried"
     assert rule.corrected > 20, "the rule is tried"
-    stats = sim.manager.counters.stats()
-    assert stats.speculated_selections == rule.kept + rule.corrected
-    assert stats.corrected_selections == rule.corrected
+    stats = sim.coordinator.stats()
+    assert stats.extensions["prefetched_selections"] == rule.kept + rule.corrected
+    assert stats.extensions["corrected_selections"] == rule.corrected
 
 
 def outputs(sim: Simulator, steps: int = 40) -> Tensor:
@@ -147,37 +152,40 @@ def outputs(sim: Simulator, steps: int = 40) -> Tensor:
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_threshold_of_one_is_as_without(scope: str) -> None:
-    always = Simulator(scope=scope, speculate="step", speculate_above=1.0)
+    always = Simulator(scope=scope, extensions=min_cosine(1.0))
     assert torch.equal(outputs(always), outputs(Simulator(scope=scope)))
-    stats = always.manager.counters.stats()
-    assert stats.corrected_selections == stats.speculated_selections > 0
+    stats = always.coordinator.stats()
+    assert stats.extensions["corrected_selections"] == stats.extensions["prefetched_selections"] > 0
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_threshold_of_minus_one_never_corrects(scope: str) -> None:
-    never = Simulator(scope=scope, speculate="step", speculate_above=-1.0)
+    never = Simulator(scope=scope, extensions=min_cosine(-1.0))
     assert not torch.equal(outputs(never), outputs(Simulator(scope=scope)))
-    stats = never.manager.counters.stats()
-    assert stats.corrected_selections == 0 < stats.speculated_selections
+    stats = never.coordinator.stats()
+    assert stats.extensions["corrected_selections"] == 0 < stats.extensions["prefetched_selections"]
 
 
 def test_what_is_kept_is_resident_when_the_layer_begins() -> None:
     """Rows as small as they can be: every page that is not resident is brought in a step ahead."""
     small: dict[str, Any] = {"budget": 48, "device_buffer": 48, "max_row": 48}
-    plain, ahead = Simulator(**small), Simulator(**small, speculate="step", speculate_above=-1.0)
+    plain, ahead = (
+        Simulator(**small),
+        Simulator(**small, extensions=min_cosine(-1.0)),
+    )
     misses = []
     for sim in (plain, ahead):
         request = drifting(sim.request(1, 190, seed=1), 0.8)
         sim.prefill((request, 120))
         sim.decode(request)
-        before = sim.manager.counters.stats()
+        before = sim.coordinator.stats()
         for _ in range(40):
             sim.decode(request)
-        after = sim.manager.counters.stats()
+        after = sim.coordinator.stats()
         misses.append(after.miss_pages - before.miss_pages)
     assert misses[0] > 20
     assert misses[1] == 0
-    stats = ahead.manager.counters.stats()
+    stats = ahead.coordinator.stats()
     assert stats.prefetched_pages > 20
     page_bytes = ahead.manager.device.page_bytes
     assert stats.decode_read_bytes == (stats.miss_pages + stats.prefetched_pages) * page_bytes
@@ -185,7 +193,7 @@ def test_what_is_kept_is_resident_when_the_layer_begins() -> None:
 
 def test_a_row_that_is_used_again_knows_nothing_of_the_old_request() -> None:
     """The new request begins at the very token where the old one would have gone on."""
-    sim, seen = Simulator(speculate="step", speculate_above=-1.0), []
+    sim, seen = Simulator(extensions=min_cosine(-1.0)), []
     old = sim.request(1, 200, seed=1)
     sim.prefill((old, 120))
     for _ in range(10):
@@ -193,7 +201,7 @@ def test_a_row_that_is_used_again_knows_nothing_of_the_old_request() -> None:
     sim.end(old, free=True)
     new = sim.request(1, 200, seed=2)
     sim.prefill((new, 130))
-    alone = Simulator(speculate="step", speculate_above=-1.0)
+    alone = Simulator(extensions=min_cosine(-1.0))
     same = alone.request(1, 200, seed=2)
     alone.prefill((same, 130))
     for _ in range(12):
@@ -214,12 +222,12 @@ def test_what_a_request_attends_depends_on_it_alone(scope: str, bound: int) -> N
 
 def attended_by_one(scope: str, bound: int, with_others: bool) -> dict[tuple[int, int], Any]:
     """(tokens, layer) to pages of one request, from where it is sparse on."""
-    sim = Simulator(scope=scope, speculate="step", speculate_above=0.7, min_sparse_context=bound)
+    sim = Simulator(scope=scope, extensions=min_cosine(0.7), min_sparse_context=bound)
     seen = {}
 
     def see(layer: int, q: Tensor, step: DecodeStep, selection: Selection) -> None:
         for row, slot in enumerate(step.slots.tolist()):
-            tokens = int(step.seq_lens_cpu[row])
+            tokens = int(step.seq_lens[row])
             if slot == 2 and tokens > max(sim.budget, bound):
                 seen[tokens, layer] = selection.pages[row].tolist()
 
@@ -237,7 +245,7 @@ def attended_by_one(scope: str, bound: int, with_others: bool) -> dict[tuple[int
 
 def test_nothing_of_it_is_saved_with_a_context() -> None:
     """So a file can be read with and without it, and a context from a file begins anew."""
-    sim, plain = Simulator(speculate="step", speculate_above=0.5), Simulator()
+    sim, plain = Simulator(extensions=min_cosine(0.5)), Simulator()
     assert sim.representations.describe() == plain.representations.describe()
     request = sim.request(1, 120, seed=1)
     sim.prefill((request, 100))

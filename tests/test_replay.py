@@ -17,6 +17,7 @@ from hisparse.algorithms.topp import TopP
 from hisparse.testing import Request, Simulator
 from hisparse.testing.replaying import ReplayingSimulator
 
+PREFETCH: dict[str, Any] = {"extensions": {"prefetch": {"min_cosine": 0.0}}}
 SCOPES = ["layer", "kv_head", "query_head"]
 TOKENS = {
     "page_size": 1,
@@ -83,13 +84,26 @@ SETTINGS = pytest.mark.parametrize(
         pytest.param({"min_sparse_context": 80}, id="dense-beyond-the-budget"),
         pytest.param({"dense_layers": (0,), "max_row": 192}, id="dense-layer"),
         pytest.param({"layers": 4, "reuse_layers": 2}, id="reuse"),
-        pytest.param({"tail_estimate": True, "min_sparse_context": 80}, id="tail-estimate"),
-        pytest.param({"speculate": "step", "device_buffer": 32, "max_row": 32}, id="speculate"),
         pytest.param(
-            {"speculate": "step", "min_sparse_context": 60, "layers": 4, "reuse_layers": 2},
-            id="speculate-reuse-dense-beyond-the-budget",
+            {"extensions": {"tail_estimate": True}, "min_sparse_context": 80}, id="tail-estimate"
         ),
-        pytest.param({"speculate": "step", "algorithm": TopP(mass=0.6)}, id="speculate-topp"),
+        pytest.param(
+            {**PREFETCH, "device_buffer": 32, "max_row": 32},
+            id="prefetch",
+        ),
+        pytest.param(
+            {
+                **PREFETCH,
+                "min_sparse_context": 60,
+                "layers": 4,
+                "reuse_layers": 2,
+            },
+            id="prefetch-reuse-dense-beyond-the-budget",
+        ),
+        pytest.param(
+            {**PREFETCH, "algorithm": TopP(mass=0.6)},
+            id="prefetch-topp",
+        ),
     ],
 )
 
@@ -129,4 +143,4 @@ def check(scope: str, settings: dict[str, Any]) -> None:
     for step, (one, other) in enumerate(zip(got, expected, strict=True)):
         assert torch.equal(one, other), f"step {step}: {(one - other).abs().max()}"
     assert_same(state_of(replaying), state_of(eager))
-    assert replaying.manager.counters.stats() == eager.manager.counters.stats()
+    assert replaying.coordinator.stats() == eager.coordinator.stats()

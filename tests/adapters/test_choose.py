@@ -12,7 +12,7 @@ from hisparse.adapters import ADAPTERS, TorchAdapter, TritonAdapter, choose_adap
 from hisparse.adapters import flash_attention as flash_attention_module
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, make_plan
+from hisparse.engine.build import Resources, make_setup
 from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
 from hisparse.kernels import encode_fp8
@@ -166,7 +166,7 @@ def test_a_plan_holds_the_adapter_and_refuses_what_does_not_fit(device: str) -> 
             max_requests=4,
             device_type=device,
         )
-        return make_plan(config, build_algorithm(config), spec(), 0.1, resources).adapter
+        return make_setup(config, build_algorithm(config), spec(), 0.1, resources).adapter
 
     assert plan()[0] == {"cpu": "torch", "cuda": "triton"}[device]
     assert plan(adapter="torch") == ("torch", "asked for")

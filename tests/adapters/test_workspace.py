@@ -11,7 +11,7 @@ from torch import Tensor
 from hisparse.adapters import ADAPTERS
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Plan, Resources, make_plan
+from hisparse.engine.build import Plan, Resources, make_setup
 from hisparse.types import PagedKV
 from tests.adapters.interpreter import Interpreter
 from tests.shapes import TWO_LAYERS as SPEC
@@ -29,7 +29,7 @@ def plan(adapter: str, **settings: Any) -> Plan:
         max_requests=REQUESTS,
         device_type="cuda",
     )
-    return make_plan(config, build_algorithm(config), SPEC, 0.125, resources)
+    return make_setup(config, build_algorithm(config), SPEC, 0.125, resources)
 
 
 def kept_bytes(adapter: Any) -> int:
@@ -80,7 +80,9 @@ def test_flashinfer_is_charged_for_all_its_wrappers(
 
 
 def test_a_tail_estimate_has_tables_of_the_whole_context(interpreter: Interpreter) -> None:
-    without, planned = (plan("flashinfer", tail_estimate=x).sizing for x in (False, True))
+    without, planned = (
+        plan("flashinfer", extensions={"tail_estimate": x}).sizing for x in (False, True)
+    )
     # Rows of 2, 4 and 8, each with lists for up to 512, 1,024 and 2,048 pages of one mean.
     lists = 4 * (2 + 4 + 8) * (512 + 1024 + 2048)
     queries = 3 * (2 + 4 + 8) * 4 * 64 * 2

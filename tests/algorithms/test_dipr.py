@@ -209,7 +209,7 @@ def test_how_often_the_cap_binds_is_counted(alpha: float, capped: int) -> None:
     sim.prefill((request, 190))
     for _ in range(10):
         sim.decode(request)
-    assert sim.manager.counters.stats().capped_selections == capped
+    assert sim.coordinator.stats().capped_selections == capped
 
 
 @pytest.mark.parametrize("index", EXACT)

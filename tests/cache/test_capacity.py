@@ -26,7 +26,7 @@ class Requests(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.planner, self.twin = (
+        self.capacities, self.twin = (
             RowCapacities(self.TOTAL, self.ROWS, self.LOW, self.HIGH, self.NUM) for _ in range(2)
         )
         self.needs: dict[int, int] = {}
@@ -34,14 +34,14 @@ class Requests(RuleBasedStateMachine):
 
     @rule(slot=st.integers(0, NUM - 1), need=st.integers(0, 300))
     def begin(self, slot: int, need: int) -> None:
-        self.planner.begin(slot)
+        self.capacities.begin(slot)
         self.twin.begin(slot)
         self.needs.pop(slot, None)
         self.needs[slot] = need
 
     @rule(slot=st.integers(0, NUM - 1))
     def end(self, slot: int) -> None:
-        self.planner.end(slot)
+        self.capacities.end(slot)
         self.twin.end(slot)
         self.needs.pop(slot, None)
 
@@ -53,23 +53,23 @@ class Requests(RuleBasedStateMachine):
 
     @rule()
     def plan(self) -> None:
-        changes = self.planner.plan(self.needs)
-        assert changes == self.twin.plan(self.needs)
+        changes = self.capacities.fit(self.needs)
+        assert changes == self.twin.fit(self.needs)
         self.apply(changes)
         for slot, need in self.needs.items():
-            capacity = self.planner.capacity(slot)
+            capacity = self.capacities.capacity(slot)
             assert self.LOW <= capacity <= self.HIGH
             lacks = capacity < min(need, self.HIGH)
             if lacks:  # then all that is worth giving away has been given away
                 spare = self.TOTAL // self.ROWS - sum(self.device.values())
                 assert spare < len(self.needs)
                 for other in self.needs:
-                    beyond = self.planner.capacity(other) - capacity
+                    beyond = self.capacities.capacity(other) - capacity
                     assert beyond <= 32 + self.needs[other] // 16
         if len(self.needs) == 1:
-            assert self.planner.capacity(*self.needs) >= min(self.HIGH, *self.needs.values())
+            assert self.capacities.capacity(*self.needs) >= min(self.HIGH, *self.needs.values())
         assert set(self.device) == set(self.needs)
-        assert self.planner.plan(self.needs) == []
+        assert self.capacities.fit(self.needs) == []
 
     def apply(self, changes: Changes) -> None:
         grew = False
@@ -84,15 +84,15 @@ class Requests(RuleBasedStateMachine):
 
     @invariant()
     def agrees_with_what_was_told(self) -> None:
-        assert self.planner.used_pages == self.ROWS * sum(self.device.values())
-        assert all(self.planner.capacity(slot) == n for slot, n in self.device.items())
-        assert set(self.planner.live) == set(self.needs)
+        assert self.capacities.used_pages == self.ROWS * sum(self.device.values())
+        assert all(self.capacities.capacity(slot) == n for slot, n in self.device.items())
+        assert set(self.capacities.live) == set(self.needs)
 
     def teardown(self) -> None:
-        for slot in self.planner.live:
+        for slot in self.capacities.live:
             self.end(slot)
         self.plan()
-        assert self.planner.used_pages == 0
+        assert self.capacities.used_pages == 0
 
 
 TestRequests = Requests.TestCase
@@ -100,74 +100,74 @@ TestRequests = Requests.TestCase
 
 @given(need=st.integers(0, 1000), high=st.integers(8, 200))
 def test_lone_request_gets_what_it_needs(need: int, high: int) -> None:
-    planner = make(high=high)
-    planner.begin(3)
-    planner.plan({3: need})
-    assert planner.capacity(3) >= min(need, high, 200)
-    assert planner.capacity(3) >= 8
+    capacities = make(high=high)
+    capacities.begin(3)
+    capacities.fit({3: need})
+    assert capacities.capacity(3) >= min(need, high, 200)
+    assert capacities.capacity(3) >= 8
 
 
 def test_rows_shrink_when_others_arrive_and_grow_when_they_leave() -> None:
-    planner = make(high=200)
-    planner.begin(0)
-    assert planner.plan({0: 200}) == [(0, 200)]
-    planner.begin(1)
-    assert planner.plan({0: 200, 1: 200}) == [(0, 100), (1, 100)]
-    planner.begin(2)
-    assert planner.plan({2: 10}) == [(0, 92), (1, 92), (2, 16)]
-    planner.end(1)
-    assert planner.capacity(1) == 92
-    assert planner.plan({0: 200}) == [(1, 0), (0, 184)]
+    capacities = make(high=200)
+    capacities.begin(0)
+    assert capacities.fit({0: 200}) == [(0, 200)]
+    capacities.begin(1)
+    assert capacities.fit({0: 200, 1: 200}) == [(0, 100), (1, 100)]
+    capacities.begin(2)
+    assert capacities.fit({2: 10}) == [(0, 92), (1, 92), (2, 16)]
+    capacities.end(1)
+    assert capacities.capacity(1) == 92
+    assert capacities.fit({0: 200}) == [(1, 0), (0, 184)]
 
 
 def test_a_full_house_has_the_least_each() -> None:
-    planner = make(128, n=8)
+    capacities = make(128, n=8)
     for slot in range(8):
-        planner.begin(slot)
-    planner.plan({slot: 1000 for slot in range(8)})
-    assert [planner.capacity(slot) for slot in range(8)] == [8] * 8
-    assert planner.used_pages == 128
+        capacities.begin(slot)
+    capacities.fit({slot: 1000 for slot in range(8)})
+    assert [capacities.capacity(slot) for slot in range(8)] == [8] * 8
+    assert capacities.used_pages == 128
 
 
 def test_decoding_changes_capacity_rarely() -> None:
-    planner = make(10_000, high=1000)
-    planner.begin(0)
-    planner.begin(1)
-    plans = [planner.plan({0: need, 1: 2 * need}) for need in range(50, 300)]
+    capacities = make(10_000, high=1000)
+    capacities.begin(0)
+    capacities.begin(1)
+    plans = [capacities.fit({0: need, 1: 2 * need}) for need in range(50, 300)]
     assert sum(map(bool, plans)) <= 30
 
 
 def test_starved_rows_do_not_plan_anew_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner = make(128, n=8)
+    capacities = make(128, n=8)
     for slot in range(8):
-        planner.begin(slot)
-    planner.plan({slot: 900 for slot in range(8)})
+        capacities.begin(slot)
+    capacities.fit({slot: 900 for slot in range(8)})
     count = 0
-    original = planner._rebalance
+    original = capacities._rebalance
 
     def counted() -> Changes:
         nonlocal count
         count += 1
         return original()
 
-    monkeypatch.setattr(planner, "_rebalance", counted)
+    monkeypatch.setattr(capacities, "_rebalance", counted)
     for need in range(900, 1000):
-        assert planner.plan({slot: need for slot in range(8)}) == []
+        assert capacities.fit({slot: need for slot in range(8)}) == []
     assert count == 0
 
 
 def test_slot_reused_before_the_next_plan_keeps_its_pages() -> None:
-    planner = make()
-    planner.begin(0)
-    planner.plan({0: 100})
-    held = planner.capacity(0)
-    planner.end(0)
-    planner.begin(0)
-    assert planner.plan({0: 10}) == []
-    assert planner.capacity(0) == held
-    planner.begin(1)
-    planner.plan({0: 10, 1: 500})
-    assert planner.capacity(1) == 150
+    capacities = make()
+    capacities.begin(0)
+    capacities.fit({0: 100})
+    held = capacities.capacity(0)
+    capacities.end(0)
+    capacities.begin(0)
+    assert capacities.fit({0: 10}) == []
+    assert capacities.capacity(0) == held
+    capacities.begin(1)
+    capacities.fit({0: 10, 1: 500})
+    assert capacities.capacity(1) == 150
 
 
 def test_misuse() -> None:
@@ -175,12 +175,12 @@ def test_misuse() -> None:
         make(100)
     with pytest.raises(CapacityError, match=r"max_pages: got 7, expected min_pages \(8\)"):
         make(high=7)
-    planner = make(n=1)
-    planner.begin(0)
-    planner.begin(0)
+    capacities = make(n=1)
+    capacities.begin(0)
+    capacities.begin(0)
     with pytest.raises(CapacityError, match="request slot 1 is one too many"):
-        planner.begin(1)
-    with pytest.raises(HiSparseError, match="request slot 1 is planned for, but begin"):
-        planner.plan({1: 5})
-    planner.end(7)
-    assert planner.plan({0: 1}) == [(0, 16)]
+        capacities.begin(1)
+    with pytest.raises(HiSparseError, match="request slot 1 needs pages, but begin"):
+        capacities.fit({1: 5})
+    capacities.end(7)
+    assert capacities.fit({0: 1}) == [(0, 16)]

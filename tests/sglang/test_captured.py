@@ -182,7 +182,7 @@ def test_graphs_of_several_sizes_and_eager_steps_give_the_eager_tokens(
         out = runner.decode(*(mine[i] for i in some), eager=step % 7 == 6)
         wanted = expected.decode(*(theirs[i] for i in some)).flatten(2)
         assert torch.equal(out, wanted), f"step {step}"
-    assert runner.sim.manager.counters.stats() == expected.manager.counters.stats()
+    assert runner.sim.coordinator.stats() == expected.coordinator.stats()
     assert runner.reports == 40
 
 

@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from hisparse.algorithms import build_algorithm
-from hisparse.cache.last_pages import LastPages
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Plan, Resources, make_plan
-from hisparse.errors import ConfigError
+from hisparse.engine.build import EngineSetup, Resources, make_setup
 from hisparse.transformers import HiSparseCache, disable, enable
 from tests.shapes import LLAMA
-from tests.transformers.hf_models import SMALL, continuation, model, prompt
+from tests.transformers.hf_models import SMALL, model, prompt
 
 SIZES = {"max_batch_size": 4, "max_length": 900}
 STREAMED = SMALL | {"reuse_layers": 2, "staging_bytes": 65536}
@@ -30,11 +28,11 @@ def net() -> Iterator[Any]:
     disable(made)
 
 
-def open_cache(net: Any, overlap: str | None) -> HiSparseCache:
+def open_cache(net: Any, overlap: bool) -> HiSparseCache:
     return HiSparseCache(net, STREAMED | {"overlap": overlap}, **SIZES)
 
 
-def logits(net: Any, overlap: str | None) -> torch.Tensor:
+def logits(net: Any, overlap: bool) -> torch.Tensor:
     """Of a prompt in two parts, of steps, and of steps of two forks."""
     cache = open_cache(net, overlap)
     found = []
@@ -48,28 +46,15 @@ def logits(net: Any, overlap: str | None) -> torch.Tensor:
 
 
 def test_transfers_beside_compute_give_the_same_logits(net: Any) -> None:
-    assert torch.equal(logits(net, "transfers"), logits(net, None))
-
-
-def test_split_attention_gives_nearly_the_same(net: Any) -> None:
-    got, expected = logits(net, "attention"), logits(net, None)
-    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
-    assert not torch.equal(got, expected)
-
-
-def test_batches_give_what_each_row_gives_alone(net: Any) -> None:
-    ids = prompt(500, 5, batch=3)
-    together = continuation(net, ids, 20, open_cache(net, "attention"))
-    alone = [continuation(net, row[None], 20, open_cache(net, "attention"))[0] for row in ids]
-    assert together == alone
+    assert torch.equal(logits(net, True), logits(net, False))
 
 
 INDEXED = replace(LLAMA, index_head_dim=128)
 
 
-def plan(**settings: Any) -> Plan:
+def plan(**settings: Any) -> EngineSetup:
     config = HiSparseConfig(**settings)
-    return make_plan(
+    return make_setup(
         config,
         build_algorithm(config),
         replace(INDEXED, page_size=config.page_size),
@@ -85,37 +70,12 @@ def plan(**settings: Any) -> Plan:
 
 
 def test_memory_is_charged() -> None:
-    plain, transfers, split = (plan(overlap=x).sizing for x in (None, "transfers", "attention"))
-    assert transfers.staging_bytes == split.staging_bytes == 2 * plain.staging_bytes
-    assert transfers.request.request_state_bytes == plain.request.request_state_bytes
-    kept = split.request.request_state_bytes - plain.request.request_state_bytes
-    # 8 heads, and what a budget of 2,048 tokens holds beside the tail page.
-    assert kept == LastPages(32, 8, 127, torch.device("cpu")).num_bytes
+    plain, overlapping = (plan(overlap=x).sizing for x in (False, True))
+    assert overlapping.staging_bytes == 2 * plain.staging_bytes
+    assert overlapping.request.request_state_bytes == plain.request.request_state_bytes
 
 
 def test_memory_that_is_taken_is_what_was_charged(net: Any) -> None:
-    for overlap in (None, "transfers", "attention"):
+    for overlap in (False, True):
         manager = open_cache(net, overlap).coordinator.manager
-        assert manager.staging_bytes == (65536 if overlap is None else 2 * 65536)
-        assert (manager.table_bytes > manager.device.table_bytes) == (overlap == "attention")
-
-
-def test_pages_of_the_last_step_need_room_beside_a_page_that_fills() -> None:
-    """DSA ranks the page that is being filled: its selections take all of the budget."""
-    settings = {"algorithm": "dsa", "page_size": 1, "num_sink_pages": 0, "num_recent_pages": 0}
-    settings |= {"selection_scope": "layer"}
-    sizes = {"budget": 512, "device_buffer_size": 512}
-    message = (
-        "overlap: got 'attention' with device_buffer_size 512, expected at least 513, what dsa "
-        "selects and a page, or overlap 'transfers'"
-    )
-    with pytest.raises(ConfigError, match=message):
-        plan(**settings, **sizes, overlap="attention")
-    plan(**settings, **sizes, overlap="transfers")
-    plan(**settings, **sizes | {"device_buffer_size": 513}, overlap="attention")
-
-
-@pytest.mark.parametrize("value", [True, "yes"])
-def test_an_unknown_overlap_names_the_choices(value: object) -> None:
-    with pytest.raises(ConfigError, match='overlap: got .*"transfers" or "attention"'):
-        HiSparseConfig(overlap=value)
+        assert manager.staging_bytes == (2 * 65536 if overlap else 65536)
