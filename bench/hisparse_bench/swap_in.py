@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hisparse.cache import HostKVPool
 from hisparse.errors import ConfigError
-from hisparse.kernels import RowState, gather_pages, lru_diff, page_table
+from hisparse.kernels import RowState, gather_pages, lru_diff, page_tables
 from hisparse.types import KVSpec, PagedKV
 from hisparse_bench.lru_diff import drifting_selections
 from hisparse_bench.options import Options
@@ -127,14 +127,16 @@ class _Work:
         capacity = torch.full((rows,), self._slots, dtype=torch.int32, device=device)
         real = torch.full((1,), rows, dtype=torch.int32, device=device)
         index = torch.arange(rows, device=device)
+        # Every selected token is a page of its own: no tail page is attended here.
+        lengths, tails = torch.full_like(capacity, self._chain.shape[2]), torch.zeros_like(capacity)
         k = torch.zeros(slot.numel(), *self._host.k.shape[1:], dtype=torch.float64, device=device)
 
         def step(number: int) -> tuple[Tensor, Tensor]:
             inputs = (self._selection, self._table, capacity, real, state)
             diff = lru_diff(*inputs, rows=index, impl=impl)
-            targets = page_table(pages, index, diff.load_device_slots, impl=impl)
-            gather_pages(self._host, diff.load_host_pages, PagedKV(k, k), targets, impl=impl)
-            return page_table(pages, index, diff.curr_device_slots, impl=impl), k
+            tables = page_tables(pages, index, diff, lengths, tails, impl=impl)
+            gather_pages(self._host, diff.load_host_pages, PagedKV(k, k), tables.loads, impl=impl)
+            return tables.attended[:, :-1], k
 
         return Candidate(step, self._load)
 

@@ -1,57 +1,76 @@
-// page_table: the device pages behind slots, with each row's tail page right after them.
+// page_table, page_tables: the device pages behind slots.
 #include "tensors.h"
-
-#include <algorithm>
 
 namespace hisparse {
 namespace {
 
-struct PageTableParams {
-  Rows<const int32_t> device_pages;  // [NR, C]
-  const int64_t* rows;               // [R]
-  Rows<const int32_t> slots;         // [R, K]
-  const int32_t* lengths;            // [R], or null: no tail pages
-  const int32_t* tail_pages;         // [R]
-  Rows<int32_t> table;               // [R, K], or [R, K + 1] with tail pages
-  int64_t num_rows, width, num_states, num_slots;
-};
+// The rows' device pages [NR, C].
+struct DevicePages {
+  Rows<const int32_t> data;
+  int64_t num_rows, num_slots;
 
-void run(const PageTableParams& p) {
-  for (int64_t r = 0; r < p.num_rows; ++r) {
-    const int64_t row = p.rows[r];
-    if (row < 0 || row >= p.num_states) {
-      TVM_FFI_THROW(ValueError) << "rows: got " << row << ", expected 0 to " << p.num_states - 1;
+  explicit DevicePages(const TensorView& device_pages)
+      : data(rows_of<const int32_t>(device_pages, "device_pages")),
+        num_rows(device_pages.size(0)),
+        num_slots(device_pages.size(1)) {}
+
+  const int32_t* row(int64_t row) const {
+    if (row < 0 || row >= num_rows) {
+      TVM_FFI_THROW(ValueError) << "rows: got " << row << ", expected 0 to " << num_rows - 1;
     }
-    const int32_t *slots = p.slots[r], *pages = p.device_pages[row];
-    int32_t* table = p.table[r];
-    for (int64_t i = 0; i < p.width; ++i) {
-      if (slots[i] >= p.num_slots) {
-        TVM_FFI_THROW(ValueError) << "slots: got " << slots[i] << ", expected at most "
-                                  << p.num_slots - 1;
+    return data[row];
+  }
+
+  // Writes the pages of `width` slots of a row; -1 stays -1.
+  void look_up(const int32_t* pages, const int32_t* slots, int64_t width, int32_t* table,
+               const char* name) const {
+    for (int64_t i = 0; i < width; ++i) {
+      if (slots[i] >= num_slots) {
+        TVM_FFI_THROW(ValueError) << name << ": got " << slots[i] << ", expected at most "
+                                  << num_slots - 1;
       }
       table[i] = slots[i] < 0 ? -1 : pages[slots[i]];
     }
-    if (p.lengths == nullptr) continue;
-    if (p.lengths[r] < 0 || p.lengths[r] > p.width) {
-      TVM_FFI_THROW(ValueError) << "lengths: got " << p.lengths[r] << ", expected 0 to " << p.width;
-    }
-    table[p.width] = -1;
-    table[p.lengths[r]] = p.tail_pages[r];
+  }
+};
+
+void page_table(TensorView device_pages, TensorView rows, TensorView slots, TensorView table) {
+  const DevicePages pages(device_pages);
+  const int64_t* row_of = vector_of<const int64_t>(rows, "rows");
+  const Rows<const int32_t> from = rows_of<const int32_t>(slots, "slots");
+  const Rows<int32_t> to = rows_of<int32_t>(table, "table");
+  for (int64_t r = 0; r < slots.size(0); ++r) {
+    pages.look_up(pages.row(row_of[r]), from[r], slots.size(1), to[r], "slots");
   }
 }
 
-// `lengths` and `tail_pages` are read only if `with_tails`.
-void page_table(TensorView device_pages, TensorView rows, TensorView slots, TensorView lengths,
-                TensorView tail_pages, TensorView table, bool with_tails) {
-  run({rows_of<const int32_t>(device_pages, "device_pages"),
-       vector_of<const int64_t>(rows, "rows"), rows_of<const int32_t>(slots, "slots"),
-       with_tails ? vector_of<const int32_t>(lengths, "lengths") : nullptr,
-       with_tails ? vector_of<const int32_t>(tail_pages, "tail_pages") : nullptr,
-       rows_of<int32_t>(table, "table"), slots.size(0), slots.size(1), device_pages.size(0),
-       device_pages.size(1)});
+// slots, load_slots [R, K]; attended [R, K + 1] has the tail page at entry lengths[r].
+void page_tables(TensorView device_pages, TensorView rows, TensorView slots, TensorView load_slots,
+                 TensorView lengths, TensorView tail_pages, TensorView attended,
+                 TensorView loads) {
+  const DevicePages pages(device_pages);
+  const int64_t* row_of = vector_of<const int64_t>(rows, "rows");
+  const int32_t* tail_at = vector_of<const int32_t>(lengths, "lengths");
+  const int32_t* tails = vector_of<const int32_t>(tail_pages, "tail_pages");
+  const auto selected = rows_of<const int32_t>(slots, "curr_device_slots");
+  const auto missing = rows_of<const int32_t>(load_slots, "load_device_slots");
+  const auto attended_to = rows_of<int32_t>(attended, "attended");
+  const auto loads_to = rows_of<int32_t>(loads, "loads");
+  const int64_t width = slots.size(1);
+  for (int64_t r = 0; r < slots.size(0); ++r) {
+    const int32_t* own = pages.row(row_of[r]);
+    if (tail_at[r] < 0 || tail_at[r] > width) {
+      TVM_FFI_THROW(ValueError) << "lengths: got " << tail_at[r] << ", expected 0 to " << width;
+    }
+    pages.look_up(own, selected[r], width, attended_to[r], "curr_device_slots");
+    pages.look_up(own, missing[r], width, loads_to[r], "load_device_slots");
+    attended_to[r][width] = -1;
+    attended_to[r][tail_at[r]] = tails[r];
+  }
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(page_table, page_table);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(page_tables, page_tables);
 
 }  // namespace
 }  // namespace hisparse

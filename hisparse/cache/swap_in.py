@@ -15,7 +15,7 @@ from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.rows import StepRows
 from hisparse.cache.streams import Lane, Pending, SideStreams
 from hisparse.cache.transfers import move_pages
-from hisparse.kernels import LruDiff, lru_diff, page_table
+from hisparse.kernels import LruDiff, lru_diff, page_table, page_tables
 from hisparse.types import Selection, StoredKV
 
 __all__ = ["PageTable", "SwapIn"]
@@ -33,16 +33,28 @@ class PageTable(NamedTuple):
     seq_lens: Tensor
 
 
+class _Loaded(NamedTuple):
+    """Pages that were brought in.
+
+    Attributes:
+        diff: which pages were resident, and which were loaded where.
+        attended: ``[R, K + 1] int32``, device pages of the selection, then the tail page.
+    """
+
+    diff: LruDiff
+    attended: Tensor
+
+
 class _Early(NamedTuple):
     """A swap-in that was started before its layer.
 
     Attributes:
         selection: the pages.
-        diff: the difference, once the pages are there.
+        loaded: what the layer finds once its pages are there.
     """
 
     selection: Selection
-    diff: Pending[LruDiff]
+    loaded: Pending[_Loaded]
 
 
 class SwapIn:
@@ -74,7 +86,7 @@ class SwapIn:
         self._checked = checked
         self._overlaps = overlaps
         self._early: dict[int, _Early] = {}
-        self._prefetches: dict[int, list[Pending[LruDiff]]] = {}
+        self._prefetches: dict[int, list[Pending[_Loaded]]] = {}
 
     def swap_in(
         self,
@@ -100,15 +112,20 @@ class SwapIn:
         early = self._early.get(layer_id)
         if early is not None and early.selection is selection:
             del self._early[layer_id]
-            diff = early.diff.join()
+            diff, attended = early.loaded.join()
         else:
-            diff = self._load(layer_id, selection.pages, rows)
+            diff, attended = self._load(layer_id, selection, rows)
         if self._overlaps:
             for later in followers:
                 self._early[later] = _Early(selection, self._start("read", later, selection, rows))
         self._counters.count("hit_pages", diff.num_hits)
         self._counters.count("miss_pages", diff.num_misses)
-        return self._page_table(layer_id, selection, rows, diff, tail_lens)
+        if self._checked:
+            pages = attended[:, :-1]
+            check_resident(layer_id, selection, pages, rows, self._host, self._device)
+        lengths = selection.lengths.flatten()
+        seq_lens = torch.add(tail_lens, lengths, alpha=self._host.kv.page_size)
+        return PageTable(attended, seq_lens)
 
     def prefetch(self, layer_id: int, selection: Selection, rows: StepRows) -> None:
         """Start to bring in pages that a layer which has not begun is likely to attend."""
@@ -123,55 +140,43 @@ class SwapIn:
 
     def _join_prefetches(self, layer_id: int) -> None:
         for pending in self._prefetches.pop(layer_id, ()):
-            self._counters.count("prefetched_pages", pending.join().num_misses)
+            self._counters.count("prefetched_pages", pending.join().diff.num_misses)
 
     def _start(
         self, lane: Lane, layer_id: int, selection: Selection, rows: StepRows
-    ) -> Pending[LruDiff]:
-        return self._streams.start(lane, lambda: self._load(layer_id, selection.pages, rows))
+    ) -> Pending[_Loaded]:
+        return self._streams.start(lane, lambda: self._load(layer_id, selection, rows))
 
-    def _load(self, layer_id: int, pages: Tensor, rows: StepRows) -> LruDiff:
-        """Bring in the missing ones of ``pages [B, H, K]``."""
+    def _load(self, layer_id: int, selection: Selection, rows: StepRows) -> _Loaded:
+        """Bring in the pages of a selection that are missing."""
+        state = self._device.state(layer_id)
         diff = lru_diff(
-            pages.reshape(rows.rows.numel(), -1),
+            selection.pages.reshape(rows.rows.numel(), -1),
             rows.host_page_table,
             rows.capacity,
             rows.num_real_rows,
-            self._device.state(layer_id),
+            state,
             rows=rows.rows,
         )
-        self._gather(layer_id, rows.rows, diff, self._host.stored(layer_id))
-        return diff
+        attended, loads = page_tables(
+            state.device_pages,
+            rows.rows,
+            diff,
+            selection.lengths.flatten(),
+            rows.tail_pages[layer_id],
+        )
+        self._gather(layer_id, diff, loads, self._host.stored(layer_id))
+        return _Loaded(diff, attended)
 
-    def _gather(self, layer_id: int, rows: Tensor, diff: LruDiff, source: StoredKV) -> None:
+    def _gather(self, layer_id: int, diff: LruDiff, loads: Tensor, source: StoredKV) -> None:
+        """Copy pages ``diff.load_host_pages`` of ``source`` to device pages ``loads [R, K]``."""
         move_pages(
             source,
             diff.load_host_pages,
             self._device.stored(layer_id),
-            page_table(self._device.state(layer_id).device_pages, rows, diff.load_device_slots),
+            loads,
             heads=self._device.heads,
         )
-
-    def _page_table(
-        self,
-        layer_id: int,
-        selection: Selection,
-        rows: StepRows,
-        diff: LruDiff,
-        tail_lens: Tensor,
-    ) -> PageTable:
-        lengths = selection.lengths.flatten()
-        pages = page_table(
-            self._device.state(layer_id).device_pages,
-            rows.rows,
-            diff.curr_device_slots,
-            lengths,
-            rows.tail_pages[layer_id],
-        )
-        if self._checked:
-            check_resident(layer_id, selection, pages[:, :-1], rows, self._host, self._device)
-        seq_lens = torch.add(tail_lens, lengths, alpha=self._host.kv.page_size)
-        return PageTable(pages, seq_lens)
 
     def place(
         self, layer_id: int, slot: int, first: int, last: int, source: StoredKV, table: Tensor
@@ -190,12 +195,14 @@ class SwapIn:
         pages = torch.arange(first, last, dtype=torch.int32, device=device)
         # Filled on the device: a copy from the host would wait for it.
         num_real = torch.full((1,), heads, dtype=torch.int32, device=device)
+        state = self._device.state(layer_id)
         diff = lru_diff(
             pages.expand(heads, -1).contiguous(),
             table[None],
             self._device.capacity[rows],
             num_real,
-            self._device.state(layer_id),
+            state,
             rows=rows,
         )
-        self._gather(layer_id, rows, diff, source)
+        loads = page_table(state.device_pages, rows, diff.load_device_slots)
+        self._gather(layer_id, diff, loads, source)

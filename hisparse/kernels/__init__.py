@@ -6,10 +6,10 @@ from hisparse.kernels.graph_score import KeyGraphs, graph_score
 from hisparse.kernels.key_score import key_score
 from hisparse.kernels.lru_diff import lru_diff
 from hisparse.kernels.page_summary import page_summary
-from hisparse.kernels.page_table import page_table
+from hisparse.kernels.page_table import page_table, page_tables
 from hisparse.kernels.rebalance import promote_tail, rebalance, reset_rows
 from hisparse.kernels.reference.summary import round_outward
-from hisparse.kernels.row_state import LruDiff, RowState
+from hisparse.kernels.row_state import LruDiff, PageTables, RowState
 from hisparse.kernels.select import page_score, select
 from hisparse.kernels.sketch import SketchLayout, page_sketch, sketch_score
 from hisparse.kernels.transfer import gather_pages, gather_tokens, scatter_tokens
@@ -17,6 +17,7 @@ from hisparse.kernels.transfer import gather_pages, gather_tokens, scatter_token
 __all__ = [
     "KeyGraphs",
     "LruDiff",
+    "PageTables",
     "RowState",
     "SketchLayout",
     "decode_fp8",
@@ -30,6 +31,7 @@ __all__ = [
     "page_sketch",
     "page_summary",
     "page_table",
+    "page_tables",
     "paged_attention",
     "promote_tail",
     "rebalance",

@@ -1,48 +1,87 @@
-"""From slots of rows to the device pages that attention reads: checked entry point."""
+"""From slots of rows to device pages: checked entry points."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from hisparse.kernels.checks import check_tensor
+from hisparse.kernels.checks import check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
+from hisparse.kernels.row_state import LruDiff, PageTables
 
-__all__ = ["page_table"]
+__all__ = ["page_table", "page_tables"]
+
+_I32, _I64 = torch.int32, torch.int64
 
 
-def page_table(
-    device_pages: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    lengths: Tensor | None = None,
-    tail_pages: Tensor | None = None,
-    *,
-    impl: str = "auto",
-) -> Tensor:
-    """The device pages behind slots, and right after the last of them the row's tail page.
+def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor, *, impl: str = "auto") -> Tensor:
+    """Look up the device pages behind slots.
 
     Args:
         device_pages: ``[NR, C] int32``, of the rows' state.
         rows: ``[R] int64``, state row of each row.
         slots: ``[R, K] int32``, -1 for none.
-        lengths: ``[R] int32``, where the tail page goes; None: nowhere.
-        tail_pages: ``[R] int32``, device page of each row's tail.
         impl: "auto", or an implementation's name.
 
     Returns:
-        ``[R, K] int32``, or ``[R, K + 1]`` with tail pages; -1 where there is no page.
+        ``[R, K] int32``, -1 where ``slots`` is -1.
 
     Raises:
         KernelError: a tensor has another shape, dtype or device.
     """
-    count, device = rows.shape[0], slots.device
-    check_tensor("device_pages", device_pages, torch.int32, (None, None), device)
-    check_tensor("rows", rows, torch.int64, (count,), device)
-    check_tensor("slots", slots, torch.int32, (count, None))
-    if lengths is not None and tail_pages is not None:
-        check_tensor("lengths", lengths, torch.int32, (count,), device)
-        check_tensor("tail_pages", tail_pages, torch.int32, (count,), device)
-    module = implementation(impl, device)
-    table: Tensor = module.page_table(device_pages, rows, slots, lengths, tail_pages)
+    check_once(_check_slots, device_pages, rows, slots)
+    table: Tensor = implementation(impl, slots.device).page_table(device_pages, rows, slots)
     return table
+
+
+def page_tables(
+    device_pages: Tensor,
+    rows: Tensor,
+    diff: LruDiff,
+    lengths: Tensor,
+    tail_pages: Tensor,
+    *,
+    impl: str = "auto",
+) -> PageTables:
+    """Look up both page tables of a decode step in one launch: what to attend, where to load.
+
+    Args:
+        device_pages: ``[NR, C] int32``, of the rows' state.
+        rows: ``[R] int64``, state row of each row.
+        diff: what ``lru_diff`` found for the selection; its slots are ``[R, K] int32``.
+        lengths: ``[R] int32``, 0 to K: the entry of ``attended`` that becomes the tail page.
+        tail_pages: ``[R] int32``, device page of each row's tail.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    attended, loads = diff.curr_device_slots, diff.load_device_slots
+    check_once(_check_diff, device_pages, rows, attended, loads, lengths, tail_pages)
+    module = implementation(impl, attended.device)
+    tables: PageTables = module.page_tables(device_pages, rows, diff, lengths, tail_pages)
+    return tables
+
+
+def _check_slots(device_pages: Tensor, rows: Tensor, slots: Tensor) -> None:
+    device, count = slots.device, rows.shape[0]
+    check_tensor("device_pages", device_pages, _I32, (None, None), device)
+    check_tensor("rows", rows, _I64, (count,), device)
+    check_tensor("slots", slots, _I32, (count, None))
+
+
+def _check_diff(
+    device_pages: Tensor,
+    rows: Tensor,
+    attended: Tensor,
+    loads: Tensor,
+    lengths: Tensor,
+    tail_pages: Tensor,
+) -> None:
+    device, count = attended.device, rows.shape[0]
+    check_tensor("device_pages", device_pages, _I32, (None, None), device)
+    check_tensor("rows", rows, _I64, (count,), device)
+    check_tensor("curr_device_slots", attended, _I32, (count, None))
+    check_tensor("load_device_slots", loads, _I32, attended.shape, device)
+    check_tensor("lengths", lengths, _I32, (count,), device)
+    check_tensor("tail_pages", tail_pages, _I32, (count,), device)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["LruDiff", "RowState"]
+__all__ = ["LruDiff", "PageTables", "RowState"]
 
 
 class RowState(NamedTuple):
@@ -39,3 +39,15 @@ class LruDiff(NamedTuple):
     load_device_slots: Tensor
     num_hits: Tensor
     num_misses: Tensor
+
+
+class PageTables(NamedTuple):
+    """Device pages behind the slots of an :class:`LruDiff`; int32, -1 padded.
+
+    Attributes:
+        attended: ``[R, K + 1]``, page of each selected page, then the row's tail page.
+        loads: ``[R, K]``, page that each miss is copied to, in the order of ``load_host_pages``.
+    """
+
+    attended: Tensor
+    loads: Tensor

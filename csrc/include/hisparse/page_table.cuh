@@ -1,34 +1,67 @@
-// page_table on the device: the device pages behind slots, with each row's tail page behind them.
+// page_table, page_tables on the device: the device pages behind slots.
 #pragma once
 
 #include "hisparse/block.cuh"
 
 namespace hisparse {
 
-struct PageTableParams {
-  const int32_t* device_pages;  // [NR, C]
-  const int64_t* rows;          // [R]
-  const int32_t* slots;         // [R, K]
-  const int32_t* lengths;       // [R], or null: no tail pages
-  const int32_t* tail_pages;    // [R]
-  int32_t* table;               // [R, table_width], K or, with tail pages, K + 1
-  int64_t pages_stride, slots_stride, table_stride;  // elements
-  int32_t width, table_width, num_states, num_slots;
+// The rows' device pages [NR, C].
+struct DevicePages {
+  const int32_t* data;
+  int64_t stride;  // elements
+  int32_t num_rows, num_slots;
+
+  // -1 for a row or slot that is outside the table.
+  __device__ int32_t at(int64_t row, int32_t slot) const {
+    const bool inside = row >= 0 && row < num_rows && slot >= 0 && slot < num_slots;
+    return inside ? data[row * stride + slot] : -1;
+  }
 };
 
-// blockIdx.x is the row. Indices that leave the tables give -1.
+struct PageTableParams {
+  DevicePages device_pages;
+  const int64_t* rows;   // [R]
+  const int32_t* slots;  // [R, K]
+  int32_t* table;        // [R, K]
+  int64_t slots_stride, table_stride;  // elements
+  int32_t width;                       // K
+};
+
+// blockIdx.x is the row.
 __global__ void __launch_bounds__(kMaxThreads)
     page_table_kernel(const __grid_constant__ PageTableParams p) {
   const int64_t r = blockIdx.x, row = p.rows[r];
-  const bool usable = row >= 0 && row < p.num_states;
-  const int32_t tail_at = p.lengths == nullptr ? -1 : p.lengths[r];
-  for (int32_t i = threadIdx.x; i < p.table_width; i += num_threads()) {
-    const int32_t slot = i < p.width ? p.slots[r * p.slots_stride + i] : -1;
+  for (int32_t i = threadIdx.x; i < p.width; i += num_threads()) {
+    p.table[r * p.table_stride + i] = p.device_pages.at(row, p.slots[r * p.slots_stride + i]);
+  }
+}
+
+struct PageTablesParams {
+  DevicePages device_pages;
+  const int64_t* rows;        // [R]
+  const int32_t* slots;       // [R, K], of the selected pages
+  const int32_t* load_slots;  // [R, K], of the misses
+  const int32_t* lengths;     // [R], entry of `attended` that becomes the tail page
+  const int32_t* tail_pages;  // [R]
+  int32_t* attended;          // [R, K + 1]
+  int32_t* loads;             // [R, K]
+  int64_t slots_stride, load_slots_stride, attended_stride, loads_stride;  // elements
+  int32_t width;                                                           // K
+};
+
+// blockIdx.x is the row.
+__global__ void __launch_bounds__(kMaxThreads)
+    page_tables_kernel(const __grid_constant__ PageTablesParams p) {
+  const int64_t r = blockIdx.x, row = p.rows[r];
+  const int32_t tail_at = p.lengths[r];
+  for (int32_t i = threadIdx.x; i <= p.width; i += num_threads()) {
     int32_t page = -1;
-    if (usable && slot >= 0 && slot < p.num_slots) {
-      page = p.device_pages[row * p.pages_stride + slot];
+    if (i < p.width) {
+      page = p.device_pages.at(row, p.slots[r * p.slots_stride + i]);
+      p.loads[r * p.loads_stride + i] =
+          p.device_pages.at(row, p.load_slots[r * p.load_slots_stride + i]);
     }
-    p.table[r * p.table_stride + i] = i == tail_at ? p.tail_pages[r] : page;
+    p.attended[r * p.attended_stride + i] = i == tail_at ? p.tail_pages[r] : page;
   }
 }
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels.build.cpu import call_cpu, dense_rows
-from hisparse.kernels.row_state import LruDiff, RowState
+from hisparse.kernels.row_state import LruDiff, PageTables, RowState
 
-__all__ = ["lru_diff", "page_table", "promote_tail", "rebalance"]
+__all__ = ["lru_diff", "page_table", "page_tables", "promote_tail", "rebalance"]
 
 
 def lru_diff(
@@ -34,22 +34,24 @@ def lru_diff(
     return out
 
 
-def page_table(
-    device_pages: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    lengths: Tensor | None,
-    tail_pages: Tensor | None,
-) -> Tensor:
+def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
     """See :func:`hisparse.kernels.page_table`."""
-    inputs = (dense_rows(device_pages), dense_rows(rows), dense_rows(slots))
-    if lengths is None or tail_pages is None:
-        table = torch.empty_like(inputs[2])
-        call_cpu("page_table", *inputs, slots, slots, table, False)
-    else:
-        table = slots.new_empty(slots.shape[0], slots.shape[1] + 1)
-        call_cpu("page_table", *inputs, dense_rows(lengths), dense_rows(tail_pages), table, True)
+    slots = dense_rows(slots)
+    table = torch.empty_like(slots)
+    call_cpu("page_table", dense_rows(device_pages), dense_rows(rows), slots, table)
     return table
+
+
+def page_tables(
+    device_pages: Tensor, rows: Tensor, diff: LruDiff, lengths: Tensor, tail_pages: Tensor
+) -> PageTables:
+    """See :func:`hisparse.kernels.page_tables`."""
+    slots, loads = dense_rows(diff.curr_device_slots), dense_rows(diff.load_device_slots)
+    attended = slots.new_empty(slots.shape[0], slots.shape[1] + 1)
+    tables = PageTables(attended, torch.empty_like(loads))
+    inputs = (device_pages, rows, slots, loads, lengths, tail_pages)
+    call_cpu("page_tables", *(dense_rows(x) for x in inputs), *tables)
+    return tables
 
 
 def promote_tail(

@@ -11,7 +11,14 @@ import logging
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hisparse.kernels.cuda.lru import lru_diff, page_table, promote_tail, rebalance, reset_rows
+from hisparse.kernels.cuda.lru import (
+    lru_diff,
+    page_table,
+    page_tables,
+    promote_tail,
+    rebalance,
+    reset_rows,
+)
 from hisparse.kernels.cuda.transfer import gather_pages, gather_tokens, scatter_tokens
 from hisparse.kernels.reference.fp8 import decode_fp8
 
@@ -38,6 +45,7 @@ __all__ = [
     "page_sketch",
     "page_summary",
     "page_table",
+    "page_tables",
     "paged_attention",
     "promote_tail",
     "rebalance",

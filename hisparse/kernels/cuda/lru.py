@@ -8,9 +8,9 @@ from torch import Tensor
 from hisparse.kernels.build.cpu import dense_rows
 from hisparse.kernels.build.cuda import call_cuda
 from hisparse.kernels.cuda.checks import check_diff, check_indices, checked
-from hisparse.kernels.row_state import LruDiff, RowState
+from hisparse.kernels.row_state import LruDiff, PageTables, RowState
 
-__all__ = ["lru_diff", "page_table", "promote_tail", "rebalance", "reset_rows"]
+__all__ = ["lru_diff", "page_table", "page_tables", "promote_tail", "rebalance", "reset_rows"]
 
 
 def lru_diff(
@@ -48,32 +48,40 @@ def lru_diff(
     return out
 
 
-def page_table(
-    device_pages: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    lengths: Tensor | None,
-    tail_pages: Tensor | None,
-) -> Tensor:
+def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
     """See :func:`hisparse.kernels.page_table`; what is in no table comes out as -1.
 
     Raises:
-        KernelError: in checked mode, a row, slot or length is out of range.
+        KernelError: in checked mode, a row or slot is out of range.
     """
     device_pages, rows, slots = (dense_rows(x) for x in (device_pages, rows, slots))
     if checked():
         check_indices("rows", rows, 0, device_pages.shape[0])
         check_indices("slots", slots, -1, device_pages.shape[1])
-        if lengths is not None:
-            check_indices("lengths", lengths, 0, slots.shape[1] + 1)
-    if lengths is None or tail_pages is None:
-        table = slots.new_empty(slots.shape)
-        call_cuda("page_table", device_pages, rows, slots, slots, slots, table, False)
-    else:
-        table = slots.new_empty((slots.shape[0], slots.shape[1] + 1))
-        tails = (dense_rows(lengths), dense_rows(tail_pages))
-        call_cuda("page_table", device_pages, rows, slots, *tails, table, True)
+    table = torch.empty_like(slots)
+    call_cuda("page_table", device_pages, rows, slots, table)
     return table
+
+
+def page_tables(
+    device_pages: Tensor, rows: Tensor, diff: LruDiff, lengths: Tensor, tail_pages: Tensor
+) -> PageTables:
+    """See :func:`hisparse.kernels.page_tables`; what is in no table comes out as -1.
+
+    Raises:
+        KernelError: in checked mode, a row, slot or length is out of range.
+    """
+    slots, loads = dense_rows(diff.curr_device_slots), dense_rows(diff.load_device_slots)
+    if checked():
+        check_indices("rows", rows, 0, device_pages.shape[0])
+        check_indices("curr_device_slots", slots, -1, device_pages.shape[1])
+        check_indices("load_device_slots", loads, -1, device_pages.shape[1])
+        check_indices("lengths", lengths, 0, slots.shape[1] + 1)
+    attended = slots.new_empty((slots.shape[0], slots.shape[1] + 1))
+    tables = PageTables(attended, torch.empty_like(loads))
+    inputs = (device_pages, rows, slots, loads, lengths, tail_pages)
+    call_cuda("page_tables", *(dense_rows(x) for x in inputs), *tables)
+    return tables
 
 
 def promote_tail(

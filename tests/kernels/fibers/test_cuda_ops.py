@@ -17,6 +17,7 @@ from hisparse.kernels import (
     gather_tokens,
     lru_diff,
     page_table,
+    page_tables,
     promote_tail,
     scatter_tokens,
 )
@@ -121,6 +122,11 @@ def test_indices_out_of_range_touch_nothing(unchecked: str) -> None:
     assert_same_bytes(pool, before)
     table = page_table(i32([[5]]), torch.tensor([0, 2]), i32([[3], [0]]), impl=unchecked)
     assert table.tolist() == [[-1], [-1]]
+    slots, counts = i32([[3], [0]]), i32([0, 0])
+    diff = LruDiff(slots, slots, slots, counts, counts)
+    tails = (i32([2, 0]), i32([8, 9]))
+    tables = page_tables(i32([[5]]), torch.tensor([0, 2]), diff, *tails, impl=unchecked)
+    assert [t.tolist() for t in tables] == [[[-1, -1], [9, -1]], [[-1], [-1]]]
 
 
 def test_checked_mode_names_what_is_out_of_range(fibers: str) -> None:

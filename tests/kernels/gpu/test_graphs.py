@@ -12,7 +12,7 @@ from hisparse.kernels import (
     gather_pages,
     lru_diff,
     page_score,
-    page_table,
+    page_tables,
     paged_attention,
     select,
 )
@@ -37,6 +37,7 @@ class Step:
         self.capacity = torch.full((ROWS,), SLOTS, dtype=torch.int32, device="cuda")
         self.real = torch.ones(1, dtype=torch.int32, device="cuda") * ROWS
         self.rows = torch.arange(ROWS, device="cuda")
+        self.tails = torch.zeros_like(self.capacity)  # Not attended: `lengths` counts full pages.
         self.query = torch.randn(1, ROWS, DIM, device="cuda")
         self.summaries = torch.randn(PAGES, ROWS, 2 * DIM, device="cuda")
         self.table = torch.randperm(PAGES).int().cuda()[None]
@@ -58,11 +59,10 @@ class Step:
             rows=self.rows,
             out=self.out,
         )
-        targets = page_table(self.state.device_pages, self.rows, diff.load_device_slots)
-        gather_pages(self.host, diff.load_host_pages, self.device, targets, heads=ROWS)
-        found = page_table(self.state.device_pages, self.rows, diff.curr_device_slots)
-        lens = chosen.lengths[0] * SIZE
-        return paged_attention(self.query[0, :, None], self.device, found, lens)
+        lengths = chosen.lengths[0]
+        tables = page_tables(self.state.device_pages, self.rows, diff, lengths, self.tails)
+        gather_pages(self.host, diff.load_host_pages, self.device, tables.loads, heads=ROWS)
+        return paged_attention(self.query[0, :, None], self.device, tables.attended, lengths * SIZE)
 
 
 def test_a_captured_step_replays_bitwise() -> None:
