@@ -11,7 +11,7 @@ from torch import Tensor
 from hisparse.adapters import ADAPTERS
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Plan, Resources, make_setup
+from hisparse.engine.build import EngineSetup, Resources, make_setup
 from hisparse.types import PagedKV
 from tests.adapters.interpreter import Interpreter
 from tests.shapes import TWO_LAYERS as SPEC
@@ -20,7 +20,7 @@ REQUESTS = 4
 CONTEXT = 1200 * 16
 
 
-def plan(adapter: str, **settings: Any) -> Plan:
+def plan(adapter: str, **settings: Any) -> EngineSetup:
     config = HiSparseConfig(adapter=adapter, budget=256, **settings)
     resources = Resources(
         host_bytes=1 << 30,

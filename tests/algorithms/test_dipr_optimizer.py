@@ -12,7 +12,7 @@ from hisparse.algorithms import build_algorithm
 from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.dipr.optimizer import IndexQuestion, choose_index
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Plan, Resources, make_setup
+from hisparse.engine.build import EngineSetup, Resources, make_setup
 from tests.shapes import LLAMA
 
 GIB = 2**30
@@ -51,7 +51,7 @@ def test_rules(changes: dict[str, Any], kind: str, reason: str) -> None:
     assert "\n" not in choice.reason
 
 
-def plan(options: dict[str, Any], *, context_length: int = 131072, host: int = 512) -> Plan:
+def plan(options: dict[str, Any], *, context_length: int = 131072, host: int = 512) -> EngineSetup:
     config = HiSparseConfig(algorithm="dipr", algorithm_config=options)
     return make_setup(
         config,

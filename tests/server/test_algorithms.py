@@ -36,8 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "oracle-token-wise": {"algorithm": "oracle", "page_size": 1, "selection_scope": "layer"},
     "sketch": {"algorithm": "sketch", "tail_estimate": True},
     "reuse-layers": {"algorithm": "quest", "reuse_layers": 2, "dense_layers": [0]},
-    "speculate-step": {"speculate": "step", "speculation_threshold": 0.5},
-    "speculate-layer": {"speculate": "layer", "speculation_threshold": 0.5},
+    "prefetch": {"prefetch": {"min_cosine": 0.5}},
 }
 
 
@@ -76,9 +75,9 @@ def test_four_at_once_answer_as_alone_and_leave_nothing_behind(
     hits, misses = server.counted("hit_pages", "miss_pages")
     assert hits > 0
     assert misses > 0
-    if server.case.startswith("speculate"):
+    if server.case == "prefetch":
         known, corrected, prefetched = server.counted(
-            "speculated_selections", "corrected_selections", "prefetched_pages"
+            "prefetched_selections", "corrected_selections", "prefetched_pages"
         )
         assert 0 < corrected < known
         assert prefetched > 0

@@ -89,7 +89,7 @@ CONFIGS = {
     ),
     "graphs of checked steps": ({"cuda_graph": True, "checked": True}, "checked True, expected"),
     "graphs without a GPU": ({"cuda_graph": True}, "the device is cpu; expected cuda"),
-    "not there yet": ({"numa_node": 0}, "this is not there yet"),
+    "a replaced key": ({"speculate": "step"}, 'prefetch takes its place: "prefetch": true'),
     "not JSON": ("{budget: 1}", "not JSON at line 1 column 2"),
     "not an object": ("[1]", "expected an object"),
     "no such file": ("@/no/such/file.json", "cannot read '/no/such/file.json'"),

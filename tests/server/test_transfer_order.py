@@ -22,8 +22,8 @@ _SLOW = '''
 
     import functools, os, random, time
 
-    import hisparse.engine.build as assemble
-    import hisparse.cache.codec as stored
+    import hisparse.cache.transfers as transfers
+    import hisparse.engine.build as build
     from hisparse.testing.delayed import DelayedStreams
 
     NAMES = ("gather_pages", "gather_tokens", "scatter_tokens")
@@ -47,9 +47,9 @@ _SLOW = '''
 
 
     def install():
-        assemble.make_streams = late_streams
+        build.make_streams = late_streams
         for name in NAMES:
-            setattr(stored, name, slow(name, getattr(stored, name)))
+            setattr(transfers, name, slow(name, getattr(transfers, name)))
 '''
 
 CONFIG = {
@@ -57,7 +57,7 @@ CONFIG = {
     "host_memory": "1GiB",
     "device_memory": "300MB",
     "staging_bytes": 65536,
-    "overlap": "transfers",
+    "overlap": True,
 }
 
 

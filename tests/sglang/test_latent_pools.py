@@ -10,7 +10,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool
 
 from hisparse.errors import HiSparseError
-from hisparse.sglang import runtime
+from hisparse.sglang import session as sessions
 from hisparse.sglang.kv_pool import POOLS, HiSparseDSAPool, HiSparseMLAPool
 from hisparse.types import KVSpec
 
@@ -29,7 +29,7 @@ SPEC = KVSpec(
 
 @pytest.fixture(params=["mla", "dsa"])
 def pool(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> HiSparseMLAPool:
-    monkeypatch.setattr(runtime, "_session", SimpleNamespace(spec=SPEC, layout="layer_first"))
+    monkeypatch.setattr(sessions, "_session", SimpleNamespace(spec=SPEC, layout="layer_first"))
     options = {} if request.param == "mla" else {"index_head_dim": 128, "kv_cache_dim": RANK + ROPE}
     made = POOLS[request.param](
         32,
@@ -61,7 +61,7 @@ def test_a_written_latent_lies_in_its_host_slot(pool: HiSparseMLAPool) -> None:
 
 def test_shapes_are_known_without_buffers(pool: HiSparseMLAPool) -> None:
     """In a layout that offers no view by location."""
-    runtime.session().layout = "page_head"
+    sessions.session().layout = "page_head"
     pool._create_buffers()
     keys, values = pool.get_kv_buffer_shape()
     slots = pool.size + pool.page_size

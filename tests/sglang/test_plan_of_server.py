@@ -13,7 +13,8 @@ from transformers import LlamaConfig
 
 from hisparse.config import HiSparseConfig
 from hisparse.plan.fit import Machine, fit
-from hisparse.sglang import compat, runtime
+from hisparse.sglang import compat, hooks, setup
+from hisparse.sglang import session as sessions
 from hisparse.transformers.served_shape import served_shape
 
 GIB = 2**30
@@ -61,9 +62,9 @@ def test_sizes_are_those_of_the_server(
     assert planned.max_requests > 0
 
     schedule = SimpleNamespace(max_running_requests=planned.max_requests)
-    monkeypatch.setattr(runtime, "_session", None)
-    monkeypatch.setattr(runtime, "free_host_memory", lambda: machine.host_bytes)
-    monkeypatch.setattr(runtime, "_least_of_ranks", lambda *sizes: sizes)
+    monkeypatch.setattr(sessions, "_session", None)
+    monkeypatch.setattr(setup, "free_host_memory", lambda: machine.host_bytes)
+    monkeypatch.setattr(setup, "_least_of_ranks", lambda *sizes: sizes)
     monkeypatch.setattr(compat, "schedule_and_serving", lambda: (schedule, None))
     world = SimpleNamespace(world_size=tp)
     monkeypatch.setattr(parallel_state, "get_world_group", lambda: world)
@@ -82,10 +83,10 @@ def test_sizes_are_those_of_the_server(
         model_config=SimpleNamespace(context_len=32768),
         device="cuda",
     )
-    pool_bytes = runtime.around_profile_available_bytes(
+    pool_bytes = hooks.around_profile_available_bytes(
         lambda *_: machine.cache_bytes, configurator, 0
     )
-    served = runtime.session()
+    served = sessions.session()
     assert served.spec == planned.spec
     assert served.sizing == planned.sizing
     captured = served.sizing.max_requests * (24 + 4 * 32768 // 16) + 4
