@@ -16,7 +16,7 @@ __all__ = ["CACHE", "SOURCES", "CannotBuildError", "binding_flags", "digest_of",
 logger = logging.getLogger(__name__)
 
 # In a checkout hisparse/_csrc is a link to csrc/; a wheel holds the files themselves.
-SOURCES = Path(__file__).resolve().parents[2] / "_csrc"
+SOURCES = (Path(__file__).resolve().parents[2] / "_csrc").resolve()
 CACHE = Path.home() / ".cache" / "hisparse" / "kernels"
 
 
