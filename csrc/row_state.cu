@@ -51,16 +51,17 @@ void reset_rows(TensorView rows, TensorView capacity, TensorView slot_pages, Ten
                         p);
 }
 
-// The wrapper has checked capacities against the tables and the free pages.
 void rebalance(TensorView rows, TensorView new_capacity, TensorView capacity,
                TensorView slot_pages, TensorView lru_order, TensorView device_pages,
-               TensorView free_pages, TensorView num_free, TensorView scratch) {
+               TensorView free_pages, TensorView num_free, TensorView scratch,
+               TensorView changed) {
   const RebalanceParams p{data_of<const int64_t>(rows, "rows"),
                           data_of<const int32_t>(new_capacity, "new_capacity"),
                           data_of<int32_t>(capacity, "capacity"),
                           data_of<int32_t>(free_pages, "free_pages"),
                           data_of<int32_t>(num_free, "num_free"),
                           data_of<int32_t>(scratch, "scratch"),
+                          data_of<int32_t>(changed, "changed"),
                           free_pages.stride(0),
                           tables_of(slot_pages, lru_order, device_pages),
                           size32(rows, 0),

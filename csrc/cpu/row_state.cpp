@@ -48,7 +48,7 @@ struct RebalanceParams {
   Rows<int32_t> lru_order;      // [NR, C]
   Rows<int32_t> device_pages;   // [NR, C]
   int32_t* free_pages;          // [N]
-  int64_t num_changes, slots;
+  int64_t num_changes, slots, free_size;
 };
 
 // Renumbers a row's slots 0..n-1 from cold to hot; `held` and `pages` are in that order.
@@ -62,13 +62,17 @@ void renumber(const RebalanceParams& p, int64_t row, const int32_t* held, const 
   }
 }
 
-// One layer; `free` is how many pages are free before. Returns how many are after.
-int64_t run(const RebalanceParams& p, int64_t free) {
+// One layer; `free` is how many pages are free before. Returns how many are after, and says in
+// `changed` [M] which rows have changed. A plan that does not fit leaves the first row that overruns
+// the free stack alone, and those after it in its pass.
+int64_t run(const RebalanceParams& p, int64_t free, std::vector<bool>& changed) {
   std::vector<int32_t> held(p.slots), pages(p.slots);
   for (const bool shrink : {true, false}) {
     for (int64_t i = 0; i < p.num_changes; ++i) {
       const int64_t row = p.rows[i], old = p.capacity[row], count = p.new_capacity[i];
-      if (count == old || (count < old) != shrink) continue;
+      if (count == old || (count < old) != shrink || count < 0 || count > p.slots) continue;
+      if (free + old - count < 0 || free + old - count > p.free_size) break;
+      changed[i] = true;
       // Gained slots are the coldest.
       const int64_t gained = std::max<int64_t>(count - old, 0);
       const int64_t dropped = std::max<int64_t>(old - count, 0);
@@ -115,7 +119,6 @@ void promote_tail(TensorView rows, TensorView page_index, TensorView filled, Ten
                         slot_pages.size(1)});
 }
 
-// The wrapper has checked capacities against the tables and the free pages.
 void rebalance(TensorView rows, TensorView new_capacity, TensorView capacity,
                TensorView slot_pages, TensorView lru_order, TensorView device_pages,
                TensorView free_pages, TensorView num_free) {
@@ -128,19 +131,25 @@ void rebalance(TensorView rows, TensorView new_capacity, TensorView capacity,
   p.capacity = capacities;
   p.num_changes = rows.size(0);
   p.slots = slot_pages.size(2);
+  p.free_size = free_pages.size(1);
   for (int64_t i = 0; i < p.num_changes; ++i) {
     require_index(p.rows[i], slot_pages.size(1), "rows");
     require_index(capacities[p.rows[i]], p.slots + 1, "capacity");
   }
+  if (slot_pages.size(0) == 0) return;
   const int64_t before = counts[0];
+  require_index(before, p.free_size + 1, "num_free");
+  std::vector<bool> changed(p.num_changes);
   for (int64_t layer = 0; layer < slot_pages.size(0); ++layer) {
     p.slot_pages = layer_of(slot_pages, layer, "slot_pages");
     p.lru_order = layer_of(lru_order, layer, "lru_order");
     p.device_pages = layer_of(device_pages, layer, "device_pages");
     p.free_pages = free[layer];
-    counts[layer] = static_cast<int32_t>(run(p, before));
+    counts[layer] = static_cast<int32_t>(run(p, before, changed));
   }
-  for (int64_t i = 0; i < p.num_changes; ++i) capacities[p.rows[i]] = p.new_capacity[i];
+  for (int64_t i = 0; i < p.num_changes; ++i) {
+    if (changed[i]) capacities[p.rows[i]] = p.new_capacity[i];
+  }
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(promote_tail, promote_tail);

@@ -13,6 +13,7 @@ from hisparse.kernels.row_state import LruDiff, PageTables, RowState
 from hisparse.kernels.select import page_score, select
 from hisparse.kernels.sketch import SketchLayout, page_sketch, sketch_score
 from hisparse.kernels.transfer import gather_pages, gather_tokens, scatter_tokens
+from hisparse.kernels.verify import verify_capacity, verify_diff, verify_indices
 
 __all__ = [
     "KeyGraphs",
@@ -40,4 +41,7 @@ __all__ = [
     "scatter_tokens",
     "select",
     "sketch_score",
+    "verify_capacity",
+    "verify_diff",
+    "verify_indices",
 ]

@@ -15,11 +15,12 @@ import torch
 
 from hisparse.kernels import dispatch as _impl
 from hisparse.kernels.build import cuda as _build_cuda
-from hisparse.kernels.cuda import checks as cuda_checks
 from tests.kernels.fibers import build, orders
 from tests.kernels.gpu import on_gpu
+from tests.kernels.verified import Verified
 
 ON_FIBERS = "cuda-on-cpu"
+UNVERIFIED = "cuda-on-cpu-unverified"
 # The tests whose operations are CUDA C++; the others' are in Triton.
 _CUDA_TESTS = {
     "test_fp8_transfer",
@@ -52,24 +53,29 @@ def impl(request: pytest.FixtureRequest) -> Iterator[str]:
         if name == ON_FIBERS:
             run_on_fibers(patch)
         elif name == on_gpu.ON_GPU:
-            patch.setattr(cuda_checks, "_checked", True)
-            patch.setitem(_impl._LOADERS, on_gpu.ON_GPU, lambda devices: on_gpu)
+            patch.setitem(_impl._LOADERS, on_gpu.ON_GPU, lambda devices: Verified(on_gpu))
         yield name
 
 
 @pytest.fixture
 def fibers(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The CUDA operations on fibers, as an implementation; checked mode is on."""
+    """The CUDA operations on fibers, as an implementation that verifies its indices."""
     run_on_fibers(monkeypatch)
     return ON_FIBERS
 
 
+@pytest.fixture
+def unverified(fibers: str) -> str:
+    """The CUDA operations on fibers as they are served: nothing is read back."""
+    return UNVERIFIED
+
+
 def run_on_fibers(patch: pytest.MonkeyPatch, library: Any = None) -> None:
-    """Make "cuda-on-cpu" an implementation: the given library, or that of the real sources."""
+    """Make implementations of a library on fibers; None: that of the real sources."""
     library = library or build.fiber_library()
     patch.setattr(_build_cuda, "cuda_library", lambda: library)
-    patch.setattr(cuda_checks, "_checked", True)
-    patch.setitem(_impl._LOADERS, ON_FIBERS, lambda devices: orders)
+    patch.setitem(_impl._LOADERS, ON_FIBERS, lambda devices: Verified(orders))
+    patch.setitem(_impl._LOADERS, UNVERIFIED, lambda devices: orders)
 
 
 @pytest.fixture(autouse=True, scope="package")

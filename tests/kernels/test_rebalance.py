@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from hisparse.errors import KernelError
-from hisparse.kernels import promote_tail, rebalance, reset_rows
+from hisparse.kernels import (
+    RowState,
+    cuda,
+    dispatch,
+    promote_tail,
+    rebalance,
+    reset_rows,
+    verify_capacity,
+)
+from hisparse.kernels.cuda import lru as cuda_lru
 from tests.kernels.world import World, i32
 
 
@@ -72,32 +81,83 @@ def test_no_rows_is_nothing_to_do(impl: str) -> None:
     world.check()
 
 
+def change(world: World, capacity: list[int]) -> None:
+    """Change rows 0, 1, ... past the world's oracles, to what they would not allow."""
+    rebalance(
+        torch.arange(len(capacity)),
+        i32(capacity),
+        world.capacity,
+        world.states,
+        world.free,
+        world.num_free,
+        impl=world.impl,
+    )
+
+
+def snapshot(world: World) -> list[torch.Tensor]:
+    return [t.clone() for t in (*world.states, world.free, world.num_free, world.capacity)]
+
+
 @pytest.mark.parametrize(
-    ("capacity", "message"),
+    ("capacity", "free", "got", "message"),
     [
-        pytest.param([4, 5], "new_capacity: got 4 to 5, expected 0 to 4", id="beyond-the-tables"),
-        pytest.param([-1, 4], "new_capacity: got -1 to 4, expected 0 to 4", id="negative"),
-        pytest.param([4, 4], "new_capacity: asks for 3 more pages, 2 are free", id="not-enough"),
+        pytest.param([2, 5], 2, [2, 3], "row 1 got 3 pages, expected 5; 2", id="beyond-the-tables"),
+        pytest.param([-1, 3], 2, [2, 3], "row 0 got 2 pages, expected -1; 2", id="negative"),
+        pytest.param([4, 4], 2, [4, 3], "row 1 got 3 pages, expected 4; 0", id="one-of-two"),
+        pytest.param([4, 4], 1, [2, 3], "row 0 got 2 pages, expected 4; 1", id="not-enough"),
+        pytest.param([4, 1], 0, [4, 1], None, id="shrinks-come-first"),
+        pytest.param([0, 0], 7, [2, 3], "row 0 got 2 pages, expected 0; 7", id="no-place-for-them"),
     ],
 )
-def test_what_cannot_be_given_is_refused_before_anything_changes(
-    impl: str, capacity: list[int], message: str
+def test_a_row_that_cannot_be_served_is_left_alone(
+    impl: str, capacity: list[int], free: int, got: list[int], message: str | None
 ) -> None:
     world = filled_world(impl, [2, 3])
-    world.num_free.fill_(2)
-    tensors = (*world.states, world.free, world.num_free, world.capacity)
-    before = [t.clone() for t in tensors]
-    with pytest.raises(KernelError, match=message):
-        rebalance(
-            torch.tensor([0, 1]),
-            i32(capacity),
-            world.capacity,
-            world.states,
-            world.free,
-            world.num_free,
-            impl=impl,
-        )
-    assert all(map(torch.equal, tensors, before))
+    world.num_free.fill_(free)
+    expected = filled_world(impl, [2, 3])
+    expected.free, expected.num_free = world.free.clone(), world.num_free.clone()
+    change(world, capacity)
+    change(expected, got)
+    assert world.capacity.tolist() == got
+    assert all(map(torch.equal, snapshot(world), snapshot(expected)))
+    outcome = (torch.arange(2), i32(capacity), world.capacity, world.num_free)
+    if message is None:
+        verify_capacity(*outcome)
+    else:
+        with pytest.raises(KernelError, match=f"new_capacity: {message} pages are free"):
+            verify_capacity(*outcome)
+
+
+def test_the_stack_s_pages_are_given_once_when_a_plan_does_not_fit(impl: str) -> None:
+    """Every device page keeps one owner, whatever is asked for."""
+    rng = Random(0)
+    for _ in range(20):
+        world = filled_world(impl, [2, 3])
+        change(world, [rng.randint(-1, 5) for _ in range(2)])
+        for layer in range(world.layers):
+            owned = world.tails[layer].tolist()
+            owned += world.free[layer, : world.num_free[layer]].tolist()
+            for row in range(2):
+                owned += world.states.device_pages[layer, row, : world.capacity[row]].tolist()
+            assert sorted(owned) == list(range(world.num_pages))
+
+
+@pytest.mark.parametrize("name", ["reference", "cuda"])
+def test_nothing_is_read_back_from_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta tensors have no values: whatever reads one on the host raises."""
+    launched = []
+    monkeypatch.setitem(dispatch._LOADERS, "cuda", lambda devices: cuda)
+    monkeypatch.setattr(cuda_lru, "call_cuda", lambda op, *args: launched.append(op))
+    tables = RowState(*(torch.zeros(2, 3, 4, dtype=torch.int32, device="meta") for _ in range(3)))
+    rows = torch.zeros(2, dtype=torch.int64, device="meta")
+    capacity, num_free = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (3, 2))
+    free = torch.zeros(2, 9, dtype=torch.int32, device="meta")
+    changes = rows.int()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        int(changes.max())
+    rebalance(rows, changes, capacity, tables, free, num_free, impl=name)
+    reset_rows(rows, capacity, tables, impl=name)
+    assert launched == (["rebalance", "reset_rows"] if name == "cuda" else [])
 
 
 def test_reset_forgets_pages_but_keeps_memory(impl: str) -> None:

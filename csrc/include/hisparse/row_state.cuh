@@ -87,12 +87,14 @@ struct RebalanceParams {
   int32_t* free_pages;          // [L, N]
   int32_t* num_free;            // [L]
   int32_t* scratch;             // [L, 2, C]
+  int32_t* changed;             // [M], 0 before; 1 after for a row whose capacity changes
   int64_t free_stride;          // elements
   RowTables tables;             // of all layers
   int32_t num_changes, free_size;
 };
 
-// Changes one row from `old` to `count` slots; `free` is the height of the layer's free stack.
+// Changes one row from `old` to `count` slots; `free` is the height of the layer's free stack. The
+// caller has made sure that the stack has the pages or the space.
 __device__ inline void resize_row(const RebalanceParams& p, int64_t layer, int64_t row, int32_t old,
                                   int32_t count, int32_t free) {
   const RowTables& t = p.tables;
@@ -108,14 +110,14 @@ __device__ inline void resize_row(const RebalanceParams& p, int64_t layer, int64
     if (rank >= dropped) {
       new_held[gained + rank - dropped] = usable ? held[slot] : -1;
       new_pages[gained + rank - dropped] = page;
-    } else if (free + rank < p.free_size) {
+    } else {
       stack[free + rank] = page;
     }
   }
   // Gained slots are the coldest.
   for (int32_t slot = threadIdx.x; slot < gained; slot += num_threads()) {
     new_held[slot] = -1;
-    new_pages[slot] = free - 1 - slot >= 0 ? stack[free - 1 - slot] : -1;
+    new_pages[slot] = stack[free - 1 - slot];
   }
   __syncthreads();  // The row has been read.
   for (int32_t slot = threadIdx.x; slot < t.slots; slot += num_threads()) {
@@ -127,20 +129,26 @@ __device__ inline void resize_row(const RebalanceParams& p, int64_t layer, int64
   __syncthreads();  // The scratch may be overwritten, and what was pushed may be popped.
 }
 
-// One block per layer: rows one after the other, for they share the layer's free stack.
+// One block per layer: rows one after the other, for they share the layer's free stack. A plan that
+// does not fit leaves the first row that overruns the stack alone, and those after it in its pass.
 __global__ void __launch_bounds__(kMaxThreads)
     rebalance_kernel(const __grid_constant__ RebalanceParams p) {
   const int64_t layer = blockIdx.x;
   int32_t free = p.num_free[layer];
+  if (free < 0 || free > p.free_size) return;
   for (int grows = 0; grows < 2; ++grows) {
-    for (int32_t i = 0; i < p.num_changes; ++i) {
+    bool fits = true;
+    for (int32_t i = 0; i < p.num_changes && fits; ++i) {
       const int64_t row = p.rows[i];
       const int32_t count = p.new_capacity[i];
       if (!p.tables.has(row, count)) continue;
       const int32_t old = p.capacity[row];
       if (count == old || (count > old) != (grows == 1) || !p.tables.has(row, old)) continue;
+      fits = free + old - count >= 0 && free + old - count <= p.free_size;
+      if (!fits) continue;
       resize_row(p, layer, row, old, count, free);
       free += old - count;
+      if (layer == 0 && threadIdx.x == 0) p.changed[i] = 1;
     }
   }
   __syncthreads();  // All threads have read the count.
@@ -151,7 +159,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 __global__ void __launch_bounds__(kMaxThreads)
     set_capacity_kernel(const __grid_constant__ RebalanceParams p) {
   for (int32_t i = threadIdx.x; i < p.num_changes; i += num_threads()) {
-    if (p.tables.has(p.rows[i], p.new_capacity[i])) p.capacity[p.rows[i]] = p.new_capacity[i];
+    if (p.changed[i] != 0) p.capacity[p.rows[i]] = p.new_capacity[i];
   }
 }
 

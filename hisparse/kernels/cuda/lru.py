@@ -1,4 +1,4 @@
-"""LRU bookkeeping on CUDA devices; nothing waits for the device but in checked mode."""
+"""LRU bookkeeping on CUDA devices; nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from torch import Tensor
 
 from hisparse.kernels.build.cpu import dense_rows
 from hisparse.kernels.build.cuda import call_cuda
-from hisparse.kernels.cuda.checks import check_diff, check_indices, checked
 from hisparse.kernels.row_state import LruDiff, PageTables, RowState
 
 __all__ = ["lru_diff", "page_table", "page_tables", "promote_tail", "rebalance", "reset_rows"]
@@ -27,9 +26,6 @@ def lru_diff(
     A row that cannot be served (more unique pages than capacity, a page beyond the table, a state
     row or slot that does not exist) comes out as -1 with ``num_hits`` 0 and ``num_misses`` -1, and
     its tables stay as they are.
-
-    Raises:
-        KernelError: in checked mode, there is such a row.
     """
     selection, capacity = dense_rows(selection), dense_rows(capacity)
     if out is None:
@@ -43,21 +39,12 @@ def lru_diff(
     scratch = selection.new_empty((selection.shape[0], scratch_bytes), dtype=torch.uint8)
     inputs = (selection, dense_rows(host_page_table), capacity, num_real_rows)
     call_cuda("lru_diff", *inputs, *tables, dense_rows(rows), *out, scratch)
-    if checked():
-        check_diff(out.num_misses, capacity)
     return out
 
 
 def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
-    """See :func:`hisparse.kernels.page_table`; what is in no table comes out as -1.
-
-    Raises:
-        KernelError: in checked mode, a row or slot is out of range.
-    """
+    """See :func:`hisparse.kernels.page_table`; an index outside the table gives -1."""
     device_pages, rows, slots = (dense_rows(x) for x in (device_pages, rows, slots))
-    if checked():
-        check_indices("rows", rows, 0, device_pages.shape[0])
-        check_indices("slots", slots, -1, device_pages.shape[1])
     table = torch.empty_like(slots)
     call_cuda("page_table", device_pages, rows, slots, table)
     return table
@@ -66,17 +53,8 @@ def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
 def page_tables(
     device_pages: Tensor, rows: Tensor, diff: LruDiff, lengths: Tensor, tail_pages: Tensor
 ) -> PageTables:
-    """See :func:`hisparse.kernels.page_tables`; what is in no table comes out as -1.
-
-    Raises:
-        KernelError: in checked mode, a row, slot or length is out of range.
-    """
+    """See :func:`hisparse.kernels.page_tables`; an index outside the table gives -1."""
     slots, loads = dense_rows(diff.curr_device_slots), dense_rows(diff.load_device_slots)
-    if checked():
-        check_indices("rows", rows, 0, device_pages.shape[0])
-        check_indices("curr_device_slots", slots, -1, device_pages.shape[1])
-        check_indices("load_device_slots", loads, -1, device_pages.shape[1])
-        check_indices("lengths", lengths, 0, slots.shape[1] + 1)
     attended = slots.new_empty((slots.shape[0], slots.shape[1] + 1))
     tables = PageTables(attended, torch.empty_like(loads))
     inputs = (device_pages, rows, slots, loads, lengths, tail_pages)
@@ -93,17 +71,12 @@ def promote_tail(
     tail_pages: Tensor,
 ) -> None:
     """See :func:`hisparse.kernels.promote_tail`."""
-    if checked():
-        check_indices("rows", rows, 0, state.slot_pages.shape[0])
-        check_indices("capacity", capacity, 0, state.slot_pages.shape[1] + 1)
     inputs = (dense_rows(x) for x in (rows, page_index, filled, capacity))
     call_cuda("promote_tail", *inputs, *state, tail_pages)
 
 
 def reset_rows(rows: Tensor, capacity: Tensor, states: RowState) -> None:
     """See :func:`hisparse.kernels.reset_rows`."""
-    if checked():
-        check_indices("rows", rows, 0, capacity.shape[0])
     call_cuda("reset_rows", dense_rows(rows), dense_rows(capacity), *states)
 
 
@@ -116,9 +89,8 @@ def rebalance(
     num_free: Tensor,
 ) -> None:
     """See :func:`hisparse.kernels.rebalance`."""
-    if checked():
-        check_indices("rows", rows, 0, capacity.shape[0])
     layers, _, slots = states.slot_pages.shape
     scratch = capacity.new_empty((layers, 2, slots))
+    changed = torch.zeros_like(new_capacity)
     inputs = (dense_rows(rows), dense_rows(new_capacity))
-    call_cuda("rebalance", *inputs, capacity, *states, free_pages, num_free, scratch)
+    call_cuda("rebalance", *inputs, capacity, *states, free_pages, num_free, scratch, changed)

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from hisparse.kernels.build.cpu import dense_rows
 from hisparse.kernels.build.cuda import call_cuda
-from hisparse.kernels.cuda.checks import check_indices, checked
 from hisparse.kernels.cuda.crossover import MIN_COPY_BYTES
 
 __all__ = ["copy_pages", "gather_pages", "gather_tokens", "scatter_tokens"]
@@ -20,12 +19,13 @@ def gather_pages(
 ) -> None:
     """See :func:`hisparse.kernels.gather_pages`; one or two pools at a time.
 
-    Lists on the device are served by a kernel that reads pinned host memory in place. Lists on the
-    CPU, with pages on the device, go to the copy engine where that pays.
+    Lists on the device are served by a kernel that reads pinned host memory in place; it skips a
+    page that a pool does not have. Lists on the CPU, with pages on the device, go to the copy
+    engine where that pays.
 
     Raises:
         KernelError: a pool has odd row widths or a strided last dimension, or is unpinned host
-            memory; in checked mode also a page that a pool does not have.
+            memory.
     """
     device = _device(*src, *dst)
     on_device = device.type == "cuda" and "cpu" not in (
@@ -39,9 +39,6 @@ def gather_pages(
     src_pages, dst_pages = (
         dense_rows(x.to(device, non_blocking=True)) for x in (src_pages, dst_pages)
     )
-    if checked():
-        check_indices("src_pages", src_pages, -1, src[0].shape[-4])
-        check_indices("dst_pages", dst_pages, -1, dst[0].shape[-4])
     pools = (src[0], src[-1], src_pages, dst[0], dst[-1], dst_pages)
     call_cuda("gather_pages", *pools, heads, len(src))
 
@@ -78,7 +75,6 @@ def copy_pages(
 def scatter_tokens(new: _Pools, dst: _Pools, slots: Tensor) -> None:
     """See :func:`hisparse.kernels.scatter_tokens`."""
     slots = dense_rows(slots.to(_device(*new, *dst), non_blocking=True))
-    _check_slots(slots, dst[0])
     call_cuda("scatter_tokens", new[0], new[-1], dst[0], dst[-1], slots, len(new))
 
 
@@ -89,7 +85,6 @@ def gather_tokens(src: _Pools, slots: Tensor) -> _Pools:
         KernelError: as ``gather_pages``.
     """
     slots = dense_rows(slots.to(_device(slots, *src), non_blocking=True))
-    _check_slots(slots, src[0])
     out = []
     for pool in src:
         *layers, _, heads, _, width = pool.shape
@@ -97,11 +92,6 @@ def gather_tokens(src: _Pools, slots: Tensor) -> _Pools:
         out.append(torch.empty(shape, dtype=pool.dtype, device=slots.device))
     call_cuda("gather_tokens", out[0], out[-1], src[0], src[-1], slots, len(src))
     return tuple(out)
-
-
-def _check_slots(slots: Tensor, pool: Tensor) -> None:
-    if checked():
-        check_indices("slots", slots, 0, pool.shape[-4] * pool.shape[-2])
 
 
 def _device(*tensors: Tensor) -> torch.device:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from hisparse.kernels.row_state import LruDiff, RowState
 
 __all__ = ["lru_diff", "promote_tail", "rebalance", "reset_rows"]
+
+
+class _Intersection(NamedTuple):
+    """What a selection ``[R, K]`` has in common with the resident pages."""
+
+    wanted: Tensor  # [R, K] bool, entries that name a page
+    slots: Tensor  # [R, K], slot that holds the page, -1 for a miss
+    first_entry: Tensor  # [R, K], entry that names the same page first
+    first_hit: Tensor  # [R, K] bool, that entry, of a page that is resident
+    first_miss: Tensor  # [R, K] bool, that entry, of a page that is not
 
 
 def lru_diff(
@@ -21,86 +33,125 @@ def lru_diff(
 ) -> LruDiff:
     """See :func:`hisparse.kernels.lru_diff`.
 
-    Everything is a scatter or gather into tables with one more column than needed: what does not
-    apply is sent to the extra column, so that no shape depends on the data.
+    Every phase scatters and gathers in tables with one more column than needed. What does not
+    apply goes to the extra column, so that no shape depends on the data.
     """
-    num_rows, width = selection.shape
-    slots = state.slot_pages.shape[1]
-    num_pages = host_page_table.shape[1]
-    index = torch.arange(max(width, slots, num_rows), device=selection.device)
-    real = index[:num_rows] < num_real_rows
+    num_rows = selection.shape[0]
+    row = torch.arange(num_rows, device=selection.device)
+    real = row < num_real_rows
     pages = torch.where(real[:, None], selection, -1).long()
-    wanted = pages >= 0
-    dumped = torch.where(wanted, pages, num_pages)
     slot_pages, order = state.slot_pages[rows], state.lru_order[rows].long()
+    found = _intersect(pages, slot_pages, host_page_table.shape[1])
+    victims, order = _evict(order, capacity, found)
+    diff, load_pages = _map_loads(pages, host_page_table, found, victims)
 
-    # 1. Intersection: where each page is, and which entry names it first.
-    slot_of = pages.new_full((num_rows, num_pages + 1), -1)
-    listed = (slot_pages >= 0) & (slot_pages < num_pages)
-    held = torch.where(listed, slot_pages, num_pages).long()
-    slot_of.scatter_(1, held, index[:slots].expand(num_rows, -1))
-    slot_of[:, num_pages] = -1
-    hit_slots = slot_of.gather(1, dumped)
-    entry = index[:width].expand(num_rows, -1)
-    first_entry = pages.new_full((num_rows, num_pages + 1), width)
-    first_entry.scatter_reduce_(1, dumped, entry, "amin")
-    first_entry = first_entry.gather(1, dumped)
-    is_first = wanted & (first_entry == entry)
-    hit = hit_slots >= 0
-    first_miss = is_first & ~hit
-    num_misses = first_miss.sum(1)
-    num_hits = is_first.sum(1) - num_misses
-
-    # 2. Eviction: the coldest slots that hold no selected page, one for each miss.
-    chosen = torch.zeros(num_rows, slots + 1, dtype=torch.bool, device=pages.device)
-    chosen.scatter_(1, torch.where(hit, hit_slots, slots), True)
-    owned = index[:slots] < capacity[:, None]
-    order = torch.where(owned, order, slots)
-    kept_hot = chosen.gather(1, order) & owned
-    free = owned & ~kept_hot
-    rank = free.cumsum(1) - 1
-    victim = free & (rank < num_misses[:, None])
-    victims = pages.new_full((num_rows, width + 1), -1)
-    victims.scatter_(1, torch.where(victim, rank, width), torch.where(victim, order, -1))
-    victims[:, width] = -1
-
-    # 3. Load mapping: misses in order of first occurrence take the victims, coldest first.
-    miss_rank = first_miss.cumsum(1) - 1
-    entry_rank = miss_rank.gather(1, first_entry.clamp(max=width - 1))
-    missed = torch.where(wanted & ~hit, entry_rank, width)
-    current = torch.where(hit, hit_slots, victims.gather(1, missed))
-    load_pages = pages.new_full((num_rows, width + 1), -1)
-    load_pages.scatter_(1, torch.where(first_miss, miss_rank, width), pages)
-    load_pages = load_pages[:, :width]
-    loaded = index[:width] < num_misses[:, None]
-    load_pages = torch.where(loaded, load_pages, -1)
-    table = host_page_table
-    if num_rows != table.shape[0]:
-        table = table.repeat_interleave(num_rows // table.shape[0], dim=0)
-    load_host = torch.where(loaded, table.gather(1, load_pages.clamp(min=0)), -1)
-
-    # New order: survivors, then loaded, then hits.
-    survivor = free & ~victim
-    num_survivors = survivor.sum(1, keepdim=True)
-    place = torch.where(survivor, survivor.cumsum(1) - 1, num_survivors + rank)
-    after_loads = num_survivors + num_misses[:, None]
-    place = torch.where(kept_hot, after_loads + kept_hot.cumsum(1) - 1, place)
-    place = torch.where(owned, place, index[:slots])
-    new_order = order.scatter(1, place, torch.where(owned, order, -1))
-    new_pages = torch.nn.functional.pad(slot_pages, (0, 1))
-    new_pages.scatter_(1, torch.where(loaded, victims[:, :width], slots), load_pages.int())
-
+    loaded_slots = torch.where(load_pages >= 0, diff.load_device_slots, slot_pages.shape[1])
+    slot_pages = torch.nn.functional.pad(slot_pages, (0, 1))
+    slot_pages.scatter_(1, loaded_slots, load_pages.int())
     # A padded row writes what the first row writes: it may alias any state row.
-    source = torch.where(real, index[:num_rows], 0)
+    source = torch.where(real, row, 0)
     target = rows[source]
-    state.slot_pages[target] = new_pages[source, :slots]
-    state.lru_order[target] = new_order[source].int()
-    diff = (current, load_host, victims[:, :width], num_hits, num_misses)
+    state.slot_pages[target] = slot_pages[source, :-1]
+    state.lru_order[target] = order[source].int()
     if out is None:
         return LruDiff(*(x.int() for x in diff))
     for given, x in zip(out, diff, strict=True):
         given.copy_(x)
     return out
+
+
+def _intersect(pages: Tensor, slot_pages: Tensor, num_pages: int) -> _Intersection:
+    """Phase 1: where each selected page is, and which entry names it first.
+
+    Args:
+        pages: ``[R, K] int64``, the selection, -1 for none.
+        slot_pages: ``[R, C] int32``, the page that each slot holds.
+        num_pages: pages of a sequence at most.
+    """
+    width = pages.shape[1]
+    slot = torch.arange(slot_pages.shape[1], device=pages.device).expand_as(slot_pages)
+    entry = torch.arange(width, device=pages.device).expand_as(pages)
+    wanted = pages >= 0
+    dumped = torch.where(wanted, pages, num_pages)
+    listed = (slot_pages >= 0) & (slot_pages < num_pages)
+    by_page = pages.new_full((pages.shape[0], num_pages + 1), -1)
+    by_page.scatter_(1, torch.where(listed, slot_pages, num_pages).long(), slot)
+    by_page[:, num_pages] = -1
+    slots = by_page.gather(1, dumped)
+    by_page.fill_(width).scatter_reduce_(1, dumped, entry, "amin")
+    first_entry = by_page.gather(1, dumped)
+    is_first = wanted & (first_entry == entry)
+    return _Intersection(
+        wanted, slots, first_entry, is_first & (slots >= 0), is_first & (slots < 0)
+    )
+
+
+def _evict(order: Tensor, capacity: Tensor, found: _Intersection) -> tuple[Tensor, Tensor]:
+    """Phase 2: the coldest slots that hold no selected page give way, one for each miss.
+
+    Args:
+        order: ``[R, C] int64``, slots from cold to hot.
+        capacity: ``[R] int32``.
+        found: phase 1.
+
+    Returns:
+        victims ``[R, K + 1]``, coldest first, then -1; and the new order ``[R, C]``: survivors in
+        their old order, then victims, which are loaded, then hits in their old order.
+    """
+    (num_rows, slots), width = order.shape, found.slots.shape[1]
+    num_misses = found.first_miss.sum(1, keepdim=True)
+    index = torch.arange(slots, device=order.device)
+    selected = torch.zeros(num_rows, slots + 1, dtype=torch.bool, device=order.device)
+    selected.scatter_(1, torch.where(found.slots >= 0, found.slots, slots), True)
+    owned = index < capacity[:, None]
+    order = torch.where(owned, order, slots)
+    hit = selected.gather(1, order) & owned
+    free = owned & ~hit
+    rank = free.cumsum(1) - 1
+    victim = free & (rank < num_misses)
+    victims = order.new_full((num_rows, width + 1), -1)
+    victims.scatter_(1, torch.where(victim, rank, width), torch.where(victim, order, -1))
+    victims[:, width] = -1
+
+    survivor = free & ~victim
+    num_survivors = survivor.sum(1, keepdim=True)
+    place = torch.where(survivor, survivor.cumsum(1) - 1, num_survivors + rank)
+    place = torch.where(hit, num_survivors + num_misses + hit.cumsum(1) - 1, place)
+    place = torch.where(owned, place, index)
+    return victims, order.scatter(1, place, torch.where(owned, order, -1))
+
+
+def _map_loads(
+    pages: Tensor, host_page_table: Tensor, found: _Intersection, victims: Tensor
+) -> tuple[LruDiff, Tensor]:
+    """Phase 3: misses in order of first occurrence take the victims, coldest first.
+
+    Args:
+        pages: ``[R, K] int64``, the selection.
+        host_page_table: ``[T, Pmax] int32``.
+        found: phase 1.
+        victims: ``[R, K + 1]``, of phase 2.
+
+    Returns:
+        The result, as int64, and ``[R, K]``, the page index of each load, -1 padded.
+    """
+    num_rows, width = pages.shape
+    num_misses = found.first_miss.sum(1)
+    rank = found.first_miss.cumsum(1) - 1
+    load_pages = pages.new_full((num_rows, width + 1), -1)
+    load_pages.scatter_(1, torch.where(found.first_miss, rank, width), pages)
+    loaded = torch.arange(width, device=pages.device) < num_misses[:, None]
+    load_pages = torch.where(loaded, load_pages[:, :width], -1)
+    table = host_page_table.repeat_interleave(num_rows // max(len(host_page_table), 1), dim=0)
+    load_host = torch.where(loaded, table.gather(1, load_pages.clamp(min=0)), -1)
+
+    # Duplicates of a miss have the rank of its first entry.
+    missed = found.wanted & (found.slots < 0)
+    own_rank = rank.gather(1, found.first_entry.clamp(max=width - 1))
+    victim = victims.gather(1, torch.where(missed, own_rank, width))
+    current = torch.where(missed, victim, found.slots)
+    num_hits = found.first_hit.sum(1)
+    return LruDiff(current, load_host, victims[:, :width], num_hits, num_misses), load_pages
 
 
 def promote_tail(
@@ -143,33 +194,50 @@ def rebalance(
     free_pages: Tensor,
     num_free: Tensor,
 ) -> None:
-    """See :func:`hisparse.kernels.rebalance`; the few rows that change are known on the host."""
-    changes = list(zip(rows.tolist(), capacity[rows].tolist(), new_capacity.tolist(), strict=True))
-    free = int(num_free[0])
-    for row, old, new in (c for c in changes if c[2] < c[1]):
-        order = states.lru_order[:, row, :old].long()
-        pages = states.device_pages[:, row].gather(1, order)
-        free_pages[:, free : free + old - new] = pages[:, : old - new]
-        free += old - new
-        held = states.slot_pages[:, row].gather(1, order)[:, old - new :]
-        _renumber(states, row, held, pages[:, old - new :])
-    for row, old, new in (c for c in changes if c[2] > c[1]):
-        order = states.lru_order[:, row, :old].long()
-        gained = free_pages[:, free - (new - old) : free].flip(1)
-        free -= new - old
-        pages = states.device_pages[:, row].gather(1, order)
-        held = states.slot_pages[:, row].gather(1, order)
-        empty = torch.full_like(gained, -1)
-        _renumber(states, row, torch.cat([empty, held], 1), torch.cat([gained, pages], 1))
-    capacity[rows] = new_capacity
-    num_free.fill_(free)
+    """See :func:`hisparse.kernels.rebalance`.
+
+    All rows change at once. A rank is a place in a row's order from cold to hot: slot s of the
+    renumbered row is rank ``s + dropped - gained`` of the old one.
+    """
+    slots, stack_size = states.lru_order.shape[2], free_pages.shape[1]
+    old = capacity[rows].long()
+    new = torch.where((new_capacity >= 0) & (new_capacity <= slots), new_capacity, old)
+    free = num_free[0].long()
+    dropped = _served(old - new, stack_size - free)
+    gained = _served(new - old, free + dropped.sum())
+    count = old - dropped + gained
+    rank = torch.arange(slots, device=rows.device)
+    by_rank = states.lru_order[:, rows].long().clamp(min=0)  # [L, M, C]
+    held = states.slot_pages[:, rows].gather(2, by_rank)
+    pages = states.device_pages[:, rows].gather(2, by_rank)
+
+    # Dropped pages go onto the stack; what is not dropped goes to an extra column.
+    bottom = free + dropped.cumsum(0) - dropped
+    place = torch.where(rank < dropped[:, None], bottom[:, None] + rank, stack_size)
+    stack = torch.nn.functional.pad(free_pages, (0, 1))
+    stack.scatter_(1, place.flatten().expand(len(stack), -1), pages.flatten(1))
+    # Gained pages come from its top, one by one.
+    top = free + dropped.sum() - (gained.cumsum(0) - gained)
+    popped = stack[:, (top[:, None] - 1 - rank).clamp(min=0)]
+
+    source = rank + (dropped - gained)[:, None]
+    at = source.clamp(0, slots - 1).expand_as(held)
+    is_new, owned = source < 0, rank < count[:, None]
+    renumbered = RowState(
+        slot_pages=held.gather(2, at).masked_fill(is_new, -1),
+        lru_order=rank.int().expand_as(held),
+        device_pages=torch.where(is_new, popped, pages.gather(2, at)),
+    )
+    changed = (dropped + gained > 0)[:, None]
+    for table, values in zip(states, renumbered, strict=True):
+        values = values.masked_fill(~owned, -1)
+        table[:, rows] = torch.where(changed, values, table[:, rows])
+    free_pages.copy_(stack[:, :stack_size])
+    capacity[rows] = count.int()
+    num_free.copy_(free + dropped.sum() - gained.sum())
 
 
-def _renumber(states: RowState, row: int, held: Tensor, pages: Tensor) -> None:
-    """Give a row the slots ``0..n-1``, cold to hot: ``held``, ``pages`` ``[L, n]``."""
-    count = held.shape[1]
-    for table in states:
-        table[:, row] = -1
-    states.slot_pages[:, row, :count] = held
-    states.device_pages[:, row, :count] = pages
-    states.lru_order[:, row, :count] = torch.arange(count, device=held.device)
+def _served(asked: Tensor, room: Tensor) -> Tensor:
+    """What rows ``[M]`` get of what they ask for: all of it, until one asks beyond ``room``."""
+    asked = asked.clamp(min=0)
+    return torch.where(asked.cumsum(0) <= room, asked, 0)

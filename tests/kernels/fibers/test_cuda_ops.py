@@ -22,18 +22,10 @@ from hisparse.kernels import (
     scatter_tokens,
 )
 from hisparse.kernels.build import cuda as _build_cuda
-from hisparse.kernels.cuda.checks import set_checked
 from hisparse.kernels.cuda.transfer import copy_pages
 from hisparse.types import PagedKV
 from tests.kernels.test_transfer import LAYOUTS, assert_same_bytes, pages
 from tests.kernels.world import World, i32
-
-
-@pytest.fixture
-def unchecked(fibers: str) -> str:
-    """As it is served: nothing is read back. (The fixture puts checked mode back.)"""
-    set_checked(False)
-    return fibers
 
 
 @pytest.fixture
@@ -90,7 +82,7 @@ def test_a_selection_too_wide_for_shared_memory_uses_scratch(small_shared_memory
     ],
 )
 def test_a_row_that_cannot_be_served_is_marked_and_unchanged(
-    unchecked: str, change: dict[str, object], selection: list[list[int]]
+    unverified: str, change: dict[str, object], selection: list[list[int]]
 ) -> None:
     state = full_state(3, 6, 4)
     state.slot_pages[0, :4] = i32([7, 1, 8, 9])
@@ -106,30 +98,30 @@ def test_a_row_that_cannot_be_served_is_marked_and_unchanged(
         state,
         rows=change.get("rows", torch.tensor([0])),
         out=out,
-        impl=unchecked,
+        impl=unverified,
     )
     assert [t.tolist() for t in diff] == [[[-1] * 5]] * 3 + [[0], [-1]]
     assert all(map(torch.equal, state, before))
 
 
-def test_indices_out_of_range_touch_nothing(unchecked: str) -> None:
+def test_indices_out_of_range_touch_nothing(unverified: str) -> None:
     pool, pair = pages("page_head", 4, 2, 4, (8, 8)), i32([[0, 1]])
     before = PagedKV(pool.k.clone(), pool.v.clone())
-    gather_pages(pool, i32([[4, 2**31 - 1]]), pool, pair, impl=unchecked)
-    gather_pages(pool, pair, pool, i32([[4, 2**31 - 1]]), impl=unchecked)
+    gather_pages(pool, i32([[4, 2**31 - 1]]), pool, pair, impl=unverified)
+    gather_pages(pool, pair, pool, i32([[4, 2**31 - 1]]), impl=unverified)
     token = torch.ones(2, 2, 8)
-    scatter_tokens(token, token, pool, torch.tensor([16, -1]), impl=unchecked)
+    scatter_tokens(token, token, pool, torch.tensor([16, -1]), impl=unverified)
     assert_same_bytes(pool, before)
-    table = page_table(i32([[5]]), torch.tensor([0, 2]), i32([[3], [0]]), impl=unchecked)
+    table = page_table(i32([[5]]), torch.tensor([0, 2]), i32([[3], [0]]), impl=unverified)
     assert table.tolist() == [[-1], [-1]]
     slots, counts = i32([[3], [0]]), i32([0, 0])
     diff = LruDiff(slots, slots, slots, counts, counts)
     tails = (i32([2, 0]), i32([8, 9]))
-    tables = page_tables(i32([[5]]), torch.tensor([0, 2]), diff, *tails, impl=unchecked)
+    tables = page_tables(i32([[5]]), torch.tensor([0, 2]), diff, *tails, impl=unverified)
     assert [t.tolist() for t in tables] == [[[-1, -1], [9, -1]], [[-1], [-1]]]
 
 
-def test_checked_mode_names_what_is_out_of_range(fibers: str) -> None:
+def test_verification_names_what_is_out_of_range(fibers: str) -> None:
     pool, pair = pages("page_head", 4, 2, 4, (8, 8)), i32([[0, 1]])
     with pytest.raises(KernelError, match="src_pages: got 4, expected -1 to 3"):
         gather_pages(pool, i32([[0, 4]]), pool, pair, impl=fibers)

@@ -1,0 +1,80 @@
+"""An implementation that raises where the CUDA operations leave an index alone.
+
+The CPU operations refuse an index that is out of range; the CUDA operations skip it, and
+``hisparse.kernels.verify`` reports it. With both, one suite covers every implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hisparse.kernels.verify import verify_diff, verify_indices
+
+__all__ = ["Verified"]
+
+
+class Verified:
+    """The operations of ``module``, with their indices verified.
+
+    Args:
+        module: an implementation, such as ``hisparse.kernels.cuda``.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op = getattr(self._module, name)
+
+        def run(*args: Any) -> Any:
+            _BEFORE.get(name, lambda *args: None)(*args)
+            result = op(*args)
+            if name == "lru_diff":
+                verify_diff(result, args[2])
+            return result
+
+        return run
+
+
+def _page_table(device_pages: Any, rows: Any, slots: Any) -> None:
+    verify_indices("rows", rows, 0, device_pages.shape[0])
+    verify_indices("slots", slots, -1, device_pages.shape[1])
+
+
+def _page_tables(device_pages: Any, rows: Any, diff: Any, lengths: Any, tail_pages: Any) -> None:
+    _page_table(device_pages, rows, diff.curr_device_slots)
+    _page_table(device_pages, rows, diff.load_device_slots)
+    verify_indices("lengths", lengths, 0, diff.curr_device_slots.shape[1] + 1)
+
+
+def _promote_tail(rows: Any, page_index: Any, filled: Any, capacity: Any, *state: Any) -> None:
+    num_states, slots = state[0].slot_pages.shape
+    verify_indices("rows", rows, 0, num_states)
+    verify_indices("capacity", capacity, 0, slots + 1)
+
+
+def _changed_rows(rows: Any, *tensors: Any) -> None:
+    states = next(x for x in tensors if hasattr(x, "slot_pages"))
+    verify_indices("rows", rows, 0, states.slot_pages.shape[1])
+
+
+def _gather_pages(src: Any, src_pages: Any, dst: Any, dst_pages: Any, heads: int) -> None:
+    verify_indices("src_pages", src_pages, -1, src[0].shape[-4])
+    verify_indices("dst_pages", dst_pages, -1, dst[0].shape[-4])
+
+
+def _slots(slots: Any, pool: Any) -> None:
+    verify_indices("slots", slots, 0, pool.shape[-4] * pool.shape[-2])
+
+
+_BEFORE: dict[str, Callable[..., None]] = {
+    "page_table": _page_table,
+    "page_tables": _page_tables,
+    "promote_tail": _promote_tail,
+    "reset_rows": _changed_rows,
+    "rebalance": _changed_rows,
+    "gather_pages": _gather_pages,
+    "scatter_tokens": lambda new, dst, slots: _slots(slots, dst[0]),
+    "gather_tokens": lambda src, slots: _slots(slots, src[0]),
+}
