@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
-from hisparse.kernels import select
+from hisparse.kernels import SelectRule, select
 from hisparse.types import KVSpec, Selection
 
 __all__ = ["PageScoreAlgorithm"]
@@ -71,10 +71,12 @@ class PageScoreAlgorithm(BaseSparseAlgorithm):
         return select(
             self.score_pages(queries * policy.scale, layer_id, step).float(),
             step.num_pages,
-            heads=policy.heads,
-            max_pages=policy.max_pages,
-            num_sinks=policy.num_sink_pages,
-            num_recents=policy.num_recent_pages,
+            SelectRule(
+                heads=policy.heads,
+                max_pages=policy.max_pages,
+                num_sinks=policy.num_sink_pages,
+                num_recents=policy.num_recent_pages,
+            ),
         )
 
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:

@@ -2,7 +2,7 @@
 
 from hisparse.kernels.attention import paged_attention
 from hisparse.kernels.fp8 import decode_fp8, encode_fp8
-from hisparse.kernels.graph_score import KeyGraphs, graph_score
+from hisparse.kernels.graph_score import GraphSearch, KeyGraphs, graph_score
 from hisparse.kernels.key_score import key_score
 from hisparse.kernels.lru_diff import lru_diff
 from hisparse.kernels.page_summary import page_summary
@@ -10,16 +10,18 @@ from hisparse.kernels.page_table import page_table, page_tables
 from hisparse.kernels.rebalance import promote_tail, rebalance, reset_rows
 from hisparse.kernels.reference.summary import round_outward
 from hisparse.kernels.row_state import LruDiff, PageTables, RowState
-from hisparse.kernels.select import page_score, select
+from hisparse.kernels.select import SelectRule, page_score, select
 from hisparse.kernels.sketch import SketchLayout, page_sketch, sketch_score
 from hisparse.kernels.transfer import gather_pages, gather_tokens, scatter_tokens
 from hisparse.kernels.verify import verify_capacity, verify_diff, verify_indices
 
 __all__ = [
+    "GraphSearch",
     "KeyGraphs",
     "LruDiff",
     "PageTables",
     "RowState",
+    "SelectRule",
     "SketchLayout",
     "decode_fp8",
     "encode_fp8",

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels.checks import check_tensor
+from hisparse.kernels.checks import check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
 from hisparse.types import PagedKV, StoredKV
 
 __all__ = ["paged_attention"]
+
+_KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def paged_attention(
@@ -21,33 +23,48 @@ def paged_attention(
     *,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """One query token per row over the pages of that row; float32 throughout.
+    """Attend one query token per row over the pages of that row; float32 throughout.
 
     Args:
         query: ``[R, Q, Dk] float32``, times the softmax scale; Q is a multiple of Hr, query heads
             of one KV head side by side.
-        kv: ``[N, Hr, S, D]`` pages; with scales they are float8_e4m3fn, else any floats.
+        kv: ``[N, Hr, S, D]`` pages; float8_e4m3fn if there are scales, else float32, bfloat16 or
+            float16.
         page_table: ``[R, P] int32``, page ids; entries beyond ``seq_lens`` are not read.
-        seq_lens: ``[R] int32``, tokens to attend: all pages are full but the last one.
-        impl: implementation.
+        seq_lens: ``[R] int32``, tokens to attend; every page but the last one is full.
+        impl: "auto", or an implementation's name.
 
     Returns:
         out ``[R, Q, Dv] float32``, and the natural log of the sum of exponentials of the logits
         ``[R, Q] float32``, -inf for a row without tokens.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device, or a page is not in the pool.
     """
-    rows, queries, width = query.shape
-    heads = kv.k.shape[1]
-    check_tensor("query", query, torch.float32, (None, None, None))
-    check_tensor("kv.k", kv.k, kv.v.dtype, (None, None, None, width))
-    check_tensor("kv.v", kv.v, kv.k.dtype, (*kv.k.shape[:3], None))
-    check_tensor("page_table", page_table, torch.int32, (rows, None))
-    check_tensor("seq_lens", seq_lens, torch.int32, (rows,))
-    if queries % heads:
-        raise KernelError(f"query: got {queries} heads, expected a multiple of the pages' {heads}")
     stored = StoredKV(*kv)
-    if stored.scales is not None:
-        check_tensor("kv.k", kv.k, torch.float8_e4m3fn, kv.k.shape)
-        check_tensor("kv.scales", stored.scales, torch.uint8, (*kv.k.shape[:3], 2), kv.k.device)
+    check_once(_check, query, *stored.kv, stored.scales, page_table, seq_lens)
     module = implementation(impl, query.device, kv.k.device)
     out, lse = module.paged_attention(query, stored, page_table, seq_lens)
     return out, lse
+
+
+def _check(
+    query: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: Tensor | None,
+    page_table: Tensor,
+    seq_lens: Tensor,
+) -> None:
+    check_tensor("query", query, torch.float32, (None, None, None))
+    (rows, queries, width), device = query.shape, query.device
+    dtypes = _KV_DTYPES if scales is None else torch.float8_e4m3fn
+    check_tensor("kv.k", k, dtypes, (None, None, None, width), device)
+    check_tensor("kv.v", v, k.dtype, (*k.shape[:3], None), device)
+    if scales is not None:
+        check_tensor("kv.scales", scales, torch.uint8, (*k.shape[:3], 2), device)
+    check_tensor("page_table", page_table, torch.int32, (rows, None), device)
+    check_tensor("seq_lens", seq_lens, torch.int32, (rows,), device)
+    heads = k.shape[1]
+    if heads == 0 or queries % heads:
+        raise KernelError(f"query: got {queries} heads, expected a multiple of the pages' {heads}")

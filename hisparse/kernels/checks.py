@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
 
-__all__ = ["check_once", "check_tensor"]
+__all__ = ["check_device", "check_divides", "check_once", "check_tensor"]
 
 #: Checks that passed, with the dtypes, shapes and devices that passed them.
-_passed: set[tuple[object, ...]] = set()
-_MOST_PASSED = 4096
+_passed: set[Hashable] = set()
+_MAX_PASSED = 4096
+
+_DTypes = torch.dtype | tuple[torch.dtype, ...]
 
 
-def check_once(check: Callable[..., None], *tensors: Tensor) -> None:
-    """``check(*tensors)``, unless tensors of these dtypes, shapes and devices passed it before.
+def check_once(
+    check: Callable[..., None], *tensors: Tensor | None, values: tuple[Hashable, ...] = ()
+) -> None:
+    """``check(*tensors, *values)``, unless such tensors and these values passed it before.
 
-    All layers of a step call a kernel with tensors that differ in nothing else.
+    A step calls a kernel in every layer, with tensors of the same dtypes, shapes and devices. So
+    ``check`` may look at nothing else of a tensor.
     """
-    key = (check, *[(t.dtype, t.shape, t.device) for t in tensors])
+    kinds = [None if t is None else (t.dtype, t.shape, t.device) for t in tensors]
+    key = (check, values, *kinds)
     if key in _passed:
         return
-    check(*tensors)
-    if len(_passed) >= _MOST_PASSED:
+    check(*tensors, *values)
+    if len(_passed) >= _MAX_PASSED:
         _passed.clear()
     _passed.add(key)
 
@@ -33,20 +39,46 @@ def check_once(check: Callable[..., None], *tensors: Tensor) -> None:
 def check_tensor(
     name: str,
     tensor: Tensor,
-    dtype: torch.dtype,
+    dtype: _DTypes,
     shape: tuple[int | None, ...],
     device: torch.device | None = None,
 ) -> None:
-    """Raise ``KernelError`` unless dtype, shape and device fit; None stands for any."""
-    if tensor.dtype != dtype:
-        raise KernelError(f"{name}: got dtype {tensor.dtype}, expected {dtype}")
+    """Raise ``KernelError`` unless dtype, shape and device fit.
+
+    Args:
+        name: of the tensor, for the message.
+        tensor: the tensor.
+        dtype: the dtype, or those that are allowed.
+        shape: sizes; None stands for any size.
+        device: the device; None stands for any device.
+    """
+    if tensor.dtype != dtype and not (isinstance(dtype, tuple) and tensor.dtype in dtype):
+        expected = (
+            dtype if isinstance(dtype, torch.dtype) else f"one of {', '.join(map(str, dtype))}"
+        )
+        raise KernelError(f"{name}: got dtype {tensor.dtype}, expected {expected}")
     got = tensor.shape
-    # One comparison of tuples settles the common case, of a shape that is known in full.
+    # One comparison of tuples decides the common case, a shape without None.
     if got != shape and not _fits(got, shape):
         want_text = ", ".join("any" if want is None else str(want) for want in shape)
         raise KernelError(f"{name}: got shape {list(got)}, expected [{want_text}]")
-    if device is not None and tensor.device != device:
-        raise KernelError(f"{name}: got device {tensor.device}, expected {device}")
+    if device is not None:
+        check_device(name, tensor, device)
+
+
+def check_device(name: str, tensor: Tensor, *devices: torch.device) -> None:
+    """Raise ``KernelError`` unless the tensor is on one of ``devices``."""
+    if tensor.device not in devices:
+        expected = " or ".join(dict.fromkeys(map(str, devices)))
+        raise KernelError(f"{name}: got device {tensor.device}, expected {expected}")
+
+
+def check_divides(name: str, heads: int, query_heads: int) -> None:
+    """Raise ``KernelError`` unless a tensor's KV heads divide the query heads."""
+    if heads == 0 or query_heads % heads:
+        raise KernelError(
+            f"{name}: got {heads} heads, expected a divisor of the {query_heads} query heads"
+        )
 
 
 def _fits(got: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels.checks import check_tensor
+from hisparse.kernels.checks import check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
 from hisparse.types import StoredKV
 
@@ -38,9 +38,7 @@ def encode_fp8(k: Tensor, v: Tensor, *, impl: str = "auto") -> StoredKV:
     Raises:
         KernelError: a tensor has another shape or dtype.
     """
-    if k.dtype not in _FLOATS:
-        raise KernelError(f"k: got dtype {k.dtype}, expected float32, bfloat16 or float16")
-    check_tensor("v", v, k.dtype, (*k.shape[:-1], None), k.device)
+    check_once(_check_encode, k, v)
     module = implementation(impl, k.device)
     stored: StoredKV = module.encode_fp8(k, v)
     return stored
@@ -57,14 +55,23 @@ def decode_fp8(stored: StoredKV, out: tuple[Tensor, Tensor], *, impl: str = "aut
     Raises:
         KernelError: a tensor has another shape or dtype.
     """
-    if stored.scales is None:
-        raise KernelError("scales: got None, expected those of float8_e4m3fn keys and values")
-    check_tensor("scales", stored.scales, torch.uint8, (*stored.k.shape[:-1], 2))
-    for name, of, to in zip(("k", "v"), stored.kv, out, strict=True):
-        check_tensor(name, of, torch.float8_e4m3fn, (*stored.k.shape[:-1], None))
-        if to.dtype not in _FLOATS or to.shape != of.shape:
-            raise KernelError(
-                f"out: got {name} {list(to.shape)} of {to.dtype}, expected {list(of.shape)} of "
-                "float32, bfloat16 or float16"
-            )
+    check_once(_check_decode, *stored.kv, stored.scales, *out)
     implementation(impl, stored.k.device, out[0].device).decode_fp8(stored, out)
+
+
+def _check_encode(k: Tensor, v: Tensor) -> None:
+    check_tensor("k", k, _FLOATS, (*k.shape[:-1], None))
+    check_tensor("v", v, k.dtype, (*k.shape[:-1], None), k.device)
+
+
+def _check_decode(
+    k: Tensor, v: Tensor, scales: Tensor | None, k_out: Tensor, v_out: Tensor
+) -> None:
+    if scales is None:
+        raise KernelError("scales: got None, expected those of float8_e4m3fn keys and values")
+    vectors, device = k.shape[:-1], k.device
+    check_tensor("k", k, torch.float8_e4m3fn, (*vectors, None))
+    check_tensor("v", v, torch.float8_e4m3fn, (*vectors, None), device)
+    check_tensor("scales", scales, torch.uint8, (*vectors, 2), device)
+    check_tensor("out.k", k_out, _FLOATS, k.shape)
+    check_tensor("out.v", v_out, _FLOATS, v.shape, k_out.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels.checks import check_tensor
+from hisparse.kernels.checks import check_divides, check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
 
 __all__ = ["KEY_DTYPES", "check_key_inputs", "key_score"]
@@ -27,29 +27,31 @@ def key_score(
     pages: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """What q.k comes to in each page, exactly, from keys where they lie in host memory.
+    """Score pages by their exact q.k, from keys where they lie in host memory.
 
-    A page's score depends on nothing but its keys and the query: asking for fewer pages changes
-    no bit of the others. On the CPU only.
+    A page's score depends on nothing but its keys and the query: fewer ``pages`` change no bit of
+    the others' scores. CPU only.
 
     Args:
         query: ``[B, Hq, D] float32``, times the softmax scale.
         keys: ``[host pages, Hkv, S, D]``, one of ``KEY_DTYPES``; any strides, but D dense.
         host_page_table: ``[B, P] int32``.
-        num_pages: ``[B] int32``, pages that a request has.
-        reduce: what becomes of a page's S products: "max", the largest, or "lse", log-sum-exp.
-        pages: ``[B, Hq, P] bool``, which ones are scored; None: all.
+        num_pages: ``[B] int32``, pages of each request.
+        reduce: how a page's S products become its score: "max", the largest, or "lse",
+            log-sum-exp.
+        pages: ``[B, Hq, P] bool``, pages to score; None: all.
         impl: "auto", or an implementation's name.
 
     Returns:
-        ``[B, Hq, P] float32``, -inf where there is no page or it is not scored.
+        ``[B, Hq, P] float32``, -inf beyond a request's pages and for pages that are not scored.
 
     Raises:
         KernelError: a tensor has another shape, dtype or device, or a page is not in the pool.
     """
     check_key_inputs(query, keys, host_page_table, num_pages)
     if pages is not None:
-        check_tensor("pages", pages, torch.bool, (*query.shape[:2], host_page_table.shape[1]))
+        shape = (*query.shape[:2], host_page_table.shape[1])
+        check_tensor("pages", pages, torch.bool, shape, _CPU)
     if reduce not in ("max", "lse"):
         raise KernelError(f"reduce: got {reduce!r}, expected max or lse")
     module = implementation(impl, query.device, keys.device)
@@ -60,18 +62,16 @@ def key_score(
 def check_key_inputs(
     query: Tensor, keys: Tensor, host_page_table: Tensor, num_pages: Tensor
 ) -> None:
-    """What all kernels need that score pages by keys in host memory, see :func:`key_score`."""
-    batch, q_heads, dim = query.shape
-    check_tensor("query", query, torch.float32, (None, None, None), _CPU)
-    if keys.dtype not in KEY_DTYPES:
-        choices = ", ".join(map(str, KEY_DTYPES))
-        raise KernelError(f"keys: got dtype {keys.dtype}, expected one of {choices}")
-    check_tensor("keys", keys, keys.dtype, (None, None, None, dim), _CPU)
+    """Check the inputs of a kernel that reads keys in host memory, see :func:`key_score`."""
+    check_once(_check_inputs, query, keys, host_page_table, num_pages)
     if keys.stride(-1) != 1:
         raise KernelError(f"keys: got stride {keys.stride(-1)} in D, expected 1")
-    check_tensor("host_page_table", host_page_table, torch.int32, (batch, None))
-    check_tensor("num_pages", num_pages, torch.int32, (batch,))
-    if q_heads % keys.shape[1]:
-        raise KernelError(
-            f"keys: got {keys.shape[1]} heads, expected a divisor of the {q_heads} query heads"
-        )
+
+
+def _check_inputs(query: Tensor, keys: Tensor, host_page_table: Tensor, num_pages: Tensor) -> None:
+    check_tensor("query", query, torch.float32, (None, None, None), _CPU)
+    batch, query_heads, dim = query.shape
+    check_tensor("keys", keys, KEY_DTYPES, (None, None, None, dim), _CPU)
+    check_tensor("host_page_table", host_page_table, torch.int32, (batch, None), _CPU)
+    check_tensor("num_pages", num_pages, torch.int32, (batch,), _CPU)
+    check_divides("keys", keys.shape[1], query_heads)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.errors import KernelError
-from hisparse.kernels.checks import check_tensor
+from hisparse.kernels.checks import check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
 
 __all__ = ["SUMMARY_DTYPES", "page_summary"]
 
 SUMMARY_DTYPES = (torch.float32, torch.bfloat16)
+_KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def page_summary(
@@ -19,27 +19,28 @@ def page_summary(
 ) -> None:
     """Store the maxima and minima of each page's keys, which bound every q.k in the page.
 
-    What Quest keeps of a page; https://arxiv.org/abs/2406.10774, section 3.3. A maximum that the
-    summaries' dtype cannot hold is rounded up and a minimum down, so that the bound stays one.
+    Quest's page metadata; https://arxiv.org/abs/2406.10774, section 3.3. Where the summaries' dtype
+    cannot hold a value, a maximum is rounded up and a minimum down, so that the bound still holds.
 
     Args:
-        keys: ``[P, S, Hkv, D]``, any strides.
+        keys: ``[P, S, Hkv, D]`` float32, bfloat16 or float16; any strides.
         summaries: ``[host pages, Hkv, 2D]``, one of ``SUMMARY_DTYPES``; maxima, then minima.
-        host_pages: ``[P]`` int32 or int64, where page p's summary goes; -1 is left out, and where a
-            page stands twice either may win.
+            Written to.
+        host_pages: ``[P]`` int32 or int64, entry of ``summaries`` for each page; -1 is skipped. If
+            an entry stands twice, either page may win.
         impl: "auto", or an implementation's name.
 
     Raises:
-        KernelError: a tensor has another shape or dtype, or a page is beyond the summaries.
+        KernelError: a tensor has another shape, dtype or device, or a page is beyond the
+            summaries.
     """
-    check_tensor("keys", keys, keys.dtype, (None, None, None, None))
-    count, _, heads, dim = keys.shape
-    if summaries.dtype not in SUMMARY_DTYPES:
-        choices = " or ".join(map(str, SUMMARY_DTYPES))
-        raise KernelError(f"summaries: got dtype {summaries.dtype}, expected {choices}")
-    check_tensor("summaries", summaries, summaries.dtype, (None, heads, 2 * dim), keys.device)
-    if host_pages.dtype not in (torch.int32, torch.int64):
-        raise KernelError(f"host_pages: got dtype {host_pages.dtype}, expected int32 or int64")
-    check_tensor("host_pages", host_pages, host_pages.dtype, (count,), keys.device)
+    check_once(_check, keys, summaries, host_pages)
     module = implementation(impl, keys.device, summaries.device)
     module.page_summary(keys, summaries, host_pages)
+
+
+def _check(keys: Tensor, summaries: Tensor, host_pages: Tensor) -> None:
+    check_tensor("keys", keys, _KEY_DTYPES, (None, None, None, None))
+    count, _, heads, dim = keys.shape
+    check_tensor("summaries", summaries, SUMMARY_DTYPES, (None, heads, 2 * dim), keys.device)
+    check_tensor("host_pages", host_pages, (torch.int32, torch.int64), (count,), keys.device)

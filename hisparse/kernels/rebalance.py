@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.kernels.checks import check_tensor
+from hisparse.kernels.checks import check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
 from hisparse.kernels.row_state import RowState
 
@@ -40,16 +40,8 @@ def promote_tail(
     Raises:
         KernelError: a tensor has another shape, dtype or device.
     """
-    num_rows, device = rows.shape[0], rows.device
-    num_states = state.slot_pages.shape[0]
-    check_tensor("rows", rows, _I64, (num_rows,))
-    check_tensor("page_index", page_index, _I32, (num_rows,), device)
-    check_tensor("filled", filled, torch.bool, (num_rows,), device)
-    check_tensor("capacity", capacity, _I32, (num_rows,), device)
-    check_tensor("tail_pages", tail_pages, _I32, (num_states,), device)
-    for name, table in zip(state._fields, state, strict=True):
-        check_tensor(name, table, _I32, (num_states, None), device)
-    ops = implementation(impl, device)
+    check_once(_check_promote, rows, page_index, filled, capacity, *state, tail_pages)
+    ops = implementation(impl, rows.device)
     ops.promote_tail(rows, page_index, filled, capacity, state, tail_pages)
 
 
@@ -65,11 +57,8 @@ def reset_rows(rows: Tensor, capacity: Tensor, states: RowState, *, impl: str = 
     Raises:
         KernelError: a tensor has another shape, dtype or device.
     """
-    device = rows.device
-    check_tensor("rows", rows, _I64, (None,))
-    check_tensor("capacity", capacity, _I32, (states.slot_pages.shape[1],), device)
-    _check_states(states, device)
-    implementation(impl, device).reset_rows(rows, capacity, states)
+    check_once(_check_rows, rows, capacity, *states)
+    implementation(impl, rows.device).reset_rows(rows, capacity, states)
 
 
 def rebalance(
@@ -106,21 +95,50 @@ def rebalance(
     Raises:
         KernelError: a tensor has another shape, dtype or device.
     """
-    layers, num_states, _ = states.slot_pages.shape
-    device = rows.device
-    check_tensor("rows", rows, _I64, (None,))
-    check_tensor("new_capacity", new_capacity, _I32, (rows.shape[0],), device)
-    check_tensor("capacity", capacity, _I32, (num_states,), device)
-    check_tensor("free_pages", free_pages, _I32, (layers, None), device)
-    check_tensor("num_free", num_free, _I32, (layers,), device)
-    _check_states(states, device)
+    check_once(_check_rows, rows, capacity, *states)
+    check_once(_check_plan, rows, new_capacity, free_pages, num_free, states.slot_pages)
     if rows.numel() == 0:
         return
-    ops = implementation(impl, device)
+    ops = implementation(impl, rows.device)
     ops.rebalance(rows, new_capacity, capacity, states, free_pages, num_free)
 
 
-def _check_states(states: RowState, device: torch.device) -> None:
-    shape = states.slot_pages.shape
-    for name, table in zip(states._fields, states, strict=True):
-        check_tensor(name, table, _I32, shape, device)
+def _check_promote(
+    rows: Tensor,
+    page_index: Tensor,
+    filled: Tensor,
+    capacity: Tensor,
+    slot_pages: Tensor,
+    lru_order: Tensor,
+    device_pages: Tensor,
+    tail_pages: Tensor,
+) -> None:
+    num_rows, device = rows.shape[0], rows.device
+    check_tensor("rows", rows, _I64, (num_rows,))
+    check_tensor("page_index", page_index, _I32, (num_rows,), device)
+    check_tensor("filled", filled, torch.bool, (num_rows,), device)
+    check_tensor("capacity", capacity, _I32, (num_rows,), device)
+    check_tensor("slot_pages", slot_pages, _I32, (None, None), device)
+    check_tensor("lru_order", lru_order, _I32, slot_pages.shape, device)
+    check_tensor("device_pages", device_pages, _I32, slot_pages.shape, device)
+    check_tensor("tail_pages", tail_pages, _I32, slot_pages.shape[:1], device)
+
+
+def _check_rows(
+    rows: Tensor, capacity: Tensor, slot_pages: Tensor, lru_order: Tensor, device_pages: Tensor
+) -> None:
+    device = rows.device
+    check_tensor("rows", rows, _I64, (None,))
+    check_tensor("slot_pages", slot_pages, _I32, (None, None, None), device)
+    check_tensor("lru_order", lru_order, _I32, slot_pages.shape, device)
+    check_tensor("device_pages", device_pages, _I32, slot_pages.shape, device)
+    check_tensor("capacity", capacity, _I32, slot_pages.shape[1:2], device)
+
+
+def _check_plan(
+    rows: Tensor, new_capacity: Tensor, free_pages: Tensor, num_free: Tensor, slot_pages: Tensor
+) -> None:
+    layers, device = slot_pages.shape[0], rows.device
+    check_tensor("new_capacity", new_capacity, _I32, rows.shape, device)
+    check_tensor("free_pages", free_pages, _I32, (layers, None), device)
+    check_tensor("num_free", num_free, _I32, (layers,), device)

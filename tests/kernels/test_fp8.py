@@ -141,7 +141,7 @@ def test_wrong_tensors_are_named() -> None:
         encode_fp8(k, k[:1])
     with pytest.raises(KernelError, match="scales: got None"):
         decode_fp8(stored._replace(scales=None), (k, k))
-    with pytest.raises(KernelError, match=r"out: got v \[1, 1, 4, 8\]"):
+    with pytest.raises(KernelError, match=r"out.v: got shape \[1, 1, 4, 8\]"):
         decode_fp8(stored, (k, k[:1]))
     table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     bad = stored._replace(scales=stored.tensors[2][:, :, :2])

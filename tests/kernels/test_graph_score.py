@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels import KeyGraphs, graph_score, key_score
+from hisparse.kernels import GraphSearch, KeyGraphs, graph_score, key_score
 
 IMPLS = ["reference", "cpu"]
 SIZE = 4
@@ -67,8 +67,7 @@ def test_all_implementations_see_the_same_tokens(
             *inputs,
             graphs(parts, tokens, links, stride),
             torch.full(query.shape[:2], known),
-            within=within,
-            threshold=threshold,
+            GraphSearch(within, threshold),
             impl=impl,
         )
         for impl in IMPLS
@@ -96,8 +95,7 @@ def test_all_candidates_up_to_the_threshold_then_only_critical_ones(impl: str) -
             count,
             graph,
             torch.full((1, 1), known),
-            within=within,
-            threshold=threshold,
+            GraphSearch(within, threshold),
             impl=impl,
         )
         number = int((scores > -torch.inf).sum())
@@ -128,8 +126,7 @@ def test_what_a_graph_has_beyond_the_pages_is_passed_over(impl: str) -> None:
         torch.tensor([1], dtype=torch.int32),
         graph,
         torch.zeros(1, 1),
-        within=1.0,
-        threshold=9,
+        GraphSearch(within=1.0, threshold=9),
         impl=impl,
     )
     assert scores.tolist() == [[[4.0, -torch.inf]]]
@@ -146,7 +143,7 @@ def test_scores_of_what_is_seen_are_those_of_key_score(dtype: torch.dtype) -> No
     num_pages = torch.full((2,), 12, dtype=torch.int32)
     query = torch.randn(2, 6, dim)
     scores = graph_score(
-        query, keys, table, num_pages, graph, torch.zeros(2, 6), within=0.0, threshold=1
+        query, keys, table, num_pages, graph, torch.zeros(2, 6), GraphSearch(0.0, threshold=1)
     )
     torch.testing.assert_close(scores, key_score(query, keys, table, num_pages))
 
@@ -168,9 +165,11 @@ def test_bad_tensors_are_named() -> None:
             "best": torch.zeros(1, 4),
         }
         with pytest.raises(KernelError, match=message):
-            graph_score(**(inputs | changed), within=1.0, threshold=1, impl="cpu")  # type: ignore[arg-type]
+            graph_score(**(inputs | changed), search=GraphSearch(1.0, 1), impl="cpu")  # type: ignore[arg-type]
 
     refused(r"links: got 300 per token, expected at most 256")
+    refused("num_pages: got device meta, expected cpu", num_pages=count.to("meta"))
+    refused("best: got device meta, expected cpu", best=torch.zeros(1, 4, device="meta"))
     refused(r"best: got shape \[1, 2\], expected \[1, 4\]", best=torch.zeros(1, 2))
     refused(r"keys: got dtype torch.int8, expected one of", keys=keys.to(torch.int8))
     refused(r"keys: got 3 heads, expected a divisor of the 4", keys=torch.zeros(3, 3, 4, 8))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hisparse.errors import KernelError
-from hisparse.kernels import page_score, select
+from hisparse.kernels import SelectRule, page_score, select
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,8 @@ def test_select_takes_sinks_recents_and_the_best(impl: str, heads: int, width: i
     scores = torch.randn(4, 4, width)
     beyond = torch.arange(width) >= num_pages[:, None]
     scores = scores.masked_fill(beyond[:, None], torch.nan)
-    pages, lengths = select(
-        scores, num_pages, heads=heads, max_pages=5, num_sinks=1, num_recents=2, impl=impl
-    )
+    rule = SelectRule(heads=heads, max_pages=5, num_sinks=1, num_recents=2)
+    pages, lengths = select(scores, num_pages, rule, impl=impl)
     assert pages.shape == (4, heads, 5)
     for row, count in enumerate(num_pages.tolist()):
         for head in range(heads):
@@ -68,7 +67,7 @@ def test_heads_vote_with_their_softmax_not_with_raw_logits(impl: str) -> None:
     scores[0, 0] = torch.tensor([50.0, 50.1, 50.2, 50.0, 50.1, 50.0])
     scores[0, 1] = torch.tensor([0.0, 0.0, 0.0, 9.0, 0.0, 0.0])
     six = torch.tensor([6], dtype=torch.int32)
-    pages, _ = select(scores, six, heads=1, max_pages=1, num_sinks=0, num_recents=0, impl=impl)
+    pages, _ = select(scores, six, SelectRule(heads=1, max_pages=1), impl=impl)
     assert pages.tolist() == [[[3]]]
 
 
@@ -97,12 +96,8 @@ def test_mass_takes_the_fewest_pages_that_reach_it(
     pages, lengths = select(
         scores,
         num_pages,
-        heads=heads,
-        max_pages=most,
-        num_sinks=1,
-        num_recents=2,
+        SelectRule(heads=heads, max_pages=most, num_sinks=1, num_recents=2, mass=mass),
         rest=rest if with_rest else None,
-        mass=mass,
         impl=impl,
     )
     for row, count in enumerate(num_pages.tolist()):
@@ -137,12 +132,8 @@ def test_within_takes_what_is_near_the_best_of_some_head(
     pages, lengths = select(
         scores,
         num_pages,
-        heads=heads,
-        max_pages=most,
-        num_sinks=1,
-        num_recents=2,
+        SelectRule(heads=heads, max_pages=most, num_sinks=1, num_recents=2, within=within),
         rest=rest if with_rest else None,
-        within=within,
         impl=impl,
     )
     for row, count in enumerate(num_pages.tolist()):
@@ -175,9 +166,9 @@ def test_scores_that_are_no_numbers_choose_pages_that_there_are(
     scores = torch.randn(2, 2, 30)
     scores[0] = torch.nan
     num_pages = torch.tensor([30, 30], dtype=torch.int32)
-    limits = {"heads": heads, "max_pages": 6, "num_sinks": 1, "num_recents": 2, "impl": impl}
-    pages, lengths = select(scores, num_pages, **limits, **rule)
-    alone = select(scores[1:], num_pages[1:], **limits, **rule)
+    limits = SelectRule(heads=heads, max_pages=6, num_sinks=1, num_recents=2, **rule)
+    pages, lengths = select(scores, num_pages, limits, impl=impl)
+    alone = select(scores[1:], num_pages[1:], limits, impl=impl)
     assert torch.equal(pages[1:], alone.pages)
     for chosen, length in zip(pages[0].tolist(), lengths[0].tolist(), strict=True):
         assert {0, 28, 29} <= set(chosen[:length]) <= set(range(30))
@@ -185,32 +176,70 @@ def test_scores_that_are_no_numbers_choose_pages_that_there_are(
         assert length == len(set(chosen[:length])) == (3 if rule else 6)
 
 
-def test_mass_and_within_are_checked(impl: str) -> None:
-    three = torch.tensor([3], dtype=torch.int32)
-
-    def refused(message: str, **rule: float) -> None:
-        with pytest.raises(KernelError, match=message):
-            select(
-                torch.zeros(1, 1, 4),
-                three,
-                heads=1,
-                max_pages=2,
-                num_sinks=0,
-                num_recents=0,
-                impl=impl,
-                **rule,
-            )
-
-    refused("mass: got 1.5, expected more than 0 and at most 1", mass=1.5)
-    refused("within: got -1, expected at least 0", within=-1)
-    refused("expected one of the two", mass=0.5, within=1)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mass": 1.5}, "mass: got 1.5, expected more than 0 and at most 1"),
+        ({"within": -1}, "within: got -1, expected at least 0"),
+        ({"mass": 0.5, "within": 1}, "got mass 0.5 and within 1, expected one of the two"),
+        ({"heads": 0}, "heads: got 0, expected 1 or more"),
+    ],
+    ids=["mass", "within", "both", "heads"],
+)
+def test_a_rule_out_of_range_is_refused(values: dict[str, float], message: str) -> None:
+    with pytest.raises(KernelError, match=message):
+        SelectRule(**({"heads": 1, "max_pages": 2} | values))
 
 
-def test_bad_tensors_are_named(impl: str) -> None:
-    three = torch.tensor([3], dtype=torch.int32)
-    with pytest.raises(KernelError, match=r"scores: got 3 heads, expected a multiple or a divisor"):
-        select(
-            torch.zeros(1, 3, 4), three, heads=2, max_pages=2, num_sinks=0, num_recents=0, impl=impl
-        )
-    with pytest.raises(KernelError, match=r"summaries: got shape \[9, 1, 8\]"):
-        page_score(torch.zeros(1, 2, 8), torch.zeros(9, 1, 8), three[None], three, impl=impl)
+COUNT = torch.tensor([3], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"scores": torch.zeros(1, 3, 4)}, "scores: got 3 heads, expected a multiple or a divisor"),
+        ({"scores": torch.zeros(1, 2, 4).double()}, "scores: got dtype torch.float64"),
+        ({"num_pages": COUNT.repeat(2)}, r"num_pages: got shape \[2\], expected \[1\]"),
+        ({"num_pages": COUNT.to("meta")}, "num_pages: got device meta, expected cpu"),
+        ({"rest": torch.zeros(1, 3)}, r"rest: got shape \[1, 3\], expected \[1, 2\]"),
+        ({"rest": torch.zeros(1, 2, device="meta")}, "rest: got device meta, expected cpu"),
+    ],
+    ids=["heads", "dtype", "shape", "device", "rest", "rest-device"],
+)
+def test_tensors_that_select_cannot_use_are_named(
+    impl: str, changed: dict[str, Tensor], message: str
+) -> None:
+    inputs = {"scores": torch.zeros(1, 2, 4), "num_pages": COUNT} | changed
+    with pytest.raises(KernelError, match=message):
+        select(**inputs, rule=SelectRule(heads=2, max_pages=2), impl=impl)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"query": torch.zeros(1, 2, 8).half()},
+            "query: got dtype torch.float16, expected torch.f",
+        ),
+        ({"summaries": torch.zeros(9, 1, 8)}, r"summaries: got shape \[9, 1, 8\]"),
+        (
+            {"summaries": torch.zeros(9, 1, 16).int()},
+            "summaries: got dtype torch.int32, expected o",
+        ),
+        ({"summaries": torch.zeros(9, 1, 16, device="meta")}, "summaries: got device meta"),
+        (
+            {"summaries": torch.zeros(9, 3, 16)},
+            "summaries: got 3 heads, expected a divisor of the 2",
+        ),
+        ({"host_page_table": COUNT[None].long()}, "host_page_table: got dtype torch.int64"),
+        ({"num_pages": COUNT.to("meta")}, "num_pages: got device meta, expected cpu"),
+    ],
+    ids=["query", "width", "dtype", "device", "heads", "table", "count"],
+)
+def test_tensors_that_page_score_cannot_use_are_named(
+    impl: str, changed: dict[str, Tensor], message: str
+) -> None:
+    inputs = {"query": torch.zeros(1, 2, 8), "summaries": torch.zeros(9, 1, 16)}
+    inputs |= {"host_page_table": COUNT[None], "num_pages": COUNT} | changed
+    with pytest.raises(KernelError, match=message):
+        page_score(**inputs, impl=impl)

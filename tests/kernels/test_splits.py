@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.kernels import paged_attention, reference, select
+from hisparse.kernels import SelectRule, paged_attention, reference, select
 from hisparse.types import PagedKV, StoredKV
 
 WIDTH = 40
@@ -76,8 +76,7 @@ def test_splits_change_nothing(
 @pytest.mark.parametrize("heads", [1, 2, 4, 8], ids=lambda h: f"select{h}")
 def test_a_table_without_pages_selects_none(impl: str, heads: int) -> None:
     none = torch.zeros(3, dtype=torch.int32)
-    pages, lengths = select(
-        torch.empty(3, 4, 0), none, heads=heads, max_pages=5, num_sinks=1, num_recents=2, impl=impl
-    )
+    rule = SelectRule(heads=heads, max_pages=5, num_sinks=1, num_recents=2)
+    pages, lengths = select(torch.empty(3, 4, 0), none, rule, impl=impl)
     assert pages.tolist() == [[[-1] * 5] * heads] * 3
     assert lengths.tolist() == [[0] * heads] * 3

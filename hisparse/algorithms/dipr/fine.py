@@ -13,7 +13,7 @@ from torch import Tensor
 from hisparse.algorithms.request_indexes import RequestIndexes
 from hisparse.algorithms.step import DecodeStep, PrefillStep
 from hisparse.errors import ConfigError
-from hisparse.kernels import KeyGraphs, graph_score, key_score
+from hisparse.kernels import GraphSearch, KeyGraphs, graph_score, key_score
 
 __all__ = ["LINKS_PER_TOKEN", "build_graph", "fine_scores", "link_keys", "require_faiss"]
 
@@ -130,9 +130,8 @@ def fine_scores(
     scores = key_score(query, keys, table, step.num_pages, pages=fresh)
     best = torch.maximum(rest, scores.amax(-1))
     graphs = KeyGraphs(addresses, tokens, LINKS_PER_TOKEN, _ENTRY_STRIDE)
-    found = graph_score(
-        query, keys, table, step.num_pages, graphs, best, within=within, threshold=threshold
-    )
+    search = GraphSearch(within, threshold)
+    found = graph_score(query, keys, table, step.num_pages, graphs, best, search)
     return torch.maximum(scores, found)
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from hisparse.kernels.build.cpu import call_cpu, dense_rows
-
-if TYPE_CHECKING:
-    from hisparse.kernels.graph_score import KeyGraphs
+from hisparse.kernels.key_graphs import GraphSearch, KeyGraphs
 
 __all__ = ["graph_score"]
 
@@ -21,8 +17,7 @@ def graph_score(
     num_pages: Tensor,
     graphs: KeyGraphs,
     best: Tensor,
-    within: float,
-    threshold: int,
+    search: GraphSearch,
 ) -> Tensor:
     """See :func:`hisparse.kernels.graph_score`."""
     scores = query.new_empty(*query.shape[:2], host_page_table.shape[1])
@@ -38,7 +33,7 @@ def graph_score(
         scores,
         graphs.links_per_token,
         graphs.entry_stride,
-        threshold,
-        within,
+        search.threshold,
+        search.within,
     )
     return scores

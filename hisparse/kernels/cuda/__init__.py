@@ -1,6 +1,7 @@
-"""Every operation on CUDA devices: bookkeeping and transfers in CUDA C++, the rest in Triton.
+"""Operations on CUDA devices: bookkeeping and transfers in CUDA C++, the others in Triton.
 
-Triton's operations are imported when one is first asked for: the others need no Triton.
+``__getattr__`` finds the Triton operations and imports them when the first is asked for: a machine
+that only moves pages needs no Triton.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import functools
 import importlib
 import logging
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hisparse.kernels.cuda.lru import (
     lru_diff,
@@ -22,49 +23,42 @@ from hisparse.kernels.cuda.lru import (
 from hisparse.kernels.cuda.transfer import gather_pages, gather_tokens, scatter_tokens
 from hisparse.kernels.reference.fp8 import decode_fp8
 
-if TYPE_CHECKING:
-    from hisparse.kernels.reference import (
-        encode_fp8,
-        page_score,
-        page_sketch,
-        page_summary,
-        paged_attention,
-        select,
-        sketch_score,
-    )
-
 logger = logging.getLogger(__name__)
 
 __all__ = [
     "decode_fp8",
-    "encode_fp8",
     "gather_pages",
     "gather_tokens",
     "lru_diff",
-    "page_score",
-    "page_sketch",
-    "page_summary",
     "page_table",
     "page_tables",
-    "paged_attention",
     "promote_tail",
     "rebalance",
     "reset_rows",
     "scatter_tokens",
+]
+
+#: Operations of ``hisparse.kernels.triton``.
+IN_TRITON = (
+    "encode_fp8",
+    "page_score",
+    "page_sketch",
+    "page_summary",
+    "paged_attention",
     "select",
     "sketch_score",
-]
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in IN_TRITON:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_arithmetic(), name)
+    return getattr(_triton(), name)
 
 
 @functools.cache
-def _arithmetic() -> ModuleType:
-    """Triton's operations; without Triton, said once, PyTorch's operators do their work."""
+def _triton() -> ModuleType:
+    """The Triton operations, or, after a warning, PyTorch's if Triton cannot be imported."""
     try:
         return importlib.import_module("hisparse.kernels.triton")
     except ImportError as error:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import heapq
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from hisparse.kernels.graph_score import KeyGraphs
+from hisparse.kernels.key_graphs import GraphSearch, KeyGraphs
 
 __all__ = ["graph_score"]
 
@@ -24,8 +22,7 @@ def graph_score(
     num_pages: Tensor,
     graphs: KeyGraphs,
     best: Tensor,
-    within: float,
-    threshold: int,
+    search: GraphSearch,
 ) -> Tensor:
     """See :func:`hisparse.kernels.graph_score`."""
     batch, q_heads, _ = query.shape
@@ -49,7 +46,7 @@ def graph_score(
 
             entries = range(0, tokens, graphs.entry_stride)
             known = float(best[b, head])
-            _search(see, links[kv_head][:tokens], entries, known, within, threshold)
+            _explore(see, links[kv_head][:tokens], entries, known, search)
     return scores
 
 
@@ -61,15 +58,14 @@ def _links(graphs: KeyGraphs, b: int, kv_heads: int) -> np.ndarray:
     return links
 
 
-def _search(
+def _explore(
     see: Callable[[int], float],
     links: np.ndarray,
     entries: range,
     best: float,
-    within: float,
-    threshold: int,
+    search: GraphSearch,
 ) -> None:
-    """See every entry, then what is linked to the candidates that are explored."""
+    """Call ``see`` for every entry, then for each token linked to an explored candidate."""
     seen: set[int] = set()
     frontier: list[tuple[float, int]] = []
 
@@ -86,7 +82,7 @@ def _search(
     explored = 0
     while frontier:
         behind, token = heapq.heappop(frontier)
-        if explored >= threshold and -behind < best - within:
+        if explored >= search.threshold and -behind < best - search.within:
             break
         explored += 1
         visit(links[token].tolist())

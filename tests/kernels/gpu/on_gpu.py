@@ -90,6 +90,6 @@ def _wrap(name: str) -> Callable[..., Any]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in cuda.__all__:
+    if name in (*cuda.__all__, *cuda.IN_TRITON):
         return _wrap(name)
     raise AttributeError(name)

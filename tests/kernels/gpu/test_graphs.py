@@ -9,6 +9,7 @@ from torch import Tensor
 from hisparse.kernels import (
     LruDiff,
     RowState,
+    SelectRule,
     gather_pages,
     lru_diff,
     page_score,
@@ -47,9 +48,8 @@ class Step:
 
     def run(self) -> tuple[Tensor, Tensor]:
         scores = page_score(self.query, self.summaries, self.table, self.num_pages)
-        chosen = select(
-            scores, self.num_pages, heads=ROWS, max_pages=WIDTH, num_sinks=1, num_recents=2
-        )
+        rule = SelectRule(heads=ROWS, max_pages=WIDTH, num_sinks=1, num_recents=2)
+        chosen = select(scores, self.num_pages, rule)
         diff = lru_diff(
             chosen.pages[0],
             self.table,
