@@ -10,6 +10,7 @@ from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.rows import StepRows
 from hisparse.cache.transfers import read_tokens, write_tokens
 from hisparse.errors import HiSparseError
+from hisparse.kernels import verify_indices
 from hisparse.types import PagedKV, StoredKV
 
 __all__ = ["KVReadWrite"]
@@ -21,14 +22,17 @@ class KVReadWrite:
     Args:
         host: the whole KV cache.
         device: the device pages.
+        checked: verify that host slots exist, which waits for the device.
     """
 
-    def __init__(self, host: HostKVPool, device: DevicePool) -> None:
+    def __init__(self, host: HostKVPool, device: DevicePool, *, checked: bool = False) -> None:
         self._host = host
         self._device = device
+        self._checked = checked
 
     def write(self, layer_id: int, host_slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Write new tokens through to host memory: ``host_slots [T]``, ``k, v [T, Hkv, D]``."""
+        self._verify(host_slots)
         write_tokens(encode(self._host.kv, k, v), self._host.stored(layer_id), host_slots)
 
     def append(
@@ -42,6 +46,7 @@ class KVReadWrite:
             host_slots: ``[B] int64``.
             k, v: ``[B, Hkv, D]``.
         """
+        self._verify(host_slots)
         new, heads = encode(self._host.kv, k, v), self._device.heads
         write_tokens(new, self._host.stored(layer_id), host_slots)
         if heads > 1:
@@ -94,6 +99,11 @@ class KVReadWrite:
         """Stored values at ``host_slots [T]``, ``[T, Hkv, D]`` on the device."""
         stored = read_tokens(self._host.stored(layer_id), host_slots)
         return StoredKV(*(x.to(self._device.device) for x in stored.tensors))
+
+    def _verify(self, host_slots: Tensor) -> None:
+        if self._checked:
+            num_pages, _, size, _ = self._host.stored(0).k.shape
+            verify_indices("slots", host_slots, 0, num_pages * size)
 
 
 def _by_row(tokens: Tensor, heads: int) -> Tensor:

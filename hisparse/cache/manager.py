@@ -64,8 +64,8 @@ class SparseKVCacheManager:
         self.checked = checked
         self.overlaps = streams is not None
         self.streams = InlineStreams() if streams is None else streams
-        self.residency = Residency(device, capacities)
-        self.kv_io = KVReadWrite(host, device)
+        self.residency = Residency(device, capacities, checked=checked)
+        self.kv_io = KVReadWrite(host, device, checked=checked)
         self._staging = Staging(
             host, staging_pages, 2 if self.overlaps else 1, device.device, self.streams
         )

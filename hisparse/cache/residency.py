@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hisparse.cache.capacity import RowCapacities
 from hisparse.cache.device_pool import DevicePool
-from hisparse.kernels import rebalance, reset_rows
+from hisparse.kernels import rebalance, reset_rows, verify_capacity
 
 __all__ = ["Residency"]
 
@@ -25,13 +25,17 @@ class Residency:
     Args:
         device: the device pages and the rows' tables.
         capacities: decides the capacity of each row, on the host.
+        checked: verify that each row got its capacity, which waits for the device.
 
     Attributes:
         capacities: as given.
     """
 
-    def __init__(self, device: DevicePool, capacities: RowCapacities) -> None:
+    def __init__(
+        self, device: DevicePool, capacities: RowCapacities, *, checked: bool = False
+    ) -> None:
         self.capacities = capacities
+        self._checked = checked
         self._device = device
         num_slots = device.capacity.shape[0] // device.heads
         # Device pages by request slot: those a context fills, those that need no new decision,
@@ -89,16 +93,13 @@ class Residency:
         device = self._device
         slots, pages = [slot for slot, _ in changes], [new for _, new in changes]
         self._held[slots] = pages
-        rebalance(
-            self._state_rows(slots),
-            torch.tensor(pages, dtype=torch.int32)
-            .repeat_interleave(device.heads)
-            .to(device.device),
-            device.capacity,
-            device.states,
-            device.free_pages,
-            device.num_free,
-        )
+        rows = self._state_rows(slots)
+        by_row = torch.tensor(pages, dtype=torch.int32).repeat_interleave(device.heads)
+        new = by_row.to(device.device)
+        free_pages, num_free = device.free_pages, device.num_free
+        rebalance(rows, new, device.capacity, device.states, free_pages, num_free)
+        if self._checked:
+            verify_capacity(rows, new, device.capacity, num_free)
 
     def _state_rows(self, slots: list[int]) -> Tensor:
         heads = self._device.heads

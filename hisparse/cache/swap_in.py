@@ -15,7 +15,14 @@ from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.rows import StepRows
 from hisparse.cache.streams import Lane, Pending, SideStreams
 from hisparse.cache.transfers import move_pages
-from hisparse.kernels import LruDiff, lru_diff, page_table, page_tables
+from hisparse.kernels import (
+    LruDiff,
+    lru_diff,
+    page_table,
+    page_tables,
+    verify_diff,
+    verify_indices,
+)
 from hisparse.types import Selection, StoredKV
 
 __all__ = ["PageTable", "SwapIn"]
@@ -158,6 +165,8 @@ class SwapIn:
             state,
             rows=rows.rows,
         )
+        if self._checked:
+            verify_diff(diff, rows.capacity)
         attended, loads = page_tables(
             state.device_pages,
             rows.rows,
@@ -170,6 +179,8 @@ class SwapIn:
 
     def _gather(self, layer_id: int, diff: LruDiff, loads: Tensor, source: StoredKV) -> None:
         """Copy pages ``diff.load_host_pages`` of ``source`` to device pages ``loads [R, K]``."""
+        if self._checked:
+            verify_indices("src_pages", diff.load_host_pages, -1, source.k.shape[0])
         move_pages(
             source,
             diff.load_host_pages,
@@ -196,13 +207,16 @@ class SwapIn:
         # Filled on the device: a copy from the host would wait for it.
         num_real = torch.full((1,), heads, dtype=torch.int32, device=device)
         state = self._device.state(layer_id)
+        capacity = self._device.capacity[rows]
         diff = lru_diff(
             pages.expand(heads, -1).contiguous(),
             table[None],
-            self._device.capacity[rows],
+            capacity,
             num_real,
             state,
             rows=rows,
         )
+        if self._checked:
+            verify_diff(diff, capacity)
         loads = page_table(state.device_pages, rows, diff.load_device_slots)
         self._gather(layer_id, diff, loads, source)

@@ -137,17 +137,16 @@ __global__ void __launch_bounds__(kMaxThreads)
   int32_t free = p.num_free[layer];
   if (free < 0 || free > p.free_size) return;
   for (int grows = 0; grows < 2; ++grows) {
-    bool fits = true;
-    for (int32_t i = 0; i < p.num_changes && fits; ++i) {
+    for (int32_t i = 0; i < p.num_changes; ++i) {
       const int64_t row = p.rows[i];
       const int32_t count = p.new_capacity[i];
       if (!p.tables.has(row, count)) continue;
       const int32_t old = p.capacity[row];
       if (count == old || (count > old) != (grows == 1) || !p.tables.has(row, old)) continue;
-      fits = free + old - count >= 0 && free + old - count <= p.free_size;
-      if (!fits) continue;
+      const int32_t left = free + old - count;
+      if (left < 0 || left > p.free_size) break;
       resize_row(p, layer, row, old, count, free);
-      free += old - count;
+      free = left;
       if (layer == 0 && threadIdx.x == 0) p.changed[i] = 1;
     }
   }

@@ -1,0 +1,70 @@
+"""``checked: true`` finds faults that the CUDA operations leave alone, on fibers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hisparse.errors import KernelError
+from hisparse.kernels import cpu, cuda, dispatch
+from hisparse.testing import Request, Simulator
+
+
+@pytest.fixture
+def served_by_cuda(fibers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bookkeeping and transfers by CUDA's sources, arithmetic by the CPU's."""
+    names = [name for name in cpu.__all__ if name not in cuda.__all__]
+    ops = {name: getattr(cpu, name) for name in names}
+    ops |= {name: getattr(cuda, name) for name in cuda.__all__}
+    monkeypatch.setattr(dispatch, "_cpu", lambda devices: SimpleNamespace(**ops))
+
+
+def decode_with_a_broken_order(sim: Simulator, request: Request) -> None:
+    sim.manager.device.states.lru_order.fill_(99)
+    sim.decode(request)
+
+
+def begin_without_free_pages(sim: Simulator, request: Request) -> None:
+    sim.manager.device.num_free.zero_()
+    sim.prefill((sim.request(2, 90, seed=2), 70))
+
+
+def write_beyond_the_pool(sim: Simulator, request: Request) -> None:
+    token = torch.zeros(1, sim.spec.num_kv_heads, sim.spec.head_dim)
+    sim.manager.kv_io.write(0, torch.tensor([10**6]), token, token)
+
+
+@pytest.mark.usefixtures("served_by_cuda")
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        pytest.param(decode_with_a_broken_order, "selection: row 0 cannot be served", id="order"),
+        pytest.param(begin_without_free_pages, "new_capacity: row .* got 0", id="capacity"),
+        pytest.param(write_beyond_the_pool, "slots: got 1000000, expected 0", id="slot"),
+    ],
+)
+def test_faults_are_reported_if_checked(
+    fault: Callable[[Simulator, Request], None], message: str
+) -> None:
+    sim, request = running(checked=True)
+    with pytest.raises(KernelError, match=message):
+        fault(sim, request)
+
+
+@pytest.mark.usefixtures("served_by_cuda")
+def test_nothing_is_verified_unless_checked() -> None:
+    """The CUDA operation skips a slot outside the pool, and decoding goes on."""
+    sim, request = running(checked=False)
+    write_beyond_the_pool(sim, request)
+    assert sim.decode(request).isfinite().all()
+
+
+def running(*, checked: bool) -> tuple[Simulator, Request]:
+    sim = Simulator(checked=checked)
+    request = sim.request(1, 150, seed=1)
+    sim.prefill((request, 100))
+    assert sim.decode(request).isfinite().all()
+    return sim, request
