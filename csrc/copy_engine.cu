@@ -49,7 +49,7 @@ Runs runs_of(const Pool& src, const Pool& dst, int64_t pages) {
               dst.row_bytes);
 }
 
-// A copy of rows takes one call where both pitches are what the copy engine takes.
+// Rows take one call if the copy engine accepts both pitches.
 bool is_pitched(const Runs& runs) {
   const Dim& d = runs.dims[0];
   return d.src_stride >= runs.bytes && d.dst_stride >= runs.bytes && d.src_stride <= INT_MAX &&

@@ -1,7 +1,7 @@
-// What the host side of every CUDA operation shares: views of checked tensors, launches, errors.
+// Shared by the host side of all CUDA operations: views of checked tensors, launches, errors.
 //
-// Shapes, dtypes and devices are checked by the Python wrappers (hisparse/kernels); here stands
-// what these kernels demand on top.
+// The Python wrappers (hisparse/kernels) check shapes, dtypes and devices. This file checks the
+// strides that the kernels need.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -65,7 +65,7 @@ class OnDevice {
     return value;
   }
 
-  // Neither waits nor allocates: it may stand inside a graph's capture.
+  // Neither waits nor allocates, so it can be captured in a graph.
   template <typename Params>
   void launch(const char* name, void (*kernel)(Params), dim3 grid, int threads,
               int64_t shared_bytes, Params params) const {
@@ -86,7 +86,7 @@ class OnDevice {
   int before_ = 0, device_ = 0;
 };
 
-// Threads for a block that goes through `elements`, `each` per thread: whole warps, two at least.
+// Threads of a block that processes `elements`, `each` per thread: whole warps, two at least.
 inline int block_threads(int64_t elements, int64_t each) {
   const int64_t warps = (elements + 32 * each - 1) / (32 * each);
   return static_cast<int>(32 * std::clamp<int64_t>(warps, 2, 32));

@@ -12,14 +12,14 @@ int64_t shared_bytes(int32_t width, int32_t slots) {
 
 }  // namespace
 
-// Bytes of scratch that a row needs: 0 where the shared memory of the tensor's device will do.
+// Bytes of scratch that a row needs: 0 if the shared memory of the tensor's device is enough.
 int64_t lru_diff_scratch_bytes(TensorView selection, TensorView slot_pages) {
   const int32_t width = size32(selection, 1), slots = size32(slot_pages, 1);
   const int64_t limit = OnDevice(selection).attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   return shared_bytes(width, slots) <= limit ? 0 : LruWorkspace::bytes(width, slots);
 }
 
-// `scratch` is [R, bytes] of uint8, with 0 bytes where shared memory is to be used.
+// `scratch` is [R, bytes] of uint8; with 0 bytes the kernel uses shared memory.
 void lru_diff(TensorView selection, TensorView host_page_table, TensorView capacity,
               TensorView num_real_rows, TensorView slot_pages, TensorView lru_order,
               TensorView rows, TensorView curr_device_slots, TensorView load_host_pages,

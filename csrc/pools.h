@@ -1,4 +1,4 @@
-// Pools of pages as the transfers see them: bytes, strides, and how few runs a block is.
+// Pools of pages for the transfers: bytes, strides, and blocks as contiguous runs.
 #pragma once
 
 #include "launch.h"
@@ -8,8 +8,8 @@
 
 namespace hisparse {
 
-// Host addresses that CUDA has said the device reaches. They stay here when the memory is freed: if it
-// is given out again unpinned, that is not noticed.
+// Host addresses that the device can reach, as CUDA reported. An address stays here after its
+// memory is freed, so unpinned memory at the same address is not noticed.
 inline std::unordered_set<void*>& known_pinned() {
   static thread_local std::unordered_set<void*> addresses;
   return addresses;
@@ -21,7 +21,7 @@ inline void require_reachable(const TensorView& tensor, const char* name) {
   if (known_pinned().count(tensor.data_ptr()) != 0) return;
   cudaPointerAttributes attributes{};
   const cudaError_t error = cudaPointerGetAttributes(&attributes, tensor.data_ptr());
-  if (error != cudaSuccess) cudaGetLastError();  // Not to be found by the next launch.
+  if (error != cudaSuccess) cudaGetLastError();  // Else the next launch would report it.
   if (error != cudaSuccess || attributes.type == cudaMemoryTypeUnregistered) {
     TVM_FFI_THROW(ValueError) << name << ": got unpinned host memory, expected device memory or "
                               << "pinned host memory";
@@ -65,7 +65,7 @@ struct Pool {
     return p;
   }
 
-  // All bits that a unit's size has to divide.
+  // Addresses and strides, ORed: a unit's size has to divide all of them.
   uint64_t alignment_bits() const {
     return reinterpret_cast<uint64_t>(data) | static_cast<uint64_t>(row_bytes | layer_stride |
                                                                     page_stride | head_stride |

@@ -11,7 +11,7 @@ struct Names {
   const char *first, *second;
 };
 
-// Bytes that one load may move: all addresses and strides of both sides are multiples of it.
+// Bytes that one load may move: a divisor of all addresses and strides of both sides.
 int64_t unit_bytes(const Pool* a, const Names& a_names, const Pool* b, int64_t num_pools) {
   int64_t unit = 16;
   for (int64_t i = 0; i < num_pools; ++i) {

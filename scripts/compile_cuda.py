@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Compiles every CUDA source with nvcc and tells what each kernel takes; fails on any spill.
+"""Compiles every CUDA source with nvcc and prints each kernel's resources; fails on any spill.
 
     .venv/bin/python scripts/compile_cuda.py [sm_80 sm_90 sm_100]
 
-Warnings are errors. Nothing is linked or run: it takes no GPU.
+Warnings are errors. Nothing is linked or run, so no GPU is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLAGS = ["-std=c++17", "-O3", "-Werror", "all-warnings", "-Xptxas", "-v", "-c"]
 
 
 class Usage(NamedTuple):
-    """What one kernel takes on one architecture; bytes, but for the registers."""
+    """Resources of one kernel on one architecture: a number of registers, the rest in bytes."""
 
     source: str
     arch: str

@@ -21,8 +21,8 @@ struct Dim {
 // flight than one does (measured: a third more bytes a second out of scattered pages).
 constexpr int kAtOnce = 4;
 
-// One copy. `ahead` is the source of a copy to come: its lines are fetched meanwhile, for no
-// hardware prefetcher foresees where a scattered block begins.
+// One copy. `ahead` is the source of a later copy. Its lines are prefetched here, because hardware
+// prefetchers cannot predict where a scattered block begins.
 struct Move {
   char* dst;
   const char* src;

@@ -23,8 +23,8 @@ HISPARSE_INLINE void dots_of(const float* q, const typename T::Raw* vector,
   }
 }
 
-// q [group, dim] times vector [dim] -> out [group], `stride` apart. Vectors lie scattered: `ahead`,
-// the one that comes later, is fetched meanwhile.
+// q [group, dim] times vector [dim] -> out [group], `stride` apart. Vectors lie scattered, so
+// `ahead`, a later vector, is prefetched.
 template <typename T>
 HISPARSE_INLINE void dots(const float* q, int32_t group, const typename T::Raw* vector,
                           const typename T::Raw* ahead, int32_t dim, float* out, int64_t stride) {

@@ -12,15 +12,15 @@ constexpr int kFractionBits = 23;
 // Scales as hisparse/kernels/reference/fp8.py derives them.
 constexpr uint32_t kCarry = (1u << kFractionBits) - 0x580000u;
 constexpr int32_t kShift = 8, kLeastScale = 112;
-constexpr float kLargestHalf = 61440.0f;  // Of what is encoded of float16.
+constexpr float kLargestHalf = 61440.0f;  // Largest encoded magnitude of a float16.
 constexpr int64_t kVectorsPerTask = 64;
 constexpr double kElementsPerNs = 2.0;
 
-// To the nearest number of e4m3, ties to even. What comes here is below 432, or no number.
+// Rounds to the nearest number of e4m3, ties to even. x is below 432, infinite or NaN.
 HISPARSE_INLINE uint8_t to_e4m3(float x) {
   const uint32_t bits = bit_cast<uint32_t>(x), sign = bits >> 24 & 0x80u;
   const uint32_t positive = bits & 0x7fffffffu;
-  // 20 bits of the fraction go; 120 is the difference of the exponents' biases.
+  // Drops 20 bits of the fraction; 120 is the difference of the exponents' biases.
   const uint32_t normal = (positive - (120u << 23) + 0x7ffffu + (positive >> 20 & 1u)) >> 20;
   // Subnormal ones are multiples of 2^-9: so are all numbers next to 2^14.
   const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(positive) + 0x1p14f) - (141u << 23);

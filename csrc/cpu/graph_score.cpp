@@ -1,5 +1,5 @@
-// graph_score: DIPR's search in a graph over a request's keys. As key_score, but only of the tokens
-// that the search comes by.
+// graph_score: DIPR's search in a graph over a request's keys. It scores as key_score does, but
+// only the tokens that the search reaches.
 #include "dots.h"
 #include "host_keys.h"
 #include "parallel.h"
@@ -56,7 +56,7 @@ class Search {
     for (int32_t explored = 0; sound_ && !frontier_.empty(); ++explored) {
       const auto [product, negated] = frontier_.top();
       frontier_.pop();
-      // All candidates until there are enough of them, from then on only critical ones.
+      // Explores all candidates up to the threshold, then critical ones only.
       if (explored >= p_.threshold && product < best_ - p_.within) break;
       explore(-negated);
     }
@@ -66,7 +66,7 @@ class Search {
  private:
   using Raw = typename T::Raw;
 
-  // Tokens seen in this search have its number; numbers of earlier searches mean nothing.
+  // Marks seen tokens with the number of this search, so that marks need no clearing.
   void begin() {
     if (seen().size() < static_cast<size_t>(tokens_)) seen().resize(tokens_, 0);
     if (++number() == 0) {
@@ -91,7 +91,7 @@ class Search {
     for (int32_t i = 0; i < p_.links_per_token; ++i) {
       const int32_t next = links[i];
       if (next < 0 || next >= tokens_ || seen()[next] == number()) continue;
-      // Keys lie scattered: all of a token's neighbours are on their way while the first is read.
+      // Keys lie scattered, so all of a token's neighbours are prefetched before the first is read.
       if (const Raw* ahead = key(next)) __builtin_prefetch(ahead);
       fresh[count++] = next;
     }
@@ -136,7 +136,7 @@ class Search {
 template <typename T>
 bool run(const GraphScoreParams& p) {
   const int64_t items = p.batch * p.q_heads;
-  // Rarely fewer than a thousand tokens of a search, each a miss of the caches.
+  // A search rarely sees fewer than a thousand tokens, each a cache miss.
   const double work_ns = 1e5 * static_cast<double>(items);
   std::atomic<bool> sound{true};
   parallel_for(items, num_threads(items, work_ns), [&](int64_t item) {

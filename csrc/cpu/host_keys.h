@@ -1,4 +1,4 @@
-// Keys where they lie in the host pool, as the kernels see them that score pages by their keys.
+// Keys in the host pool, for kernels that score pages by their keys.
 #pragma once
 
 #include "tensors.h"
@@ -25,7 +25,7 @@ inline HostKeys host_keys_of(TensorView keys) {
   return found;
 }
 
-// What a kernel that came by a page outside the pool has to say.
+// Reports a page outside the pool.
 inline void check_in_pool(bool in_pool, const HostKeys& keys) {
   if (!in_pool) {
     TVM_FFI_THROW(ValueError) << "host_page_table: a page is outside [0, " << keys.num_pages

@@ -1,5 +1,5 @@
-// key_score: per page the maximum, or the log-sum-exp, of q.k over its tokens; keys are read where
-// they lie in the host pool.
+// key_score: the maximum or the log-sum-exp of q.k over each page's tokens, with keys read in place
+// from the host pool.
 #include "dots.h"
 #include "host_keys.h"
 #include "parallel.h"
@@ -29,7 +29,7 @@ struct KeyScoreParams {
 constexpr int64_t kPagesPerItem = 64;
 constexpr int64_t kTokensAhead = 16;
 
-// Logits [group, room] of one page's tokens. Pages lie scattered: one to come is fetched.
+// Logits [group, room] of one page's tokens. Pages lie scattered, so a later one is prefetched.
 template <typename T>
 void page_logits(const KeyScoreParams& p, const float* q, const typename T::Raw* page,
                  const typename T::Raw* next, int64_t room, float* logits) {

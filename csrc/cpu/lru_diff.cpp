@@ -1,4 +1,4 @@
-// lru_diff: which selected pages are resident, which slots are evicted, what goes where.
+// lru_diff: find resident pages, choose slots to evict, map misses to those slots.
 #include "partition.h"
 #include "tensors.h"
 
@@ -27,7 +27,7 @@ struct LruDiffParams {
 
 enum class Fault : int { kNone, kStateRow, kCapacity, kPage, kOrder, kTooMany };
 
-// Room for one row's lists; what is in it when a row begins does not matter.
+// Scratch for one row's lists; nothing in it is read before it is written.
 template <typename Slot>
 struct Scratch {
   std::vector<Slot> slot_of;      // by page + 1
@@ -36,7 +36,7 @@ struct Scratch {
   std::vector<uint8_t> is_hit;
 
   void fit(const LruDiffParams& p) {
-    // One entry more than there are: a narrow table is read in pairs.
+    // One spare entry, because a narrow table is read in pairs.
     grow(slot_of, static_cast<size_t>(p.num_pages) + 3);
     grow(slot_hit, static_cast<size_t>(p.slots) + 1);
     const size_t slots = static_cast<size_t>(p.slots) + kPartitionSlack;
@@ -61,7 +61,7 @@ void fill_padding(const LruDiffParams& p, int64_t r) {
 }
 
 // Gives each of `count` missing entries, in order of first occurrence, the coldest slot that is
-// left. Returns how many slots that takes; more than there are victims means it gave up.
+// left. Returns the number of slots taken, or more than the number of victims if they run out.
 template <typename Slot>
 int32_t map_loads(const LruDiffParams& p, int64_t r, int32_t count, const Partition& part,
                   Scratch<Slot>& scratch) {
@@ -83,7 +83,7 @@ int32_t map_loads(const LruDiffParams& p, int64_t r, int32_t count, const Partit
   return num_misses;
 }
 
-// What the step leaves behind: survivors, then loads, then hits.
+// The order after the step: survivors, then loads, then hits.
 void commit(const LruDiffParams& p, int64_t r, const Partition& part, int32_t num_misses) {
   int32_t* order = p.lru_order[p.rows[r]];
   int32_t* pages = p.slot_pages[p.rows[r]];

@@ -13,7 +13,7 @@ namespace hisparse {
 namespace {
 
 struct PageScoreParams {
-  const float* query;              // [B, Hq, 2D]: what is above 0 of q, then what is below
+  const float* query;              // [B, Hq, 2D]: positive part of q, then its negative part
   const char* summaries;           // [host pages, Hkv, 2D]: maxima, then minima
   Rows<const int32_t> host_pages;  // [B, P]
   const int32_t* num_pages;        // [B]
@@ -25,8 +25,8 @@ struct PageScoreParams {
 constexpr int64_t kPagesPerItem = 64;
 constexpr int64_t kPagesAhead = 1;
 
-// One page, all heads: scores [Hq, kPagesPerItem]. Summaries lie scattered: that of a page to come
-// is fetched meanwhile.
+// One page, all heads: scores [Hq, kPagesPerItem]. Summaries lie scattered, so that of a later page
+// is prefetched.
 template <typename T>
 void score_page(const PageScoreParams& p, const float* q, const typename T::Raw* summary,
                 const typename T::Raw* ahead, float* scores) {
@@ -51,8 +51,8 @@ bool score_run(const PageScoreParams& p, int64_t b, int64_t first) {
   for (int64_t page = first; page < present; ++page) {
     if (host_pages[page] < 0 || host_pages[page] >= p.num_host_pages) return false;
   }
-  // Rows of scores are as far apart as powers of two: written page by page, they would share the
-  // few lines of one set of the cache.
+  // Rows of scores may be a power of two apart. Written page by page, they would compete for one
+  // set of the cache.
   thread_local std::vector<float> scores;
   scores.resize(p.q_heads * kPagesPerItem);
   const float* query = p.query + b * p.q_heads * p.twice_dim;

@@ -29,7 +29,7 @@ struct PageSketchParams {
   }
 };
 
-// One thread's room for a page of one head. Rows are as wide as whole vectors.
+// One thread's scratch for a page of one head. Rows are padded to whole vectors.
 struct Workspace {
   int32_t width;
   std::vector<float> keys, high, low, base;
@@ -95,9 +95,9 @@ void choose_channels(const SketchLayout& l, Workspace& w) {
   }
 }
 
-// Replaces the base values by what 8 bits and a scale for each block make of them.
+// Rounds the base values to 8 bits, with a scale for each block.
 void write_base(const SketchLayout& l, Workspace& w, uint8_t* out) {
-  // Adding this constant leaves no bits for a fraction: to the nearest integer, ties to even.
+  // Adding this constant leaves no bits for a fraction, which rounds to the nearest, ties to even.
   const float magic = 12582912.0f;
   for (int32_t block = 0; block < l.blocks(); ++block) {
     const int32_t first = block * kBlock, last = std::min(first + kBlock, l.dim);
@@ -130,7 +130,7 @@ void encode_tokens(const Workspace& w, const float* scales, int32_t first, int32
 }
 
 void write_detail(const SketchLayout& l, Workspace& w, uint8_t* out) {
-  std::vector<float>& scales = w.high;  // What was the maximum is not needed any more.
+  std::vector<float>& scales = w.high;  // Reuses the maxima's memory.
   for (int32_t d = 0, place = 0; d < l.dim; ++d) {
     const uint8_t code = scale_code(std::max(w.high[d] - w.base[d], w.base[d] - w.low[d]) * 0.5f);
     scales[d] = scale_of(code);

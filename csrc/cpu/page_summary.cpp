@@ -24,7 +24,7 @@ struct PageSummaryParams {
   }
 };
 
-// Rounds away from the range: what is stored is never below x if `up`, never above it if not.
+// Rounds outward: the stored value is never below x if `up`, else never above it.
 template <typename T>
 typename T::Raw round_outward(float x, bool up) {
   if constexpr (std::is_same_v<T, Float32>) {

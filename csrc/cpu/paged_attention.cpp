@@ -41,10 +41,10 @@ struct AttentionParams {
   int32_t group() const { return queries / heads; }
 };
 
-// Tokens of one split: enough work for a thread that has to be woken.
+// Tokens of one split: enough work to be worth waking a thread.
 constexpr int64_t kSplitTokens = 2048;
 
-// The tokens of one task: pages `first` to `last - 1` of a row, the last one perhaps not full.
+// The tokens of one task: pages `first` to `last - 1` of a row; the last page may be partly full.
 struct Span {
   const int32_t* pages;
   int64_t first, last, tokens;
@@ -79,7 +79,7 @@ HISPARSE_INLINE float scale_of(const AttentionParams& p, int32_t page, int64_t h
   return bit_cast<float>(static_cast<uint32_t>(p.scales.at<Byte>(page, head, t)[value]) << 23);
 }
 
-// numbers [group, stride]: times the scale of every token's key (0) or value (1).
+// Multiplies numbers [group, stride] by the scale of every token's key (0) or value (1).
 void apply_scales(const AttentionParams& p, const Span& span, int64_t head, int value,
                   float* numbers, int64_t stride) {
   if (p.scales.data == nullptr) return;
@@ -91,7 +91,7 @@ void apply_scales(const AttentionParams& p, const Span& span, int64_t head, int 
   }
 }
 
-// logits [group, stride]: of every query and token of the span.
+// Writes logits [group, stride] of every query and token of the span.
 template <typename T>
 void score_keys(const AttentionParams& p, const Span& span, int64_t head, const float* q,
                 float* logits, int64_t stride) {
@@ -99,7 +99,7 @@ void score_keys(const AttentionParams& p, const Span& span, int64_t head, const 
   for (int64_t i = span.first; i < span.last; ++i) {
     const int32_t next = span.pages[std::min(i + 1, span.last - 1)];
     for (int32_t t = 0, count = span.count(p, i); t < count; ++t, ++logits) {
-      // Pages lie scattered: the next one is fetched while this one is read.
+      // Pages lie scattered, so the next one is prefetched.
       const typename T::Raw* ahead = p.keys.at<T>(next, head, t);
       const typename T::Raw* key = p.keys.at<T>(span.pages[i], head, t);
       int32_t g = 0;
@@ -114,7 +114,7 @@ void score_keys(const AttentionParams& p, const Span& span, int64_t head, const 
 }
 
 // out[g] += weights[g] . values, for G queries, C vectors of a value's columns at a time. Pages lie
-// scattered: the next one is fetched meanwhile.
+// scattered, so the next one is prefetched.
 template <typename T, int G, int C>
 HISPARSE_INLINE void add_columns(const AttentionParams& p, int32_t page, int32_t next,
                                  int64_t head, int32_t count, const float* weights, int64_t stride, int32_t d,
@@ -244,7 +244,7 @@ bool run(const AttentionParams& p) {
   const double tokens = static_cast<double>(p.num_rows) * p.table_width * p.page_size;
   const double work = tokens * p.queries * (p.keys.width + p.values.width);
   parallel_for(tasks, num_threads(tasks, work / 40), [&](int64_t task) {
-    // [row, split, head]: what comes out is [R, splits, Q, Dv].
+    // Items are [row, split, head]; the output is [R, splits, Q, Dv].
     const int64_t row = task / p.heads / p.splits, split = task / p.heads % p.splits;
     float* to = out + task * group * p.values.width;
     if (!attend_split<T>(p, row, task % p.heads, split, to, lse + task * group)) in_range = false;

@@ -13,7 +13,7 @@ namespace hisparse {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-// How long a caller looks for its helpers' end before it sleeps.
+// How long a caller polls for its helpers' end before it sleeps.
 constexpr auto kSpin = std::chrono::microseconds(50);
 
 struct Job {
@@ -24,8 +24,8 @@ struct Job {
   std::atomic<int> active{0};   // helpers that have joined and not left; set under Pool::mutex
   std::atomic<int64_t> claimed{0}, from_end{0};
 
-  // The caller goes through the items from the first one on, helpers from the last one back: so an
-  // item stays with a core from call to call, and what it works on in that core's cache.
+  // The caller claims items from the first one on, helpers from the last one back. So an item stays
+  // with a core from call to call, and its data in that core's cache.
   void call_items() {
     for (int64_t i = 0; claimed.fetch_add(1) < items; ++i) body(context, i);
   }
@@ -36,7 +36,7 @@ struct Job {
 
 class Pool {
  public:
-  // Serves one caller at a time; another one that comes meanwhile works alone.
+  // Serves one caller at a time; a second caller works alone.
   void run(Job& job) {
     std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
     if (!owner) {

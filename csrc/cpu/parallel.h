@@ -1,8 +1,8 @@
 // Threads for the CPU operations.
 //
-// Not OpenMP's: its join waits for every thread of the team, and where the cores are shared with
-// other processes (a server's are) one that is not scheduled costs milliseconds. Here items are
-// claimed one by one and the caller claims too, so it never waits for a thread that has not begun.
+// OpenMP's join waits for every thread of the team. On cores that are shared with other processes,
+// as a server's are, one thread that is not scheduled then costs milliseconds. Here threads claim
+// items one by one, and so does the caller: it never waits for a thread that has not begun.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The hot loops of lru_diff: where each selected page is, and which slots hold one.
+// The hot loops of lru_diff: the slot of each selected page, and the slots that were hit.
 #pragma once
 
 #ifdef __AVX512F__
@@ -11,20 +11,20 @@
 
 namespace hisparse {
 
-// Entries that compressed lists need room for beyond the last one: whole vectors are stored.
+// Spare entries behind a compressed list, because whole vectors are stored.
 constexpr int32_t kPartitionSlack = 16;
 
 // "No slot" in a table of slots; Slot is as narrow as the slots allow, for the cache's sake.
 template <typename Slot>
 constexpr Slot kNoSlot = std::numeric_limits<Slot>::max();
 
-// Where the selected pages are: `slot_of[page + 1]`, kNoSlot if in none; entry 0 and the last one
-// take what is no page of the table. Nothing is assumed of `slot_of`, which has num_pages + 2
-// entries, and entries of pages that are neither selected nor resident stay undefined.
+// Fills `slot_of[page + 1]` with the slot of each selected page, kNoSlot if no slot holds it. Entry
+// 0 and the last one take indices outside the table. `slot_of` has num_pages + 2 entries and may
+// hold anything before; entries of pages neither selected nor resident stay undefined.
 template <typename Slot>
 void map_pages(const int32_t* selection, int32_t width, const int32_t* pages, int32_t num_slots,
                int32_t num_pages, Slot* slot_of) {
-  // Only what is selected has to be known; where that is much of it, all goes at a stroke.
+  // Clears the selected entries alone, or, if they are many, the whole table at once.
   if (num_pages / 16 < width) {
     std::fill_n(slot_of, num_pages + 2, kNoSlot<Slot>);
   } else {
@@ -49,7 +49,7 @@ void map_pages(const int32_t* selection, int32_t width, const int32_t* pages, in
 }
 
 // Writes the slot of each selected page, or -1, to `current`, and the positions of the pages in no
-// slot to `missing`, which has room for `width` and the slack. Returns how many are missing.
+// slot to `missing`, of `width` entries and the slack. Returns how many are missing.
 template <typename Slot>
 int32_t find_slots(const int32_t* selection, int32_t width, const Slot* slot_of, int32_t* current,
                    int32_t* missing) {
@@ -89,7 +89,7 @@ inline void mark_hits(const int32_t* current, int32_t width, uint8_t* slot_hit,
   for (int32_t i = 0; i < width; ++i) slot_hit[current[i] + 1] = 1;
 }
 
-// Slots in the order of the LRU, apart by whether they were hit.
+// The slots in LRU order, divided into hit and not hit.
 struct Partition {
   const int32_t* order;      // [capacity], slots from cold to hot
   const uint8_t* slot_hit;   // [num_slots], 1 if the slot holds a selected page
@@ -99,7 +99,7 @@ struct Partition {
   int32_t capacity, num_slots;
   int32_t num_hits = 0, num_others = 0;
 
-  // False if `order` holds what is no slot.
+  // False if `order` holds an index that is no slot.
   bool run() {
     uint32_t largest = 0;
     for (int32_t i = 0; i < capacity; ++i) {

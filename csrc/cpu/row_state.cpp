@@ -62,9 +62,9 @@ void renumber(const RebalanceParams& p, int64_t row, const int32_t* held, const 
   }
 }
 
-// One layer; `free` is how many pages are free before. Returns how many are after, and says in
-// `changed` [M] which rows have changed. A plan that does not fit leaves the first row that overruns
-// the free stack alone, and those after it in its pass.
+// Changes one layer. `free` is the height of the free stack before; returns the height after. Sets
+// changed[i] for each row that changed. A row that would overrun the stack ends its pass: that row
+// and those behind it stay as they are.
 int64_t run(const RebalanceParams& p, int64_t free, std::vector<bool>& changed) {
   std::vector<int32_t> held(p.slots), pages(p.slots);
   for (const bool shrink : {true, false}) {

@@ -20,13 +20,13 @@ struct SelectParams {
   int32_t* lengths;          // [B, H]
   int64_t batch, heads, width;
   int32_t out_heads, max_pages, num_sinks, num_recents;
-  float mass, within;        // not asked for: negative
+  float mass, within;        // negative: the rule does not use it
 
   bool varies() const { return mass >= 0 || within >= 0; }
 };
 
-// Adds to `out` what one head makes of its scores: the pages' shares of its softmax, or, under
-// `within`, how far each page is from its best.
+// Adds one head's vote to `out`: the pages' shares of its softmax or, with `within`, the distance
+// of each page to the head's best score.
 void vote(const SelectParams& p, const float* scores, float rest, int32_t count, float* out) {
   if (p.within >= 0) {
     float best = rest;
@@ -46,8 +46,8 @@ void vote(const SelectParams& p, const float* scores, float rest, int32_t count,
   for (int32_t i = 0; i < count; ++i) out[i] += weights[i] * scale;
 }
 
-// One score per page for the heads that share a selection: a single head's as they are where
-// ranks are all that matters, else what the heads' votes come to.
+// One score per page for the heads that share a selection: a single head's scores if only ranks
+// matter, else the sum of the heads' votes.
 void combine(const SelectParams& p, int64_t b, int64_t head, int32_t count, float* out) {
   const int64_t group = std::max<int64_t>(1, p.heads / p.out_heads);
   // Fewer heads score than select: the heads of a group share their scores.
@@ -110,7 +110,7 @@ void select_row(const SelectParams& p, int64_t b, int64_t head) {
   if (best > 0 && (p.varies() || count > most)) {
     combined.resize(static_cast<size_t>(count));
     combine(p, b, head, count, combined.data());
-    // A score that is no number is the worst, so that the number of pages is as asked for.
+    // NaN counts as the worst score, so that the selection has as many pages as the rule says.
     const float worst = p.mass >= 0 ? 0.0f : -std::numeric_limits<float>::max();
     for (float& score : combined) score = score == score ? score : worst;
     best = asked_for(p, combined, sinks, count - recents, best, ranked);

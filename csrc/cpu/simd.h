@@ -1,4 +1,4 @@
-// Sixteen floats at a time, in whatever registers the processor has: GCC's and Clang's vectors.
+// Sixteen floats at a time, as vector extensions of GCC and Clang, for any register width.
 #pragma once
 
 #ifdef __F16C__
@@ -34,7 +34,7 @@ HISPARSE_INLINE To bit_cast(const From& from) {
 
 HISPARSE_INLINE Floats splat(float x) { return Floats{} + x; }
 
-// GCC 12 goes number by number in a single conversion, and takes four times the instructions in two.
+// GCC 12 converts number by number in one step, and takes four times the instructions in two.
 HISPARSE_INLINE Ints widen(SignedBytes x) {
 #ifdef __AVX512F__
   return bit_cast<Ints>(_mm512_cvtepi8_epi32(bit_cast<__m128i>(x)));
@@ -66,7 +66,7 @@ struct BFloat16 {
   }
 };
 
-// e4m3fn: NaN, which nothing here stores, reads as a number.
+// e4m3fn. NaN reads as a number; no kernel here stores NaN.
 struct Float8 {
   using Raw = uint8_t;
   // Exponent and fraction in a float's place are the number times 2^-120, subnormal ones too.
@@ -78,7 +78,7 @@ struct Float8 {
   static HISPARSE_INLINE Floats load(const Raw* p) {
     SignedBytes x;
     std::memcpy(&x, p, sizeof(x));
-    // Widened with its sign, which the shift brings to where a float has it.
+    // Sign-extended, so that the shift moves the sign to a float's sign bit.
     return bit_cast<Floats>((bit_cast<Words>(widen(x)) << 20) & 0x87f00000u) * kScale;
   }
 };
@@ -116,7 +116,7 @@ HISPARSE_INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 HISPARSE_INLINE Floats exp_of_nonpositive(Floats x) {
   const Floats least = splat(-87.0f);
   const Floats scaled = maximum(x, least) * 1.44269504f;
-  // To the nearest integer: adding this constant leaves no bits for a fraction.
+  // Adding this constant leaves no bits for a fraction, which rounds to the nearest integer.
   const Floats magic = splat(12582912.0f);
   const Floats whole = (scaled + magic) - magic;
   const Floats f = (scaled - whole) * 0.693147181f;
@@ -133,7 +133,7 @@ HISPARSE_INLINE Floats exp_of_nonpositive(Floats x) {
 }
 
 // Turns logits into weights that are e^(logit - maximum), returns the maximum, and their sum in
-// `total`. `logits` has room for whole vectors.
+// `total`. `logits` is padded to whole vectors.
 inline float exponentiate(float* logits, int64_t count, float* total) {
   const int64_t whole = (count + kLanes - 1) / kLanes * kLanes;
   std::fill(logits + count, logits + whole, -INFINITY);

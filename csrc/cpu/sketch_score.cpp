@@ -23,7 +23,7 @@ struct SketchScoreParams {
   SketchLayout layout;
 };
 
-// In one function of all of them, loop counters would live on the stack.
+// Separate functions: in a single one the compiler keeps loop counters on the stack.
 #define HISPARSE_NOINLINE __attribute__((noinline))
 
 constexpr int64_t kPagesPerItem = 64;
@@ -56,14 +56,14 @@ HISPARSE_NOINLINE void decode_mask(const SketchLayout& l, const uint8_t* mask, i
     } else {
       for (int32_t i = byte; i < l.blocks(); ++i) bits |= uint64_t{mask[i]} << (i - byte) * 8;
     }
-    // A mask that nobody wrote may have more bits than there are places.
+    // The mask of an unwritten sketch may have more bits than there are places.
     for (; bits && place < l.num_channels; bits &= bits - 1) {
       channels[place++] = byte * 8 + __builtin_ctzll(bits);
     }
   }
 }
 
-// Codes of 16 tokens from `packed` on, of which `left` bytes belong to the channel.
+// Codes of 16 tokens from `packed` on; the channel has `left` more bytes.
 HISPARSE_INLINE uint32_t load_codes(const uint8_t* packed, int32_t left) {
   uint32_t word = 0;
   if (left >= 4) {
@@ -74,10 +74,10 @@ HISPARSE_INLINE uint32_t load_codes(const uint8_t* packed, int32_t left) {
   return word;
 }
 
-// What they stand for: -1.5, -0.5, 0.5 or 1.5.
+// The values of codes: -1.5, -0.5, 0.5 or 1.5.
 HISPARSE_INLINE Floats levels_of(uint32_t word) {
   const Words shift = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-  // By the low four bits: those above a code's two do not count.
+  // Looks up the low four bits; the two above a code's own do not count.
   const Floats levels = {-1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f,
                          -1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f};
   return __builtin_shuffle(levels, bit_cast<Ints>((Words{} + word) >> shift & 15u));
@@ -85,8 +85,8 @@ HISPARSE_INLINE Floats levels_of(uint32_t word) {
 
 HISPARSE_INLINE Floats add(Floats a, Floats b) { return a + b; }
 
-// Lane g of the result is lanes of x[g] taken together by `op`, for eight vectors at once: halves
-// are joined pairwise, which takes a third of what eight times a sum over lanes does.
+// Reduces eight vectors at once: lane g of the result is x[g]'s lanes joined by `op`. Joining
+// halves pairwise takes a third of the time of eight separate reductions.
 template <Floats (*op)(Floats, Floats)>
 HISPARSE_INLINE Floats reduce_eight(const Floats* x) {
   const Ints low8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
@@ -117,8 +117,8 @@ HISPARSE_INLINE Floats log_of(Floats x) {
   return __builtin_convertvector(n, Floats) * 0.693147181f + poly * z;
 }
 
-// G queries of one group on one page. Each one's score is tops + log(totals); logits [G, tokens]
-// is room.
+// G queries of one group on one page. A query's score is its tops + log(totals); logits
+// [G, tokens] is scratch.
 template <int G>
 HISPARSE_NOINLINE void score_queries(const SketchScoreParams& p, const float* q,
                                      const uint8_t* sketch, const int32_t* channels,
@@ -169,7 +169,7 @@ void score_some(int32_t count, const Rest&... rest) {
   }
 }
 
-// One page, all heads: tops and totals [Hq, kPagesPerItem]; channels [N] and logits are room.
+// One page, all heads: tops and totals [Hq, kPagesPerItem]; channels [N] and logits are scratch.
 void score_page(const SketchScoreParams& p, const float* q, const uint8_t* sketch,
                 const uint8_t* ahead, int32_t* channels, float* logits, float* tops,
                 float* totals) {
@@ -196,7 +196,7 @@ bool score_run(const SketchScoreParams& p, int64_t b, int64_t first) {
     if (host_pages[page] < 0 || host_pages[page] >= p.num_host_pages) return false;
   }
   std::vector<int32_t> channels(p.layout.num_channels);
-  // Page by page, rows of scores would share the few lines of one set of the cache.
+  // Written page by page, rows of scores would compete for one set of the cache.
   std::vector<float> logits(static_cast<size_t>(kQueries) * whole_vectors(p.layout.page_size));
   const size_t room = static_cast<size_t>(p.q_heads) * kPagesPerItem;
   std::vector<float> tops(room), totals(room, 1.0f);

@@ -1,7 +1,7 @@
-// What every CPU operation shares: typed views of checked tensors, errors.
+// Shared by all CPU operations: typed views of checked tensors, errors.
 //
-// Shapes, dtypes and devices are checked by the Python wrappers (hisparse/kernels); here stands
-// what these kernels demand on top: strides, and indices that would leave a tensor.
+// The Python wrappers (hisparse/kernels) check shapes, dtypes and devices. The kernels check
+// strides, and indices that would leave a tensor.
 #pragma once
 
 #include "parallel.h"

@@ -1,4 +1,8 @@
-"""The operations on device pages; every one has a reference implementation in PyTorch."""
+"""The operations on pages: checked wrappers with several implementations each.
+
+``round_outward`` alone has no implementations to choose from: algorithms that store bounds of keys
+in narrow dtypes call PyTorch's.
+"""
 
 from hisparse.kernels.attention import paged_attention
 from hisparse.kernels.fp8 import decode_fp8, encode_fp8

@@ -1,4 +1,4 @@
-"""Which implementation of the operations runs."""
+"""Chooses the implementation that runs an operation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _triton(devices: _Devices) -> ModuleType | str:
         return str(error)
 
 
-# What each name stands for: a module, or one line that says why it cannot run on such tensors.
+# By name: a function that returns the module, or one line that says why it cannot run on devices.
 _LOADERS: dict[str, Callable[[_Devices], ModuleType | str]] = {
     "reference": lambda devices: reference,
     "cpu": _cpu,
@@ -60,11 +60,11 @@ IMPLEMENTATIONS = tuple(_LOADERS)
 
 
 def implementation(impl: str, *devices: torch.device) -> ModuleType:
-    """The module whose functions are to run on tensors of ``devices``.
+    """The module that runs operations on tensors of ``devices``.
 
     Args:
         impl: one of ``IMPLEMENTATIONS``, or "auto" for the fastest that can run.
-        devices: where the tensors lie.
+        devices: devices of the tensors.
 
     Raises:
         KernelError: no such implementation, or it cannot run here.

@@ -1,9 +1,8 @@
 """Keys and values in eight bits: e4m3 with a power of two as scale for each token and head.
 
-A scale only has to bring a vector into the range of e4m3, whose own exponent does the rest. So it
-is a power of two, in one byte (E8M0, as in https://arxiv.org/abs/2310.10537): what is read is
-exactly what was stored in float32, bfloat16 and float16 alike, and storing it again gives the same
-bytes.
+A scale brings a vector into the range of e4m3; the exponents of e4m3 cover the rest. So a power of
+two in one byte is enough (E8M0, as in https://arxiv.org/abs/2310.10537). Decoded values are exact
+in float32, bfloat16 and float16 alike, and encoding them again gives the same bytes.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def encode_fp8(k: Tensor, v: Tensor, *, impl: str = "auto") -> StoredKV:
     """Round to e4m3, to the nearest and ties to even, under the scale of each vector.
 
-    Magnitudes of float16 above 61440 become that: the next number under their scale is 65536, which
-    float16 does not have.
+    float16 magnitudes above 61440 become 61440, because the next number under their scale, 65536,
+    is beyond float16.
 
     Args:
         k: ``[..., Dk]`` float32, bfloat16 or float16.
-        v: ``[..., Dv]``, its other dimensions and its dtype those of k.
+        v: ``[..., Dv]``, other dimensions and dtype as ``k``.
         impl: "auto", or an implementation's name.
 
     Returns:
         K and V as float8_e4m3fn, contiguous, and their scales.
 
     Raises:
-        KernelError: a tensor has another shape or dtype.
+        KernelError: a tensor has another shape, dtype or device.
     """
     check_once(_check_encode, k, v)
     module = implementation(impl, k.device)
@@ -45,11 +44,11 @@ def encode_fp8(k: Tensor, v: Tensor, *, impl: str = "auto") -> StoredKV:
 
 
 def decode_fp8(stored: StoredKV, out: tuple[Tensor, Tensor], *, impl: str = "auto") -> None:
-    """Read what :func:`encode_fp8` stored.
+    """Decode the result of :func:`encode_fp8`.
 
     Args:
         stored: float8_e4m3fn with scales, any strides.
-        out: K and V, ``[..., D]`` as in ``stored``, float32, bfloat16 or float16; written to.
+        out: K and V, ``[..., D]`` as in ``stored``, float32, bfloat16 or float16. Written to.
         impl: "auto", or an implementation's name.
 
     Raises:
@@ -68,7 +67,7 @@ def _check_decode(
     k: Tensor, v: Tensor, scales: Tensor | None, k_out: Tensor, v_out: Tensor
 ) -> None:
     if scales is None:
-        raise KernelError("scales: got None, expected those of float8_e4m3fn keys and values")
+        raise KernelError("scales: got None, expected the scales of float8_e4m3fn keys and values")
     vectors, device = k.shape[:-1], k.device
     check_tensor("k", k, torch.float8_e4m3fn, (*vectors, None))
     check_tensor("v", v, torch.float8_e4m3fn, (*vectors, None), device)

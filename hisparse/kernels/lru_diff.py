@@ -1,4 +1,4 @@
-"""Find what is resident, choose what to evict, say what to load: the checked entry point."""
+"""Find resident pages, choose slots to evict, map misses to those slots: checked entry point."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def lru_diff(
     out: LruDiff | None = None,
     impl: str = "auto",
 ) -> LruDiff:
-    """Find which selected pages are resident, choose victims, and say what to load where.
+    """Find the resident ones of the selected pages, and choose the slots to load the others to.
 
     The tables of ``state`` are updated in place: the order becomes survivors in their old order,
-    then slots just loaded in load order, then hits in their old order.
+    then slots just loaded in load order, then hits in their old order. A CUDA kernel leaves a row
+    that cannot be served as it is; :func:`hisparse.kernels.verify_diff` reports such rows.
 
     Args:
         selection: ``[R, K] int32``, page indices; -1 and duplicates may stand anywhere.
@@ -39,7 +40,7 @@ def lru_diff(
         num_real_rows: ``[1] int32``; rows from there on are padding: -1 out, nothing changed.
         state: tables of the layer.
         rows: ``[R] int64``, state row of each row, no row twice; the first R state rows if None.
-        out: written to and returned if given.
+        out: tensors to write the result to; None: they are allocated.
         impl: "auto", or an implementation's name.
 
     Raises:

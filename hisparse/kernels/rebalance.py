@@ -1,4 +1,4 @@
-"""Changes to rows outside ``lru_diff``: capacity, reuse, full tail pages."""
+"""Changes to rows outside ``lru_diff``, for capacity, reuse and full tail pages: entry points."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def promote_tail(
 
 
 def reset_rows(rows: Tensor, capacity: Tensor, states: RowState, *, impl: str = "auto") -> None:
-    """Forget what rows hold, in all layers; they keep their capacity and device pages.
+    """Empty the slots of rows, in all layers; rows keep their capacity and device pages.
 
     Args:
         rows: ``[M] int64``, state rows.

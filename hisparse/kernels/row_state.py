@@ -1,4 +1,4 @@
-"""The tensors that the kernels share."""
+"""Groups of tensors that several operations take or return."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["LruDiff", "PageTables", "RowState"]
 
 
 class RowState(NamedTuple):
-    """Tables of one layer's rows; NR state rows, C slots each.
+    """Tables of one layer's rows: NR state rows of C slots each.
 
     Attributes:
         slot_pages: ``[NR, C] int32``, page index in the sequence that a slot holds, -1 if empty.
@@ -24,12 +24,12 @@ class RowState(NamedTuple):
 
 
 class LruDiff(NamedTuple):
-    """What one step has to move; int32, -1 padded.
+    """Hits, misses and loads of one step; int32, -1 padded.
 
     Attributes:
         curr_device_slots: ``[R, K]``, row-local slot of each selected page, hit or miss.
         load_host_pages: ``[R, K]``, host pages of the misses, in order of first occurrence.
-        load_device_slots: ``[R, K]``, row-local slots that they go to.
+        load_device_slots: ``[R, K]``, row-local slot that each miss is loaded to.
         num_hits: ``[R]``, unique pages that were resident.
         num_misses: ``[R]``, unique pages that were not.
     """

@@ -1,4 +1,4 @@
-"""Where the parts of a page's sketch lie in its bytes."""
+"""The layout of a sketch's bytes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ __all__ = ["BLOCK", "SCALE_OFFSET", "SketchLayout"]
 
 #: Channels whose base values share a scale.
 BLOCK = 8
-#: A scale's byte plus this, from bit 20 of a float32 on, is the scale: five bits of exponent and
-#: three of fraction, from 2^-20.
+#: A scale's byte plus this offset, shifted to bit 20, is the scale as a float32: five bits of
+#: exponent and three of fraction, from 2^-20 on.
 SCALE_OFFSET = 107 << 3
 
 
 class SketchLayout(NamedTuple):
     """The bytes of one page and KV head, in this order.
 
-    - ``base [D] int8``, to be multiplied by the scale of its block of 8 channels;
+    - ``base [D] int8``, multiplied by the scale of its block of 8 channels;
     - ``codes [N, ceil(S / 4)] uint8``: for each detailed channel two bits a token, the first token
       lowest; a code c stands for (c - 1.5) times the channel's scale, on top of the base;
     - ``block scales [ceil(D / 8)] uint8``;
@@ -26,7 +26,7 @@ class SketchLayout(NamedTuple):
     Attributes:
         dim: D, width of a key.
         page_size: S, tokens.
-        num_channels: N, channels that are kept in detail.
+        num_channels: N, channels with codes, the detailed ones.
     """
 
     dim: int
@@ -45,20 +45,20 @@ class SketchLayout(NamedTuple):
 
     @property
     def block_scales(self) -> int:
-        """Where they begin; the codes begin at D."""
+        """Offset of the block scales; the codes begin at D."""
         return self.dim + self.num_channels * self.code_bytes
 
     @property
     def mask(self) -> int:
-        """Where it begins."""
+        """Offset of the mask."""
         return self.block_scales + self.blocks
 
     @property
     def channel_scales(self) -> int:
-        """Where they begin."""
+        """Offset of the channel scales."""
         return self.mask + self.blocks
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole, a multiple of 4."""
+        """Bytes of a sketch, a multiple of 4."""
         return -(-(self.channel_scales + self.num_channels) // 4) * 4

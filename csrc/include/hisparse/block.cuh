@@ -1,4 +1,4 @@
-// What the threads of a block do together: number flagged elements in their order.
+// A block-wide operation: number flagged elements in their order.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@ constexpr int kMaxWarps = 32;
 constexpr int kMaxThreads = kWarp * kMaxWarps;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// Elements of a tile per thread: their loads are in flight together, and one barrier serves all.
+// Elements of a tile per thread: their loads overlap, and one barrier serves all of them.
 constexpr int kItems = 4;
 
 __device__ inline char* dynamic_shared() {
@@ -35,11 +35,11 @@ class BlockRank {
  public:
   static constexpr int kTotals = 2 * kMaxWarps;
 
-  // `totals` is [kTotals] in shared memory, for this alone.
+  // `totals` is [kTotals] in shared memory, used by nothing else.
   __device__ explicit BlockRank(int32_t* totals) : totals_(totals) {}
 
   // ranks[j] is the number of flagged elements before item j. All threads call it. It is a barrier:
-  // what was written before it is seen after it.
+  // writes before it are visible after it.
   __device__ void operator()(const bool (&flags)[kItems], int32_t (&ranks)[kItems]) {
     const unsigned lower_lanes = (1u << lane_id()) - 1u;
     int32_t in_warp = 0;
@@ -50,7 +50,7 @@ class BlockRank {
       in_warp += __popc(ballot);
     }
     // Two sets of totals take turns, so that no second barrier has to keep a fast warp from
-    // overwriting what a slow one still reads.
+    // overwriting totals that a slow one still reads.
     int32_t* totals = totals_ + turn_ * kMaxWarps;
     if (lane_id() == 0) totals[warp_id()] = in_warp;
     __syncthreads();

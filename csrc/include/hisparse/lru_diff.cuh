@@ -1,7 +1,8 @@
 // lru_diff on the device: one block per row.
 //
-// The selected pages go into a hash; resident pages look themselves up in it; ranks of first misses
-// and of slots that were not hit say what is loaded where. The order is rewritten in place.
+// The block hashes the selected pages and looks up each resident page in the hash. The i-th miss,
+// in order of first occurrence, goes to the i-th coldest slot that was not hit. The order is
+// rewritten in place.
 #pragma once
 
 #include "hisparse/block.cuh"
@@ -23,17 +24,17 @@ struct LruDiffParams {
   int32_t* load_device_slots;      // [R, K]
   int32_t* num_hits;               // [R]
   int32_t* num_misses;             // [R]
-  char* scratch;                   // [R, workspace bytes], or null: shared memory has room
+  char* scratch;                   // [R, workspace bytes], or null: shared memory is enough
   int64_t selection_stride, table_stride, slot_pages_stride, lru_order_stride;  // elements
   int64_t current_stride, load_host_stride, load_slots_stride;                  // elements
   int32_t width, slots, num_pages, num_states, rows_per_table;
 };
 
-// Lists of one row, in shared memory or, where a selection is too wide for it, in global memory.
+// Lists of one row, in shared memory or, if the selection is too wide for it, in global memory.
 struct LruWorkspace {
   int32_t* keys;       // [hash size], a selected page or -1
   int32_t* first;      // [hash size], the first entry that names it
-  int32_t* entry_at;   // [K], where in the hash the page of an entry is, or -1
+  int32_t* entry_at;   // [K], index in the hash of an entry's page, or -1
   int32_t* slot_of;    // [K], by first entry: the slot that holds its page, or -2 - rank of the miss
   int32_t* load_page;  // [K], by rank of the miss
   int32_t* victims;    // [K], slots from cold to hot
@@ -86,7 +87,7 @@ struct LruWorkspace {
   }
 };
 
-// What a block always has in shared memory.
+// The part of a block's state that is always in shared memory.
 struct LruShared {
   int32_t totals[BlockRank::kTotals];
   int32_t num_hits;
@@ -103,7 +104,7 @@ struct LruRow {
   int32_t *slot_pages, *lru_order;
   int32_t capacity;
 
-  // Puts the selected pages into the hash. True, in the thread that saw it, if one is no page.
+  // Hashes the selected pages. Returns true in a thread that saw a page beyond the table.
   __device__ bool index_selection() {
     for (int32_t i = threadIdx.x; i < work.hash_size; i += num_threads()) {
       work.keys[i] = -1;

@@ -126,11 +126,11 @@ __device__ inline void resize_row(const RebalanceParams& p, int64_t layer, int64
     pages[slot] = owned ? new_pages[slot] : -1;
     order[slot] = owned ? slot : -1;
   }
-  __syncthreads();  // The scratch may be overwritten, and what was pushed may be popped.
+  __syncthreads();  // The next row may overwrite the scratch and pop pushed pages.
 }
 
-// One block per layer: rows one after the other, for they share the layer's free stack. A plan that
-// does not fit leaves the first row that overruns the stack alone, and those after it in its pass.
+// One block per layer. It changes rows one by one, because they share the layer's free stack. A row
+// that would overrun the stack ends its pass: that row and those behind it stay as they are.
 __global__ void __launch_bounds__(kMaxThreads)
     rebalance_kernel(const __grid_constant__ RebalanceParams p) {
   const int64_t layer = blockIdx.x;
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   if (threadIdx.x == 0) p.num_free[layer] = free;
 }
 
-// After all layers, each of which reads the old capacities.
+// Launched after all layers have read the old capacities.
 __global__ void __launch_bounds__(kMaxThreads)
     set_capacity_kernel(const __grid_constant__ RebalanceParams p) {
   for (int32_t i = threadIdx.x; i < p.num_changes; i += num_threads()) {

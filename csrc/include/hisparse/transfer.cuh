@@ -1,4 +1,4 @@
-// Moving pages and tokens on the device, where only the device knows what is to move.
+// Moves pages and tokens on the device, from lists that only the device knows.
 //
 // The work is cut into chunks of kChunkUnits units, of all entries, layers and pools; the warps of
 // the whole grid take them in turns, so that a single request's misses keep every warp busy. Host
@@ -14,7 +14,7 @@ constexpr int kLoads = 4;
 constexpr int kChunkUnits = kLoads * kWarp;
 constexpr int kTransferThreads = 256;
 
-// A block of bytes: up to two dimensions of contiguous runs. A unit is what one load moves.
+// A block of bytes: up to two dimensions of contiguous runs. One load moves one unit.
 struct BlockShape {
   int32_t units, run_units, inner_runs;
   int64_t src_inner, src_outer, dst_inner, dst_outer;  // strides of runs, bytes
@@ -115,8 +115,8 @@ __device__ inline uint64_t from_lane(const void* pointer, int lane) {
   return __shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(pointer), lane);
 }
 
-// Each lane looks up one of the warp's next chunks, then all lanes move those that there are: an
-// entry of -1, which most are when most pages are resident, costs one lane one look.
+// Each lane looks up one of the warp's next chunks, then all lanes move the chunks that were found.
+// If most pages are resident, most entries are -1; each of them costs one look-up by one lane.
 template <typename Unit, typename Params>
 __global__ void __launch_bounds__(kTransferThreads)
     transfer_kernel(const __grid_constant__ Params p) {

@@ -21,7 +21,7 @@ CACHE = Path.home() / ".cache" / "hisparse" / "kernels"
 
 
 class CannotBuildError(Exception):
-    """Why there is no library; the message is one line."""
+    """A library cannot be built; the message is one line."""
 
 
 def binding_flags() -> tuple[list[str], list[str]]:

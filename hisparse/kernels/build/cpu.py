@@ -34,7 +34,7 @@ _FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", 
 
 @functools.cache
 def cpu_library() -> Any | None:
-    """The loaded library of CPU kernels, built if need be; None, said once, if it cannot be."""
+    """The library of CPU kernels, built first if needed; None, after a warning, on failure."""
     try:
         import tvm_ffi
 
@@ -47,7 +47,7 @@ def cpu_library() -> Any | None:
 def call_cpu(name: str, *arguments: object) -> None:
     """Call a kernel of the library, which must be there.
 
-    Kernels read rows of contiguous elements; what they write to must have such rows.
+    Rows of every tensor must be contiguous.
 
     Raises:
         KernelError: the kernel refuses a tensor; one line that names it.
@@ -96,7 +96,7 @@ def _key(compiler: str, command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """What ``-march=native`` looks at: libraries in a shared home must not cross machines."""
+    """Identifies the processor for ``-march=native``: machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -33,7 +33,7 @@ _FLAGS = ["-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "-Werror", "all
 
 @functools.cache
 def cuda_library() -> Any | None:
-    """The loaded library of CUDA kernels, built if need be; None, said once, if it cannot be."""
+    """The library of CUDA kernels, built first if needed; None, after a warning, on failure."""
     try:
         import tvm_ffi
 
@@ -66,7 +66,7 @@ def find_nvcc() -> str | None:
 
 
 def cuda_sources() -> tuple[list[Path], list[Path]]:
-    """The files to compile, and all that they are made of."""
+    """The files to compile, and those files with all headers."""
     headers = [*SOURCES.glob("*.h"), *SOURCES.glob("include/hisparse/*.cuh")]
     files = sorted(SOURCES.glob("*.cu"))
     return files, [*files, *headers]
@@ -75,7 +75,7 @@ def cuda_sources() -> tuple[list[Path], list[Path]]:
 def build_cuda(arch: str | None = None) -> Path:
     """Build the CUDA kernels unless the cache has them; returns the path of the library.
 
-    Without nvcc, a library of the same sources that another nvcc has built will do.
+    Without nvcc it takes a library of the same sources from the cache, whichever nvcc built it.
 
     Args:
         arch: such as "sm_90"; that of the current device if None.
@@ -104,7 +104,7 @@ def build_cuda(arch: str | None = None) -> Path:
 
 
 def build_all(archs: Sequence[str] = ()) -> dict[str, Path | str]:
-    """Build ahead what can be built: "cpu", and "cuda sm_XX" for each of ``archs``.
+    """Build all libraries ahead of time: "cpu", and "cuda sm_XX" for each of ``archs``.
 
     Args:
         archs: such as "sm_90"; that of the current device, if there is one, when empty.

@@ -1,4 +1,4 @@
-"""Every operation in C++ on the CPU; equal to ``reference``, bitwise where nothing is rounded."""
+"""Every operation on the CPU, mostly in C++; bitwise ``reference`` where nothing is rounded."""
 
 from hisparse.kernels.cpu.attention import paged_attention
 from hisparse.kernels.cpu.fp8 import encode_fp8

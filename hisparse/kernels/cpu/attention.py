@@ -17,7 +17,7 @@ def paged_attention(
     """See :func:`hisparse.kernels.paged_attention`."""
     out = query.new_empty(*query.shape[:2], kv.v.shape[-1])
     lse = query.new_empty(query.shape[:2])
-    # An empty tensor stands for nothing.
+    # An empty tensor stands for None.
     scales = query.new_empty(0, dtype=torch.uint8) if kv.scales is None else kv.scales
     call_cpu(
         "paged_attention", query.contiguous(), kv.k, kv.v, scales, page_table, seq_lens, out, lse

@@ -1,4 +1,4 @@
-"""Eight-bit keys and values in C++: what decoding needs in every layer of every step."""
+"""Eight-bit keys and values in C++."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def encode_fp8(k: Tensor, v: Tensor) -> StoredKV:
 
 
 def _vectors(x: Tensor) -> Tensor:
-    """``[..., H, D]`` -> ``[T, H, D]``, a view if need be of a copy."""
+    """``[..., H, D]`` -> ``[T, H, D]``, a view, or a copy if strides do not allow one."""
     return x.reshape(-1, *x.shape[-2:])

@@ -20,7 +20,7 @@ def key_score(
 ) -> Tensor:
     """See :func:`hisparse.kernels.key_score`."""
     scores = query.new_empty(*query.shape[:2], host_page_table.shape[1])
-    # An empty tensor stands for nothing.
+    # An empty tensor stands for None.
     wanted = query.new_empty(0, dtype=torch.uint8)
     if pages is not None:
         wanted = pages.contiguous().view(torch.uint8)

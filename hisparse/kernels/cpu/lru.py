@@ -23,7 +23,7 @@ def lru_diff(
     """See :func:`hisparse.kernels.lru_diff`; the tables of a row with an error are unchanged."""
     selection, capacity = dense_rows(selection), dense_rows(capacity)
     if out is None:
-        # One by one and from a pattern: the cheapest way to make small tensors.
+        # empty_like is the cheapest way to make small tensors.
         entries = (torch.empty_like(selection) for _ in range(3))
         counts = (torch.empty_like(capacity) for _ in range(2))
         out = LruDiff(*entries, *counts)

@@ -31,7 +31,7 @@ def select(
     """See :func:`hisparse.kernels.select`."""
     pages = num_pages.new_empty(scores.shape[0], rule.heads, rule.max_pages)
     lengths = num_pages.new_empty(scores.shape[0], rule.heads)
-    # An empty tensor stands for nothing.
+    # An empty tensor stands for None.
     beside = scores.new_empty(0, 0) if rest is None else rest.contiguous()
     call_cpu(
         "select",

@@ -1,4 +1,4 @@
-"""Sketches of pages in C++: bytes as the reference's, scores rounded in another order."""
+"""Sketches of pages in C++; the reference's bytes, and scores summed in another order."""
 
 from __future__ import annotations
 

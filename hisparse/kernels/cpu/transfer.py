@@ -17,7 +17,7 @@ def gather_pages(
     heads: int,
 ) -> None:
     """See :func:`hisparse.kernels.gather_pages`; one or two pools at a time."""
-    # With one pool its twin is named twice, and the kernel is told to leave it alone.
+    # With one pool, src[-1] is src[0]; the kernel then moves the first one only.
     lists = (dense_rows(src_pages), dense_rows(dst_pages))
     call_cpu("gather_pages", src[0], src[-1], lists[0], dst[0], dst[-1], lists[1], heads, len(src))
 

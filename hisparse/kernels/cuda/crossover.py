@@ -1,4 +1,4 @@
-"""Where the copy engine beats the transfer kernel: the one home of that figure."""
+"""The size from which the copy engine beats the transfer kernel."""
 
 __all__ = ["MIN_COPY_BYTES"]
 

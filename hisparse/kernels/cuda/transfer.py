@@ -19,9 +19,9 @@ def gather_pages(
 ) -> None:
     """See :func:`hisparse.kernels.gather_pages`; one or two pools at a time.
 
-    Lists on the device are served by a kernel that reads pinned host memory in place; it skips a
-    page that a pool does not have. Lists on the CPU, with pages on the device, go to the copy
-    engine where that pays.
+    A kernel serves lists on the device: it reads pinned host memory in place and skips a page that
+    a pool does not have. Lists on the CPU, with pages on the device, go to the copy engine if the
+    pages are long enough runs.
 
     Raises:
         KernelError: a pool has odd row widths or a strided last dimension, or is unpinned host
@@ -59,7 +59,7 @@ def copy_pages(
         dst: as many pools.
         dst_pages: ``[R, K] int32`` on the CPU.
         heads: rows per request.
-        min_copy_bytes: nothing is done if a call would move fewer bytes on average.
+        min_copy_bytes: bytes that a call has to move on average; else nothing is copied.
 
     Returns:
         Whether the pages are being copied.

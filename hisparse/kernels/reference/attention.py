@@ -26,10 +26,10 @@ def paged_attention(
     token = torch.arange(num_pages * page_size, device=query.device)
     absent = token >= seq_lens[:, None]
     logits.masked_fill_(absent[:, None, None], -torch.inf)
-    # What lies beyond a sequence may be another request's, even NaN: 0 * NaN would leak it.
+    # Values beyond a sequence may be another request's, even NaN, and 0 * NaN is NaN.
     v.masked_fill_(absent[:, None, :, None], 0.0)
     lse = logits.logsumexp(-1)
-    # A row without tokens has lse -inf; its weights are to be 0, not NaN.
+    # A row without tokens has lse -inf; its weights have to be 0, not NaN.
     shift = lse.masked_fill(lse == -torch.inf, 0.0)
     out = logits.sub_(shift[..., None]).exp_() @ v
     return out.flatten(1, 2), lse.flatten(1, 2)

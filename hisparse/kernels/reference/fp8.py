@@ -11,15 +11,15 @@ __all__ = ["decode_fp8", "encode_fp8"]
 
 #: Bits of a float32 are its exponent, biased by 127, and 23 bits of fraction.
 _FRACTION_BITS = 23
-#: Added to the bits of the largest magnitude it carries into the exponent from 1.6875 on: a scaled
-#: vector's largest is in [216, 432), whose bounds lie halfway between two numbers of e4m3, so that
-#: rounding does not leave it and what is stored again gets the same scale.
+#: Added to a float's bits, it carries into the exponent if the fraction is 1.6875 or more. So the
+#: largest magnitude of a scaled vector is in [216, 432). Both bounds lie halfway between two
+#: numbers of e4m3: rounding stays inside, and a decoded vector gets the same scale again.
 _CARRY = (1 << _FRACTION_BITS) - 0x580000
-#: The exponent of the largest magnitude less that of what it is scaled to.
+#: Exponent of the largest magnitude, minus its exponent after scaling.
 _SHIFT = 8
-#: 240 * 2 ** 8: the next number under that scale, 256 * 2 ** 8, is not one of float16.
+#: 240 * 2 ** 8: the next number under that scale, 256 * 2 ** 8, is beyond float16.
 _LARGEST_HALF = 61440.0
-#: 2 ** -15: with it the least number of e4m3 is the least of float16.
+#: 2 ** -15: scales the least number of e4m3 to the least of float16.
 _LEAST_SCALE = 112
 _BIAS = 127
 
@@ -42,7 +42,7 @@ def _encode(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def decode_fp8(stored: StoredKV, out: tuple[Tensor, Tensor]) -> None:
     """See :func:`hisparse.kernels.decode_fp8`."""
-    assert stored.scales is not None, "the checked entry point saw to it"
+    assert stored.scales is not None, "checked by the entry point"
     scales = read_scales(stored.scales)
     for which, (codes, to) in enumerate(zip(stored.kv, out, strict=True)):
         # The scale is a power of two: nothing is rounded in any of the dtypes.

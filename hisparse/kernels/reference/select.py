@@ -33,21 +33,21 @@ def select(
 def best_pages(
     combined: Tensor, num_pages: Tensor, rule: SelectRule, given_heads: int
 ) -> tuple[Tensor, Tensor]:
-    """The choice of :func:`select` by one score per page.
+    """Choose pages by one score per page.
 
     Args:
-        combined: ``[B, H, P]``; shares that add up to the heads of a group for ``mass``, and what
-            is missing to the best score for ``within``.
+        combined: ``[B, H, P]``; with ``rule.mass``, shares whose sum is the number of heads in a
+            group; with ``rule.within``, score minus the best score.
         num_pages: ``[B] int32``.
-        rule: how many.
-        given_heads: heads', of the scores.
+        rule: how many pages are kept.
+        given_heads: heads' of the scores.
     """
     absent, heads = _absent(combined, num_pages), combined.shape[1]
     count, total = num_pages[:, None], combined.shape[-1]
     width = min(rule.max_pages, total)
     page = torch.arange(total, device=combined.device)
     forced = (page < rule.num_sinks) | (page >= count - rule.num_recents)
-    # A score that is no number is the worst, so that the number of pages is as asked for.
+    # NaN counts as the worst score, so that the selection has as many pages as the rule says.
     worst = torch.finfo(combined.dtype).min if rule.mass is None else 0.0
     combined = combined.nan_to_num(worst, posinf=torch.inf, neginf=-torch.inf)
     ranked = combined.masked_fill(forced[:, None], torch.inf).masked_fill(absent, -torch.inf)
@@ -80,8 +80,7 @@ def _combine_heads(scores: Tensor, rest: Tensor | None, rule: SelectRule) -> Ten
     if rest is None:
         rest = scores.new_full(scores.shape[:2], -torch.inf)
     if rule.within is None:
-        # A request without a full page is all -inf: its softmax is NaN, and is masked by the
-        # caller.
+        # A request without a full page is all -inf. Its softmax is NaN, which the caller masks.
         found = torch.cat([scores, rest[..., None]], -1).softmax(-1)[..., :-1]
     else:
         found = scores - torch.maximum(scores.amax(-1), rest)[..., None]

@@ -33,7 +33,7 @@ def sketch_score(
 
 
 def sketch_keys(sketches: Tensor, layout: SketchLayout) -> Tensor:
-    """The keys that sketches stand for: ``[..., bytes] uint8`` -> ``[..., S, D] float32``."""
+    """Decode sketches to keys: ``[..., bytes] uint8`` -> ``[..., S, D] float32``."""
     dim, size, count = layout.dim, layout.page_size, layout.num_channels
     scales = _scale(sketches[..., layout.block_scales : layout.mask])
     base = sketches[..., :dim].view(torch.int8) * scales.repeat_interleave(BLOCK, dim=-1)[..., :dim]
@@ -48,7 +48,7 @@ def sketch_keys(sketches: Tensor, layout: SketchLayout) -> Tensor:
     bit = torch.arange(BLOCK, device=sketches.device)
     bits = sketches[..., layout.mask : layout.channel_scales, None] >> bit
     chosen = (bits & 1).flatten(-2)[..., :dim].bool()
-    # The place of each chosen channel among the chosen ones; those not chosen read any.
+    # The rank of each chosen channel among the chosen; the others read any place.
     place = (chosen.cumsum(-1) - 1).clamp(0, count - 1)[..., None, :].expand_as(keys)
     return keys + torch.where(chosen[..., None, :], detail.gather(-1, place), 0.0)
 
@@ -87,7 +87,7 @@ def _encode(keys: Tensor, layout: SketchLayout) -> Tensor:
 
 
 def _quantize(base: Tensor, layout: SketchLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """``[..., D]`` -> integers in -127 to 127, codes of the scales, what these stand for."""
+    """``[..., D]`` -> integers in -127 to 127, codes of the scales, decoded values."""
     padded = torch.nn.functional.pad(base, (0, layout.blocks * BLOCK - layout.dim))
     blocks = padded.unflatten(-1, (-1, BLOCK))
     code = _scale_code(blocks.abs().amax(-1) / 127)

@@ -18,11 +18,11 @@ def page_summary(keys: Tensor, summaries: Tensor, host_pages: Tensor) -> None:
 
 
 def round_outward(x: Tensor, dtype: torch.dtype, *, up: bool) -> Tensor:
-    """``x float32`` in a narrower type, never below ``x`` if ``up``, else never above it.
+    """Convert to a narrower dtype; the result is never below ``x`` if ``up``, else never above.
 
     Args:
-        x: any shape.
-        dtype: float32, bfloat16, or float8_e4m3fn, for which x has to be within +-448.
+        x: ``float32``, any shape.
+        dtype: float32, bfloat16 or float8_e4m3fn; for the last, x has to be within +-448.
         up: direction.
     """
     if dtype == torch.float32:
@@ -39,12 +39,12 @@ def _round_outward_fp8(x: Tensor, up: bool) -> Tensor:
     nearest = x.contiguous().to(torch.float8_e4m3fn)
     read = nearest.float()
     short = read < x if up else read > x
-    # A step away from zero is one more in the bits; what is short of x on the other side of zero
-    # goes a step towards it.
+    # One more in the bits is a step away from zero; a bound on the other side of zero steps
+    # towards it.
     towards_zero = (read < 0) if up else (read > 0)
     bits = nearest.view(torch.uint8).to(torch.int16)
     stepped = torch.where(towards_zero, bits - 1, bits + 1)
-    # From the zero of the other sign.
+    # A zero of the other sign steps to the first number on this side.
     other_zero, next_value = (0x80, 0x01) if up else (0x00, 0x81)
     stepped = torch.where(bits == other_zero, next_value, stepped)
     return torch.where(short, stepped, bits).to(torch.uint8).view(torch.float8_e4m3fn)

@@ -43,13 +43,13 @@ def gather_tokens(src: tuple[Tensor, ...], slots: Tensor) -> tuple[Tensor, ...]:
     slots = slots.to(src[0].device)
     size = src[0].shape[-2]
     tokens = [pages_kv[..., slots // size, :, slots % size, :] for pages_kv in src]
-    # Indices apart from each other put their dimension first.
+    # PyTorch puts the dimension of separated indices first.
     return tuple(x if x.ndim == 3 else x.transpose(0, 1) for x in tokens)
 
 
 def _layers(pools: tuple[Tensor, ...]) -> list[Tensor]:
     """``[P, H, S, D]`` of every pool and layer."""
-    # PyTorch copies numbers of eight bits by their bytes only.
+    # PyTorch's index_copy_ has no float8.
     pools = tuple(x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in pools)
     return [each for pool in pools for each in (pool if pool.ndim == 5 else [pool])]
 

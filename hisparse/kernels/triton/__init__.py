@@ -1,4 +1,4 @@
-"""Operations in Triton: what is arithmetic on GPUs. Bookkeeping and transfers are CUDA C++."""
+"""The arithmetic operations in Triton; bookkeeping and transfers are CUDA C++."""
 
 from hisparse.kernels.triton.attention import paged_attention
 from hisparse.kernels.triton.fp8 import encode_fp8

@@ -15,10 +15,10 @@ from hisparse.types import StoredKV
 
 __all__ = ["launch_options", "paged_attention"]
 
-#: What ``tl.dot`` takes at least; queries of a group are padded to it.
+#: The smallest size that ``tl.dot`` accepts; queries of a group are padded to it.
 _MIN_DOT = 16
 _MAX_QUERIES = 32
-#: Tokens that a split has at least: fewer cost more to merge than they save.
+#: Tokens of a split at least; shorter splits cost more to merge than they save.
 _MIN_SPLIT_TOKENS = 256
 #: Triton's interpreter multiplies bfloat16 matrices as if they were integers.
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -33,11 +33,11 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.paged_attention`.
 
-    Where values are the first columns of the keys (MLA: 512 of 576), keys are read once for both,
-    and queries and weights are rounded to the pages' dtype: with so many queries to a key what
-    limits is arithmetic. Elsewhere three numbers of that dtype stand for a query's, two for a
-    weight: all 24 bits and 16 of a float32. Pages in eight bits are multiplied as bfloat16, which
-    holds them exactly; their scales are multiplied into logits and weights.
+    If values are the first columns of the keys (MLA: 512 of 576), the kernel reads keys once for
+    both and rounds queries and weights to the pages' dtype, because with so many queries per key
+    arithmetic is the limit. Else it splits a query's number into three of that dtype and a weight
+    into two, which keeps all 24 bits and 16 bits of a float32. It multiplies pages in eight bits as
+    bfloat16, which is exact, and applies their scales to logits and weights.
     """
     rows, queries, width = query.shape
     heads, size = kv.k.shape[1:3]
@@ -54,7 +54,7 @@ def paged_attention(
     shared = same_place and value_width < width
     first = value_width if shared else width
     fp8 = kv.scales is not None
-    # Read as bytes: not every GPU that Triton compiles for knows this format.
+    # Read as bytes, because some GPUs that Triton compiles for do not have this format.
     k, v = (x.view(torch.uint8) if fp8 else x for x in kv.kv)
     scales = seq_lens if kv.scales is None else kv.scales
     dtype = torch.bfloat16 if fp8 else kv.k.dtype
@@ -91,7 +91,7 @@ def paged_attention(
 
 
 def launch_options(width: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tokens of a step of the loop, warps and stages: none of the kernels spills registers so."""
+    """Tokens per loop step, warps and stages, chosen so that no kernel spills registers."""
     if width > 128:
         return {"TOKENS": 16, "num_warps": 8, "num_stages": 2}
     if dtype == torch.float8_e4m3fn:
@@ -102,7 +102,7 @@ def launch_options(width: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def _merged(partial: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """``[R, splits, Q, Dv]`` and ``[R, splits, Q]``, float32, without the splits."""
+    """Merge the splits of ``[R, splits, Q, Dv]`` and ``[R, splits, Q]``, float32."""
     rows, splits, queries, width = partial.shape
     out = partial.new_empty(rows, queries, width)
     lse = lses.new_empty(rows, queries)
@@ -123,7 +123,7 @@ def _merged(partial: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _num_splits(device: torch.device, programs: int, most_tokens: int) -> int:
-    """Enough programs to fill the GPU; known without a look at the lengths."""
+    """Splits that fill the GPU, without reading the lengths."""
     processors = 1
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -133,7 +133,7 @@ def _num_splits(device: torch.device, programs: int, most_tokens: int) -> int:
 
 @triton.jit
 def _rounded(x, kind: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Float32 to the nearest of ``kind``, as GPUs round; the interpreter cuts bfloat16 off."""
+    """Round float32 to the nearest of ``kind``; the interpreter would truncate to bfloat16."""
     if INTERPRETED and kind == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
@@ -142,14 +142,14 @@ def _rounded(x, kind: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _from_e4m3(x):
-    """Bytes to float16, 2 ** -8 of what they stand for: only the exponents' biases differ."""
+    """Convert e4m3 bytes to float16, times 2 ** -8, the difference of the exponents' biases."""
     bits = x.to(tl.int32)
     return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def _load_scale(place, live):
-    """Of tokens, times the 2 ** 8 that :func:`_from_e4m3` leaves out."""
+    """Load scales of tokens, times the 2 ** 8 that :func:`_from_e4m3` leaves out."""
     scale = tl.load(place, mask=live, other=0).to(tl.int32)
     return ((scale + 8) << 23).to(tl.float32, bitcast=True)
 

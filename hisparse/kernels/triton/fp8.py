@@ -11,7 +11,7 @@ from hisparse.types import StoredKV
 
 __all__ = ["encode_fp8"]
 
-#: Elements of a program, so that a step's few vectors are many programs.
+#: Elements of a program; small, so that a step's few vectors make many programs.
 _ELEMENTS = 1024
 
 
@@ -44,10 +44,10 @@ def encode_fp8(k: Tensor, v: Tensor) -> StoredKV:
 
 @triton.jit
 def _to_e4m3(x):
-    """To the nearest, ties to even; what comes here is below 432, or no number."""
+    """Round to e4m3, ties to even; ``x`` is below 432, infinite or NaN."""
     bits = x.to(tl.int32, bitcast=True)
     positive = bits & 0x7FFFFFFF
-    # 20 bits of the fraction go; 120 is the difference of the exponents' biases.
+    # Drops 20 bits of the fraction; 120 is the difference of the exponents' biases.
     normal = (positive - (120 << 23) + 0x7FFFF + ((positive >> 20) & 1)) >> 20
     # Subnormal ones are multiples of 2 ** -9: so are all numbers next to 2 ** 14.
     beside = positive.to(tl.float32, bitcast=True) + 16384.0
@@ -78,10 +78,10 @@ def _encode_kernel(
     place = vectors + vector // heads * stride_token + vector % heads * stride_head
     x = tl.load(place[:, None] + dim[None, :], mask=seen, other=0.0).to(tl.float32)
     if vectors.dtype.element_ty == tl.float16:
-        # Not tl.clamp: what is no number has to stay that.
+        # Not tl.clamp, which would not keep NaN.
         x = tl.where(x > 61440.0, 61440.0, tl.where(x < -61440.0, -61440.0, x))
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    # As hisparse/kernels/reference/fp8.py derives it.
+    # See hisparse/kernels/reference/fp8.py.
     scale = tl.maximum(((largest + 0x280000) >> 23) - 8, 112)
     inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     place = codes + vector * WIDTH

@@ -12,7 +12,7 @@ from hisparse.kernels.select_rule import SelectRule
 
 __all__ = ["page_score", "page_summary", "select"]
 
-#: Values of a tile: more than 64 a thread of each kind do not stay in registers.
+#: Values of a tile; with more than 64 a thread of each kind, registers spill.
 _TILE = 8192
 _MOST_PAGES = 16
 _SCORES_PER_STEP = 1024
@@ -101,7 +101,7 @@ def select(
 
 @triton.jit
 def _outward(x, NARROW: tl.constexpr, UP: tl.constexpr):
-    """Float32, or bfloat16 that is never below ``x`` if UP, else never above it."""
+    """Convert to float32, or to bfloat16 that is never below ``x`` if UP, else never above it."""
     if NARROW:
         # The upper half of a float32 is a bfloat16, rounded towards zero.
         bits = x.to(tl.int32, bitcast=True)
@@ -198,8 +198,10 @@ def _share_kernel(
     GROUP_BLOCK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Sum over a group of each head's softmax over the pages and the rest; or, if NEAR, the most
-    that some head gives a page less that head's best.
+    """Combine a group's heads into one score per page.
+
+    If NEAR, the largest over heads of a page's score minus the head's best score; else the sum over
+    heads of each head's softmax over the pages and the rest.
     """
     head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     count = tl.load(num_pages + request)
@@ -209,12 +211,12 @@ def _share_kernel(
     present = (member < GROUP)[:, None]
     highest = tl.load(rest + row * GROUP + member, mask=member < GROUP, other=-float("inf"))
     total = tl.where(highest == -float("inf"), 0.0, 1.0)
-    # Without anything there is no maximum.
+    # -inf everywhere: there is no maximum to subtract.
     top = tl.where(highest == -float("inf"), 0.0, highest)
     for start in range(0, width, STEP):
         page = start + at[None, :]
         x = tl.load(source + page, mask=present & (page < count), other=-float("inf"))
-        x = tl.where(x == x, x, -float("inf"))  # What is no number has no share.
+        x = tl.where(x == x, x, -float("inf"))  # NaN has no share.
         higher = tl.maximum(highest, tl.max(x, axis=1))
         top = tl.where(higher == -float("inf"), 0.0, higher)
         total = total * tl.exp(highest - top) + tl.sum(tl.exp(x - top[:, None]), axis=1)

@@ -1,4 +1,4 @@
-"""Sketches of pages in Triton: bytes as the reference's, scores rounded in another order."""
+"""Sketches of pages in Triton; the reference's bytes, and scores summed in another order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hisparse.kernels.sketch_layout import SCALE_OFFSET, SketchLayout
 
 __all__ = ["page_sketch", "sketch_score"]
 
-#: Least extents of a matrix product.
+#: Smallest sizes of a matrix product.
 _PAGES = 16
 _MOST_QUERIES = 16
 _MOST_CHANNELS = 32
@@ -93,8 +93,8 @@ def _scale(code):
 
 @triton.jit
 def _widest(high, low, there, COUNT: tl.constexpr):
-    """Whether a channel is among the COUNT with the largest ranges; of equal ones the first are."""
-    # Floats that are not negative are ordered as their bits are.
+    """Whether a channel is among the COUNT with the largest ranges; ties go to the first."""
+    # Non-negative floats have the order of their bits.
     bits = tl.where(there, (high - low).to(tl.int32, bitcast=True), -1)
     least = 0
     for i in range(31):
@@ -147,7 +147,7 @@ def _sketch_kernel(
     block_scale = tl.broadcast_to(_scale(block_code)[:, None], (DIM_BLOCK // 8, 8))
     block_scale = tl.reshape(block_scale, (DIM_BLOCK,))
     whole = tl.minimum(tl.maximum(tl.div_rn(base, block_scale), -127.0), 127.0)
-    # Adding this constant leaves no bits for a fraction: to the nearest integer, ties to even.
+    # Adding this constant leaves no bits for a fraction, which rounds to the nearest, ties to even.
     whole = (whole + 12582912.0) - 12582912.0
     base = whole * block_scale
     out = sketches + target * stride_out_page + head * stride_out_head
@@ -220,7 +220,7 @@ def _score_kernel(
     highest = tl.full((PAGES, QUERIES), -float("inf"), tl.float32)
     total = tl.zeros((PAGES, QUERIES), tl.float32)
     for byte in range(CODE_BYTES):
-        # Logits of four tokens, whose codes share a byte.
+        # Logits of four tokens: their codes share a byte.
         logits = tl.zeros((4, PAGES, QUERIES), tl.float32)
         before = tl.zeros((PAGES,), tl.int32)
         for start in range(0, DIM, DIM_BLOCK):
