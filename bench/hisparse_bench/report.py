@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -35,8 +36,9 @@ class Result:
     @classmethod
     def of(cls, impl: str, seconds: Sequence[float], moved: int | None = None) -> Result:
         """Summarise repeats, each in seconds; ``moved`` is bytes per repeat."""
-        p10, median, p90 = np.percentile(np.array(seconds) * 1e6, [10, 50, 90]).round(1).tolist()
-        gb_s = None if moved is None else round(moved / median / 1e3, 2)
+        times = np.percentile(np.array(seconds) * 1e6, [10, 50, 90]).tolist()
+        p10, median, p90 = map(_round, times)
+        gb_s = None if moved is None else _round(moved / times[1] / 1e3)
         return cls(impl=impl, median_us=median, p10_us=p10, p90_us=p90, gb_s=gb_s)
 
 
@@ -60,7 +62,7 @@ class Case:
     def ratios(self) -> dict[str, float]:
         """``a/b``: a's median over b's, for every pair in the order of the results."""
         return {
-            f"{a.impl}/{b.impl}": round(a.median_us / b.median_us, 3)
+            f"{a.impl}/{b.impl}": _round(a.median_us / b.median_us)
             for i, a in enumerate(self.results)
             for b in self.results[i + 1 :]
         }
@@ -99,7 +101,7 @@ class Report:
                 continue
             for result in case.results:
                 times = (result.median_us, result.p10_us, result.p90_us)
-                speed = "" if result.gb_s is None else f"{result.gb_s:.1f}"
+                speed = "" if result.gb_s is None else f"{result.gb_s:,}"
                 table.add_row(case.name, case.gate, result.impl, *map(_time, times), speed)
         console.print(table)
         for case in self.cases:
@@ -108,6 +110,16 @@ class Report:
             if case.gate == "passed":
                 ratios = ", ".join(f"{pair} {ratio}" for pair, ratio in case.ratios.items())
                 console.print(f"{case.name}: {ratios}", highlight=False)
+
+
+def _round(value: float) -> float:
+    """Four significant digits, and every digit before the point.
+
+    A fixed number of decimals would turn what is slow into 0 GB/s and small ratios into others.
+    """
+    if value == 0 or not math.isfinite(value):
+        return value
+    return float(round(value, max(0, 3 - math.floor(math.log10(abs(value))))))
 
 
 def _time(us: float) -> str:

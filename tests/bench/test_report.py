@@ -31,6 +31,29 @@ def test_ratios_are_the_first_over_the_second() -> None:
     assert _case("passed").ratios == {"slow/fast": 4.0}
 
 
+@pytest.mark.parametrize(
+    ("seconds", "moved", "median_us", "gb_s"),
+    [
+        (1.23456789e-6, 1000, 1.235, 0.81),
+        (123456.789e-6, 123457, 123457.0, 0.001),
+        (2.0, 1024, 2e6, 5.12e-7),
+    ],
+    ids=["fast", "slow", "very slow"],
+)
+def test_figures_keep_four_digits_however_slow_the_machine_is(
+    seconds: float, moved: int, median_us: float, gb_s: float
+) -> None:
+    result = Result.of("x", [seconds], moved)
+    assert (result.median_us, result.gb_s) == (median_us, gb_s)
+
+
+def test_small_ratios_keep_four_digits() -> None:
+    results = [Result.of("fast", [1e-5]), Result.of("slow", [2.6e-4])]
+    assert Case(name="x", params={}, gate="passed", results=results).ratios == {
+        "fast/slow": 0.03846
+    }
+
+
 def test_fields() -> None:
     report = json.loads(Report(command="bench x", device="cpu", cases=[_case("passed")]).to_json())
     assert set(report) == {"command", "device", "date", "machine", "versions", "commit", "cases"}
