@@ -1,4 +1,8 @@
-"""The contract suite on every algorithm: built in, and of a package of its own."""
+"""The contract suite on every algorithm: built in, and of a package of its own.
+
+``make test`` runs each check with every scope and every page size; ``make test-all PART=sweeps``
+with all combinations of the two.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +13,37 @@ from pathlib import Path
 import pytest
 
 from hisparse.algorithms import ALGORITHMS
-from hisparse.testing import CheckResult, cases_of, run_checks
+from hisparse.testing import Case, CheckResult, cases_of, run_checks
+from tests.sizes import SWEEPS
 
 ROOT = Path(__file__).parents[2]
 
 
-def not_passed(name: str) -> list[CheckResult]:
-    return [r for r in run_checks(ALGORITHMS.get(name)) if r.status != "passed"]
+def chosen_cases(name: str) -> list[Case]:
+    """Cases with every scope and every page size of an algorithm; all of them in sweeps."""
+    cases = cases_of(ALGORITHMS.get(name))
+    if SWEEPS:
+        return cases
+    found = {(case.scope, case.page_size): case for case in cases}
+    scopes, sizes = (list(dict.fromkeys(kind)) for kind in zip(*found, strict=True))
+    num = max(len(scopes), len(sizes))
+    return [found[scopes[i % len(scopes)], sizes[i % len(sizes)]] for i in range(num)]
+
+
+@pytest.mark.sweeps
+@pytest.mark.parametrize("name", list(ALGORITHMS))
+def test_contract(name: str) -> None:
+    cases = chosen_cases(name)
+    results = list(run_checks(ALGORITHMS.get(name), cases))
+    assert [r for r in results if r.status != "passed"] == []
+    assert {r.num_cases for r in results} <= {1, len(cases)}
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_contract(name: str) -> None:
-    assert not_passed(name) == []
+def test_the_contract_sees_every_scope_and_every_size(name: str) -> None:
+    cases, chosen = cases_of(ALGORITHMS.get(name)), chosen_cases(name)
+    for field in ("scope", "page_size"):
+        assert {getattr(case, field) for case in chosen} == {getattr(case, field) for case in cases}
 
 
 @pytest.mark.parametrize("name", list(ALGORITHMS))

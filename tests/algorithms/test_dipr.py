@@ -19,6 +19,7 @@ from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recorder import Recorder, Retrieved
+from tests.sizes import sized
 
 SCOPES = ["layer", "kv_head", "query_head"]
 EXACT = ["flat", "coarse"]
@@ -57,7 +58,7 @@ def require_range(sim: Simulator, request: Request, seen: Retrieved, row: int, b
     return capped
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=sized(20, 200), deadline=None)
 @given(
     scope=st.sampled_from(SCOPES),
     index=st.sampled_from(EXACT),
@@ -114,7 +115,7 @@ def retrieved(algorithm: DIPR, scope: Any = "kv_head", **changes: Any) -> list[R
     return recorder.retrieved
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=sized(20, 200), deadline=None)
 @given(
     scope=st.sampled_from(SCOPES),
     page_size=st.sampled_from([1, 8, 16]),

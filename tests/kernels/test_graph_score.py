@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels import GraphSearch, KeyGraphs, graph_score, key_score
+from tests.sizes import sized
 
 IMPLS = ["reference", "cpu"]
 SIZE = 4
@@ -36,7 +37,7 @@ def graphs(parts: dict[str, Tensor], tokens: list[int], links: int, stride: int)
     return KeyGraphs(torch.tensor(addresses), torch.tensor(tokens), links, stride)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=sized(20, 400), deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 60), min_size=1, max_size=3),
     kv_heads=st.integers(1, 2),

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from hisparse.cache.host_pool import HOST_LAYOUTS
 from hisparse.errors import KernelError
 from hisparse.kernels import key_score
+from tests.sizes import sized
 
 IMPLS = ["reference", "cpu"]
 HOST_PAGES = 40
@@ -70,7 +71,7 @@ def test_scores_are_those_of_float64(
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=sized(20, 400), deadline=None)
 @given(
     batch=st.integers(1, 4),
     kv_heads=st.integers(1, 3),

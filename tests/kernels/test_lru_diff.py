@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hisparse.errors import KernelError
 from hisparse.kernels import LruDiff, RowState, lru_diff
 from tests.kernels.world import World, i32
+from tests.sizes import sized
 
 
 def example() -> RowState:
@@ -43,7 +44,7 @@ def test_more_pages_than_slots_are_refused_before_anything_changes(impl: str) ->
     assert [t.tolist() for t in state] == [t.tolist() for t in example()]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=sized(30, 240), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), num_rows=st.integers(1, 6), slots=st.integers(1, 9))
 def test_any_trace_agrees_with_an_ordered_dict(
     impl: str, seed: int, num_rows: int, slots: int

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from fork_server import fork_server
 from harness import Answer, Server
 from tiny_models import tiny_model
 from workload import PROMPTS, RETRACTED, SHARED, Case
 
 DenseTokens = Callable[[str, Case], list[list[int]]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_of_fork_server() -> Iterator[None]:
+    yield
+    if fork_server.cache_info().currsize:
+        fork_server().stop()
 
 
 @pytest.fixture(scope="session")

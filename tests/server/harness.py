@@ -1,6 +1,9 @@
 """Starts the real SGLang server as a subprocess and talks to it over HTTP.
 
-What makes a start quick (about 20 s on two idle cores, nearly all of it imports):
+Most servers are forks of a process that has imported SGLang (``fork_server.py``). A server with
+``forked=False`` is ``python -m sglang.launch_server``: each way of serving has one test of those.
+
+What makes a start of either quick:
 ``--skip-server-warmup`` sends no warm-up request; ``--skip-tokenizer-init`` loads no tokenizer,
 prompts and answers are token ids; ``--max-total-tokens`` (given by the tests) keeps a dense server
 from filling all memory with zeros; ``OMP_NUM_THREADS=1`` and ``--sleep-on-idle`` keep SGLang's
@@ -24,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import requests
+from fork_server import ForkedProcess, fork_server
 
 from hisparse_bench.server import free_port
 
@@ -121,27 +125,56 @@ def command_line(
     return [*line, *flags]
 
 
+def _start(
+    line: Sequence[str],
+    env: Mapping[str, str],
+    out: Path,
+    err: Path,
+    *,
+    forked: bool,
+    python_path: Sequence[Path] = (),
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    """A process that leads a group of its own; what it prints goes to two files, or one."""
+    out.write_bytes(b"")
+    err.write_bytes(b"")
+    # Another release of SGLang cannot be forked from this one.
+    if forked and not os.environ.get("SERVER_PYTHONPATH"):
+        return fork_server().start(line[2:], env, python_path, out, err)
+    with out.open("ab") as stdout, err.open("ab") as stderr:
+        return subprocess.Popen(
+            line, env=dict(env), stdout=stdout, stderr=stderr, start_new_session=True
+        )
+
+
 def run_to_exit(
-    model: Path, *flags: str, config: Mapping[str, Any] | str | None, timeout_s: float = 120
+    model: Path,
+    *flags: str,
+    config: Mapping[str, Any] | str | None,
+    folder: Path,
+    forked: bool = True,
+    timeout_s: float = 120,
 ) -> tuple[int, str, str]:
-    """Start a server that should not come up: exit code, standard output, standard error."""
+    """Start a server that should not come up: exit code, standard output, standard error.
+
+    Args:
+        model: folder of the model.
+        flags: more of SGLang's flags.
+        config: value of ``--hisparse-config``.
+        folder: for what it prints.
+        forked: False for ``python -m sglang.launch_server``.
+        timeout_s: when to give up.
+    """
     line = command_line(model, *flags, port=free_port(), config=config)
-    process = subprocess.Popen(
-        line,
-        env=_environment((), {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    out, err = folder / "out.txt", folder / "err.txt"
+    process = _start(line, _environment((), {}), out, err, forked=forked)
     try:
-        out, err = process.communicate(timeout=timeout_s)
-        return process.returncode, out, err
+        code = process.wait(timeout_s)
+        return code, out.read_text(errors="replace"), err.read_text(errors="replace")
     finally:
         _kill_group(process)
 
 
-def _kill_group(process: subprocess.Popen[Any]) -> None:
+def _kill_group(process: subprocess.Popen[bytes] | ForkedProcess) -> None:
     """End what is left of the process's own group."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
@@ -162,6 +195,7 @@ class Server:
         tokenizer: let the server load the model's tokenizer.
         python_path: folders in front of the module path, for test-only plugins.
         env: more environment variables.
+        forked: False for ``python -m sglang.launch_server``.
     """
 
     def __init__(
@@ -174,21 +208,27 @@ class Server:
         tokenizer: bool = False,
         python_path: Sequence[Path] = (),
         env: Mapping[str, str] | None = None,
+        forked: bool = True,
     ) -> None:
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._log = log
+        self._forked, self._python_path = forked, python_path
         self._env = _environment(python_path, env or {})
         self._line = command_line(
             model, *flags, port=self._port, backend=backend, config=config, tokenizer=tokenizer
         )
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     def __enter__(self) -> Server:
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._line, env=self._env, stdout=log, stderr=log, start_new_session=True
-            )
+        self._process = _start(
+            self._line,
+            self._env,
+            self._log,
+            self._log,
+            forked=self._forked,
+            python_path=self._python_path,
+        )
         try:
             self._wait_until_up()
         except BaseException:

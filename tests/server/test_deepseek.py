@@ -32,7 +32,8 @@ LONG = tokens(801, seed=801)
 def mla(log_dir: Path) -> Iterator[Server]:
     config = MEMORY | {"budget": BUDGET, "device_buffer_size": BUDGET, "max_row_capacity": BUDGET}
     log = log_dir / "mla.log"
-    with Server(tiny_model("deepseek_v2"), log, *FLAGS, config=config, env=QUICK) as server:
+    options = {"config": config, "env": QUICK, "forked": False}
+    with Server(tiny_model("deepseek_v2"), log, *FLAGS, **options) as server:
         yield server
 
 

@@ -36,7 +36,7 @@ def served(request: pytest.FixtureRequest, log_dir: Path) -> Iterator[Served]:
     kind, chunk = request.param
     flags = ("--max-total-tokens", "40000", "--chunked-prefill-size", chunk)
     log = log_dir / f"exact-{kind}.log"
-    with Server(tiny_model(kind), log, *flags, config=ROOMY) as server:
+    with Server(tiny_model(kind), log, *flags, config=ROOMY, forked=kind != "llama") as server:
         yield Served(kind, server)
 
 

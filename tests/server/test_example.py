@@ -57,7 +57,8 @@ def test_it_serves(installed: Path, log_dir: Path) -> None:
     prompt, count = tokens(700, seed=1), 24
     flags = ("--max-total-tokens", "4000", "--max-running-requests", "2")
     log = log_dir / "example.log"
-    with Server(tiny_model("llama"), log, *flags, config=CONFIG, python_path=[installed]) as server:
+    options = {"config": CONFIG, "python_path": [installed], "forked": False}
+    with Server(tiny_model("llama"), log, *flags, **options) as server:
         answer = server.generate(prompt, count)
         selected = sum(server.counted("hit_pages", "miss_pages"))
         server.flush_cache()

@@ -60,12 +60,12 @@ class _Listener(Server):
     )
 
     def __init__(self, log: Path) -> None:
-        super().__init__(Path("no-model"), log)
+        super().__init__(Path("no-model"), log, forked=False)
         self._line = [sys.executable, "-c", self.CODE, str(self._port)]
 
 
 def test_a_server_that_ends_at_once_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    server = Server(tmp_path, tmp_path / "log")
+    server = Server(tmp_path, tmp_path / "log", forked=False)
     server._line = [sys.executable, "-c", "import sys; sys.exit('no weights here')"]
     with pytest.raises(RuntimeError, match=r"ended with 1; its log ends:\nno weights here"):
         server.__enter__()

@@ -79,9 +79,8 @@ def seen(log_dir: Path) -> Iterator[Seen]:
     }
     flags = ("--max-total-tokens", str(POOL), "--max-running-requests", str(CONTEXTS))
     log = log_dir / "long-context.log"
-    threads = {"OMP_NUM_THREADS": "2"}
     with (
-        Server(model, log, *flags, config=config, env=threads) as server,
+        Server(model, log, *flags, config=config) as server,
         ThreadPoolExecutor(1) as thread,
     ):
         waiting = thread.submit(server.generate_many, prompts, 24)

@@ -267,9 +267,11 @@ STARTS = {
 }
 
 
-def _end_of_start(*flags: str, model: Path, config: object) -> str:
+def _end_of_start(
+    *flags: str, model: Path, config: object, folder: Path, forked: bool = True
+) -> str:
     """The last line that a start prints which is refused."""
-    code, out, err = run_to_exit(model, *flags, config=config)
+    code, out, err = run_to_exit(model, *flags, config=config, folder=folder, forked=forked)
     assert code != 0
     assert "Load weight begin" not in out + err, "the model was loaded before the refusal"
     assert "Traceback" not in out + err
@@ -280,14 +282,17 @@ def _end_of_start(*flags: str, model: Path, config: object) -> str:
 
 @pytest.mark.parametrize("flags, config, message", STARTS.values(), ids=STARTS)
 def test_the_command_line_ends_with_one_line(
-    flags: tuple[str, ...], config: object, message: str
+    flags: tuple[str, ...], config: object, message: str, tmp_path: Path
 ) -> None:
-    line = _end_of_start(*flags, model=tiny_model("llama"), config=config)
+    """One of them really from the command line."""
+    forked = "budgt" not in config
+    model = tiny_model("llama")
+    line = _end_of_start(*flags, model=model, config=config, folder=tmp_path, forked=forked)
     assert line.startswith("hisparse: error: ") and message in line
 
 
-def test_the_command_line_refuses_a_model() -> None:
-    line = _end_of_start(model=tiny_model("deepseek_v32"), config=None)
+def test_the_command_line_refuses_a_model(tmp_path: Path) -> None:
+    line = _end_of_start(model=tiny_model("deepseek_v32"), config=None, folder=tmp_path)
     assert "was trained to attend what its indexer selects" in line
 
 
@@ -299,9 +304,12 @@ def test_the_command_line_refuses_a_model() -> None:
     ],
     ids=["host", "device"],
 )
-def test_too_little_memory_for_one_request_names_the_term(config: object, term: str) -> None:
+def test_too_little_memory_for_one_request_names_the_term(
+    config: object, term: str, tmp_path: Path
+) -> None:
     """Known only when the model's shape is: the message stands in the log, once."""
-    code, out, err = run_to_exit(tiny_model("llama"), config=config)
+    forked = "device_memory" in config
+    code, out, err = run_to_exit(tiny_model("llama"), config=config, folder=tmp_path, forked=forked)
     assert code != 0
     lines = [line for line in (out + err).splitlines() if "hisparse: error: " in line]
     assert len(lines) == 1

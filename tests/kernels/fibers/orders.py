@@ -15,8 +15,9 @@ from torch import Tensor
 
 from hisparse.kernels import cuda
 from hisparse.kernels.build import cuda as _build_cuda
+from tests.sizes import sized
 
-NUM_ORDERS = 20
+NUM_ORDERS = sized(4, 20)
 
 _seeds = itertools.count()
 
