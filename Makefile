@@ -1,15 +1,18 @@
 # make demo    a long document answered by a real model, dense and with hisparse, side by side
-# make test    everything that CI runs
-# make lint    the part of it that takes seconds
+# make test    lint and every test, at small sizes
+# make test-all PART=range     the contract test on older releases of SGLang (scripts/sglang_range.sh)
+# make test-all PART=sweeps    kernels under 20 orders of threads, the contract suite with all scopes
+#                              and page sizes, many more examples of hypothesis
+# make test-all PART=quality   the quality of all algorithms, at the size of the committed table
+# make lint    what takes seconds of make test
 # make setup   .venv/, which the others make themselves
-# make range   the contract test on older releases of SGLang (scripts/sglang_range.sh), part of make test
 # make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
 # make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, sanitizers, speed
 # make gpu-wheels  what gpu-check needs besides, as wheels for such a machine without an index
 # make clean   delete what the others made in this folder (models stay in ~/.cache/hisparse)
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test lint setup range lm-eval gpu-check gpu-wheels clean
+.PHONY: demo test test-all test-range test-sweeps test-quality lint setup lm-eval gpu-check gpu-wheels clean
 
 export PYTHONUNBUFFERED := 1
 python := .venv/bin/python
@@ -17,8 +20,22 @@ python := .venv/bin/python
 demo: setup
 	@$(python) -m hisparse.demo $(if $(MODEL),--model "$(MODEL)")
 
-test: lint lm-eval range
-	$(python) -m pytest
+test: setup lm-eval
+	@$(python) scripts/run_tests.py
+
+parts := range sweeps quality
+
+test-all:
+	$(if $(filter $(PART),$(parts)),,$(error PART is '$(PART)', expected one of: $(parts)))
+	@$(MAKE) --no-print-directory test-$(PART)
+
+test-test-sweeps: setup
+	@$(python) -m tests.prepare
+	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadgroup \
+		-m "sweeps or hypothesis" --ignore tests/server
+
+test-quality: setup
+	PART=quality $(python) -m pytest tests/eval/test_quality.py
 
 lint: setup
 	$(python) -m ruff check .
@@ -27,9 +44,6 @@ lint: setup
 
 setup:
 	@scripts/setup.sh
-
-range: setup
-	@scripts/sglang_range.sh
 
 lm-eval: setup
 	@cmp -s requirements/lm-eval.txt .venv/lm-eval/pins.txt || { \

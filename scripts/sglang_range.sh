@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the contract test, that served tokens are those of dense attention, on older releases of SGLang.
 #
-#   scripts/sglang_range.sh                   0.5.20 and 0.5.16, as `make test` does
+#   scripts/sglang_range.sh                   0.5.20 and 0.5.16, as `make test-all PART=range` does
 #   scripts/sglang_range.sh 0.5.18 0.5.22     choose yourself
 #
 # Each release lies in .venv/sglang-<release>/, in front of the packages of .venv. Those before 0.5.20

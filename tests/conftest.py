@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import time
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import settings
 
@@ -12,3 +18,27 @@ torch.set_num_threads(1)
 # A shared machine has no reliable deadline.
 settings.register_profile("hisparse", deadline=None, max_examples=sized(50, 1000))
 settings.load_profile("hisparse")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers, a file stays together, and all servers: they share what they import."""
+    for item in items:
+        folder = item.path.parent.name
+        group = folder if folder == "server" else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What ``scripts/run_tests.py`` took so far, if it started this run."""
+    pid, _, start = os.environ.get("MEASURED_FROM", "").partition(" ")
+    if not start:
+        return
+    seconds = sum(
+        usage.ru_utime + usage.ru_stime
+        for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
+    # Fields 16 and 17: what ended children of the starting process took, the lint among them.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    seconds += sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")
+    minutes = (time.time() - float(start)) / 60
+    terminalreporter.write_line(f"{seconds / 60:.1f} core-minutes, {minutes:.1f} minutes")

@@ -32,6 +32,15 @@ _CUDA_TESTS = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What runs on fibers runs under more orders of threads in sweeps."""
+    for item in items:
+        names = getattr(item, "fixturenames", ())
+        on_fibers = ON_FIBERS in item.name
+        if on_fibers or "fibers" in names:
+            item.add_marker(pytest.mark.sweeps)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marks = metafunc.definition.iter_markers("parametrize")
     if "impl" not in metafunc.fixturenames or any(mark.args[0] == "impl" for mark in marks):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Server
+from harness import Answer, Server
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicLayer
@@ -24,6 +24,10 @@ LAYERS, KV_HEADS, HEAD_DIM = 30, 3, 64
 #: A byte a number, and one for the scale of each vector.
 TOKEN_BYTES = LAYERS * KV_HEADS * 2 * (HEAD_DIM + 1)
 NEW_TOKENS = 24
+#: Eight bits magnify float32 noise, which depends on the batch and on the machine, to about 0.1 in
+#: a logprob. So a token counts if it leads the second best by more than this, up to the first that
+#: does not.
+LEAD = 0.2
 CONFIG = {"budget": 512, "device_buffer_size": 512, "host_memory": "1GiB", "device_memory": "1GiB"}
 
 
@@ -72,26 +76,40 @@ def dense(model: Path, text: list[int]) -> list[int]:
     return out[0, 400:].tolist()
 
 
+def certain(answer: Answer) -> list[int]:
+    """The tokens before the first that another may overtake."""
+    for step, found in enumerate(answer.top_logprobs):
+        best, second = sorted(found.values(), reverse=True)
+        if best - second < LEAD:
+            return answer.ids[:step]
+    return answer.ids
+
+
 def test_tokens_within_the_budget_are_dense(
     server: Server, text: list[int], dense: list[int]
 ) -> None:
     """From chunks of 128 tokens, and again from the radix cache."""
-    first, again = (server.generate(text[:400], NEW_TOKENS) for _ in range(2))
-    assert first.ids == again.ids == dense
+    first, again = (server.generate(text[:400], NEW_TOKENS, top_logprobs=2) for _ in range(2))
+    same = certain(first)
+    assert len(same) >= 5
+    assert again.ids[: len(same)] == dense[: len(same)] == same
     assert (first.cached, again.cached) == (0, 384)
 
 
 def test_beyond_the_budget_nothing_else_changes_the_tokens(server: Server, text: list[int]) -> None:
-    # Eight bits magnify float32 noise, which is another one in other chunks. So prompts are whole
-    # chunks, the same whoever comes before, and their best tokens lead by 0.1 or more.
-    prompts = [text[start : start + 896] for start in (300, 400, 950)]
+    # Prompts are whole chunks, the same whoever comes before.
+    prompts = [text[start : start + 896] for start in (240, 360, 600)]
     alone = []
     for prompt in prompts:
         server.flush_cache()
-        alone.append(server.generate(prompt, NEW_TOKENS).ids)
+        alone.append(certain(server.generate(prompt, NEW_TOKENS, top_logprobs=2)))
+    assert min(map(len, alone)) >= 5
     server.flush_cache()
-    assert [a.ids for a in server.generate_many(prompts, NEW_TOKENS)] == alone
-    assert [server.generate(prompt, NEW_TOKENS).ids for prompt in prompts] == alone
+    together = server.generate_many(prompts, NEW_TOKENS)
+    cached = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
+    for answers in (together, cached):
+        pairs = zip(answers, alone, strict=True)
+        assert [answer.ids[: len(same)] for answer, same in pairs] == alone
 
 
 def test_bytes_reported_are_those_of_eight_bits(server: Server) -> None:

@@ -15,6 +15,7 @@ import torch
 __all__ = [
     "CONTEXT",
     "INDEX_TOP_K",
+    "KINDS",
     "KV_HEADS",
     "LAYERS",
     "TOKEN_BYTES",
@@ -94,6 +95,14 @@ _SHAPES = {
     },
 }
 
+#: Kind to its name in transformers.
+KINDS = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v32": "DeepseekV32",
+}
+
 #: Weights that make attention peaked.
 _LOUD = ("q_proj", "q_b_proj", "o_proj")
 
@@ -113,15 +122,9 @@ def tiny_model(kind: str) -> Path:
         import transformers
 
         torch.manual_seed(7)
-        names = {
-            "llama": "Llama",
-            "qwen2": "Qwen2",
-            "deepseek_v2": "DeepseekV2",
-            "deepseek_v32": "DeepseekV32",
-        }
         shape = _SHAPES.get(kind, _SHAPE)
-        config = getattr(transformers, f"{names[kind]}Config")(**shape)
-        model = getattr(transformers, f"{names[kind]}ForCausalLM")(config)
+        config = getattr(transformers, f"{KINDS[kind]}Config")(**shape)
+        model = getattr(transformers, f"{KINDS[kind]}ForCausalLM")(config)
         _scale(model.float())
         model.save_pretrained(folder)
         _drop_layer_types(folder / "config.json")
