@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hisparse.algorithms import ALGORITHMS
-from hisparse.testing import Case, CheckResult, cases_of, run_checks
+from hisparse.testing import Case, cases_of, run_checks
 from tests.sizes import SWEEPS
 
 ROOT = Path(__file__).parents[2]

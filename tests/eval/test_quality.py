@@ -1,13 +1,13 @@
 """The quality of every built-in algorithm on a real model, against what was committed.
 
-``make test`` runs what ``smollm2-1k-one-text.json`` holds, one document and passages of it,
-``make test-all PART=quality`` what ``smollm2-1k.json`` holds, all documents and tasks. Both are what
-an evaluation printed with ``--json``. To make them again, in the project's root:
+``make test`` runs what ``smollm2-1k-small.json`` holds: one document, and passages of it.
+``make test-all PART=quality`` runs what ``smollm2-1k.json`` holds: all documents and tasks. Both
+files are what an evaluation printed with ``--json``. To make them again, in the project's root:
 
     eval="hisparse eval --model smollm2-135m --context 1024 --budget 128 --json \\
         --algorithm oracle,sketch,quest,topp,dipr,snapkv,streaming"
     $eval > tests/eval/smollm2-1k.json
-    $eval --text hisparse/eval/texts/moby_dick.txt --tasks copy > tests/eval/smollm2-1k-one-text.json
+    $eval --text hisparse/eval/texts/moby_dick.txt --tasks copy > tests/eval/smollm2-1k-small.json
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hisparse.cli import main
 from tests.sizes import PART
 
 ROOT = Path(__file__).parents[2]
-FILE = "smollm2-1k.json" if PART == "quality" else "smollm2-1k-one-text.json"
+FILE = "smollm2-1k.json" if PART == "quality" else "smollm2-1k-small.json"
 COMMITTED = json.loads((Path(__file__).parent / FILE).read_text(encoding="utf-8"))
 #: Fewer questions than these say nothing of a score.
 ENOUGH = 5
