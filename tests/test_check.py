@@ -13,6 +13,7 @@ from faulty_state import FAULTS
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.cli import main
 from hisparse.testing import CHECKS, Case, CheckResult, cases_of, run_check, run_checks
+from hisparse.testing.check_declarations import find_class_faults
 
 
 def failed(cls: type[BaseSparseAlgorithm]) -> dict[str, CheckResult]:
@@ -77,8 +78,86 @@ def test_the_command_on_a_wrong_algorithm(capsys: pytest.CaptureFixture[str]) ->
     assert main(["check", "mine:GivesPagesAsInt64"]) == 1
     out = capsys.readouterr().out
     assert out.count("not run") == len(CHECKS) - 3
-    assert "runs: retrieve_topk, layer 0: got pages (3, 2, 12) torch.int64" in out
-    assert "smallest case: selection scope kv_head, page size 1, 14 prompt tokens" in out
+    finding = " ".join(out.partition("runs:\n")[2].split())
+    assert finding.startswith("- retrieve_topk, layer 0: got pages (3, 2, 12) torch.int64")
+    assert "smallest failing case: selection scope kv_head, page size 1, 14 prompt" in finding
+
+
+_UNDECLARED = """
+from dataclasses import dataclass
+from hisparse.algorithms import PageScoreAlgorithm
+from mine import Right
+
+@dataclass(frozen=True, kw_only=True)
+class Wrong(Right):
+    scopes = "kv_head"
+    ranks_tail = "yes"
+    top: int = 3
+
+class Incomplete(PageScoreAlgorithm):
+    page_sizes = 16
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "Wrong",
+            {
+                "Wrong: got no docstring",
+                "scopes: got 'kv_head', expected a tuple of one or more of",
+                "ranks_tail: got 'yes', expected True or False",
+                "option top: got no error for -2147483648",
+            },
+        ),
+        (
+            "Incomplete",
+            {
+                "Incomplete: got no dataclass",
+                "Incomplete: got no docstring",
+                "Incomplete: got no method score",
+                "Incomplete: got no method summarize",
+                "Incomplete: got no method summary_shape",
+                "page_sizes: got 16, expected None (any) or a tuple",
+            },
+        ),
+    ],
+)
+def test_all_missing_declarations_are_reported_at_once_and_nothing_else_is_run(
+    name: str,
+    expected: set[str],
+    in_a_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (in_a_folder / "undeclared.py").write_text(_UNDECLARED)
+    monkeypatch.setattr(Case, "serve", lambda *_, **__: pytest.fail("a forward pass was run"))
+    assert main(["check", f"undeclared:{name}", "--json"]) == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [check["name"] for check in checks] == [check.name for check in CHECKS]
+    findings = [
+        line for check in checks if check["status"] == "failed" for line in check["findings"]
+    ]
+    assert len(findings) == len(expected)
+    for start in expected:
+        assert any(line.startswith(start) for line in findings), (start, findings)
+    assert {check["status"] for check in checks[2:]} == {"not run"}
+    assert main(["check", f"undeclared:{name}"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "checks were not run: fix these findings first" in shown
+    for start in expected:
+        assert f"- {start}" in shown
+
+
+def test_an_option_without_a_decorator_is_reported() -> None:
+    class Undecorated(Right):
+        """Keeps nothing."""
+
+        gain: float = 2.0
+
+    (fault,) = find_class_faults(Undecorated)
+    assert fault.startswith("option gain: got no @dataclass on Undecorated itself")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +165,6 @@ def test_the_command_on_a_wrong_algorithm(capsys: pytest.CaptureFixture[str]) ->
     [
         (["mine:Wright"], "module mine has no Wright"),
         (["mine:FAULTS"], "expected a class that extends PageScoreAlgorithm"),
-        (["mine:PageScoreAlgorithm"], "PageScoreAlgorithm is no dataclass"),
         (["broken:Right"], "cannot import broken: ModuleNotFoundError: No module named 'no_such"),
         (["qest"], "unknown algorithm 'qest'; did you mean 'quest'"),
         (["mine:Right", "--options", "{"], "--options: not JSON at column 2"),

@@ -28,7 +28,7 @@ def test_the_file_is_as_short_as_it_is_said_to_be() -> None:
 
 def test_every_check_has_a_row() -> None:
     rows = re.search(r"\| check \| .*?\n\|---\|---\|\n(.*?)\n\n", DOC, re.DOTALL)
-    assert rows[1].splitlines() == [f"| {check.name} | {check.proves} |" for check in CHECKS]
+    assert rows[1].splitlines() == [f"| {check.name} | {check.description} |" for check in CHECKS]
 
 
 def test_every_capability_has_a_row() -> None:

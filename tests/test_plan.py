@@ -224,6 +224,52 @@ def test_a_table(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.splitlines()[-1].startswith("python -m sglang.launch_server --model-path")
 
 
+def test_an_algorithm_that_cannot_be_served_keeps_its_row(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server runs on CUDA, where dipr cannot score keys in host memory."""
+    line = ["--model", model, "--context", "2048", "--algorithm", "dipr,quest,dsa"]
+    found = planned(capsys, *line)
+    dipr, quest, dsa = found["plans"]
+    assert quest == planned(capsys, *line[:-1], "quest")["plans"][0]
+    assert {name: found[name] for name in quest} == quest, "the first plan that was computed"
+    assert [list(plan["hisparse"]) for plan in (dipr, dsa)] == [list(quest["hisparse"])] * 2
+    for plan, reason in ((dipr, "cannot do device cuda"), (dsa, "asks the model's indexer")):
+        assert reason in plan["hisparse"]["message"]
+        assert plan["hisparse"]["max_requests"] == 0
+        assert plan["hisparse"]["limit"] is None
+        assert plan["command"] is None
+        assert plan["dense"] == quest["dense"]
+
+
+def test_the_table_shows_why_an_algorithm_has_no_figures(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--context", "1024,2048", "--algorithm", "dipr,quest", "--budget", "256"]
+    assert main(["plan", "--model", model, *MEMORY, *line]) == 0
+    out = capsys.readouterr().out
+    rows = [row.split() for row in out.splitlines() if row.split()[:1] in (["dipr"], ["quest"])]
+    assert [(row[0], row[2], row[-1]) for row in rows] == [
+        ("dipr", "1,024", "[1]"),
+        ("dipr", "2,048", "[1]"),
+        ("quest", "1,024", "device"),
+        ("quest", "2,048", "device"),
+    ]
+    assert out.count("cannot do device cuda") == 1
+    assert out.count("python -m sglang.launch_server") == 2
+
+
+def test_where_no_algorithm_can_be_served_each_reason_is_given_once(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--context", "1024,2048", "--algorithm", "dipr,dsa"]
+    assert main(["plan", "--model", model, *MEMORY, *line]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert err.count("cannot do device cuda") == err.count("asks the model's indexer") == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -1,4 +1,4 @@
-"""``hisparse algorithms``: what there is, what it can do, what it remembers, its options."""
+"""``hisparse algorithms``: list the algorithms, what they need and what their options are."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import json
 from typing import Any, get_type_hints
 
 from rich.console import Console
-from rich.table import Table
+
+from hisparse.cli.output import make_table, print_paragraph
 
 __all__ = ["add_parser"]
 
-#: Llama-3.1-8B, and DeepSeek-V3.2 for algorithms that need its indexer.
+#: Shapes of Llama-3.1-8B, and of DeepSeek-V3.2 for algorithms that need its indexer.
 _LLAMA: dict[str, Any] = {
     "num_layers": 32,
     "num_q_heads": 32,
@@ -32,10 +33,18 @@ _DEEPSEEK: dict[str, Any] = {
 }
 
 
+_NOTE = (
+    "Bytes: device memory for representations, all layers, beside K and V. For Llama-3.1-8B in "
+    "bfloat16, pages of 16 tokens and a budget of 2,048; for algorithms that need the model's "
+    "indexer, for DeepSeek-V3.2 with pages of 1."
+)
+
+
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
-    parser = commands.add_parser("algorithms", help="list algorithms, built in and from plugins")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    text = "list the algorithms, built in and from plug-ins, with their memory and options"
+    parser = commands.add_parser("algorithms", help=text, description=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 
 
@@ -45,36 +54,34 @@ def _run(arguments: argparse.Namespace) -> int:
     found = [_describe(name, ALGORITHMS.get(name)) for name in ALGORITHMS]
     if arguments.json:
         print(json.dumps({"command": "algorithms", "algorithms": found}, indent=2))
-        return 0
-    _print_tables(found)
+    else:
+        _print(found)
     return 0
 
 
-def _print_tables(found: list[dict[str, Any]]) -> None:
-    console, table = Console(), Table("name", "keeps", "scopes")
-    for name in ("bytes a token", "% of KV", "bytes a request"):
-        table.add_column(name, justify="right")
+def _print(found: list[dict[str, Any]]) -> None:
+    console = Console()
+    numbers = ("bytes/token", "% of K+V", "bytes/request")
+    table = make_table("algorithm", "selection scopes", *numbers, right=numbers)
     for entry in found:
         table.add_row(
             entry["name"],
-            entry["summary"] + "".join(f"\n({what})" for what in entry["limits"]),
-            "\n".join(entry["scopes"]),
+            ", ".join(entry["scopes"]),
             f"{entry['bytes_per_token']:,.0f}",
             f"{100 * entry['kv_ratio']:.1f}",
             f"{entry['bytes_per_request']:,}",
         )
     console.print(table)
-    console.print(
-        "Device memory beside K and V, all layers, in bfloat16 and with pages of 16 tokens, for "
-        "Llama-3.1-8B and a budget of 2,048; for algorithms that need an indexer, for "
-        "DeepSeek-V3.2 with pages of 1."
-    )
-    options = Table("algorithm_config of", "option", "values", "default")
+    print_paragraph(console, _NOTE)
     for entry in found:
+        console.print(f"\n[bold]{entry['name']}[/bold]", highlight=False)
+        print_paragraph(console, entry["summary"], indent="  ")
+        for limit in entry["limits"]:
+            print_paragraph(console, limit, indent="  - ")
         for name, option in entry["options"].items():
-            values = (entry["name"], name, option["type"], json.dumps(option["default"]))
-            options.add_row(*values)
-    console.print(options)
+            default = json.dumps(option["default"])
+            line = f"option {name}: {option['type']} (default {default})"
+            print_paragraph(console, line, indent="  ", hanging=2)
 
 
 def _describe(name: str, cls: type[Any]) -> dict[str, Any]:
@@ -107,24 +114,25 @@ def _options(cls: type[Any]) -> dict[str, dict[str, Any]]:
 
 
 def _limits(cls: type[Any], host_bytes: float) -> list[str]:
-    """What a user has to know before choosing it."""
+    """What a user has to know before choosing the algorithm, one line each."""
     found = []
     if cls.variable_lengths:
-        found.append("as many pages as a query needs, up to device_buffer_size")
+        found.append("keeps as many pages as a query needs, up to device_buffer_size")
     if cls.page_sizes is not None:
-        found.append(f"page_size {' or '.join(map(str, cls.page_sizes))} only")
+        found.append(f"works with page_size {' or '.join(map(str, cls.page_sizes))} only")
     if cls.reads_host_keys:
-        found.append("scores keys in host memory: CPU only")
+        found.append("scores keys in host memory, so it runs on the CPU only")
     if host_bytes:
-        found.append(f"up to {host_bytes:,} bytes a token in host memory, by its options")
+        found.append(f"may take {host_bytes:,} bytes of host memory a token, by its options")
     if cls.indexer:
-        found.append("for models with an indexer")
+        found.append("works with models that have an indexer only")
     return found
 
 
 def _memory(cls: type[Any]) -> dict[str, float]:
-    """Bytes that a token and a request add on the device, for a usual model and a budget of 2,048;
-    ``kv_ratio`` is a token's part of its K and V.
+    """Bytes of representations that a token and a request add, for a typical model.
+
+    ``kv_ratio`` is the bytes of a token over the bytes of its K and V.
     """
     import torch
 

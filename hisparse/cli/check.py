@@ -1,20 +1,20 @@
-"""``hisparse check``: the contract suite on an algorithm from anywhere."""
+"""``hisparse check``: run the contract suite on an algorithm, registered or not."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
+from hisparse.cli.output import make_table, print_paragraph
 from hisparse.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
@@ -23,19 +23,34 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
+_STYLES = {"passed": "green", "failed": "red"}
+
+_FIX_FIRST = "fix these findings first, then run the command again"
+
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
-    parser = commands.add_parser("check", help="run the contract suite on an algorithm")
-    parser.add_argument("algorithm", metavar="MODULE:CLASS", help="or the name of a registered one")
-    parser.add_argument("--options", default="{}", help="the algorithm's options, a JSON object")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    text = "check that an algorithm keeps the contract of hisparse"
+    parser = commands.add_parser("check", help=text, description=text)
+    parser.add_argument(
+        "algorithm",
+        metavar="MODULE:CLASS",
+        help="a class in a module of the current folder or of an installed package, or the name "
+        "of a registered algorithm",
+    )
+    parser.add_argument(
+        "--options",
+        default="{}",
+        metavar="JSON",
+        help="the options of the algorithm, such as '{\"beta\": 2.0}' (all defaults)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from hisparse.options import from_options
-    from hisparse.testing import CHECKS, run_checks
+    from hisparse.testing import report_class
 
     cls, options = _load(arguments.algorithm), _parse(arguments.options)
     name = cls.__name__
@@ -45,16 +60,16 @@ def _run(arguments: argparse.Namespace) -> int:
 
     try:
         make()
-    except ConfigError:
-        raise
     except Exception as error:
-        raise ConfigError(f"{arguments.algorithm}: cannot be made: {one_line(error)}") from error
-    results = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(f"checking {name}", total=len(CHECKS))
-        for result in run_checks(make):
-            results.append(result)
-            progress.advance(task)
+        results = report_class(cls)
+        if not results and isinstance(error, ConfigError):
+            raise
+        if not results:
+            raise ConfigError(
+                f"{arguments.algorithm}: cannot make an instance: {one_line(error)}"
+            ) from error
+    else:
+        results = _run_checks(make)
     passed = all(result.status == "passed" for result in results)
     if arguments.json:
         print(json.dumps(_as_json(arguments.algorithm, options, results, passed), indent=2))
@@ -63,14 +78,29 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
+def _run_checks(make: Callable[[], BaseSparseAlgorithm]) -> list[CheckResult]:
+    """Run the suite and show the check under way on standard error."""
+    from hisparse.testing import CHECKS, run_checks
+
+    results: list[CheckResult] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+    with bar:
+        task = bar.add_task(CHECKS[0].name, total=len(CHECKS))
+        for check, result in zip([*CHECKS[1:], None], run_checks(make), strict=True):
+            results.append(result)
+            bar.update(task, advance=1, description=check.name if check else "done")
+    return results
+
+
 def _load(name: str) -> type[BaseSparseAlgorithm]:
-    """The class that ``module:Class`` or a registered name stands for."""
+    """The class with a registered name, or at ``module:Class``."""
     from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
 
     module_name, colon, class_name = name.partition(":")
     if not colon:
         return ALGORITHMS.get(name)
-    # The command's own folder, not the caller's, is what Python puts there for a script.
+    # For a script, Python searches the folder of the script, not the current one.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -87,14 +117,6 @@ def _load(name: str) -> type[BaseSparseAlgorithm]:
             f"{name}: got {found!r}, expected a class that extends PageScoreAlgorithm or "
             "BaseSparseAlgorithm"
         )
-    if not dataclasses.is_dataclass(found):
-        raise ConfigError(
-            f"{name}: {class_name} is no dataclass; expected @dataclass(frozen=True, kw_only=True) "
-            "before it"
-        )
-    missing = sorted(getattr(found, "__abstractmethods__", ()))
-    if missing:
-        raise ConfigError(f"{name}: {class_name} does not have {', '.join(missing)}")
     return found
 
 
@@ -125,6 +147,7 @@ def _as_json(
                 "status": result.status,
                 "cases": result.num_cases,
                 "message": result.message,
+                "findings": list(result.findings) if result.status == "failed" else [],
                 "case": result.case,
             }
             for result in results
@@ -135,16 +158,31 @@ def _as_json(
 def _print(name: str, results: Sequence[CheckResult]) -> None:
     from hisparse.testing import CHECKS
 
-    table = Table("check", "what it is about", "result", "cases", title=name)
-    colours = {"passed": "green", "failed": "red"}
-    for check, result in zip(CHECKS, results, strict=True):
-        colour = colours.get(result.status, "yellow")
-        status = f"[{colour}]{result.status}[/{colour}]"
-        table.add_row(check.name, check.proves, status, str(result.num_cases))
     console = Console()
+    wrong = [
+        result
+        for check, result in zip(CHECKS, results, strict=True)
+        if check.once and result.status == "failed"
+    ]
+    if wrong:
+        _print_findings(console, wrong)
+        count = sum(result.status == "not run" for result in results)
+        print_paragraph(console, f"{name}: {count} checks were not run: {_FIX_FIRST}")
+        return
+    table = make_table("check", "result", "cases", "property", right=("cases",), title=name)
+    table.columns[0].no_wrap = table.columns[1].no_wrap = True
+    for check, result in zip(CHECKS, results, strict=True):
+        status = Text(result.status, style=_STYLES.get(result.status, "yellow"))
+        table.add_row(check.name, status, str(result.num_cases), check.description)
     console.print(table)
+    _print_findings(console, [result for result in results if result.status == "failed"])
+
+
+def _print_findings(console: Console, results: Sequence[CheckResult]) -> None:
     for result in results:
-        if result.message:
-            console.print(f"\n{result.check}: {result.message}", markup=False, highlight=False)
+        console.print(f"{result.check}:", highlight=False)
+        for finding in result.findings:
+            print_paragraph(console, finding, indent="  - ")
         if result.case:
-            console.print(f"smallest case: {result.case}", markup=False, highlight=False)
+            print_paragraph(console, f"smallest failing case: {result.case}", indent="    ")
+        console.print()

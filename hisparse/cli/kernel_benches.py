@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from hisparse.cli.output import without_sglang_warnings
 from hisparse_bench.report import Case, Report
 
 __all__ = ["add_parsers", "show"]
@@ -106,7 +107,7 @@ def _run(name: str, sizes: Sequence[str], arguments: argparse.Namespace) -> int:
     options = Options(
         device=device_of(arguments.device), num_steps=arguments.steps, seed=arguments.seed
     )
-    with Console(stderr=True).status(f"bench {name}"):
+    with Console(stderr=True).status(f"bench {name}"), without_sglang_warnings():
         case = _bench(name)(**values).run(options)
     report = Report(command=f"bench {name}", device=arguments.device, cases=[case])
     return show(report, as_json=arguments.json)

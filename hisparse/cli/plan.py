@@ -1,4 +1,4 @@
-"""``hisparse plan``: how many long requests a machine serves, and the command that serves them."""
+"""``hisparse plan``: how many long requests a machine serves, and the command to start."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from hisparse.cli.lists import names, numbers
+from hisparse.cli.output import make_table, print_paragraph
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
@@ -26,27 +26,43 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
-#: Weights and KV cache together; written into the command, so that the server keeps to it.
+#: Fraction of a GPU for weights and KV cache. The printed command sets it on the server.
 _MEM_FRACTION = 0.85
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
-    parser = commands.add_parser(
-        "plan", help="how many requests fit, dense and with hisparse, and the flags to use"
-    )
+    text = "compute how many requests fit, dense and with hisparse, and the command to start"
+    parser = commands.add_parser("plan", help=text, description=text)
     add = parser.add_argument
-    add("--model", default="smollm2-135m", metavar="PATH|HUB_ID|NAME", help="only its config")
-    add("--context", type=numbers, default=[], metavar="N[,N]", help="tokens, prompt and answer")
-    add("--algorithm", type=names, default=[], metavar="NAME[,NAME]")
-    add("--budget", type=numbers, default=[], metavar="N[,N]", help="tokens")
-    add("--config", action="append", default=[], metavar="JSON", help="a whole configuration")
-    add("--device-memory", metavar="SIZE", help="of one GPU, such as 141GiB (this machine's)")
-    add("--host-memory", metavar="SIZE", help="free on the node, such as 1TiB (this machine's)")
-    add("--weights", metavar="SIZE", help="of the model's files (computed from its config)")
-    add("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), help="how K and V are stored (auto)")
-    add("--tp", type=int, default=1, help="GPUs, all on one node")
-    add("--json", action="store_true", help="one JSON object on standard output")
+    add(
+        "--model",
+        default="smollm2-135m",
+        metavar="PATH|HUB_ID|NAME",
+        help="the model; only its configuration is read (smollm2-135m)",
+    )
+    add(
+        "--context",
+        type=numbers,
+        default=[],
+        metavar="N[,N]",
+        help="tokens of a request, prompt and answer (the longest that the model supports)",
+    )
+    add("--algorithm", type=names, default=[], metavar="NAME[,NAME]", help="algorithms, by name")
+    add("--budget", type=numbers, default=[], metavar="N[,N]", help="tokens attended per step")
+    add(
+        "--config",
+        action="append",
+        default=[],
+        metavar="JSON",
+        help="a whole --hisparse-config, as JSON or @FILE; may be given more than once",
+    )
+    add("--device-memory", metavar="SIZE", help="memory of one GPU, such as 141GiB (this GPU's)")
+    add("--host-memory", metavar="SIZE", help="free host memory, such as 1TiB (free here)")
+    add("--weights", metavar="SIZE", help="size of the weights (computed from the configuration)")
+    add("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), help="dtype of K and V (auto)")
+    add("--tp", type=int, default=1, metavar="N", help="number of GPUs, all on one node (1)")
+    add("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 
 
@@ -58,13 +74,13 @@ def _run(arguments: argparse.Namespace) -> int:
         import transformers
     except ImportError:
         raise ConfigError("hisparse plan needs transformers: pip install transformers") from None
-    # What goes wrong is one line of ours.
+    # An error in the model's configuration is one line of ours, without warnings before it.
     transformers.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     from hisparse.transformers.served_shape import read_configuration
 
-    capacities, machine = _plan(arguments, read_configuration(folder))
-    lines = [_describe(c, machine, folder) for c in capacities]
+    capacities, machine = _fit_all(arguments, read_configuration(folder))
+    rows = [_describe(capacity, machine, folder) for capacity in capacities]
     if arguments.json:
         about = {
             "model": arguments.model,
@@ -74,16 +90,24 @@ def _run(arguments: argparse.Namespace) -> int:
             "weight_bytes": machine.weight_bytes,
             "mem_fraction_static": machine.mem_fraction,
         }
-        print(json.dumps(about | lines[0] | {"plans": lines}, indent=2))
+        first = next(row for row in rows if row["hisparse"]["limit"] is not None)
+        print(json.dumps(about | first | {"plans": rows}, indent=2))
     else:
-        _print_tables(lines, machine)
+        _print(rows, machine)
     return 0
 
 
-def _plan(arguments: argparse.Namespace, model: Any) -> tuple[list[Capacity], Machine]:
-    """One capacity for each configuration and context."""
+def _fit_all(arguments: argparse.Namespace, model: Any) -> tuple[list[Capacity], Machine]:
+    """One capacity for each configuration and context.
+
+    Settings that this model or machine cannot serve get a capacity of no requests.
+
+    Raises:
+        ConfigError: an argument is wrong, or every configuration is refused.
+    """
+    from hisparse.algorithms import build_algorithm
     from hisparse.engine.capabilities import check_indexer
-    from hisparse.plan.fit import Machine, fit
+    from hisparse.plan.fit import Machine, fit, refuse
     from hisparse.transformers.served_shape import count_weight_bytes, served_shape
 
     if arguments.tp < 1:
@@ -98,11 +122,19 @@ def _plan(arguments: argparse.Namespace, model: Any) -> tuple[list[Capacity], Ma
         or count_weight_bytes(model, shape.dtype),
         mem_fraction=_MEM_FRACTION,
     )
-    capacities = []
-    for config in _configs(arguments, model, has_indexer=shape.index_head_dim > 0):
-        check_indexer(model.model_type, config, has_indexer=shape.index_head_dim > 0)
+    has_indexer, capacities = shape.index_head_dim > 0, []
+    for config in _configs(arguments, model, has_indexer=has_indexer):
+        build_algorithm(config)
         spec = served_shape(model, config.page_size, arguments.tp)
-        capacities += [fit(config, spec, machine, context) for context in contexts]
+        for context in contexts:
+            try:
+                check_indexer(model.model_type, config, has_indexer=has_indexer)
+                capacity = fit(config, spec, machine, context)
+            except ConfigError as error:
+                capacity = refuse(config, spec, machine, context, str(error))
+            capacities.append(capacity)
+    if all(capacity.limit is None for capacity in capacities):
+        raise ConfigError("; ".join(dict.fromkeys(c.message for c in capacities)))
     return capacities, machine
 
 
@@ -112,7 +144,10 @@ def _contexts(asked: list[int], model: Any) -> list[int]:
     longest: int | None = getattr(text_config(model), "max_position_embeddings", None)
     contexts = asked or ([longest] if longest else [])
     if not contexts:
-        raise ConfigError("--context: got nothing, and the model's config names no longest one")
+        raise ConfigError(
+            "--context: got nothing, and the model's configuration has no max_position_embeddings; "
+            "expected numbers such as 4096 or 256,512"
+        )
     if longest and max(contexts) > longest:
         raise ConfigError(
             f"--context: got {max(contexts)}, expected at most {longest}, "
@@ -124,10 +159,10 @@ def _contexts(asked: list[int], model: Any) -> list[int]:
 def _configs(
     arguments: argparse.Namespace, model: Any, *, has_indexer: bool
 ) -> list[HiSparseConfig]:
-    """Algorithms times budgets, and each ``--config``; else one of defaults."""
+    """Every algorithm with every budget, and each ``--config``; without these, the defaults."""
     from hisparse.transformers.shape import text_config
 
-    # As in the server, the flag and the key are the same setting, and "auto" leaves it to the key.
+    # As in the server, the flag and the key are one setting; "auto" leaves the key as it is.
     flag = arguments.kv_cache_dtype
     stored = {"kv_cache_dtype": flag} if flag == "fp8_e4m3" else {}
     whole = [replace(HiSparseConfig.parse(text), **stored) for text in arguments.config]
@@ -135,7 +170,7 @@ def _configs(
         return whole
     defaults: dict[str, Any] = {}
     if has_indexer:
-        # As the model was trained.
+        # The selection that the model was trained with.
         defaults = {"algorithm": "dsa", "page_size": 1, "num_sink_pages": 0}
         defaults |= {"num_recent_pages": 0, "budget": text_config(model).index_topk}
     configs = []
@@ -197,33 +232,47 @@ def _launch_line(capacity: Capacity, machine: Machine, folder: str) -> str:
     return shlex.join(words)
 
 
-def _print_tables(lines: list[dict[str, Any]], machine: Machine) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("algorithm", no_wrap=True)
-    for name in ("budget", "context", "dense", "hisparse", "device", "host"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("limit", no_wrap=True)
-    for line in lines:
-        ours = line["hisparse"]
-        table.add_row(
-            line["algorithm"],
-            f"{line['budget']:,}",
-            f"{line['context']:,}",
-            f"{line['dense']['max_requests']:,}",
-            f"{ours['max_requests']:,}",
-            format_bytes(ours["device_bytes_per_request"]),
-            format_bytes(ours["host_bytes_per_request"]),
-            ours["limit"].removesuffix("_memory"),
-        )
+def _print(rows: list[dict[str, Any]], machine: Machine) -> None:
+    """The table, its notes and the commands; a row without a request has its reason in a note."""
+    console = Console(highlight=False)
+    figures = ("budget", "context", "dense", "hisparse", "device", "host")
+    table = make_table("algorithm", *figures, "limit", right=figures)
+    notes: list[str] = []
+    for row in rows:
+        ours = row["hisparse"]
+        settings = (row["algorithm"], f"{row['budget']:,}", f"{row['context']:,}")
+        dense, limit = f"{row['dense']['max_requests']:,}", (ours["limit"] or "").split("_")[0]
+        if ours["message"]:
+            if ours["message"] not in notes:
+                notes.append(ours["message"])
+            limit = f"{limit} [{notes.index(ours['message']) + 1}]".strip()
+        if ours["limit"] is None:
+            table.add_row(*settings, dense, "-", "-", "-", Text(limit))
+            continue
+        sizes = (ours["device_bytes_per_request"], ours["host_bytes_per_request"])
+        count = f"{ours['max_requests']:,}"
+        table.add_row(*settings, dense, count, *map(format_bytes, sizes), Text(limit))
     console.print(table)
-    gpus = f"on each of {machine.tp} GPUs" if machine.tp > 1 else "on one GPU"
-    console.print(
-        f"Requests at once, dense and with hisparse, and the bytes that one takes {gpus} of "
-        f"{format_bytes(machine.device_bytes)}.\nK and V of a token take "
-        f"{format_bytes(lines[0]['bytes_per_token'])} there, all weights "
-        f"{format_bytes(machine.weight_bytes)}. Weights and cache get "
-        f"{machine.mem_fraction:.0%} of a GPU,\nactivations and CUDA graphs the rest."
+    for number, note in enumerate(notes, 1):
+        print_paragraph(console, note, indent=f"[{number}] ")
+    if notes:
+        console.print()
+    print_paragraph(console, _explain(rows, machine))
+    for row in rows:
+        if row["command"]:
+            title = f"{row['algorithm']}, budget {row['budget']:,}, context {row['context']:,}:"
+            console.print(f"\n{title}", markup=False)
+            # One line, however long, so that it can be copied.
+            console.print(row["command"], markup=False, soft_wrap=True)
+
+
+def _explain(rows: list[dict[str, Any]], machine: Machine) -> str:
+    gpus = f"each of {machine.tp} GPUs" if machine.tp > 1 else "a GPU"
+    return (
+        "dense, hisparse: requests that run at once. device, host: bytes that one request takes "
+        f"with hisparse, on {gpus} of {format_bytes(machine.device_bytes)} and in host memory. "
+        "limit: the memory that is too small for one more request. K and V of a token take "
+        f"{format_bytes(rows[0]['bytes_per_token'])}, all weights "
+        f"{format_bytes(machine.weight_bytes)}. Weights and KV cache get "
+        f"{machine.mem_fraction:.0%} of a GPU, activations and CUDA graphs the rest."
     )
-    for line in lines:
-        console.print(f"\n{line['command'] or line['hisparse']['message']}", markup=False)

@@ -1,4 +1,4 @@
-"""How many requests fit, dense and with hisparse, by the sizing formula that the server uses."""
+"""How many requests fit, dense and with hisparse, by the sizing formula of the server."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hisparse.sglang.checks import server_page_size
 from hisparse.types import KVSpec
 from hisparse.units import format_bytes, resolve_memory
 
-__all__ = ["Capacity", "Machine", "fit"]
+__all__ = ["Capacity", "Machine", "fit", "refuse"]
 
 _MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a server is given.
+    """The memory of a server.
 
     Attributes:
         device_bytes: memory of one GPU.
         host_bytes: free memory of the node.
-        tp: GPUs, all on that node.
-        weight_bytes: the model's weights, all ranks together.
-        mem_fraction: part of the GPU for weights and KV cache (``--mem-fraction-static``); the
+        tp: number of GPUs, all on that node.
+        weight_bytes: size of the model's weights, summed over the ranks.
+        mem_fraction: fraction of a GPU for weights and KV cache (``--mem-fraction-static``); the
             rest is for activations and CUDA graphs.
     """
 
@@ -41,24 +41,24 @@ class Machine:
 
     @property
     def cache_bytes(self) -> int:
-        """What one GPU has beside its share of the weights: what SGLang profiles."""
+        """Bytes that one GPU has for its KV cache: what SGLang profiles."""
         return int(self.device_bytes * self.mem_fraction) - -(-self.weight_bytes // self.tp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What fits on each rank for requests of one length.
+    """How many requests of one length fit.
 
     Attributes:
-        config: the settings, ``host_memory`` as an absolute size.
+        config: the settings, with ``host_memory`` as an absolute size.
         context: tokens of a request, prompt and answer.
         spec: the model's shape on one rank.
-        sizing: how the server shares out memory with ``max_requests``; None where not even one
-            request of ``device_buffer_size`` fits.
-        max_requests: at once, with hisparse.
-        dense_max_requests: at once, with the whole KV cache on the device.
-        limit: what stops one request more.
-        message: why not even one fits; "" if one does.
+        sizing: the server's sizing for ``max_requests``; None if not even one request with
+            ``device_buffer_size`` tokens on the device fits.
+        max_requests: requests at once with hisparse.
+        dense_max_requests: requests at once with the whole KV cache on the device.
+        limit: the memory that is too small for one more request; None if the settings are refused.
+        message: why no request fits, or why the settings are refused; "" if a request fits.
     """
 
     config: HiSparseConfig
@@ -67,20 +67,21 @@ class Capacity:
     sizing: Sizing | None
     max_requests: int
     dense_max_requests: int
-    limit: SizingLimit
+    limit: SizingLimit | None
     message: str = ""
 
     @property
     def host_bytes_per_request(self) -> int:
-        """K and V of a request and what the algorithm keeps beside them in host memory."""
+        """Host memory of a request: K, V and what the algorithm keeps there beside them."""
         if self.sizing is None:
             return 0
         return self._pages * self.spec.page_size * self.sizing.request.kv_token_bytes
 
     @property
     def device_bytes_per_request(self) -> int:
-        """Least device pages, tables, state and captured inputs of a running request, and its
-        representations.
+        """Device memory of a running request.
+
+        The sum of its smallest device buffer, tables, state, captured inputs and representations.
         """
         if self.sizing is None:
             return 0
@@ -91,7 +92,7 @@ class Capacity:
 
     @property
     def host_bytes_per_token(self) -> int:
-        """Host memory for one token, all layers."""
+        """Host memory of one token, all layers."""
         return 0 if self.sizing is None else self.sizing.request.kv_token_bytes
 
     @property
@@ -109,11 +110,11 @@ class Capacity:
 def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) -> Capacity:
     """The most requests of ``context`` tokens that a server with these settings runs at once.
 
-    ``host_memory`` is lowered where its representations would take the place of requests.
+    ``host_memory`` is lowered if representations of a larger host pool would displace requests.
 
     Raises:
-        ConfigError: a setting does not go with the model or with another one, or the weights
-            leave no room.
+        ConfigError: a setting does not fit the model or another setting, or the weights fill the
+            device memory.
     """
     if machine.cache_bytes <= 0:
         raise ConfigError(
@@ -140,19 +141,41 @@ def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) ->
     except CapacityError as error:
         message = str(error)
         limit = "host_memory" if message.startswith("host_memory") else "device_memory"
-    # SGLang stores fp8 without scales of ours.
-    dense_bytes = spec.token_bytes - spec.scale_bytes
-    index_bytes = spec.num_layers * (spec.index_head_dim + 4 * (spec.index_head_dim > 0))
     return Capacity(
         config=replace(config, host_memory=f"{max(1, pool)}MiB"),
         context=context,
         spec=spec,
         sizing=sizing,
         max_requests=requests,
-        dense_max_requests=machine.cache_bytes // (dense_bytes + index_bytes) // tokens,
+        dense_max_requests=_dense_requests(spec, machine, tokens),
         limit=limit,
         message=message,
     )
+
+
+def refuse(
+    config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int, reason: str
+) -> Capacity:
+    """The result for settings that :func:`fit` refuses: no request, and the reason."""
+    page = server_page_size(config)
+    return Capacity(
+        config=config,
+        context=context,
+        spec=spec,
+        sizing=None,
+        max_requests=0,
+        dense_max_requests=_dense_requests(spec, machine, -(-context // page) * page),
+        limit=None,
+        message=reason,
+    )
+
+
+def _dense_requests(spec: KVSpec, machine: Machine, tokens: int) -> int:
+    """Requests of ``tokens`` tokens that SGLang runs at once with its own KV cache."""
+    # SGLang's fp8 cache has no scales for single vectors.
+    kv_bytes = spec.token_bytes - spec.scale_bytes
+    index_bytes = spec.num_layers * (spec.index_head_dim + 4 * (spec.index_head_dim > 0))
+    return machine.cache_bytes // (kv_bytes + index_bytes) // tokens
 
 
 def _size_for_one(
@@ -174,13 +197,13 @@ def _size_for_one(
 
 @dataclass(frozen=True, kw_only=True)
 class _Search:
-    """Looks for the most requests, and then for the largest host pool that loses none of them.
+    """Finds the most requests, and then the largest host pool with which all of them still fit.
 
     Attributes:
-        first: what fits with one request and all of the host memory.
-        tp: ranks that share the host memory.
-        server_page: SGLang's page size, tokens: it hands out whole pages.
-        tokens: of one request, in whole pages of the server.
+        first: sizing for one request and all of the host memory.
+        tp: number of ranks that share the host memory.
+        server_page: SGLang's page size in tokens; SGLang allocates whole pages.
+        tokens: tokens of one request, rounded up to whole pages of SGLang.
     """
 
     first: Sizing
@@ -189,7 +212,7 @@ class _Search:
     tokens: int
 
     def run(self, pool_mib: int) -> tuple[int, Sizing, SizingLimit, int]:
-        """Requests, what fits with them, what stops one more, and MiB of host memory."""
+        """The most requests, their sizing, what stops one more, and MiB of host memory."""
         if not self._fits(1, pool_mib):
             return 0, self.first, self.first.limit, pool_mib
 
@@ -206,7 +229,7 @@ class _Search:
         return requests, self._sized(requests, pool), limit, pool
 
     def _least_pool(self, requests: int) -> int:
-        """MiB of the node that hold the K and V of so many requests, and the padding page."""
+        """MiB of host memory for the K and V of ``requests`` and the padding page, all ranks."""
         request = self.first.request
         tokens = requests * self.tokens + request.page_size
         return -(-tokens * request.kv_token_bytes * self.tp // _MIB)
@@ -226,7 +249,10 @@ class _Search:
 
 
 def _largest(holds: Callable[[int], bool], least: int, most: int) -> int:
-    """The largest number up to ``most`` of which ``holds`` is true, if it is for ``least``."""
+    """The largest number from ``least`` to ``most`` for which ``holds`` is true, by bisection.
+
+    ``holds`` has to be true for ``least``, and false for all numbers above the result.
+    """
     if holds(most):
         return most
     while least + 1 < most:

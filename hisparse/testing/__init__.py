@@ -1,4 +1,4 @@
-"""The contract suite for algorithms, and the simulated server that it runs them in.
+"""The contract suite for algorithms, and the simulated server that the suite runs them in.
 
     for result in run_checks(lambda: MyAlgorithm(beta=2.0)):
         assert result.status == "passed", result.message
@@ -7,9 +7,17 @@
 """
 
 from hisparse.testing.case import Case
-from hisparse.testing.recorder import Violation
 from hisparse.testing.simulator import Request, Simulator
-from hisparse.testing.suite import CHECKS, Check, CheckResult, cases_of, run_check, run_checks
+from hisparse.testing.suite import (
+    CHECKS,
+    Check,
+    CheckResult,
+    cases_of,
+    report_class,
+    run_check,
+    run_checks,
+)
+from hisparse.testing.violation import Violation
 
 __all__ = [
     "CHECKS",
@@ -20,6 +28,7 @@ __all__ = [
     "Simulator",
     "Violation",
     "cases_of",
+    "report_class",
     "run_check",
     "run_checks",
 ]

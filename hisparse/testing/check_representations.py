@@ -14,8 +14,9 @@ from hisparse.testing.compare import (
     require_same_pages,
     require_same_trace,
 )
-from hisparse.testing.recorder import Call, Violation
+from hisparse.testing.recorder import Call
 from hisparse.testing.simulator import Request
+from hisparse.testing.violation import Violation
 
 __all__ = ["chunks", "decoded_pages", "inputs_untouched", "writes"]
 

@@ -6,7 +6,7 @@ import torch
 
 from hisparse.testing.case import Case
 from hisparse.testing.compare import page_representations, require_same_trace
-from hisparse.testing.recorder import Violation
+from hisparse.testing.violation import Violation
 
 __all__ = ["batch_order", "other_requests", "reused_slot", "shared_prefix"]
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from hisparse.testing.case import Case
-from hisparse.testing.recorder import Retrieved, Violation
+from hisparse.testing.recorder import Retrieved
+from hisparse.testing.violation import Violation
 
 __all__ = ["budget", "dense", "runs", "sinks_and_recents", "well_formed"]
 

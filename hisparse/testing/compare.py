@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from hisparse.testing.case import Run
-from hisparse.testing.recorder import Trace, Violation, shown
+from hisparse.testing.recorder import Trace
 from hisparse.testing.simulator import Request
+from hisparse.testing.violation import Violation, shorten
 
 __all__ = ["page_representations", "require_same_pages", "require_same_trace"]
 
@@ -38,8 +39,8 @@ def require_same_trace(got: Trace, expected: Trace, when: str, reference: str) -
             if mine != other:
                 differing += len(set(mine) ^ set(other)) or 1
                 first = first or (
-                    f"layer {where[1]}, {where[0]} tokens, head {head}: got pages {shown(mine)}, "
-                    f"expected {shown(other)}"
+                    f"layer {where[1]}, {where[0]} tokens, head {head}: got pages {shorten(mine)}, "
+                    f"expected {shorten(other)}"
                 )
     if differing > _NEAR_TIES * total:
         raise Violation(f"{when}: {first}, as {reference}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,21 +11,14 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, PrefillStep
+from hisparse.testing.violation import Violation, shorten
 from hisparse.types import Selection
 
-__all__ = ["Call", "Guard", "Recorder", "Retrieved", "Trace", "Violation", "shown"]
+__all__ = ["Call", "Guard", "Recorder", "Retrieved", "Trace"]
 
 #: (tokens of the request, layer) to the pages of each head, for one request. For algorithms with
 #: sparse prefill, tokens of the prompt too, and to positions.
 Trace = dict[tuple[int, int], list[list[int]]]
-
-
-#: Numbers of a list that a message shows.
-_SHOWN = 16
-
-
-class Violation(Exception):
-    """An algorithm broke its contract. One line: what was got, what was expected."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +43,6 @@ class Call:
 
     def __str__(self) -> str:
         return f"{self.method}, layer {self.layer_id}"
-
-
-def shown(numbers: Sequence[int]) -> str:
-    """A list in a message, its end left out if it is long."""
-    more = ", ..." if len(numbers) > _SHOWN else ""
-    return f"[{', '.join(map(str, numbers[:_SHOWN]))}{more}]"
 
 
 #: Entered around every call; what it raises ends the check.
@@ -206,7 +193,7 @@ def _check_positions(layer_id: int, chosen: Tensor, own: Tensor) -> None:
     wrong = (chosen > own).any(-1) | (chosen < -1).any(-1) | twice.any(-1)
     if wrong.any():
         query = int(wrong.int().argmax())
-        got = shown(chosen[query].tolist())
+        got = shorten(chosen[query].tolist())
         raise Violation(
             f"select_prefill, layer {layer_id}: got positions {got} for the "
             f"query at {int(own[query])}, expected positions up to its own, none twice, or -1"

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hisparse.algorithms import BaseSparseAlgorithm
-from hisparse.errors import one_line
-from hisparse.testing import check_decode_path as decode_path
-from hisparse.testing import check_options, check_representations, check_requests, check_selections
+from hisparse.testing import (
+    check_declarations,
+    check_decode_path,
+    check_representations,
+    check_requests,
+    check_selections,
+)
 from hisparse.testing.case import Case
-from hisparse.testing.recorder import Violation
+from hisparse.testing.violation import Violation, explain
 
-__all__ = ["CHECKS", "Check", "CheckResult", "cases_of", "run_check", "run_checks"]
+__all__ = [
+    "CHECKS",
+    "Check",
+    "CheckResult",
+    "cases_of",
+    "report_class",
+    "run_check",
+    "run_checks",
+]
 
 _PAGE_SIZES = (1, 8, 16)
+
+_NOT_DECLARED = "fix the declarations and options first"
+
+_DOES_NOT_RUN = 'the check "runs" has to pass first'
 
 
 @dataclass(frozen=True)
@@ -26,8 +39,9 @@ class Check:
 
     Attributes:
         name: of the check.
-        run: raises :class:`~hisparse.testing.Violation` where a case lacks the property.
-        once: whether it does not depend on scope and page size.
+        run: raises :class:`~hisparse.testing.Violation` if the algorithm lacks the property in a
+            case.
+        once: whether one case is enough, because neither scope nor page size matters.
     """
 
     name: str
@@ -35,15 +49,16 @@ class Check:
     once: bool = False
 
     @property
-    def proves(self) -> str:
+    def description(self) -> str:
         """The property, in a sentence."""
         return " ".join((self.run.__doc__ or "").partition("\n\n")[0].split())
 
 
-#: In the order in which they are run; if "runs" fails, those behind it have nothing to look at.
+#: In the order in which they are run. The checks after "options" need both checks before them to
+#: pass, and the checks after "runs" need that one to pass too.
 CHECKS: tuple[Check, ...] = (
-    Check("declarations", check_options.declarations, once=True),
-    Check("options", check_options.options, once=True),
+    Check("declarations", check_declarations.declarations, once=True),
+    Check("options", check_declarations.options, once=True),
     Check("runs", check_selections.runs),
     Check("well formed", check_selections.well_formed),
     Check("sinks and recents", check_selections.sinks_and_recents),
@@ -57,96 +72,113 @@ CHECKS: tuple[Check, ...] = (
     Check("decoded pages", check_representations.decoded_pages),
     Check("writes", check_representations.writes),
     Check("inputs untouched", check_representations.inputs_untouched),
-    Check("no syncs", decode_path.no_syncs),
-    Check("no loops", decode_path.no_loops),
-    Check("allocations", decode_path.allocations),
-    Check("replays", decode_path.replays),
+    Check("no syncs", check_decode_path.no_syncs),
+    Check("no loops", check_decode_path.no_loops),
+    Check("allocations", check_decode_path.allocations),
+    Check("replays", check_decode_path.replays),
 )
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found.
+    """The outcome of a check.
 
     Attributes:
         check: its name.
         status: "passed", "failed" or "not run".
         num_cases: cases that passed.
-        message: for a check that failed: what was got, what was expected.
+        findings: of a check that failed, one line each: what was got, what was expected; of a check
+            that was not run, the reason.
         case: the smallest case that was found to fail.
     """
 
     check: str
     status: str
     num_cases: int
-    message: str = ""
+    findings: tuple[str, ...] = ()
     case: str = ""
+
+    @property
+    def message(self) -> str:
+        """All findings in one line."""
+        return "; ".join(self.findings)
 
 
 def cases_of(make: Callable[[], BaseSparseAlgorithm]) -> list[Case]:
-    """Every scope that an algorithm declares, with page sizes 1, 8 and 16 where it can do them."""
+    """Every scope that an algorithm declares, with page sizes 1, 8 and 16 if it supports them."""
     algorithm = make()
-    can = algorithm.page_sizes
+    supported = algorithm.page_sizes
     sizes: Sequence[int] = _PAGE_SIZES
-    if can is not None:
-        sizes = [size for size in _PAGE_SIZES if size in can] or sorted(can)[:2]
+    if supported is not None:
+        sizes = [size for size in _PAGE_SIZES if size in supported] or sorted(supported)[:2]
     return [Case.of(make, scope, size) for size in sizes for scope in algorithm.scopes]
 
 
 def run_check(check: Check, cases: Sequence[Case]) -> CheckResult:
-    """One check on its cases; the first that fails is made smaller while it goes on failing."""
-    for done, case in enumerate(cases[:1] if check.once else cases):
-        message = _fault(check, case)
-        if message:
+    """Run one check on its cases.
+
+    The first case that fails is replaced by the smallest one that still fails.
+    """
+    for passed, case in enumerate(cases[:1] if check.once else cases):
+        findings = _run(check, case)
+        if findings:
             for smaller in case.smaller():
-                again = _fault(check, smaller)
+                again = _run(check, smaller)
                 if again:
-                    message, case = again, smaller
+                    findings, case = again, smaller
                     break
-            return CheckResult(check.name, "failed", done, message, "" if check.once else str(case))
+            shown = "" if check.once else str(case)
+            return CheckResult(check.name, "failed", passed, findings, shown)
     return CheckResult(check.name, "passed", 1 if check.once else len(cases))
 
 
 def run_checks(
     make: Callable[[], BaseSparseAlgorithm], cases: Sequence[Case] | None = None
 ) -> Iterator[CheckResult]:
-    """All checks, one after the other.
+    """Run all checks, one after the other, and yield each result as soon as it is known.
+
+    Declarations and options come first and take no time. If one of the two fails, no other check
+    is run.
 
     Args:
-        make: a new instance of the algorithm with the options to check; its class serves.
-        cases: None: :func:`cases_of` it.
+        make: returns a new instance of the algorithm with the options to check; a class will do.
+        cases: the cases to check; None: :func:`cases_of` the algorithm.
     """
-    usable = True
     if cases is None:
         try:
             cases = cases_of(make)
         except Exception:
+            # The declarations cannot be read: the first check says why.
             cases = []
-        usable = bool(cases)
+    reason = ""
     for check in CHECKS:
-        if not usable and not check.once:
-            yield CheckResult(check.name, "not run", 0)
+        if reason and not check.once:
+            yield CheckResult(check.name, "not run", 0, (reason,))
             continue
-        # Without a case, what the class declares cannot be read: the first check says why.
         result = run_check(check, cases or [Case.of(make, "layer", 8)])
-        usable = usable and not (check.name == "runs" and result.status == "failed")
+        if result.status == "failed" and check.once:
+            reason = _NOT_DECLARED
+        elif result.status == "failed" and check.name == "runs":
+            reason = _DOES_NOT_RUN
         yield result
 
 
-def _fault(check: Check, case: Case) -> str:
-    """What is wrong with a case; nothing if all is well."""
+def report_class(cls: type[BaseSparseAlgorithm]) -> list[CheckResult]:
+    """Results for a class of which no instance can be made; empty if its declarations are right."""
+    faults = tuple(check_declarations.find_class_faults(cls))
+    if not faults:
+        return []
+    first, *others = CHECKS
+    not_run = [CheckResult(check.name, "not run", 0, (_NOT_DECLARED,)) for check in others]
+    return [CheckResult(first.name, "failed", 0, faults), *not_run]
+
+
+def _run(check: Check, case: Case) -> tuple[str, ...]:
+    """The faults of an algorithm in one case."""
     try:
         check.run(case)
     except Violation as violation:
-        return str(violation)
+        return violation.findings
     except Exception as error:
-        return _explain(error, type(case.make()))
-    return ""
-
-
-def _explain(error: Exception, algorithm: type[BaseSparseAlgorithm]) -> str:
-    """An exception, and the line that it comes from: one of the algorithm's own file if it can."""
-    frames = traceback.extract_tb(error.__traceback__)
-    source = getattr(sys.modules.get(algorithm.__module__), "__file__", None)
-    frame = ([f for f in frames if f.filename == source] or frames)[-1]
-    return f"{one_line(error)} ({Path(frame.filename).name}, line {frame.lineno})"
+        return (explain(error, type(case.make())),)
+    return ()

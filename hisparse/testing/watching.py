@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hisparse.testing.recorder import Violation
+from hisparse.testing.violation import Violation
 
 __all__ = ["Operations", "no_sync"]
 
