@@ -113,7 +113,7 @@ class IndexesByAMask(Right):
 @finds("no syncs", "replays")
 class CopiesALengthFromTheHost(Right):
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
-        lengths = torch.tensor([*step.seq_lens_cpu.tolist(), 0])
+        lengths = torch.tensor([step.max_pages, 0])
         assert lengths.numel() > 1
         return select(self, queries, layer_id, step)
 
@@ -123,7 +123,7 @@ class ScoresByTheLongestContext(Right):
     """A length on the host, which a captured step does not see."""
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
-        factor = int(step.seq_lens_cpu.max()) % 3 - 1
+        factor = step.max_pages % 3 - 1
         return select(self, queries * factor, layer_id, step)
 
 

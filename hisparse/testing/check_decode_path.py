@@ -102,7 +102,7 @@ def replays(case: Case) -> None:
                 f"step {step + 1} of {len(some)} requests: got outputs that differ by "
                 f"{(eager - replayed).abs().max():.1e} from those of an eager step, expected the "
                 "same: a CUDA graph replays the numbers and shapes of its capture, such as those "
-                "that come from seq_lens_cpu"
+                "that come from step.max_pages"
             )
 
 
