@@ -9,10 +9,11 @@
 # make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
 # make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, sanitizers, speed
 # make gpu-wheels  what gpu-check needs besides, as wheels for such a machine without an index
+# make docs    docs/quality.md, docs/quality.html and the plots, from bench/results
 # make clean   delete what the others made in this folder (models stay in ~/.cache/hisparse)
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-all test-range test-sweeps test-quality lint setup lm-eval gpu-check gpu-wheels clean
+.PHONY: demo test test-all test-range test-sweeps test-quality lint setup lm-eval gpu-check gpu-wheels docs clean
 
 export PYTHONUNBUFFERED := 1
 python := .venv/bin/python
@@ -59,6 +60,20 @@ gpu-check:
 
 gpu-wheels:
 	@scripts/gpu_wheels.sh
+
+# Results that docs/quality.md shows, in this order.
+results := bench/results/2026-11-21
+quality := $(foreach name,qwen-4k qwen-8k qwen-8k-seeds4 smollm2-4k qwen1.5b-4k, \
+	--from $(results)-eval-$(name)-2e9299e.json)
+
+docs: setup
+	$(python) -m hisparse eval $(quality) --report docs/quality.md --report docs/quality.html
+	$(python) -m hisparse.eval.quality_plot \
+		$(results)-eval-qwen-4k-2e9299e.json docs/images/quality.svg
+	$(python) -m hisparse_bench.speed_plot \
+		$(results)-decode-32k-float32-ea366e4.json $(results)-decode-32k-bfloat16-ea366e4.json \
+		$(results)-decode-4k-resident-float32-ea366e4.json \
+		$(results)-decode-4k-resident-bfloat16-ea366e4.json docs/images/speed.svg
 
 clean:
 	rm -rf .venv build dist *.egg-info cpu_standins/build cpu_standins/*.egg-info

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hisparse.errors import ConfigError
-from hisparse_bench.one_layer import DecodeWorld
 from hisparse_bench.options import Options
-from hisparse_bench.peers import agreeing
+from hisparse_bench.peers import reason_to_leave_out
 from hisparse_bench.peers.flashinfer_decode import flashinfer_decode
 from hisparse_bench.peers.sglang_native import torch_native_decode
+from hisparse_bench.random_requests import RandomRequests
 from hisparse_bench.report import Case, Result
 from hisparse_bench.shape import ModelShape
 from hisparse_bench.timing import Candidate, time_in_turns
@@ -86,10 +86,10 @@ class DecodeBench(ModelShape):
         if self.budget > self.context:
             raise ConfigError(f"--budget: got {self.budget}, expected at most the context")
 
-    def _world(self, options: Options, room: int) -> DecodeWorld:
+    def _world(self, options: Options, room: int) -> RandomRequests:
         room = -(-room // self.page_size) * self.page_size
         row_tokens = 2 * self.budget if self.misses else self.context + room
-        return DecodeWorld(
+        return RandomRequests(
             kv=self.kv,
             batch=self.batch,
             context=self.context,
@@ -107,7 +107,7 @@ class DecodeBench(ModelShape):
 class _Work:
     """Queries that drift from step to step, and the coordinator's answers."""
 
-    def __init__(self, world: DecodeWorld, misses: float) -> None:
+    def __init__(self, world: RandomRequests, misses: float) -> None:
         self._world, self._misses = world, misses
         #: Why FlashInfer, which needs CUDA, is not among the peers.
         self.left_out = ""
@@ -197,7 +197,7 @@ class _Work:
                 got, expected = dense[0](queries[0]), sdpa(0).flatten(1, 2)
                 return torch.allclose(got.float(), expected.float(), atol=2e-2, rtol=2e-2)
 
-            self.left_out = agreeing(agrees)
+            self.left_out = reason_to_leave_out(agrees)
             if not self.left_out:
                 peers["flashinfer"] = Candidate(
                     lambda step: dense[step % len(dense)](queries[step % len(dense)])

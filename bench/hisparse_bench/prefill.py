@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hisparse.engine.step import PrefillBatch, PrefillChunk
 from hisparse.errors import ConfigError
-from hisparse_bench.one_layer import DecodeWorld
 from hisparse_bench.options import Options
+from hisparse_bench.random_requests import RandomRequests
 from hisparse_bench.report import Case, Result
 from hisparse_bench.shape import ModelShape
 from hisparse_bench.step import MODES, LayerWork
@@ -60,7 +60,7 @@ class PrefillBench(ModelShape):
         )
 
     def _chunks(self, name: str, options: Options) -> _Chunks:
-        world = DecodeWorld(
+        world = RandomRequests(
             kv=self.kv,
             batch=1,
             context=self.context,
@@ -81,7 +81,7 @@ class PrefillBench(ModelShape):
 class _Chunks:
     """One world, and the tokens of a chunk, drawn anew for each run."""
 
-    def __init__(self, world: DecodeWorld, length: int, seed: int) -> None:
+    def __init__(self, world: RandomRequests, length: int, seed: int) -> None:
         self._world, self._length = world, length
         self._random = torch.Generator().manual_seed(seed)
         self._work = LayerWork(world.kv, world.device)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec
-from hisparse_bench.one_layer import DecodeWorld
 from hisparse_bench.options import Options
+from hisparse_bench.random_requests import RandomRequests
 from hisparse_bench.report import Case, Result
 from hisparse_bench.shape import ModelShape
 from hisparse_bench.timing import Candidate, time_in_turns
@@ -89,7 +89,7 @@ class StepBench(ModelShape):
         )
 
     def _steps(self, name: str, options: Options, num_steps: int) -> _Steps:
-        world = DecodeWorld(
+        world = RandomRequests(
             kv=self.kv,
             batch=self.batch,
             context=self.context // self.page_size * self.page_size,
@@ -118,7 +118,7 @@ class StepBench(ModelShape):
 class _Steps:
     """One world, and queries that drift from step to step, the same for the same seed."""
 
-    def __init__(self, world: DecodeWorld, seed: int) -> None:
+    def __init__(self, world: RandomRequests, seed: int) -> None:
         self.world = world
         self._random = torch.Generator().manual_seed(seed)
         self._work = LayerWork(world.kv, world.device)

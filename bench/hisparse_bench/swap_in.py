@@ -13,7 +13,7 @@ from hisparse.kernels import RowState, gather_pages, lru_diff, page_tables
 from hisparse.types import KVSpec, PagedKV
 from hisparse_bench.lru_diff import drifting_selections
 from hisparse_bench.options import Options
-from hisparse_bench.peers import agreeing
+from hisparse_bench.peers import reason_to_leave_out
 from hisparse_bench.peers.sglang_hisparse import fused_swap_in
 from hisparse_bench.report import Case, Result
 from hisparse_bench.timing import Candidate, time_in_turns
@@ -57,7 +57,7 @@ class SwapInBench:
         candidates = {"reference": work.candidate("reference")}
         left_out = {}
         if ours == "cuda":
-            why = agreeing(lambda: work.agrees(work.upstream()))
+            why = reason_to_leave_out(lambda: work.agrees(work.upstream()))
             left_out = {"left_out": f"sglang_fused: {why}"} if why else {}
             candidates |= {} if why else {"sglang_fused": work.upstream()}
         times = time_in_turns(

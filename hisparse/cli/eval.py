@@ -123,8 +123,8 @@ def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
     from hisparse.eval import TASKS
 
     try:
-        from hisparse.eval.harness import run_tasks
-        from hisparse.eval.harness_tasks import load_tasks
+        from hisparse.eval.lm_eval_run import run_tasks
+        from hisparse.eval.lm_eval_tasks import load_tasks
     except ImportError as error:
         raise ConfigError(
             f"--tasks: got {', '.join(arguments.tasks)}, expected some of {', '.join(TASKS)}; for "

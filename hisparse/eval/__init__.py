@@ -1,9 +1,9 @@
 """Quality: what sparse attention costs on a real model, by the code that serves."""
 
 from hisparse.eval.documents import TASKS, Document, Item, make_document
+from hisparse.eval.evaluation import Evaluation
 from hisparse.eval.method import Method, parse_methods
 from hisparse.eval.results import make_cells, make_summary
-from hisparse.eval.run import Evaluation
 
 __all__ = [
     "TASKS",

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hisparse.errors import ConfigError
-from hisparse.eval.facts import PLANTED, Planted, count_questions, plant
 from hisparse.eval.questions import questions_of
+from hisparse.eval.synthetic_tasks import PLANTED, Planted, count_questions, plant
 
 __all__ = ["CONTINUE", "COPY", "TASKS", "Document", "Item", "make_document"]
 

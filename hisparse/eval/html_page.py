@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from hisparse.eval.front import front
 from hisparse.eval.method import DENSE
+from hisparse.eval.pareto import pareto_lines
 from hisparse.eval.plot_style import Style, make_styles, to_svg
 from hisparse.eval.plots import make_plots
 from hisparse.eval.tables import Cell, Table, make_tables
@@ -65,7 +65,7 @@ def _section(result: dict[str, Any], styles: dict[str, Style], name: str) -> str
         f"{to_svg(plot.figure, f'{name}p{i}')}</div>"
         for i, plot in enumerate(make_plots(result, styles))
     ]
-    words = "".join(f"<li>{escape(text)}</li>" for text in front(result["summary"]))
+    words = "".join(f"<li>{escape(text)}</li>" for text in pareto_lines(result["summary"]))
     return "\n".join(
         [
             f"<section>\n<h2>{escape(result['model'])}</h2>",

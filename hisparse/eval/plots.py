@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 
 from hisparse.eval.budget_plots import MASS, QUALITY, against_budget, mean_scores
 from hisparse.eval.method import DENSE
-from hisparse.eval.other_plots import divergence, hit_ratio, kept_by_head
 from hisparse.eval.plot_style import Style, drawing
+from hisparse.eval.single_budget_plots import divergence, hit_ratio, kept_by_head
 
 __all__ = ["Plot", "make_plots"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hisparse.errors import ConfigError
-from hisparse.eval.front import front
+from hisparse.eval.pareto import pareto_lines
 from hisparse.eval.tables import Cell, Table, make_tables
 
 __all__ = ["check_reports", "read_result", "to_markdown", "write_reports"]
@@ -97,7 +97,7 @@ def to_markdown(results: Sequence[dict[str, Any]], line: str) -> str:
             f"## {result['model']}{source}",
             f"`{result['line']}`",
             f"{result['date']}, commit {result['commit']}, {result['machine']}; {versions}",
-            "\n".join(f"- {words}" for words in front(result["summary"])),
+            "\n".join(f"- {words}" for words in pareto_lines(result["summary"])),
         ]
         for table in make_tables(result):
             parts += [f"### {table.title}", _table(table), table.note]

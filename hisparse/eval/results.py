@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from hisparse.eval.bootstrap import FEWEST_DOCUMENTS, mean_interval
+from hisparse.eval.divergence import Record, kl, kl_ratio, perplexities
 from hisparse.eval.documents import CONTINUE, COPY
-from hisparse.eval.measures import Record, kl, kl_ratio, perplexities
 from hisparse.eval.method import DENSE
 
 __all__ = ["USABLE", "make_cells", "make_summary"]

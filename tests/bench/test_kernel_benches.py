@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hisparse.cli import main
-from hisparse_bench import decode, lru_diff, one_layer, transfer
+from hisparse_bench import decode, lru_diff, random_requests, transfer
 from hisparse_bench.decode import DecodeBench
 from hisparse_bench.lru_diff import LruDiffBench, drifting_selections
 from hisparse_bench.options import Options
-from hisparse_bench.peers import agreeing
+from hisparse_bench.peers import reason_to_leave_out
 from hisparse_bench.transfer import TransferBench
 from tests.kernels.lru_oracle import LruOracle
 from tests.test_overlap import Forgetful
@@ -67,7 +67,7 @@ def test_overlap_without_waits_fails_the_gate(
     bench: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     function = {"step": "begin_swap_in", "prefill": "Staging._start"}[bench]
-    monkeypatch.setattr(one_layer, "make_streams", lambda device: Forgetful(function))
+    monkeypatch.setattr(random_requests, "make_streams", lambda device: Forgetful(function))
     assert main(["bench", bench, *OVERLAP[bench], "--steps", "4", "--json"]) == 1
     (case,) = json.loads(capsys.readouterr().out)["cases"]
     assert (case["gate"], case["results"]) == ("failed", [])
@@ -123,10 +123,10 @@ def test_a_peer_is_left_out_with_the_reason() -> None:
     def broken() -> bool:
         raise RuntimeError("wrong shape\nand more")
 
-    assert agreeing(lambda: True) == ""
-    assert agreeing(lambda: False) == "its results differ"
-    assert agreeing(missing) == "not installed"
-    assert agreeing(broken) == "RuntimeError: wrong shape"
+    assert reason_to_leave_out(lambda: True) == ""
+    assert reason_to_leave_out(lambda: False) == "its results differ"
+    assert reason_to_leave_out(missing) == "not installed"
+    assert reason_to_leave_out(broken) == "RuntimeError: wrong shape"
 
 
 @pytest.mark.parametrize(

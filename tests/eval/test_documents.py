@@ -8,8 +8,8 @@ import pytest
 
 from hisparse.errors import ConfigError
 from hisparse.eval import Document, Item, make_document
-from hisparse.eval.facts import count_questions
 from hisparse.eval.questions import questions_of
+from hisparse.eval.synthetic_tasks import count_questions
 from hisparse.eval.texts import TEXTS, read_text
 
 

@@ -14,10 +14,10 @@ import pytest
 
 from hisparse.cli import main
 from hisparse.eval import make_cells, make_summary
-from hisparse.eval.front import front
+from hisparse.eval.pareto import pareto_lines
 from hisparse.eval.report import to_markdown, write_reports
 from hisparse.eval.tables import make_tables
-from tests.eval.made_up import record
+from tests.eval.synthetic_records import record
 
 TOPP = "topp(mass=0.9,x=<b>)"
 
@@ -107,16 +107,16 @@ def test_scores_have_intervals_and_what_dense_cannot_do_is_set_apart() -> None:
     assert len(grey) == 7, "one task of six methods and of dense"
 
 
-def test_the_front_is_what_no_other_method_is_as_good_as() -> None:
-    (first, _) = front(result()["summary"])
+def test_pareto_lines_name_methods_that_no_other_beats() -> None:
+    (first, _) = pareto_lines(result()["summary"])
     assert "Budget 64 of 1024" in first
     assert "quest (" in first
     assert TOPP in first, "it has less divergence"
     assert "oracle (" not in first
     worse = [line | {"kl": 9.0} for line in result()["summary"] if line["method"] == "quest"]
-    found = front([*result((64,))["summary"], {**worse[0], "method": "bad"}])
+    found = pareto_lines([*result((64,))["summary"], {**worse[0], "method": "bad"}])
     assert "bad" not in found[0]
-    assert front(result()["summary"][:2]) == [], "nothing to compare"
+    assert pareto_lines(result()["summary"][:2]) == [], "nothing to compare"
 
 
 def test_where_it_comes_from_is_told() -> None:

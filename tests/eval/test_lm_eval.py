@@ -28,8 +28,8 @@ pytest.importorskip("lm_eval", reason="not installed: make lm-eval, which make t
 
 from lm_eval.models.huggingface import HFLM
 
-from hisparse.eval.harness import HiSparseLM, run_tasks
-from hisparse.eval.harness_tasks import load_tasks
+from hisparse.eval.lm_eval_run import HiSparseLM, run_tasks
+from hisparse.eval.lm_eval_tasks import load_tasks
 
 NEW, DOCUMENTS = 12, 6
 TASK = f"""

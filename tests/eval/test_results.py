@@ -10,7 +10,7 @@ import pytest
 
 from hisparse.eval import make_cells, make_summary
 from hisparse.eval.bootstrap import mean_interval, ratio_interval
-from tests.eval.made_up import record
+from tests.eval.synthetic_records import record
 
 
 def line_of(records: list[dict[str, Any]], method: str) -> dict[str, Any]:

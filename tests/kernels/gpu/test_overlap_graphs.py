@@ -16,7 +16,7 @@ from hisparse.cache.streams import CudaStreams, Lane, Pending, SideStreams
 from hisparse.engine import build
 from hisparse.engine.step import PrefillBatch, PrefillChunk
 from hisparse.testing.delayed import DelayedStreams
-from hisparse_bench.one_layer import DecodeWorld
+from hisparse_bench.random_requests import RandomRequests
 
 T = TypeVar("T")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
@@ -43,13 +43,13 @@ def slow_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "make_streams", make)
 
 
-def new_tokens(world: DecodeWorld, count: int) -> list[Tensor]:
+def new_tokens(world: RandomRequests, count: int) -> list[Tensor]:
     kv = world.kv
     shapes = [(LAYERS, count, heads, kv.head_dim) for heads in (2 * HEADS, HEADS, HEADS)]
     return [torch.randn(shape, device=world.device).to(kv.dtype) for shape in shapes]
 
 
-def step(world: DecodeWorld, tokens: list[Tensor]) -> Tensor:
+def step(world: RandomRequests, tokens: list[Tensor]) -> Tensor:
     world.begin_token()
     outs = [world.coordinator.attention(i, *(x[i] for x in tokens)) for i in range(LAYERS)]
     world.coordinator.forward_end()
@@ -85,7 +85,7 @@ def test_a_chunk_over_a_prefix_of_many_tiles(device: str) -> None:
             assert torch.equal(one, other)
 
 
-def prefill(world: DecodeWorld, tokens: list[Tensor], length: int) -> Tensor:
+def prefill(world: RandomRequests, tokens: list[Tensor], length: int) -> Tensor:
     position = torch.arange(CONTEXT, CONTEXT + length, device=world.device)
     pages = world.table[0, : -(-(CONTEXT + length) // SIZE)]
     host_slots = pages[position // SIZE].long() * SIZE + position % SIZE

@@ -15,14 +15,14 @@ from torch import Tensor
 from hisparse.engine.graphs import StaticBatch
 from hisparse.testing.replay import record
 from hisparse.types import KVSpec, SelectionScope
-from hisparse_bench.one_layer import DecodeWorld
+from hisparse_bench.random_requests import RandomRequests
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")
 BATCH, PADDED, LAYERS, HEADS, DIM, SIZE = 3, 4, 2, 2, 64, 16
 CONTEXT, ROOM = 40 * SIZE, 3 * SIZE
 
 
-def make_world(device: str, scope: SelectionScope, **settings: Any) -> DecodeWorld:
+def make_world(device: str, scope: SelectionScope, **settings: Any) -> RandomRequests:
     kv = KVSpec(
         num_layers=LAYERS,
         num_q_heads=2 * HEADS,
@@ -32,7 +32,7 @@ def make_world(device: str, scope: SelectionScope, **settings: Any) -> DecodeWor
         dtype=torch.bfloat16 if device == "cuda" else torch.float32,
         page_size=SIZE,
     )
-    return DecodeWorld(
+    return RandomRequests(
         kv=kv,
         batch=BATCH,
         context=CONTEXT,
@@ -48,7 +48,7 @@ def make_world(device: str, scope: SelectionScope, **settings: Any) -> DecodeWor
 class Captured:
     """A step of ``PADDED`` rows whose last one is padding."""
 
-    def __init__(self, world: DecodeWorld) -> None:
+    def __init__(self, world: RandomRequests) -> None:
         self._world, kv = world, world.kv
         pages = (CONTEXT + ROOM) // SIZE
         self._batch = StaticBatch(PADDED, pages, SIZE, world.device)

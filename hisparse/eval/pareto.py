@@ -8,12 +8,12 @@ from typing import Any
 from hisparse.eval.method import DENSE
 from hisparse.eval.tables import number
 
-__all__ = ["front"]
+__all__ = ["pareto_lines"]
 
 _COSTS = ("kl", "kept_mean", "bytes_per_token")
 
 
-def front(summary: Sequence[dict[str, Any]]) -> list[str]:
+def pareto_lines(summary: Sequence[dict[str, Any]]) -> list[str]:
     """For each context and budget: the methods that are on the front of what they cost.
 
     No other is at most as high in divergence, tokens kept and bytes, by their means, and lower in

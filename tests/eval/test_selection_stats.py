@@ -1,4 +1,4 @@
-"""What the watch says of a tiny model's selections."""
+"""Statistics of the selections on a tiny model, against exact attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse.eval.watch import BUFFERS, Watch
+from hisparse.eval.selection_stats import BUFFERS, SelectionStats
 from hisparse.transformers import HiSparseCache, disable, enable
 from tests.transformers.hf_models import model, prompt
 
@@ -24,20 +24,20 @@ def net() -> Any:
 
 
 @torch.no_grad()
-def watched(net: Any, **settings: Any) -> dict[str, Any]:
+def stats_of(net: Any, **settings: Any) -> dict[str, Any]:
     budget = settings["budget"] // 16
     cache = HiSparseCache(net, settings, max_batch_size=2, max_length=512)
-    watch = Watch(budget)
+    stats = SelectionStats(budget)
     net(prompt(LENGTH, 7).expand(2, -1), past_key_values=cache, logits_to_keep=1)
-    cache.coordinator.observe(watch)
+    cache.coordinator.observe(stats)
     for step in range(STEPS):
         net(prompt(2, step).T, past_key_values=cache)
-    return watch.summary()
+    return stats.summary()
 
 
 def test_the_watch_sees_mass_recall_and_hits(net: Any) -> None:
-    oracle = watched(net, algorithm="oracle", budget=128)
-    streaming = watched(net, algorithm="streaming", budget=128)
+    oracle = stats_of(net, algorithm="oracle", budget=128)
+    streaming = stats_of(net, algorithm="streaming", budget=128)
     assert 1 >= oracle["mass"] > streaming["mass"] > 0
     # Sinks and recents are kept whether or not they are among the best.
     assert oracle["oracle_recall"] > 0.7 > streaming["oracle_recall"]
@@ -55,7 +55,7 @@ def test_the_watch_sees_mass_recall_and_hits(net: Any) -> None:
 @torch.no_grad()
 def test_overlap_is_that_of_every_third_layer(net: Any) -> None:
     settings = {"algorithm": "oracle", "budget": 128}
-    found, chosen = watched(net, **settings), dict[int, list[list[set[int]]]]()
+    found, chosen = stats_of(net, **settings), dict[int, list[list[set[int]]]]()
 
     def look(layer_id: int, queries: Any, step: Any, selection: Any) -> None:
         sets = [set(row[row >= 0].tolist()) for row in selection.pages.flatten(0, 1)]
@@ -81,24 +81,24 @@ def test_overlap_is_that_of_every_third_layer(net: Any) -> None:
 
 def test_tokens_kept_are_told_by_layer_and_head(net: Any) -> None:
     layers, heads = net.config.num_hidden_layers, net.config.num_attention_heads
-    found = watched(net, algorithm="topp", budget=128, algorithm_config={"mass": 0.6})
+    found = stats_of(net, algorithm="topp", budget=128, algorithm_config={"mass": 0.6})
     kept = found["kept_by_head"]
     assert len(kept) == layers
     assert {len(row) for row in kept} == {net.config.num_key_value_heads}
     flat = [value for row in kept for value in row]
     assert sum(flat) / len(flat) == pytest.approx(found["kept_mean"], rel=1e-4)
     assert len(set(flat)) > 1, "the number of pages varies"
-    by_query = watched(net, algorithm="oracle", budget=128, selection_scope="query_head")
+    by_query = stats_of(net, algorithm="oracle", budget=128, selection_scope="query_head")
     assert by_query["selection_scope"] == "query_head"
     assert {len(row) for row in by_query["kept_by_head"]} == {heads}
 
 
 @pytest.mark.parametrize("settings", [{"dense_layers": [1]}, {"reuse_layers": 2}], ids=str)
 def test_a_layer_without_a_selection_of_its_own_has_none(net: Any, settings: Any) -> None:
-    kept = watched(net, algorithm="oracle", budget=128, **settings)["kept_by_head"]
+    kept = stats_of(net, algorithm="oracle", budget=128, **settings)["kept_by_head"]
     assert kept[1] is None
     assert kept[0] is not None
 
 
 def test_a_context_within_the_budget_is_not_selected_from(net: Any) -> None:
-    assert watched(net, algorithm="oracle", budget=512) == {}
+    assert stats_of(net, algorithm="oracle", budget=512) == {}

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import DecodeStep, tail_logits
-from hisparse.eval.lru import LruStacks
+from hisparse.eval.lru_stacks import LruStacks
 from hisparse.kernels import key_score
 from hisparse.types import Selection
 
-__all__ = ["BUFFERS", "Watch"]
+__all__ = ["BUFFERS", "SelectionStats"]
 
 #: Sizes of LRU buffers whose hit ratio is measured, in budgets.
 BUFFERS = (1, 1.5, 2, 3, 4, 6, 8)
@@ -24,7 +24,7 @@ _STRIDE = 8
 _LAYER_STRIDE = 3
 
 
-class Watch:
+class SelectionStats:
     """Observes the selections of a cache, see ``SparseCoordinator.observe``.
 
     Args:
@@ -44,9 +44,9 @@ class Watch:
         self._rows: dict[int, int] = {}
         self._calls: dict[int, int] = {}
         self._scope, self._num_layers = "", 0
-        self.begin()
+        self.start_batch()
 
-    def begin(self) -> None:
+    def start_batch(self) -> None:
         """Other rows come: what is seen of them does not depend on those before."""
         self._stacks = LruStacks(max(self._buffers.values()))
         self._calls.clear()

@@ -12,13 +12,13 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import choose_scope
 from hisparse.memory.host import free_host_memory
 
-__all__ = ["rows_at_once", "smallest_buffer"]
+__all__ = ["rows_that_fit", "with_smallest_buffer"]
 
 #: Of free memory, for the device pages of all rows.
 _PART = 0.25
 
 
-def smallest_buffer(config: HiSparseConfig) -> HiSparseConfig:
+def with_smallest_buffer(config: HiSparseConfig) -> HiSparseConfig:
     """The same selections on as few device pages as they need, so that many rows fit."""
     least = config.budget
     if build_algorithm(config).variable_lengths:
@@ -26,7 +26,7 @@ def smallest_buffer(config: HiSparseConfig) -> HiSparseConfig:
     return replace(config, device_buffer_size=least, max_row_capacity=least)
 
 
-def rows_at_once(model: Any, config: HiSparseConfig) -> int:
+def rows_that_fit(model: Any, config: HiSparseConfig) -> int:
     """Rows whose device pages fit, at least 1."""
     from hisparse.transformers.shape import read_model_shape
 

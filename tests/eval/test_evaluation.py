@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from hisparse.errors import ConfigError
 from hisparse.eval import Evaluation, Item, Method, make_cells, make_summary, parse_methods
-from hisparse.eval.answer import answer
+from hisparse.eval.teacher_forcing import answer
 from hisparse.eval.texts import read_text
 from hisparse.transformers import HiSparseCache, disable, enable
 from tests.eval.test_documents import Letters
@@ -152,7 +152,7 @@ def test_figures_do_not_depend_on_how_many_rows_fit(
 ) -> None:
     methods = parse_methods(["oracle", "streaming"], [128], [])
     whole = make_summary(evaluation(tmp_path / "whole", methods).run())
-    monkeypatch.setattr("hisparse.eval.run.rows_at_once", lambda model, config: 3)
+    monkeypatch.setattr("hisparse.eval.evaluation.rows_that_fit", lambda model, config: 3)
     parts = make_summary(evaluation(tmp_path / "parts", methods).run())
     for line, other in zip(whole, parts, strict=True):
         for name in ("kl", "mass", "oracle_recall", "adjacent_overlap", "kept_mean"):

@@ -14,13 +14,13 @@ from hisparse.algorithms import build_algorithm, entry_bytes
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import kept_tensors
 from hisparse.errors import ConfigError
-from hisparse.eval.answer import Answer, answer
 from hisparse.eval.documents import CONTINUE, TASKS, Document, Item, make_document
+from hisparse.eval.memory import rows_that_fit, with_smallest_buffer
 from hisparse.eval.method import DENSE, Method
 from hisparse.eval.records import Key, Records, model_digest
-from hisparse.eval.room import rows_at_once, smallest_buffer
+from hisparse.eval.selection_stats import SelectionStats
+from hisparse.eval.teacher_forcing import Answer, answer
 from hisparse.eval.texts import TEXTS, read_text
-from hisparse.eval.watch import Watch
 
 __all__ = ["Evaluation", "Progress"]
 
@@ -107,8 +107,8 @@ class Evaluation:
                     yield make_document(self.tokenizer, text, name, length, seed, self.tasks)
 
     def _record(self, document: Document, method: Method) -> dict[str, Any]:
-        watch = Watch(method.config.budget // method.config.page_size)
-        answers, bytes_per_token = self._answer(document, method, watch)
+        stats = SelectionStats(method.config.budget // method.config.page_size)
+        answers, bytes_per_token = self._answer(document, method, stats)
         distributions = self._folder / f"{document.name}.dense.pt"
         continued = torch.cat([a.distributions for a in answers if a.distributions is not None])
         if method.name == DENSE:
@@ -127,22 +127,22 @@ class Evaluation:
                 }
                 for a in answers
             ],
-            **watch.summary(),
+            **stats.summary(),
         }
 
     def _answer(
-        self, document: Document, method: Method, watch: Watch
+        self, document: Document, method: Method, stats: SelectionStats
     ) -> tuple[list[Answer], float]:
         """Answers to all items, and the bytes that a token takes beside its K and V."""
-        config = smallest_buffer(method.config)
-        rows = min(rows_at_once(self.model, config), len(document.items))
+        config = with_smallest_buffer(method.config)
+        rows = min(rows_that_fit(self.model, config), len(document.items))
         # By start, as they have to be; items of about the same length side by side.
         items = sorted(document.items, key=lambda item: (item.start, -len(item.ids)))
         answers: list[Answer] = []
         with self._context(document, config, rows) as cache:
-            cache.coordinator.observe(watch)
+            cache.coordinator.observe(stats)
             for start in range(0, len(items), rows):
-                watch.begin()
+                stats.start_batch()
                 group = items[start : start + rows]
                 answers += answer(self.model, cache, document.ids, group, keep=_is_continuation)
         policy = cache.coordinator.policy

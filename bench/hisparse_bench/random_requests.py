@@ -19,11 +19,11 @@ from hisparse.engine.metrics import CacheStats
 from hisparse.engine.step import DecodeBatch
 from hisparse.types import KVSpec, PagedKV, Selection, SelectionScope
 
-__all__ = ["DecodeWorld"]
+__all__ = ["RandomRequests"]
 
 
 @dataclass(kw_only=True)
-class DecodeWorld:
+class RandomRequests:
     """B requests of equal length whose host pages lie scattered over the pool.
 
     Attributes:

@@ -1,0 +1,61 @@
+"""The plot of speed: the committed picture shows the committed results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from hisparse_bench.speed_plot import draw, main
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def sources() -> list[Path]:
+    """The files that ``make docs`` draws."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    (results,) = re.findall(r"^results := (.*)$", makefile, flags=re.M)
+    (command,) = re.findall(r"hisparse_bench\.speed_plot (.*) docs/images/speed\.svg", makefile)
+    return [ROOT / name for name in command.replace("$(results)", results).split()]
+
+
+@pytest.fixture
+def reports(sources: list[Path]) -> list[dict[str, Any]]:
+    return [json.loads(source.read_text(encoding="utf-8")) for source in sources]
+
+
+def test_the_committed_picture_is_what_the_command_draws(
+    sources: list[Path], tmp_path: Path
+) -> None:
+    assert main([*map(str, sources), str(tmp_path / "speed.svg")]) == 0
+    drawn = (tmp_path / "speed.svg").read_text(encoding="utf-8")
+    assert drawn == (ROOT / "docs/images/speed.svg").read_text(encoding="utf-8"), "make docs"
+
+
+def test_it_names_every_median_the_machine_and_the_commit(reports: list[dict[str, Any]]) -> None:
+    svg = draw(reports)
+    ElementTree.fromstring(svg)
+    assert svg.count("\n") < 300
+    shown = [float(x) for x in re.findall(r">([\d.]+) ms<", svg)]
+    medians = [r["median_us"] / 1e3 for x in reports for c in x["cases"] for r in c["results"]]
+    for median in medians:
+        assert any(value == pytest.approx(median, rel=6e-3) for value in shown), median
+    assert reports[0]["machine"] in svg
+    assert reports[0]["commit"][:7] in svg
+    for context in ("32,768", "4,096"):
+        assert f"{context} tokens of context" in svg
+
+
+def test_reports_of_two_commits_or_a_failed_gate_are_refused(
+    reports: list[dict[str, Any]],
+) -> None:
+    with pytest.raises(ValueError, match="expected one machine and commit"):
+        draw([*reports, {**reports[0], "commit": "0123456789ab"}])
+    reports[0]["cases"][0]["gate"] = "failed"
+    with pytest.raises(ValueError, match="the gate of 'decode' failed"):
+        draw(reports)
