@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from hisparse.errors import one_line
 
-__all__ = ["agreeing"]
+__all__ = ["reason_to_leave_out"]
 
 
-def agreeing(check: Callable[[], bool]) -> str:
+def reason_to_leave_out(check: Callable[[], bool]) -> str:
     """Why a peer is left out of a benchmark; "" if it runs and agrees.
 
     Args:
