@@ -1,4 +1,4 @@
-"""Quality: what sparse attention costs on a real model, by the code that serves."""
+"""Quality of sparse attention on a real model, measured through the code that serves."""
 
 from hisparse.eval.documents import TASKS, Document, Item, make_document
 from hisparse.eval.evaluation import Evaluation

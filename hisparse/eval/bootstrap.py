@@ -1,4 +1,4 @@
-"""How sure a figure is: 95% intervals of the bootstrap, the same each time."""
+"""95% bootstrap intervals of means and ratios, from a fixed seed."""
 
 from __future__ import annotations
 
@@ -6,33 +6,34 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["FEWEST_DOCUMENTS", "mean_interval", "ratio_interval"]
+__all__ = ["MIN_DOCUMENTS", "mean_interval", "ratio_interval"]
 
-#: Of fewer documents than these, what lies within them is resampled in place of them.
-FEWEST_DOCUMENTS = 4
+#: With fewer documents than this, the tokens or items within each document are resampled instead.
+MIN_DOCUMENTS = 4
 _RESAMPLES = 2000
 _QUANTILES = (0.025, 0.975)
 
 
 def mean_interval(values: np.ndarray) -> tuple[float, float]:
-    """Of the mean of ``values [n]``, which are resampled one by one."""
+    """The interval of the mean of ``values [n]``, resampled one by one."""
     return ratio_interval([values], [np.ones_like(values)])
 
 
 def ratio_interval(
     numerators: Sequence[np.ndarray], denominators: Sequence[np.ndarray]
 ) -> tuple[float, float]:
-    """Of one sum over another, both over the same things: they are drawn in pairs.
+    """The interval of one sum over another, resampled in pairs.
 
     Args:
-        numerators: for each document ``[n]``, what is drawn as one: a token or an item.
+        numerators: ``[n]`` for each document; an entry is a token or an item.
         denominators: the same shapes.
 
     Returns:
-        Low and high. Documents are resampled where there are :data:`FEWEST_DOCUMENTS`; else what
-        lies within each, which says nothing of how documents differ.
+        Low and high. Whole documents are resampled if there are at least :data:`MIN_DOCUMENTS`;
+        otherwise the entries within each document, so that the interval leaves out how much
+        documents differ.
     """
-    if len(numerators) >= FEWEST_DOCUMENTS:
+    if len(numerators) >= MIN_DOCUMENTS:
         numerators = [np.array([part.sum() for part in numerators])]
         denominators = [np.array([part.sum() for part in denominators])]
     rng = np.random.default_rng(0)

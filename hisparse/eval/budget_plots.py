@@ -1,4 +1,4 @@
-"""Plots against the budget: quality, and attention mass."""
+"""Plots of quality and attention mass against the budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Line = dict[str, Any]
 
 
 class Measure(NamedTuple):
-    """A field of summary lines as an axis; ``level`` is where dense attention lies."""
+    """A field of summary lines as an axis; ``level`` is the value of dense attention."""
 
     name: str
     label: str
@@ -35,8 +35,9 @@ MASS = (Measure("mass", "attention mass kept", 1.0, log=False),)
 
 
 def mean_scores(cells: Sequence[Line]) -> list[Line]:
-    """Mean score over the usable tasks of each method, budget and context, percent, and what the
-    dense model has there, ``dense``.
+    """Mean over the usable tasks, percent, for each method, budget and context.
+
+    ``score`` is the method's mean and ``dense`` that of the dense model.
     """
     found: dict[tuple[Any, ...], list[Line]] = {}
     for cell in cells:
@@ -55,7 +56,7 @@ def against_budget(
     measures: Sequence[Measure],
     styles: dict[str, Style],
 ) -> Figure | None:
-    """A panel for each measure and context; None unless there are two budgets in one."""
+    """A panel for each measure and context; None if no context has two budgets."""
     contexts = [
         context
         for context in sorted({line["context"] for line in summary})
@@ -67,10 +68,10 @@ def against_budget(
     for context in contexts:
         lines = [line for line in summary if line["context"] == context]
         panels += [(context, measure, lines) for measure in measures]
-        asked = [line for line in scores if line["context"] == context]
-        if asked:
-            score = Measure("score", "questions right, percent", asked[0]["dense"], log=False)
-            panels.append((context, score, asked))
+        own = [line for line in scores if line["context"] == context]
+        if own:
+            score = Measure("score", "correct answers, percent", own[0]["dense"], log=False)
+            panels.append((context, score, own))
     columns = len(contexts) if len(measures) == 1 else 2
     figure, axes = make_axes(len(panels), columns)
     first: dict[str, Axes] = {}
@@ -88,7 +89,7 @@ def _draw(ax: Axes, lines: Sequence[Line], measure: Measure, styles: dict[str, S
     methods = [m for m in styles if any(line["method"] == m for line in drawn)]
     for i, method in enumerate(methods):
         own = [line for line in drawn if line["method"] == method]
-        # Side by side, so that equal values do not hide each other.
+        # Shift the methods sideways, so that equal values do not hide each other.
         x = [line["budget"] * spread(i, len(methods)) for line in own]
         ax.plot(x, [line[measure.name] for line in own], **styles[method])
         for at, line in zip(x, own, strict=True):

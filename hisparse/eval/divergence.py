@@ -1,4 +1,4 @@
-"""What sparse attention costs in divergence and perplexity, with intervals."""
+"""KL divergence and perplexity from records, with bootstrap intervals."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ import numpy as np
 from hisparse.eval.bootstrap import ratio_interval
 from hisparse.eval.documents import CONTINUE
 
-__all__ = ["Figure", "Record", "kl", "kl_ratio", "perplexities"]
+__all__ = ["Estimate", "Record", "kl", "kl_ratio", "perplexities"]
 
-#: A line of ``records.jsonl``: a method on a document.
+#: A line of ``records.jsonl``: one method on one document.
 Record = dict[str, Any]
-#: A figure and its interval.
-Figure = tuple[float, tuple[float, float]]
+#: A value and its 95% interval, low and high.
+Estimate = tuple[float, tuple[float, float]]
 
 
-def kl(records: Sequence[Record]) -> Figure:
-    """Mean divergence from the dense next-token distribution, nats a token."""
+def kl(records: Sequence[Record]) -> Estimate:
+    """Mean KL divergence from the dense next-token distribution, nats per token."""
     parts = [np.array(r["kl"]) for r in records]
     return _ratio(parts, [np.ones_like(part) for part in parts])
 
 
-def _ratio(numerators: Sequence[np.ndarray], denominators: Sequence[np.ndarray]) -> Figure:
+def _ratio(numerators: Sequence[np.ndarray], denominators: Sequence[np.ndarray]) -> Estimate:
     above, below = (sum(float(part.sum()) for part in x) for x in (numerators, denominators))
     return above / below, ratio_interval(numerators, denominators)
 
 
-def kl_ratio(group: Sequence[Record], records: Sequence[Record]) -> Figure | None:
-    """Over plain ``oracle`` of the same scope, on the documents that both were run on."""
+def kl_ratio(group: Sequence[Record], records: Sequence[Record]) -> Estimate | None:
+    """KL over that of plain ``oracle`` with the same scope and budget, on documents of both.
+
+    None if ``oracle`` ran on none of the documents.
+    """
     scope = group[0].get("selection_scope")
     plain = ("oracle", f"oracle(selection_scope={scope})")
     oracle = {
@@ -49,9 +52,10 @@ def kl_ratio(group: Sequence[Record], records: Sequence[Record]) -> Figure | Non
 
 def perplexities(
     name: str, group: Sequence[Record], dense: dict[str, Record], task: str
-) -> dict[str, Figure | None]:
-    """``name`` and ``name_ratio``: the perplexity of a task's tokens, and that over the dense
-    model's of the same ones; None where no document has the task.
+) -> dict[str, Estimate | None]:
+    """``name``: perplexity of a task's tokens. ``name_ratio``: that over the dense model's.
+
+    Both are None if no document has the task.
     """
     pairs = [(_log_probs(r, task), _log_probs(dense[r["document"]], task)) for r in group]
     own, reference = [a for a, _ in pairs if len(a)], [b for a, b in pairs if len(a)]
@@ -64,8 +68,8 @@ def perplexities(
 
 
 def _log_probs(record: Record, task: str) -> np.ndarray:
-    """``[n, 2]``, sum and count of what is drawn as one: a token of the text that follows, a whole
-    passage.
+    """``[n, 2]``, sum and count of log-probabilities in each unit that is resampled: a token of the
+    following text, or a whole passage.
     """
     items = [x["log_probs"] for x in record["items"] if x["task"] == task]
     if task == CONTINUE:
@@ -73,6 +77,6 @@ def _log_probs(record: Record, task: str) -> np.ndarray:
     return np.array([(sum(item), len(item)) for item in items]).reshape(-1, 2)
 
 
-def _exp(figure: Figure) -> Figure:
-    mean, (low, high) = figure
+def _exp(estimate: Estimate) -> Estimate:
+    mean, (low, high) = estimate
     return math.exp(mean), (math.exp(low), math.exp(high))

@@ -1,4 +1,4 @@
-"""Documents of a given length, and what is asked about them."""
+"""Documents of a given length, and the items that are scored after them."""
 
 from __future__ import annotations
 
@@ -11,54 +11,59 @@ from typing import Any, NamedTuple
 
 from hisparse.errors import ConfigError
 from hisparse.eval.questions import questions_of
-from hisparse.eval.synthetic_tasks import PLANTED, Planted, count_questions, plant
+from hisparse.eval.synthetic_tasks import (
+    SYNTHETIC_TASKS,
+    SyntheticQuestion,
+    count_questions,
+    make_questions,
+)
 
 __all__ = ["CONTINUE", "COPY", "TASKS", "Document", "Item", "make_document"]
 
-#: Tasks that are not planted: what the text says, a passage of it, and what follows it.
+#: Tasks on the text itself: questions, passages to copy, and the text that follows the context.
 QA, COPY, CONTINUE = "qa", "copy", "continue"
-#: What may be chosen from; the text that follows is always read.
-TASKS = (*PLANTED, QA, COPY)
-#: Tokens of a passage that are given, enough for a dense model to know the place where words occur
-#: at several, and that have to follow.
+#: Tasks to choose from; ``CONTINUE`` always runs.
+TASKS = (*SYNTHETIC_TASKS, QA, COPY)
+#: Tokens of a passage that are given and that are scored. So many are given that a dense model
+#: finds the passage even if its first words occur several times.
 _GIVEN, _COPIED = 24, 16
-#: Tokens of the text that follows, and of its pieces, read side by side, each after all that is
-#: before it: that takes less time.
+#: Tokens of the following text, and of its pieces. The pieces are read side by side, each after
+#: all text before it, because a batch takes less time.
 _CONTINUED, _PIECE = 256, 32
 #: Questions about the text beyond those of other tasks: another text may have too few.
-_MORE = 5
-#: Sentences that a context has at least, so that what is planted lies apart.
-_LEAST = 16
+_EXTRA_QUESTIONS = 5
+#: Sentences that a context has at least, so that planted sentences are spread out.
+_MIN_SENTENCES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """Something that follows a document, read token by token.
+    """Tokens that are fed one by one after a document, some of them scored.
 
     Attributes:
         task: name of the task.
-        start: tokens of the document that it follows.
+        start: tokens of the document that come before the item.
         ids: token ids.
-        judged: where in ``ids`` the tokens of the answer are, ascending, from 1 on: the others are
+        scored: indices in ``ids`` of the answer's tokens, ascending, from 1 on. The others are
             given.
     """
 
     task: str
     start: int
     ids: list[int]
-    judged: list[int]
+    scored: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A context, what continues it, and the items.
+    """A context, the text that follows it, and the items.
 
     Attributes:
-        name: of text, length and seed, and a digest of all that is read.
+        name: text, length and seed, and a digest of all tokens that are read.
         context: tokens of the context.
-        ids: token ids of the context but the last, which items begin with, and of the text that
-            continues it as far as items start there.
-        items: what is read after the document up to their start, each on its own.
+        ids: token ids of the context without its last token, which each item begins with, and of
+            the following text up to the last start of an item.
+        items: each is read on its own, after the document up to its start.
     """
 
     name: str
@@ -67,13 +72,29 @@ class Document:
     items: list[Item]
 
 
-class _Read(NamedTuple):
-    """What is read, in token ids; where the answers are in it; tokens after the context before."""
+class _Completion(NamedTuple):
+    """An item before its leading token is added: ``scored`` indexes ``ids``, and ``after`` counts
+    the tokens between the context and the item.
+    """
 
     task: str
     ids: list[int]
-    judged: Sequence[int]
+    scored: Sequence[int]
     after: int = 0
+
+
+class _Stretch(NamedTuple):
+    """A part of a text, tokenized.
+
+    Attributes:
+        sentences: token ids of the sentences that go into the context.
+        text: the same as text, without the first sentence, which may be cut.
+        following: token ids after them.
+    """
+
+    sentences: list[list[int]]
+    text: str
+    following: list[int]
 
 
 def make_document(
@@ -87,64 +108,76 @@ def make_document(
     """A document of ``length`` tokens with planted sentences, and its items.
 
     Args:
-        tokenizer: of transformers.
-        text: long enough for the context, planted sentences taken off, and what continues it.
-        name: of the text.
+        tokenizer: a transformers tokenizer.
+        text: long enough for the context without the planted sentences, and for what follows it.
+        name: name of the text.
         length: tokens of the context.
-        seed: draws what is planted, and where.
-        tasks: of ``TASKS``, what is asked; the context is the same whatever that is.
+        seed: draws the planted sentences and their places.
+        tasks: a choice of :data:`TASKS`; the context does not depend on it.
 
     Raises:
         ConfigError: the text is too short.
     """
     rng = random.Random(f"{name} {seed}")
     count = count_questions(length)
-    planted = plant(rng, count)
+    planted = make_questions(rng, count)
     begin: list[int] = tokenizer("").input_ids
+    space = length - len(begin)
+    space -= sum(len(_encode(tokenizer, f" {s}")) for p in planted for s in p.sentences)
+    stretch = _take_stretch(tokenizer, text, name, length, space, rng if seed else None)
+    context = [*begin, *_spread(tokenizer, stretch.sentences, planted, rng)]
+    completions = [_complete(tokenizer, p.task, p.completion) for p in planted]
+    asked = questions_of(stretch.text, name)
+    for question in rng.sample(asked, min(count + _EXTRA_QUESTIONS, len(asked))):
+        completions.append(_complete(tokenizer, QA, (question.prompt, question.answer)))
+    completions += _passages(stretch.sentences, count, rng)
+    completions = [completion for completion in completions if completion.task in tasks]
+    pieces = range(0, _CONTINUED, _PIECE)
+    completions += [
+        _Completion(CONTINUE, stretch.following[at : at + _PIECE], range(_PIECE), at)
+        for at in pieces
+    ]
+    ids = context + stretch.following[: pieces[-1]]
+    items = [_lead(completion, ids, length) for completion in completions]
+    # The digest keeps records of other contents with the same text, length and seed apart.
+    digest = zlib.crc32(repr((ids, items)).encode())
+    name = f"{name}-{length}-{seed}-{digest:08x}"
+    return Document(name=name, context=length, ids=ids[:-1], items=items)
+
+
+def _take_stretch(
+    tokenizer: Any, text: str, name: str, length: int, space: int, rng: random.Random | None
+) -> _Stretch:
+    """``space`` tokens of the text and those that follow; from its beginning if ``rng`` is None."""
     written = _sentences(text)
     sentences = [_encode(tokenizer, sentence) for sentence in written]
-    room = length - len(begin)
-    room -= sum(len(_encode(tokenizer, f" {s}")) for p in planted for s in p.sentences)
-    start = _start(sentences, room + _CONTINUED, rng) if seed else 0
-    taken, after = _first(sentences[start:], room)
-    follows = [i for ids in sentences[start + after :] for i in ids][:_CONTINUED]
-    if len(taken) < _LEAST or len(follows) < _CONTINUED:
+    start = _draw_start(sentences, space + _CONTINUED, rng) if rng else 0
+    taken, count = _take_first(sentences[start:], space)
+    end = start + count
+    following = [i for ids in sentences[end:] for i in ids][:_CONTINUED]
+    if len(taken) < _MIN_SENTENCES or len(following) < _CONTINUED:
         have = sum(map(len, sentences))
         raise ConfigError(
-            f"context {length}: {max(room, 0)} tokens of the text {name!r}, which has {have}, go "
-            f"into the context; expected {_LEAST} sentences there, and {_CONTINUED} tokens after "
-            "them"
+            f"context {length}: {max(space, 0)} tokens of the text {name!r}, which has {have}, go "
+            f"into the context; expected {_MIN_SENTENCES} sentences there, and {_CONTINUED} tokens "
+            "after them"
         )
-    context = [*begin, *_spread(tokenizer, taken, planted, rng)]
-    # The first sentence may be cut.
-    said = "".join(written[start + after - len(taken) + 1 : start + after])
-    asked = questions_of(said, name)
-    items = [_item(tokenizer, p.task, p.completion) for p in planted]
-    for question in rng.sample(asked, min(count + _MORE, len(asked))):
-        items.append(_item(tokenizer, QA, (question.prompt, question.answer)))
-    items += _passages(taken, count, rng)
-    items = [item for item in items if item.task in tasks]
-    pieces = range(0, _CONTINUED, _PIECE)
-    items += [_Read(CONTINUE, follows[at : at + _PIECE], range(_PIECE), at) for at in pieces]
-    ids = context + follows[: pieces[-1]]
-    # Each item begins with the last token before it, so that its own first one is predicted.
-    led = [
-        Item(
-            task=item.task,
-            start=length - 1 + item.after,
-            ids=[ids[length - 1 + item.after], *item.ids],
-            judged=[at + 1 for at in item.judged],
-        )
-        for item in items
-    ]
-    # Records of another document of the same text, length and seed are not taken for this one's.
-    digest = zlib.crc32(repr((ids, led)).encode())
-    name = f"{name}-{length}-{seed}-{digest:08x}"
-    return Document(name=name, context=length, ids=ids[:-1], items=led)
+    return _Stretch(taken, "".join(written[end - len(taken) + 1 : end]), following)
+
+
+def _lead(completion: _Completion, ids: list[int], length: int) -> Item:
+    """Put the token before the completion first, so that its own first token is predicted."""
+    start = length - 1 + completion.after
+    return Item(
+        task=completion.task,
+        start=start,
+        ids=[ids[start], *completion.ids],
+        scored=[at + 1 for at in completion.scored],
+    )
 
 
 def _sentences(text: str) -> list[str]:
-    """Sentences, each with what stands before it: a space, or an empty line."""
+    """Sentences, each with the space or empty line before it."""
     found = []
     for paragraph in text.split("\n\n"):
         first, *others = re.split(r"(?<=[.!?;]) (?=\S)", paragraph)
@@ -152,8 +185,8 @@ def _sentences(text: str) -> list[str]:
     return found
 
 
-def _start(sentences: list[list[int]], needed: int, rng: random.Random) -> int:
-    """A sentence that at least ``needed`` tokens begin with; the first one if there is none."""
+def _draw_start(sentences: list[list[int]], needed: int, rng: random.Random) -> int:
+    """A sentence from which at least ``needed`` tokens are left; the first if there is none."""
     left, last = 0, len(sentences)
     while last > 0 and left < needed:
         last -= 1
@@ -161,18 +194,19 @@ def _start(sentences: list[list[int]], needed: int, rng: random.Random) -> int:
     return rng.randrange(last + 1)
 
 
-def _first(sentences: list[list[int]], room: int) -> tuple[list[list[int]], int]:
-    """Sentences of ``room`` tokens together, and how many of the text they are; what is too much
-    is cut off at the beginning.
+def _take_first(sentences: list[list[int]], space: int) -> tuple[list[list[int]], int]:
+    """The first sentences, ``space`` tokens together, and how many sentences were needed.
+
+    Tokens beyond ``space`` are cut off at the beginning.
     """
     taken: list[list[int]] = []
-    while room > 0 and len(taken) < len(sentences):
-        room -= len(sentences[len(taken)])
+    while space > 0 and len(taken) < len(sentences):
+        space -= len(sentences[len(taken)])
         taken.append(sentences[len(taken)])
-    count, over = len(taken), -room
-    while taken and over >= len(taken[0]):
-        over -= len(taken.pop(0))
-    return [taken[0][over:], *taken[1:]] if taken else [], count
+    count, excess = len(taken), -space
+    while taken and excess >= len(taken[0]):
+        excess -= len(taken.pop(0))
+    return [taken[0][excess:], *taken[1:]] if taken else [], count
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -181,9 +215,12 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def _spread(
-    tokenizer: Any, sentences: list[list[int]], planted: Sequence[Planted], rng: random.Random
+    tokenizer: Any,
+    sentences: list[list[int]],
+    planted: Sequence[SyntheticQuestion],
+    rng: random.Random,
 ) -> list[int]:
-    """Sentences with the planted sentences between them, those of a question in their order."""
+    """Plant sentences between those of the text; a question's sentences keep their order."""
     placed: list[tuple[float, list[int]]] = []
     for question in planted:
         places = sorted(rng.uniform(0.5, len(sentences) - 1) for _ in question.sentences)
@@ -193,22 +230,22 @@ def _spread(
     return [i for _, ids in sorted(placed, key=lambda x: x[0]) for i in ids]
 
 
-def _item(tokenizer: Any, task: str, completion: Sequence[str]) -> _Read:
-    """What is given and asked for in turn, as one text: tokens are those of the whole."""
+def _complete(tokenizer: Any, task: str, completion: Sequence[str]) -> _Completion:
+    """Tokenize parts that are given and scored in turn, as one text."""
     whole = _encode(tokenizer, "".join(completion))
-    parted = [0]
+    bounds = [0]
     for end in range(1, len(completion)):
-        said = _encode(tokenizer, "".join(completion[:end]))
-        both = zip(said, whole, strict=False)
-        parted.append(next((i for i, (a, b) in enumerate(both) if a != b), len(said)))
-    parted.append(len(whole))
-    asked = zip(parted[1::2], parted[2::2], strict=True)
-    return _Read(task, whole, [at for a, b in asked for at in range(a, b)])
+        ids = _encode(tokenizer, "".join(completion[:end]))
+        both = zip(ids, whole, strict=False)
+        bounds.append(next((i for i, (a, b) in enumerate(both) if a != b), len(ids)))
+    bounds.append(len(whole))
+    scored = zip(bounds[1::2], bounds[2::2], strict=True)
+    return _Completion(task, whole, [at for a, b in scored for at in range(a, b)])
 
 
-def _passages(sentences: list[list[int]], count: int, rng: random.Random) -> list[_Read]:
-    """Beginnings of long sentences of the document, to be gone on with."""
+def _passages(sentences: list[list[int]], count: int, rng: random.Random) -> list[_Completion]:
+    """Beginnings of long sentences of the document, to be continued as they stand there."""
     length = _GIVEN + _COPIED
     long = [p for p in sentences[1:-2] if len(p) > length + 2]
     chosen = rng.sample(long, min(count, len(long)))
-    return [_Read(COPY, p[:length], range(_GIVEN, length)) for p in chosen]
+    return [_Completion(COPY, p[:length], range(_GIVEN, length)) for p in chosen]

@@ -1,4 +1,4 @@
-"""The evaluation: contexts, methods, and records that are written as they come."""
+"""Runs methods on documents and writes a record for each."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ from hisparse.errors import ConfigError
 from hisparse.eval.documents import CONTINUE, TASKS, Document, Item, make_document
 from hisparse.eval.memory import rows_that_fit, with_smallest_buffer
 from hisparse.eval.method import DENSE, Method
-from hisparse.eval.records import Key, Records, model_digest
+from hisparse.eval.records import RecordKey, Records, model_digest
 from hisparse.eval.selection_stats import SelectionStats
-from hisparse.eval.teacher_forcing import Answer, answer
+from hisparse.eval.teacher_forcing import ItemScores, score_items
 from hisparse.eval.texts import TEXTS, read_text
 
 __all__ = ["Evaluation", "Progress"]
 
-#: ``(what is done, steps done, steps in all)``.
+#: Called with a description, the steps done, and the number of steps.
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(kw_only=True)
 class Evaluation:
-    """Runs methods on documents; what ``folder`` holds already is not run again.
+    """An evaluation; documents and methods with a record in ``folder`` are not run again.
 
     Attributes:
-        model: of transformers, not enabled yet.
-        tokenizer: of it.
-        methods: what is compared; dense comes on top.
-        contexts: lengths, tokens.
-        seeds: documents of each text and length.
-        folder: keeps contexts and records of the model, in a folder for its dtype and weights.
+        model: a transformers model, hisparse not enabled yet.
+        tokenizer: the model's tokenizer.
+        methods: methods to compare, without dense attention, which always runs.
+        contexts: context lengths, tokens.
+        seeds: documents for each text and length.
+        folder: path prefix of the folder with records and stored contexts; dtype and a digest of
+            the weights are appended.
         texts: name to text.
-        tasks: what is asked, of ``documents.TASKS``.
-        progress: told of every step.
+        tasks: a choice of ``documents.TASKS``.
+        progress: called before each document and method.
     """
 
     model: Any
@@ -52,7 +53,7 @@ class Evaluation:
     folder: Path
     texts: dict[str, str] = field(default_factory=lambda: {n: read_text(n) for n in TEXTS})
     tasks: Sequence[str] = TASKS
-    progress: Progress = lambda what, done, total: None
+    progress: Progress = lambda description, done, total: None
 
     def __post_init__(self) -> None:
         dtype = str(self.model.dtype).removeprefix("torch.")
@@ -61,7 +62,7 @@ class Evaluation:
         )
 
     def run(self) -> list[dict[str, Any]]:
-        """All records of this evaluation, those of earlier runs included."""
+        """Run what has no record yet; return the records of all documents and methods."""
         from hisparse.transformers import disable, enable
 
         enable(self.model, Method.dense().config, max_length=1024)
@@ -82,18 +83,18 @@ class Evaluation:
         wanted = [Method.dense(), *self.methods]
         documents = list(self._documents())
         total, done = len(documents) * len(wanted), 0
-        asked = []
+        wanted_records = []
         for document in documents:
             for method in wanted:
                 self.progress(f"{document.name}: {method.name}", done, total)
-                key = Key.of(document.name, method)
+                key = RecordKey.of(document.name, method)
                 if key not in found:
                     found[key] = key._asdict() | self._record(document, method)
                     records.append(found[key])
-                asked.append(found[key])
+                wanted_records.append(found[key])
                 done += 1
         self.progress("done", total, total)
-        return asked
+        return wanted_records
 
     def _documents(self) -> Iterator[Document]:
         longest = getattr(self.model.config, "max_position_embeddings", None)
@@ -108,9 +109,9 @@ class Evaluation:
 
     def _record(self, document: Document, method: Method) -> dict[str, Any]:
         stats = SelectionStats(method.config.budget // method.config.page_size)
-        answers, bytes_per_token = self._answer(document, method, stats)
+        scores, bytes_per_token = self._score(document, method, stats)
         distributions = self._folder / f"{document.name}.dense.pt"
-        continued = torch.cat([a.distributions for a in answers if a.distributions is not None])
+        continued = torch.cat([s.distributions for s in scores if s.distributions is not None])
         if method.name == DENSE:
             torch.save(continued, distributions)
         dense: Tensor = torch.load(distributions)
@@ -121,37 +122,37 @@ class Evaluation:
             "kl": (dense.exp() * (dense - continued)).sum(-1).tolist(),
             "items": [
                 {
-                    "task": a.item.task,
-                    "right": bool(a.right.all()),
-                    "log_probs": a.log_probs.tolist(),
+                    "task": s.item.task,
+                    "right": bool(s.correct.all()),
+                    "log_probs": s.log_probs.tolist(),
                 }
-                for a in answers
+                for s in scores
             ],
             **stats.summary(),
         }
 
-    def _answer(
+    def _score(
         self, document: Document, method: Method, stats: SelectionStats
-    ) -> tuple[list[Answer], float]:
-        """Answers to all items, and the bytes that a token takes beside its K and V."""
+    ) -> tuple[list[ItemScores], float]:
+        """Scores of all items, and device bytes per token for representations."""
         config = with_smallest_buffer(method.config)
         rows = min(rows_that_fit(self.model, config), len(document.items))
-        # By start, as they have to be; items of about the same length side by side.
+        # Sorted by start, as score_items requires, then by length, to fill the batches.
         items = sorted(document.items, key=lambda item: (item.start, -len(item.ids)))
-        answers: list[Answer] = []
+        scores: list[ItemScores] = []
         with self._context(document, config, rows) as cache:
             cache.coordinator.observe(stats)
             for start in range(0, len(items), rows):
                 stats.start_batch()
                 group = items[start : start + rows]
-                answers += answer(self.model, cache, document.ids, group, keep=_is_continuation)
+                scores += score_items(self.model, cache, document.ids, group, keep=_is_continuation)
         policy = cache.coordinator.policy
         kinds = kept_tensors(config, cache.coordinator.algorithm, policy)
         page_bytes = entry_bytes(kinds, "page") * policy.kv.num_layers
-        return answers, page_bytes / policy.kv.page_size
+        return scores, page_bytes / policy.kv.page_size
 
     def _context(self, document: Document, config: HiSparseConfig, rows: int) -> Any:
-        """A cache that holds the context: from its file, or from a prefill that makes the file."""
+        """A cache that holds the context, loaded from its file or prefilled and saved."""
         from hisparse.transformers import HiSparseCache
 
         length = len(document.ids)
@@ -165,8 +166,8 @@ class Evaluation:
         path = self._folder / f"{document.name}{stored}.safetensors"
         first = min(item.start for item in document.items)
         if path.exists():
-            # Of a stored context, only the prompt's last queries may be missing; a column alone
-            # would be a decode step.
+            # Some algorithms need the prompt's last queries, which the file does not hold, so these
+            # columns are prefilled again: at least 2, because 1 would be a decode step.
             window = build_algorithm(config).query_window
             columns = max(1, first - max(2, window)) if window else first
             cache = HiSparseCache.load(path, self.model, config, columns=columns, **options)

@@ -1,4 +1,4 @@
-"""The report as one page of HTML that needs nothing else. Needs matplotlib, for its plots."""
+"""The report as one self-contained HTML page. Needs matplotlib for its plots."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ svg { max-width: 100%; height: auto }
 
 
 def to_html(results: Sequence[dict[str, Any]], line: str) -> str:
-    """The page.
+    """The report as HTML.
 
     Args:
-        results: what ``hisparse eval --json`` prints, a section each.
-        line: the command that makes the report.
+        results: objects that ``hisparse eval --json`` printed, a section for each.
+        line: the command that writes the report.
     """
     styles = make_styles(
         x["method"] for result in results for x in result["summary"] if x["method"] != DENSE
     )
-    again = any(result["line"] != line for result in results)
+    is_combined = any(result["line"] != line for result in results)
     sections = [_section(result, styles, f"s{i}") for i, result in enumerate(results)]
     return "\n".join(
         [
@@ -51,7 +51,7 @@ def to_html(results: Sequence[dict[str, Any]], line: str) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>Quality of sparse attention</title>\n<style>\n{_STYLE}</style>\n</head>",
             "<body>\n<h1>Quality of sparse attention</h1>",
-            f"<p>Made by <code>{escape(line)}</code></p>" if again else "",
+            f"<p>Made by <code>{escape(line)}</code></p>" if is_combined else "",
             *sections,
             "</body>\n</html>\n",
         ]

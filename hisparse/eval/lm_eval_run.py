@@ -1,8 +1,8 @@
-"""Tasks of ``lm-eval``, generated through hisparse. https://github.com/EleutherAI/lm-evaluation-harness
+"""Run tasks of ``lm-eval`` with sparse decoding. https://github.com/EleutherAI/lm-evaluation-harness
 
-A prompt is attended densely and exactly, as in the server, and every generated token over what the
-method selects. What ``lm-eval`` scores by likelihood is only a prefill, so it would measure dense
-attention whatever the method: ``load_tasks`` refuses it.
+As in the server, a prompt is attended densely, and each generated token attends to the pages that
+the method selects. Tasks that ``lm-eval`` scores by likelihood only prefill, so they would measure
+dense attention under every method: ``load_tasks`` refuses them.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ __all__ = ["HiSparseLM", "run_tasks"]
 
 
 class HiSparseLM(HFLM):  # type: ignore[misc]
-    """A model that ``lm-eval`` asks, with the decode attention of one method.
+    """The model as ``lm-eval`` calls it, with one method's decode attention.
 
     Args:
-        model: of transformers, enabled.
-        tokenizer: of it.
-        method: what attends.
+        model: a transformers model with hisparse enabled.
+        tokenizer: the model's tokenizer.
+        method: configures decode attention.
     """
 
     def __init__(self, model: Any, tokenizer: Any, method: Method) -> None:
         super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=1)
         self._method = method
-        #: What the method selected so far, over layers and rows; 0: all contexts were within the
-        #: budget, and attended densely.
+        #: Selections so far, over layers and rows. 0 means that no context exceeded the budget, so
+        #: that all were attended densely.
         self.selections = 0
 
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **kwargs: Any) -> Any:
-        """Called by ``HFLM`` for each batch: ``context [B, T]``, ``max_length`` columns in all."""
+        """Generate from ``context [B, T]`` up to ``max_length`` columns; ``HFLM`` calls it."""
         cache = HiSparseCache(
             self.model,
             self._method.config,
@@ -62,34 +62,34 @@ def run_tasks(
     limit: int | None = None,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[dict[str, Any]]:
-    """Scores of each method, dense first.
+    """Score dense attention, then each method.
 
     Args:
-        model: of transformers, not enabled yet; it is as it was afterwards.
-        tokenizer: of it.
-        methods: what is compared; dense comes on top.
+        model: a transformers model; hisparse is enabled for the run and disabled after it.
+        tokenizer: the model's tokenizer.
+        methods: methods to compare, without dense attention.
         tasks: from ``load_tasks``.
-        limit: documents of each task; None: all.
-        progress: told the name of each method that begins.
+        limit: documents of each task; None for all.
+        progress: called with the name of each method as it begins.
 
     Returns:
-        A line for each method, task and metric: ``stderr`` as lm-eval gives it or None, ``n``
-        documents, and ``selections``, see :class:`HiSparseLM`.
+        A dictionary for each method, task and metric: ``stderr`` as lm-eval gives it or None,
+        ``n`` documents, and ``selections`` (see :class:`HiSparseLM`).
     """
     lines = []
     enable(model, Method.dense().config, max_length=1024)
     try:
         for method in [Method.dense(), *methods]:
             progress(method.name)
-            asked = HiSparseLM(model, tokenizer, method)
+            wrapped = HiSparseLM(model, tokenizer, method)
             found = simple_evaluate(
-                asked,
+                wrapped,
                 tasks=list(tasks),
                 limit=limit,
                 log_samples=False,
                 task_manager=TaskManager(include_defaults=False),
             )
-            lines += _lines(method, asked.selections, found)
+            lines += _lines(method, wrapped.selections, found)
     finally:
         disable(model)
     return lines
@@ -100,7 +100,7 @@ def _lines(method: Method, selections: int, found: Any) -> list[dict[str, Any]]:
     for task, scores in found["results"].items():
         for key, score in scores.items():
             metric, _, which = key.partition(",")
-            # RULER gives -1 for lengths that it was not asked for.
+            # RULER reports -1 for lengths that were not requested.
             if not which or metric.endswith("_stderr") or score == -1:
                 continue
             stderr = scores.get(f"{metric}_stderr,{which}")

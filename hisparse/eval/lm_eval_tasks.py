@@ -1,4 +1,4 @@
-"""Tasks of ``lm-eval`` by name, with their documents. https://github.com/EleutherAI/lm-evaluation-harness"""
+"""Load tasks of ``lm-eval`` by name. https://github.com/EleutherAI/lm-evaluation-harness"""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from hisparse.errors import ConfigError
 
 __all__ = ["load_tasks"]
 
-#: What lm-eval calls tasks that a model answers in words.
+#: The output type of tasks whose answers are generated.
 _GENERATED = "generate_until"
 
 
 def load_tasks(names: Sequence[str], *, tokenizer: str, contexts: Sequence[int]) -> list[Any]:
-    """Tasks and groups of tasks with their documents, from a hub where they are not stored yet.
+    """Load tasks and groups of tasks, and download documents that are not cached.
 
     Args:
-        names: what ``lm-eval ls tasks`` lists, or YAML files of tasks.
-        tokenizer: folder or hub id; RULER makes documents by it.
+        names: names that ``lm-eval ls tasks`` lists, or YAML files of tasks.
+        tokenizer: folder or hub id; RULER needs it to make documents of a given length.
         contexts: lengths of RULER's documents, tokens.
 
     Raises:
-        ConfigError: there is no such task, it generates nothing, or its documents are out of reach.
+        ConfigError: a task is unknown, generates nothing, or its documents cannot be downloaded.
     """
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
     about = {"tokenizer": tokenizer, "max_seq_lengths": list(contexts)}
-    # An index of all that it defines takes lm-eval some seconds.
+    # Indexing its own tasks takes lm-eval some seconds.
     manager = TaskManager(include_defaults=len(files) < len(names), metadata=about)
     for name in names:
         if not (Path(name).is_file() if name in files else name in manager.all_tasks):
@@ -45,7 +45,7 @@ def load_tasks(names: Sequence[str], *, tokenizer: str, contexts: Sequence[int])
                 f"--tasks: {name!r} is scored by {kind}, which only reads a prompt, densely under "
                 f"every method; expected tasks of type {_GENERATED}, such as longbench or ruler"
             )
-    # A group stands before the groups that it holds.
+    # A group comes before the groups inside it.
     parts = ([*found["groups"].values()][:1] or found["tasks"].values() for found in loaded)
     return [part for found in parts for part in found]
 
@@ -59,7 +59,7 @@ def _load(manager: Any, name: str) -> Any:
             "pip install 'hisparse[lm-eval]'"
         ) from None
     except Exception as error:
-        # Many libraries fetch documents, and each raises its own when a hub is out of reach.
+        # Many libraries download documents, and each raises its own errors.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"--tasks: the documents of {name!r} are out of reach: {reason}; expected a hub that "

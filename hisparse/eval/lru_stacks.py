@@ -1,7 +1,7 @@
-"""LRU buffers of all sizes at once: how deep in the order of last use a page lies.
+"""LRU stack distances: the hit ratio of every buffer size from one pass.
 
-A buffer of C pages holds the first C of that order (Mattson et al., 1970), so one pass tells the
-hits of every C.
+A stack holds pages in the order of last use. A buffer of C pages holds the first C of the stack, so
+a page at depth d hits in every buffer with C > d (Mattson et al., 1970).
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ __all__ = ["LruStacks", "push"]
 
 
 class _Rows(NamedTuple):
-    """One layer's state by slot: ``[B, H, D]``, ``[B, H]`` and ``[B]``, all int64."""
+    """One layer's state by request slot, all int64.
+
+    Attributes:
+        stacks: ``[B, H, D]``, pages, last used first, -1 padded.
+        widths: ``[B, H]``, pages of the last selection.
+        lengths: ``[B]``, tokens at the last selection, -1 before the first.
+    """
 
     stacks: Tensor
     widths: Tensor
@@ -28,10 +34,10 @@ class _Rows(NamedTuple):
 
 
 class LruStacks:
-    """The order of last use of each layer's rows, deepest ones forgotten.
+    """The stack of each layer and row, cut at a depth.
 
     Args:
-        depth: pages that are followed, at least.
+        depth: pages that a stack holds, at least.
     """
 
     def __init__(self, depth: int) -> None:
@@ -41,19 +47,18 @@ class LruStacks:
     def visit(
         self, layer_id: int, slots: Tensor, seq_lens: Tensor, pages: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """One selection of a layer.
+        """Record one selection of a layer.
 
         Args:
-            layer_id: whose selection it is.
+            layer_id: the layer.
             slots: ``[B] int64``, request slots.
-            seq_lens: ``[B] int64``, tokens; a slot whose length is not one more than at its last
-                visit is another request's and begins anew.
-            pages: ``[B, H, K]``, -1 padded at the end.
+            seq_lens: ``[B] int64``, tokens. A slot whose length is not one more than at its last
+                selection belongs to another request, and its stack starts empty.
+            pages: ``[B, H, K]``, selected pages, -1 padded at the end.
 
         Returns:
-            ``[B, H, K]`` how many pages were used after each page's last use, at least ``depth`` if
-            it was not used; ``[B, H]`` how many pages the visit before had; ``[B]`` whether there
-            was one.
+            ``[B, H, K]``, the depth of each page, ``depth`` or more if it is not in the stack;
+            ``[B, H]``, pages of the selection before; ``[B]``, whether there was one.
         """
         stacks, widths, lengths = self._rows(layer_id, int(slots.max()) + 1, pages)
         known = lengths[slots] == seq_lens - 1
@@ -64,7 +69,7 @@ class LruStacks:
         return depths, before, known
 
     def _rows(self, layer_id: int, count: int, pages: Tensor) -> _Rows:
-        """Of at least ``count`` slots."""
+        """The layer's state, for at least ``count`` slots."""
         heads, depth = pages.shape[1], max(self._depth, pages.shape[2])
         rows = self._layers.get(layer_id) or _Rows.new(0, heads, depth)
         if len(rows.lengths) < count:
@@ -75,14 +80,15 @@ class LruStacks:
 
 
 def push(stack: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
-    """Use pages: the depths that they had, and the new order.
+    """Move pages to the top of the stack; return their old depths and the new stack.
 
     Args:
         stack: ``[..., D] int64``, pages, last used first, -1 padded.
         pages: ``[..., K] int64``, used at once, ascending, -1 padded; K is at most D.
 
     Returns:
-        ``[..., K]`` in ``0..D``, D for a page that was not there and for padding; ``[..., D]``.
+        ``[..., K]``, depths in ``0..D``, D for padding and for a page that was not in the stack;
+        ``[..., D]``, the new stack.
     """
     depth = stack.shape[-1]
     absent = int(max(stack.max(), pages.max())) + 1
@@ -94,8 +100,8 @@ def push(stack: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
     depths = depth_of.gather(-1, pages.masked_fill(pages < 0, absent))
     used = torch.zeros((*stack.shape[:-1], depth + 1), dtype=torch.bool).scatter_(-1, depths, True)
     both = torch.cat([pages.flip(-1), stack.masked_fill(used[..., :-1], -1)], -1)
-    there = both >= 0
-    target = there.cumsum(-1) - 1
-    target.masked_fill_(~there | (target >= depth), depth)
+    is_page = both >= 0
+    target = is_page.cumsum(-1) - 1
+    target.masked_fill_(~is_page | (target >= depth), depth)
     new = torch.full((*stack.shape[:-1], depth + 1), -1).scatter_(-1, target, both)
     return depths, new[..., :-1]

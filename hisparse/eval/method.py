@@ -1,4 +1,4 @@
-"""What is compared: an algorithm under a configuration."""
+"""Methods to compare: an algorithm with a configuration."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hisparse.errors import ConfigError
 
 __all__ = ["DENSE", "Method", "parse_methods"]
 
-#: Name of the method that everything else is measured against.
+#: Name of dense attention, the reference of all figures.
 DENSE = "dense"
-#: No context is longer.
-_ALL = 2**31
+#: Longer than any context.
+_ALWAYS_DENSE = 2**31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class Method:
     """A configuration with a name.
 
     Attributes:
-        name: in tables; different for different settings.
-        settings: keys of ``HiSparseConfig``.
+        name: name in tables, unique to these settings but for the budget.
+        settings: keys and values of ``HiSparseConfig``.
     """
 
     name: str
@@ -33,28 +33,28 @@ class Method:
 
     @property
     def config(self) -> HiSparseConfig:
-        """The settings, checked."""
+        """The settings as a checked configuration."""
         return HiSparseConfig.from_dict(self.settings)
 
     @classmethod
     def dense(cls) -> Method:
-        """Attends everything, by the same code."""
-        settings = {"algorithm": "streaming", "budget": 128, "min_sparse_context": _ALL}
+        """Dense attention through the same code: no context is long enough to be sparse."""
+        settings = {"algorithm": "streaming", "budget": 128, "min_sparse_context": _ALWAYS_DENSE}
         return cls(name=DENSE, settings=settings)
 
 
 def parse_methods(
     algorithms: Sequence[str], budgets: Sequence[int], configs: Sequence[str]
 ) -> list[Method]:
-    """Every algorithm under every budget, and each configuration in full.
+    """Each algorithm with each budget, then each configuration.
 
     Args:
         algorithms: registered names.
-        budgets: tokens.
-        configs: JSON objects as ``--hisparse-config`` takes them.
+        budgets: tokens; the first is the default of a configuration without a budget.
+        configs: JSON objects as in ``--hisparse-config``.
 
     Raises:
-        ConfigError: a setting cannot be used, or two methods are the same.
+        ConfigError: a setting is invalid, or two methods are the same.
     """
     found: list[dict[str, object]] = [
         {"algorithm": name, "budget": budget} for name in algorithms for budget in budgets
@@ -83,7 +83,7 @@ def parse_methods(
 
 
 def _name(settings: Mapping[str, Any]) -> str:
-    """The algorithm, and what is set besides the budget."""
+    """The algorithm, and all other settings but the budget."""
     rest = {k: v for k, v in settings.items() if k not in ("algorithm", "budget", "top_k")}
     rest |= rest.pop("algorithm_config", {})
     words = ",".join(f"{k}={v}" for k, v in sorted(rest.items()))

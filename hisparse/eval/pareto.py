@@ -1,4 +1,4 @@
-"""What a summary shows, in words that follow from its numbers."""
+"""The methods on the Pareto front of their costs, in words."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _COSTS = ("kl", "kept_mean", "bytes_per_token")
 
 
 def pareto_lines(summary: Sequence[dict[str, Any]]) -> list[str]:
-    """For each context and budget: the methods that are on the front of what they cost.
+    """A sentence for each context and budget: its methods that no other method dominates.
 
-    No other is at most as high in divergence, tokens kept and bytes, by their means, and lower in
-    one. ``oracle``, the ceiling, is left out, and so is a group without at least two others.
+    A method dominates another if its mean divergence, tokens kept and bytes per token are at most
+    as high and one of them is lower. ``oracle``, the ceiling, is left out, and so is a context and
+    budget with fewer than two other methods.
     """
     groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for line in summary:
@@ -25,22 +26,21 @@ def pareto_lines(summary: Sequence[dict[str, Any]]) -> list[str]:
             groups.setdefault((line["context"], line["budget"]), []).append(line)
     found = []
     for (context, budget), lines in groups.items():
-        best = [x for x in lines if not any(_beats(other, x) for other in lines)]
         if len(lines) < 2:
             continue
+        best = [x for x in lines if not any(_dominates(other, x) for other in lines)]
         shown = "; ".join(
             f"{x['method']} ({number(x['kl'])} nats, {number(x['kept_mean'])} tokens, "
             f"{number(x['bytes_per_token'])} bytes)"
             for x in sorted(best, key=lambda x: float(x["kl"]))
         )
         found.append(
-            f"Budget {budget} of {context}: of {len(lines)} methods besides the oracle, no other "
-            "equals or beats these in divergence, tokens kept and bytes a token all at once: "
-            f"{shown}."
+            f"Budget {budget} of {context}: Pareto front of KL divergence, tokens kept and bytes "
+            f"per token, among {len(lines)} methods without the oracle: {shown}."
         )
     return found
 
 
-def _beats(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def _dominates(a: dict[str, Any], b: dict[str, Any]) -> bool:
     costs = [(a[name], b[name]) for name in _COSTS]
     return all(x <= y for x, y in costs) and any(x < y for x, y in costs)

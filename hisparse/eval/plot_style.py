@@ -1,4 +1,4 @@
-"""How plots look: the same colours for a method everywhere, light and dark."""
+"""Style of the HTML report's plots: a colour for each method, and light and dark themes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = [
     "wrap",
 ]
 
-#: Arguments of ``Axes.plot``.
+#: Keyword arguments of ``Axes.plot``.
 Style = dict[str, Any]
 
-#: Okabe and Ito's, told apart by the colour-blind, those that show on white and on black.
+#: Okabe and Ito's colours for the colour-blind, those visible on white and on black.
 _COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c")
 _MARKERS = "osD^vPX*"
-#: Stands for the colour of the page's text, which a theme changes.
+#: Placeholder for the colour of the page's text, which depends on the theme.
 _INK = "#010203"
 _SETTINGS = {
     "axes.edgecolor": _INK,
@@ -54,7 +54,7 @@ _SETTINGS = {
 
 
 def make_styles(methods: Iterable[str]) -> dict[str, Style]:
-    """A colour and a marker for each method, no two alike."""
+    """A different combination of colour and marker for each method."""
     return {
         method: {
             "color": _COLORS[i % len(_COLORS)],
@@ -67,12 +67,12 @@ def make_styles(methods: Iterable[str]) -> dict[str, Style]:
 
 
 def drawing() -> Any:
-    """A context in which figures are made."""
+    """A context manager with this style, to draw figures in."""
     return rc_context(_SETTINGS)
 
 
 def make_axes(count: int, columns: int, height: float = 2.6) -> tuple[Figure, list[Axes]]:
-    """A figure with ``count`` panels, at most ``columns`` side by side, inches high each."""
+    """A figure of ``count`` panels, at most ``columns`` in a row, each ``height`` inches high."""
     columns = min(columns, count)
     rows = -(-count // columns)
     figure = Figure(figsize=(9.6 if columns > 1 else 5.6, height * rows), layout="constrained")
@@ -83,41 +83,41 @@ def make_axes(count: int, columns: int, height: float = 2.6) -> tuple[Figure, li
 
 
 def legend(figure: Figure, methods: Iterable[str], styles: dict[str, Style]) -> None:
-    """Below the panels, each method once, in the order of ``styles``."""
+    """Add a legend below the panels, each method once, in the order of ``styles``."""
     present = set(methods)
     names = [name for name in styles if name in present]
     handles = [Line2D([], [], **styles[name]) for name in names]
     columns = 2 if figure.get_figwidth() > 6 else 1
     labels = [wrap(name, 60) for name in names]
-    # Room of its own, so that panels stay as high as they are.
+    # Make the figure taller, so that the panels keep their height.
     lines = sum(label.count("\n") + 1 for label in labels) / columns
     figure.set_figheight(figure.get_figheight() + 0.3 + 0.2 * lines)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 def log_axis(axis: Axis) -> None:
-    """Plain numbers at 1, 2 and 5 of each power of ten."""
+    """Label an axis with plain numbers at 1, 2 and 5 times each power of ten."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
 
 
 def spread(i: int, count: int) -> float:
-    """A factor near 1, another one for each of ``count`` things."""
+    """A factor near 1, different for each ``i`` of ``count``."""
     return float(1.015 ** (i - (count - 1) / 2))
 
 
 def wrap(name: str, width: int) -> str:
-    """A method's name over several lines."""
+    """Break a method's name into lines."""
     return textwrap.fill(name.replace(",", ", "), width)
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """The figure as an ``svg`` element for a page of HTML.
+    """The figure as an ``svg`` element for HTML.
 
     Args:
-        figure: drawn by this module's functions.
-        name: begins all of its ids, which are then its own.
+        figure: drawn in the context of :func:`drawing`.
+        name: prefix of all ids, so that they are unique on the page.
     """
     file = io.StringIO()
     with drawing():

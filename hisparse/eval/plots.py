@@ -1,4 +1,4 @@
-"""The plots of an evaluation. Needs matplotlib; each is drawn only where there are data for it."""
+"""All plots of an evaluation for the HTML report. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Plot", "make_plots"]
 
 
 class Plot(NamedTuple):
-    """A figure, and what it shows."""
+    """A figure with its title and caption."""
 
     title: str
     note: str
@@ -23,40 +23,40 @@ class Plot(NamedTuple):
 
 
 def make_plots(result: dict[str, Any], styles: dict[str, Style]) -> list[Plot]:
-    """All plots that there are data for.
+    """The plots for which the result has data.
 
     Args:
-        result: what ``hisparse eval --json`` prints.
-        styles: by method, dense left out.
+        result: object that ``hisparse eval --json`` printed.
+        styles: style of each method, without dense attention.
     """
     summary = [x for x in result["summary"] if x["method"] != DENSE]
     with drawing():
         made = [
             (
                 "Divergence by method",
-                "KL from the dense next-token distribution, with 95% intervals; lower is better.",
+                "KL from the dense next-token distribution, with 95% intervals. Lower is better.",
                 divergence(summary, styles),
             ),
             (
                 "Quality against budget",
-                "Bars are 95% intervals; lower is better, but for questions: the mean over tasks "
-                "that the dense model does. Dashed: dense attention.",
+                "Bars are 95% intervals. Lower is better, except for correct answers: their mean "
+                "over the tasks on which the dense model reaches 90%. Dashed: dense attention.",
                 against_budget(summary, mean_scores(result["cells"]), QUALITY, styles),
             ),
             (
                 "Attention mass against budget",
-                "The part of exact attention that falls on what is kept. Dashed: all of it.",
+                "Fraction of exact attention on the tokens kept. Dashed: all tokens.",
                 against_budget(summary, [], MASS, styles),
             ),
             (
                 "Hit ratio against buffer size",
-                "Part of the selected pages that an LRU buffer of so many budgets holds already.",
+                "Fraction of the selected pages that are already in an LRU buffer of this size.",
                 hit_ratio(summary, styles),
             ),
             (
                 "Tokens kept by layer and head",
-                "Of the methods that keep more in one place than in another, with their budget. "
-                "Blank: a layer that is dense or uses the selection of a layer before it.",
+                "Methods whose heads keep different numbers of tokens, with their budgets. Blank: "
+                "a layer that is dense or reuses the selection of an earlier layer.",
                 kept_by_head(summary),
             ),
         ]

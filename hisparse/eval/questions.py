@@ -1,9 +1,9 @@
-"""Question answering over the texts that hisparse ships: what stands in them, in other words.
+"""Questions about the texts that hisparse ships, worded differently from the text.
 
-``texts/questions.json`` beside this holds them. ``scripts/curate_questions.py`` chose them from 311
-candidates with a dense model, qwen2.5-coder-0.5b: kept is what it answers right after 4,096 tokens
-of the text, and wrong without them, in at most 6 tokens. So the score of that model's dense
-attention on them is high by construction; they tell how much of it a sparse method keeps.
+``scripts/curate_questions.py`` chose those in ``texts/questions.json`` from 311 candidates with a
+dense model, qwen2.5-coder-0.5b. It kept the questions that the model answers correctly, in at most
+6 tokens, after 4,096 tokens of the text, and wrongly without the text. So the dense score of that
+model is high by construction, and the questions measure how much of it a sparse method keeps.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["Question", "questions_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a text answers in one place.
+    """A question that one place of a text answers.
 
     Attributes:
-        evidence: the sentences of the text that hold the answer, as they stand there.
-        prompt: what follows the text, up to the answer.
-        answer: what has to follow then.
+        evidence: the sentences of the text that contain the answer, verbatim.
+        prompt: given after the text, up to the answer.
+        answer: expected after the prompt.
     """
 
     evidence: str
@@ -31,11 +31,11 @@ class Question:
 
 
 def questions_of(text: str, name: str) -> list[Question]:
-    """Questions that a text, or a part of it, answers, in the order of their evidence.
+    """Questions whose evidence lies in a text or a part of it, in the order of the evidence.
 
     Args:
-        text: the text, or the part.
-        name: of the text, see ``hisparse.eval.texts.TEXTS``; others have no questions.
+        text: the text, or a part of it.
+        name: name of the text; only those in ``hisparse.eval.texts.TEXTS`` have questions.
     """
     file = resources.files("hisparse.eval.texts") / "questions.json"
     found = json.loads(file.read_text(encoding="utf-8")).get(name, [])

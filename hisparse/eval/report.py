@@ -1,4 +1,4 @@
-"""The report: results as a page of Markdown or HTML, and results read back from files."""
+"""Reports of results as Markdown or HTML, and results read back from files."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from hisparse.eval.tables import Cell, Table, make_tables
 __all__ = ["check_reports", "read_result", "to_markdown", "write_reports"]
 
 _SUFFIXES = (".md", ".html")
-#: What a result needs to have, and a line of its summary, which older ones lack.
-_NEEDED = {"model", "line", "date", "machine", "versions", "commit", "cells", "summary"}
-_NEEDED_OF_A_LINE = {"intervals", "resampled", "kept_by_head", "hit_ratio", "selection_scope"}
+#: Keys that a result needs, and keys of its summary lines that older releases did not write.
+_RESULT_KEYS = {"model", "line", "date", "machine", "versions", "commit", "cells", "summary"}
+_SUMMARY_KEYS = {"intervals", "resampled", "kept_by_head", "hit_ratio", "selection_scope"}
+_INTRODUCTION = (
+    "Each section compares methods of sparse attention with dense attention on one model: correct "
+    "answers, divergence and perplexity, the attention that a budget keeps, and cache hits."
+)
 
 
 def check_reports(files: Sequence[Path]) -> None:
-    """Whether reports can be written, before anything runs.
+    """Check before a run that its reports can be written.
 
     Raises:
-        ConfigError: a suffix is unknown, a folder is missing, or HTML is asked for and there is no
-            matplotlib.
+        ConfigError: a suffix is unknown, a folder is missing, or a report is HTML and matplotlib is
+            not installed.
     """
     for file in files:
         if file.suffix not in _SUFFIXES:
@@ -39,12 +43,12 @@ def check_reports(files: Sequence[Path]) -> None:
 
 
 def write_reports(files: Sequence[Path], results: Sequence[dict[str, Any]], line: str) -> None:
-    """Write each file in the form that its suffix says.
+    """Write a report to each file, in the format of its suffix.
 
     Args:
-        files: as :func:`check_reports` accepts them.
-        results: what ``hisparse eval --json`` prints, a section each.
-        line: the command that makes the report.
+        files: accepted by :func:`check_reports`.
+        results: objects that ``hisparse eval --json`` printed, a section for each.
+        line: the command that writes the report.
     """
     for file in files:
         if file.suffix == ".html":
@@ -57,10 +61,10 @@ def write_reports(files: Sequence[Path], results: Sequence[dict[str, Any]], line
 
 
 def read_result(file: Path) -> dict[str, Any]:
-    """A result that ``hisparse eval --json`` printed.
+    """Read a result that ``hisparse eval --json`` printed.
 
     Raises:
-        ConfigError: the file cannot be read, or is no such result.
+        ConfigError: the file cannot be read, or is not such a result.
     """
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
@@ -68,7 +72,11 @@ def read_result(file: Path) -> dict[str, Any]:
         raise ConfigError(f"--from: cannot read {str(file)!r}: {error.strerror}") from None
     except ValueError:
         result = None
-    if not isinstance(result, dict) or result.get("command") != "eval" or _NEEDED - result.keys():
+    if (
+        not isinstance(result, dict)
+        or result.get("command") != "eval"
+        or _RESULT_KEYS - result.keys()
+    ):
         raise ConfigError(
             f"--from: {str(file)!r} is no result of an evaluation; expected what "
             "`hisparse eval --json` prints of its own tasks"
@@ -76,7 +84,7 @@ def read_result(file: Path) -> dict[str, Any]:
     summary = result["summary"]
     if not isinstance(summary, list) or not all(isinstance(line, dict) for line in summary):
         raise ConfigError(f"--from: {str(file)!r}: its summary is no list of objects")
-    absent = {key for line in summary for key in _NEEDED_OF_A_LINE - line.keys()}
+    absent = {key for line in summary for key in _SUMMARY_KEYS - line.keys()}
     if absent:
         raise ConfigError(
             f"--from: {str(file)!r} lacks {', '.join(sorted(absent))}: an older hisparse made it; "
@@ -86,8 +94,8 @@ def read_result(file: Path) -> dict[str, Any]:
 
 
 def to_markdown(results: Sequence[dict[str, Any]], line: str) -> str:
-    """The page; arguments as for :func:`write_reports`."""
-    parts = ["# Quality of sparse attention"]
+    """The report as Markdown; arguments as for :func:`write_reports`."""
+    parts = ["# Quality of sparse attention", _INTRODUCTION]
     if any(result["line"] != line for result in results):
         parts.append(f"Made by `{line}`.")
     for result in results:

@@ -1,4 +1,4 @@
-"""From records to tables: means, and how sure they are."""
+"""Aggregate records: the cells and the summary that ``hisparse eval --json`` prints."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Any
 
 import numpy as np
 
-from hisparse.eval.bootstrap import FEWEST_DOCUMENTS, mean_interval
+from hisparse.eval.bootstrap import MIN_DOCUMENTS, mean_interval
 from hisparse.eval.divergence import Record, kl, kl_ratio, perplexities
 from hisparse.eval.documents import CONTINUE, COPY
 from hisparse.eval.method import DENSE
 
 __all__ = ["USABLE", "make_cells", "make_summary"]
 
-#: Tasks that the dense model does below this are shown, but rank nothing.
+#: Tasks on which the dense model scores lower are shown in grey and do not rank methods.
 USABLE = 0.9
 _MEANS = ("mass", "oracle_recall", "adjacent_overlap", "kept_mean", "kept_p95", "capped")
 
 
 def make_cells(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One cell for each method, budget, context and task: the part of questions answered right.
+    """A cell for each method, budget, context and task: the fraction of correct answers.
 
-    ``low`` and ``high`` are a 95% interval of the bootstrap over questions, ``dense`` the score of
-    the dense model on the same questions, ``usable`` whether that is at least :data:`USABLE`.
+    ``low`` and ``high`` are a 95% bootstrap interval over questions. ``dense`` is the score of the
+    dense model on the same questions, and ``usable`` says whether it is at least :data:`USABLE`.
     """
     cells = []
     dense = _dense(records)
     for (method, budget, context), group in _grouped(records, _key):
         tasks = sorted({x["task"] for r in group for x in r["items"]} - {CONTINUE})
         for task in tasks:
-            right = _right(group, task)
-            reference = float(_right([dense[r["document"]] for r in group], task).mean())
-            low, high = mean_interval(right)
+            correct = _correct(group, task)
+            reference = float(_correct([dense[r["document"]] for r in group], task).mean())
+            low, high = mean_interval(correct)
             cells.append(
                 {
                     "method": method,
@@ -40,12 +40,12 @@ def make_cells(records: Sequence[Record]) -> list[dict[str, Any]]:
                     "budget": budget,
                     "context": context,
                     "task": task,
-                    "score": float(right.mean()),
+                    "score": float(correct.mean()),
                     "low": low,
                     "high": high,
                     "dense": reference,
                     "usable": reference >= USABLE,
-                    "n": len(right),
+                    "n": len(correct),
                     "kept_mean": _mean(group, "kept_mean"),
                     "kept_p95": _mean(group, "kept_p95"),
                 }
@@ -54,23 +54,29 @@ def make_cells(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def make_summary(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """One line for each method, budget and context.
+    """A line for each method, budget and context.
 
-    ``kl`` is the mean divergence from the dense next-token distribution in nats, ``ppl`` the
-    perplexity of the text that follows, ``copy_ppl`` of passages that stood earlier; ``kl_ratio``
-    is ``kl`` over that of plain ``oracle`` of the same scope, budget and context, None where it did
-    not run, ``ppl_ratio`` and ``copy_ppl_ratio`` are over the dense model's: both on the same
-    documents. ``intervals`` has ``[low, high]`` of each of these, 95% of the bootstrap, ratios by
-    pairs; ``resampled`` says what is drawn. ``mass`` is the attention kept, ``oracle_recall`` the
-    part of the best pages, as many as were chosen, that were chosen; ``kept_by_head`` the tokens
-    attended by layer and head of the selection, None for a layer without a selection of its own;
-    ``hit_ratio`` that of LRU buffers by their size in budgets; ``bytes_per_token`` of device memory
-    beside K and V.
+    - ``kl``: mean KL divergence from the dense next-token distribution, nats per token;
+    - ``ppl``, ``copy_ppl``: perplexity of the following text and of repeated passages;
+    - ``kl_ratio``: ``kl`` over that of plain ``oracle`` with the same scope, budget and context, on
+      the same documents; None if it did not run;
+    - ``ppl_ratio``, ``copy_ppl_ratio``: over the dense model's, on the same documents;
+    - ``intervals``: ``[low, high]`` of each of these, 95% bootstrap, ratios resampled in pairs;
+    - ``resampled``: the unit of resampling;
+    - ``mass``: fraction of exact attention on the tokens kept;
+    - ``oracle_recall``: fraction of the n best pages that are among the n selected pages;
+    - ``adjacent_overlap``: fraction of the selected pages that the step before selected too;
+    - ``kept_mean``, ``kept_p95``: tokens attended per step and row;
+    - ``capped``: fraction of the selections that have the largest allowed number of pages;
+    - ``kept_by_head``: tokens attended by layer and head of the selection, None for a layer without
+      a selection of its own;
+    - ``hit_ratio``: hit ratio of LRU buffers by their size in budgets;
+    - ``bytes_per_token``: device memory for representations.
     """
     lines = []
     dense = _dense(records)
     for (method, budget, context), group in _grouped(records, _key):
-        figures = {
+        estimates = {
             "kl": kl(group),
             **perplexities("ppl", group, dense, CONTINUE),
             **perplexities("copy_ppl", group, dense, COPY),
@@ -85,10 +91,8 @@ def make_summary(records: Sequence[Record]) -> list[dict[str, Any]]:
                 "selection_scope": group[0].get("selection_scope"),
                 "documents": len(group),
                 "resampled": _resampled(len(group)),
-                **{name: figure[0] if figure else None for name, figure in figures.items()},
-                "intervals": {
-                    name: list(figure[1]) if figure else None for name, figure in figures.items()
-                },
+                **{name: x[0] if x else None for name, x in estimates.items()},
+                "intervals": {name: list(x[1]) if x else None for name, x in estimates.items()},
                 **{name: _mean(group, name) for name in _MEANS},
                 "kept_by_head": _kept_by_head(group),
                 "hit_ratio": _hit_ratio(group),
@@ -109,7 +113,7 @@ def _dense(records: Iterable[Record]) -> dict[str, Record]:
 def _grouped(
     records: Iterable[Record], key: Callable[[Record], tuple[Any, ...]]
 ) -> list[tuple[tuple[Any, ...], list[Record]]]:
-    """Records of the same key, in the order in which keys come."""
+    """Records grouped by key, in the order of each key's first record."""
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         groups.setdefault(key(record), []).append(record)
@@ -117,15 +121,15 @@ def _grouped(
 
 
 def _resampled(documents: int) -> str:
-    return "documents" if documents >= FEWEST_DOCUMENTS else "tokens and passages"
+    return "documents" if documents >= MIN_DOCUMENTS else "tokens and passages"
 
 
-def _right(records: Iterable[Record], task: str) -> np.ndarray:
+def _correct(records: Iterable[Record], task: str) -> np.ndarray:
     return np.array([x["right"] for r in records for x in r["items"] if x["task"] == task], float)
 
 
 def _mean(records: Sequence[Record], name: str) -> float | None:
-    """None for dense attention, which selects nothing."""
+    """Mean over the records; None for dense attention, which selects nothing."""
     values = [r[name] for r in records if name in r]
     return float(np.mean(values)) if values else None
 

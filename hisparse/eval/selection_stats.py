@@ -1,4 +1,4 @@
-"""What a method keeps: measured at its selections, against exact attention."""
+"""Statistics of a method's selections, compared with exact attention."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hisparse.types import Selection
 
 __all__ = ["BUFFERS", "SelectionStats"]
 
-#: Sizes of LRU buffers whose hit ratio is measured, in budgets.
+#: Sizes of the simulated LRU buffers, in budgets.
 BUFFERS = (1, 1.5, 2, 3, 4, 6, 8)
-#: Steps between two that are compared with exact attention, which is dear.
-_STRIDE = 8
-#: Selecting layers between two whose LRU buffers are followed: with pages of one token that takes
-#: longer than the model.
-_LAYER_STRIDE = 3
+#: One step in so many is compared with exact attention, which is slow.
+_EXACT_STRIDE = 8
+#: One selecting layer in so many has its LRU buffers simulated: with pages of one token that takes
+#: longer than the model itself.
+_LRU_LAYER_STRIDE = 3
 
 
 class SelectionStats:
-    """Observes the selections of a cache, see ``SparseCoordinator.observe``.
+    """A selection callback that accumulates statistics; pass it to ``SparseCoordinator.observe``.
 
     Args:
-        budget_pages: pages of the budget, which ``BUFFERS`` are multiples of.
+        budget_pages: pages of the budget; ``BUFFERS`` are multiples of it.
     """
 
     def __init__(self, budget_pages: int) -> None:
@@ -47,12 +47,12 @@ class SelectionStats:
         self.start_batch()
 
     def start_batch(self) -> None:
-        """Other rows come: what is seen of them does not depend on those before."""
+        """Forget the LRU state before a batch of other rows."""
         self._stacks = LruStacks(max(self._buffers.values()))
         self._calls.clear()
 
     def __call__(self, layer_id: int, queries: Tensor, step: DecodeStep, chosen: Selection) -> None:
-        """One selection of a layer."""
+        """Record one selection of a layer."""
         size, chosen = step.policy.kv.page_size, Selection(*(x.cpu() for x in chosen))
         tail_lens = step.tail_lens[:, None].cpu()
         tokens = (chosen.lengths * size + tail_lens).float()
@@ -62,36 +62,38 @@ class SelectionStats:
         self._tokens.append(tokens.flatten())
         self._capped.append((chosen.lengths == step.policy.max_pages).flatten().float())
         calls = self._calls[layer_id] = self._calls.get(layer_id, -1) + 1
-        if calls % _STRIDE == 0:
-            self._compare(layer_id, queries, step, chosen)
-        if list(self._calls).index(layer_id) % _LAYER_STRIDE == 0:
-            self._follow(layer_id, step, chosen)
+        if calls % _EXACT_STRIDE == 0:
+            self._compare_with_exact(layer_id, queries, step, chosen)
+        if list(self._calls).index(layer_id) % _LRU_LAYER_STRIDE == 0:
+            self._simulate_lru(layer_id, step, chosen)
 
-    def _compare(self, layer_id: int, queries: Tensor, step: DecodeStep, chosen: Selection) -> None:
-        """Mass kept, and how many of the best pages, as many as were chosen, are among them."""
-        shares, tail = _shares(layer_id, queries, step)
+    def _compare_with_exact(
+        self, layer_id: int, queries: Tensor, step: DecodeStep, chosen: Selection
+    ) -> None:
+        """Record the attention mass kept, and how many of the n best pages the n selected hold."""
+        weights, tail = _exact_attention(layer_id, queries, step)
         heads, pages = step.policy.heads, chosen.pages.long()
-        kept = torch.zeros(*pages.shape[:2], shares.shape[-1] + 1)
-        kept.scatter_(-1, pages.masked_fill(pages < 0, shares.shape[-1]), 1.0)
+        kept = torch.zeros(*pages.shape[:2], weights.shape[-1] + 1)
+        kept.scatter_(-1, pages.masked_fill(pages < 0, weights.shape[-1]), 1.0)
         kept = kept[..., :-1]
-        grouped = shares.unflatten(1, (heads, -1))
+        grouped = weights.unflatten(1, (heads, -1))
         mass = (grouped * kept[:, :, None]).sum(-1) + tail.unflatten(1, (heads, -1))
         self._mass.append(mass.flatten())
         combined = grouped.sum(2)
-        # The best first: as many of them count as were chosen.
+        # Sorted, best first; only the first n count, n being the pages selected.
         best = combined.topk(min(pages.shape[-1], combined.shape[-1]), dim=-1).indices
         counted = torch.arange(best.shape[-1]) < chosen.lengths[..., None]
         found = (kept.gather(-1, best) * counted).sum(-1)
         self._recall.append((found / chosen.lengths.clamp(min=1)).flatten())
 
-    def _follow(self, layer_id: int, step: DecodeStep, chosen: Selection) -> None:
-        """Overlap of adjacent steps, and LRU buffers; a request's first step only fills them."""
+    def _simulate_lru(self, layer_id: int, step: DecodeStep, chosen: Selection) -> None:
+        """Record LRU hits and the overlap of adjacent steps, from a request's second step on."""
         slots, seq_lens = step.slots.cpu(), step.seq_lens.cpu().long()
         depths, before, known = self._stacks.visit(layer_id, slots, seq_lens, chosen.pages)
         counted = (chosen.pages >= 0) & known[:, None, None]
         self._selected += int(counted.sum())
         for name, size in self._buffers.items():
-            # A selection that is larger than the buffer makes it as large.
+            # A selection larger than the buffer enlarges it.
             held = before.clamp(min=size)[..., None]
             self._hits[name] += int(((depths < held) & counted).sum())
         again = ((depths < before[..., None]) & counted).sum(-1)
@@ -99,12 +101,15 @@ class SelectionStats:
         self._overlap.append((again / chosen.lengths.clamp(min=1))[some])
 
     def summary(self) -> dict[str, Any]:
-        """Scope, and means over all selections, of what is dear to measure over some of them; empty
-        if nothing was selected.
+        """The fields of :func:`~hisparse.eval.results.make_summary` that describe selections.
 
-        ``kept_by_head`` has a list of tokens attended per head of the selection for each layer,
-        None for a layer that selects nothing itself: a dense one, or one that shares the selection
-        of a layer before it.
+        Values are means over all selections, or over a sample where measuring is slow.
+        ``kept_by_head`` has, for each layer, tokens attended by head of the selection, or None for
+        a layer without a selection of its own: a dense layer, or one that reuses the selection of
+        an earlier layer.
+
+        Returns:
+            The fields; empty if nothing was selected.
         """
         if not self._tokens:
             return {}
@@ -116,26 +121,26 @@ class SelectionStats:
             "adjacent_overlap": float(overlap.mean()) if len(overlap) else 1.0,
             "kept_mean": float(tokens.mean()),
             "kept_p95": float(np.quantile(tokens.numpy(), 0.95)),
-            "kept_by_head": [self._kept_of(layer) for layer in range(self._num_layers)],
+            "kept_by_head": [self._mean_kept(layer) for layer in range(self._num_layers)],
             "capped": float(torch.cat(self._capped).mean()),
             "hit_ratio": {n: h / max(1, self._selected) for n, h in self._hits.items()},
         }
 
-    def _kept_of(self, layer_id: int) -> list[float] | None:
+    def _mean_kept(self, layer_id: int) -> list[float] | None:
         if layer_id not in self._kept:
             return None
         means: list[float] = (self._kept[layer_id] / self._rows[layer_id]).tolist()
         return means
 
 
-def _shares(layer_id: int, queries: Tensor, step: DecodeStep) -> tuple[Tensor, Tensor]:
-    """Exact attention: each full page's part, and the tail's.
+def _exact_attention(layer_id: int, queries: Tensor, step: DecodeStep) -> tuple[Tensor, Tensor]:
+    """Exact attention weights, summed over the tokens of each page.
 
     Returns:
-        ``[B, Hq, max_pages]`` and ``[B, Hq]``, together 1.
+        ``[B, Hq, max_pages]`` of the full pages and ``[B, Hq]`` of the tail page; they add up to 1.
     """
     query, size = queries.float() * step.policy.scale, step.policy.kv.page_size
-    # Rows share most of their pages. Tokens are read in the model's dtype, however they are stored.
+    # Rows share most pages, so each is read once. Keys come in the model's dtype, also from fp8.
     used, table = step.host_page_table[:, : step.max_pages].unique(return_inverse=True)
     host_slots = used.long()[:, None] * size + torch.arange(size, device=used.device)
     keys = step.pages.read_keys(layer_id, host_slots.flatten()).unflatten(0, (-1, size))

@@ -1,4 +1,4 @@
-"""Plots of one budget: divergence, hit ratios, and tokens kept by layer and head."""
+"""Plots at a fixed budget: divergence, hit ratios, and tokens kept by layer and head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Line = dict[str, Any]
 
 
 def divergence(summary: Sequence[Line], styles: dict[str, Style]) -> Figure | None:
-    """A panel for each context and budget, a row in it for each method."""
+    """KL divergence: a panel for each context and budget with a row for each method."""
     panels = _panels(summary)
     if not panels:
         return None
@@ -42,7 +42,7 @@ def divergence(summary: Sequence[Line], styles: dict[str, Style]) -> Figure | No
 
 
 def hit_ratio(summary: Sequence[Line], styles: dict[str, Style]) -> Figure | None:
-    """A panel for each context and budget."""
+    """Hit ratio against buffer size: a panel for each context and budget."""
     panels = _panels([line for line in summary if line["hit_ratio"]])
     if not panels:
         return None
@@ -62,7 +62,7 @@ def hit_ratio(summary: Sequence[Line], styles: dict[str, Style]) -> Figure | Non
 
 
 def kept_by_head(summary: Sequence[Line]) -> Figure | None:
-    """A panel for each method, budget and context that keeps more in one place than in another."""
+    """Tokens kept: a panel for each method, budget and context where heads differ."""
     found = [(line, _matrix(line)) for line in summary if line["kept_by_head"]]
     found = [(line, kept) for line, kept in found if np.nanmax(kept) - np.nanmin(kept) > 1]
     if not found:
@@ -82,7 +82,7 @@ def kept_by_head(summary: Sequence[Line]) -> Figure | None:
 
 
 def _panels(lines: Sequence[Line]) -> dict[tuple[int, int], list[Line]]:
-    """Lines by context and budget, in their order."""
+    """Summary lines grouped and sorted by context and budget."""
     found: dict[tuple[int, int], list[Line]] = {}
     for line in sorted(lines, key=lambda x: (x["context"], x["budget"])):
         found.setdefault((line["context"], line["budget"]), []).append(line)
@@ -90,7 +90,7 @@ def _panels(lines: Sequence[Line]) -> dict[tuple[int, int], list[Line]]:
 
 
 def _matrix(line: Line) -> np.ndarray:
-    """``[L, H]``, NaN where a layer has no selection of its own."""
+    """``[L, H]``, NaN for layers without a selection of their own."""
     layers = line["kept_by_head"]
     heads = max(len(layer) for layer in layers if layer is not None)
     return np.array([[np.nan] * heads if layer is None else layer for layer in layers])

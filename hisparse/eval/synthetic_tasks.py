@@ -1,8 +1,8 @@
-"""What is planted in a document and asked for afterwards: the tasks, after RULER.
+"""Synthetic tasks after RULER: sentences planted in a document, and questions about them.
 
-RULER: https://arxiv.org/abs/2404.06654. Questions are the beginning of their answer, which ends
-RULER's prompts as well, so that a model that was not trained to chat can be judged too; without the
-sentence that asks, because on a CPU every token of a question takes time.
+RULER: https://arxiv.org/abs/2404.06654. As at the end of RULER's prompts, a question is the
+beginning of its answer, so that a model that was not trained to chat can be scored too. RULER's
+question sentence is left out, because on a CPU every token takes time.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-__all__ = ["PLANTED", "Planted", "count_questions", "plant"]
+__all__ = ["SYNTHETIC_TASKS", "SyntheticQuestion", "count_questions", "make_questions"]
 
 #: Names of the tasks.
-PLANTED = ("needle", "multikey", "variable")
+SYNTHETIC_TASKS = ("needle", "multikey", "variable")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planted:
-    """Sentences to be spread over a document, and the question that they answer.
+class SyntheticQuestion:
+    """Sentences to plant in a document, and the question that they answer.
 
     Attributes:
         task: name of the task.
-        sentences: in the order in which they come.
-        completion: what follows the document: given and asked for in turn, given first.
+        sentences: planted in this order.
+        completion: parts of the text after the document, given and scored in turn, given first.
     """
 
     task: str
@@ -31,7 +31,7 @@ class Planted:
     completion: tuple[str, ...]
 
 
-#: Beginnings of sentences of different forms, and what completes each.
+#: Beginnings of sentences, each of another form, and the kind of value that completes it.
 _NEEDLES = (
     ("The password of the harbour gate is", "two words"),
     ("The colour of the old lighthouse is", "word"),
@@ -64,20 +64,20 @@ _KEYS = """
 anchor bishop candle dolphin engine feather garden hammer island jacket kettle ladder mirror needle
 orchard pillow quarry ribbon saddle tunnel umbrella valley window yarn zebra
 """
-#: What parts a question from the text.
-_LED = "\n\n"
+#: Between the text and a question.
+_SEPARATOR = "\n\n"
 
-#: Questions of each task in a document, at most; and tokens of context for each.
-_MOST, _APART = 15, 256
+#: Questions of each task in a document, at most, and tokens of context per question.
+_MAX_QUESTIONS, _TOKENS_PER_QUESTION = 15, 256
 
 
 def count_questions(length: int) -> int:
-    """Questions of each task in a document of ``length`` tokens: as many as leave it a text."""
-    return max(1, min(_MOST, length // _APART))
+    """Questions of each task in a document of ``length`` tokens; most of it stays real text."""
+    return max(1, min(_MAX_QUESTIONS, length // _TOKENS_PER_QUESTION))
 
 
-def plant(rng: random.Random, count: int) -> list[Planted]:
-    """``count`` questions of each task, drawn anew for each document."""
+def make_questions(rng: random.Random, count: int) -> list[SyntheticQuestion]:
+    """Draw ``count`` questions of each task."""
     return [*_needles(rng, count), *_keys(rng, count), *_variables(rng, count)]
 
 
@@ -85,7 +85,7 @@ def _number(rng: random.Random) -> str:
     return str(rng.randrange(10**4, 10**5))
 
 
-def _needles(rng: random.Random, count: int) -> list[Planted]:
+def _needles(rng: random.Random, count: int) -> list[SyntheticQuestion]:
     found = []
     for start, kind in rng.sample(_NEEDLES, count):
         value = {
@@ -95,31 +95,32 @@ def _needles(rng: random.Random, count: int) -> list[Planted]:
             "number": _number(rng),
         }[kind]
         said = f"{start} {value}."
-        completion = (_LED + start, f" {value}")
-        found.append(Planted(task="needle", sentences=(said,), completion=completion))
+        completion = (_SEPARATOR + start, f" {value}")
+        found.append(SyntheticQuestion(task="needle", sentences=(said,), completion=completion))
     return found
 
 
-def _keys(rng: random.Random, count: int) -> list[Planted]:
-    """Sentences of one form: the others are distractors to each."""
+def _keys(rng: random.Random, count: int) -> list[SyntheticQuestion]:
+    """Sentences of one form, so that each distracts from the others."""
     found = []
     for key in rng.sample(_KEYS.split(), count):
         start, value = f"One of the special magic numbers for {key} is:", _number(rng)
         said = f"{start} {value}."
-        completion = (_LED + start, f" {value}")
-        found.append(Planted(task="multikey", sentences=(said,), completion=completion))
+        completion = (_SEPARATOR + start, f" {value}")
+        found.append(SyntheticQuestion(task="multikey", sentences=(said,), completion=completion))
     return found
 
 
-def _variables(rng: random.Random, count: int) -> list[Planted]:
-    """Variable tracking: a value, and a variable that gets it from the first; both are asked for,
-    one after the other.
+def _variables(rng: random.Random, count: int) -> list[SyntheticQuestion]:
+    """Variable tracking: ``second`` is set to ``first``, which is set to a value.
+
+    Both ``first`` and the value are scored.
     """
     found = []
     names = rng.sample(_WORDS.split(), 2 * count)
     for first, second in zip(names[::2], names[1::2], strict=True):
         value = _number(rng)
         said = (f"Let {first} = {value}.", f"Let {second} = {first}.")
-        completion = (_LED + f"Let {second} =", f" {first}", f". Let {first} = ", value)
-        found.append(Planted(task="variable", sentences=said, completion=completion))
+        completion = (_SEPARATOR + f"Let {second} =", f" {first}", f". Let {first} = ", value)
+        found.append(SyntheticQuestion(task="variable", sentences=said, completion=completion))
     return found

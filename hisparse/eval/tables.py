@@ -1,4 +1,4 @@
-"""The tables of an evaluation, as text and nothing else: terminal, Markdown and HTML show them."""
+"""The tables of an evaluation as text, for the terminal, Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Line = dict[str, Any]
 
 
 class Cell(NamedTuple):
-    """Text, greyed where it ranks nothing."""
+    """The text of a cell; grey if it does not rank methods."""
 
     text: str
     grey: bool = False
 
 
 class Table(NamedTuple):
-    """A title, what its columns mean, heads, and rows of as many cells."""
+    """A table; ``note`` explains its columns, and each row has a cell for each head."""
 
     title: str
     note: str
@@ -53,20 +53,20 @@ _KEPT = {
 
 
 def make_tables(result: dict[str, Any]) -> list[Table]:
-    """All tables of what ``hisparse eval --json`` prints."""
+    """All tables of an object that ``hisparse eval --json`` printed."""
     tables = [_scores(result["cells"]), _divergence(result["summary"]), _kept(result["summary"])]
     return [*tables, _hits(result["summary"])]
 
 
 def make_short_tables(result: dict[str, Any]) -> list[Table]:
-    """The scores, and of all else what compares methods best: for a terminal."""
+    """The scores and the most telling other figures, for a terminal."""
     kept = ("mass", "kept_mean", "bytes_per_token")
     heads = {"mass": "mass", "kept_mean": "kept", "bytes_per_token": "bytes"}
     short = _table(
-        "Against dense attention",
-        "KL: nats a token. / oracle: over the exact choice of pages. ppl, copy: perplexity over "
-        "the dense model's. mass: attention kept. kept: tokens a step. bytes: device memory a "
-        "token, beside K and V.",
+        "Compared with dense attention",
+        "KL: nats per token. / oracle: KL over that of the exact best pages. ppl, copy: perplexity "
+        "over the dense model's. mass: fraction of exact attention kept. kept: tokens attended per "
+        "step. bytes: device memory per token for representations.",
         ["KL", "/ oracle", "ppl", "copy", *heads.values()],
         result["summary"],
         lambda line: [
@@ -78,20 +78,20 @@ def make_short_tables(result: dict[str, Any]) -> list[Table]:
 
 
 def describe(line: Line) -> str:
-    """Method, budget and context of a line or cell, in words."""
+    """Method, budget and context of a line or cell as a row head."""
     budget = "" if line["method"] == "dense" else f", {line['budget']}"
     return f"{line['method']}{budget} of {line['context']}"
 
 
 def number(value: float | None) -> str:
-    """Three digits that count, or all before the point; "-" for None."""
+    """Three significant digits, or all digits of a whole number above 1000; "-" for None."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def with_interval(line: Line, name: str) -> str:
-    """A figure of a summary line and its 95% interval."""
+    """A value of a summary line and its 95% interval."""
     if line[name] is None:
         return "-"
     low, high = line["intervals"][name]
@@ -122,10 +122,11 @@ def _scores(cells: Sequence[Line]) -> Table:
     heads = ["method, budget of context", *(f"{task} (n {sizes[task]})" for task in tasks)]
     absent = Cell("-")
     return Table(
-        "Questions answered right, percent",
-        "All tokens of the answer right, with 95% intervals of the bootstrap over questions. Where "
-        "all are right, or all wrong, it has no width: up to 3 / n of all such questions may still "
-        "be otherwise. Grey or in brackets: the dense model is below 90% itself; ranks nothing.",
+        "Correct answers, percent",
+        "An answer is correct if all its tokens are the most likely ones. 95% bootstrap intervals "
+        "over questions. The interval has no width if all answers are correct or all are wrong: up "
+        "to 3 / n of all such questions may still differ. Grey or in brackets: the dense model "
+        "scores below 90%, so the task does not rank methods.",
         heads,
         [[Cell(name), *(row.get(task, absent) for task in tasks)] for name, row in rows.items()],
     )
@@ -137,12 +138,12 @@ def _divergence(lines: Sequence[Line]) -> Table:
     }
     return _table(
         "Divergence and perplexity",
-        "KL: nats a token from the dense next-token distribution, over the text that follows, in "
-        "pieces of 32 tokens. KL / oracle: over that of the exact choice of pages under the same "
-        "scope, budget and context. ppl: of the text that follows; copy ppl: of passages that "
-        "stood earlier; each also over the dense model's. Ratios are on the same documents, "
-        "resampled in pairs. "
-        f"Intervals: 95% of the bootstrap over {'; '.join(drawn.values())}.",
+        "KL: divergence from the dense next-token distribution on the following text, in pieces of "
+        "32 tokens, nats per token. KL / oracle: KL over that of the exact best pages with the "
+        "same scope, budget and context. ppl: perplexity of the following text. copy ppl: "
+        "perplexity of repeated passages. / dense: over the dense model's. Ratios compare the same "
+        "documents and are resampled in pairs. "
+        f"95% bootstrap intervals over {'; '.join(drawn.values())}.",
         list(_FIGURES.values()),
         lines,
         lambda line: [with_interval(line, name) for name in _FIGURES],
@@ -160,11 +161,12 @@ def _kept(lines: Sequence[Line]) -> Table:
 
     return _table(
         "What is kept",
-        "mass: attention kept. recall: of the best pages, as many as were chosen. kept: tokens "
-        "attended a step and row, and their 95th percentile. capped: part of the selections that "
-        "hold as many pages as they may. overlap: of adjacent steps. by head: kept, the least and "
-        "the most of a layer's head; even: the same everywhere. bytes: device memory a token, "
-        "beside K and V.",
+        "mass: fraction of exact attention kept. recall: fraction of the n best pages that are "
+        "among the n selected pages. kept: tokens attended per step and row; p95: 95th percentile. "
+        "capped: fraction of the selections with the largest allowed number of pages. overlap: "
+        "fraction of the selected pages that the step before selected too. by head: smallest and "
+        "largest mean of kept over heads of layers; even: all equal. bytes: device memory per "
+        "token for representations.",
         ["scope", *_KEPT.values(), "by head", "bytes"],
         lines,
         row,
@@ -176,7 +178,7 @@ def _hits(lines: Sequence[Line]) -> Table:
     sizes = list(some[0]["hit_ratio"]) if some else []
     return _table(
         "Hit ratio by buffer size",
-        "Part of the selected pages that an LRU buffer of so many budgets holds already.",
+        "Fraction of the selected pages that are already in an LRU buffer of this many budgets.",
         sizes,
         some,
         lambda line: [number(line["hit_ratio"][size]) for size in sizes],

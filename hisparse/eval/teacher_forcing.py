@@ -1,4 +1,4 @@
-"""How a method goes on from a stored document: every token given, every prediction judged."""
+"""Teacher-forced scoring: every token of an item is given, and every prediction is scored."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from torch import Tensor
 
 from hisparse.eval.documents import Item
 
-__all__ = ["Answer", "answer"]
+__all__ = ["ItemScores", "score_items"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """Predictions of the judged tokens of one item.
+class ItemScores:
+    """The model's predictions of the scored tokens of one item.
 
     Attributes:
-        item: what was read.
-        right: whether each token is the most likely one, ``[n] bool``.
-        log_probs: of each token, ``[n] float32``.
-        distributions: log-probabilities of all tokens, ``[n, V] float32``, where asked for.
+        item: the item.
+        correct: whether each token is the most likely one, ``[n] bool``.
+        log_probs: log-probability of each token, ``[n] float32``.
+        distributions: log-probabilities over the vocabulary, ``[n, V] float32``; None if they were
+            not kept.
     """
 
     item: Item
-    right: Tensor
+    correct: Tensor
     log_probs: Tensor
     distributions: Tensor | None
 
 
 @torch.no_grad()
-def answer(
+def score_items(
     model: Any,
     cache: Any,
     document: Sequence[int],
@@ -42,53 +43,52 @@ def answer(
     *,
     keep: Callable[[Item], bool],
     progress: Callable[[], None] = lambda: None,
-) -> list[Answer]:
-    """Read items token by token, all side by side, each after the document up to its start.
+) -> list[ItemScores]:
+    """Feed all items token by token, side by side, each after the document up to its start.
 
     Args:
-        model: of transformers, enabled.
-        cache: ``HiSparseCache`` with one row, the document up to the first start or less, and room
-            for the items; it has the document up to the last start then.
-        document: its token ids.
-        items: by ascending start.
-        keep: for which items to keep distributions.
+        model: a transformers model with hisparse enabled.
+        cache: ``HiSparseCache`` with one row that holds the document up to the first start or less,
+            and with free space for the items. On return it holds the document up to the last start.
+        document: token ids of the document.
+        items: sorted by start, ascending.
+        keep: whether to keep the distributions of an item.
         progress: called after every step.
 
     Returns:
-        In the order of the items.
+        One entry per item, in the same order.
     """
-    rows = _rows(model, cache, document, items)
-    seen: list[list[Tensor]] = [[] for _ in items]
+    rows = _fork_rows(model, cache, document, items)
+    found: list[list[Tensor]] = [[] for _ in items]
     active = list(range(len(items)))
     try:
         for step in range(max(len(item.ids) for item in items) - 1):
-            # The last token is only predicted; a row that is over leaves the batch.
+            # The last token of an item is predicted and never fed; a finished row leaves the batch.
             left = [row for row, i in enumerate(active) if step < len(items[i].ids) - 1]
             if len(left) < len(active):
                 rows.batch_select_indices(torch.tensor(left))
                 active = [active[row] for row in left]
             tokens = torch.tensor([[items[i].ids[step]] for i in active], device=model.device)
-            judged = [row for row, i in enumerate(active) if step + 1 in items[i].judged]
-            with _only(model, judged):
+            scored = [row for row, i in enumerate(active) if step + 1 in items[i].scored]
+            with _logits_of(model, scored):
                 logits = model(
                     tokens,
                     position_ids=torch.tensor(rows.row_lengths, device=model.device)[:, None],
                     past_key_values=rows,
                 ).logits[:, -1]
-            found = logits.float().log_softmax(-1)
-            for row, log_probs in zip(judged, found, strict=True):
+            for row, log_probs in zip(scored, logits.float().log_softmax(-1), strict=True):
                 i = active[row]
                 kept = keep(items[i])
-                seen[i].append(log_probs if kept else _result(log_probs, items[i].ids[step + 1]))
+                found[i].append(log_probs if kept else _reduce(log_probs, items[i].ids[step + 1]))
             progress()
     finally:
         rows.reset()
-    return [_judge(item, found, keep(item)) for item, found in zip(items, seen, strict=True)]
+    return [_score(item, steps, keep(item)) for item, steps in zip(items, found, strict=True)]
 
 
 @contextmanager
-def _only(model: Any, rows: list[int]) -> Iterator[None]:
-    """Logits of these rows alone: of a small model, they are a quarter of the work."""
+def _logits_of(model: Any, rows: list[int]) -> Iterator[None]:
+    """Compute the logits of these rows alone: in a small model they are a quarter of the work."""
 
     def choose(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0][rows],)
@@ -100,8 +100,8 @@ def _only(model: Any, rows: list[int]) -> Iterator[None]:
         hook.remove()
 
 
-def _rows(model: Any, cache: Any, document: Sequence[int], items: Sequence[Item]) -> Any:
-    """A row for each item, whose part of the document is a prompt."""
+def _fork_rows(model: Any, cache: Any, document: Sequence[int], items: Sequence[Item]) -> Any:
+    """A cache with one row per item, each holding the document up to the item's start."""
     forks = []
     for start, group in groupby(items, key=lambda item: item.start):
         missing = document[cache.get_seq_length() : start]
@@ -112,21 +112,21 @@ def _rows(model: Any, cache: Any, document: Sequence[int], items: Sequence[Item]
     return type(cache).join(forks)
 
 
-def _result(log_probs: Tensor, token: int) -> Tensor:
+def _reduce(log_probs: Tensor, token: int) -> Tensor:
     """``[2]``: whether the token is the most likely one, and its log-probability."""
     value = log_probs[token]
     return torch.stack([(value >= log_probs.max()).float(), value])
 
 
-def _judge(item: Item, found: list[Tensor], kept: bool) -> Answer:
-    stacked = torch.stack(found)
+def _score(item: Item, steps: list[Tensor], kept: bool) -> ItemScores:
+    stacked = torch.stack(steps)
     if not kept:
-        right, log_probs = stacked.unbind(1)
-        return Answer(item=item, right=right > 0, log_probs=log_probs, distributions=None)
-    tokens = torch.tensor([item.ids[at] for at in item.judged], device=stacked.device)
-    return Answer(
+        correct, log_probs = stacked.unbind(1)
+        return ItemScores(item=item, correct=correct > 0, log_probs=log_probs, distributions=None)
+    tokens = torch.tensor([item.ids[at] for at in item.scored], device=stacked.device)
+    return ItemScores(
         item=item,
-        right=stacked.argmax(-1) == tokens,
+        correct=stacked.argmax(-1) == tokens,
         log_probs=stacked.gather(1, tokens[:, None])[:, 0],
         distributions=stacked,
     )

@@ -39,26 +39,26 @@ def test_a_context_is_as_long_as_asked_for_and_holds_every_answer(text: str, len
     for task in ("needle", "multikey", "variable", "copy"):
         assert tasks.count(task) == 15
     for item in made.items:
-        whole, judged = Letters.decode(item.ids[1:]), _judged(item)
-        assert judged, "every token but the first is predicted"
+        whole, scored = Letters.decode(item.ids[1:]), _scored(item)
+        assert scored, "every token but the first is predicted"
         if item.task in ("needle", "multikey"):
             said = whole.removeprefix("\n\n")
-            assert said.endswith(judged)
+            assert said.endswith(scored)
             assert context.count(said + ".") == 1
         if item.task == "variable":
             asked, assigned = whole.removeprefix("\n\n").split(". ")
             name, value = assigned.removeprefix("Let ").split(" = ")
-            assert judged == f" {name}{value}"
+            assert scored == f" {name}{value}"
             assert context.index(assigned + ".") < context.index(asked + ".")
         if item.task == "copy":
             # May end within a letter of several bytes.
             passage = bytes(item.ids[1:])
             assert bytes(made.ids[: length - 1]).count(passage) >= 1
             assert passage.strip() in read_text(text).encode(), "nothing is planted in it"
-            assert item.judged == list(range(25, 41))
+            assert item.scored == list(range(25, 41))
         if item.task == "qa":
             asked = next(q for q in questions_of(read_text(text), text) if q.prompt in whole)
-            assert judged == asked.answer
+            assert scored == asked.answer
             assert asked.evidence.split(" ")[0] in context
 
 
@@ -66,8 +66,8 @@ def test_a_short_context_is_asked_less_about() -> None:
     assert [count_questions(n) for n in (100, 1024, 2048, 4096, 8192)] == [1, 4, 8, 15, 15]
 
 
-def _judged(item: Item) -> str:
-    return Letters.decode([item.ids[at] for at in item.judged])
+def _scored(item: Item) -> str:
+    return Letters.decode([item.ids[at] for at in item.scored])
 
 
 def test_what_follows_continues_the_text_piece_by_piece() -> None:

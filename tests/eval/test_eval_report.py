@@ -100,7 +100,7 @@ def test_every_number_of_the_tables_is_the_summarys() -> None:
 
 def test_scores_have_intervals_and_what_dense_cannot_do_is_set_apart() -> None:
     made = result()
-    shown = rows(to_markdown([made], ""), "Questions answered right, percent")
+    shown = rows(to_markdown([made], ""), "Correct answers, percent")
     assert shown["method, budget of context"] == ["copy (n 1-2)", "needle (n 2)", "variable (n 2)"]
     assert shown["quest, 64 of 1024"][1:] == ["50 (0 to 100)", "[0 (0 to 0)]"]
     grey = [c.text for t in make_tables(made) for row in t.rows for c in row if c.grey]

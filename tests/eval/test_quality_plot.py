@@ -1,4 +1,4 @@
-"""The plot of quality: the committed picture shows the committed result."""
+"""The committed page and plot of quality are made from the committed results."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from hisparse.eval.quality_plot import accuracies, divergences, draw, main
+from hisparse.eval.report import read_result, to_markdown
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCE = ROOT / "bench/results/2026-11-21-eval-qwen-4k-2e9299e.json"
@@ -27,6 +28,13 @@ def test_the_committed_picture_is_what_the_command_draws(tmp_path: Path) -> None
     assert main([str(SOURCE), str(tmp_path / "quality.svg")]) == 0
     drawn = (tmp_path / "quality.svg").read_text(encoding="utf-8")
     assert drawn == (ROOT / "docs/images/quality.svg").read_text(encoding="utf-8"), "make docs"
+
+
+def test_the_committed_page_is_what_the_report_writes() -> None:
+    page = (ROOT / "docs/quality.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^Made by `(.*)`\.$", page, flags=re.M)
+    files = [ROOT / word for word in line.split() if word.endswith(".json")]
+    assert page == to_markdown([read_result(file) for file in files], line), "make docs"
 
 
 def test_make_docs_draws_this_result() -> None:

@@ -1,7 +1,7 @@
-"""Two long texts in the public domain, to read to models.
+"""Two long texts in the public domain.
 
 ``moby_dick``: Herman Melville, chapters 1 to 8. ``state_of_the_union``: Abraham Lincoln's messages
-of 1862 and 1863, broken into paragraphs of six sentences, which the source has not.
+of 1862 and 1863; the paragraphs of six sentences are ours.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ TEXTS = ("moby_dick", "state_of_the_union")
 
 
 def read_text(name: str) -> str:
-    """A text of :data:`TEXTS`."""
+    """The text of this name, one of :data:`TEXTS`."""
     return resources.files(__name__).joinpath(f"{name}.txt").read_text(encoding="utf-8")
