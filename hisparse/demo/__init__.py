@@ -1,1 +1,1 @@
-"""``python -m hisparse.demo``: one long document, answered densely and then by hisparse."""
+"""``python -m hisparse.demo``: a question about a long document, answered dense and sparse."""

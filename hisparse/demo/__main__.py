@@ -1,4 +1,4 @@
-"""Command line of the demo; ``make demo`` calls it."""
+"""Command line of the demo; ``make demo`` runs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import torch
 from rich.console import Console
 
-from hisparse.demo.compare import measure, sides
+from hisparse.demo.compare import measure, server_setups
 from hisparse.demo.report import print_report
 from hisparse.errors import HiSparseError
 from hisparse.eval.models import resolve
@@ -19,10 +19,10 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Run the demo; the exit code."""
+    """Run the demo; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m hisparse.demo", description=__doc__)
     parser.add_argument(
-        "--model", default="smollm2-135m", help="known name, folder or hub id (%(default)s)"
+        "--model", default="smollm2-135m", help="packaged model, folder or hub id (%(default)s)"
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
@@ -30,7 +30,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         model = resolve(options.model, progress=lambda line: console.print(line, style="dim"))
-        dense, sparse = (measure(x, model, options.threads, console) for x in sides())
+        dense, sparse = (measure(x, model, options.threads, console) for x in server_setups())
     except KeyboardInterrupt:
         console.print("\nstopped; no server is left running")
         return 128 + signal.SIGINT

@@ -1,4 +1,4 @@
-"""Runs both sides of the demo, one after the other, and measures them."""
+"""Run both servers of the demo, one after the other, and measure them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hisparse.demo.document import HARBOUR, make_prompt
 from hisparse.demo.server import Answer, DemoServer
 from hisparse_bench.server import ServerProcess
 
-__all__ = ["CONFIG", "Measured", "Side", "measure", "sides"]
+__all__ = ["CONFIG", "Measurement", "ServerSetup", "measure", "server_setups"]
 
-#: What `--hisparse-config` is given.
+#: The value of ``--hisparse-config``.
 CONFIG: Final[Mapping[str, Any]] = {
     "algorithm": "quest",
     "budget": 512,
@@ -30,32 +30,40 @@ CONFIG: Final[Mapping[str, Any]] = {
     "host_memory": "2GiB",
     "device_memory": "512MiB",
 }
-#: Room for this many tokens on both sides, so that their KV bytes can be compared.
+#: Capacity of both servers' KV pools, so that their bytes can be compared.
 _KV_TOKENS: Final = 32768
+#: Place of the planted sentence, from 0 (beginning) to 1 (end).
 _DEPTH: Final = 0.8
 _MAX_NEW_TOKENS: Final = 48
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
-    """One of the two servers that are compared."""
+class ServerSetup:
+    """One of the two servers to compare.
+
+    Attributes:
+        title: head of its column.
+        flags: SGLang's flags.
+        is_sparse: whether hisparse decodes.
+    """
 
     title: str
     flags: tuple[str, ...]
-    sparse: bool
+    is_sparse: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What one side did.
+class Measurement:
+    """Answer, times and memory of one server.
 
     Attributes:
-        answer: with its times.
-        kv_tokens: that the KV pool has room for.
-        device_bytes: of K and V on the device.
-        scoring_bytes: of page summaries and tables on the device.
-        host_bytes: of K and V in host memory.
-        hit_ratio: hits among the pages that this request's decode steps selected.
+        answer: the answer and its times.
+        kv_tokens: capacity of the KV pool.
+        device_bytes: device memory for K and V.
+        scoring_bytes: device memory for page summaries and tables.
+        host_bytes: host memory for K and V.
+        hit_ratio: fraction of the pages selected by this request's decode steps that were resident;
+            None for the dense server.
     """
 
     answer: Answer
@@ -66,8 +74,8 @@ class Measured:
     hit_ratio: float | None = None
 
 
-def sides() -> tuple[Side, Side]:
-    """The dense side and hisparse, on the GPU where there is one."""
+def server_setups() -> tuple[ServerSetup, ServerSetup]:
+    """The dense server and hisparse, on the GPU if there is one."""
     common = ["--max-total-tokens", str(_KV_TOKENS), "--chunked-prefill-size", "8192"]
     common += ["--skip-server-warmup", "--sleep-on-idle"]
     if not torch.cuda.is_available():
@@ -76,30 +84,30 @@ def sides() -> tuple[Side, Side]:
     sparse = (*common, "--attention-backend", "hisparse", "--hisparse-config", json.dumps(CONFIG))
     title = f"hisparse ({CONFIG['algorithm']}, budget {CONFIG['budget']})"
     return (
-        Side(title="dense (torch_native)", flags=dense, sparse=False),
-        Side(title=title, flags=sparse, sparse=True),
+        ServerSetup(title="dense (torch_native)", flags=dense, is_sparse=False),
+        ServerSetup(title=title, flags=sparse, is_sparse=True),
     )
 
 
-def measure(side: Side, model: str, num_threads: int, console: Console) -> Measured:
-    """Start a server, ask it about the document, read what it used, and stop it."""
+def measure(setup: ServerSetup, model: str, num_threads: int, console: Console) -> Measurement:
+    """Start a server, ask about the document, read its memory use, and stop it."""
     with (
         tempfile.TemporaryDirectory(prefix="hisparse-demo-") as folder,
-        DemoServer(model, Path(folder) / "sglang.log", side.flags) as server,
+        DemoServer(model, Path(folder) / "sglang.log", setup.flags) as server,
     ):
-        with _busy(console, f"{side.title}: starting SGLang"):
+        with _spinner(console, f"{setup.title}: starting SGLang"):
             on_cpu = not torch.cuda.is_available()
             server.start(ServerProcess.cpu_environment(num_threads) if on_cpu else {})
             for _ in server.chat("Hello!", max_tokens=2):
                 pass
         before = server.metrics()
-        answer = _ask(server, side, console)
+        answer = _ask(server, setup, console)
         kv_tokens, pool_bytes = server.kv_pool()
-        if not side.sparse:
-            return Measured(answer=answer, kv_tokens=kv_tokens, device_bytes=pool_bytes)
+        if not setup.is_sparse:
+            return Measurement(answer=answer, kv_tokens=kv_tokens, device_bytes=pool_bytes)
         after = _metrics_of_request(server, before)
-        hits, misses = (_grown(before, after, name) for name in ("hit_pages", "miss_pages"))
-        return Measured(
+        hits, misses = (_increase(before, after, name) for name in ("hit_pages", "miss_pages"))
+        return Measurement(
             answer=answer,
             kv_tokens=kv_tokens,
             device_bytes=int(after["hisparse:device_kv_bytes"]),
@@ -111,11 +119,11 @@ def measure(side: Side, model: str, num_threads: int, console: Console) -> Measu
         )
 
 
-def _ask(server: DemoServer, side: Side, console: Console) -> Answer:
+def _ask(server: DemoServer, setup: ServerSetup, console: Console) -> Answer:
     stream = server.chat(make_prompt(HARBOUR, _DEPTH), _MAX_NEW_TOKENS)
-    with _busy(console, f"{side.title}: reading the document (prefill)"):
+    with _spinner(console, f"{setup.title}: reading the document (prefill)"):
         answer = next(stream)
-    console.print(f"{side.title}: ", end="", style="bold")
+    console.print(f"{setup.title}: ", end="", style="bold")
     console.out(answer.text, end="", highlight=False)
     shown = len(answer.text)
     for answer in stream:
@@ -126,23 +134,23 @@ def _ask(server: DemoServer, side: Side, console: Console) -> Answer:
 
 
 def _metrics_of_request(server: DemoServer, before: Mapping[str, float]) -> dict[str, float]:
-    """Metrics once they count the request's decode steps; they are published as it ends."""
+    """Wait for metrics that include the request, which are published when it ends."""
     end = time.monotonic() + 5
     while True:
         after = server.metrics()
-        if _grown(before, after, "selected_tokens") or time.monotonic() > end:
+        if _increase(before, after, "selected_tokens") or time.monotonic() > end:
             return after
         time.sleep(0.2)
 
 
-def _grown(before: Mapping[str, float], after: Mapping[str, float], name: str) -> float:
+def _increase(before: Mapping[str, float], after: Mapping[str, float], name: str) -> float:
     key = f"hisparse:{name}_total"
     return after[key] - before.get(key, 0.0)
 
 
 @contextmanager
-def _busy(console: Console, text: str) -> Iterator[None]:
-    """A spinner with the time that has passed; on no terminal two lines."""
+def _spinner(console: Console, text: str) -> Iterator[None]:
+    """Show a spinner with the elapsed time, or two lines if the output is not a terminal."""
     started = time.monotonic()
     if not console.is_terminal:
         console.print(text)

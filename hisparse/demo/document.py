@@ -1,4 +1,4 @@
-"""The long document: the beginning of Moby Dick with one planted sentence, and a question about it.
+"""The demo's prompt: the beginning of Moby Dick with a planted sentence, and a question about it.
 
 The text is Herman Melville's, in the public domain (chapters 1, 2 and the beginning of 3).
 """
@@ -11,18 +11,18 @@ from hisparse.eval.texts import read_text
 
 __all__ = ["HARBOUR", "Fact", "make_prompt", "text"]
 
-#: Characters, to the end of a paragraph: about 7,000 tokens.
+#: Characters up to the end of a paragraph, about 7,000 tokens.
 _LENGTH = 29_237
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """A sentence that the document does not hold, and how to tell that it was found.
+    """A sentence to plant in the document, and a question that it answers.
 
     Attributes:
-        sentence: what is planted, as a paragraph of its own.
+        sentence: planted as a paragraph of its own.
         question: asked after the document.
-        answer: a right answer holds this, in any case.
+        answer: a correct answer contains this, in upper or lower case.
     """
 
     sentence: str
@@ -30,7 +30,7 @@ class Fact:
     answer: str
 
     def is_found_in(self, text: str) -> bool:
-        """Whether a text answers the question rightly."""
+        """Whether a text contains the answer."""
         return self.answer.lower() in text.lower()
 
 
@@ -42,16 +42,16 @@ HARBOUR = Fact(
 
 
 def text() -> str:
-    """The document without a planted sentence."""
+    """The document without the planted sentence."""
     return read_text("moby_dick")[:_LENGTH]
 
 
 def make_prompt(fact: Fact, depth: float) -> str:
-    """The document with the fact in it, and then the question: about 7,000 tokens.
+    """The document with the fact planted, then the question: about 7,000 tokens.
 
     Args:
-        fact: what to plant.
-        depth: where, from 0 (beginning) to 1 (end).
+        fact: the sentence and its question.
+        depth: place of the sentence, from 0 (beginning) to 1 (end).
     """
     whole = text()
     paragraphs = whole.rstrip().split("\n\n")

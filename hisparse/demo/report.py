@@ -6,54 +6,56 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hisparse.demo.compare import Measured, sides
+from hisparse.demo.compare import Measurement, server_setups
 from hisparse.demo.document import HARBOUR
 from hisparse.units import format_bytes
 
 __all__ = ["print_report"]
 
 
-def print_report(console: Console, dense: Measured, sparse: Measured, *, on_cpu: bool) -> None:
-    """Both sides in one table, and what was asked above it."""
+def print_report(
+    console: Console, dense: Measurement, sparse: Measurement, *, on_cpu: bool
+) -> None:
+    """Print a table with a column for each server."""
     table = Table(title=f"{sparse.answer.prompt_tokens:,} tokens, then: {HARBOUR.question}")
     table.add_column()
-    for side in sides():
-        table.add_column(side.title)
+    for setup in server_setups():
+        table.add_column(setup.title)
     for label, *cells in zip(_LABELS, _cells(dense), _cells(sparse), strict=True):
         table.add_row(label, *cells)
     console.print(table)
     if on_cpu:
         console.print(
-            "There is no GPU here, so the device's memory is a part of host memory, and reading "
-            "over the link is copying within it.",
+            "This machine has no GPU: device memory is a part of host memory, and transfers are "
+            "copies within it.",
             style="dim",
         )
 
 
 _LABELS = (
     "answer",
-    "right",
+    "correct",
     "time to first token",
     "time per token",
-    "room for tokens",
-    "KV bytes on the device",
-    "summaries and tables there",
-    "KV bytes in host memory",
+    "KV capacity, tokens",
+    "device memory for KV",
+    "for summaries and tables",
+    "host memory for KV",
     "hit ratio",
 )
 
 
-def _cells(measured: Measured) -> tuple[Text, ...]:
-    answer, ratio = measured.answer, measured.hit_ratio
-    found = HARBOUR.is_found_in(answer.text)
+def _cells(measurement: Measurement) -> tuple[Text, ...]:
+    answer, ratio = measurement.answer, measurement.hit_ratio
+    is_correct = HARBOUR.is_found_in(answer.text)
     plain = (
         f"{answer.ttft_s:.1f} s",
         f"{1000 * answer.time_per_token_s:.0f} ms",
-        f"{measured.kv_tokens:,}",
-        format_bytes(measured.device_bytes),
-        format_bytes(measured.scoring_bytes) if measured.scoring_bytes else "none",
-        format_bytes(measured.host_bytes) if measured.host_bytes else "none",
+        f"{measurement.kv_tokens:,}",
+        format_bytes(measurement.device_bytes),
+        format_bytes(measurement.scoring_bytes) if measurement.scoring_bytes else "none",
+        format_bytes(measurement.host_bytes) if measurement.host_bytes else "none",
         "" if ratio is None else f"{ratio:.3f}",
     )
-    right = Text("yes" if found else "no", style="green" if found else "red")
-    return (Text(answer.text.strip()), right, *map(Text, plain))
+    correct = Text("yes" if is_correct else "no", style="green" if is_correct else "red")
+    return (Text(answer.text.strip()), correct, *map(Text, plain))

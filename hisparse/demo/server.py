@@ -1,4 +1,4 @@
-"""One server of the demo: how it is started, asked and measured."""
+"""The demo's server: chat requests, and the size of the KV pool."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Answer:
     """A streamed chat answer.
 
     Attributes:
-        text: what was generated.
-        times_s: when each piece of text came, in seconds since the request was sent.
-        prompt_tokens: as SGLang counts them, chat template included.
+        text: generated so far.
+        times_s: arrival of each piece of text, seconds since the request was sent.
+        prompt_tokens: tokens of the prompt with the chat template.
     """
 
     text: str = ""
@@ -35,28 +35,28 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first piece of text."""
+        """Time to the first piece of text, seconds."""
         return self.times_s[0]
 
     @property
     def time_per_token_s(self) -> float:
-        """Median time between two pieces; a piece is a token or, rarely, a few."""
+        """Median time between two pieces, seconds; a piece is a token or, rarely, a few."""
         return median(b - a for a, b in pairwise(self.times_s)) if self.times_s[1:] else 0.0
 
 
 class DemoServer(ServerProcess):
-    """A server that can be asked over the chat API; stopping it is not interrupted by Ctrl-C."""
+    """A server with a chat request; Ctrl-C does not interrupt :meth:`stop`."""
 
     def __enter__(self) -> DemoServer:
         return self
 
     def stop(self) -> None:
-        """As the base class; a second Ctrl-C waits until no process is left."""
+        """Stop the server; ignore Ctrl-C until no process is left."""
         with _ctrl_c_ignored():
             super().stop()
 
     def chat(self, prompt: str, max_tokens: int) -> Iterator[Answer]:
-        """Stream a greedy answer: what there is so far, at each new piece of text."""
+        """Stream a greedy answer; yield the answer so far at each new piece of text."""
         body = {
             "model": "default",
             "messages": [{"role": "user", "content": prompt}],
@@ -81,7 +81,7 @@ class DemoServer(ServerProcess):
             raise HiSparseError("the server's answer is empty; expected at least one token")
 
     def kv_pool(self) -> tuple[int, int]:
-        """Tokens that SGLang's own KV pool has room for, and its bytes (rounded to 1 MiB)."""
+        """Tokens and bytes of the KV pool as SGLang reports them, bytes rounded to 1 MiB."""
         with urllib.request.urlopen(f"{self._url}/server_info", timeout=30) as reply:
             memory = json.load(reply)["internal_states"][0]["memory_usage"]
         return memory["token_capacity"], round(memory["kvcache"] * 1024) * 2**20

@@ -1,4 +1,4 @@
-"""The demo's document: one planted sentence, where it was asked for, and no other hint."""
+"""The demo's document: the sentence is planted once, at its depth, with no other hint."""
 
 from __future__ import annotations
 
