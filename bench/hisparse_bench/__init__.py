@@ -1,1 +1,1 @@
-"""Benchmarks; every figure stands beside the correctness check that it passed."""
+"""Benchmarks of ``hisparse bench``; no time is shown unless a correctness check passed."""

@@ -1,4 +1,4 @@
-"""``hisparse bench decode``: attention of one layer and step, selection and swap-in included."""
+"""``hisparse bench decode``: one layer's attention in a decode step, with selection and swap-in."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from hisparse_bench.timing import Candidate, time_in_turns
 
 __all__ = ["DecodeBench"]
 
-#: Tokens decoded to find how fast queries have to drift for the wanted misses.
-_SETTLE = 40
+#: Tokens decoded to find the drift of the queries that gives the requested miss ratio.
+_CALIBRATION_TOKENS = 40
 _WARMUPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBench(ModelShape):
-    """The served path against dense attention over contiguous keys and values.
+    """The served path beside dense attention over contiguous keys and values.
 
     Attributes:
         context: tokens of each request.
         budget: tokens attended per step and row.
-        misses: share of the selected pages that are not resident; 0: every page is.
+        misses: fraction of the selected pages that are not resident; 0 keeps all pages resident.
         batch: requests.
-        layers: take turns.
+        layers: layers of the model; each timed step runs the next one.
     """
 
     context: int = 32768
@@ -46,14 +46,14 @@ class DecodeBench(ModelShape):
     layers: int = 2
 
     def run(self, options: Options) -> Case:
-        """The output is compared with attention in float64 over the pages that were selected."""
+        """Time all implementations; the gate compares with float64 attention over the selection."""
         self._check()
         steps = options.num_steps + _WARMUPS
-        world = self._world(options, -(-steps // self.layers) + _SETTLE + 2)
-        work = _Work(world, self.misses)
+        requests = self._make_requests(options, -(-steps // self.layers) + _CALIBRATION_TOKENS + 2)
+        work = DecodeWorkload(requests, self.misses)
         gate = "passed" if work.agrees() else "failed"
-        work.settle(_SETTLE)
-        before = world.stats
+        work.calibrate(_CALIBRATION_TOKENS)
+        before = requests.stats
         ours = Candidate(work.decode, work.prepare)
         times = time_in_turns(
             work.peers() | {options.device.type: ours},
@@ -61,7 +61,7 @@ class DecodeBench(ModelShape):
             device=options.device,
             num_warmups=_WARMUPS,
         )
-        after = world.stats
+        after = requests.stats
         missed = after.miss_pages - before.miss_pages
         selected = missed + after.hit_pages - before.hit_pages
         return Case(
@@ -86,16 +86,17 @@ class DecodeBench(ModelShape):
         if self.budget > self.context:
             raise ConfigError(f"--budget: got {self.budget}, expected at most the context")
 
-    def _world(self, options: Options, room: int) -> RandomRequests:
-        room = -(-room // self.page_size) * self.page_size
-        row_tokens = 2 * self.budget if self.misses else self.context + room
+    def _make_requests(self, options: Options, num_tokens: int) -> RandomRequests:
+        """Requests that can decode ``num_tokens``."""
+        num_tokens = -(-num_tokens // self.page_size) * self.page_size
+        row_tokens = 2 * self.budget if self.misses else self.context + num_tokens
         return RandomRequests(
             kv=self.kv,
             batch=self.batch,
             context=self.context,
             budget=self.budget,
             row_tokens=row_tokens,
-            room=room,
+            max_new_tokens=num_tokens,
             device=options.device,
             seed=options.seed,
         )
@@ -104,48 +105,55 @@ class DecodeBench(ModelShape):
         return self.reported("context", "budget", "batch") | {"algorithm": "quest"}
 
 
-class _Work:
-    """Queries that drift from step to step, and the coordinator's answers."""
+class DecodeWorkload:
+    """Decode steps with queries that drift from token to token, and the peers on the same K/V.
 
-    def __init__(self, world: RandomRequests, misses: float) -> None:
-        self._world, self._misses = world, misses
+    Args:
+        requests: decoded through the coordinator.
+        misses: requested fraction of selected pages that are not resident.
+    """
+
+    def __init__(self, requests: RandomRequests, misses: float) -> None:
+        self._requests, self._misses = requests, misses
         #: Why FlashInfer, which needs CUDA, is not among the peers.
         self.left_out = ""
-        kv = world.kv
-        shape = (kv.num_layers, world.batch, kv.num_q_heads, kv.head_dim)
-        self._queries = torch.randn(shape, device=world.device)
+        kv = requests.kv
+        shape = (kv.num_layers, requests.batch, kv.num_q_heads, kv.head_dim)
+        self._queries = torch.randn(shape, device=requests.device)
         self._drift = 0.3 if misses else 1.0
         self._layer = kv.num_layers - 1
-        self._kv = world.new_token()
+        self._kv = requests.new_token()
 
     @property
     def query(self) -> Tensor:
-        return self._queries[self._layer].to(self._world.kv.dtype)
+        """The current layer's queries, ``[B, Hq, D]``."""
+        return self._queries[self._layer].to(self._requests.kv.dtype)
 
     def prepare(self, step: int) -> None:
-        """Go on to the next layer, or to the first one of the next token."""
-        world = self._world
-        self._layer = (self._layer + 1) % world.kv.num_layers
+        """Advance to the next layer, or to the first layer of the next token."""
+        requests = self._requests
+        self._layer = (self._layer + 1) % requests.kv.num_layers
         if self._layer:
             return
-        world.coordinator.forward_end()
-        world.begin_token()
-        self._kv = world.new_token()
+        requests.coordinator.forward_end()
+        requests.begin_token()
+        self._kv = requests.new_token()
         fresh = torch.randn_like(self._queries)
         self._queries = (1 - self._drift**2) ** 0.5 * self._queries + self._drift * fresh
 
     def decode(self, step: int) -> Tensor:
-        return self._world.coordinator.attention(self._layer, self.query, *self._kv)
+        """Attention of the current layer."""
+        return self._requests.coordinator.attention(self._layer, self.query, *self._kv)
 
-    def settle(self, num_tokens: int) -> None:
-        """Decode until as much is missed as wanted; queries that turn faster miss more."""
-        layers = self._world.kv.num_layers
+    def calibrate(self, num_tokens: int) -> None:
+        """Decode tokens and adjust the drift to the requested miss ratio: more drift, more misses."""
+        layers = self._requests.kv.num_layers
         for token in range(num_tokens):
-            before = self._world.stats
+            before = self._requests.stats
             for step in range(layers):
                 self.prepare(step)
                 self.decode(step)
-            after = self._world.stats
+            after = self._requests.stats
             missed = after.miss_pages - before.miss_pages
             got = missed / (missed + after.hit_pages - before.hit_pages)
             if self._misses and token >= 4:
@@ -153,12 +161,12 @@ class _Work:
                 self._drift = min(self._drift, 1.0)
 
     def agrees(self) -> bool:
-        """One token through all layers: attention over exactly the pages that were selected."""
-        tolerance = 2e-5 if self._world.kv.dtype == torch.float32 else 2e-2
-        for step in range(self._world.kv.num_layers):
+        """Whether one token's output in all layers equals float64 attention over the selection."""
+        tolerance = 2e-5 if self._requests.kv.dtype == torch.float32 else 2e-2
+        for step in range(self._requests.kv.num_layers):
             self.prepare(step)
             out = self.decode(step).double().cpu()
-            expected = self._world.attend(self._layer, self.query)
+            expected = self._requests.attend(self._layer, self.query)
             if not torch.allclose(out, expected, atol=tolerance, rtol=tolerance):
                 return False
         return True
