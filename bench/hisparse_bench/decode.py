@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from hisparse.errors import ConfigError
+from hisparse.types import PagedKV
 from hisparse_bench.options import Options
 from hisparse_bench.peers import reason_to_leave_out
 from hisparse_bench.peers.flashinfer_decode import flashinfer_decode
@@ -20,7 +21,7 @@ from hisparse_bench.report import Case, Result
 from hisparse_bench.shape import ModelShape
 from hisparse_bench.timing import Candidate, time_in_turns
 
-__all__ = ["DecodeBench"]
+__all__ = ["DecodeBench", "DecodeWorkload"]
 
 #: Tokens decoded to find the drift of the queries that gives the requested miss ratio.
 _CALIBRATION_TOKENS = 40
@@ -146,7 +147,7 @@ class DecodeWorkload:
         return self._requests.coordinator.attention(self._layer, self.query, *self._kv)
 
     def calibrate(self, num_tokens: int) -> None:
-        """Decode tokens and adjust the drift to the requested miss ratio: more drift, more misses."""
+        """Adjust the drift to the requested miss ratio; faster drift misses more pages."""
         layers = self._requests.kv.num_layers
         for token in range(num_tokens):
             before = self._requests.stats
@@ -172,42 +173,49 @@ class DecodeWorkload:
         return True
 
     def peers(self) -> dict[str, Candidate]:
-        """Dense attention over contiguous K/V: PyTorch's, as it is fastest, and SGLang's."""
-        world = self._world
-        contexts = [world.contiguous(layer) for layer in range(world.kv.num_layers)]
-        scale, queries = world.policy.scale, self._queries.to(world.kv.dtype)
+        """Dense attention over contiguous K/V: PyTorch's SDPA, SGLang's, and FlashInfer's."""
+        requests = self._requests
+        contexts = [requests.contiguous(layer) for layer in range(requests.kv.num_layers)]
+        scale, queries = requests.policy.scale, self._queries.to(requests.kv.dtype)
 
         def sdpa(step: int) -> Tensor:
             layer = step % len(contexts)
             k, v = contexts[layer]
-            # A group's queries as one sequence: as fast as its heads one by one, or faster.
+            # The queries of a KV head as one sequence: at least as fast as head by head.
             q = queries[layer].unflatten(1, (k.shape[1], -1))
             return scaled_dot_product_attention(q, k, v, scale=scale)
 
-        lens = torch.full((world.batch,), world.context)
-        peers = {"sdpa": Candidate(sdpa)}
-        native = [torch_native_decode(kv, lens, scale) for kv in contexts]
-        by_layer = [decode for decode in native if decode is not None]
-        if by_layer and world.device.type == "cpu":
+        if requests.device.type == "cuda":
+            return {"sdpa": Candidate(sdpa)} | self._flashinfer(contexts, queries, sdpa)
+        return {"sdpa": Candidate(sdpa)} | self._torch_native(contexts, queries)
 
-            def torch_native(step: int) -> Tensor:
-                layer = step % len(by_layer)
-                return by_layer[layer](queries[layer])
+    def _torch_native(self, contexts: list[PagedKV], queries: Tensor) -> dict[str, Candidate]:
+        requests = self._requests
+        lens = torch.full((requests.batch,), requests.context)
+        made = [torch_native_decode(kv, lens, requests.policy.scale) for kv in contexts]
+        by_layer = [decode for decode in made if decode is not None]
 
-            peers["torch_native"] = Candidate(torch_native)
-        if world.device.type == "cuda":
-            page = world.kv.page_size
-            heads = world.kv.num_q_heads
-            dense: list[Callable[[Tensor], Tensor]] = []
+        def torch_native(step: int) -> Tensor:
+            layer = step % len(by_layer)
+            return by_layer[layer](queries[layer])
 
-            def agrees() -> bool:
-                dense.extend(flashinfer_decode(kv, heads, page, scale) for kv in contexts)
-                got, expected = dense[0](queries[0]), sdpa(0).flatten(1, 2)
-                return torch.allclose(got.float(), expected.float(), atol=2e-2, rtol=2e-2)
+        return {"torch_native": Candidate(torch_native)} if by_layer else {}
 
-            self.left_out = reason_to_leave_out(agrees)
-            if not self.left_out:
-                peers["flashinfer"] = Candidate(
-                    lambda step: dense[step % len(dense)](queries[step % len(dense)])
-                )
-        return peers
+    def _flashinfer(
+        self, contexts: list[PagedKV], queries: Tensor, sdpa: Callable[[int], Tensor]
+    ) -> dict[str, Candidate]:
+        kv, scale = self._requests.kv, self._requests.policy.scale
+        by_layer: list[Callable[[Tensor], Tensor]] = []
+
+        def agrees() -> bool:
+            made = (flashinfer_decode(x, kv.num_q_heads, kv.page_size, scale) for x in contexts)
+            by_layer.extend(made)
+            got, expected = by_layer[0](queries[0]), sdpa(0).flatten(1, 2)
+            return torch.allclose(got.float(), expected.float(), atol=2e-2, rtol=2e-2)
+
+        def flashinfer(step: int) -> Tensor:
+            layer = step % len(by_layer)
+            return by_layer[layer](queries[layer])
+
+        self.left_out = reason_to_leave_out(agrees)
+        return {} if self.left_out else {"flashinfer": Candidate(flashinfer)}

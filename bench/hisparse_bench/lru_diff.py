@@ -1,4 +1,4 @@
-"""``hisparse bench lru-diff``: what is resident, what is evicted, what is loaded."""
+"""``hisparse bench lru-diff``: finding the resident, evicted and loaded pages of selections."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["LruDiffBench", "drifting_selections"]
 
 @dataclass(frozen=True, kw_only=True)
 class LruDiffBench:
-    """A chain of decode steps: each selection keeps ``overlap`` of the one before.
+    """Decode steps in which each selection shares ``overlap`` with the one before.
 
     Attributes:
         rows: R.
         width: K, pages of a selection.
         slots: C, slots of a row.
-        overlap: share of a selection that the next one keeps; the rest is not resident.
+        overlap: fraction of a selection that the next one keeps; the others are misses.
     """
 
     rows: int = 8
@@ -35,14 +35,14 @@ class LruDiffBench:
     overlap: float = 0.85
 
     def run(self, options: Options) -> Case:
-        """All implementations go through the same chain; every output is compared."""
+        """Time all implementations on the same steps; the gate compares every output."""
         if self.width > self.slots:
             raise ConfigError(f"--width: got {self.width}, expected at most --slots {self.slots}")
         chain = drifting_selections(
             self.rows, self.width, self.slots, self.overlap, options.num_steps + 3, options.seed
         )
         table = torch.randperm(int(chain.max()) + 1).int().expand(self.rows, -1).contiguous()
-        work = _Work(self.slots, chain.to(options.device), table.to(options.device))
+        work = _LruDiffWorkload(self.slots, chain.to(options.device), table.to(options.device))
         gate = "passed" if all(work.agree(impl) for impl in self._others(options)) else "failed"
         times = time_in_turns(
             {impl: work.candidate(impl) for impl in ["reference", *self._others(options)]},
@@ -66,21 +66,24 @@ class LruDiffBench:
 
     @staticmethod
     def _others(options: Options) -> list[str]:
-        """What is compared with the reference."""
+        """Implementations to compare with the reference."""
         return ["numpy", "cpu"] if options.device.type == "cpu" else ["cuda"]
 
 
 def drifting_selections(
     rows: int, width: int, slots: int, overlap: float, num_steps: int, seed: int
 ) -> Tensor:
-    """``[steps, rows, width] int32``: from step to step the same number of pages is replaced.
+    """Selections of which a fixed number of pages is replaced at each step.
 
-    A page that was replaced does not come back before as many others were selected as a row has
-    slots, so what is new to a selection is not resident.
+    A replaced page returns only after at least ``slots`` other pages were selected, so that every
+    new page of a selection is a miss.
+
+    Returns:
+        ``[steps, rows, width] int32``.
     """
     rng = np.random.default_rng(seed)
     replaced = width - round(width * overlap)
-    # Each row walks through a ring of pages; what it drops joins the end of the queue.
+    # Each row takes pages from the front of a queue and appends the pages that it drops.
     num_pages = max(2 * slots, width + replaced) + width
     chain = np.empty((num_steps, rows, width), np.int32)
     for r in range(rows):
@@ -95,8 +98,8 @@ def drifting_selections(
     return torch.from_numpy(chain)
 
 
-class _Work:
-    """The chain, and one state for each implementation that walks through it.
+class _LruDiffWorkload:
+    """Selections of all steps, and a separate state for each implementation.
 
     Args:
         slots: C.
@@ -106,14 +109,15 @@ class _Work:
 
     def __init__(self, slots: int, chain: Tensor, table: Tensor) -> None:
         self._slots, self._chain, self._table = slots, chain, table
-        # What the step works on: a selection that has just been made, results that are reused.
+        # A step's input is in the processor's caches, as if it had just been selected.
         self._selection = chain[0].clone()
 
     def load(self, step: int) -> None:
+        """Make the selection of a step the input."""
         self._selection.copy_(self._chain[step])
 
     def candidate(self, impl: str) -> Candidate:
-        """One step of ``impl`` on the selection that was loaded last; returns its results."""
+        """``impl`` on the loaded selection; a step returns its results."""
         rows, device = self._chain.shape[1], self._chain.device
         slot = torch.arange(self._slots, dtype=torch.int32, device=device).repeat(rows, 1)
         state = RowState(torch.full_like(slot, -1), slot.clone(), slot.clone())
@@ -131,7 +135,7 @@ class _Work:
         )
 
     def agree(self, impl: str) -> bool:
-        """Whether ``impl`` gives what the reference gives, bit for bit, in every step."""
+        """Whether ``impl`` equals the reference bit for bit in every step."""
         candidate, reference = self.candidate(impl), self.candidate("reference")
         for step in range(len(self._chain)):
             self.load(step)

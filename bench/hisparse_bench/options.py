@@ -1,4 +1,4 @@
-"""What the kernel benchmarks share: sizes by flag, devices, dtypes."""
+"""Options that the kernel benchmarks share: device, number of steps, dtype."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a kernel benchmark runs.
+    """Options of a kernel benchmark.
 
     Attributes:
-        device: where the kernels run.
+        device: device of the kernels.
         num_steps: timed steps of each implementation.
-        seed: of the inputs.
+        seed: seed of the inputs.
     """
 
     device: torch.device
@@ -30,7 +30,11 @@ class Options:
 
 
 def device_of(name: str) -> torch.device:
-    """The device ``name``; one line if this machine has none of it."""
+    """The device of a name.
+
+    Raises:
+        ConfigError: the name is unknown, or this machine has no such device.
+    """
     if name not in ("cpu", "cuda"):
         raise ConfigError(unknown_name("--device", name, ("cpu", "cuda")))
     if name == "cuda" and not torch.cuda.is_available():
@@ -39,7 +43,11 @@ def device_of(name: str) -> torch.device:
 
 
 def dtype_of(name: str, choices: Sequence[str] = tuple(DTYPES)) -> torch.dtype:
-    """The dtype ``name``."""
+    """The dtype of a name.
+
+    Raises:
+        ConfigError: the name is not among the choices.
+    """
     if name not in choices:
         raise ConfigError(unknown_name("--dtype", name, tuple(choices)))
     return DTYPES[name]

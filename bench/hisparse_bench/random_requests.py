@@ -1,4 +1,4 @@
-"""Requests with random K/V, decoded through the real coordinator: what ``decode`` times."""
+"""Requests with random keys and values, decoded through the coordinator that serves."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ __all__ = ["RandomRequests"]
 
 @dataclass(kw_only=True)
 class RandomRequests:
-    """B requests of equal length whose host pages lie scattered over the pool.
+    """B requests of equal length with host pages scattered over the pool.
 
     Attributes:
         kv: shapes of the model.
         batch: B.
         context: tokens of each request before the first step, a multiple of the page size.
         budget: tokens attended per step and row.
-        row_tokens: tokens that a row's device pages hold.
-        room: tokens of each request that can be decoded.
-        device: where the device pages lie.
-        seed: of keys, values and queries.
-        scope: for whom pages are selected.
-        staging_pages: of a tile.
+        row_tokens: capacity of a row's device pages, tokens.
+        max_new_tokens: tokens that each request can decode.
+        device: device of the device pages.
+        seed: seed of keys and values.
+        scope: selection scope.
+        staging_pages: pages of a staging tile.
         reuse_layers: layers that share a selection.
         overlap: whether transfers run beside compute.
     """
@@ -46,7 +46,7 @@ class RandomRequests:
     context: int
     budget: int
     row_tokens: int
-    room: int
+    max_new_tokens: int
     device: torch.device
     seed: int = 0
     scope: SelectionScope = "kv_head"
@@ -57,7 +57,7 @@ class RandomRequests:
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
         kv, size = self.kv, self.kv.page_size
-        pages = -(-(self.context + self.room) // size)
+        pages = -(-(self.context + self.max_new_tokens) // size)
         config = HiSparseConfig(
             budget=self.budget,
             device_buffer_size=self.row_tokens,
@@ -72,7 +72,7 @@ class RandomRequests:
         self.host = HostKVPool(kv, self.batch * pages + 1, "page_head", pin=pin)
         for layer in range(kv.num_layers):
             for pool in self.host.layer(layer):
-                for page in pool:  # One by one: a copy of the whole pool may not fit.
+                for page in pool:  # Page by page: a copy of the whole pool may not fit.
                     page.normal_()
         order = torch.randperm(self.batch * pages) + 1
         self.table = order.int().view(self.batch, pages).to(self.device)
@@ -86,11 +86,11 @@ class RandomRequests:
             device=self.device,
         )
         self.representations = self.coordinator.representations
-        for pages_of_one in order.view(self.batch, pages)[:, : self.context // size]:
+        for host_pages in order.view(self.batch, pages)[:, : self.context // size]:
             for layer in range(kv.num_layers):
-                keys = self.host.layer(layer).k[pages_of_one].transpose(1, 2).to(self.device)
-                where = pages_of_one.to(self.device)
-                self.algorithm.store(keys, layer, where, self.representations.tensors)
+                keys = self.host.layer(layer).k[host_pages].transpose(1, 2).to(self.device)
+                index = host_pages.to(self.device)
+                self.algorithm.store(keys, layer, index, self.representations.tensors)
         self.length = self.context
         self._begin_requests()
 
@@ -106,9 +106,9 @@ class RandomRequests:
         )
 
     def _begin_requests(self) -> None:
-        """Leave the most recent pages on the device, as a prefill does."""
+        """Place the most recent pages on the device, as a prefill does."""
         size, manager = self.kv.page_size, self.coordinator.manager
-        # Slot 0 is that of padding.
+        # Slot 0 is for padding.
         slots = np.arange(1, self.batch + 1)
         for slot in slots:
             self.coordinator.on_request_begin(int(slot))
@@ -121,11 +121,11 @@ class RandomRequests:
                 manager.place(layer, int(slot), oldest, pages, host, table)
 
     def begin_token(self) -> None:
-        """Start a forward: each request gets one token more."""
+        """Start a forward of one new token for each request."""
         self.coordinator.forward_begin(self.next_batch())
 
     def next_batch(self) -> DecodeBatch:
-        """One token more for each request."""
+        """A decode batch of one new token for each request."""
         self.length += 1
         position = self.length - 1
         slots = torch.arange(1, self.batch + 1)
@@ -148,14 +148,14 @@ class RandomRequests:
 
     @property
     def stats(self) -> CacheStats:
-        """What the cache did so far."""
+        """Counters of the cache since the start; ends a forward that has begun."""
         self.coordinator.forward_end()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return self.coordinator.stats()
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
-        """``query [B, Hq, D]`` over the pages selected last and the tail, in float64."""
+        """Float64 attention of ``query [B, Hq, D]`` over the last selection and the tail page."""
         size, heads = self.kv.page_size, self.policy.heads
         pages, _ = self.algorithm.last
         out = torch.empty(query.shape, dtype=torch.float64)
@@ -163,10 +163,10 @@ class RandomRequests:
         tail = (self.length - 1) // size
         for b in range(self.batch):
             for h in range(self.kv.num_q_heads):
-                own = pages[b, h // group]
-                chosen = [*own[own >= 0].tolist(), tail]
-                index = self.table[b, chosen].long().cpu()
-                tokens = (len(chosen) - 1) * size + self.length - tail * size
+                selected = pages[b, h // group]
+                attended = [*selected[selected >= 0].tolist(), tail]
+                index = self.table[b, attended].long().cpu()
+                tokens = (len(attended) - 1) * size + self.length - tail * size
                 head = h // self.kv.group_size
                 k, v = (
                     pool[index, head].flatten(0, 1)[:tokens].double()
@@ -177,7 +177,7 @@ class RandomRequests:
         return out
 
     def contiguous(self, layer: int) -> PagedKV:
-        """K and V of the contexts without the decoded tokens, ``[B, Hkv, S, D]``, on the device."""
+        """K and V of the contexts, without decoded tokens, ``[B, Hkv, S, D]`` on the device."""
         index = self.table[:, : self.context // self.kv.page_size].cpu().long()
         k, v = (
             pool[index].transpose(1, 2).flatten(2, 3).contiguous().to(self.device)
@@ -187,7 +187,7 @@ class RandomRequests:
 
 
 class _RecordingQuest(Quest):
-    """Quest that keeps its last selection."""
+    """Quest that records its last selection."""
 
     last: ClassVar[Selection]
 

@@ -1,4 +1,4 @@
-"""``hisparse bench serve``: one long request through the real server, dense and sparse."""
+"""``hisparse bench serve``: one long request to the SGLang server, dense and sparse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hisparse_bench.server import Generation, ServerProcess
 
 __all__ = ["ServeBench"]
 
-#: Implementation to its flags; the config is added to those that run hisparse.
+#: Implementation to its ``--attention-backend``.
 _BACKENDS = {
     "torch_native": "torch_native",
     "hisparse_dense": "hisparse",
@@ -27,15 +27,15 @@ _BACKENDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServeBench:
-    """Times SGLang's dense backend, hisparse's dense path and hisparse, on the same prompt.
+    """SGLang's dense backend, hisparse's dense path and hisparse on the same prompt.
 
     Attributes:
         model: folder or hub id.
         prompt: token ids.
-        budget: tokens, of the sparse run.
+        budget: budget of the sparse run, tokens.
         num_tokens: tokens to generate.
-        repeats: timed requests per implementation, after one that is not timed.
-        num_threads: of each server.
+        repeats: timed requests of each implementation, after one that is not timed.
+        num_threads: CPU threads of each server.
     """
 
     model: str
@@ -46,7 +46,7 @@ class ServeBench:
     num_threads: int
 
     def run(self, console: Console) -> Report:
-        """All servers are up at once and take turns, so that a drifting machine hits all alike."""
+        """Time requests to all servers in turns, so that a slow phase of the host affects all."""
         runs: dict[str, list[Generation]] = {impl: [] for impl in _BACKENDS}
         with ExitStack() as stack:
             logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hisparse-bench-")))
@@ -88,7 +88,7 @@ class ServeBench:
         return config
 
     def _cases(self, runs: Mapping[str, Sequence[Generation]]) -> list[Case]:
-        """The gate: dense tokens agree throughout; a sparse run's first one, from prefill, too."""
+        """Cases with their gate: dense tokens agree, and so does the first token of sparse runs."""
         reference = runs["torch_native"][0].ids
         exact = all(run.ids == reference for run in runs["hisparse_dense"])
         starts = all(run.ids[:1] == reference[:1] for run in runs["hisparse"])

@@ -1,4 +1,4 @@
-"""Runs the real SGLang server as a child process, for the demo and the benchmarks."""
+"""Run the SGLang server as a child process, for the demo and the benchmarks."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = ["Generation", "ServerProcess", "free_port"]
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 15.0
 
-#: Below those that systems give to outgoing connections (Linux: from 32768 on): one of these could
-#: be taken while the server still starts.
+#: Below the ports of outgoing connections (Linux: from 32768 on), one of which could take the port
+#: while the server still starts.
 _PORTS = range(20000, 32000)
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on."""
+    """A loopback port on which no process listens."""
     while True:
         port = random.choice(_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -46,10 +46,10 @@ class Generation:
     """A streamed answer.
 
     Attributes:
-        text: what was generated.
-        ids: token ids of it, where the request was made with token ids.
-        times_s: when each event came, in seconds since the request was sent.
-        prompt_tokens, cached_tokens: of the prompt.
+        text: the generated text.
+        ids: its token ids, if the request had token ids.
+        times_s: arrival of each event, seconds since the request was sent.
+        prompt_tokens, cached_tokens: tokens of the prompt, and those found in the radix cache.
     """
 
     text: str
@@ -60,23 +60,23 @@ class Generation:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token."""
+        """Time to first token, seconds."""
         return self.times_s[0]
 
     @property
     def time_per_token_s(self) -> float:
-        """Median time between two events."""
+        """Median time between two events, seconds."""
         gaps = sorted(b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False))
         return gaps[len(gaps) // 2]
 
 
 class ServerProcess:
-    """SGLang on a free loopback port, in a process group of its own; a context manager.
+    """A context manager for SGLang on a free loopback port, in its own process group.
 
     Args:
         model: folder or hub id.
-        log: file that gets what the server prints.
-        flags: SGLang's flags, beyond model, address and metrics.
+        log: file for the server's output.
+        flags: SGLang's flags besides model, address and metrics.
         on_wait: called several times a second while the server starts.
     """
 
@@ -98,11 +98,15 @@ class ServerProcess:
 
     @staticmethod
     def cpu_environment(num_threads: int) -> dict[str, str]:
-        """Environment in which SGLang serves on a CPU."""
+        """Environment variables for SGLang on a CPU."""
         return {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(num_threads)}
 
     def start(self, environment: Mapping[str, str]) -> None:
-        """Start and wait until it answers; ``HiSparseError`` with the end of its log if not."""
+        """Start the server and wait until it answers.
+
+        Raises:
+            HiSparseError: the server did not start; the message has the end of its log.
+        """
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -134,7 +138,7 @@ class ServerProcess:
         self.stop()
 
     def stop(self) -> None:
-        """SIGTERM to the server, then SIGKILL to what is left of its process group."""
+        """Send SIGTERM to the server, then SIGKILL to the rest of its process group."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -149,7 +153,7 @@ class ServerProcess:
     def stream(
         self, prompt: str | Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True
     ) -> Generation:
-        """Greedy continuation of a text or of token ids, timed event by event."""
+        """Continue a text or token ids greedily, and time each event."""
         body: dict[str, Any] = {
             "stream": True,
             "sampling_params": {
@@ -175,7 +179,7 @@ class ServerProcess:
         )
 
     def flush_cache(self) -> None:
-        """Empty the radix cache; waits until the server is idle."""
+        """Wait until the server is idle and empty its radix cache."""
         end = time.monotonic() + 60
         while True:
             try:

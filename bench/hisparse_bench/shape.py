@@ -1,4 +1,4 @@
-"""What benchmarks of whole layers take of a model."""
+"""Model shapes in the benchmarks of whole layers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["ModelShape"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Shapes of keys and values, those of Llama-3.1-8B but for the layers.
+    """Shapes of Llama-3.1-8B by default, with another number of layers.
 
     Attributes:
-        layers: of the model; each finds the processor's caches as the others leave them.
-        q_heads, kv_heads, head_dim: of a layer.
-        page_size: tokens.
-        dtype: of keys and values.
+        layers: layers of the model; each starts with the processor caches that the others left.
+        q_heads, kv_heads, head_dim: query heads, KV heads and their width.
+        page_size: tokens of a page.
+        dtype: dtype of keys and values.
     """
 
     layers: int
@@ -32,7 +32,7 @@ class ModelShape:
 
     @property
     def kv(self) -> KVSpec:
-        """The same for the coordinator."""
+        """The shapes as the coordinator takes them."""
         return KVSpec(
             num_layers=self.layers,
             num_q_heads=self.q_heads,
@@ -44,7 +44,7 @@ class ModelShape:
         )
 
     def reported(self, *names: str) -> dict[str, Any]:
-        """Attributes for a report, those of every model behind those that are named."""
+        """Parameters for a report: the named attributes, then the shapes."""
         names = (*names, "layers", "q_heads", "kv_heads", "head_dim", "page_size")
         return {name: getattr(self, name) for name in names} | {
             "dtype": str(self.dtype).removeprefix("torch."),

@@ -1,4 +1,4 @@
-"""``hisparse bench swap-in``: from a selection to resident bytes, in one layer."""
+"""``hisparse bench swap-in``: from a selection to resident pages in one layer."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["SwapInBench"]
 
 @dataclass(frozen=True, kw_only=True)
 class SwapInBench:
-    """Token-wise selections over MLA rows: ``lru_diff``, then the transfer of what is missing.
+    """``lru_diff`` and the transfer of misses, for selections of tokens of an MLA model.
 
     Attributes:
         batch: requests, a row each.
         width: K, tokens of a selection.
         slots: C, tokens of a row's device buffer.
-        misses: share of a selection that is not resident.
-        row_bytes: of one token's latent.
-        pool_bytes: of the host pool, at least.
+        misses: fraction of a selection that is not resident.
+        row_bytes: bytes of one token's latent.
+        pool_bytes: bytes of the host pool, at least.
     """
 
     batch: int = 1
@@ -42,7 +42,7 @@ class SwapInBench:
     pool_bytes: int = 1 << 30
 
     def run(self, options: Options) -> Case:
-        """After every step each selected token's bytes are compared with the pool's."""
+        """Time all; after every step the gate compares each selected token's bytes."""
         if self.row_bytes % 8 or self.row_bytes <= 0:
             raise ConfigError(f"--row-bytes: got {self.row_bytes}, expected a multiple of 8")
         if self.width > self.slots:
@@ -51,15 +51,15 @@ class SwapInBench:
             self.batch, self.width, self.slots, 1 - self.misses, options.num_steps + 3, options.seed
         )
         host = self._pool(chain, options)
-        work = _Work(host, chain.to(options.device), self.slots)
+        work = _SwapInWorkload(host, chain.to(options.device), self.slots)
         ours = options.device.type
         gate = "passed" if work.agrees(work.candidate(ours)) else "failed"
         candidates = {"reference": work.candidate("reference")}
         left_out = {}
         if ours == "cuda":
-            why = reason_to_leave_out(lambda: work.agrees(work.upstream()))
-            left_out = {"left_out": f"sglang_fused: {why}"} if why else {}
-            candidates |= {} if why else {"sglang_fused": work.upstream()}
+            reason = reason_to_leave_out(lambda: work.agrees(work.upstream()))
+            left_out = {"left_out": f"sglang_fused: {reason}"} if reason else {}
+            candidates |= {} if reason else {"sglang_fused": work.upstream()}
         times = time_in_turns(
             candidates | {ours: work.candidate(ours)},
             options.num_steps,
@@ -98,18 +98,18 @@ class SwapInBench:
         tokens = max(self.batch * (int(chain.max()) + 1), self.pool_bytes // self.row_bytes)
         pool = HostKVPool(kv, tokens, "layer_first", pin=options.device.type == "cuda")
         rows = pool.layer(0).k.view(torch.int64)
-        # Every token is different, and touched: an untouched page reads as one shared page.
+        # Every token is different and written, because untouched memory is one shared page.
         rows.copy_(torch.arange(tokens).view(-1, 1, 1, 1).expand_as(rows))
         return pool
 
 
-class _Work:
-    """The chain, and one set of device pages for each implementation."""
+class _SwapInWorkload:
+    """Selections of all steps, and separate device pages for each implementation."""
 
     def __init__(self, host: HostKVPool, chain: Tensor, slots: int) -> None:
         self._chain, self._slots = chain, slots
         k = host.layer(0).k
-        self._host = PagedKV(k, k)  # One latent: keys and values are the same bytes.
+        self._host = PagedKV(k, k)  # Keys and values of a latent are the same bytes.
         rows, pages = chain.shape[1], int(chain.max()) + 1
         table = torch.randperm(host.num_pages)[: rows * pages].view(rows, pages)
         self._table = table.int().to(chain.device)
@@ -119,7 +119,7 @@ class _Work:
         self._selection.copy_(self._chain[step])
 
     def candidate(self, impl: str) -> Candidate:
-        """A step returns where each selected token lies, and the device pages it lies in."""
+        """``impl``; a step returns each selected token's index into the device pages, and them."""
         rows, device = self._chain.shape[1], self._chain.device
         slot = torch.arange(self._slots, dtype=torch.int32, device=device).repeat(rows, 1)
         pages = torch.arange(slot.numel(), dtype=torch.int32, device=device).view_as(slot)
@@ -141,13 +141,13 @@ class _Work:
         return Candidate(step, self._load)
 
     def upstream(self) -> Candidate:
-        """SGLang's fused kernel on the same chain."""
+        """SGLang's fused kernel on the same selections."""
         host = self._host.k.flatten(1).view(torch.uint8)
         swap_in = fused_swap_in(host, self._table, self._chain.shape[2], self._slots)
         return Candidate(lambda step: swap_in(self._selection), self._load)
 
     def agrees(self, candidate: Candidate) -> bool:
-        """Whether every selected token's bytes are there, in every step."""
+        """Whether every selected token's bytes are resident after each step."""
         for step in range(len(self._chain)):
             self._load(step)
             found, k = candidate.run(step)

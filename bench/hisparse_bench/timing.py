@@ -1,4 +1,4 @@
-"""Timing of implementations in turns, so that a machine that drifts hits all of them alike."""
+"""Time implementations in turns, so that a slow phase of the host affects all of them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["Candidate", "time_in_turns"]
 
 
 class Candidate(NamedTuple):
-    """One implementation at work; both get the number of the step, so that inputs can rotate.
+    """An implementation to time; both functions take the step's number.
 
     Attributes:
-        run: does one step.
-        prepare: done before each step, and not timed.
+        run: runs one step.
+        prepare: runs before each step and is not timed.
     """
 
     run: Callable[[int], Any]
     prepare: Callable[[int], Any] | None = None
 
 
-#: Steps of a turn.
+#: Steps in a turn.
 _BLOCK = 8
 
 
@@ -34,17 +34,21 @@ def time_in_turns(
     device: torch.device,
     num_warmups: int = 3,
 ) -> dict[str, list[float]]:
-    """Seconds of every step of every candidate, the first ``num_warmups`` steps left out.
+    """Time every step of every candidate.
 
-    Each candidate does each step once and in order, a block of steps at a turn, of which the first
-    is not counted: it finds the caches as another implementation left them. On a GPU the time is
-    that between two events on the stream, and the device is idle when a step begins.
+    Each candidate runs each step once and in order, a block of steps at a turn. The first step of a
+    block is not counted, because it starts with the processor caches that another candidate left.
+    On a GPU the device is idle when a step begins, and the time is that between two events on the
+    stream.
 
     Args:
-        candidates: implementation to what it does.
-        num_steps: steps that are timed.
-        device: where the candidates run.
-        num_warmups: steps before them.
+        candidates: name to candidate.
+        num_steps: steps to time.
+        device: device of the candidates.
+        num_warmups: steps before the timed ones.
+
+    Returns:
+        Seconds of the counted steps, by name.
     """
     clock = _seconds_cuda if device.type == "cuda" else _seconds_cpu
     times: dict[str, list[float]] = {impl: [] for impl in candidates}

@@ -1,4 +1,4 @@
-"""``hisparse bench transfer``: scattered pages out of a large host pool."""
+"""``hisparse bench transfer``: gather scattered pages from a large host pool."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["TransferBench"]
 
 @dataclass(frozen=True, kw_only=True)
 class TransferBench:
-    """Gathers pages into device pages; each step reads pages that none before it has read.
+    """Gathers pages into device pages; each step reads pages that no earlier step has read.
 
     Attributes:
-        pool_bytes: of the host pool, keys and values.
-        page_bytes: of a page's keys; its values are as many again.
-        pages: moved in one step.
+        pool_bytes: bytes of the host pool, keys and values.
+        page_bytes: bytes of a page's keys; its values take as many.
+        pages: pages gathered in a step.
     """
 
     pool_bytes: int = 4 << 30
@@ -34,7 +34,7 @@ class TransferBench:
     pages: int = 256
 
     def run(self, options: Options) -> Case:
-        """Gathered pages equal the pool's; ``memcpy`` moves as many bytes side by side."""
+        """Time all; the gate compares every gathered page. ``memcpy`` copies contiguous bytes."""
         num_pages = self.pool_bytes // (2 * self.page_bytes)
         steps = options.num_steps + 3
         if self.page_bytes % 64 or self.page_bytes <= 0:
@@ -46,7 +46,7 @@ class TransferBench:
                 "steps reads pages of its own"
             )
         host = self._pool(num_pages, options)
-        work = _Work(host, self.pages, options)
+        work = _TransferWorkload(host, self.pages, options)
         candidates = {
             "reference": Candidate(work.reference),
             "memcpy": Candidate(work.contiguous),
@@ -80,21 +80,21 @@ class TransferBench:
             page_size=16,
         )
         pool = HostKVPool(kv, num_pages, "page_head", pin=options.device.type == "cuda")
-        # Touched once: an untouched page reads as one shared page of zeros.
+        # Written once, because untouched memory is mapped to one shared page of zeros.
         for pages in pool.layer(0):
             pages.view(torch.int32).copy_(_pattern(pages.shape))
         return pool
 
 
 def _pattern(shape: torch.Size) -> Tensor:
-    """Different in every word of a page, and on every page."""
+    """Values that differ between the words of a page and between pages."""
     words = torch.arange(shape[1:].numel(), dtype=torch.int32).view(shape[1:])
     page = torch.arange(shape[0], dtype=torch.int32).view(-1, 1, 1, 1)
     return words + (page << 10)
 
 
-class _Work:
-    """What is moved in each step, and by whom."""
+class _TransferWorkload:
+    """The pages of each step, and the implementations that move them."""
 
     def __init__(self, host: HostKVPool, pages: int, options: Options) -> None:
         self._host, self._pages = host.layer(0), pages
@@ -106,14 +106,16 @@ class _Work:
         self._targets = torch.arange(pages, dtype=torch.int32, device=options.device)[None]
 
     def gather(self, step: int) -> None:
+        """Gather with the device's kernel."""
         gather_pages(self._host, self._lists[step], self._device, self._targets)
 
     def reference(self, step: int) -> None:
+        """Gather with the PyTorch reference."""
         sources = self._lists[step]
         gather_pages(self._host, sources, self._device, self._targets, impl="reference")
 
     def contiguous(self, step: int) -> None:
-        """As many bytes side by side, from a place that no other step has read."""
+        """Copy as many contiguous bytes, which no other step has read."""
         first = step * self._pages
         for target, source in zip(self._device, self._host, strict=True):
             part = source[first : first + self._pages]
@@ -123,7 +125,7 @@ class _Work:
                 ctypes.memmove(target.data_ptr(), part.data_ptr(), part.nbytes)
 
     def agree(self) -> bool:
-        """Whether every step brings the pool's pages, bit for bit."""
+        """Whether every step's pages equal the pool's bit for bit."""
         for step in range(len(self._lists)):
             for pages in self._device:
                 pages.fill_(torch.nan)

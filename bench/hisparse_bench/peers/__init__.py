@@ -1,4 +1,4 @@
-"""What hisparse is measured against, besides what other packages bring."""
+"""Other implementations that the benchmarks time beside hisparse."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def reason_to_leave_out(check: Callable[[], bool]) -> str:
     """Why a peer is left out of a benchmark; "" if it runs and agrees.
 
     Args:
-        check: runs the peer once and compares.
+        check: runs the peer once and compares its results.
     """
     try:
         return "" if check() else "its results differ"
     except ImportError:
         return "not installed"
-    except Exception as error:  # A peer's failure is its own: the others are still measured.
+    except Exception as error:  # A peer that fails must not stop the benchmark of the others.
         return one_line(error)

@@ -1,7 +1,7 @@
 """FlashInfer's dense decode attention over pages; CUDA only.
 
-Not run on a GPU yet: the benchmark compares its output with SDPA's and leaves it out if that
-differs.
+It has not been run on a GPU yet: the benchmark compares its output with SDPA's and leaves it out if
+they differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``lru_diff`` in vectorised numpy: what a careful user would write without a compiler."""
+"""``lru_diff`` in vectorised numpy, as written by hand without a compiler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Ints = NDArray[np.int32]
 def lru_diff(
     selection: Ints, host_pages: Ints, capacity: Ints, slot_pages: Ints, lru_order: Ints
 ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """The rules of :func:`hisparse.kernels.lru_diff`, row by row, whole arrays within a row.
+    """:func:`hisparse.kernels.lru_diff`, row by row, vectorised within a row.
 
     Args:
         selection: ``[R, K]``.
@@ -30,7 +30,7 @@ def lru_diff(
     current = np.full((rows, width), -1, np.int32)
     load_host, load_slots = current.copy(), current.copy()
     hits, misses = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-    slot_of = np.empty(host_pages.shape[1] + 1, np.int32)  # The last one stands for "no page".
+    slot_of = np.empty(host_pages.shape[1] + 1, np.int32)  # The last entry is for "no page".
     first_entry = np.empty_like(slot_of)
     for r in range(rows):
         pages, order = selection[r], lru_order[r, : capacity[r]]
@@ -38,7 +38,7 @@ def lru_diff(
         slot_of.fill(-1)
         slot_of[held[held >= 0]] = order[held >= 0]
         slot_of[-1] = -1
-        # A scatter keeps the last of equal indices: reversed, the first entry of a page.
+        # Of equal indices a scatter keeps the last one, so reverse to get a page's first entry.
         first_entry[pages[::-1]] = np.arange(width - 1, -1, -1, dtype=np.int32)
         is_first = (first_entry[pages] == np.arange(width)) & (pages >= 0)
         slots = slot_of[pages]

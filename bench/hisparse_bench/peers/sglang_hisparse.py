@@ -1,7 +1,7 @@
-"""SGLang's own HiSparse swap-in, one fused kernel for bookkeeping and copies; CUDA only.
+"""SGLang's own HiSparse swap-in: one fused kernel for bookkeeping and copies; CUDA only.
 
-Written from SGLang 0.5.23's coordinator and not run on a GPU yet: the benchmark compares what it
-brings with the host pool and leaves it out if that differs.
+Written after SGLang 0.5.23's coordinator and not run on a GPU yet: the benchmark compares the pages
+that it loads with the host pool and leaves it out if they differ.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["fused_swap_in"]
 def fused_swap_in(
     host: Tensor, table: Tensor, width: int, slots: int
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """A function from ``selection [R, K] int32`` to device rows ``[R, K]`` and the device buffer.
+    """A function from ``selection [R, K] int32`` to buffer rows ``[R, K]`` and the device buffer.
 
     Args:
         host: ``[tokens, row bytes] uint8``, pinned.
         table: ``[R, P] int32``, host row of each token, on the device.
         width: K.
-        slots: device slots of each request; one more is set apart for the newest token.
+        slots: device slots of each request, without the one for the newest token.
 
     Raises:
         ImportError: SGLang is not installed, or has no such kernel.
@@ -38,7 +38,7 @@ def fused_swap_in(
     buffer = torch.zeros(rows * (slots + 1), row_bytes, dtype=torch.uint8, device=device)
     found = torch.full((rows, width), -1, dtype=torch.int32, device=device)
     host_rows, requests = table.long(), torch.arange(rows, device=device)
-    # Longer than any selected token, so that none is the newest, and than the buffer.
+    # Longer than the buffer, and so long that no selected token is the newest.
     lengths = torch.full((rows,), max(context, slots) + 2, dtype=torch.int64, device=device)
     real = torch.full((1,), rows, dtype=torch.int32, device=device)
 

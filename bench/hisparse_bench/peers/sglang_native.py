@@ -15,7 +15,7 @@ __all__ = ["torch_native_decode"]
 def torch_native_decode(
     kv: PagedKV, seq_lens: Tensor, scale: float
 ) -> Callable[[Tensor], Tensor] | None:
-    """A function ``q [B, Hq, D] -> [B, Hq, D]``; None where SGLang is not installed.
+    """A function ``q [B, Hq, D] -> [B, Hq, D]``; None if SGLang is not installed.
 
     Args:
         kv: ``[B, Hkv, S, D]``, S the longest context.
@@ -26,7 +26,7 @@ def torch_native_decode(
         from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     except ImportError:
         return None
-    # The method uses nothing of the backend but its arguments.
+    # The method uses only its arguments, so the backend needs no server.
     backend = object.__new__(TorchNativeAttnBackend)
     batch, kv_heads, longest, _ = kv.k.shape
     keys, values = (x.transpose(1, 2).flatten(0, 1) for x in kv)

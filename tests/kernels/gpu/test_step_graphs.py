@@ -38,7 +38,7 @@ def make_world(device: str, scope: SelectionScope, **settings: Any) -> RandomReq
         context=CONTEXT,
         budget=10 * SIZE,
         row_tokens=16 * SIZE,
-        room=ROOM,
+        max_new_tokens=ROOM,
         device=torch.device(device),
         scope=scope,
         **settings,
