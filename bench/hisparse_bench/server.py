@@ -14,7 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -77,21 +77,12 @@ class ServerProcess:
         model: folder or hub id.
         log: file for the server's output.
         flags: SGLang's flags besides model, address and metrics.
-        on_wait: called several times a second while the server starts.
     """
 
-    def __init__(
-        self,
-        model: str,
-        log: Path,
-        flags: Sequence[str],
-        *,
-        on_wait: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, model: str, log: Path, flags: Sequence[str]) -> None:
         port = free_port()
         self._url = f"http://127.0.0.1:{port}"
         self._log = log
-        self._on_wait = on_wait
         self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
         self._command += ["--host", "127.0.0.1", "--port", str(port), "--enable-metrics", *flags]
         self._process: subprocess.Popen[bytes] | None = None
@@ -117,7 +108,6 @@ class ServerProcess:
             )
         end = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < end and self._process.poll() is None:
-            self._on_wait()
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"{self._url}/health", timeout=5).close()
                 return

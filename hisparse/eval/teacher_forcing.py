@@ -42,7 +42,6 @@ def score_items(
     items: Sequence[Item],
     *,
     keep: Callable[[Item], bool],
-    progress: Callable[[], None] = lambda: None,
 ) -> list[ItemScores]:
     """Feed all items token by token, side by side, each after the document up to its start.
 
@@ -53,7 +52,6 @@ def score_items(
         document: token ids of the document.
         items: sorted by start, ascending.
         keep: whether to keep the distributions of an item.
-        progress: called after every step.
 
     Returns:
         One entry per item, in the same order.
@@ -80,7 +78,6 @@ def score_items(
                 i = active[row]
                 kept = keep(items[i])
                 found[i].append(log_probs if kept else _reduce(log_probs, items[i].ids[step + 1]))
-            progress()
     finally:
         rows.reset()
     return [_score(item, steps, keep(item)) for item, steps in zip(items, found, strict=True)]
