@@ -64,7 +64,7 @@ class PrefillBench(ModelShape):
             kv=self.kv,
             batch=1,
             context=self.context,
-            budget=4 * self.page_size,
+            budget=5 * self.page_size,  # The smallest; a chunk is attended densely.
             row_tokens=16 * self.page_size,
             max_new_tokens=self.chunk,
             device=options.device,

@@ -67,10 +67,10 @@ class StepBench(ModelShape):
 
     def run(self, options: Options) -> Case:
         """Time both; the gate checks that overlap changes no bit of the outputs."""
-        if self.budget % self.page_size or not 4 * self.page_size <= self.budget <= self.context:
+        if self.budget % self.page_size or not 5 * self.page_size <= self.budget <= self.context:
             raise ConfigError(
                 f"--budget: got {self.budget}, expected a multiple of --page-size "
-                f"{self.page_size}, from {4 * self.page_size} to the context, {self.context}"
+                f"{self.page_size}, from {5 * self.page_size} to the context, {self.context}"
             )
         num_steps = options.num_steps + _WARMUPS
         work = {name: self._workload(name, options, num_steps) for name in MODES}

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
 
+from hisparse.cache.streams import Lane, Pending
+from hisparse.cache.swap_in import SwapIn
 from hisparse.cli import main
+from hisparse.testing.delayed import DelayedStreams
 from hisparse_bench import lru_diff, transfer
 from hisparse_bench.decode import DecodeBench, DecodeWorkload
 from hisparse_bench.lru_diff import LruDiffBench, drifting_selections
@@ -17,6 +22,8 @@ from hisparse_bench.peers import reason_to_leave_out
 from hisparse_bench.transfer import TransferBench
 from tests.kernels.lru_oracle import LruOracle
 from tests.test_overlap import Forgetful
+
+T = TypeVar("T")
 
 SMALL = {
     "lru-diff": ["--rows", "2", "--width", "20", "--slots", "40"],
@@ -61,12 +68,30 @@ def test_with_and_without_overlap_in_one_run(
     assert impls == ["off", "transfers"]
 
 
-@pytest.mark.parametrize("bench", OVERLAP)
+class MissingCopies(DelayedStreams):
+    """Attention does not wait for pages that a side stream copies, so it reads the old bytes."""
+
+    def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
+        def without_copies() -> T:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(SwapIn, "_gather", lambda *_: None)
+                return work()
+
+        return super().start(lane, without_copies)
+
+
+@pytest.mark.parametrize(
+    ("bench", "streams"),
+    [("step", MissingCopies("late")), ("prefill", Forgetful("Staging._start"))],
+    ids=["step", "prefill"],
+)
 def test_overlap_without_waits_fails_the_gate(
-    bench: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: str,
+    streams: DelayedStreams,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    function = {"step": "SwapIn._start", "prefill": "Staging._start"}[bench]
-    monkeypatch.setattr("hisparse.engine.build.make_streams", lambda device: Forgetful(function))
+    monkeypatch.setattr("hisparse.engine.build.make_streams", lambda device: streams)
     assert main(["bench", bench, *OVERLAP[bench], "--steps", "4", "--json"]) == 1
     (case,) = json.loads(capsys.readouterr().out)["cases"]
     assert (case["gate"], case["results"]) == ("failed", [])
