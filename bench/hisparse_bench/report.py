@@ -1,4 +1,4 @@
-"""What a benchmark found, as one JSON object and as a table."""
+"""Results of a benchmark, as one JSON object and as a table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Result:
     """Times of one implementation, microseconds.
 
     Attributes:
-        impl: what was timed.
+        impl: name of the implementation.
         median_us, p10_us, p90_us: over the repeats.
         gb_s: bytes moved per second / 1e9, where bytes are what counts.
     """
@@ -44,12 +44,13 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One thing that was timed, by several implementations.
+    """One operation, timed in several implementations.
 
     Attributes:
-        name: of the case.
-        params: sizes.
-        gate: whether the correctness check passed; without it ``results`` are not shown.
+        name: name of the case.
+        params: sizes and other parameters.
+        gate: "passed" or "failed", the outcome of the correctness check; ``results`` of a failed
+            case are not shown.
         results: one per implementation.
     """
 
@@ -70,7 +71,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All cases of one run, and where it ran."""
+    """All cases of one run, with device, machine, versions and commit."""
 
     command: str
     device: str
@@ -81,7 +82,7 @@ class Report:
     commit: str = field(default_factory=commit)
 
     def to_json(self) -> str:
-        """One JSON object."""
+        """The report as one JSON object."""
         found = asdict(self)
         for case, entry in zip(self.cases, found["cases"], strict=True):
             entry["ratios"] = case.ratios if case.gate == "passed" else {}
@@ -90,7 +91,7 @@ class Report:
         return json.dumps(found, indent=2)
 
     def print_table(self, console: Console) -> None:
-        """A table for people."""
+        """Print the report as a table."""
         table = Table(title=f"{self.command} on {self.device} ({self.machine})")
         for column in ("case", "gate", "implementation", "median", "p10", "p90", "GB/s"):
             right = column in ("median", "p10", "p90", "GB/s")

@@ -1,7 +1,7 @@
 """The README's plot of decode speed.
 
-``python -m hisparse_bench.speed_plot RESULT.json [RESULT.json ...] OUT.svg`` draws what ``hisparse
-bench decode --json`` printed, a group of rows for each file; ``make docs`` calls it on committed
+``python -m hisparse_bench.speed_plot RESULT.json [RESULT.json ...] OUT.svg`` draws the output of
+``hisparse bench decode --json``, a group of rows for each file. ``make docs`` runs it on committed
 results.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hisparse.errors import ConfigError, HiSparseError, one_line
 from hisparse.eval.svg_chart import Axis, Chart, Color
 
 __all__ = ["draw", "main"]
@@ -32,18 +33,17 @@ def draw(reports: Sequence[dict[str, Any]]) -> str:
     """The plot as SVG: median time of each implementation, with p10 to p90.
 
     Args:
-        reports: what ``hisparse bench decode --json`` printed, gate passed, of one machine and
-            commit.
+        reports: objects that ``hisparse bench decode --json`` printed.
 
     Raises:
-        ValueError: the reports are of several machines or commits, or a gate failed.
+        ConfigError: the reports have different machines or commits, or a gate failed.
     """
     sources = sorted({f"{report['machine']}, commit {report['commit'][:7]}" for report in reports})
     if len(sources) != 1:
-        raise ValueError(f"got reports of {'; '.join(sources)}; expected one machine and commit")
+        raise ConfigError(f"got reports of {'; '.join(sources)}; expected one machine and commit")
     cases = [case for report in reports for case in report["cases"]]
     if failed := [case["name"] for case in cases if case["gate"] != "passed"]:
-        raise ValueError(f"the gate of {failed[0]!r} failed; expected reports that passed")
+        raise ConfigError(f"the gate of {failed[0]!r} failed; expected reports that passed")
     bottom = _TOP + len(cases) * (_GAP + len(_IMPLS) * _ROW) - 16
     chart = Chart(width=800, height=bottom + 76, title="Decode attention: median time")
     chart.text(24, 30, "Attention of one layer in one decode step", size=16, bold=True)
@@ -86,19 +86,33 @@ def _draw_rows(chart: Chart, x: Axis, top: float, results: Sequence[dict[str, An
 
 
 def _milliseconds(value: float) -> str:
-    """Three significant digits."""
+    """Format with three significant digits."""
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} ms"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw the files but the last into the last one; the exit code."""
+    """Draw all files but the last into the last; return the exit code."""
     names = sys.argv[1:] if arguments is None else arguments
     if len(names) < 2:
         print("usage: python -m hisparse_bench.speed_plot RESULT.json ... OUT.svg", file=sys.stderr)
         return 2
-    reports = [json.loads(Path(name).read_text(encoding="utf-8")) for name in names[:-1]]
-    Path(names[-1]).write_text(draw(reports), encoding="utf-8")
+    try:
+        svg = draw([_read(Path(name)) for name in names[:-1]])
+    except HiSparseError as error:
+        print(f"hisparse: error: {error}", file=sys.stderr)
+        return 1
+    Path(names[-1]).write_text(svg, encoding="utf-8")
     return 0
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {str(file)!r}: {one_line(error)}") from None
+    if not isinstance(report, dict) or report.get("command") != "bench decode":
+        raise ConfigError(f"{str(file)!r}: expected output of `hisparse bench decode --json`")
+    return report
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ _LABELS = (
     "time per token",
     "KV capacity, tokens",
     "device memory for KV",
-    "for summaries and tables",
+    "summaries and tables",
     "host memory for KV",
     "hit ratio",
 )

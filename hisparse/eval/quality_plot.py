@@ -1,7 +1,7 @@
 """The README's plot of quality against budget.
 
-``python -m hisparse.eval.quality_plot RESULT.json OUT.svg`` draws what ``hisparse eval --json``
-printed; ``make docs`` calls it on a committed result.
+``python -m hisparse.eval.quality_plot RESULT.json OUT.svg`` draws the output of ``hisparse eval
+--json``. ``make docs`` runs it on a committed result.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hisparse.errors import HiSparseError
+from hisparse.errors import ConfigError, HiSparseError
 from hisparse.eval.method import DENSE
 from hisparse.eval.report import read_result
 from hisparse.eval.svg_chart import Axis, Chart, Color
 
 __all__ = ["Point", "accuracies", "divergences", "draw", "main"]
 
-#: Method to its colour (Okabe and Ito's, which the colour-blind tell apart) and its legend.
+#: Method to its colour (Okabe and Ito's palette for the colour-blind) and its legend.
 _METHODS: dict[str, tuple[Color, str]] = {
     "oracle": ("#0072b2", "oracle: exact best pages"),
     "sketch": ("#009e73", "sketch"),
@@ -34,9 +34,9 @@ _METHODS: dict[str, tuple[Color, str]] = {
 _TOP, _BOTTOM = 78, 300
 #: Left and right pixels of the two panels.
 _LEFT_PANEL, _RIGHT_PANEL = (60, 370), (450, 760)
-#: Dot and baseline of each legend.
+#: Pixels of each legend's dot and baseline.
 _LEGEND = ((112, 358), (300, 358), (380, 358), (460, 358), (112, 380), (180, 380))
-#: Tokens with a label; the axes end a little beyond the first and the last.
+#: Labels of the horizontal axes, tokens.
 _TICKS = (128, 256, 512)
 _Z95 = 1.96
 
@@ -57,9 +57,9 @@ class Point(NamedTuple):
 
 
 def accuracies(result: dict[str, Any]) -> dict[str, list[Point]]:
-    """Percent of questions answered correctly, of all tasks that the dense model can do together.
+    """Percent of questions answered correctly, over all tasks on which the dense model reaches 90%.
 
-    Intervals are Wilson's, over questions.
+    Intervals are Wilson score intervals over questions.
     """
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for cell in result["cells"]:
@@ -89,9 +89,14 @@ def draw(result: dict[str, Any]) -> str:
     """The plot as SVG: accuracy on the left, divergence on the right.
 
     Args:
-        result: what ``hisparse eval --json`` printed, with one context.
+        result: object that ``hisparse eval --json`` printed.
+
+    Raises:
+        ConfigError: the result has several contexts.
     """
-    (context,) = result["context"]
+    if len(result["context"]) != 1:
+        raise ConfigError(f"got contexts {result['context']}, expected a result with one context")
+    context = result["context"][0]
     chart = Chart(width=800, height=420, title="Quality of sparse attention against its budget")
     title = f"Quality against tokens attended per step, of {context:,} tokens of context"
     chart.text(24, 30, title, size=16, bold=True)
@@ -105,7 +110,7 @@ def draw(result: dict[str, Any]) -> str:
     chart.line([(_LEFT_PANEL[0], dense), (_LEFT_PANEL[1], dense)], dashed=True, width=1.5)
     x = _attended_axis(_RIGHT_PANEL)
     y = Axis(low=0.01, high=1, start=_BOTTOM, end=_TOP, log=True)
-    chart.text(414, 58, "KL divergence from dense attention, nats a token", bold=True)
+    chart.text(414, 58, "KL divergence from dense attention, nats per token", bold=True)
     ticks = [(v, str(v)) for v in (0.01, 0.03, 0.1, 0.3, 1.0)]
     _draw_panel(chart, x, y, ticks, divergences(result))
     _draw_legend(chart)
@@ -140,7 +145,7 @@ def _draw_panel(
     label = "tokens attended per step, mean"
     chart.text((x.start + x.end) / 2, _BOTTOM + 34, label, size=11, anchor="middle")
     for i, (method, (color, _)) in enumerate(_METHODS.items()):
-        # Side by side, so that equal values do not hide each other.
+        # Shift the methods sideways, so that equal values do not hide each other.
         shift = 4 * (i - (len(_METHODS) - 1) / 2)
         own = sorted(points.get(method, ()))
         if len(own) > 1:
@@ -161,7 +166,7 @@ def _draw_legend(chart: Chart) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw the result of the first file into the second; the exit code."""
+    """Draw the result of the first file into the second; return the exit code."""
     names = sys.argv[1:] if arguments is None else arguments
     if len(names) != 2:
         print("usage: python -m hisparse.eval.quality_plot RESULT.json OUT.svg", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Small charts as SVG text: one element a line, no plotting library, the same bytes each time.
+"""Small charts as SVG, one element per line and the same bytes each time, without matplotlib.
 
-The background is part of the picture, so a page's light or dark theme does not matter.
+A chart has its own background, so that it is readable on pages with a light or dark theme.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-__all__ = ["INK", "Axis", "Chart", "Color"]
+__all__ = ["Axis", "Chart", "Color"]
 
 #: A CSS colour.
 Color = str
-#: Colour of text and axes.
-INK: Color = "#1f2328"
+#: Colours of text and grid lines.
+_INK: Color = "#1f2328"
 _FAINT: Color = "#d8dee4"
 _CARD = f'fill="#ffffff" stroke="{_FAINT}"'
 _FONT = "font-family=\"system-ui, 'Segoe UI', Helvetica, Arial, sans-serif\""
@@ -23,12 +23,12 @@ _FONT = "font-family=\"system-ui, 'Segoe UI', Helvetica, Arial, sans-serif\""
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """Maps a value to a pixel; a larger value may lie at a smaller pixel.
+    """Maps values to pixels, upwards or downwards.
 
     Attributes:
         low, high: values at the ends.
         start, end: pixels at the ends.
-        log: whether equal ratios are equally far apart.
+        log: whether the scale is logarithmic.
     """
 
     low: float
@@ -49,7 +49,7 @@ class Chart:
 
     Attributes:
         width, height: pixels.
-        title: read out by screen readers.
+        title: alternative text for screen readers.
     """
 
     width: int
@@ -66,22 +66,19 @@ class Chart:
         size: int = 12,
         anchor: str = "start",
         bold: bool = False,
-        turned: bool = False,
-        color: Color = INK,
     ) -> None:
-        """A line of text with its baseline at ``y``; ``turned`` reads upwards."""
-        more = ' font-weight="600"' if bold else ""
-        more += f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turned else ""
+        """A line of text with its baseline at ``y``."""
+        weight = ' font-weight="600"' if bold else ""
         self._parts.append(
             f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" '
-            f'fill="{color}"{more}>{escape(text)}</text>'
+            f'fill="{_INK}"{weight}>{escape(text)}</text>'
         )
 
     def line(
         self,
         points: Sequence[tuple[float, float]],
         *,
-        color: Color = INK,
+        color: Color = _INK,
         width: float = 1,
         dashed: bool = False,
     ) -> None:

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from hisparse.errors import ConfigError
 from hisparse_bench.speed_plot import draw, main
 
 ROOT = Path(__file__).parent.parent.parent
@@ -54,8 +55,21 @@ def test_it_names_every_median_the_machine_and_the_commit(reports: list[dict[str
 def test_reports_of_two_commits_or_a_failed_gate_are_refused(
     reports: list[dict[str, Any]],
 ) -> None:
-    with pytest.raises(ValueError, match="expected one machine and commit"):
+    with pytest.raises(ConfigError, match="expected one machine and commit"):
         draw([*reports, {**reports[0], "commit": "0123456789ab"}])
     reports[0]["cases"][0]["gate"] = "failed"
-    with pytest.raises(ValueError, match="the gate of 'decode' failed"):
+    with pytest.raises(ConfigError, match="the gate of 'decode' failed"):
         draw(reports)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"command": "eval"}'])
+def test_a_file_that_is_no_report_is_refused_in_one_line(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "report.json"
+    if content is not None:
+        file.write_text(content, encoding="utf-8")
+    assert main([str(file), str(tmp_path / "x.svg")]) == 1
+    error = capsys.readouterr().err
+    assert str(file) in error and error.count("\n") == 1
+    assert main([]) == 2

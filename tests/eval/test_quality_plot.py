@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from hisparse.errors import ConfigError
 from hisparse.eval.quality_plot import accuracies, divergences, draw, main
 from hisparse.eval.report import read_result, to_markdown
 
@@ -73,3 +74,8 @@ def test_a_file_that_is_no_result_is_refused_in_one_line(
     assert main([str(tmp_path / "none.json"), str(tmp_path / "x.svg")]) == 1
     assert capsys.readouterr().err.count("\n") == 1
     assert main([]) == 2
+
+
+def test_a_result_of_several_contexts_is_refused(result: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected a result with one context"):
+        draw(result | {"context": [4096, 8192]})

@@ -35,7 +35,7 @@ def stats_of(net: Any, **settings: Any) -> dict[str, Any]:
     return stats.summary()
 
 
-def test_the_watch_sees_mass_recall_and_hits(net: Any) -> None:
+def test_mass_recall_and_hits(net: Any) -> None:
     oracle = stats_of(net, algorithm="oracle", budget=128)
     streaming = stats_of(net, algorithm="streaming", budget=128)
     assert 1 >= oracle["mass"] > streaming["mass"] > 0
