@@ -14,7 +14,7 @@ from hisparse.algorithms.base import (
     entry_bytes,
     register_algorithm,
 )
-from hisparse.algorithms.page_score import PageScoreAlgorithm
+from hisparse.algorithms.page_score import PageScoreAlgorithm, RankedPagesAlgorithm
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.algorithms.tail import tail_logits
 from hisparse.types import KVSpec, Selection, SelectionScope
@@ -26,6 +26,7 @@ __all__ = [
     "KVSpec",
     "PageScoreAlgorithm",
     "PrefillStep",
+    "RankedPagesAlgorithm",
     "Representation",
     "RepresentationOwner",
     "Selection",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.errors import ConfigError, HiSparseError
-from hisparse.kernels import SelectRule, select
+from hisparse.kernels import select
 from hisparse.types import IndexerInputs, Selection, SelectionScope
 
 __all__ = ["DSA"]
@@ -145,12 +145,7 @@ def _best(scores: Tensor, count: Tensor, policy: SelectionPolicy) -> Selection:
     return select(
         scores,
         count,
-        SelectRule(
-            heads=1,
-            max_pages=policy.max_pages,
-            num_sinks=policy.num_sink_pages,
-            num_recents=recents and recents + 1,
-        ),
+        replace(policy.rule, heads=1, num_recents=recents and recents + 1),
     )
 
 

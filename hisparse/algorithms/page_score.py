@@ -1,4 +1,4 @@
-"""The base that most algorithms subclass: summarise pages, score the summaries, keep the best."""
+"""The bases that most algorithms subclass: score pages, keep the best."""
 
 from __future__ import annotations
 
@@ -10,18 +10,66 @@ from torch import Tensor
 
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
-from hisparse.kernels import SelectRule, select
+from hisparse.kernels import select
 from hisparse.types import KVSpec, Selection
 
-__all__ = ["PageScoreAlgorithm"]
+__all__ = ["PageScoreAlgorithm", "RankedPagesAlgorithm"]
 
 
-class PageScoreAlgorithm(BaseSparseAlgorithm):
+class RankedPagesAlgorithm(BaseSparseAlgorithm):
     """Keeps the pages with the highest scores.
 
-    A subclass says what it remembers of a page (:meth:`summary_shape`, :meth:`summarize`) and how
-    a query scores it (:meth:`score`); paging, sinks, recent pages, sharing a selection between
-    heads, top-k and padding are done here.
+    Paging, sinks, recent pages, sharing a selection between heads, top-k and padding are done
+    here. A subclass reads and writes its representations itself, usually by kernels; most
+    algorithms subclass :class:`PageScoreAlgorithm` instead.
+    """
+
+    @abstractmethod
+    def store(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]
+    ) -> None:
+        """Summarise complete pages.
+
+        Args:
+            keys: ``[P, S, Hkv, D]``.
+            layer_id: layer number.
+            host_pages: ``[P]``; the padding page 0 may stand there more than once.
+            stored: representations by name, written at ``host_pages``.
+        """
+
+    @abstractmethod
+    def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
+        """Score every page of the step's requests.
+
+        Args:
+            query: ``[B, Hq, D]``, times the softmax scale.
+            layer_id: layer number.
+            step: the step.
+
+        Returns:
+            ``[B, Hq or Hkv, step.max_pages]``, higher is kept; any value where there is no page.
+        """
+
+    def construct_representations(
+        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
+    ) -> None:
+        self.store(keys, layer_id, step.host_pages, step.representations)
+
+    def update_representations(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
+    ) -> None:
+        self.store(keys, layer_id, host_pages, step.representations)
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        scores = self.score_pages(queries * step.policy.scale, layer_id, step).float()
+        return select(scores, step.num_pages, step.policy.rule)
+
+
+class PageScoreAlgorithm(RankedPagesAlgorithm):
+    """Keeps the pages with the highest scores, from one summary of each page.
+
+    A subclass says what it keeps of a page (:meth:`summary_shape`, :meth:`summarize`) and how a
+    query scores that (:meth:`score`).
     """
 
     @abstractmethod
@@ -41,55 +89,14 @@ class PageScoreAlgorithm(BaseSparseAlgorithm):
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         return {"summary": Representation(self.summary_shape(policy.kv), policy.kv.dtype)}
 
-    def construct_representations(
-        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
-    ) -> None:
-        self.store(keys, layer_id, step.host_pages, step.representations)
-
-    def update_representations(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
-    ) -> None:
-        self.store(keys, layer_id, host_pages, step.representations)
-
     def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]
     ) -> None:
-        """Summarise complete pages; a subclass with a kernel that does it in place overrides it.
-
-        Args:
-            keys: ``[P, S, Hkv, D]``.
-            layer_id: layer number.
-            host_pages: ``[P]``; the padding page 0 may stand there more than once.
-            stored: representations by name, written at ``host_pages``.
-        """
         mask = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
         summaries = stored["summary"]
         summaries[layer_id, host_pages] = self.summarize(keys, mask).to(summaries.dtype)
 
-    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
-        policy = step.policy
-        return select(
-            self.score_pages(queries * policy.scale, layer_id, step).float(),
-            step.num_pages,
-            SelectRule(
-                heads=policy.heads,
-                max_pages=policy.max_pages,
-                num_sinks=policy.num_sink_pages,
-                num_recents=policy.num_recent_pages,
-            ),
-        )
-
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
-        """Score by host page; a subclass with a kernel that gathers by itself overrides it.
-
-        Args:
-            query: ``[B, Hq, D]``, times the softmax scale.
-            layer_id: layer number.
-            step: the step.
-
-        Returns:
-            ``[B, Hq or Hkv, step.max_pages]``; anything where there is no page.
-        """
         table = step.host_page_table[:, : step.max_pages]
         summaries = step.representations["summary"][layer_id]
         own = summaries.index_select(0, table.flatten()).unflatten(0, table.shape)

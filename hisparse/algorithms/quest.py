@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms.base import Representation, register_algorithm
-from hisparse.algorithms.page_score import PageScoreAlgorithm
+from hisparse.algorithms.page_score import RankedPagesAlgorithm
 from hisparse.algorithms.step import DecodeStep, SelectionPolicy
 from hisparse.kernels import page_score, page_summary, round_outward
 from hisparse.types import KVSpec
@@ -23,15 +23,16 @@ _FP8_MAX = 448.0
 
 @register_algorithm("quest")
 @dataclass(frozen=True, kw_only=True)
-class Quest(PageScoreAlgorithm):
+class Quest(RankedPagesAlgorithm):
     """Keeps the pages whose largest possible q.k is highest (section 3.3 of the paper).
 
     Attributes:
-        ranges: key ranges of a page, each of consecutive tokens: a page's bound is the largest of
-            theirs, so it is closer than the paper's, which has one. As many as divide a page.
-        summary_dtype: of the ranges. Narrow types are rounded outward, so that the bound stays
-            one; float8_e4m3fn has a power of two as scale for each range and head. None:
-            float8_e4m3fn, but bfloat16 on GPUs that lack it, before compute capability 8.9.
+        ranges: key ranges of a page, each of consecutive tokens; rounded down to a number that
+            divides the page. The page's bound is the largest bound of its ranges, so it is closer
+            than with one range, as in the paper.
+        summary_dtype: dtype of the ranges. Narrow types are rounded outward, so the bound stays a
+            bound; float8_e4m3fn has a scale, a power of two, for each range and head. None:
+            float8_e4m3fn, or bfloat16 on GPUs before compute capability 8.9, which lack it.
     """
 
     ranges: int = 4
@@ -49,7 +50,8 @@ class Quest(PageScoreAlgorithm):
         lacks = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
         return torch.bfloat16 if lacks else torch.float8_e4m3fn
 
-    def summary_shape(self, kv: KVSpec) -> tuple[int, ...]:
+    def summary_shape(self, kv: KVSpec) -> tuple[int, int, int]:
+        """``[ranges, Hkv, 2 D]`` of one page: maxima of the keys in each channel, then minima."""
         return (math.gcd(self.ranges, kv.page_size), kv.num_kv_heads, 2 * kv.head_dim)
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
@@ -59,34 +61,12 @@ class Quest(PageScoreAlgorithm):
             found["scale"] = Representation(shape[:2], torch.float32)
         return found
 
-    def summarize(self, keys: Tensor, mask: Tensor) -> Tensor:
-        """``keys [P, S, Hkv, D]``, ``mask [P, S]`` -> ``[P, ranges, Hkv, 2D]``: maxima, minima."""
-        parts = (math.gcd(self.ranges, keys.shape[1]), -1)
-        empty, keys = ~mask[..., None, None].unflatten(1, parts), keys.unflatten(1, parts)
-        high = keys.masked_fill(empty, -torch.inf).amax(dim=2)
-        low = keys.masked_fill(empty, torch.inf).amin(dim=2)
-        # A range without a token gets that of the page.
-        high = torch.where(high.isinf(), high.amax(1, keepdim=True), high)
-        low = torch.where(low.isinf(), low.amin(1, keepdim=True), low)
-        return torch.cat([high, low], dim=-1)
-
-    def score(self, query: Tensor, summaries: Tensor) -> Tensor:
-        """``query [B, Hq, D]``, ``summaries [B, P, ranges, Hkv, 2D]`` -> ``[B, Hq, P]``.
-
-        sum_d max(q_d * high_d, q_d * low_d), as one product: the positive part of q meets the
-        maxima, the negative part the minima.
-        """
-        signed = torch.cat([query.clamp(min=0), query.clamp(max=0)], dim=-1)
-        signed = signed.unflatten(1, (summaries.shape[3], -1))
-        bounds = torch.einsum("bhgd,bprhd->bhgpr", signed, summaries.to(signed.dtype))
-        return bounds.amax(-1).flatten(1, 2)
-
     def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]
     ) -> None:
-        """:meth:`summarize` by a kernel that writes the summaries where they lie."""
+        """Write the key ranges of complete pages."""
         ranges = stored["summary"].shape[2]
-        # To the kernels each range is a page of its own.
+        # The kernels see each range as a page of its own.
         summaries, rows = stored["summary"][layer_id].flatten(0, 1), _split(host_pages, ranges)
         keys = keys.unflatten(1, (ranges, -1))
         if "scale" not in stored:
@@ -103,7 +83,7 @@ class Quest(PageScoreAlgorithm):
         stored["scale"][layer_id].flatten(0, 1)[rows.long()] = scale[..., 0]
 
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
-        """:meth:`score` by a kernel that reads the summaries where they lie."""
+        """sum_d max(q_d * high_d, q_d * low_d), the largest over a page's ranges."""
         stored = step.representations
         ranges = stored["summary"].shape[2]
         rows = _split(step.host_page_table[:, : step.max_pages], ranges)

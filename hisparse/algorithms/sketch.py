@@ -10,7 +10,7 @@ from torch import Tensor
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.algorithms.tail import tail_logits
-from hisparse.kernels import SelectRule, SketchLayout, page_sketch, select, sketch_score
+from hisparse.kernels import SketchLayout, page_sketch, select, sketch_score
 from hisparse.types import KVSpec, Selection
 
 __all__ = ["Sketch"]
@@ -80,11 +80,6 @@ class Sketch(BaseSparseAlgorithm):
         return select(
             scores,
             step.num_pages,
-            SelectRule(
-                heads=policy.heads,
-                max_pages=policy.max_pages,
-                num_sinks=policy.num_sink_pages,
-                num_recents=policy.num_recent_pages,
-            ),
+            policy.rule,
             rest=tail_logits(query, layer_id, step).logsumexp(-1) if shared else None,
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
-from hisparse.kernels import SelectRule, select
+from hisparse.kernels import select
 from hisparse.types import Selection
 
 __all__ = ["SnapKV"]
@@ -121,12 +121,7 @@ class SnapKV(BaseSparseAlgorithm):
         return select(
             scores,
             step.num_pages,
-            SelectRule(
-                heads=policy.heads,
-                max_pages=policy.max_pages,
-                num_sinks=policy.num_sink_pages,
-                num_recents=policy.num_recent_pages,
-            ),
+            policy.rule,
         )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from torch import Tensor
 
 from hisparse.algorithms.request_indexes import RequestIndexes
+from hisparse.kernels import SelectRule
 from hisparse.types import IndexerInputs, KVSpec, SelectionScope
 
 __all__ = ["DecodeStep", "PageReader", "PrefillStep", "SelectionPolicy"]
@@ -38,10 +40,20 @@ class SelectionPolicy:
     num_recent_pages: int
     scale: float
 
-    @property
+    @cached_property
     def heads(self) -> int:
         """H, the heads of a selection."""
         return self.kv.selection_heads(self.scope)
+
+    @cached_property
+    def rule(self) -> SelectRule:
+        """The same for :func:`hisparse.kernels.select`, which keeps the best ``max_pages``."""
+        return SelectRule(
+            heads=self.heads,
+            max_pages=self.max_pages,
+            num_sinks=self.num_sink_pages,
+            num_recents=self.num_recent_pages,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from hisparse.algorithms.base import (
 )
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.algorithms.tail import tail_logits
-from hisparse.kernels import SelectRule, select
+from hisparse.kernels import select
 from hisparse.types import Selection
 
 __all__ = ["TopP"]
@@ -75,13 +75,7 @@ class TopP(BaseSparseAlgorithm):
         return select(
             _page_scores(query, layer_id, step),
             step.num_pages,
-            SelectRule(
-                heads=policy.heads,
-                max_pages=policy.max_pages,
-                num_sinks=policy.num_sink_pages,
-                num_recents=policy.num_recent_pages,
-                mass=self.mass,
-            ),
+            replace(policy.rule, mass=self.mass),
             rest=tail_logits(query, layer_id, step).logsumexp(-1),
         )
 

@@ -68,11 +68,6 @@ class RowCapacities:
         """Device pages that each row of a request slot holds as of the last :meth:`fit`."""
         return self._capacity.get(slot, 0)
 
-    @property
-    def pending(self) -> bool:
-        """Whether a request has begun or ended since the last :meth:`fit`."""
-        return self._changed
-
     def enough(self, slot: int) -> int:
         """The largest need of a slot that, on its own, changes no capacity."""
         return self._enough.get(slot, 0)

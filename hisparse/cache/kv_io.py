@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hisparse.cache.codec import decode, encode
+from hisparse.cache.codec import decode, encode, read_tokens, write_tokens
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.rows import StepRows
-from hisparse.cache.transfers import read_tokens, write_tokens
 from hisparse.errors import HiSparseError
 from hisparse.kernels import verify_indices
 from hisparse.types import PagedKV, StoredKV

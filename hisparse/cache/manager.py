@@ -93,8 +93,9 @@ class SparseKVCacheManager:
     def end_forward(self) -> None:
         """Let the forward stream wait for all work that was started beside it."""
         self._swap_in.join()
-        self._staging.forget()
-        self.streams.join_all()
+        if self.overlaps:
+            self._staging.forget()
+            self.streams.join_all()
 
     def append(
         self, layer_id: int, tail_slots: Tensor, host_slots: Tensor, k: Tensor, v: Tensor

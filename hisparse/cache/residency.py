@@ -43,6 +43,7 @@ class Residency:
         self._needs, self._enough, self._held = np.zeros((3, num_slots), dtype=np.int64)
         self._resets: set[int] = set()
         self._cold: set[int] = set()
+        self._changed = False
 
     def begin(self, slot: int) -> None:
         """A request takes over a request slot; the slot's rows hold another request's pages."""
@@ -50,10 +51,12 @@ class Residency:
         self._needs[slot] = 0
         self._cold.add(slot)
         self.capacities.begin(slot)
+        self._changed = True
 
     def end(self, slot: int) -> None:
         """A request is over; its device pages go back to the pool at the next forward."""
         self.capacities.end(slot)
+        self._changed = True
 
     def is_cold(self, slot: int) -> bool:
         """Whether a request has not been through a prefill yet, so nothing of it is resident."""
@@ -80,8 +83,9 @@ class Residency:
             rows = self._state_rows(sorted(self._resets))
             reset_rows(rows, self._device.capacity, self._device.states)
             self._resets.clear()
-        if not self.capacities.pending and (needs <= self._enough[slots]).all():
+        if not self._changed and (needs <= self._enough[slots]).all():
             return
+        self._changed = False
         live = self.capacities.live
         changes = self.capacities.fit({slot: int(self._needs[slot]) for slot in live})
         self._enough[list(live)] = [self.capacities.enough(slot) for slot in live]

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hisparse.cache.codec import decode
+from hisparse.cache.codec import decode, move_pages
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.streams import Pending, SideStreams
-from hisparse.cache.transfers import move_pages
 from hisparse.types import PagedKV, StoredKV
 
 __all__ = ["Staging", "Tile"]

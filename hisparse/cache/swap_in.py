@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hisparse.cache.checking import check_resident, check_selection
+from hisparse.cache.codec import move_pages
 from hisparse.cache.counters import Counters
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.rows import StepRows
 from hisparse.cache.streams import Lane, Pending, SideStreams
-from hisparse.cache.transfers import move_pages
 from hisparse.kernels import (
     LruDiff,
     lru_diff,
@@ -40,16 +40,9 @@ class PageTable(NamedTuple):
     seq_lens: Tensor
 
 
-class _Loaded(NamedTuple):
-    """Pages that were brought in.
-
-    Attributes:
-        diff: which pages were resident, and which were loaded where.
-        attended: ``[R, K + 1] int32``, device pages of the selection, then the tail page.
-    """
-
-    diff: LruDiff
-    attended: Tensor
+#: What was resident and what was loaded where; and ``[R, K + 1] int32``, the device pages of the
+#: selection, then the tail page.
+_Loaded = tuple[LruDiff, Tensor]
 
 
 class _Early(NamedTuple):
@@ -147,7 +140,7 @@ class SwapIn:
 
     def _join_prefetches(self, layer_id: int) -> None:
         for pending in self._prefetches.pop(layer_id, ()):
-            self._counters.count("prefetched_pages", pending.join().diff.num_misses)
+            self._counters.count("prefetched_pages", pending.join()[0].num_misses)
 
     def _start(
         self, lane: Lane, layer_id: int, selection: Selection, rows: StepRows
@@ -175,7 +168,7 @@ class SwapIn:
             rows.tail_pages[layer_id],
         )
         self._gather(layer_id, diff, loads, self._host.stored(layer_id))
-        return _Loaded(diff, attended)
+        return diff, attended
 
     def _gather(self, layer_id: int, diff: LruDiff, loads: Tensor, source: StoredKV) -> None:
         """Copy pages ``diff.load_host_pages`` of ``source`` to device pages ``loads [R, K]``."""

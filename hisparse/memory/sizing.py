@@ -78,12 +78,6 @@ class SizingRequest:
         return max(-(-tokens // self.page_size), self.min_row_pages)
 
     @property
-    def row_bytes(self) -> int:
-        """Device pages that a running request needs at least, tail pages included."""
-        pages = self.rows_per_request * (self.min_row_pages + 1)
-        return self.num_layers * pages * self.device_page_bytes
-
-    @property
     def slot_table_bytes(self) -> int:
         """LRU tables of one request per page of row capacity: three int32 a slot."""
         return 12 * self.num_layers * self.rows_per_request
@@ -153,7 +147,6 @@ class Sizing:
         table_bytes: LRU tables, free lists, page tables, the algorithm's state of requests.
         captured_bytes: inputs of captured steps.
         workspace_bytes: what the adapter keeps for itself.
-        row_bytes: device pages that each running request has at least.
         representation_bytes: representations of every host page.
         device_page_pool_bytes: all device pages.
         limit: what keeps ``kv_tokens`` from being larger.
@@ -168,7 +161,6 @@ class Sizing:
     table_bytes: int
     captured_bytes: int
     workspace_bytes: int
-    row_bytes: int
     representation_bytes: int
     device_page_pool_bytes: int
     limit: SizingLimit
@@ -356,7 +348,6 @@ def _share_rest(
         table_bytes=request.table_bytes(max_requests, row_pages, device_pages),
         captured_bytes=request.captured_bytes(max_requests),
         workspace_bytes=request.workspace(max_requests),
-        row_bytes=request.row_bytes,
         representation_bytes=representations,
         device_page_pool_bytes=request.num_layers * device_pages * request.device_page_bytes,
         limit=limit,

@@ -13,8 +13,7 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 
 from hisparse.cache import HostKVPool
-from hisparse.cache.codec import encode
-from hisparse.cache.transfers import write_tokens
+from hisparse.cache.codec import encode, write_tokens
 from hisparse.errors import HiSparseError
 from hisparse.sglang.session import session as current_session
 

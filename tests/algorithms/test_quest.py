@@ -2,60 +2,100 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.testing import assert_close
 
+from hisparse.algorithms import SelectionPolicy
 from hisparse.algorithms.quest import Quest
 from hisparse.testing import Simulator
+from hisparse.types import KVSpec
+
+
+def summarize(quest: Quest, keys: Tensor) -> dict[str, Tensor]:
+    """What ``quest`` stores of pages ``keys [P, S, Hkv, D]``, by name: ``[1, P, ...]``."""
+    kv = KVSpec(
+        num_layers=1,
+        num_q_heads=2 * keys.shape[2],
+        num_kv_heads=keys.shape[2],
+        head_dim=keys.shape[3],
+        v_head_dim=keys.shape[3],
+        dtype=keys.dtype,
+        page_size=keys.shape[1],
+    )
+    policy = SelectionPolicy(
+        kv=kv,
+        scope="query_head",
+        budget_pages=1,
+        max_pages=1,
+        num_sink_pages=0,
+        num_recent_pages=0,
+        scale=1.0,
+    )
+    stored = {
+        name: torch.zeros(1, len(keys), *kind.shape, dtype=kind.dtype)
+        for name, kind in quest.representations(policy).items()
+    }
+    quest.store(keys, 0, torch.arange(len(keys), dtype=torch.int32), stored)
+    return stored
+
+
+def bounds(quest: Quest, keys: Tensor, query: Tensor) -> Tensor:
+    """``keys [P, S, Hkv, D]``, ``query [B, Hq, D]`` -> ``[B, Hq, P]``, as a decode step scores."""
+    count, batch = len(keys), len(query)
+
+    class Step:
+        representations = summarize(quest, keys)
+        host_page_table = torch.arange(count, dtype=torch.int32).expand(batch, -1).contiguous()
+        num_pages = torch.full((batch,), count, dtype=torch.int32)
+        max_pages = count
+
+    return quest.score_pages(query, 0, Step())
 
 
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from(["float32", "bfloat16", "float8_e4m3fn"]),
 )
-def test_score_bounds_every_key_of_the_page(seed: int, dtype: torch.dtype, ranges: int) -> None:
-    rng, quest = torch.Generator().manual_seed(seed), Quest(ranges=ranges)
+def test_score_bounds_every_key_of_the_page(
+    seed: int, dtype: torch.dtype, ranges: int, stored: str
+) -> None:
+    rng, quest = torch.Generator().manual_seed(seed), Quest(ranges=ranges, summary_dtype=stored)
     keys = torch.randn(6, 6, 2, 8, generator=rng).to(dtype)
-    mask = torch.rand(6, 6, generator=rng) > 0.5
-    mask[:, 0] = True
     query = torch.randn(3, 4, 8, generator=rng)
-    summaries = quest.summarize(keys, mask).float()
-    assert summaries.shape == (6, math.gcd(ranges, 6), 2, 16)
-    bound = quest.score(query, summaries.expand(3, *summaries.shape))
     logits = torch.einsum("bghd,psgd->bghps", query.unflatten(1, (2, 2)).float(), keys.float())
-    largest = logits.masked_fill(~mask, -torch.inf).amax(-1).flatten(1, 2)
-    assert (bound >= largest - 1e-4).all()
+    largest = logits.amax(-1).flatten(1, 2)
+    assert (bounds(quest, keys, query) >= largest - 1e-4).all()
 
 
 def test_score_is_the_papers_sum_of_channel_maxima() -> None:
-    quest, keys, query = Quest(ranges=1), torch.randn(3, 4, 2, 8), torch.randn(1, 4, 8)
+    quest = Quest(ranges=1, summary_dtype="float32")
+    keys, query = torch.randn(3, 4, 2, 8), torch.randn(1, 4, 8)
     high, low = keys.amax(1), keys.amin(1)
     per_head = query[0].unflatten(0, (2, 2))[:, :, None]
     products = torch.maximum(
         per_head * high.transpose(0, 1)[:, None], per_head * low.transpose(0, 1)[:, None]
     )
     expected = products.sum(-1).flatten(0, 1)[None]
-    summaries = quest.summarize(keys, torch.ones(3, 4, dtype=torch.bool))[None]
-    assert_close(quest.score(query, summaries), expected)
+    assert_close(bounds(quest, keys, query), expected)
 
 
 def test_more_ranges_bound_closer_and_one_of_a_token_is_exact() -> None:
-    keys, query, whole = torch.randn(9, 8, 1, 16), torch.randn(1, 1, 16), torch.ones(9, 8) > 0
-    bounds = {
-        ranges: (quest := Quest(ranges=ranges)).score(query, quest.summarize(keys, whole)[None])
+    keys, query = torch.randn(9, 8, 1, 16), torch.randn(1, 2, 16)
+    found = {
+        ranges: bounds(Quest(ranges=ranges, summary_dtype="float32"), keys, query)
         for ranges in (1, 2, 4, 8)
     }
     for few, many in ((1, 2), (2, 4), (4, 8)):
-        assert (bounds[many] <= bounds[few] + 1e-5).all()
-        assert (bounds[many] < bounds[few] - 1e-3).any()
+        assert (found[many] <= found[few] + 1e-5).all()
+        assert (found[many] < found[few] - 1e-3).any()
     exact = torch.einsum("d,psd->ps", query[0, 0], keys[:, :, 0]).amax(-1)
-    assert_close(bounds[8][0, 0], exact)
+    assert_close(found[8][0, 0], exact)
 
 
 def test_no_ranges() -> None:
@@ -75,7 +115,7 @@ def test_what_is_stored_bounds_every_key_of_the_page(dtype: str, ranges: int, se
     scored = []
     for _ in range(40):
         sim.decode(request)
-    step = sim.coordinator._step
+    step = sim.coordinator._step.whole.view
     assert step is not None
     for layer in range(2):
         query = torch.randn(1, 4, 16) * torch.logspace(2, -3, 16)

@@ -22,7 +22,7 @@ _SLOW = '''
 
     import functools, os, random, time
 
-    import hisparse.cache.transfers as transfers
+    import hisparse.cache.codec as transfers
     import hisparse.engine.build as build
     from hisparse.testing.delayed import DelayedStreams
 

@@ -22,7 +22,7 @@ from hisparse.algorithms.dipr.fine import (
 from hisparse.algorithms.dipr.optimizer import IndexQuestion, choose_index
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.algorithms.tail import tail_logits
-from hisparse.kernels import SelectRule, key_score, select
+from hisparse.kernels import key_score, select
 from hisparse.types import KVSpec, Selection
 
 __all__ = ["DIPR"]
@@ -155,12 +155,6 @@ class DIPR(BaseSparseAlgorithm):
         return select(
             scores,
             step.num_pages,
-            SelectRule(
-                heads=policy.heads,
-                max_pages=policy.max_pages,
-                num_sinks=policy.num_sink_pages,
-                num_recents=policy.num_recent_pages,
-                within=within,
-            ),
+            replace(policy.rule, within=within),
             rest=rest,
         )
