@@ -16,23 +16,23 @@ from hisparse_bench.timing import Candidate, time_in_turns
 
 __all__ = ["WARMUPS", "PrefetchBench"]
 
-#: Steps before those that count.
+#: Steps before those that are timed.
 WARMUPS = 8
 _PLAIN = "off"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchBench:
-    """A real model reads a text token by token, once for each ``min_cosine`` and once without.
+    """Decoding of a text by a real model, with each ``min_cosine`` and without prefetch.
 
     Attributes:
-        model: of transformers.
-        ids: tokens of the text, ``WARMUPS`` more than are read before and in the steps.
+        model: a transformers model.
+        ids: token ids of the text, ``context + WARMUPS + num_steps`` of them.
         context: tokens before the first step.
-        budget: tokens attended per step; rows have twice as many on the device.
-        algorithm: selects.
-        min_cosines: values of the option of that name.
-        num_steps: steps that are timed and counted.
+        budget: tokens attended per step; a row's device pages hold twice as many.
+        algorithm: name of the algorithm that selects pages.
+        min_cosines: values of the option ``min_cosine`` of ``prefetch``.
+        num_steps: steps to time.
     """
 
     model: Any
@@ -44,8 +44,10 @@ class PrefetchBench:
     num_steps: int
 
     def run(self) -> Case:
-        """The gate: with ``min_cosine`` 1 every row is corrected, so the logits are those without
-        prefetch, bit for bit.
+        """Time all settings and count their pages.
+
+        The gate compares the logits with ``min_cosine`` 1, where every prefetched selection is
+        corrected, with those without prefetch, bit for bit.
         """
         checked = [self._reader({}), self._reader(_settings(1.0))]
         logits = [torch.stack([reader.read(t) for t in range(WARMUPS)]) for reader in checked]
@@ -77,7 +79,7 @@ class PrefetchBench:
     def _reader(self, prefetch: dict[str, Any]) -> _Reader:
         from hisparse.transformers import enable
 
-        # Rows that may not grow: else a lone request has its whole context on the device.
+        # Keep rows from growing: a single request would get its whole context on the device.
         settings: dict[str, Any] = {
             "algorithm": self.algorithm,
             "budget": self.budget,
@@ -92,7 +94,7 @@ def _settings(min_cosine: float) -> dict[str, Any]:
 
 
 class _Reader:
-    """One cache that reads the text."""
+    """A cache that is fed the text."""
 
     def __init__(self, model: Any, cache: Any, ids: Sequence[int], context: int) -> None:
         self._cache = cache
@@ -104,12 +106,12 @@ class _Reader:
         self._before: CacheStats = cache.stats()
 
     def prepare(self, step: int) -> None:
-        """Start to count after the warm-up."""
+        """Reset the counts after the warm-up."""
         if step == WARMUPS:
             self._before = self._cache.stats()
 
     def read(self, step: int) -> Tensor:
-        """One token; logits of the next."""
+        """Feed one token; return the logits of the next."""
         at = self._context + step
         with torch.no_grad():
             logits: Tensor = self._forward(self._ids[:, at : at + 1]).logits
