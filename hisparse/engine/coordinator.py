@@ -201,7 +201,9 @@ class SparseCoordinator:
                 if part.mode == "sparse":
                     extension.before_layer(layer_id, part)
 
-    def remember(self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor) -> None:
+    def build_representations(
+        self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor
+    ) -> None:
         """Build representations of a chunk whose K and V ``[T, Hkv, D]`` are loaded, not computed.
 
         No queries are known, which only algorithms with a ``query_window`` miss.

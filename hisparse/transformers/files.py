@@ -211,5 +211,5 @@ def _read_row(file: Any, row: int, store: RowStore, rows: StoredRows, known: boo
             full = pages[: length // size].long()
             coordinator.representations.write(layer, chunk.slot, full, entries)
         else:
-            coordinator.remember(layer, chunk, k, v)
+            coordinator.build_representations(layer, chunk, k, v)
     store.fill_tail(int(own[0]), length)
