@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -92,10 +93,13 @@ class Report:
 
     def print_table(self, console: Console) -> None:
         """Print the report as a table."""
-        table = Table(title=f"{self.command} on {self.device} ({self.machine})")
-        for column in ("case", "gate", "implementation", "median", "p10", "p90", "GB/s"):
-            right = column in ("median", "p10", "p90", "GB/s")
-            table.add_column(column, justify="right" if right else "left")
+        # Columns are narrow enough for 80 characters; names wrap and are never cut off.
+        title = f"{self.command} on {self.device} ({self.machine})"
+        table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        for column in ("case", "gate", "implementation"):
+            table.add_column(column, overflow="fold")
+        for column in ("median", "p10", "p90", "GB/s"):
+            table.add_column(column, justify="right", no_wrap=True)
         for case in self.cases:
             if case.gate != "passed":
                 table.add_row(case.name, case.gate, "not shown: the check failed")
@@ -124,4 +128,6 @@ def _round(value: float) -> float:
 
 
 def _time(us: float) -> str:
+    if us >= 1e6:
+        return f"{us / 1e6:,.3f} s"
     return f"{us / 1000:,.2f} ms" if us >= 1000 else f"{us:,.1f} us"

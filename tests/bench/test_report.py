@@ -71,10 +71,27 @@ def test_a_failed_check_hides_the_times() -> None:
     report = Report(command="bench x", device="cpu", cases=[_case("failed")])
     (case,) = json.loads(report.to_json())["cases"]
     assert (case["gate"], case["results"], case["ratios"]) == ("failed", [], {})
-    assert "2,000" not in _table(report)
+    assert "2.000" not in _table(report)
     assert "slow" not in _table(report)
 
 
-@pytest.mark.parametrize("shown", ["2,000.00 ms", "slow/fast 4.0", "passed"])
+@pytest.mark.parametrize("shown", ["2.000 s", "slow/fast 4.0", "passed"])
 def test_table(shown: str) -> None:
     assert shown in _table(Report(command="bench x", device="cpu", cases=[_case("passed")]))
+
+
+def test_the_table_fits_80_columns_and_cuts_nothing_off() -> None:
+    results = [
+        Result.of("torch_native", [16.096]),
+        Result.of("hisparse_dense", [1.02]),
+        Result.of("hisparse", [5e-6], 10**6),
+    ]
+    cases = [Case(name="time_per_token", params={"n": 1}, gate="passed", results=results)]
+    out = io.StringIO()
+    Report(command="bench x", device="cpu", cases=cases).print_table(Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out.getvalue()
+    assert "16.096 s" in out.getvalue()
+    (dense,) = (line for line in lines if "hisparse_dense  " in line)
+    assert dense.split()[:5] == ["time_per_token", "passed", "hisparse_dense", "1.020", "s"]
