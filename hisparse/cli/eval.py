@@ -1,4 +1,4 @@
-"""``hisparse eval``: what sparse attention costs on a real model."""
+"""``hisparse eval``: measure what sparse attention costs in quality on a real model."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
 from rich.text import Text
 
 from hisparse.cli.lists import names, numbers
+from hisparse.cli.output import make_table, print_figures, print_paragraph
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, one_line
 from hisparse.eval.models import MODELS, resolve
 
 if TYPE_CHECKING:
     from hisparse.eval.method import Method
+    from hisparse.eval.tables import Cell
 
 __all__ = ["add_parser"]
 
@@ -31,18 +32,74 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
-    parser = commands.add_parser("eval", help="what sparse attention costs on a real model")
+    text = "measure what sparse attention costs in quality on a real model"
+    parser = commands.add_parser("eval", help=text, description=text)
     add = parser.add_argument
-    add("--model", default="smollm2-135m", metavar="PATH|HUB_ID|NAME")
-    add("--algorithm", type=names, default=["oracle", "quest", "streaming"], metavar="NAME[,NAME]")
-    add("--budget", type=numbers, default=[256], metavar="N[,N]", help="tokens")
-    add("--config", action="append", default=[], metavar="JSON", help="a whole configuration")
-    add("--context", type=numbers, default=[4096], metavar="N[,N]", help="tokens")
-    add("--seeds", type=int, default=1, help="documents of each text and length")
-    add("--dtype", choices=_DTYPES, default="auto", help="auto: the model's own")
-    add("--text", action="append", type=Path, default=[], metavar="FILE", help="in place of ours")
-    add("--out", type=Path, default=Path("hisparse-eval"), help="records; a run goes on from them")
-    add("--report", action="append", type=Path, default=[], metavar="FILE", help=".md or .html")
+    add(
+        "--model",
+        default="smollm2-135m",
+        metavar="PATH|HUB_ID|NAME",
+        help="the model (smollm2-135m)",
+    )
+    add(
+        "--algorithm",
+        type=names,
+        default=["oracle", "quest", "streaming"],
+        metavar="NAME[,NAME]",
+        help="algorithms (oracle,quest,streaming)",
+    )
+    add(
+        "--budget",
+        type=numbers,
+        default=[256],
+        metavar="N[,N]",
+        help="tokens attended per step (256)",
+    )
+    add(
+        "--config",
+        action="append",
+        default=[],
+        metavar="JSON",
+        help="a whole --hisparse-config, as JSON or @FILE; may be given more than once",
+    )
+    add(
+        "--context",
+        type=numbers,
+        default=[4096],
+        metavar="N[,N]",
+        help="tokens of a document (4096)",
+    )
+    add(
+        "--seeds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="documents of each text and length (1)",
+    )
+    add("--dtype", choices=_DTYPES, default="auto", help="dtype of the model (auto: its own)")
+    add(
+        "--text",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="read documents from this file instead of the built-in texts; may be repeated",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("hisparse-eval"),
+        metavar="FOLDER",
+        help="where records are kept; an interrupted run continues from them (hisparse-eval)",
+    )
+    add(
+        "--report",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="also write the tables and plots as FILE.md or FILE.html",
+    )
     add(
         "--from",
         action="append",
@@ -50,11 +107,16 @@ def add_parser(commands: Any) -> None:
         default=[],
         dest="saved",
         metavar="RESULT.json",
-        help="only write --report, from what --json printed",
+        help="evaluate nothing: write --report from the output of earlier runs with --json",
     )
-    add("--tasks", type=names, metavar="NAME[,NAME]", help="some of ours, or of lm-eval")
-    add("--limit", type=int, metavar="N", help="documents of each task of lm-eval")
-    add("--json", action="store_true", help="one JSON object on standard output")
+    add(
+        "--tasks",
+        type=names,
+        metavar="NAME[,NAME]",
+        help="only these of the built-in tasks, or tasks of lm-eval instead",
+    )
+    add("--limit", type=int, metavar="N", help="documents of each task of lm-eval (all)")
+    add("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 
 
@@ -78,7 +140,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return _run_tasks(arguments, methods)
     if arguments.limit is not None:
         raise ConfigError(
-            f"--limit: got {arguments.limit} without --tasks of lm-eval, which it is for"
+            f"--limit: got {arguments.limit} without --tasks, expected tasks of lm-eval with it"
         )
     _check_different("--context", arguments.context)
     _check_different("--text", [file.stem for file in arguments.text])
@@ -115,7 +177,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
-    """Tasks of lm-eval in place of ours; documents are fetched before the model is read."""
+    """Run tasks of lm-eval. Their documents are fetched before the model is loaded."""
     if arguments.report:
         raise ConfigError("--tasks: got --report, which shows our own tasks; expected --json")
     if arguments.limit is not None and arguments.limit < 1:
@@ -145,8 +207,9 @@ def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
     if arguments.json:
         print(json.dumps(_origin(arguments) | {"tasks": scores}, indent=2))
         return 0
+    figures = ("budget", "score", "stderr", "n", "selections")
     heads = ("method", "budget", "task", "metric", "score", "stderr", "n", "selections")
-    table = Table(*heads)
+    table = make_table(*heads, right=figures)
     for line in scores:
         shown = (line[head] for head in heads)
         table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in shown))
@@ -155,7 +218,7 @@ def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
 
 
 def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Where a result comes from."""
+    """The command line, machine, versions and model of a result."""
     return {
         "command": "eval",
         "line": _line(),
@@ -174,7 +237,7 @@ def _line() -> str:
 
 
 def _report_saved(arguments: argparse.Namespace) -> int:
-    """Write reports from results that earlier runs printed."""
+    """Write reports from the JSON output of earlier runs."""
     from hisparse.eval.report import read_result, write_reports
 
     if not arguments.report or arguments.json:
@@ -188,7 +251,7 @@ def _report_saved(arguments: argparse.Namespace) -> int:
 
 
 def _check_different(flag: str, names: Sequence[object]) -> None:
-    """The same documents twice would count as more of them."""
+    """Refuse a value that is given twice: the same documents would count twice."""
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{flag}: got {name} more than once, expected it once")
@@ -203,7 +266,7 @@ def _read(file: Path) -> str:
 
 
 def _find(name: str) -> str:
-    """Folder of a model."""
+    """The folder of a model; the model is fetched if need be."""
     return resolve(name, progress=lambda line: print(line, file=sys.stderr))
 
 
@@ -233,12 +296,15 @@ def _load(name: str, dtype: str) -> tuple[Any, Any, str]:
 def _print_tables(result: dict[str, Any]) -> None:
     from hisparse.eval.tables import make_short_tables
 
-    console = Console()
+    console = Console(highlight=False)
     for table in make_short_tables(result):
-        shown = Table(Column(table.heads[0], overflow="fold"), title=table.title)
-        for head in table.heads[1:]:
-            shown.add_column(head, justify="right")
-        for row in table.rows:
-            shown.add_row(*(Text(cell.text, style="dim" if cell.grey else "") for cell in row))
-        console.print(shown)
-        console.print(table.note)
+        console.print(f"\n[bold]{table.title}[/bold]")
+        print_figures(
+            console, table.heads, [[_shorten(cell) for cell in row] for row in table.rows]
+        )
+        print_paragraph(console, table.note)
+
+
+def _shorten(cell: Cell) -> Text:
+    """A cell for a terminal; its interval is written with a dash."""
+    return Text(cell.text.replace(" to ", "\N{EN DASH}"), style="dim" if cell.grey else "")

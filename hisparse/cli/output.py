@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-__all__ = ["make_table", "print_paragraph", "without_sglang_warnings"]
+__all__ = ["make_table", "print_figures", "print_paragraph", "without_sglang_warnings"]
+
+#: Columns that labels get in :func:`print_figures` if not all of them fit beside the figures.
+_LABEL_WIDTH = 12
 
 
 def make_table(*heads: str, right: tuple[str, ...] = (), title: str | None = None) -> Table:
@@ -51,6 +55,30 @@ def print_paragraph(console: Console, text: str, indent: str = "", hanging: int 
         break_on_hyphens=False,
     )
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def print_figures(console: Console, heads: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
+    """Rows of a label and figures; a label that is too long stands on a line of its own.
+
+    Args:
+        console: where.
+        heads: of the columns.
+        rows: as many cells as ``heads``; the first is the label.
+    """
+    lines = [[Text(head, style="bold") for head in heads], *rows]
+    widths = [max(line[i].cell_len for line in lines) for i in range(1, len(heads))]
+    space = console.width - sum(widths) - 2 * len(widths)
+    longest = max(line[0].cell_len for line in lines)
+    label_width = longest if longest <= space else max(min(space, _LABEL_WIDTH), 0)
+    for label, *figures in lines:
+        line = Text(" " * label_width)
+        if label.cell_len <= label_width:
+            line = label + Text(" " * (label_width - label.cell_len))
+        else:
+            console.print(label, soft_wrap=True)
+        for figure, width in zip(figures, widths, strict=True):
+            line += Text(" " * (2 + width - figure.cell_len)) + figure
+        console.print(line, soft_wrap=True)
 
 
 @contextmanager
