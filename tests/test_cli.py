@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 from hisparse.cli import main
+from hisparse.cli.output import without_sglang_warnings
 from hisparse.errors import ConfigError
 
 
@@ -27,9 +30,53 @@ def test_algorithms_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["topp"]["variable_lengths"]
 
 
-def test_algorithms_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_algorithms_fit_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["algorithms"]) == 0
-    assert "quest" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    (row,) = (line for line in lines if line.startswith(" quest "))
+    assert row.split() == ["quest", "kv_head,", "layer,", "query_head", "16,640", "12.7", "0"]
+    details = lines[lines.index("quest") :]
+    assert details[1].startswith("  Keeps the pages ")
+    assert "  option ranges: int (default 4)" in details
+
+
+_COMMANDS = ["algorithms", "build", "check", "doctor", "eval", "plan", "bench"]
+_BENCHES = ["serve", "prefetch", "lru-diff", "transfer", "swap-in", "decode", "step", "prefill"]
+
+
+@pytest.mark.parametrize(
+    "argv", [[], *([name] for name in _COMMANDS), *(["bench", name] for name in _BENCHES)]
+)
+def test_help_fits_80_columns_and_explains_every_flag(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as stopped:
+        main([*argv, "--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    options = re.split(r"\n  (?=-)", out.partition("options:\n")[2])
+    assert options
+    for option in options:
+        flag, _, text = " ".join(option.split()).removeprefix("-h, ").partition(" ")
+        assert len(re.sub(r"^[A-Z{][^ ]* ?", "", text)) > 5, flag
+
+
+def test_warnings_of_sglang_are_hidden_and_others_are_shown() -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        with without_sglang_warnings():
+            for module in ("sglang.srt.layers.awq", "sglang", "sglangish", "hisparse.kernels"):
+                warnings.warn_explicit(f"from {module}", UserWarning, "x.py", 1, module)
+    assert [str(warning.message) for warning in shown] == [
+        "from sglangish",
+        "from hisparse.kernels",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -39,6 +86,8 @@ def test_algorithms_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["no-such-command"], "no-such-command"),
         (["bench"], "BENCH"),
         (["bench", "serve", "--context", "many"], "--context"),
+        (["bench", "serve", "--tokens", "0"], "--tokens: got '0', expected a number of at least 1"),
+        (["bench", "prefetch", "--steps", "-3"], "--steps: got '-3', expected a number"),
         (["eval", "--context", "4k"], "--context: got '4k', expected numbers such as 4096"),
         (["eval", "--budget", "0"], "--budget: got '0', expected numbers"),
     ],

@@ -1,4 +1,4 @@
-"""The ``hisparse`` command."""
+"""The ``hisparse`` command: one module for each subcommand."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; bad input is one line on standard error and exit code 2."""
-    parser = argparse.ArgumentParser(prog="hisparse", description=__doc__)
+    """Run one command and return its exit code; bad input is one line on stderr and code 2."""
+    parser = argparse.ArgumentParser(
+        prog="hisparse", description="Hierarchical sparse attention for SGLang."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (algorithms, bench, build, check, doctor, eval, plan):
         module.add_parser(commands)
     arguments = parser.parse_args(argv)
-    # Ended by a supervisor, as by Ctrl-C: the servers that a benchmark started are stopped.
+    # A supervisor ends the command as Ctrl-C does: servers that a benchmark started are stopped.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         result: int = arguments.run(arguments)

@@ -1,4 +1,4 @@
-"""``hisparse bench``: speed, shown only beside a passed correctness check."""
+"""``hisparse bench``: measure speed; no time is shown unless a correctness check passed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from hisparse.cli import kernel_benches
+from hisparse.cli.lists import number
+from hisparse.cli.output import without_sglang_warnings
 from hisparse.errors import ConfigError
 
 __all__ = ["add_parser"]
@@ -17,38 +19,65 @@ __all__ = ["add_parser"]
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
-    parser = commands.add_parser("bench", help="measure speed")
+    text = "measure speed; times are shown only if the results are correct"
+    parser = commands.add_parser("bench", help=text, description=text)
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
-    serve = benches.add_parser("serve", help="one long request through the real SGLang server")
-    serve.add_argument("--model", default="smollm2-135m", help="name, folder or hub id")
-    serve.add_argument("--context", type=int, default=7000, help="tokens of the prompt")
-    serve.add_argument("--budget", type=int, default=512, help="tokens attended per step")
-    serve.add_argument("--tokens", type=int, default=64, help="tokens to generate")
-    serve.add_argument("--repeats", type=int, default=3, help="timed requests of each server")
-    serve.add_argument("--threads", type=int, default=os.cpu_count(), help="of each server")
-    serve.add_argument(
-        "--text", type=Path, help="file to take the prompt from; the demo's document"
+    text = "one long request through the real SGLang server, dense and sparse"
+    serve = benches.add_parser("serve", help=text, description=text)
+    _add_model_flags(serve, context=7000, budget=512)
+    add = serve.add_argument
+    add("--tokens", type=number, default=64, metavar="N", help="tokens to generate (64)")
+    add("--repeats", type=number, default=3, metavar="N", help="timed requests of each server (3)")
+    add(
+        "--threads",
+        type=number,
+        default=os.cpu_count(),
+        metavar="N",
+        help="threads of each server (one for each core)",
     )
-    serve.add_argument("--json", action="store_true", help="one JSON object on standard output")
     serve.set_defaults(run=_run_serve)
-    _add_prefetch(benches)
+    text = "pages that a decode step waits for, with and without prefetch"
+    prefetch = benches.add_parser("prefetch", help=text, description=text)
+    _add_model_flags(prefetch, context=2048, budget=256)
+    add = prefetch.add_argument
+    add("--algorithm", default="quest", metavar="NAME", help="the algorithm (quest)")
+    add(
+        "--min-cosine",
+        type=_cosines,
+        default=[0.8, 0.9],
+        metavar="X[,X]",
+        help="values of the prefetch option min_cosine (0.8,0.9)",
+    )
+    add("--steps", type=number, default=64, metavar="N", help="decode steps (64)")
+    prefetch.set_defaults(run=_run_prefetch)
     kernel_benches.add_parsers(benches)
 
 
-def _add_prefetch(benches: Any) -> None:
-    parser = benches.add_parser(
-        "prefetch", help="pages that a decode step waits for, with and without prefetch"
-    )
+def _add_model_flags(parser: argparse.ArgumentParser, *, context: int, budget: int) -> None:
+    """Add the flags of benchmarks that run a real model on a real text."""
     add = parser.add_argument
-    add("--model", default="smollm2-135m", help="name, folder or hub id")
-    add("--context", type=int, default=2048, help="tokens before the first step")
-    add("--budget", type=int, default=256, help="tokens attended per step")
-    add("--algorithm", default="quest", help="name")
-    add("--min-cosine", type=_cosines, default=[0.8, 0.9], metavar="X[,X]", help="of prefetch")
-    add("--steps", type=int, default=64, help="tokens to read")
-    add("--text", type=Path, help="file to read; the demo's document")
-    add("--json", action="store_true", help="one JSON object on standard output")
-    parser.set_defaults(run=_run_prefetch)
+    add(
+        "--model",
+        default="smollm2-135m",
+        metavar="PATH|HUB_ID|NAME",
+        help="the model (smollm2-135m)",
+    )
+    add(
+        "--context",
+        type=number,
+        default=context,
+        metavar="N",
+        help=f"tokens of the prompt ({context})",
+    )
+    add(
+        "--budget",
+        type=number,
+        default=budget,
+        metavar="N",
+        help=f"tokens attended per step ({budget})",
+    )
+    add("--text", type=Path, metavar="FILE", help="text of the prompt (the demo's document)")
+    add("--json", action="store_true", help="print one JSON object instead")
 
 
 def _cosines(text: str) -> list[float]:
@@ -67,8 +96,6 @@ def _run_prefetch(arguments: argparse.Namespace) -> int:
     from hisparse_bench.prefetch import WARMUPS, PrefetchBench
     from hisparse_bench.report import Report
 
-    if arguments.steps < 1:
-        raise ConfigError(f"--steps: got {arguments.steps}, expected 1 or more")
     folder = models.resolve(arguments.model)
     bench = PrefetchBench(
         model=AutoModelForCausalLM.from_pretrained(folder).eval(),
@@ -79,7 +106,7 @@ def _run_prefetch(arguments: argparse.Namespace) -> int:
         min_cosines=arguments.min_cosine,
         num_steps=arguments.steps,
     )
-    with Console(stderr=True).status("bench prefetch"):
+    with Console(stderr=True).status("bench prefetch"), without_sglang_warnings():
         case = bench.run()
     report = Report(command="bench prefetch", device="cpu", cases=[case])
     return kernel_benches.show(report, as_json=arguments.json)
@@ -103,14 +130,21 @@ def _run_serve(arguments: argparse.Namespace) -> int:
 
 
 def _prompt(model: str, text: Path | None, num_tokens: int) -> list[int]:
-    """The first tokens of a real text."""
+    """The first ``num_tokens`` token ids of a text.
+
+    Raises:
+        ConfigError: the text cannot be read or is shorter.
+    """
     from transformers import AutoTokenizer
 
     from hisparse.demo import document
 
-    ids: list[int] = AutoTokenizer.from_pretrained(model)(
-        document.text() if text is None else text.read_text()
-    )["input_ids"]
+    try:
+        words = document.text() if text is None else text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"--text: cannot read {str(text)!r}: {reason}") from None
+    ids: list[int] = AutoTokenizer.from_pretrained(model)(words)["input_ids"]
     if len(ids) < num_tokens:
         raise ConfigError(
             f"--context: got {num_tokens}, the text has {len(ids)} tokens; give a longer --text"

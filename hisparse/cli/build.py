@@ -18,13 +18,15 @@ __all__ = ["add_parser"]
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
-    parser = commands.add_parser("build", help="compile the kernels ahead of time")
+    text = "compile the kernels ahead of time"
+    parser = commands.add_parser("build", help=text, description=text)
     parser.add_argument(
         "--arch",
         default="",
-        help="CUDA architectures such as sm_80,sm_90 (those of this machine's GPU, if it has one)",
+        metavar="NAME[,NAME]",
+        help="CUDA architectures, such as sm_80,sm_90 (this machine's GPU, if there is one)",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 
 

@@ -1,4 +1,4 @@
-"""``hisparse doctor``: what fits and works on this machine, and what to do about the rest."""
+"""``hisparse doctor``: check this machine and its packages, and say how to fix what fails."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
-    parser = commands.add_parser(
-        "doctor", help="check SGLang, hooks, device, memory and kernels; exit code 1 for an error"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    text = "check SGLang, its hooks, the device, memory and kernels, and say what to do"
+    parser = commands.add_parser("doctor", help=text, description=f"{text} (exit code 1: an error)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from hisparse.doctor import provenance, run_checks
 
-    checks = run_checks()
+    with Console(stderr=True).status("checking, about 10 seconds"):
+        checks = run_checks()
     if arguments.json:
         found = {"command": "doctor", "machine": provenance.machine()}
         print(json.dumps(found | {"checks": [asdict(check) for check in checks]}, indent=2))
     else:
-        table = Table("check", "", "found", box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False)
+        for head in ("check", "status", "found"):
+            table.add_column(head, overflow="fold")
         for check in checks:
             text = Text(check.message)
             if check.remedy:

@@ -1,5 +1,7 @@
-"""``hisparse bench lru-diff|transfer|swap-in|decode``: kernels beside their peers; and
-``step|prefill``: several layers with and without overlap.
+"""``hisparse bench lru-diff|transfer|swap-in|decode|step|prefill``: benchmarks without a server.
+
+The first four time kernels beside other implementations, the last two several layers with and
+without overlap.
 """
 
 from __future__ import annotations
@@ -15,33 +17,33 @@ from hisparse_bench.report import Case, Report
 
 __all__ = ["add_parsers", "show"]
 
-#: Flag to its default and what it says; a list of defaults is one case each.
+#: Sizes of each benchmark: the flag, its default and its help.
 _LRU_DIFF = {
     "rows": (8, "rows of the batch"),
     "width": (2048, "pages of a selection"),
-    "slots": (4096, "slots of a row"),
-    "overlap": (0.85, "share of a selection that the next one keeps"),
+    "slots": (4096, "device slots of a row"),
+    "overlap": (0.85, "fraction of a selection that the next one keeps"),
 }
 _TRANSFER = {
-    "pool-bytes": (4 << 30, "of the host pool"),
-    "page-bytes": (4096, "of a page's keys; its values are as many"),
-    "pages": (2048, "moved in one step"),
+    "pool-bytes": (4 << 30, "size of the host pool, bytes"),
+    "page-bytes": (4096, "size of the keys of a page, bytes; its values are as large"),
+    "pages": (2048, "pages moved in one step"),
 }
 _SWAP_IN = {
     "batch": (1, "requests"),
     "width": (2048, "tokens of a selection"),
     "slots": (4096, "tokens of a row's device buffer"),
-    "misses": (0.15, "share of a selection that is not resident"),
-    "row-bytes": (1152, "of one token's latent"),
-    "pool-bytes": (1 << 30, "of the host pool, at least"),
+    "misses": (0.15, "fraction of a selection that is not resident"),
+    "row-bytes": (1152, "size of the latent of a token, bytes"),
+    "pool-bytes": (1 << 30, "least size of the host pool, bytes"),
 }
 _DECODE = {
     "context": (32768, "tokens of each request"),
     "budget": (2048, "tokens attended per step"),
-    "misses": (0.15, "share of the selected pages that is not resident; 0: all are"),
+    "misses": (0.15, "fraction of the selected pages that is not resident"),
     "batch": (1, "requests"),
     "q-heads": (32, "query heads"),
-    "kv-heads": (8, "key/value heads"),
+    "kv-heads": (8, "KV heads"),
     "head-dim": (128, "width of a head"),
     "page-size": (16, "tokens of a page"),
 }
@@ -50,42 +52,42 @@ _STEP = {
     "context": (8192, "tokens of each request"),
     "budget": (1024, "tokens attended per step"),
     "batch": (1, "requests"),
-    "layers": (4, "of a step"),
+    "layers": (4, "layers of the model"),
     "reuse-layers": (2, "layers that share a selection"),
 } | _MODEL
 _PREFILL = {
     "context": (8192, "tokens of the prefix"),
-    "chunk": (512, "tokens that are computed"),
-    "tile": (2048, "tokens of the prefix that are brought in at a time"),
-    "layers": (4, "of a forward"),
+    "chunk": (512, "tokens of the chunk"),
+    "tile": (2048, "tokens of the prefix that are staged at a time"),
+    "layers": (4, "layers of the model"),
 } | _MODEL
 
 
 def add_parsers(benches: Any) -> None:
     """Add the kernel benchmarks to ``hisparse bench``."""
-    _add(benches, "lru-diff", "what is resident, what is evicted, what is loaded", _LRU_DIFF)
-    _add(benches, "transfer", "scattered pages out of a large host pool", _TRANSFER)
-    _add(benches, "swap-in", "from a selection to resident bytes, MLA rows", _SWAP_IN)
-    decode = _add(
-        benches, "decode", "one layer's attention, selection and swap-in included", _DECODE
-    )
+    _add(benches, "lru-diff", "find hits, choose victims and list the pages to load", _LRU_DIFF)
+    _add(benches, "transfer", "gather scattered pages from a large host pool", _TRANSFER)
+    _add(benches, "swap-in", "bring the missing pages of a selection to the device", _SWAP_IN)
+    decode = _add(benches, "decode", "attention of one layer, with selection and swap-in", _DECODE)
     step = _add(benches, "step", "a decode step of several layers, with and without overlap", _STEP)
     prefill = _add(benches, "prefill", "a chunk over a prefix, with and without overlap", _PREFILL)
     for parser in (decode, step, prefill):
-        parser.add_argument("--dtype", default="float32", help="of keys and values")
+        help_text = "dtype of K and V (float32)"
+        parser.add_argument("--dtype", default="float32", metavar="NAME", help=help_text)
 
 
 def _add(
     benches: Any, name: str, text: str, flags: dict[str, tuple[Any, str]]
 ) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = benches.add_parser(name, help=text)
+    parser: argparse.ArgumentParser = benches.add_parser(name, help=text, description=text)
     for flag, (default, what) in flags.items():
         kind = type(default)
-        parser.add_argument(f"--{flag}", type=kind, default=default, help=f"{what} ({default})")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
-    parser.add_argument("--steps", type=int, default=60, help="timed steps of each (60)")
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs (0)")
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+        options = {"type": kind, "default": default, "metavar": "N" if kind is int else "X"}
+        parser.add_argument(f"--{flag}", help=f"{what} ({default})", **options)
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="cpu or cuda (cpu)")
+    parser.add_argument("--steps", type=int, default=60, metavar="N", help="timed steps (60)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the inputs (0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     sizes = [flag.replace("-", "_") for flag in flags]
     parser.set_defaults(run=lambda arguments: _run(name, sizes, arguments))
     return parser
@@ -132,7 +134,7 @@ def _bench(name: str) -> Callable[..., Any]:
 
 
 def show(report: Report, *, as_json: bool) -> int:
-    """Print a report; the exit code says whether every check passed."""
+    """Print a report and return the exit code: 0 if every correctness check passed, else 1."""
     if as_json:
         print(report.to_json())
     else:

@@ -1,10 +1,10 @@
-"""Values of flags that take several, divided by commas."""
+"""Parse numbers on the command line, and lists that are separated by commas."""
 
 from __future__ import annotations
 
 import argparse
 
-__all__ = ["names", "numbers"]
+__all__ = ["names", "number", "numbers"]
 
 
 def names(text: str) -> list[str]:
@@ -12,8 +12,23 @@ def names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
+def number(text: str) -> int:
+    """``"64"`` -> 64.
+
+    Raises:
+        ArgumentTypeError: the value is no number, or is below 1.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of at least 1")
+    return int(text)
+
+
 def numbers(text: str) -> list[int]:
-    """``"256,512"`` -> ``[256, 512]``; an error of the command line for what is not positive."""
+    """``"256,512"`` -> ``[256, 512]``.
+
+    Raises:
+        ArgumentTypeError: a value is no number, or is below 1.
+    """
     try:
         found = [int(number) for number in text.split(",")]
     except ValueError:
