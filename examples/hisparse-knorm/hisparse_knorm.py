@@ -1,11 +1,10 @@
-"""KNorm: keys of a small norm draw attention. https://arxiv.org/abs/2406.11430 (per page)"""
+"""KNorm: keys with a small norm draw attention. https://arxiv.org/abs/2406.11430 (per page)"""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from hisparse.algorithms import PageScoreAlgorithm, register_algorithm
-from hisparse.types import KVSpec
+from hisparse.algorithms import KVSpec, PageScoreAlgorithm, register_algorithm
 
 
 @register_algorithm("knorm")

@@ -1,4 +1,4 @@
-"""One situation that an algorithm is checked in: shapes, requests, and how they are served."""
+"""A case of the contract suite: shapes, requests, and how a simulator serves them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ __all__ = ["Case", "Run"]
 
 @dataclass
 class Run:
-    """A simulator, and what its algorithm was asked and answered.
+    """A simulator and the recorded calls of its algorithm.
 
     Attributes:
         sim: the simulator.
-        recorder: stands before the algorithm.
+        recorder: wraps the algorithm and records its calls.
     """
 
     sim: Simulator
     recorder: Recorder
 
     def trace(self, request: Request) -> Trace:
-        """Selections of a request so far."""
+        """The selections of a request so far."""
         return self.recorder.traces.get(request.slot, {})
 
     def finish(self, *requests: Request, steps: int) -> Run:
-        """Decode ``steps`` tokens of all requests together."""
+        """Decode ``steps`` tokens of all requests in one batch."""
         for _ in range(steps):
             self.sim.decode(*requests)
         return self
@@ -40,14 +40,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Case:
-    """What an algorithm is checked with.
+    """Shapes and requests with which an algorithm is checked.
+
+    The *typical request* has a prompt of ``pages`` full pages and a part of another one.
 
     Attributes:
-        make: a new instance of the algorithm.
+        make: returns a new instance of the algorithm.
         scope: selection scope.
         page_size: tokens per page.
-        pages: full pages of the prompt of a typical request.
-        seed: of its K, V and queries.
+        pages: full pages of the prompt of the typical request.
+        seed: seed of its K, V and queries.
     """
 
     make: Callable[[], BaseSparseAlgorithm]
@@ -60,11 +62,11 @@ class Case:
     def of(
         cls, make: Callable[[], BaseSparseAlgorithm], scope: SelectionScope, page_size: int
     ) -> Case:
-        """The case as large as it is checked; :meth:`smaller` ones tell where a fault begins."""
+        """The case in its full size; :meth:`smaller` ones help to understand a fault."""
         return cls(make, scope, page_size, pages=20 if page_size > 1 else 40)
 
     def smaller(self) -> list[Case]:
-        """The same with shorter prompts, the shortest first; all are longer than the budget."""
+        """The same case with shorter prompts, the shortest first; all exceed the budget."""
         first = self.budget_pages + 2
         return [replace(self, pages=n) for n in (first, 2 * first) if n < self.pages]
 
@@ -78,27 +80,27 @@ class Case:
 
     @property
     def budget_pages(self) -> int:
-        """Full pages in the budget: a sink, two recent ones, and some to be chosen."""
+        """Full pages in the budget: a sink page, two recent pages and some that are chosen."""
         return 6 if self.page_size > 1 else 12
 
     @property
     def budget(self) -> int:
-        """Tokens."""
+        """The budget in tokens, tail page included."""
         return (self.budget_pages + 1) * self.page_size
 
     @property
     def prompt(self) -> int:
-        """Tokens of the typical prompt; it ends within a page."""
+        """Tokens of the typical prompt, which ends within a page."""
         return self.pages * self.page_size + self.page_size // 2
 
     @property
     def steps(self) -> int:
-        """Decode steps: enough to fill two pages."""
+        """Number of decode steps: enough to fill two pages."""
         return max(8, 3 * self.page_size // 2 + 1)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of the simulator. Three query heads share a KV head: no two sizes are the same."""
+        """Settings of the simulator. Sizes differ from one another, so that mix-ups show."""
         return {
             "scope": self.scope,
             "page_size": self.page_size,
@@ -115,18 +117,18 @@ class Case:
         }
 
     def start(self, **settings: Any) -> Run:
-        """A new instance of the algorithm in a new simulator."""
+        """Put a new instance of the algorithm into a new simulator."""
         recorder = Recorder(self.make())
         algorithm = cast(BaseSparseAlgorithm, recorder)
         return Run(Simulator(**self.settings | settings, algorithm=algorithm), recorder)
 
     def serve(self, *others: int, order: Sequence[int] | None = None, **settings: Any) -> Run:
-        """The typical request in slot 1, and others that are longer or shorter by ``others`` pages.
+        """Serve the typical request in slot 1 and other requests in the slots after it.
 
         Args:
-            others: difference in pages.
-            order: of the requests in the decode batch.
-            settings: of the simulator.
+            others: by how many pages the prompt of each other request is longer.
+            order: order of the requests in the decode batch; None: by slot.
+            settings: settings of the simulator that differ from :attr:`settings`.
         """
         run = self.start(**settings)
         requests = []
@@ -139,10 +141,10 @@ class Case:
 
     @cached_property
     def alone(self) -> Run:
-        """The typical request on its own, its prompt in one chunk."""
+        """A run of the typical request alone, its prompt in one chunk."""
         return self.serve()
 
     @cached_property
     def together(self) -> Run:
-        """The typical request with a shorter and a longer one."""
+        """A run of the typical request with a shorter and a longer one."""
         return self.serve(-1, 4)

@@ -1,8 +1,9 @@
-"""Checks of what runs in every decode step: nothing that waits, loops or grows.
+"""Checks of the methods that run in every decode step.
 
-On a CPU these are proxies, and see PyTorch's operations only, not what compiled kernels do: a read
-of a value instead of a wait for the device, a number of operations instead of a graph, bytes of new
-tensors instead of an allocator's.
+The checks run on a CPU, so they look for signs of what would be slow or wrong on a GPU: a read of a
+tensor's value stands for a wait for the device, a changing list of operations for a CUDA graph that
+cannot be replayed, and bytes of new tensors for the work of an allocator. They see the operations
+of PyTorch and not what compiled kernels do.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _DECODE = ("retrieve_topk", "update_representations")
 
 
 def no_syncs(case: Case) -> None:
-    """No value is read back, no shape depends on values."""
+    """No tensor value is read on the host, and no shape depends on values."""
 
     @contextmanager
     def guard(call: Call) -> Iterator[None]:
@@ -42,7 +43,7 @@ def no_syncs(case: Case) -> None:
 
 
 def no_loops(case: Case) -> None:
-    """The operations of a step are the same for 2 and for 5 requests, and for other values."""
+    """A step runs the same operations for any number of requests and any values."""
     two, five, others = (
         _operations(case, (0,) * n, seed=seed) for n, seed in ((2, 0), (5, 0), (2, 9))
     )
@@ -52,18 +53,18 @@ def no_loops(case: Case) -> None:
             raise Violation(
                 f"{method}: got {len(few)} tensor operations for 2 requests and {len(many)} for 5 "
                 f"of the same length ({_first_difference(few, many)}), expected the same: a loop "
-                "over requests costs time with every one of them"
+                "over requests costs time for each of them"
             )
         if few != different:
             raise Violation(
                 f"{method}: got other tensor operations for other values "
                 f"({_first_difference(few, different)}), expected the same: a CUDA graph replays "
-                "the ones that it has seen"
+                "the operations that it has captured"
             )
 
 
 def allocations(case: Case) -> None:
-    """New tensors are as large as the requests need, however large the pool is, and are let go."""
+    """Allocations scale with the batch, not the pool, and are freed."""
     least = case.settings["host_pages"]
     small, large = (_bytes(case, least * n) for n in (1, 2))
     for method in _DECODE:
@@ -77,9 +78,10 @@ def allocations(case: Case) -> None:
 
 
 def replays(case: Case) -> None:
-    """A step that is captured once, of padding alone, attends as eager ones do when it is replayed.
+    """A step that is captured with padding only and then replayed gives the same output.
 
-    Of algorithms that can be captured, where there are compiled kernels.
+    Skipped for algorithms that read keys on the host and without compiled kernels: neither can be
+    captured.
     """
     if case.make().reads_host_keys or cpu_library() is None:
         return
@@ -101,13 +103,13 @@ def replays(case: Case) -> None:
             raise Violation(
                 f"step {step + 1} of {len(some)} requests: got outputs that differ by "
                 f"{(eager - replayed).abs().max():.1e} from those of an eager step, expected the "
-                "same: a CUDA graph replays the numbers and shapes of its capture, such as those "
-                "that come from step.max_pages"
+                "same: a CUDA graph replays the numbers and shapes that it has captured, also "
+                "those that come from step.max_pages"
             )
 
 
 def _decode(case: Case, guard: Guard, pages: tuple[int, ...], seed: int = 0, **world: int) -> None:
-    """Requests with prompts ``pages`` longer than the shortest typical one, decoded together."""
+    """Decode requests whose prompts are ``pages`` pages longer than that of the smallest case."""
     case = (case.smaller() or [case])[0]
     run = case.start(num_slots=len(pages) + 1, **world)
     requests = []
@@ -121,7 +123,7 @@ def _decode(case: Case, guard: Guard, pages: tuple[int, ...], seed: int = 0, **w
 
 
 def _operations(case: Case, pages: tuple[int, ...], seed: int) -> dict[str, list[str]]:
-    """Names of all operations, by method."""
+    """Names of all operations that run in each method."""
     names: dict[str, list[str]] = {method: [] for method in _DECODE}
 
     @contextmanager
@@ -135,7 +137,7 @@ def _operations(case: Case, pages: tuple[int, ...], seed: int) -> dict[str, list
 
 
 def _bytes(case: Case, host_pages: int) -> dict[str, int]:
-    """Bytes allocated, by method."""
+    """Bytes that each method allocates."""
     found = dict.fromkeys(_DECODE, 0)
 
     @contextmanager
@@ -158,12 +160,12 @@ def _require_nothing_kept(case: Case) -> None:
         steps.append(seen)
 
     _decode(case, guard, (0,))
-    # The last calls' results may still be in use.
+    # The results of the last calls may still be in use.
     alive = [seen.num_alive for seen in steps[:-4]]
     if sum(map(bool, alive)) > len(alive) // 2:
         raise Violation(
-            f"got {sum(alive)} tensors of {len(alive)} earlier calls that are still held, expected "
-            "none: what is remembered lies in representations"
+            f"got {sum(alive)} tensors of {len(alive)} earlier calls that are not freed, expected "
+            "none: state belongs in representations"
         )
 
 

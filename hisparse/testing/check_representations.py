@@ -1,4 +1,4 @@
-"""Checks of what is remembered: however tokens arrive, and where it is written."""
+"""Checks of representations: how tokens arrive does not matter, and nothing else is written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["chunks", "decoded_pages", "inputs_untouched", "writes"]
 
 
 def _prefilled(case: Case, *chunks: int) -> tuple[Run, Request]:
-    """The typical request, its prompt in chunks."""
+    """Prefill the typical request in chunks of these lengths."""
     run = case.start()
     prompt = sum(chunks)
     request = run.sim.request(1, case.prompt + case.steps, case.seed + 1, prompt=prompt)
@@ -32,11 +32,11 @@ def _prefilled(case: Case, *chunks: int) -> tuple[Run, Request]:
 
 
 def chunks(case: Case) -> None:
-    """A prompt in chunks, cut within pages and of one token too, is as one chunk."""
+    """Splitting a prompt into chunks, also within a page, does not change the result."""
     size, total = case.page_size, case.prompt
     whole, one = _prefilled(case, total)
     expected = page_representations(whole, one, case.pages)
-    # What decoding adds later is not compared here.
+    # A copy: decoding adds to the tensors.
     expected = {name: entries.clone() for name, entries in expected.items()}
     whole.finish(one, steps=case.steps)
     for cut in ((1, size + size // 2, 2 * size), (total - size - 2, size + 1)):
@@ -50,7 +50,7 @@ def chunks(case: Case) -> None:
 
 
 def decoded_pages(case: Case) -> None:
-    """A page that decoding fills is remembered as one of a prompt."""
+    """A page that decoding fills has the same representation as in prefill."""
     total = case.prompt + case.steps
     decoded, request = _prefilled(case, case.prompt)
     decoded.finish(request, steps=case.steps)
@@ -65,7 +65,7 @@ def decoded_pages(case: Case) -> None:
 
 
 def writes(case: Case) -> None:
-    """Only the step's own layer, pages and request slots are written."""
+    """Only entries of the step's own layer, pages and request slots are written."""
     run = case.start()
     kinds = run.recorder.algorithm.representations(run.sim.policy)
     tensors = run.sim.representations.tensors
@@ -78,7 +78,7 @@ def writes(case: Case) -> None:
             per = kinds[name].per
             changed = _changed(before[name], tensor, 1 if per == "layer" else 2)
             if per == "page":
-                # Page 0 is that of padding: anyone may write it.
+                # Page 0 is the padding page, which every step may write.
                 changed[call.layer_id, [0, *call.host_pages.tolist()]] = False
             elif per == "request":
                 changed[call.layer_id, call.slots] = False
@@ -90,7 +90,7 @@ def writes(case: Case) -> None:
 
 
 def _changed(before: Tensor, after: Tensor, entry_dims: int) -> Tensor:
-    """Entries of which a bit differs, ``[L, ...]`` with ``entry_dims`` dimensions."""
+    """Entries that differ in any bit, ``[L, ...]`` with ``entry_dims`` dimensions."""
     flat = (x.reshape(*x.shape[:entry_dims], -1).view(torch.uint8) for x in (before, after))
     old, new = flat
     return (old != new).any(-1)
@@ -111,7 +111,7 @@ def _describe(call: Call, name: str, per: str, changed: Tensor) -> str:
 
 
 def inputs_untouched(case: Case) -> None:
-    """Keys, queries and the step's tensors are left as they are."""
+    """Keys, queries and the tensors of the step are not changed in place."""
     run = case.start()
 
     @contextmanager
@@ -119,11 +119,11 @@ def inputs_untouched(case: Case) -> None:
         before = {name: tensor.clone() for name, tensor in call.tensors.items()}
         yield
         for name, tensor in call.tensors.items():
-            # K and V of places without a token are NaN here.
+            # The simulator fills K and V of positions without a token with NaN.
             if not torch.equal(before[name].nan_to_num(), tensor.nan_to_num()):
                 raise Violation(
                     f"{call}: got {name} changed in place, expected it untouched: the model "
-                    "and other layers go on using it"
+                    "and other layers use it too"
                 )
 
     run.recorder.guards.append(guard)
@@ -131,7 +131,7 @@ def inputs_untouched(case: Case) -> None:
 
 
 def _serve_two(case: Case, run: Run) -> None:
-    """Two requests through prefill, in chunks, and decoding."""
+    """Prefill two requests in chunks, then decode both."""
     sim, size = run.sim, case.page_size
     a = sim.request(1, case.prompt + case.steps, case.seed + 1, prompt=case.prompt)
     b = sim.request(3, case.prompt + size + case.steps, case.seed + 2, prompt=case.prompt + size)

@@ -1,4 +1,4 @@
-"""Checks that a request depends on nothing but itself: invariants 3, 4 and 5."""
+"""Checks that a request depends on its own tokens and on nothing else."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ __all__ = ["batch_order", "other_requests", "reused_slot", "shared_prefix"]
 
 
 def batch_order(case: Case) -> None:
-    """Requests in another order select the same."""
-    turned = case.serve(-1, 4, order=(2, 0, 1))
+    """The order of the requests in a batch does not change their selections."""
+    reordered = case.serve(-1, 4, order=(2, 0, 1))
     for slot in (1, 2, 3):
-        got, expected = (run.recorder.traces.get(slot, {}) for run in (turned, case.together))
+        got, expected = (run.recorder.traces.get(slot, {}) for run in (reordered, case.together))
         require_same_trace(got, expected, f"batch order [3, 1, 2], request {slot}", "in [1, 2, 3]")
 
 
 def other_requests(case: Case) -> None:
-    """A request selects what it selects alone."""
+    """Other requests in the batch do not change the selections of a request."""
     got, expected = (run.recorder.traces.get(1, {}) for run in (case.together, case.alone))
     require_same_trace(got, expected, "beside a shorter and a longer request", "it does alone")
 
 
 def reused_slot(case: Case) -> None:
-    """Nothing is left of the request that had the slot and the host pages before."""
+    """A request is not affected by the last owner of its slot and its host pages."""
     expected = case.alone.recorder.traces.get(1, {})
     run = case.start()
     sim, size = run.sim, case.page_size
     old = sim.request(1, case.prompt + 3 * size + case.steps, seed=case.seed + 50)
-    # Larger keys and queries than those that follow: what is left of them shows.
+    # Its keys and queries are larger than those of the next request, so that leftovers show.
     for stream in old.streams:
         stream.mul_(4)
     sim.prefill((old, old.length - case.steps))
@@ -46,7 +46,7 @@ def reused_slot(case: Case) -> None:
 
 
 def shared_prefix(case: Case) -> None:
-    """A radix hit: host pages of another request are read as they are, and nothing changes."""
+    """On a radix hit, shared pages are used as they are and selections do not change."""
     size = case.page_size
     shared_pages = case.pages // 2
     shared, window = shared_pages * size, case.make().query_window
@@ -71,8 +71,8 @@ def shared_prefix(case: Case) -> None:
         if not torch.equal(*(x.contiguous().view(torch.uint8) for x in (entries, after[name]))):
             raise Violation(
                 f"representation {name!r} of pages that another request reuses: got other values "
-                "than before, expected them untouched: page representations may depend on nothing "
-                "but the tokens of the page"
+                "than before, expected them untouched: page representations may depend only on the "
+                "tokens of the page"
             )
     computed = max(len(pages) for pages in run.recorder.constructed)
     if computed != prompt // size - shared_pages:
@@ -81,6 +81,6 @@ def shared_prefix(case: Case) -> None:
             f"the {prompt // size - shared_pages} that follow"
         )
     when = f"with {shared_pages} pages reused from another request"
-    # What the reused tokens attended, where prefill is sparse, is not computed again.
+    # With sparse prefill, the selections of the shared tokens are not computed again.
     expected = {where: heads for where, heads in alone.trace(twin).items() if where[0] > shared}
     require_same_trace(run.trace(hit), expected, when, "it does alone")

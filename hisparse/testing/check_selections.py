@@ -1,4 +1,4 @@
-"""Checks of what is selected, whatever was asked: invariants 1 and 6."""
+"""Checks of selections: they are valid for every query, and dense if the budget allows."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ __all__ = ["budget", "dense", "runs", "sinks_and_recents", "well_formed"]
 
 
 def runs(case: Case) -> None:
-    """Prefill and decoding work, and selections have the right shapes."""
+    """Prefill and decoding raise no error, and selections have the right shapes."""
     if not case.together.recorder.retrieved:
         raise Violation("got no call of retrieve_topk, expected some: contexts exceed the budget")
 
 
-#: (pages of a head, its length, full pages) to what is wrong with them.
+#: Takes the pages of a head, the length of its selection and the number of full pages; returns what
+#: is wrong, or None.
 Rule = Callable[[list[int], int, int], str | None]
 
 
@@ -41,7 +42,7 @@ def _where(found: Retrieved, request: int, head: int) -> str:
 
 
 def well_formed(case: Case) -> None:
-    """Pages in range, ascending, each once, -1 behind the last one."""
+    """Pages are in range, ascending and unique, and the rest is padded with -1."""
 
     def rule(pages: list[int], length: int, count: int) -> str | None:
         used, padding = pages[:length], pages[length:]
@@ -57,7 +58,7 @@ def well_formed(case: Case) -> None:
 
 
 def sinks_and_recents(case: Case) -> None:
-    """The first and the last full pages are always kept."""
+    """Sink pages and recent pages are always selected."""
     policy = case.together.sim.policy
 
     def rule(pages: list[int], length: int, count: int) -> str | None:
@@ -75,7 +76,7 @@ def sinks_and_recents(case: Case) -> None:
 
 
 def budget(case: Case) -> None:
-    """No more pages than the policy allows."""
+    """No more pages are selected than the policy allows."""
     most = case.together.sim.policy.max_pages
 
     def rule(pages: list[int], length: int, count: int) -> str | None:
@@ -87,9 +88,9 @@ def budget(case: Case) -> None:
 
 
 def dense(case: Case) -> None:
-    """A budget of the whole context attends as dense attention does, in float64.
+    """If the budget holds the whole context, the output equals dense attention in float64.
 
-    Once with room for everything, once for a short request beside a long one.
+    Checked with a budget that holds every request, and for a short request beside a long one.
     """
     total = -(-(case.prompt + case.steps) // case.page_size) + 2
     _require_dense(case, 0, budget=total * case.page_size)
@@ -97,9 +98,13 @@ def dense(case: Case) -> None:
 
 
 def _require_dense(case: Case, pages: int, budget: int | None = None) -> None:
-    """Decode a request whose prompt is ``pages`` longer than the typical one, beside that one."""
-    room = 2 * (budget or case.budget)
-    sizes = {"budget": budget or case.budget, "device_buffer": room, "max_row": room}
+    """Decode the typical request beside one whose prompt is ``pages`` pages longer."""
+    buffer_tokens = 2 * (budget or case.budget)
+    sizes = {
+        "budget": budget or case.budget,
+        "device_buffer": buffer_tokens,
+        "max_row": buffer_tokens,
+    }
     run = case.start(**sizes)
     sim, prompt = run.sim, case.prompt + pages * case.page_size
     steps = min(case.steps, sizes["budget"] - prompt)
@@ -112,7 +117,7 @@ def _require_dense(case: Case, pages: int, budget: int | None = None) -> None:
         error = (out.double() - expected).abs().max().item()
         if not error < 1e-4:
             raise Violation(
-                f"a request of {short.done} tokens, which a budget of {sim.budget} holds: got "
-                f"attention that is {error:.3g} off, expected dense attention within 1e-4 "
-                "(every full page selected)"
+                f"a request of {short.done} tokens with a budget of {sim.budget}: got an output "
+                f"{error:.3g} off dense attention, expected at most 1e-4: every full page has to "
+                "be selected"
             )

@@ -1,4 +1,4 @@
-"""Comparing what two runs chose and remembered."""
+"""Compare the selections and the representations of two runs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from hisparse.testing.violation import Violation, shorten
 
 __all__ = ["page_representations", "require_same_pages", "require_same_trace"]
 
-#: Sums of another order round differently, and of two pages with nearly equal scores the other one
-#: may be kept: so many of the pages may differ before it is a fault.
+#: Fraction of the pages that may differ. A different order of summation rounds differently and may
+#: swap two pages with nearly equal scores.
 _NEAR_TIES = 0.01
 
-#: Likewise a value at the edge of two codes: so many of a page's values may differ.
+#: Fraction of the values of a page that may differ. Rounding may also change a quantised value.
 _ROUNDED_CODES = 0.05
 
 
 def require_same_trace(got: Trace, expected: Trace, when: str, reference: str) -> None:
-    """The same pages at the same lengths.
+    """Require the same pages at the same context lengths, near ties aside.
 
     Raises:
-        Violation: more than near ties differ; shows the first difference.
+        Violation: too many pages differ; the message shows the first difference.
     """
     if not expected or got.keys() != expected.keys():
         raise Violation(
             f"{when}: got selections at {len(got)} (step, layer) pairs, expected {len(expected)} "
-            f"as {reference}, and more than none"
+            f"as {reference}, and at least one"
         )
     total = differing = 0
     first = ""
@@ -47,7 +47,7 @@ def require_same_trace(got: Trace, expected: Trace, when: str, reference: str) -
 
 
 def page_representations(run: Run, request: Request, num_pages: int) -> dict[str, Tensor]:
-    """What is remembered of a request's first pages, ``[L, num_pages, *shape]`` by name."""
+    """Page representations of a request's first pages, ``[L, num_pages, *shape]`` by name."""
     pages = torch.tensor(request.host_pages[:num_pages])
     kinds = run.recorder.algorithm.representations(run.sim.policy)
     tensors = run.sim.representations.tensors
@@ -57,7 +57,7 @@ def page_representations(run: Run, request: Request, num_pages: int) -> dict[str
 def require_same_pages(
     got: dict[str, Tensor], expected: dict[str, Tensor], when: str, reference: str
 ) -> None:
-    """The same page representations, but for rounding.
+    """Require the same page representations up to rounding.
 
     Raises:
         Violation: names the first layer and page that differ.

@@ -1,4 +1,4 @@
-"""What stands between the coordinator and an algorithm under test."""
+"""Wraps an algorithm under test and records what the coordinator asks and what it answers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hisparse.types import Selection
 
 __all__ = ["Call", "Guard", "Recorder", "Retrieved", "Trace"]
 
-#: (tokens of the request, layer) to the pages of each head, for one request. For algorithms with
-#: sparse prefill, tokens of the prompt too, and to positions.
+#: The selections of one request: (tokens of the request, layer) to the pages of each head. For
+#: algorithms with sparse prefill it has entries for the prompt too, which hold positions.
 Trace = dict[tuple[int, int], list[list[int]]]
 
 
@@ -26,12 +26,12 @@ class Call:
     """A call of an algorithm's method.
 
     Attributes:
-        method: its name.
+        method: name of the method.
         layer_id: layer number.
         step: the step.
-        tensors: by name, what it must not change.
-        host_pages: where page representations may be written.
-        slots: where request representations may be written.
+        tensors: tensors, by name, that the method must not change.
+        host_pages: host pages whose representations the method may write.
+        slots: request slots whose representations the method may write.
     """
 
     method: str
@@ -45,21 +45,21 @@ class Call:
         return f"{self.method}, layer {self.layer_id}"
 
 
-#: Entered around every call; what it raises ends the check.
+#: A context manager that is entered around every call; an exception that it raises ends the check.
 Guard = Callable[[Call], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class Retrieved:
-    """A selection as the algorithm gave it.
+    """A selection as the algorithm returned it.
 
     Attributes:
         layer_id: layer number.
-        slots: ``[B]``.
-        seq_lens: ``[B]``, tokens.
-        num_pages: ``[B]``, full pages.
-        pages: ``[B][H][K]``.
-        lengths: ``[B][H]``.
+        slots: ``[B]``, request slots.
+        seq_lens: ``[B]``, tokens of each request.
+        num_pages: ``[B]``, full pages of each request.
+        pages: ``[B][H][K]``, selected pages.
+        lengths: ``[B][H]``, number of selected pages.
     """
 
     layer_id: int
@@ -72,17 +72,17 @@ class Retrieved:
 
 @dataclass
 class Recorder:
-    """Passes calls on, keeps the selections, and lets guards watch.
+    """Passes calls on to an algorithm, records its selections and enters guards around the calls.
 
-    A malformed selection is mended before it is handed on, so that only the checks for that fault
-    show it, and nothing is read out of bounds.
+    The coordinator gets a repaired copy of a malformed selection. So only the checks for that fault
+    fail, and nothing is read out of bounds.
 
     Attributes:
         algorithm: the algorithm under test.
         guards: entered around every call.
-        retrieved: selections in order.
+        retrieved: selections in the order of the calls.
         traces: request slot to :data:`Trace`.
-        constructed: host pages handed over in prefill, for each chunk and layer.
+        constructed: host pages that each chunk completed, for each chunk and layer.
     """
 
     algorithm: BaseSparseAlgorithm
@@ -139,10 +139,10 @@ class Recorder:
         with self._guarded(call):
             selection = self.algorithm.retrieve_topk(queries, layer_id, step)
         _check_shape(call, selection, step)
-        self._keep(layer_id, selection, step)
-        return _mended(selection, step)
+        self._record(layer_id, selection, step)
+        return _repaired(selection, step)
 
-    def _keep(self, layer_id: int, selection: Selection, step: DecodeStep) -> None:
+    def _record(self, layer_id: int, selection: Selection, step: DecodeStep) -> None:
         new = Retrieved(
             layer_id,
             step.slots.tolist(),
@@ -181,7 +181,7 @@ def _check_shape(call: Call, selection: Selection, step: DecodeStep) -> None:
 
 
 def _check_positions(layer_id: int, chosen: Tensor, own: Tensor) -> None:
-    """``chosen [T, K]`` of queries at ``own [T, 1]``: none twice, none after the query's own."""
+    """Require ``chosen [T, K]`` to be unique positions, none after the query's ``own [T, 1]``."""
     shape = (tuple(chosen.shape), chosen.dtype)
     if chosen.ndim != 2 or len(chosen) != len(own) or chosen.dtype != torch.int32:
         raise Violation(
@@ -196,12 +196,12 @@ def _check_positions(layer_id: int, chosen: Tensor, own: Tensor) -> None:
         got = shorten(chosen[query].tolist())
         raise Violation(
             f"select_prefill, layer {layer_id}: got positions {got} for the "
-            f"query at {int(own[query])}, expected positions up to its own, none twice, or -1"
+            f"query at {int(own[query])}, expected unique positions up to its own, or -1"
         )
 
 
-def _mended(selection: Selection, step: DecodeStep) -> Selection:
-    """The pages in range of a selection, ascending, each once, at most as many as are allowed."""
+def _repaired(selection: Selection, step: DecodeStep) -> Selection:
+    """The valid pages of a selection, ascending, unique and at most as many as are allowed."""
     beyond = torch.iinfo(torch.int32).max
     count = step.num_pages[:, None, None]
     pages = selection.pages

@@ -1,10 +1,12 @@
-"""Records the operations of a step and runs them again, as a CUDA graph does, on any machine.
+"""Records the operations of a step and replays them, as a CUDA graph does, on any machine.
 
-What a graph freezes is frozen here: which operations run, their shapes, the numbers that Python
-handed them, and the memory that they read and write. What reads values on the host, or brings in
-new ones from there, is refused while it is recorded; what else depends on the step shows as a wrong
-result when other inputs are replayed. Seen are PyTorch's operations and the project's kernels for
-CPUs; launches, streams and an allocator's work are not.
+A recording freezes what a CUDA graph freezes: the list of operations, their shapes, their Python
+numbers, and the memory that they read and write. Recording rejects any operation that depends on a
+host value. Any other dependence on the recorded step shows as a wrong result when other inputs are
+replayed.
+
+Operations of PyTorch and the CPU kernels of hisparse are recorded. Kernel launches, streams and the
+allocator are not simulated.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ _Operation = Callable[[], None]
 
 
 class Recording:
-    """Operations in their order.
+    """The recorded operations, in order.
 
     Attributes:
-        names: of the operations that run in a replay.
-        num_bytes: memory that they made, which a graph keeps for its replays.
+        names: names of the operations that a replay runs.
+        num_bytes: bytes of the tensors that the operations allocated; a graph keeps this memory.
     """
 
     def __init__(self) -> None:
@@ -45,30 +47,30 @@ class Recording:
         self._held: list[Any] = []
 
     def replay(self) -> None:
-        """Run them again, on what their inputs hold now; results are where they were."""
+        """Run the operations on what their inputs hold now; results overwrite the old ones."""
         for operation in self._operations:
             operation()
 
     def add(self, name: str, operation: _Operation) -> None:
-        """One more."""
+        """Append an operation."""
         self.names.append(name)
         self._operations.append(operation)
 
     def hold(self, made: Any) -> None:
-        """Let nothing else take the memory of what an operation made."""
+        """Keep a reference to tensors, so that nothing else is allocated in their memory."""
         self._held.append(made)
 
 
 @contextmanager
 def record(where: object) -> Iterator[Recording]:
-    """Run what is in the ``with`` and record it.
+    """Run the body of the ``with`` statement and record its operations.
 
     Args:
-        where: what is recorded, for messages.
+        where: name of the recorded step, for messages.
 
     Raises:
-        Violation: a value is read on the host, a shape depends on values, or a tensor is made from
-            values of the host; names the operation.
+        Violation: an operation reads a value on the host, has a result whose shape depends on
+            values, or uses a tensor that was made from host values; the message names it.
     """
     recording = Recording()
     mode = _Mode(where, recording)
@@ -85,15 +87,15 @@ class _Mode(TorchDispatchMode):
         self._known = {_address(tensor) for tensor in _living_tensors()}
 
     def require_known(self, name: str, values: Any) -> None:
-        """Refuse tensors that were neither there before nor made by what is recorded."""
+        """Refuse tensors that neither existed before nor were made by a recorded operation."""
         if any(_address(tensor) not in self._known for tensor in _tensors(values)):
             raise Violation(
-                f"{self._where}: got {name} on a tensor that was made from values of the host "
-                "during the step, expected none: a CUDA graph replays the values that it has seen"
+                f"{self._where}: got {name} on a tensor that was made from host values during "
+                "the step, expected none: a CUDA graph replays the values that it has captured"
             )
 
     def add(self, name: str, operation: _Operation) -> None:
-        """Record what is no operation of PyTorch's."""
+        """Record a call that is not an operation of PyTorch."""
         self._recording.add(name, operation)
 
     def __torch_dispatch__(
@@ -106,7 +108,7 @@ class _Mode(TorchDispatchMode):
         options = kwargs or {}
         given = _tensors((args, options))
         if func.overloadpacket.__name__ == "lift_fresh" and given[0].dim() == 0:
-            # A number that Python hands over, as in `x[0] = 1`; on a GPU it is filled in there.
+            # A Python number, as in `x[0] = 1`; on a GPU it is an argument of the fill kernel.
             self._known.add(_address(given[0]))
         self.require_known(str(func), given)
         out = func(*args, **options)
@@ -117,7 +119,7 @@ class _Mode(TorchDispatchMode):
         self._recording.num_bytes += sum(x.untyped_storage().nbytes() for x in made)
         if func.overloadpacket.__name__ in _UNINITIALISED:
             self.add(f"{func} (poisoned)", lambda: _poison(made))
-        elif made or func._schema.is_mutable:  # What else there is are views.
+        elif made or func._schema.is_mutable:  # All others are views.
             self.add(str(func), _again(func, args, options, made, inputs))
         return out
 
@@ -145,7 +147,7 @@ def _poison(made: list[Tensor]) -> None:
 
 
 class _Kernels:
-    """The library of compiled kernels, with every call recorded."""
+    """The library of compiled kernels; every call is recorded."""
 
     def __init__(self, library: Any, mode: _Mode) -> None:
         self._library = library
@@ -163,9 +165,9 @@ class _Kernels:
 
 
 def _living_tensors() -> Iterator[Tensor]:
-    """All that Python can reach, but not what ``gc.freeze`` has put away."""
+    """All tensors that the garbage collector tracks, without those put away by ``gc.freeze``."""
     for found in gc.get_objects():
-        # A fake tensor of the compiler's has no memory.
+        # Fake tensors of torch.compile have no memory.
         if issubclass(type(found), Tensor) and not isinstance(found, FakeTensor):
             yield found
 

@@ -1,4 +1,4 @@
-"""A simulated server whose decode steps are replayed, as one that captures CUDA graphs does."""
+"""A simulator that replays its decode steps, as a server with CUDA graphs does."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["ReplayingSimulator"]
 
 
 class ReplayingSimulator(Simulator):
-    """Records one step at its start, of padding alone, and replays it where it can.
+    """Records one step of padding at its start and replays it for later steps.
 
     A step that cannot be replayed runs eagerly.
 
     Attributes:
-        batch_size: rows of the step; those without a request are padding.
-        num_pages: of the longest context.
-        recording: the step.
-        static: what it reads.
+        batch_size: rows of the recorded step; rows without a request are padding.
+        num_pages: pages of the longest context.
+        recording: the recorded step.
+        static: the input tensors of the recorded step.
         num_replayed: steps that were replayed so far.
     """
 
@@ -39,7 +39,7 @@ class ReplayingSimulator(Simulator):
         self.recording = self._capture()
 
     def decode(self, *requests: Request) -> Tensor:
-        """One step; ``[L, B, Hq, D]``."""
+        """Decode one token of each request; returns the outputs ``[L, B, Hq, D]``."""
         batch = self.next_tokens(*requests)
         if not self.coordinator.prepare_replay(batch):
             self.coordinator.forward_begin(batch)
@@ -48,7 +48,7 @@ class ReplayingSimulator(Simulator):
         for mine, streams in zip(
             self.streams, zip(*(r.streams for r in requests), strict=True), strict=True
         ):
-            # What stands in padding may be anything.
+            # Padding rows may hold any values.
             mine.fill_(torch.nan)
             for row, (request, stream) in enumerate(zip(requests, streams, strict=True)):
                 mine[:, row] = stream[:, request.done - 1]
@@ -57,7 +57,7 @@ class ReplayingSimulator(Simulator):
         return self.out[:, : len(requests)].clone()
 
     def _capture(self) -> Recording:
-        """Run a step of padding alone once, and record it the next time."""
+        """Run a step of padding twice and record the second run."""
         some = self.request(1, 1, seed=0)
         self.end(some)
         self.streams = [

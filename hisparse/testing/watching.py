@@ -1,4 +1,4 @@
-"""Watches the tensor operations of a call, and refuses those that wait for the device."""
+"""Records the tensor operations of a call, and refuses those that wait for the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hisparse.testing.violation import Violation
 
 __all__ = ["Operations", "no_sync"]
 
-#: Methods of a tensor that hand its values to Python, and so wait for the device.
+#: Methods of a tensor that return its values to Python and so wait for the device.
 _READS = {
     "item": ".item()",
     "tolist": ".tolist()",
@@ -26,7 +26,7 @@ _READS = {
     "__bool__": "a branch on a tensor's value",
     "__int__": "int(tensor)",
     "__float__": "float(tensor)",
-    "__index__": "a tensor as an index of Python's",
+    "__index__": "a tensor as a Python index",
     "__array__": "numpy.asarray(tensor)",
     "__contains__": "`in` on a tensor",
 }
@@ -36,20 +36,20 @@ _REMEDY = "expected none: it waits for the device and cannot be captured in a CU
 
 @contextmanager
 def no_sync(where: object) -> Iterator[None]:
-    """Refuses what makes the host wait for the device, or read a tensor's values.
+    """Refuse operations that read a tensor's values or make the host wait for the device.
 
     Args:
-        where: the call, for the message.
+        where: name of the call, for the message.
 
     Raises:
-        Violation: names the operation.
+        Violation: the message names the operation.
     """
     with _NoReads(where), _NoWaits(where):
         yield
 
 
 class _NoReads(TorchFunctionMode):
-    """Refuses methods of tensors."""
+    """Refuses methods of tensors that read values."""
 
     def __init__(self, where: object) -> None:
         TorchFunctionMode.__init__(self)
@@ -72,7 +72,7 @@ class _NoReads(TorchFunctionMode):
 
 
 class _NoWaits(TorchDispatchMode):
-    """Refuses operations, those that others are made of too."""
+    """Refuses operations that wait, also within other operations."""
 
     def __init__(self, where: object) -> None:
         TorchDispatchMode.__init__(self)
@@ -97,7 +97,7 @@ def _why_it_waits(func: Any, args: Sequence[Any]) -> str | None:
     name = func.overloadpacket.__name__
     if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
         masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
-        # Setting all that a mask covers to one number is a masked_fill.
+        # PyTorch runs an assignment of one number to x[mask] as a masked_fill.
         fills = name != "index" and len(args[1]) == len(masks) == 1 and args[2].numel() == 1
         if masks and not fills:
             return "indexing by a mask: use torch.where or masked_fill"
@@ -112,11 +112,11 @@ def _why_it_waits(func: Any, args: Sequence[Any]) -> str | None:
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations, and the tensors that they allocate.
+    """Counts operations and the tensors that they allocate.
 
     Attributes:
-        names: of the operations, in order.
-        num_bytes: of the tensors that were allocated.
+        names: names of the operations, in order.
+        num_bytes: bytes of the tensors that were allocated.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Operations(TorchDispatchMode):
 
     @property
     def num_alive(self) -> int:
-        """Tensors that were allocated and are still held by someone."""
+        """Number of allocated tensors that are not freed yet."""
         return sum(made() is not None for made in self._made)
 
 
