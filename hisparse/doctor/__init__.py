@@ -1,4 +1,4 @@
-"""What ``hisparse doctor`` looks at: one line for each thing, and what to do about it."""
+"""The checks of ``hisparse doctor``: what was found, and what to do about it."""
 
 from hisparse.doctor.check import Check, Status
 from hisparse.doctor.run import run_checks

@@ -1,4 +1,4 @@
-"""What one look at the machine found."""
+"""The result of one check of the machine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Status = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One finding.
+    """The result of a check.
 
     Attributes:
-        name: what was looked at.
-        status: "error": hisparse does not serve so; "warning": not all that it could do works.
+        name: what was checked.
+        status: "error" if hisparse cannot serve, "warning" if a part of it does not work.
         message: what was found, one line.
-        remedy: what to do, one line; "" where there is nothing to do.
+        remedy: what to do, one line; "" if there is nothing to do.
     """
 
     name: str

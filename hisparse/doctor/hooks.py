@@ -1,4 +1,4 @@
-"""Whether the plugin's hooks fit the installed SGLang: asked of a process that imports it."""
+"""Checks in a process of its own that the plug-in's hooks fit the installed SGLang."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT_S = 120
 
 
 def hooks() -> list[Check]:
-    """Loads the plugin as SGLang does, in a process of its own."""
+    """Load the plug-in as SGLang does, in a process of its own."""
     if compat.installed() is None:
         message = "not checked: SGLang is not installed"
         return [Check(name="hooks", status="warning", message=message)]
@@ -41,12 +41,12 @@ def hooks() -> list[Check]:
     problems = found["problems"]
     if problems:
         return [_broken(problem) for problem in problems]
-    message = f"all {found['hooks']} are in place and fit, and {found['used']} other names exist"
+    message = f"all {found['hooks']} hooks fit, and the {found['used']} other names in use exist"
     return [Check(name="hooks", status="ok", message=message)]
 
 
 def _packages() -> str:
-    """What the installed SGLang names a version of, as far as models are concerned."""
+    """Remedy: the versions of torch and transformers that the installed SGLang pins."""
     pins = ((name, sglang_pin(name)) for name in ("torch", "transformers"))
     wanted = " and ".join(f"{name} {pin}" for name, pin in pins if pin)
     return f"install what sglang {compat.installed()} asks for" + (f": {wanted}" if wanted else "")

@@ -11,7 +11,7 @@ __all__ = ["adapters", "cpu_kernels", "cuda_kernels"]
 
 
 def cpu_kernels() -> list[Check]:
-    """Finds the C++ kernels, or builds them."""
+    """Find or build the C++ kernels."""
     from hisparse.kernels.build.cpu import build_cpu
 
     remedy = "install g++ and apache-tvm-ffi (CXX names another compiler)"
@@ -19,7 +19,7 @@ def cpu_kernels() -> list[Check]:
 
 
 def cuda_kernels() -> list[Check]:
-    """Finds the CUDA kernels or builds them, for the GPU of this machine."""
+    """Find or build the CUDA kernels for the GPU of this machine."""
     import torch
 
     from hisparse.kernels.build.cuda import build_cuda, find_nvcc
@@ -37,13 +37,13 @@ def _built(name: str, build: Callable[[], object], remedy: str) -> Check:
     try:
         library = build()
     except (ImportError, OSError, CannotBuildError) as error:
-        message = f"PyTorch does their work, slower: {error}"
+        message = f"slower PyTorch code is used instead: {error}"
         return Check(name=name, status="warning", message=message, remedy=remedy)
     return Check(name=name, status="ok", message=str(library))
 
 
 def adapters() -> list[Check]:
-    """Which attention libraries can be used here."""
+    """The attention libraries that work on this machine."""
     import torch
 
     from hisparse.adapters import ADAPTERS
@@ -59,7 +59,7 @@ def adapters() -> list[Check]:
             works.append(name)
         else:
             not_here.append(f"{name} ({why})")
-    message = f"work here: {', '.join(works) or 'none'}; do not: {', '.join(not_here) or 'none'}"
+    message = f"usable: {', '.join(works) or 'none'}; not usable: {', '.join(not_here) or 'none'}"
     return [Check(name="adapters", status="ok" if works else "error", message=message)]
 
 

@@ -1,4 +1,4 @@
-"""The GPU, host memory, and how host memory may be used."""
+"""Checks of the GPU, of host memory, of pinning and of NUMA nodes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hisparse.units import format_bytes, resolve_memory
 
 __all__ = ["device", "host_memory", "numa", "pinned_memory"]
 
-#: Below this a server has hardly room for its own processes.
+#: With less free memory, a server can hardly hold its own processes.
 _LITTLE_BYTES = 4 * 2**30
 
 _NODES = Path("/sys/devices/system/node")
 
 
 def device() -> list[Check]:
-    """GPUs that PyTorch finds."""
+    """The GPUs that PyTorch finds."""
     import torch
 
     if not torch.cuda.is_available():
-        message = "PyTorch finds no CUDA GPU; SGLang serves on the CPU, for tests"
+        message = "PyTorch finds no CUDA GPU, so SGLang serves on the CPU, which is for tests only"
         remedy = "on a machine with a GPU: check nvidia-smi, and that torch is a CUDA build"
         return [Check(name="device", status="warning", message=message, remedy=remedy)]
     checks = []
@@ -59,12 +59,12 @@ def pinned_memory() -> list[Check]:
 
 
 def host_memory() -> list[Check]:
-    """Free host memory, and what a server would take of it by default."""
+    """Free host memory, and how much of it a server takes by default."""
     free, default = free_host_memory(), HiSparseConfig().host_memory
     pool = format_bytes(resolve_memory(default, free, "host_memory"))
     message = f"{format_bytes(free)} free; host_memory {default} would take {pool} for the KV cache"
     if free < _LITTLE_BYTES:
-        remedy = "free some, or give host_memory and --max-total-tokens explicitly"
+        remedy = "free some memory, or set host_memory and --max-total-tokens"
         return [Check(name="host memory", status="warning", message=message, remedy=remedy)]
     return [Check(name="host memory", status="ok", message=message)]
 

@@ -1,4 +1,4 @@
-"""Where a figure comes from: date, machine, versions, commit."""
+"""The origin of a measurement: date, machine, versions and commit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def machine() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that matter."""
+    """Versions of Python and of the packages that affect a measurement."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -41,7 +41,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the checkout that hisparse runs from; "unknown" outside one."""
+    """The commit of the checkout that hisparse runs from; "unknown" outside a checkout."""
     where = Path(__file__).parent
     git = ["git", "-C", str(where), "describe", "--always", "--dirty", "--abbrev=12"]
     try:

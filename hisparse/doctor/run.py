@@ -1,4 +1,4 @@
-"""Runs the checks, those that wait for other processes at the same time."""
+"""Runs all checks in parallel, because some wait for other processes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hisparse.errors import one_line
 
 __all__ = ["run_checks"]
 
-_Look = Callable[[], list[Check]]
+_CheckFunction = Callable[[], list[Check]]
 
-_LOOKS: tuple[_Look, ...] = (
+_CHECKS: tuple[_CheckFunction, ...] = (
     software.python,
     software.torch_version,
     software.sglang_version,
@@ -30,16 +30,16 @@ _LOOKS: tuple[_Look, ...] = (
 )
 
 
-def run_checks(looks: Sequence[_Look] = _LOOKS) -> list[Check]:
-    """Every finding, in a fixed order; what a look raises is a finding too."""
-    with ThreadPoolExecutor(len(looks)) as pool:
-        return [check for found in pool.map(_guarded, looks) for check in found]
+def run_checks(checks: Sequence[_CheckFunction] = _CHECKS) -> list[Check]:
+    """All results, in a fixed order; an exception in a check becomes an error."""
+    with ThreadPoolExecutor(len(checks)) as pool:
+        return [result for results in pool.map(_guarded, checks) for result in results]
 
 
-def _guarded(look: _Look) -> list[Check]:
+def _guarded(check: _CheckFunction) -> list[Check]:
     try:
-        return look()
+        return check()
     except Exception as error:
-        name = look.__name__.replace("_", " ")
+        name = check.__name__.replace("_", " ")
         remedy = "a broken package, or a bug of hisparse: please report it"
         return [Check(name=name, status="error", message=one_line(error), remedy=remedy)]

@@ -1,4 +1,4 @@
-"""Python, torch, SGLang, the plugin's entry point, and packages that are not needed."""
+"""Checks of Python, torch, SGLang, the plug-in's entry point and optional packages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 _RANGE = f"{compat.OLDEST} to {compat.NEWEST}"
 
-#: Package, what it is for.
+#: Packages, and what each is needed for.
 _OPTIONAL = (
     ("transformers", "eval, plan, HiSparseCache"),
     ("apache-tvm-ffi", "compiled kernels"),
@@ -58,7 +58,7 @@ def torch_version() -> list[Check]:
 
 
 def sglang_pin(package: str) -> str | None:
-    """The version of ``package`` that the installed SGLang asks for; None: any."""
+    """The version of ``package`` that the installed SGLang pins; None if it pins none."""
     try:
         lines = requires("sglang") or []
     except PackageNotFoundError:
@@ -68,7 +68,7 @@ def sglang_pin(package: str) -> str | None:
 
 
 def sglang_version() -> list[Check]:
-    """Whether SGLang's release is one of those that the contract test passes on."""
+    """Whether the contract test passes on the installed release of SGLang."""
     found = compat.installed()
     remedy = f"pip install 'sglang>={compat.OLDEST},<={compat.NEWEST}'"
     if found is None:
@@ -81,7 +81,7 @@ def sglang_version() -> list[Check]:
 
 
 def plugin_visible() -> list[Check]:
-    """Whether SGLang will find the entry point, and is let load it."""
+    """Whether SGLang finds the entry point, and ``SGLANG_PLUGINS`` allows it."""
     found = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "hisparse"]
     if not found:
         message = "the entry point hisparse of the group sglang.srt.plugins is not installed"
@@ -93,7 +93,7 @@ def plugin_visible() -> list[Check]:
             Check(
                 name="plugin",
                 status="error",
-                message=f"SGLANG_PLUGINS is {allowed!r}, which leaves hisparse out",
+                message=f"SGLANG_PLUGINS is {allowed!r}, which excludes hisparse",
                 remedy=f"export SGLANG_PLUGINS={allowed},hisparse, or unset it",
             )
         ]
@@ -101,7 +101,7 @@ def plugin_visible() -> list[Check]:
 
 
 def optional_packages() -> list[Check]:
-    """Packages that only parts of hisparse want."""
+    """Packages that only parts of hisparse need."""
     found, absent = [], []
     for name, use in _OPTIONAL:
         try:
