@@ -50,10 +50,10 @@ def host_values(step: DecodeStep) -> torch.Tensor:
         pytest.param(
             lambda step: step.num_pages[step.num_pages > 0] is None or None, "mask", id="mask"
         ),
-        pytest.param(host_values, "values of the host", id="from-numpy"),
+        pytest.param(host_values, "host values", id="from-numpy"),
         pytest.param(
             lambda step: torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None, None],
-            "values of the host",
+            "host values",
             id="constant",
         ),
     ],

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hisparse.types import StoredKV
 
-__all__ = ["decode_fp8", "encode_fp8"]
+__all__ = ["decode_fp8", "encode_fp8", "read_scales"]
 
 #: Bits of a float32 are its exponent, biased by 127, and 23 bits of fraction.
 _FRACTION_BITS = 23

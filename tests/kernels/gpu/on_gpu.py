@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels import cuda
+from hisparse.kernels.cuda import IN_TRITON
 
 ON_GPU = "cuda-on-gpu"
 #: Position of the argument whose tensors stay in (pinned) host memory.
@@ -75,6 +76,9 @@ def _back(result: Any) -> Any:
     return result
 
 
+OPERATIONS = (*cuda.__all__, *IN_TRITON)
+
+
 def _wrap(name: str) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         copies = _Copies()
@@ -90,6 +94,6 @@ def _wrap(name: str) -> Callable[..., Any]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in (*cuda.__all__, *cuda.IN_TRITON):
+    if name in OPERATIONS:
         return _wrap(name)
     raise AttributeError(name)
