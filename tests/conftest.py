@@ -20,6 +20,7 @@ settings.register_profile("hisparse", deadline=None, max_examples=sized(50, 1000
 settings.load_profile("hisparse")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several workers, a file stays together, and all servers: they share what they import."""
     for item in items:

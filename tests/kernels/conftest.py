@@ -32,6 +32,7 @@ _CUDA_TESTS = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What runs on fibers runs under more orders of threads in sweeps."""
     for item in items:

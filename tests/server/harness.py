@@ -33,8 +33,8 @@ from hisparse_bench.server import free_port
 
 __all__ = ["Answer", "Metrics", "Refused", "Server", "run_to_exit"]
 
-_START_TIMEOUT_S = 180
-_REQUEST_TIMEOUT_S = 240
+_START_TIMEOUT_S = 300
+_REQUEST_TIMEOUT_S = 400
 _LOG_END = 6000
 
 
