@@ -20,13 +20,10 @@ settings.register_profile("hisparse", deadline=None, max_examples=sized(50, 1000
 settings.load_profile("hisparse")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """With several workers, a file stays together, and all servers: they share what they import."""
-    for item in items:
-        folder = item.path.parent.name
-        group = folder if folder == "server" else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+    group = "server" if item.path.parent.name == "server" else item.path.stem
+    item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

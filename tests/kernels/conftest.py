@@ -32,14 +32,10 @@ _CUDA_TESTS = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """What runs on fibers runs under more orders of threads in sweeps."""
-    for item in items:
-        names = getattr(item, "fixturenames", ())
-        on_fibers = ON_FIBERS in item.name
-        if on_fibers or "fibers" in names:
-            item.add_marker(pytest.mark.sweeps)
+    if ON_FIBERS in item.name or "fibers" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.sweeps)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
