@@ -30,10 +30,10 @@ test-all:
 	$(if $(filter $(PART),$(parts)),,$(error PART is '$(PART)', expected one of: $(parts)))
 	@$(MAKE) --no-print-directory test-$(PART)
 
-test-test-sweeps: setup
+test-sweeps: setup
 	@$(python) -m tests.prepare
-	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadgroup \
-		-m "sweeps or hypothesis" --ignore tests/server
+	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m "sweeps or hypothesis" \
+		--ignore tests/server
 
 test-quality: setup
 	PART=quality $(python) -m pytest tests/eval/test_quality.py

@@ -6,6 +6,7 @@ import os
 import resource
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,17 @@ settings.register_profile("hisparse", deadline=None, max_examples=sized(50, 1000
 settings.load_profile("hisparse")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several workers, a file stays together, and all servers: they share what they import."""
-    group = "server" if item.path.parent.name == "server" else item.path.stem
-    item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "tests/server" if file.startswith("tests/server/") else file
+
+    return Scheduling(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
