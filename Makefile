@@ -30,6 +30,9 @@ test-all:
 	$(if $(filter $(PART),$(parts)),,$(error PART is '$(PART)', expected one of: $(parts)))
 	@$(MAKE) --no-print-directory test-$(PART)
 
+test-range: setup
+	@scripts/sglang_range.sh
+
 test-sweeps: setup
 	@$(python) -m tests.prepare
 	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m "sweeps or hypothesis" \
