@@ -55,11 +55,15 @@ class AttentionModes:
         self._policy = policy
         self._algorithm = algorithm
         self._min_sparse_context = min_sparse_context
-        self._reuse_layers = reuse_layers
         self.dense_layers = dense_layers
-        layers = set(range(policy.kv.num_layers))
-        self._num_dense = len(layers & dense_layers)
-        self._num_selecting = len({layer // reuse_layers for layer in layers - dense_layers})
+        layers = range(policy.kv.num_layers)
+        self._num_dense = len(dense_layers.intersection(layers))
+        # Each layer that selects, with the later ones of its group.
+        self._followers: dict[int, list[int]] = {}
+        for first in layers[::reuse_layers]:
+            sparse = [x for x in layers[first : first + reuse_layers] if x not in dense_layers]
+            if sparse:
+                self._followers[sparse[0]] = sparse[1:]
         longest_dense = (min_sparse_context - 1) // policy.kv.page_size
         self.dense_width = max(policy.max_pages, longest_dense)
         # A selection of a fixed number of pages holds every page of a context within the budget.
@@ -67,17 +71,11 @@ class AttentionModes:
 
     def selects(self, layer_id: int) -> bool:
         """Whether a layer selects: the first layer of its group that is not dense does."""
-        if not 0 <= layer_id < self._policy.kv.num_layers:
-            return False
-        first = layer_id - layer_id % self._reuse_layers
-        sparse = (x for x in range(first, layer_id + 1) if x not in self.dense_layers)
-        return next(sparse, None) == layer_id
+        return layer_id in self._followers
 
     def followers(self, layer_id: int) -> list[int]:
-        """Later layers that attend the selection of a layer that selects."""
-        end = (layer_id // self._reuse_layers + 1) * self._reuse_layers
-        later = range(layer_id + 1, min(end, self._policy.kv.num_layers))
-        return [layer for layer in later if layer not in self.dense_layers]
+        """Later layers that attend the selection of ``layer_id``, which selects."""
+        return self._followers[layer_id]
 
     def of(self, seq_lens: np.ndarray, capacities: np.ndarray) -> ModeMasks:
         """Modes in a layer that attends sparsely.
@@ -130,7 +128,7 @@ class AttentionModes:
         """Count what the host knows of a step, for all layers."""
         kv, heads = self._policy.kv, self._policy.heads
         counters.add("written_bytes", len(seq_lens) * kv.token_bytes)
-        counters.add("selections", self._num_selecting * heads * int(masks.sparse.sum()))
+        counters.add("selections", len(self._followers) * heads * int(masks.sparse.sum()))
         tail_lens = (seq_lens - 1) % kv.page_size + 1
 
         def tokens(staged: np.ndarray) -> int:
