@@ -1,0 +1,40 @@
+"""How often a decode layer enters the cache manager, and looks up page tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from hisparse.cache import SparseKVCacheManager, swap_in
+from hisparse.testing import Simulator
+
+
+def count(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, counts: Counter[str]) -> None:
+    original = getattr(owner, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, counted)
+
+
+@pytest.mark.parametrize("scope", ["layer", "kv_head", "query_head"])
+def test_a_decode_layer_enters_three_times(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Append, swap in, finish; the last one only in a step that fills a tail page."""
+    sim = Simulator(scope=scope, layers=3)
+    request = sim.request(1, 160, seed=1)
+    sim.prefill((request, 8 * sim.page_size - 2))
+    counts: Counter[str] = Counter()
+    for name in ("append", "swap_in", "finish"):
+        count(monkeypatch, SparseKVCacheManager, name, counts)
+    for name in ("lru_diff", "page_tables", "move_pages"):
+        count(monkeypatch, swap_in, name, counts)
+    once = dict.fromkeys(("append", "swap_in", "lru_diff", "page_tables", "move_pages"), 3)
+    sim.decode(request)
+    assert counts == once
+    counts.clear()
+    sim.decode(request)
+    assert counts == once | {"finish": 3}
