@@ -34,6 +34,14 @@ def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
     text = "measure what sparse attention costs in quality on a real model"
     parser = commands.add_parser("eval", help=text, description=text)
+    _add_methods(parser)
+    _add_documents(parser)
+    _add_results(parser)
+    parser.set_defaults(run=_run)
+
+
+def _add_methods(parser: argparse.ArgumentParser) -> None:
+    """The model, and what is compared on it."""
     add = parser.add_argument
     add(
         "--model",
@@ -62,6 +70,12 @@ def add_parser(commands: Any) -> None:
         metavar="JSON",
         help="a whole --hisparse-config, as JSON or @FILE; may be given more than once",
     )
+    add("--dtype", choices=_DTYPES, default="auto", help="dtype of the model (auto: its own)")
+
+
+def _add_documents(parser: argparse.ArgumentParser) -> None:
+    """What the model reads and is asked."""
+    add = parser.add_argument
     add(
         "--context",
         type=numbers,
@@ -76,7 +90,6 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="documents of each text and length (1)",
     )
-    add("--dtype", choices=_DTYPES, default="auto", help="dtype of the model (auto: its own)")
     add(
         "--text",
         action="append",
@@ -85,6 +98,18 @@ def add_parser(commands: Any) -> None:
         metavar="FILE",
         help="read documents from this file instead of the built-in texts; may be repeated",
     )
+    add(
+        "--tasks",
+        type=names,
+        metavar="NAME[,NAME]",
+        help="only these of the built-in tasks, or tasks of lm-eval instead",
+    )
+    add("--limit", type=int, metavar="N", help="documents of each task of lm-eval (all)")
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    """Where results go."""
+    add = parser.add_argument
     add(
         "--out",
         type=Path,
@@ -109,15 +134,7 @@ def add_parser(commands: Any) -> None:
         metavar="RESULT.json",
         help="evaluate nothing: write --report from the output of earlier runs with --json",
     )
-    add(
-        "--tasks",
-        type=names,
-        metavar="NAME[,NAME]",
-        help="only these of the built-in tasks, or tasks of lm-eval instead",
-    )
-    add("--limit", type=int, metavar="N", help="documents of each task of lm-eval (all)")
     add("--json", action="store_true", help="print one JSON object instead")
-    parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
