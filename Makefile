@@ -9,7 +9,8 @@
 # make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
 # make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, sanitizers, speed
 # make gpu-wheels  what gpu-check needs besides, as wheels for such a machine without an index
-# make docs    docs/quality.md, docs/quality.html and the plots, from bench/results
+# make docs    docs/configuration.md from the code; docs/quality.md, docs/quality.html and the plots
+#              from bench/results
 # make clean   delete what the others made in this folder (models stay in ~/.cache/hisparse)
 
 .DEFAULT_GOAL := demo
@@ -70,6 +71,7 @@ quality := $(foreach name,qwen-4k qwen-8k qwen-8k-seeds4 smollm2-4k qwen1.5b-4k,
 	--from $(results)-eval-$(name)-2e9299e.json)
 
 docs: setup
+	$(python) -m scripts.make_reference docs/configuration.md
 	$(python) -m hisparse eval $(quality) --report docs/quality.md --report docs/quality.html
 	$(python) -m hisparse.eval.quality_plot \
 		$(results)-eval-qwen-4k-2e9299e.json docs/images/quality.svg
