@@ -44,36 +44,45 @@ _REPLACED_VALUES: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class HiSparseConfig:
-    """What can be configured. Every value is checked when it is set; ``ConfigError`` otherwise.
+    """The settings of hisparse. Each value is checked when it is set.
+
+    Raises:
+        ConfigError: a value has the wrong type, is out of range or contradicts another one.
 
     Attributes:
-        algorithm: registered name of the algorithm that selects pages.
-        algorithm_config: the algorithm's own options; see its class.
-        budget: tokens attended per decode step and row: sinks, recent pages and the tail page
-            included. Multiple of ``page_size``. Alias ``top_k``.
-        device_buffer_size: tokens, device pages that every row has at least; multiple of
-            ``page_size``, at least ``budget``. None becomes twice the budget.
-        max_row_capacity: tokens, device pages that a row may grow to; None: the model's context
-            length, cut to what sizing allows.
-        page_size: tokens per page.
-        num_sink_pages: first pages of a sequence that are always selected.
-        num_recent_pages: last full pages that are always selected.
-        selection_scope: who shares a selection; None: what algorithm and adapter do best.
-        min_sparse_context: tokens; contexts up to this length are attended densely.
-        dense_layers: layers that are always attended densely; None: none.
-        reuse_layers: layers that share a selection: that of the first of them.
+        algorithm: name of the algorithm that selects pages; ``hisparse algorithms`` lists them.
+        algorithm_config: options of the algorithm.
+        budget: tokens that a decode step attends in each row: sinks, recent pages and the page
+            being filled included. Multiple of ``page_size``. ``top_k`` is an alias.
+        device_buffer_size: tokens that each row's device pages hold at least. Multiple of
+            ``page_size``, at least ``budget``. None: twice the budget.
+        max_row_capacity: tokens that each row's device pages may grow to. Multiple of
+            ``page_size``. None: the model's context length, cut to what fits.
+        page_size: tokens per page, the unit of selection and transfer.
+        num_sink_pages: first pages of a sequence, which are always selected.
+        num_recent_pages: last full pages of a sequence, which are always selected.
+        selection_scope: heads that share a selection: all of a layer, the query heads of a KV
+            head, or none. None: the algorithm's best scope that the adapter can serve.
+        min_sparse_context: tokens. Contexts up to this length are attended densely, also where
+            the budget is smaller.
+        dense_layers: layers, counted from 0, that are always attended densely. None: no layer.
+        reuse_layers: consecutive layers in a group. The first one selects for all of them.
         overlap: run transfers beside compute, on side streams. Tokens stay the same, bit for bit.
             Not yet run on a GPU.
-        host_memory: for the KV cache, per node; see ``MemorySize``.
-        device_memory: cap on device pages, representations, tables and staging; None: what the
-            server has to give.
-        host_layout: how host memory is ordered; None: chosen.
-        staging_bytes: device memory that prefixes are streamed through; None: chosen.
-        kv_cache_dtype: how K and V are stored: "auto", as the model computes them, or "fp8_e4m3",
-            with a scale for each token and head. In a server the same as ``--kv-cache-dtype``.
-        adapter: attention backend; None: chosen.
-        checked: check selections at every step; slow, for tests and new algorithms.
-        cuda_graph: capture SGLang's decode steps in CUDA graphs; not yet run on a GPU.
+        host_memory: host memory for the KV cache, per node. A fraction is of the free memory.
+        device_memory: cap on device pages, representations, tables and staging. A fraction is of
+            what the server profiles. None: all of that.
+        host_layout: order of K and V in host memory. None: "layer_first" for the selection scope
+            "layer", else "page_head".
+        staging_bytes: device memory of one staging tile, through which prefixes are streamed.
+            None: chosen.
+        kv_cache_dtype: how K and V are stored: "auto" in the model's dtype, "fp8_e4m3" in eight
+            bits with a scale for each token and head. In a server the same as
+            ``--kv-cache-dtype``.
+        adapter: name of the adapter, the attention library. None: chosen and logged.
+        checked: verify selections and resident bytes in every step. Slow, for tests and new
+            algorithms.
+        cuda_graph: capture SGLang's decode steps in CUDA graphs. Not yet run on a GPU.
         extensions: options by the name of the extension (``tail_estimate``, ``prefetch``). In JSON
             each name is a key of its own: ``true`` for the defaults, or an object of options.
     """

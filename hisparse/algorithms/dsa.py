@@ -30,14 +30,14 @@ _KEY, _SCALE = "index_key", "index_scale"
 class DSA(BaseSparseAlgorithm):
     """Attends the tokens that the model's own indexer scores highest, as the model was trained to.
 
-    A token's score is ``sum_h weights_h * relu(queries_h . key)`` (the paper's equation 1); one
-    choice serves all heads, in prefill for each query. With ``num_sink_pages`` and
-    ``num_recent_pages`` at 0 nothing is kept but the best ``budget`` tokens: set the three to
-    (``index_topk``, 0, 0) for what the model does.
+    A token's score is ``sum_h weights_h * relu(queries_h . key)`` (equation 1 of the paper). All
+    heads share one selection; in prefill each query has its own. To attend as the model does, set
+    ``budget`` to its ``index_topk``, and ``num_sink_pages`` and ``num_recent_pages`` to 0, so that
+    only the best tokens are kept.
 
     Attributes:
-        index_dtype: of the stored keys. In fp8 each key has a scale, a power of two as DeepSeek
-            has it ("ue8m0"); queries are not rounded.
+        index_dtype: dtype of the stored keys. Each fp8 key has a power of two as scale, as in
+            DeepSeek ("ue8m0"); queries are not rounded.
     """
 
     index_dtype: Literal["float8_e4m3fn", "bfloat16", "float32"] = "float8_e4m3fn"

@@ -19,14 +19,14 @@ __all__ = ["Oracle"]
 @register_algorithm("oracle")
 @dataclass(frozen=True, kw_only=True)
 class Oracle(PageScoreAlgorithm):
-    """Keeps the pages with the most attention mass, by exact logits: the ceiling of a table.
+    """Keeps the pages with the most attention mass, by exact logits.
 
-    For measuring, not for serving: a copy of all keys lies on the device. With pages of one token
-    it is the exact top-k.
+    A reference for measuring, not for serving: it keeps a copy of all keys on the device. With
+    pages of one token it is the exact top-k.
 
     Attributes:
-        reduce: how the logits of a page's tokens become its score: "logsumexp", its share of the
-            softmax, or "max", its best token's.
+        reduce: how a page's score follows from the logits of its tokens: "logsumexp" gives the
+            page's share of the softmax, "max" its best token.
     """
 
     reduce: Literal["logsumexp", "max"] = "logsumexp"

@@ -27,12 +27,12 @@ class Quest(RankedPagesAlgorithm):
     """Keeps the pages whose largest possible q.k is highest (section 3.3 of the paper).
 
     Attributes:
-        ranges: key ranges of a page, each of consecutive tokens; rounded down to a number that
-            divides the page. The page's bound is the largest bound of its ranges, so it is closer
-            than with one range, as in the paper.
-        summary_dtype: dtype of the ranges. Narrow types are rounded outward, so the bound stays a
-            bound; float8_e4m3fn has a scale, a power of two, for each range and head. None:
-            float8_e4m3fn, or bfloat16 on GPUs before compute capability 8.9, which lack it.
+        ranges: key ranges of a page, each over consecutive tokens. A page's bound is the largest
+            bound of its ranges, which is closer than that of the paper's single range. Reduced to
+            the greatest common divisor with ``page_size``.
+        summary_dtype: dtype of the ranges. Narrow dtypes are rounded outward, so that the bound
+            holds; float8_e4m3fn stores a power of two as scale for each range and head. None:
+            float8_e4m3fn, or bfloat16 on GPUs without fp8 (before compute capability 8.9).
     """
 
     ranges: int = 4

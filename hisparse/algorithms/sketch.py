@@ -23,14 +23,14 @@ _SKETCH = "sketch"
 class Sketch(BaseSparseAlgorithm):
     """Keeps the pages with the most attention, as estimated from sketches of their keys.
 
-    A page's share of the softmax is the log-sum-exp of its tokens' logits, which the maximum of a
-    bound is not. The sketch has 8 bits a channel for the page as a whole, and 2 bits a token in
-    the channels that vary most within the page: where one token differs from its neighbours, it
-    does so in few channels, and other ones from page to page. Nothing is calibrated: a sketch
-    depends on the page's keys alone. Ours; docs/sketch.md has what was tried, with figures.
+    A page's share of the softmax is the log-sum-exp of its tokens' logits. The sketch estimates
+    it from 8 bits per channel for the page as a whole, and 2 bits per token in the channels that
+    vary most within the page. A token differs from its neighbours in few channels, and these
+    channels change from page to page. A sketch depends on the page's keys alone, so nothing is
+    calibrated. Our own method; docs/sketch.md compares it with what else was tried.
 
     Attributes:
-        detail: in [0, 1], part of the channels that have bits for each token.
+        detail: in [0, 1]; share of the channels that store bits for each token.
     """
 
     detail: float = 0.3125

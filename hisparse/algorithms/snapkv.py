@@ -21,13 +21,13 @@ _WINDOW, _SEEN, _END = "window", "seen", "window_end"
 @register_algorithm("snapkv")
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(BaseSparseAlgorithm):
-    """Keeps the prompt's pages that its last queries attended to most, and what is generated.
+    """Keeps the prompt's pages that its last queries attended to most, and generated pages.
 
-    The votes are those of the paper's section 4: attention weights of an observation window at the
-    end of the prompt, added up over its queries. A page keeps the neighbours of a peak, which the
-    paper's pooling is for. The choice is made once, when the prompt ends; it is blind to what is
-    asked later. Generated pages come first, the newest before all, so a generation as long as the
-    budget drops the prompt's pages, the least voted for first.
+    Votes are those of section 4 of the paper: attention weights of an observation window at the
+    end of the prompt, summed over its queries. A page keeps the neighbours of a peak, as the
+    paper's pooling does. The choice is made once, when the prompt ends, so it cannot follow later
+    questions. Generated pages rank first, the newest before all others. A generation as long as
+    the budget therefore drops the prompt's pages, those with the fewest votes first.
 
     Attributes:
         window: queries of the observation window.

@@ -21,7 +21,7 @@ __all__ = ["Streaming"]
 @register_algorithm("streaming")
 @dataclass(frozen=True, kw_only=True)
 class Streaming(BaseSparseAlgorithm):
-    """Keeps the first pages and the most recent ones, whatever the query: the floor of a table."""
+    """Keeps the first pages and the most recent ones, whatever the query. A baseline."""
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         return {}

@@ -32,13 +32,13 @@ _LEVELS = 15
 class TopP(BaseSparseAlgorithm):
     """Keeps the fewest pages whose attention adds up to ``mass``; the number follows the query.
 
-    As in the paper's section 4.2, weights are estimated from keys of 4 bits, quantised by token
-    and head between their smallest and largest value. Its first stage, a cheaper selector with a
-    generous budget in front, is not there: every page is estimated. Heads that share a selection
-    keep ``mass`` of their attention on average. What is kept is capped by ``device_buffer_size``.
+    Weights are estimated as in section 4.2 of the paper, from 4-bit keys that are quantised for
+    each token and head between their smallest and largest value. The paper's first stage, a cheaper
+    selector with a generous budget, is left out: every page is estimated. Heads that share a
+    selection keep ``mass`` of their attention on average. ``device_buffer_size`` caps what is kept.
 
     Attributes:
-        mass: in (0, 1), the part of the attention weights that is kept; p in the paper.
+        mass: in (0, 1); share of the attention weights to keep, p in the paper.
     """
 
     variable_lengths: ClassVar[bool] = True

@@ -38,24 +38,25 @@ _DEFAULT_ALPHA = 0.01
 class DIPR(BaseSparseAlgorithm):
     """Keeps the pages of all tokens whose q.k is at least the best one's minus beta.
 
-    AlayaDB's dynamic inner product range query: heads and tasks that look at many tokens get many,
-    others few, up to ``device_buffer_size``. A page is kept if one of its tokens is in range, of
-    heads that share a selection for any of them; with pages of one token that is the paper's
-    definition. The tail page's tokens take part in the best.
+    AlayaDB's dynamic inner product range query. Heads and tasks that look at many tokens keep
+    many, up to ``device_buffer_size``; others keep few. A page is kept if one of its tokens is in
+    range for any of the heads that share the selection. Pages of one token give the paper's
+    definition. The page being filled takes part in the best.
 
     Attributes:
         beta: more than 0, in units of q.k before the softmax scale, as in the paper. None:
-            ``alpha`` says it.
-        alpha: in (0, 1), how much less a token may weigh in the softmax than the heaviest one:
-            beta = -ln(alpha) / scale, where scale is as a rule 1 / sqrt(D). None: 0.01 unless
-            ``beta`` is given.
-        index: how tokens in range are found: "flat" scores all keys; "coarse" only pages whose
-            key range lets them be in range, and finds the same; "fine" searches a graph over the
-            prompt's keys, and may miss some. "auto": a server chooses by its context length and
-            memory, and logs why.
-        expected_new_tokens: that a request generates, for "auto": graphs pay off over thousands.
-        capacity_threshold: tokens that the fine index explores in any case, l0 in the paper: more
-            miss less and take longer.
+            follows from ``alpha``.
+        alpha: in (0, 1); a token is left out if it weighs less in the softmax than this share of
+            the heaviest token. beta = -ln(alpha) / scale, where scale is usually 1 / sqrt(D).
+            None: 0.01 unless ``beta`` is given.
+        index: how tokens in range are found. "flat" scores all keys. "coarse" scores only pages
+            whose key range allows a token in range, and finds the same tokens. "fine" searches a
+            graph over the prompt's keys and may miss tokens. "auto" lets the server choose by
+            context length and memory; the log says why.
+        expected_new_tokens: tokens that a request generates, for "auto". A graph pays off over
+            thousands.
+        capacity_threshold: tokens that the fine index explores in any case, l0 in the paper. More
+            tokens miss less and take longer.
     """
 
     variable_lengths: ClassVar[bool] = True
