@@ -1,61 +1,119 @@
-"""The README's tables name what there is, no more and no less."""
+"""README and docs agree with the code: names, defaults, commands, links and examples."""
 
 from __future__ import annotations
 
-import ast
+import argparse
 import re
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from hisparse.config import HiSparseConfig
+from hisparse.algorithms import ALGORITHMS
+from hisparse.cli import algorithms, bench, build, check, doctor, plan
+from hisparse.cli import eval as eval_command
+from hisparse.config import EXTENSIONS, HiSparseConfig
+from scripts.make_reference import make_reference
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+REFERENCE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+#: Pages that people write; docs/quality.md is made from results, CHANGELOG.md names the past.
+PAGES = sorted(
+    {ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")}
+    - {ROOT / "docs" / "quality.md"}
+)
 
 
 def _section(title: str) -> str:
-    return README.partition(f"# {title}\n")[2].partition("\n#")[0]
+    """The reference below a heading, up to the next heading of any level."""
+    return re.split(r"\n#", REFERENCE.partition(f"# {title}\n")[2])[0]
 
 
-def _config_rows() -> dict[str, list[str]]:
-    rows = [line.split(" | ") for line in _section("Every key of `--hisparse-config`").splitlines()]
-    return {row[0].strip("| `"): row for row in rows if row[0].startswith("| `")}
+def _rows(title: str) -> dict[str, list[str]]:
+    """The cells of a section's table, by the name in the first one."""
+    lines = [line for line in _section(title).splitlines() if line.startswith("| `")]
+    return {line.split("`")[1]: line.strip("| ").split(" | ") for line in lines}
 
 
-def test_every_config_key_has_a_row() -> None:
-    assert list(_config_rows()) == [f.name for f in fields(HiSparseConfig)]
+def test_the_reference_is_what_the_classes_say() -> None:
+    assert make_reference() == REFERENCE, "make docs"
 
 
-@pytest.mark.parametrize(
-    ("name", "default"),
-    [
-        (f.name, f.default)
-        for f in fields(HiSparseConfig)
-        if f.default is not MISSING and f.default is not None
-    ],
-)
-def test_defaults_are_as_written(name: str, default: object) -> None:
-    written = _config_rows()[name][2].strip("`")
-    assert ast.literal_eval(written.capitalize() if written in ("true", "false") else written) == (
-        default
+def test_every_key_has_a_row_with_its_meaning() -> None:
+    rows = _rows("Keys")
+    assert list(rows) == [f.name for f in fields(HiSparseConfig) if f.name != "extensions"]
+    assert all(len(cells) == 4 and cells[3] for cells in rows.values())
+    assert rows["budget"][1:3] == ["integer", "`2048`"]
+    assert rows["cuda_graph"][1:3] == ["`true`, `false`", "`false`"]
+
+
+@pytest.mark.parametrize("name", ["prefetch", "tail_estimate"])
+def test_extensions_have_a_row_for_each_option(name: str) -> None:
+    assert list(_rows(f"`{name}`")) == [f.name for f in fields(EXTENSIONS.get(name).options_type)]
+
+
+@pytest.mark.parametrize("name", ["dipr", "dsa", "oracle", "quest", "sketch", "snapkv", "topp"])
+def test_algorithms_have_a_row_for_each_option(name: str) -> None:
+    assert list(_rows(f"`{name}`")) == [f.name for f in fields(ALGORITHMS.get(name))]
+
+
+def test_metrics_of_the_server_and_of_extensions_are_listed() -> None:
+    rows = _rows("Metrics")
+    assert rows["hisparse:hit_pages_total"][1] == "counter"
+    assert rows["hisparse:corrected_selections_total"][1] == "counter of `prefetch`"
+    assert rows["hisparse:hit_ratio"][1] == "gauge"
+
+
+def _found(pattern: str) -> list[tuple[str, str]]:
+    """Page and text of each match, in an order that all workers of pytest share."""
+    return sorted(
+        {(page.name, text) for page in PAGES for text in re.findall(pattern, page.read_text())}
     )
 
 
-def test_every_metric_is_listed() -> None:
-    """Without an import of SGLang's part: names are read from its source."""
-    tree = ast.parse((ROOT / "hisparse" / "sglang" / "metrics.py").read_text())
-    tables = {
-        node.targets[0].id: ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-    }
-    known = {f"{name}_total" for name in tables["_COUNTERS"]} | set(tables["_GAUGES"])
-    assert set(re.findall(r"`(\w+)`", _section("Metrics"))) == known
+@pytest.mark.parametrize(("page", "text"), _found(r"(?s)--(?:hisparse-)?config '({[^.].*?})'"))
+def test_configurations_in_the_text_can_be_read(page: str, text: str) -> None:
+    if "NAME" in text or "..." in text:
+        text = "{}"  # a pattern to fill in
+    assert HiSparseConfig.parse(text).budget
 
 
-def test_make_commands_exist() -> None:
+@pytest.mark.parametrize(("page", "names"), _found(r"\bhisparse bench ([\w|\\-]+)"))
+def test_benches_in_the_text_exist(page: str, names: str) -> None:
+    commands = argparse.ArgumentParser().add_subparsers()
+    bench.add_parser(commands)
+    benches = commands.choices["bench"]._subparsers._group_actions[0].choices
+    assert set(names.replace("\\", "").split("|")) <= set(benches)
+
+
+def test_every_command_has_a_row() -> None:
+    commands = argparse.ArgumentParser().add_subparsers()
+    for module in (algorithms, bench, build, check, doctor, eval_command, plan):
+        module.add_parser(commands)
+    listed = set(re.findall(r"^\| `hisparse (\w+)", README, re.MULTILINE))
+    assert listed == set(commands.choices)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text(encoding="utf-8"))
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_make_commands_have_a_recipe() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    text = "\n".join(page.read_text() for page in PAGES)
+    targets = {f"test-{part}" for part in re.findall(r"\bPART=(\w+)", text)}
+    targets |= set(re.findall(r"^make ([\w-]+)", README, re.MULTILINE))
+    for target in targets:
+        assert re.search(rf"^{target}:.*\n\t", makefile, re.MULTILINE), target
+
+
+def test_the_algorithm_in_the_readme_is_the_example() -> None:
+    example = (ROOT / "examples" / "hisparse-knorm" / "hisparse_knorm.py").read_text()
+    (block,) = re.findall(r"```python\n(from dataclasses.*?)```", README, re.DOTALL)
+    imports, decorator, body = block.partition("@register_algorithm")
+    assert decorator + body in example
+    exec(imports, {})
