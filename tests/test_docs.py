@@ -6,6 +6,8 @@ import argparse
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,8 @@ from hisparse.algorithms import ALGORITHMS
 from hisparse.cli import algorithms, bench, build, check, doctor, plan
 from hisparse.cli import eval as eval_command
 from hisparse.config import EXTENSIONS, HiSparseConfig
+from hisparse.registry import Registry
+from hisparse.testing import Simulator
 from scripts.make_reference import make_reference
 
 ROOT = Path(__file__).parent.parent
@@ -48,14 +52,14 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
     assert rows["cuda_graph"][1:3] == ["`true`, `false`", "`false`"]
 
 
-@pytest.mark.parametrize("name", ["prefetch", "tail_estimate"])
-def test_extensions_have_a_row_for_each_option(name: str) -> None:
-    assert list(_rows(f"`{name}`")) == [f.name for f in fields(EXTENSIONS.get(name).options_type)]
-
-
-@pytest.mark.parametrize("name", ["dipr", "dsa", "oracle", "quest", "sketch", "snapkv", "topp"])
-def test_algorithms_have_a_row_for_each_option(name: str) -> None:
-    assert list(_rows(f"`{name}`")) == [f.name for f in fields(ALGORITHMS.get(name))]
+@pytest.mark.parametrize("registry", [EXTENSIONS, ALGORITHMS], ids=lambda registry: registry.kind)
+def test_every_option_has_a_row(registry: Registry[Any]) -> None:
+    built_in = [name for name in registry if registry.get(name).__module__.startswith("hisparse.")]
+    assert built_in
+    for name in built_in:
+        cls = registry.get(name)
+        options = [f.name for f in fields(getattr(cls, "options_type", cls))]
+        assert list(_rows(f"`{name}`")) == options
 
 
 def test_metrics_of_the_server_and_of_extensions_are_listed() -> None:
@@ -114,6 +118,18 @@ def test_make_commands_have_a_recipe() -> None:
 def test_the_algorithm_in_the_readme_is_the_example() -> None:
     example = (ROOT / "examples" / "hisparse-knorm" / "hisparse_knorm.py").read_text()
     (block,) = re.findall(r"```python\n(from dataclasses.*?)```", README, re.DOTALL)
-    imports, decorator, body = block.partition("@register_algorithm")
-    assert decorator + body in example
-    exec(imports, {})
+    assert block in example
+
+
+def test_the_extension_in_contributing_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EXTENSIONS, "_entries", dict(EXTENSIONS._entries))
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(block, ModuleType("page_count").__dict__)
+    sim = Simulator(extensions={"page_count": True})
+    request = sim.request(1, 120, seed=1)
+    sim.prefill((request, 100))
+    sim.decode(request)
+    stats = sim.coordinator.stats()
+    assert stats.extensions == {"selected_pages": stats.hit_pages + stats.miss_pages}
+    assert stats.extensions["selected_pages"] > 0
