@@ -106,6 +106,14 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_in_the_text_exist(page: Path) -> None:
+    """Named from the root or, in the middle of a text about the package, from ``hisparse/``."""
+    named = re.findall(r"`([\w/.-]+/[\w.-]+\.(?:py|cpp|cu|cuh|sh|md))`", page.read_text())
+    folders = (ROOT, ROOT / "hisparse", ROOT / "hisparse" / "kernels")
+    assert not [name for name in named if not any((folder / name).exists() for folder in folders)]
+
+
 def test_make_commands_have_a_recipe() -> None:
     makefile = (ROOT / "Makefile").read_text()
     text = "\n".join(page.read_text() for page in PAGES)
