@@ -18,8 +18,8 @@ from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.memory.sizing import size
 from hisparse.plan.fit import Capacity, Machine, fit
-from hisparse.sglang.checks import read_config
-from hisparse.transformers.served_shape import count_weight_bytes, served_shape
+from hisparse.sglang.server_args import read_config
+from hisparse.transformers.model_config import count_weight_bytes, shape_per_rank
 from tests.shapes import LLAMA
 
 GIB = 2**30
@@ -104,21 +104,21 @@ def test_what_does_not_fit_says_why() -> None:
 
 def test_shapes_of_ranks() -> None:
     config = LlamaConfig(**SMALL, dtype="bfloat16")
-    one = served_shape(config, 16, 1)
+    one = shape_per_rank(config, 16, 1)
     assert (one.num_q_heads, one.num_kv_heads, one.head_dim, one.token_bytes) == (8, 2, 8, 128)
-    four = served_shape(config, 16, 4)
+    four = shape_per_rank(config, 16, 4)
     assert (four.num_q_heads, four.num_kv_heads) == (2, 1), "KV heads are repeated"
-    assert served_shape(LlamaConfig(**SMALL), 16, 1).dtype == torch.float16, "as SGLang has it"
+    assert shape_per_rank(LlamaConfig(**SMALL), 16, 1).dtype == torch.float16, "as SGLang has it"
     with pytest.raises(ConfigError, match=r"--tp: got 3, expected a number that divides"):
-        served_shape(config, 16, 3)
+        shape_per_rank(config, 16, 3)
 
 
 def test_shapes_of_latents() -> None:
-    v2 = served_shape(DeepseekV2Config(**SMALL, **LATENT, dtype="bfloat16"), 16, 4)
+    v2 = shape_per_rank(DeepseekV2Config(**SMALL, **LATENT, dtype="bfloat16"), 16, 4)
     assert (v2.latent, v2.num_kv_heads, v2.head_dim, v2.v_head_dim) == (True, 1, 576, 512)
     assert (v2.token_bytes, v2.index_head_dim) == (2 * 576 * 2, 0)
     v32 = DeepseekV32Config(**SMALL, **LATENT, index_head_dim=128, index_topk=64)
-    assert served_shape(v32, 1, 1).index_head_dim == 128
+    assert shape_per_rank(v32, 1, 1).index_head_dim == 128
 
 
 def test_weights_are_counted() -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hisparse.adapters.masked import attend_masked, hide_all_but
+from hisparse.adapters.masked_attention import attend_masked, mask_all_but
 from hisparse.errors import HiSparseError
 from hisparse.registry import Registry
 from hisparse.types import KVSpec, PagedKV, SelectionScope, StoredKV
@@ -157,7 +157,7 @@ class BackendAdapter(ABC):
         Returns:
             out ``[T, Hq, Dv]``, lse ``[T, Hq]``; of a query without keys 0 and -inf.
         """
-        return Attended(*attend_masked(q, k, v, scale, hide_all_but(chosen, k.shape[0])))
+        return Attended(*attend_masked(q, k, v, scale, mask_all_but(chosen, k.shape[0])))
 
 
 ADAPTERS: Registry[BackendAdapter] = Registry(

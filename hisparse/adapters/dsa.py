@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended
-from hisparse.adapters.layout import architecture, find_function, from_library
+from hisparse.adapters.libraries import compute_capability_major, import_function, to_attended
 from hisparse.adapters.triton import TritonAdapter
 from hisparse.types import PagedKV, SelectionScope
 
-__all__ = ["DSAAdapter", "DSACall", "map_tokens"]
+__all__ = ["DSAAdapter", "FlashMLACall", "make_flash_mla_call"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _QUERY_BLOCKS = {9: (64, 128), 10: (128,)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DSACall:
+class FlashMLACall:
     """Arguments of ``flash_mla_sparse_fwd``, by its names.
 
     Attributes:
@@ -53,9 +53,9 @@ class DSACall:
     d_v: int
 
 
-def map_tokens(
+def make_flash_mla_call(
     q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float, query_block: int
-) -> DSACall:
+) -> FlashMLACall:
     """The call for :meth:`BackendAdapter.attend`'s arguments; copies no latents."""
     size, width = kv.k.shape[2:]
     offset = torch.arange(size, dtype=torch.int32, device=q.device)
@@ -63,7 +63,7 @@ def map_tokens(
     position = torch.arange(tokens.shape[1], dtype=torch.int32, device=q.device)
     tokens = torch.where(position < seq_lens[:, None], tokens, -1)
     short = -tokens.shape[1] % _INDEX_BLOCK
-    return DSACall(
+    return FlashMLACall(
         q=torch.nn.functional.pad(q.to(kv.k.dtype), (0, 0, 0, query_block - q.shape[1])),
         # Not a reshape: pages that lie otherwise are to be an error, not a copy.
         kv=kv.k.view(-1, 1, width),
@@ -83,7 +83,7 @@ class DSAAdapter(TritonAdapter):
 
     def __init__(self) -> None:
         self._attend, self._options, self._base_2 = _find_flash_mla()
-        self._architecture = architecture()
+        self._architecture = compute_capability_major()
 
     def attend(
         self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
@@ -93,21 +93,21 @@ class DSAAdapter(TritonAdapter):
         fits = widths == _WIDTHS and kv.k.dtype == torch.bfloat16 and blocks
         if self._attend is None or not fits:
             return super().attend(q, kv, page_table, seq_lens, scale)
-        call = map_tokens(q, kv, page_table, seq_lens, scale, blocks[0])
+        call = make_flash_mla_call(q, kv, page_table, seq_lens, scale, blocks[0])
         out, _, lse = self._attend(**vars(call), **self._options)
-        return from_library(out[:, :heads], lse[:, :heads], seq_lens, base_2=self._base_2)
+        return to_attended(out[:, :heads], lse[:, :heads], seq_lens, base_2=self._base_2)
 
 
 def _find_flash_mla() -> tuple[Any, dict[str, bool], bool]:
     """The function or None, options for it, and whether its lse is to base 2."""
     name = "flash_mla_sparse_fwd"
-    found = find_function(name, "flash_mla")
+    found = import_function(name, "flash_mla")
     # The parameter tells SGLang's build from the original; if it is not given the lse is natural.
     if not isinstance(found, str) and "return_log2_lse" in inspect.signature(found).parameters:
         return found, {"use_legacy": True}, False
     # The wrapper is there without the binary too, which then lacks this name.
-    binary = find_function("flashmla_ops", "sgl_kernel.flash_mla")
-    found = find_function(name, "sgl_kernel.flash_mla")
+    binary = import_function("flashmla_ops", "sgl_kernel.flash_mla")
+    found = import_function(name, "sgl_kernel.flash_mla")
     if isinstance(binary, str) or isinstance(found, str):
         logger.info("adapter dsa: no FlashMLA here, Triton attends: %s", binary)
         return None, {}, False

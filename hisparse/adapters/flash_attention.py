@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended
-from hisparse.adapters.layout import architecture, find_function, from_library, token_major
+from hisparse.adapters.libraries import compute_capability_major, import_function, to_attended, token_major
 from hisparse.adapters.torch import TorchAdapter
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec, PagedKV, SelectionScope
 
-__all__ = ["FlashAttentionAdapter", "FlashAttentionCall", "map_pages"]
+__all__ = ["FlashAttentionAdapter", "FlashAttentionCall", "make_flash_attention_call"]
 
 _MODULES = ("sgl_kernel.flash_attn", "flash_attn_interface")
 #: Compute capabilities, major, that version 3 is built for.
@@ -48,7 +48,7 @@ class FlashAttentionCall:
     softmax_scale: float
 
 
-def map_pages(
+def make_flash_attention_call(
     q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
 ) -> FlashAttentionCall:
     """The call for :meth:`BackendAdapter.attend`'s arguments; copies no keys and no tables.
@@ -81,33 +81,33 @@ class FlashAttentionAdapter(TorchAdapter):
     dtypes = (torch.bfloat16, torch.float16)
 
     def __init__(self) -> None:
-        found = find_function("flash_attn_with_kvcache", *_MODULES)
+        found = import_function("flash_attn_with_kvcache", *_MODULES)
         if isinstance(found, str):
             raise ConfigError(f"adapter 'flash_attention': {found}")
         self._attend = found
 
     @classmethod
     def missing(cls) -> str | None:
-        found = find_function("flash_attn_with_kvcache", *_MODULES)
+        found = import_function("flash_attn_with_kvcache", *_MODULES)
         if isinstance(found, str):
             return found
-        major = architecture()
+        major = compute_capability_major()
         return None if major in _ARCHITECTURES else f"compute capability is {major}.x, not 8.x, 9.x"
 
     @classmethod
     def widths_refused(cls, kv: KVSpec) -> str | None:
         k, v = kv.head_dim, kv.v_head_dim
         if kv.latent:
-            fits = 0 < k - v <= 64 and 256 <= v <= 512 and architecture() == 9
+            fits = 0 < k - v <= 64 and 256 <= v <= 512 and compute_capability_major() == 9
             return None if fits else "256 to 512 values and at most 64 more columns, on sm_90"
         return None if k == v <= 256 and k % 8 == 0 else "keys as wide as values, 8 to 256 by 8"
 
     def attend(
         self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
     ) -> Attended:
-        call = map_pages(q, kv, page_table, seq_lens, scale)
+        call = make_flash_attention_call(q, kv, page_table, seq_lens, scale)
         out, lse, *_ = self._attend(**vars(call), return_softmax_lse=True)
-        return from_library(out[:, 0], lse[..., 0], seq_lens)
+        return to_attended(out[:, 0], lse[..., 0], seq_lens)
 
     def attend_prefill(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended, TableLimits
-from hisparse.adapters.flashinfer_call import PlannedWrapper, map_pages
-from hisparse.adapters.layout import find_function, from_library
+from hisparse.adapters.flashinfer_wrapper import FlashInferWrapper, make_flashinfer_call
+from hisparse.adapters.libraries import import_function, to_attended
 from hisparse.adapters.torch import TorchAdapter
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec, PagedKV, SelectionScope
@@ -50,15 +50,15 @@ class FlashInferAdapter(TorchAdapter):
     dtypes = (torch.bfloat16, torch.float16)
 
     def __init__(self) -> None:
-        make, prefill = (find_function(name, "flashinfer") for name in (_WRAPPER, _PREFILL))
+        make, prefill = (import_function(name, "flashinfer") for name in (_WRAPPER, _PREFILL))
         if isinstance(make, str) or isinstance(prefill, str):
             raise ConfigError(f"adapter 'flashinfer': {make}")
         self._make, self._prefill = make, prefill
-        self._planned: dict[tuple[object, ...], PlannedWrapper] = {}
+        self._wrappers: dict[tuple[object, ...], FlashInferWrapper] = {}
 
     @classmethod
     def missing(cls) -> str | None:
-        found = find_function(_WRAPPER, "flashinfer")
+        found = import_function(_WRAPPER, "flashinfer")
         return found if isinstance(found, str) else None
 
     @classmethod
@@ -76,19 +76,19 @@ class FlashInferAdapter(TorchAdapter):
         }
         itemsize = kv.dtype.itemsize
         return _PREFILL_BYTES + sum(
-            PlannedWrapper.num_bytes(rows, rows * width, queries * kv.head_dim * itemsize)
+            FlashInferWrapper.num_bytes(rows, rows * width, queries * kv.head_dim * itemsize)
             for rows, width, queries, *_ in wrappers
         )
 
     def attend(
         self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
     ) -> Attended:
-        call = map_pages(q, kv, page_table, seq_lens)
+        call = make_flashinfer_call(q, kv, page_table, seq_lens)
         rows, width = _power_of_two(page_table.shape[0]), _list_width(page_table.shape[1])
         key = (rows, width, q.shape[1:], call.k.shape[1:], call.k.dtype, scale)
-        if key not in self._planned:
-            self._planned[key] = PlannedWrapper(self._make, rows, rows * width, call, scale)
-        return from_library(*self._planned[key].run(call), seq_lens, base_2=True)
+        if key not in self._wrappers:
+            self._wrappers[key] = FlashInferWrapper(self._make, rows, rows * width, call, scale)
+        return to_attended(*self._wrappers[key].run(call), seq_lens, base_2=True)
 
     def attend_prefill(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool

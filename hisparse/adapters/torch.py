@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter
-from hisparse.adapters.masked import attend_masked
+from hisparse.adapters.masked_attention import attend_masked
 from hisparse.kernels import paged_attention
 from hisparse.types import PagedKV, SelectionScope, StoredKV
 

@@ -77,9 +77,9 @@ def _run(arguments: argparse.Namespace) -> int:
     # An error in the model's configuration is one line of ours, without warnings before it.
     transformers.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    from hisparse.transformers.served_shape import read_configuration
+    from hisparse.transformers.model_config import read_model_config
 
-    capacities, machine = _fit_all(arguments, read_configuration(folder))
+    capacities, machine = _fit_all(arguments, read_model_config(folder))
     rows = [_describe(capacity, machine, folder) for capacity in capacities]
     if arguments.json:
         about = {
@@ -108,11 +108,11 @@ def _fit_all(arguments: argparse.Namespace, model: Any) -> tuple[list[Capacity],
     from hisparse.algorithms import build_algorithm
     from hisparse.engine.capabilities import check_indexer
     from hisparse.plan.fit import Machine, fit, refuse
-    from hisparse.transformers.served_shape import count_weight_bytes, served_shape
+    from hisparse.transformers.model_config import count_weight_bytes, shape_per_rank
 
     if arguments.tp < 1:
         raise ConfigError(f"--tp: got {arguments.tp}, expected at least 1")
-    shape = served_shape(model, 1, arguments.tp)
+    shape = shape_per_rank(model, 1, arguments.tp)
     contexts = _contexts(arguments.context, model)
     machine = Machine(
         device_bytes=_device_bytes(arguments.device_memory),
@@ -125,7 +125,7 @@ def _fit_all(arguments: argparse.Namespace, model: Any) -> tuple[list[Capacity],
     has_indexer, capacities = shape.index_head_dim > 0, []
     for config in _configs(arguments, model, has_indexer=has_indexer):
         build_algorithm(config)
-        spec = served_shape(model, config.page_size, arguments.tp)
+        spec = shape_per_rank(model, config.page_size, arguments.tp)
         for context in contexts:
             try:
                 check_indexer(model.model_type, config, has_indexer=has_indexer)
@@ -139,7 +139,7 @@ def _fit_all(arguments: argparse.Namespace, model: Any) -> tuple[list[Capacity],
 
 
 def _contexts(asked: list[int], model: Any) -> list[int]:
-    from hisparse.transformers.shape import text_config
+    from hisparse.transformers.model_shape import text_config
 
     longest: int | None = getattr(text_config(model), "max_position_embeddings", None)
     contexts = asked or ([longest] if longest else [])
@@ -160,7 +160,7 @@ def _configs(
     arguments: argparse.Namespace, model: Any, *, has_indexer: bool
 ) -> list[HiSparseConfig]:
     """Every algorithm with every budget, and each ``--config``; without these, the defaults."""
-    from hisparse.transformers.shape import text_config
+    from hisparse.transformers.model_shape import text_config
 
     # As in the server, the flag and the key are one setting; "auto" leaves the key as it is.
     flag = arguments.kv_cache_dtype

@@ -26,7 +26,7 @@ def hooks() -> list[Check]:
     environment = os.environ | {"SGLANG_PLUGINS": "hisparse", "OMP_NUM_THREADS": "1"}
     if not torch.cuda.is_available():
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
-    line = [sys.executable, "-m", "hisparse.sglang.inspection"]
+    line = [sys.executable, "-m", "hisparse.sglang.check_hooks"]
     try:
         done = subprocess.run(
             line, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False

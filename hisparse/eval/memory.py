@@ -28,7 +28,7 @@ def with_smallest_buffer(config: HiSparseConfig) -> HiSparseConfig:
 
 def rows_that_fit(model: Any, config: HiSparseConfig) -> int:
     """How many rows' device pages fit into memory, at least 1."""
-    from hisparse.transformers.shape import read_model_shape
+    from hisparse.transformers.model_shape import read_model_shape
 
     spec, _ = read_model_shape(model, config.page_size)
     heads = spec.selection_heads(choose_scope(config, latent=spec.latent))

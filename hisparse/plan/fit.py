@@ -11,7 +11,7 @@ from hisparse.engine.build import Resources, make_setup
 from hisparse.engine.capabilities import stored_spec
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.memory.sizing import Sizing, SizingLimit, size
-from hisparse.sglang.checks import server_page_size
+from hisparse.sglang.server_args import server_page_size
 from hisparse.types import KVSpec
 from hisparse.units import format_bytes, resolve_memory
 

@@ -1,4 +1,7 @@
-"""Everything that imports SGLang; loaded by SGLang itself through its plugin entry point."""
+"""The SGLang plugin. SGLang loads it through the entry point group ``sglang.srt.plugins``.
+
+No other package of hisparse imports SGLang.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ __all__ = ["activate"]
 
 
 def activate() -> None:
-    """Entry point ``sglang.srt.plugins``: make ``--attention-backend hisparse`` known."""
+    """Add ``hisparse`` to the choices of ``--attention-backend`` and register the hooks."""
     from hisparse.sglang.plugin import register
 
     register()

@@ -1,4 +1,4 @@
-"""SGLang's attention backend: translates forward batches and calls the coordinator."""
+"""SGLang's attention backend: converts forward batches and calls the coordinator."""
 
 from __future__ import annotations
 
@@ -12,46 +12,50 @@ from hisparse.engine.graphs import CapturedSteps
 from hisparse.engine.step import DecodeBatch, PrefillBatch, PrefillChunk
 from hisparse.errors import HiSparseError
 from hisparse.sglang import compat
-from hisparse.sglang import session as sessions
 from hisparse.sglang.metrics import MetricsReporter
+from hisparse.sglang.session import require_session
 from hisparse.sglang.setup import build_coordinator
 
 __all__ = ["HiSparseAttnBackend"]
 
 
 class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
-    """Prefill is exact; decoding attends over what the algorithm selects."""
+    """Computes exact attention in prefill, and attention over the selected pages in decode."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
-        self._session = session = sessions.session()
+        self._session = session = require_session()
         self.coordinator = build_coordinator(session, model_runner)
         session.coordinator = self.coordinator
-        compat.watch_rows(model_runner.req_to_token_pool, self._on_alloc_rows)
+        compat.on_slots_allocated(model_runner.req_to_token_pool, self._begin_requests)
         self._spec = session.spec
         self._first_layer = model_runner.token_to_kv_pool.start_layer
         self._last_layer = self._first_layer + session.spec.num_layers - 1
         self._req_to_token = model_runner.req_to_token_pool.req_to_token
-        # SGLang's models ask the backend for the pools.
+        # SGLang's models read the pools from the backend.
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self._metrics = MetricsReporter(session, model_runner)
-        session.report = partial(self._metrics.report, now=True)
+        session.report_metrics = partial(self._metrics.report, now=True)
         session.req_to_token_pool = model_runner.req_to_token_pool
-        self._shared_read_ends = compat.pre_replay()
+        self._shared_read_ends = compat.shared_read_ends()
         self._graphs: CapturedSteps | None = None
         self._in_graph = False
 
-    def _on_alloc_rows(self, slots: list[int]) -> None:
+    def _begin_requests(self, slots: list[int]) -> None:
         for slot in slots:
             self.coordinator.on_request_begin(slot)
 
     def shared_read_ends(self, fm: Any) -> Any:
-        """Page tables are copied before the layers run; no layer reads what SGLang shares."""
+        """Tell SGLang that no layer reads its shared tables: they are copied before the layers."""
         return self._shared_read_ends
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Copy what the layers need from SGLang's tables and begin the forward."""
+        """Copy the page tables from SGLang's tables and begin the forward.
+
+        Raises:
+            HiSparseError: the forward mode is neither EXTEND nor DECODE.
+        """
         mode = forward_batch.forward_mode
         if mode.is_idle():
             return
@@ -62,19 +66,19 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         elif mode.is_extend() and not mode.is_mixed():
             self.coordinator.forward_begin(self._prefill_batch(forward_batch))
         else:
-            raise HiSparseError(f"forward mode {mode.name} is not supported (EXTEND, DECODE)")
+            raise HiSparseError(f"forward mode: got {mode.name}, expected EXTEND or DECODE")
 
-    # What SGLang's runner of CUDA graphs calls in place of `init_forward_metadata`.
+    # SGLang's CUDA graph runner calls these in place of `init_forward_metadata`.
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate what the graphs of all batch sizes read."""
+        """Allocate the buffers that the graphs of all batch sizes read."""
         context_length = self._session.sizing.request.context_length
         device = self._req_to_token.device
         self._graphs = CapturedSteps(self.coordinator, max_bs, context_length, device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before a capture, and before each replay with the requests of its step."""
-        assert self._graphs is not None, "SGLang sets graphs up before it captures them"
+        """Prepare a capture, or fill the buffers with this step's requests before a replay."""
+        assert self._graphs is not None, "SGLang calls init_cuda_graph_state first"
         if in_capture:
             self._graphs.before_capture()
             return
@@ -83,20 +87,25 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._metrics.report()
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Captured before the layers."""
-        assert self._graphs is not None, "SGLang sets graphs up before it captures them"
+        """Record the operations that run before the layers; called during a capture."""
+        assert self._graphs is not None, "SGLang calls init_cuda_graph_state first"
         self._in_graph = True
         self._graphs.begin(forward_batch.batch_size)
 
     def _slots_cpu(self, forward_batch: Any) -> Tensor:
-        """``[B]`` request slots on the host, so that no one waits for the device to read them."""
+        """``[B]`` request slots, read on the host without a device sync."""
         slots: Tensor | None = getattr(forward_batch, "req_pool_indices_cpu", None)
         slots = self._session.slots_cpu if slots is None else slots
-        assert slots is not None, "SGLang prepares a forward before its attention"
+        assert slots is not None, "SGLang creates the forward batch before attention runs"
         return slots
 
     def _page_table(self, slots: Tensor, num_pages: int) -> Tensor:
-        """``[B, num_pages] int32``, a copy: the scheduler rewrites its table during forwards."""
+        """``[B, num_pages] int32`` host pages, copied: the scheduler rewrites its table meanwhile.
+
+        Args:
+            slots: ``[B]`` request slots on the device.
+            num_pages: pages of the longest request.
+        """
         size = self._spec.page_size
         first_tokens: Tensor = self._req_to_token[slots, : num_pages * size : size]
         return first_tokens // size
@@ -130,7 +139,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
                         length=length,
                         offset=offset,
                         host_pages=table[0],
-                        is_last=forward_batch.rids[row] != self._session.unfinished,
+                        is_last=forward_batch.rids[row] != self._session.chunked_request_id,
                     )
                 )
             offset += length
@@ -146,22 +155,26 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
-        """``q [T, Hq * D]``, ``k, v [T, Hkv, D]`` -> ``[T, Hq * Dv]``."""
+        """Attention of one layer: ``q [T, Hq * D]``, ``k, v [T, Hkv, D]`` -> ``[T, Hq * Dv]``.
+
+        Raises:
+            HiSparseError: the layer stores K/V itself, or passes arguments beyond q, k and v.
+        """
         width = layer.tp_q_head_num * layer.v_head_dim
         if forward_batch.forward_mode.is_idle():
             return q.new_empty(q.shape[0], width)
         if not save_kv_cache or k is None:
             raise HiSparseError(
-                f"layer {layer.layer_id} did not hand over K and V "
-                f"(save_kv_cache={save_kv_cache}); "
-                "this model writes or shares K/V in a way that hisparse does not serve"
+                f"layer {layer.layer_id}: got save_kv_cache={save_kv_cache} and "
+                f"{'no K' if k is None else 'K'}, expected K and V to store; hisparse does not "
+                "serve models that write K/V themselves or share it between layers"
             )
         indexer = kwargs.pop("topk_indices", None)
         unknown = sorted(name for name, value in kwargs.items() if value is not None)
         if unknown:
             raise HiSparseError(
-                f"layer {layer.layer_id} attends with {', '.join(unknown)}, which hisparse does "
-                "not do; it serves plain softmax attention over q, k and v"
+                f"layer {layer.layer_id}: got attention with {', '.join(unknown)}, expected plain "
+                "softmax attention over q, k and v"
             )
         spec, tokens = self._spec, k.shape[0]
         keys = k.reshape(tokens, spec.num_kv_heads, spec.head_dim)
@@ -181,10 +194,10 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         return out.reshape(-1, width)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Length that SGLang gives to padded requests."""
+        """Sequence length that SGLang fills in for padding requests, in tokens."""
         return 1
 
     def support_triton(self) -> bool:
-        """Whether SGLang may use its Triton helpers beside this backend."""
+        """Whether SGLang may use its own Triton kernels alongside this backend."""
         device: str = self._req_to_token.device.type
         return device == "cuda"

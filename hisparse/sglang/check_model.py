@@ -1,4 +1,4 @@
-"""Whether hisparse can serve a model, by its configuration alone."""
+"""Checks a model's configuration before its weights are loaded."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ _KV_DTYPES = {
 
 
 def check_model(server_args: Any, config: HiSparseConfig) -> None:
-    """Refuse models that hisparse does not serve, or not with this configuration.
+    """Reject models that hisparse cannot serve, or cannot serve with ``config``.
+
+    Args:
+        server_args: SGLang's arguments, resolved.
+        config: the hisparse configuration.
 
     Raises:
-        ConfigError: says what the model has and what hisparse serves.
+        ConfigError: names the model's property and what hisparse serves instead.
     """
     from sglang.srt.configs.model_config import AttentionArch
 
@@ -37,37 +41,35 @@ def check_model(server_args: Any, config: HiSparseConfig) -> None:
     name = ", ".join(model.hf_config.architectures or ["this model"])
     if model.attention_arch not in (AttentionArch.MHA, AttentionArch.MLA):
         raise ConfigError(
-            f"{name} has {model.attention_arch.name} attention; hisparse serves MHA, GQA and MLA "
-            "models"
+            f"{name} has {model.attention_arch.name} attention; expected MHA, GQA or MLA"
         )
     latent = model.attention_arch == AttentionArch.MLA
     if latent and config.stores_fp8:
         raise ConfigError(
             f"--kv-cache-dtype is {config.kv_cache_dtype} but {name} has latent attention (MLA), "
-            "which hisparse stores as the model computes it: use auto"
+            "which hisparse stores in the model's dtype: use auto"
         )
     choose_scope(config, latent=latent)
     _check_indexer(name, model.hf_config, config)
     window = getattr(model.hf_text_config, "use_sliding_window", True) and model.sliding_window_size
     if model.is_hybrid_swa or (window and window > 0):
         raise ConfigError(
-            f"{name} has sliding-window attention; hisparse serves models with full attention in "
-            "every layer"
+            f"{name} has sliding-window attention; expected full attention in every layer"
         )
     wanted = _KV_DTYPES.get(str(server_args.kv_cache_dtype).lower())
     if wanted not in (None, model.dtype):
         raise ConfigError(
             f"--kv-cache-dtype is {server_args.kv_cache_dtype} but {name} runs in {model.dtype}; "
-            "hisparse stores K and V as the model computes them or in fp8: use auto or fp8_e4m3"
+            "hisparse stores K and V in the model's dtype or in fp8: use auto or fp8_e4m3"
         )
     if model.is_encoder_decoder:
-        raise ConfigError(f"{name} is an encoder-decoder model; hisparse serves decoders")
+        raise ConfigError(f"{name} is an encoder-decoder model; expected a decoder")
     if os.environ.get("SGLANG_USE_HND_KVCACHE", "0").lower() in ("1", "true"):
-        raise ConfigError("SGLANG_USE_HND_KVCACHE is set; unset it: use host_layout instead")
+        raise ConfigError("SGLANG_USE_HND_KVCACHE is set; unset it and use host_layout instead")
 
 
 def _check_indexer(name: str, hf_config: Any, config: HiSparseConfig) -> None:
-    """A model with an indexer is served by an algorithm that asks it, and no other model is."""
+    """Require an indexer in the model exactly when the algorithm uses one."""
     from sglang.srt.configs.model_config import get_dsa_index_topk, is_deepseek_dsa
 
     has_indexer = is_deepseek_dsa(hf_config)
@@ -77,8 +79,7 @@ def _check_indexer(name: str, hf_config: Any, config: HiSparseConfig) -> None:
     pooled = compat.index_pool_size(hf_config)
     if pooled > 1:
         raise ConfigError(
-            f"the indexer of {name} pools {pooled} tokens to a key; "
-            "hisparse serves one key per token"
+            f"the indexer of {name} pools {pooled} tokens into one key; expected one key per token"
         )
     trained = (get_dsa_index_topk(hf_config), 0, 0)
     got = (config.budget, config.num_sink_pages, config.num_recent_pages)

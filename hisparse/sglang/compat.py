@@ -1,4 +1,4 @@
-"""What differs between releases of SGLang: the only place that asks which one is installed."""
+"""Differences between releases of SGLang. No other module asks for the installed release."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any, Final
 __all__ = [
     "NEWEST",
     "OLDEST",
-    "allocate_on",
     "backend_choices",
+    "enable_page_allocator",
     "index_pool_size",
     "installed",
     "is_resolved",
     "lacks_flag",
     "model_config_of",
-    "pre_replay",
+    "on_slots_allocated",
     "release_of",
     "schedule_and_serving",
+    "shared_read_ends",
     "since",
-    "watch_rows",
 ]
 
-#: The contract test passes on these and on releases between them.
+#: The contract test passes on these two releases and on all between them.
 OLDEST: Final = "0.5.16"
 NEWEST: Final = "0.5.23"
 
-#: Flags that older releases do not have, and so cannot be asked for.
+#: Flags that older releases lack.
 _NEW_FLAGS: Final = ("enable_kv_cache_sharding",)
 
 
 def installed() -> str | None:
-    """Version of the installed SGLang; None without one."""
+    """Version of the installed SGLang, or None if SGLang is not installed."""
     try:
         return version("sglang")
     except PackageNotFoundError:
@@ -46,13 +46,13 @@ def release_of(text: str) -> tuple[int, ...]:
 
 
 def since(release: str) -> bool:
-    """Whether the installed SGLang is ``release`` or newer; true where there is none."""
+    """Whether the installed SGLang is ``release`` or newer; True if SGLang is not installed."""
     found = installed()
     return found is None or release_of(found) >= release_of(release)
 
 
 def backend_choices() -> tuple[list[str], Callable[[list[str]], None]]:
-    """Names of attention backends that the command line takes, and what adds to them."""
+    """Choices of ``--attention-backend``, and the function that adds to them."""
     if since("0.5.20"):
         from sglang.srt.arg_groups import choices
     else:
@@ -61,18 +61,18 @@ def backend_choices() -> tuple[list[str], Callable[[list[str]], None]]:
 
 
 def is_resolved(server_args: Any) -> bool:
-    """Whether SGLang has already filled in what the command line left open."""
-    done = "_resolution_finished" if since("0.5.19") else "_declarations_materialized"
-    return getattr(server_args, done, False)
+    """Whether SGLang has already resolved the defaults of its arguments."""
+    field = "_resolution_finished" if since("0.5.19") else "_declarations_materialized"
+    return getattr(server_args, field, False)
 
 
 def lacks_flag(view: Any, field: str) -> bool:
-    """Whether this release is older than a flag of SGLang's."""
+    """Whether the installed release is too old to have the argument ``field``."""
     return field in _NEW_FLAGS and not hasattr(view, field)
 
 
 def model_config_of(server_args: Any) -> Any:
-    """SGLang's ``ModelConfig``."""
+    """SGLang's ``ModelConfig`` for ``server_args``."""
     if not since("0.5.19"):
         return server_args.get_model_config()
     from sglang.srt.arg_groups.overrides import model_config_of
@@ -81,7 +81,7 @@ def model_config_of(server_args: Any) -> Any:
 
 
 def index_pool_size(hf_config: Any) -> int:
-    """Tokens that share a key of the model's indexer."""
+    """Number of tokens that share one key of the model's indexer."""
     if not since("0.5.20"):
         return 1
     from sglang.srt.configs.model_config import get_dsa_index_kpool
@@ -91,7 +91,7 @@ def index_pool_size(hf_config: Any) -> int:
 
 
 def schedule_and_serving() -> tuple[Any, Any]:
-    """What holds ``max_running_requests``, and what holds ``served_model_name``."""
+    """The objects that hold ``max_running_requests`` and ``served_model_name``."""
     from sglang.srt import runtime_context
 
     if since("0.5.18"):
@@ -99,8 +99,8 @@ def schedule_and_serving() -> tuple[Any, Any]:
     return runtime_context.get_server_args(), runtime_context.get_server_args()
 
 
-def pre_replay() -> Any:
-    """SGLang's word for "no layer reads what the scheduler writes"; older ones do not ask."""
+def shared_read_ends() -> Any:
+    """``SharedReadEnds.PRE_REPLAY``: no layer reads the scheduler's tables. None before 0.5.18."""
     if not since("0.5.18"):
         return None
     from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
@@ -108,51 +108,60 @@ def pre_replay() -> Any:
     return SharedReadEnds.PRE_REPLAY
 
 
-def allocate_on(device: str) -> None:
-    """Let SGLang's allocator of pages work on ``device``: "cuda" or "cpu"."""
+def enable_page_allocator(device: str) -> None:
+    """Make SGLang's page allocator work on ``device``, "cuda" or "cpu".
+
+    Before 0.5.22 the allocator needs Triton, so on a CPU its kernels are replaced.
+    """
     if device == "cpu" and not since("0.5.22"):
         from sglang.srt.mem_cache import allocation
         from sglang.srt.mem_cache.allocator import paged
         from sglang.srt.model_executor import forward_batch_info
 
-        from hisparse.sglang.cpu_pages import replace_triton
+        from hisparse.sglang.cpu_page_allocator import replace_triton_kernels
 
-        # For these it is the backend's name that tells whether there is Triton.
+        # These modules decide by the backend's name whether Triton is available.
         allocation.support_triton = forward_batch_info.support_triton = lambda backend: False
         allocation.get_last_loc_triton = allocation.get_last_loc_torch
-        replace_triton(paged)
+        replace_triton_kernels(paged)
 
 
-def watch_rows(pool: Any, begin: Callable[[list[int]], None]) -> None:
-    """Call ``begin`` with the rows of SGLang's ``ReqToTokenPool`` that change hands."""
+def on_slots_allocated(pool: Any, begin: Callable[[list[int]], None]) -> None:
+    """Call ``begin`` with the request slots that ``pool`` allocates, each time it allocates some.
+
+    Args:
+        pool: SGLang's ``ReqToTokenPool``.
+        begin: takes the list of newly allocated request slots.
+    """
     if since("0.5.20"):
         pool.register_on_alloc_rows(begin)
     elif since("0.5.19"):
-        pool.alloc_rows = _watched_rows(pool.alloc_rows, begin)
+        pool.alloc_rows = _wrap_alloc_rows(pool.alloc_rows, begin)
     else:
-        pool.alloc = _watched_requests(pool.alloc, begin)
+        pool.alloc = _wrap_alloc(pool.alloc, begin)
 
 
-def _watched_rows(
+def _wrap_alloc_rows(
     alloc_rows: Callable[[int], list[int] | None], begin: Callable[[list[int]], None]
 ) -> Callable[[int], list[int] | None]:
-    def watched(need_size: int) -> list[int] | None:
-        rows = alloc_rows(need_size)
-        if rows:
-            begin(rows)
-        return rows
+    def wrapper(need_size: int) -> list[int] | None:
+        slots = alloc_rows(need_size)
+        if slots:
+            begin(slots)
+        return slots
 
-    return watched
+    return wrapper
 
 
-def _watched_requests(
+def _wrap_alloc(
     alloc: Callable[[list[Any]], list[int] | None], begin: Callable[[list[int]], None]
 ) -> Callable[[list[Any]], list[int] | None]:
-    def watched(requests: list[Any]) -> list[int] | None:
+    def wrapper(requests: list[Any]) -> list[int] | None:
+        # A chunked request keeps its slot.
         new = [request for request in requests if request.req_pool_idx is None]
-        rows = alloc(requests)
-        if rows is not None and new:
+        slots = alloc(requests)
+        if slots is not None and new:
             begin([request.req_pool_idx for request in new])
-        return rows
+        return slots
 
-    return watched
+    return wrapper

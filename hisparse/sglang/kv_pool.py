@@ -1,4 +1,4 @@
-"""SGLang's KV pool, in host memory: a KV location is a host slot."""
+"""SGLang's KV pools in host memory. SGLang's KV locations are host slots."""
 
 from __future__ import annotations
 
@@ -15,13 +15,26 @@ from sglang.srt.mem_cache.memory_pool import (
 from hisparse.cache import HostKVPool
 from hisparse.cache.codec import encode, write_tokens
 from hisparse.errors import HiSparseError
-from hisparse.sglang.session import session as current_session
+from hisparse.sglang.session import require_session
 
 __all__ = ["POOLS", "HiSparseDSAPool", "HiSparseMHAPool", "HiSparseMLAPool"]
 
+_USE_BACKEND = "only models that attend through SGLang's attention backend are served"
+
+
+def _reject(method: str, caller: str, remedy: str = "turn it off") -> NoReturn:
+    raise HiSparseError(
+        f"KV pool: got {method}() from {caller}, expected no such call while the KV cache lies in "
+        f"host memory; {remedy}"
+    )
+
 
 class _HostPool:
-    """Allocates nothing on the device; every method that takes locations is overridden."""
+    """Base of the pools. Allocates no device memory.
+
+    Overrides every method of SGLang's pools that takes locations; those without a meaning here
+    raise ``HiSparseError``.
+    """
 
     device: str
     dtype: torch.dtype
@@ -31,7 +44,7 @@ class _HostPool:
     host: HostKVPool
 
     def _create_buffers(self) -> None:
-        session = current_session()
+        session = require_session()
         spec = session.spec
         num_pages = (self.size + self.page_size) // spec.page_size
         pin = torch.device(self.device).type == "cuda"
@@ -43,9 +56,15 @@ class _HostPool:
     def set_kv_buffer(
         self, layer: Any, loc_info: Any, cache_k: torch.Tensor, cache_v: torch.Tensor, *_: Any
     ) -> None:
-        """Write K/V through to host memory, ``[T, Hkv, D]`` each.
+        """Write K/V to host memory.
 
-        The attention backend writes its own tokens: they have to reach the device pages too.
+        The attention backend does not use this method: its tokens go to the device pages as well.
+
+        Args:
+            layer: SGLang's ``RadixAttention``.
+            loc_info: ``[T]`` host slots, or SGLang's object that holds them.
+            cache_k, cache_v: ``[T, Hkv, D]``.
+            _: scales, ignored.
         """
         loc, _, _ = unwrap_write_loc(loc_info)
         kv = self.host.kv
@@ -61,73 +80,70 @@ class _HostPool:
     def _token_view(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self.host.kv.fp8:
             raise HiSparseError(
-                "something other than hisparse reads the KV pool by location, whose K and V have "
-                "scales of their own; use --kv-cache-dtype auto"
+                "KV pool: got a read by location of K and V in fp8 with scales, expected K and V "
+                "in the model's dtype; use --kv-cache-dtype auto"
             )
         view = self.host.tokens(layer_id - self.start_layer)
         if view is None:
             raise HiSparseError(
-                f"something other than hisparse reads the KV pool by location, which host_layout "
-                f"{self.host.layout!r} does not offer; set host_layout to 'layer_first'"
+                f"KV pool: got a read by location with host_layout {self.host.layout!r}, expected "
+                "a layout with token views; set host_layout to 'layer_first'"
             )
         return view
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise HiSparseError(f"{what} is not supported while the KV cache lies in host memory")
-
     def get_contiguous_buf_infos(self) -> NoReturn:
-        """Refused: prefill/decode disaggregation would register device buffers."""
-        self._refuse("prefill/decode disaggregation")
+        """Rejected: prefill/decode disaggregation registers device buffers."""
+        _reject("get_contiguous_buf_infos", "prefill/decode disaggregation")
 
     def get_cpu_copy(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the KV cache is in host memory already."""
-        self._refuse("offloading the KV cache")
+        """Rejected: the KV cache is already in host memory."""
+        _reject("get_cpu_copy", "KV cache offloading")
 
     def load_cpu_copy(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: see :meth:`get_cpu_copy`."""
-        self._refuse("offloading the KV cache")
+        """Rejected: see :meth:`get_cpu_copy`."""
+        _reject("load_cpu_copy", "KV cache offloading")
 
     def move_kv_cache(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: speculative decoding moves KV between locations."""
-        self._refuse("moving KV between locations")
+        """Rejected: speculative decoding moves K/V between locations."""
+        _reject("move_kv_cache", "speculative decoding")
 
     def set_kv_buffer_prefix_valid(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: speculative decoding writes prefixes of drafts."""
-        self._refuse("writing part of a draft")
+        """Rejected: speculative decoding writes prefixes of drafts."""
+        _reject("set_kv_buffer_prefix_valid", "speculative decoding")
 
     def get_raw_kv_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: quantised KV reads raw buffers."""
-        self._refuse("quantised KV")
+        """Rejected: a quantized KV cache reads raw buffers."""
+        _reject("get_raw_kv_buffer", "SGLang's quantized KV cache")
 
     def get_device_pool_infos(self) -> NoReturn:
-        """Refused: HiCache would back up device buffers."""
-        self._refuse("HiCache")
+        """Rejected: HiCache backs up device buffers."""
+        _reject("get_device_pool_infos", "HiCache")
 
 
 class HiSparseMHAPool(_HostPool, MHATokenToKVPool):  # type: ignore[misc]
-    """Keys and values of models with attention heads of their own (MHA, GQA)."""
+    """Keys and values per KV head (MHA, GQA)."""
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Bytes of keys and of values, in host memory."""
+        """Host memory of the keys and of the values, in bytes."""
         spec = self.host.kv
         keys = self.host.num_bytes * spec.head_dim // spec.stored_width
         return keys, self.host.num_bytes - keys
 
 
 class _LatentPool(_HostPool):
-    """One latent per token: its key, and in the first columns its value."""
+    """One latent per token: the key, whose first ``v_head_dim`` columns are the value."""
 
     def _create_buffers(self) -> None:
         super()._create_buffers()
-        # SGLang lists the device buffers: there are none.
+        # SGLang iterates over the device buffers, of which there are none.
         self.kv_buffer: list[torch.Tensor] = []
 
     def get_kv_size_bytes(self) -> int:
-        """Bytes of all latents, in host memory."""
+        """Host memory of all latents, in bytes."""
         return self.host.num_bytes
 
     def get_kv_buffer_shape(self) -> tuple[torch.Size, torch.Size]:
-        """Of keys and of values; DeepSeek's models ask for it before each prompt."""
+        """Shapes of the keys and of the values. DeepSeek's models read them before each prompt."""
         spec, slots = self.host.kv, self.size + self.page_size
         return torch.Size((slots, 1, spec.head_dim)), torch.Size((slots, 1, spec.v_head_dim))
 
@@ -140,43 +156,43 @@ class _LatentPool(_HostPool):
         return self._get_value_buffer(layer_id)
 
     def set_mla_kv_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: new tokens pass through the backend."""
-        self._refuse("writing latents past the attention backend")
+        """Rejected: new tokens pass through the attention backend."""
+        _reject("set_mla_kv_buffer", "the model", _USE_BACKEND)
 
     def get_mla_kv_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: attention over gathered latents is not what the backend does."""
-        self._refuse("reading latents past the attention backend")
+        """Rejected: only the attention backend reads latents."""
+        _reject("get_mla_kv_buffer", "the model", _USE_BACKEND)
 
 
 class HiSparseMLAPool(_LatentPool, MLATokenToKVPool):  # type: ignore[misc]
-    """Latents of models such as DeepSeek-V2 and V3."""
+    """Latents of models such as DeepSeek-V2 and DeepSeek-V3."""
 
 
 class HiSparseDSAPool(_LatentPool, DSATokenToKVPool):  # type: ignore[misc]
-    """Latents of DeepSeek-V3.2; its index keys are representations of the algorithm `dsa`."""
+    """Latents of DeepSeek-V3.2. The algorithm ``dsa`` keeps the index keys as representations."""
 
     def __init__(self, size: int, *, index_head_dim: int, **options: Any) -> None:
         shared = ["page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num", "device"]
         shared += ["enable_memory_saver", "start_layer", "end_layer"]
-        # Not DSATokenToKVPool's own: it allocates index keys on the device.
+        # Skips DSATokenToKVPool.__init__, which allocates index keys on the device.
         MLATokenToKVPool.__init__(self, size, **{name: options[name] for name in shared})
         self.index_head_dim = index_head_dim
 
-    def _refuse_index(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: the algorithm keeps the index keys."""
-        self._refuse("an index key cache of SGLang's own")
+    def _reject_index_access(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Rejected: the algorithm keeps the index keys."""
+        _reject("an index key method", "SGLang's index key cache", "the algorithm dsa keeps them")
 
-    get_index_k_with_scale_buffer = _refuse_index
-    get_index_k_scale_buffer = _refuse_index
-    set_index_k_scale_buffer = _refuse_index
-    get_compress_tail_buffers = _refuse_index
-    get_compress_tail_buf_infos = _refuse_index
-    kpool_decode_update_index_cache = _refuse_index
-    set_compress_tail_for_request = _refuse_index
-    get_state_buf_infos = _refuse_index
+    get_index_k_with_scale_buffer = _reject_index_access
+    get_index_k_scale_buffer = _reject_index_access
+    set_index_k_scale_buffer = _reject_index_access
+    get_compress_tail_buffers = _reject_index_access
+    get_compress_tail_buf_infos = _reject_index_access
+    kpool_decode_update_index_cache = _reject_index_access
+    set_compress_tail_for_request = _reject_index_access
+    get_state_buf_infos = _reject_index_access
 
 
-#: By SGLang's name of the kind.
+#: Pool classes by SGLang's name for the kind of pool.
 POOLS: dict[str, type] = {
     "mha": HiSparseMHAPool,
     "mla": HiSparseMLAPool,

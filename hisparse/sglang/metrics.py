@@ -1,4 +1,4 @@
-"""Cache statistics in SGLang's Prometheus endpoint and in its log."""
+"""Publishes cache statistics on SGLang's Prometheus endpoint and in its log."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ __all__ = ["MetricsReporter"]
 
 logger = logging.getLogger("hisparse")
 
-#: Seconds between two lines in the log, and between two updates for Prometheus, while something
-#: is served; the end of a request updates too, so that an idle server shows its last state.
+#: Seconds between two log lines and between two Prometheus updates while requests run. The end of
+#: a request triggers an update as well, so that an idle server shows its last state.
 _LOG_INTERVAL_S = 30.0
 _PUBLISH_INTERVAL_S = 0.25
 
 _COUNTERS = {
     "hit_pages": "Pages that decode steps selected and found on the device",
-    "miss_pages": "Pages that decode steps selected and brought in from host memory",
-    "selected_tokens": "Tokens that decode steps attended, over layers and rows",
-    "selections": "Selections that the algorithm made, over layers and rows",
-    "prefetched_pages": "Pages that were brought in before a query had selected them",
-    "capped_selections": "Selections of varying length that filled device_buffer_size",
+    "miss_pages": "Pages that decode steps selected and loaded from host memory",
+    "selected_tokens": "Tokens that decode steps attended, summed over layers and rows",
+    "selections": "Selections that the algorithm made, summed over layers and rows",
+    "prefetched_pages": "Pages loaded from host memory before the step's query selected them",
+    "capped_selections": "Selections of variable length that reached device_buffer_size",
     "decode_read_bytes": "Bytes that decode steps read from host memory",
     "prefill_read_bytes": "Bytes that prefill read from host memory",
-    "written_bytes": "Bytes written through to host memory",
+    "written_bytes": "Bytes written to host memory",
 }
 _GAUGES = {
-    "hit_ratio": "Hits among the pages that decode steps selected, since the start",
+    "hit_ratio": "Share of the selected pages that were on the device, since the start",
     "host_tokens_used": "Tokens in the host pool",
-    "host_tokens_total": "Tokens that the host pool has room for",
-    "device_tokens_used": "Tokens that running requests' device pages have room for, over rows",
-    "device_tokens_total": "Tokens that all device pages have room for, over rows",
-    "max_selected_tokens": "Tokens that a selection and the page being filled hold at most",
-    "host_kv_bytes": "Bytes of the KV cache in host memory",
-    "host_index_bytes": "Bytes of requests' indexes in host memory",
-    "device_kv_bytes": "Bytes of keys and values on the device, staging included",
-    "device_representation_bytes": "Bytes on the device by which the algorithm scores pages",
-    "device_table_bytes": "Bytes of LRU tables and free lists on the device",
+    "host_tokens_total": "Capacity of the host pool, in tokens",
+    "device_tokens_used": "Capacity of running requests' device pages, in tokens, over rows",
+    "device_tokens_total": "Capacity of all device pages, in tokens, over rows",
+    "max_selected_tokens": "Maximum number of tokens in a selection and its tail page",
+    "host_kv_bytes": "Host memory of the KV cache, in bytes",
+    "host_index_bytes": "Host memory of the requests' indexes, in bytes",
+    "device_kv_bytes": "Device memory of keys and values, staging included, in bytes",
+    "device_representation_bytes": "Device memory of the algorithm's representations, in bytes",
+    "device_table_bytes": "Device memory of LRU tables and free lists, in bytes",
 }
 
 
 class MetricsReporter:
-    """Publishes what the coordinator counted, without waiting for the device.
+    """Publishes the coordinator's statistics without waiting for the device.
 
     Args:
-        session: this rank's session.
-        model_runner: SGLang's, for its allocator and labels.
+        session: this rank's session, with its coordinator.
+        model_runner: SGLang's ``ModelRunner``; provides the allocator and the labels.
     """
 
     def __init__(self, session: Session, model_runner: Any) -> None:
-        assert session.coordinator is not None, "the coordinator is built before its metrics"
+        assert session.coordinator is not None, "the coordinator is built before the reporter"
         self._coordinator = session.coordinator
         self._page_size = session.spec.page_size
         self._runner = model_runner
-        self._texts = dict(_COUNTERS)
+        self._counter_texts = dict(_COUNTERS)
         for extension in self._coordinator.extensions:
-            self._texts |= extension.counters
-        self._published: dict[str, int] = dict.fromkeys(self._texts, 0)
+            self._counter_texts |= extension.counters
+        self._published: dict[str, int] = dict.fromkeys(self._counter_texts, 0)
         self._last_log = time.monotonic()
         self._last_publish = 0.0
         self._counters: dict[str, Any] = {}
@@ -70,8 +70,8 @@ class MetricsReporter:
             self._register()
 
     def _register(self) -> None:
-        # SGLang sets PROMETHEUS_MULTIPROC_DIR before its schedulers start and
-        # prometheus_client reads it on import.
+        # prometheus_client reads PROMETHEUS_MULTIPROC_DIR on import, and SGLang sets the variable
+        # only before its schedulers start.
         from prometheus_client import Counter, Gauge
         from sglang.srt.runtime_context import get_parallel
 
@@ -83,7 +83,7 @@ class MetricsReporter:
         names = list(labels)
         self._counters = {
             name: Counter(f"hisparse:{name}", text, names).labels(**labels)
-            for name, text in self._texts.items()
+            for name, text in self._counter_texts.items()
         }
         self._gauges = {
             name: Gauge(f"hisparse:{name}", text, names, multiprocess_mode="mostrecent").labels(
@@ -94,7 +94,11 @@ class MetricsReporter:
         self.report(now=True)
 
     def report(self, *, now: bool = False) -> None:
-        """Called after each forward, and with ``now`` when a request has ended."""
+        """Publish and log the statistics if enough time has passed.
+
+        Args:
+            now: publish at once; set when a request ends.
+        """
         time_s = time.monotonic()
         if self._gauges and (now or time_s - self._last_publish >= _PUBLISH_INTERVAL_S):
             self._last_publish = time_s
@@ -109,10 +113,10 @@ class MetricsReporter:
             value = values[name]
             counter.inc(value - self._published[name])
             self._published[name] = value
-        for name, value in self._levels(stats).items():
+        for name, value in self._gauge_values(stats).items():
             self._gauges[name].set(value)
 
-    def _levels(self, stats: CacheStats) -> dict[str, float]:
+    def _gauge_values(self, stats: CacheStats) -> dict[str, float]:
         coordinator = self._coordinator
         manager = coordinator.manager
         allocator, size = self._runner.token_to_kv_pool_allocator, self._page_size
@@ -135,7 +139,7 @@ class MetricsReporter:
         }
 
     def _log(self, stats: CacheStats) -> None:
-        levels = self._levels(stats)
+        values = self._gauge_values(stats)
         logger.info(
             "hisparse: hit ratio %.3f (%d hits, %d misses), read %.2f GiB decoding and %.2f GiB in "
             "prefill, wrote %.2f GiB, host tokens %d of %d, device tokens %d of %d",
@@ -145,8 +149,8 @@ class MetricsReporter:
             stats.decode_read_bytes / 2**30,
             stats.prefill_read_bytes / 2**30,
             stats.written_bytes / 2**30,
-            levels["host_tokens_used"],
-            levels["host_tokens_total"],
-            levels["device_tokens_used"],
-            levels["device_tokens_total"],
+            values["host_tokens_used"],
+            values["host_tokens_total"],
+            values["device_tokens_used"],
+            values["device_tokens_total"],
         )

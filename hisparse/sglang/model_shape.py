@@ -1,4 +1,4 @@
-"""Reads what attention looks like from a model that SGLang has loaded."""
+"""Reads the shape of attention from a model that SGLang has loaded."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from typing import Any
 import torch
 
 from hisparse.errors import ConfigError
-from hisparse.sglang.dsa import find_indexers
+from hisparse.sglang.dsa_indexer import find_indexers
 from hisparse.types import KVSpec
 
 __all__ = ["read_model_shape"]
 
 
 def read_model_shape(model: Any, dtype: torch.dtype, page_size: int) -> tuple[KVSpec, float]:
-    """Shapes on this rank, and the softmax scale.
+    """Read the shapes on this rank, and the softmax scale.
 
     Args:
         model: SGLang's model.
-        dtype: dtype of keys and values as the model computes them.
-        page_size: S of the selection.
+        dtype: the model's dtype of keys and values.
+        page_size: S, tokens per page of a selection.
 
     Raises:
-        ConfigError: its layers differ from each other, or attend in a way that is not built.
+        ConfigError: the layers differ from each other, or use a kind of attention that hisparse
+            does not support.
     """
     from sglang.srt.layers.radix_attention import AttentionType
 
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(
-            f"the KV cache is {dtype}; hisparse stores float32, bfloat16, float16 or fp8_e4m3: use "
+            f"the KV cache is {dtype}; expected float32, bfloat16, float16 or fp8_e4m3: use "
             "--kv-cache-dtype auto or fp8_e4m3"
         )
     layers, latent = _attention_layers(model)
@@ -37,8 +38,8 @@ def read_model_shape(model: Any, dtype: torch.dtype, page_size: int) -> tuple[KV
     }
     if len(shapes) != 1:
         raise ConfigError(
-            f"the model's attention layers have {len(shapes)} different shapes; hisparse serves "
-            "models whose layers are all alike"
+            f"the model's attention layers have {len(shapes)} different shapes; expected one shape "
+            "for all layers"
         )
     plain = all(
         m.attn_type == AttentionType.DECODER
@@ -52,13 +53,12 @@ def read_model_shape(model: Any, dtype: torch.dtype, page_size: int) -> tuple[KV
     if not plain:
         raise ConfigError(
             "a layer of the model has cross attention, capped logits, a sliding window, chunks "
-            "or temperature scaling; hisparse serves plain causal attention"
+            "or temperature scaling; expected plain causal attention"
         )
     ids = sorted(m.layer_id for m in layers)
     if ids != list(range(ids[0], ids[0] + len(ids))):
         raise ConfigError(
-            f"the model's attention layers have numbers {ids}; hisparse serves models with "
-            "attention in every layer"
+            f"the model's attention layers have numbers {ids}; expected attention in every layer"
         )
     q_heads, kv_heads, head_dim, v_head_dim, scale = shapes.pop()
     spec = KVSpec(
@@ -76,21 +76,21 @@ def read_model_shape(model: Any, dtype: torch.dtype, page_size: int) -> tuple[KV
 
 
 def _attention_layers(model: Any) -> tuple[list[Any], bool]:
-    """One attention module per layer, and whether it attends over a latent."""
+    """One attention module per layer, and whether the layers attend over latents (MLA)."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     named = {n: m for n, m in model.named_modules() if isinstance(m, RadixAttention)}
-    # MLA models have each layer twice: absorbed, over the latent, and with heads of their own.
+    # MLA models have two modules per layer: `attn_mqa` over latents, `attn_mha` over heads.
     absorbed = [m for name, m in named.items() if name.endswith("attn_mqa")]
     return absorbed or list(named.values()), bool(absorbed)
 
 
 def _index_head_dim(model: Any, num_layers: int) -> int:
-    """Di of the model's indexers, 0 if it has none."""
+    """Di, the head dimension of the model's indexers; 0 for a model without indexers."""
     indexers = find_indexers(model)
     if indexers and len(indexers) != num_layers:
         raise ConfigError(
-            f"{len(indexers)} of the model's {num_layers} layers have an indexer; hisparse serves "
-            "models with one in every layer or in none"
+            f"{len(indexers)} of the model's {num_layers} layers have an indexer; expected one in "
+            "every layer or in none"
         )
     return indexers[0].head_dim if indexers else 0

@@ -1,4 +1,4 @@
-"""Every SGLang name that the plugin touches; a test checks that each one exists."""
+"""Every SGLang name that the plugin hooks or uses. A test checks that each one exists."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from hisparse.sglang.compat import since
 __all__ = ["HOOKS", "LISTED", "USED"]
 
 
-#: A name, or ``(first release, name since then, name before)``.
+#: A name, or ``(release, name since that release, name before it)``; "" for no name.
 _Name = str | tuple[str, str, str]
 
 
-def _parts(name: _Name) -> tuple[str, ...]:
+def _all_names(name: _Name) -> tuple[str, ...]:
     return (name,) if isinstance(name, str) else name[1:]
 
 
-def _here(names: Iterable[_Name]) -> tuple[str, ...]:
-    """Those of the installed release."""
+def _installed_names(names: Iterable[_Name]) -> tuple[str, ...]:
+    """The names that apply to the installed release."""
     chosen = (name if isinstance(name, str) else name[2 - since(name[0])] for name in names)
     return tuple(name for name in chosen if name)
 
@@ -118,11 +118,11 @@ _USED: tuple[_Name, ...] = (
     ("0.5.18", "sglang.srt.runtime_context.get_serving", ""),
 )
 
-#: Functions that the plugin wraps.
-HOOKS = _here(_HOOKS)
+#: Functions that the plugin wraps, in the installed release.
+HOOKS = _installed_names(_HOOKS)
 
-#: Names that it calls, subclasses or reads.
-USED = _here(_USED)
+#: Names that the plugin calls, subclasses or reads, in the installed release.
+USED = _installed_names(_USED)
 
-#: Both, of every release.
-LISTED = {part for name in (*_HOOKS, *_USED) for part in _parts(name)} - {""}
+#: The names in ``_HOOKS`` and ``_USED`` of all releases.
+LISTED = {part for name in (*_HOOKS, *_USED) for part in _all_names(name)} - {""}

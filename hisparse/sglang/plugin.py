@@ -1,4 +1,4 @@
-"""Registers the attention backend and the hooks, and checks that each hook took."""
+"""Registers the attention backend and the hooks, and verifies that each hook is installed."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ from importlib.metadata import version
 from typing import Any
 
 from hisparse.errors import HiSparseError, PluginError
-from hisparse.sglang import checks, compat, dsa, hooks
+from hisparse.sglang import compat, dsa_indexer, hooks
 from hisparse.sglang.names import HOOKS
-from hisparse.sglang.session import session
+from hisparse.sglang.server_args import (
+    BACKEND,
+    check_after_resolution,
+    is_requested,
+    prepare_before_resolution,
+)
+from hisparse.sglang.session import require_session
 
-__all__ = ["hooked", "register", "verify_hooks"]
+__all__ = ["installed_hooks", "register", "verify_hooks"]
 
-BACKEND = checks.BACKEND
-
+#: SGLang's functions before the hooks wrapped them, by dotted name.
 _originals: dict[str, object] = {}
 _launched_by_command_line = False
 
 
 def register() -> None:
-    """Register everything; what is missing in this SGLang is reported by :func:`verify_hooks`.
+    """Register the backend and all hooks. :func:`verify_hooks` reports names that do not exist.
 
-    SGLang only logs what a plugin raises. So if hisparse is what the command line asks for, a
-    failure ends the process here instead of leaving a server without it.
+    SGLang only logs exceptions of a plugin. If the command line asks for hisparse, a failure
+    therefore ends the process: the server would otherwise run without hisparse.
     """
     try:
         _register()
@@ -53,45 +58,49 @@ def _register() -> None:
 
 
 def _resolve(target: str) -> object:
-    """What a dotted name stands for now, None if it is gone."""
+    """The object behind a dotted name, or None if the name does not exist."""
     try:
         found: object = pkgutil.resolve_name(target)
     except (ImportError, AttributeError):
         return None
-    # A class method is a new bound object at each look: the function behind it is what stays.
+    # Each access to a class method makes a new bound object; its function stays the same.
     return getattr(found, "__func__", found)
 
 
-def hooked() -> list[tuple[str, Any, Callable[..., Any]]]:
-    """Targets that exist, with what was there before and what wraps it."""
+def installed_hooks() -> list[tuple[str, Any, Callable[..., Any]]]:
+    """Name, original function and wrapper of each hook whose target exists."""
     triples = ((t, _originals.get(t), _WRAPPERS[t.rpartition(".")[2]]) for t in HOOKS)
     return [(target, before, wrapper) for target, before, wrapper in triples if before is not None]
 
 
 def verify_hooks() -> None:
-    """Raise ``PluginError`` with the name of a hook that is not in place."""
+    """Verify that every hook is installed.
+
+    Raises:
+        PluginError: names the hook that is not, and the release of SGLang.
+    """
     for target in HOOKS:
         now = _resolve(target)
         if now is None:
-            raise PluginError(_does_not_fit(f"{target} is gone"))
+            raise PluginError(_does_not_fit(f"{target} does not exist"))
         if now is _originals.get(target):
-            raise PluginError(_does_not_fit(f"the hook on {target} did not take"))
+            raise PluginError(_does_not_fit(f"the hook on {target} was not installed"))
 
 
 def _make_backend(model_runner: Any) -> Any:
     verify_hooks()
-    compat.allocate_on(model_runner.device)
+    compat.enable_page_allocator(model_runner.device)
+    from hisparse.sglang.absorbed_mla import use_absorbed_mla
     from hisparse.sglang.backend import HiSparseAttnBackend
-    from hisparse.sglang.mla import attend_absorbed
 
-    if session().spec.latent:
-        attend_absorbed()
-        dsa.hand_over_inputs(model_runner.model)
+    if require_session().spec.latent:
+        use_absorbed_mla()
+        dsa_indexer.return_indexer_inputs(model_runner.model)
     return HiSparseAttnBackend(model_runner)
 
 
-def _or_exit(check: Callable[[], None]) -> None:
-    """On the command line a refusal is one line on standard error and exit code 1."""
+def _exit_on_error(check: Callable[[], None]) -> None:
+    """Run ``check``; on the command line an error is one line on standard error and exit code 1."""
     try:
         check()
     except HiSparseError as error:
@@ -107,17 +116,17 @@ def _around_prepare_server_args(original: Callable[..., Any], *args: Any, **kwar
 
 
 def _around_resolve_once(original: Callable[..., Any], server_args: Any) -> Any:
-    if checks.is_requested(server_args) and not compat.is_resolved(server_args):
-        _or_exit(verify_hooks)
-        _or_exit(lambda: checks.before_resolution(server_args))
-        with dsa.device_capability():
+    if is_requested(server_args) and not compat.is_resolved(server_args):
+        _exit_on_error(verify_hooks)
+        _exit_on_error(lambda: prepare_before_resolution(server_args))
+        with dsa_indexer.fake_device_capability():
             result = original(server_args)
-        _or_exit(lambda: checks.after_resolution(server_args))
+        _exit_on_error(lambda: check_after_resolution(server_args))
         return result
     return original(server_args)
 
 
-#: By the last part of a hook's name.
+#: Wrappers by the last part of the hooked name.
 _WRAPPERS: dict[str, Callable[..., Any]] = {
     "prepare_server_args": _around_prepare_server_args,
     "resolve_once": _around_resolve_once,
@@ -132,7 +141,7 @@ _WRAPPERS: dict[str, Callable[..., Any]] = {
     "enable_fused_set_kv_buffer": hooks.around_enable_fused_set_kv_buffer,
     "init_new": hooks.around_init_new,
     "_compute_max_prefix_len": hooks.around_compute_max_prefix_len,
-    "_dsa_kv_cache_dtype_default": dsa.around_kv_cache_dtype_default,
-    "_compute_cell_size": dsa.around_compute_cell_size,
-    "_compute_dsa_indexer_cell_size": dsa.around_compute_indexer_cell_size,
+    "_dsa_kv_cache_dtype_default": dsa_indexer.around_kv_cache_dtype_default,
+    "_compute_cell_size": dsa_indexer.around_compute_cell_size,
+    "_compute_dsa_indexer_cell_size": dsa_indexer.around_compute_indexer_cell_size,
 }

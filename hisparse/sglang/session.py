@@ -1,4 +1,4 @@
-"""What one scheduler process knows of its engine, for the hooks, the KV pool and the backend."""
+"""State that the hooks, the KV pool and the backend of one scheduler process share."""
 
 from __future__ import annotations
 
@@ -12,52 +12,62 @@ from hisparse.engine.build import EngineSetup
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import HiSparseError
 
-__all__ = ["Session", "current", "session", "start"]
+__all__ = ["Session", "current_session", "require_session", "start_session"]
 
 
 @dataclass(kw_only=True)
 class Session(EngineSetup):
-    """Decisions of one rank, made once the model is loaded and before the pools are built.
+    """Configuration and sizes of one rank, and the state of its current forward.
+
+    SGLang creates the pools from it, after the model is loaded.
 
     Attributes:
-        slots_cpu: request slots of the forward that is being prepared, ``[B]`` on the host.
-        unfinished: id of the request whose prompt continues after that forward.
-        req_to_token_pool: SGLang's table of request slots.
+        slots_cpu: ``[B] int64``, request slots of the next forward, on the host.
+        chunked_request_id: id of the request whose prompt continues after the next forward.
+        req_to_token_pool: SGLang's ``ReqToTokenPool``.
         coordinator: the engine; None until the attention backend is built.
-        report: publishes the metrics.
+        report_metrics: publishes the metrics.
     """
 
     slots_cpu: torch.Tensor | None = None
-    unfinished: str | None = None
+    chunked_request_id: str | None = None
     req_to_token_pool: Any = None
     coordinator: SparseCoordinator | None = None
-    report: Callable[[], None] = lambda: None
+    report_metrics: Callable[[], None] = lambda: None
 
     def end_requests(self, slots: Iterable[int]) -> None:
-        """The requests in these slots are over."""
-        assert self.coordinator is not None, "requests run once the backend is built"
+        """End the requests in ``slots``: their device pages become free."""
+        assert self.coordinator is not None, "the backend is built before requests run"
         for slot in slots:
             self.coordinator.on_request_end(slot)
-        self.report()
+        self.report_metrics()
 
 
-#: SGLang's hooks are functions without a context of ours: a process has one session.
+#: SGLang calls the hooks without a context argument, so each process has one session.
 _session: Session | None = None
 
 
-def start(new: Session) -> None:
-    """Make ``new`` this process's session."""
+def start_session(session: Session) -> None:
+    """Make ``session`` this process's session."""
     global _session
-    _session = new
+    _session = session
 
 
-def current() -> Session | None:
-    """This process's session; None before the pools are sized, or without hisparse."""
+def current_session() -> Session | None:
+    """This process's session, or None before the pools are sized or without hisparse."""
     return _session
 
 
-def session() -> Session:
-    """This process's session; an error before the pools are sized."""
+def require_session() -> Session:
+    """This process's session.
+
+    Raises:
+        HiSparseError: the pools are not sized yet.
+    """
     if _session is None:
-        raise HiSparseError("the KV pool was built before its size was known")
+        raise HiSparseError(
+            "SGLang: got a KV pool or an attention backend before its size, expected "
+            "KVCacheConfigurator._profile_available_bytes to run first; start the server with "
+            "--attention-backend hisparse"
+        )
     return _session

@@ -1,4 +1,4 @@
-"""Sizes an engine for one rank of SGLang, and builds it for the pools that SGLang has made."""
+"""Sizes the engine of one SGLang rank and builds it on top of SGLang's pools."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from hisparse.engine.capabilities import stored_spec
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
-from hisparse.sglang import checks, compat
+from hisparse.sglang import compat
 from hisparse.sglang.model_shape import read_model_shape
+from hisparse.sglang.server_args import read_config
 from hisparse.sglang.session import Session
 from hisparse.units import resolve_memory
 
@@ -29,13 +30,16 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
     """Size the engine of this rank.
 
     Args:
-        configurator: SGLang's, with the loaded model.
-        device_bytes: what SGLang profiled.
+        configurator: SGLang's ``KVCacheConfigurator``, after the model is loaded.
+        device_bytes: device memory that SGLang profiled for the KV cache.
+
+    Raises:
+        HiSparseError: the model, a setting or a size is not supported.
     """
-    config = checks.read_config(configurator.server_args)
+    config = read_config(configurator.server_args)
     dtype = configurator.kv_cache_dtype
     if dtype == torch.float8_e4m3fn:
-        # The model's files ask for it.
+        # The model's own configuration requests an fp8 KV cache.
         config, dtype = replace(config, kv_cache_dtype="fp8_e4m3"), configurator.model_config.dtype
     algorithm = build_algorithm(config)
     spec, scale = read_model_shape(configurator.model, dtype, config.page_size)
@@ -50,7 +54,7 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
             host_bytes=host_bytes,
             device_bytes=device_bytes,
             context_length=configurator.model_config.context_len,
-            max_requests=_requested_rows(),
+            max_requests=_max_running_requests(),
             device_type=configurator.device,
         ),
     )
@@ -58,7 +62,7 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
 
 
 def _memory(config: HiSparseConfig, configurator: Any, profiled: int) -> tuple[int, int]:
-    """Bytes of host and of device memory that this rank may take."""
+    """Bytes of host and of device memory that this rank may use."""
     from sglang.srt.distributed.parallel_state import get_world_group
 
     args = configurator.server_args
@@ -66,16 +70,16 @@ def _memory(config: HiSparseConfig, configurator: Any, profiled: int) -> tuple[i
     free = free_host_memory()
     host = resolve_memory(config.host_memory, free, "host_memory") // ranks
     if configurator.device == "cpu":
-        # There is no device: its memory is simulated by host memory that the pools do not take,
-        # less a tenth for activations.
+        # Without a GPU, host memory stands in for device memory: what the pools leave free, less
+        # a tenth for activations.
         profiled = min(profiled, (free - host * ranks) * 9 // 10 // ranks)
     if config.device_memory is not None:
         profiled = min(profiled, resolve_memory(config.device_memory, profiled, "device_memory"))
-    return _least_of_ranks(host, profiled)
+    return _min_over_ranks(host, profiled)
 
 
-def _least_of_ranks(host: int, device: int) -> tuple[int, int]:
-    """Every rank must come to the same sizes: what the poorest one has."""
+def _min_over_ranks(host: int, device: int) -> tuple[int, int]:
+    """The minimum over all ranks, so that every rank computes the same sizes."""
     from sglang.srt.distributed.parallel_state import get_world_group
 
     if get_world_group().world_size == 1:
@@ -87,16 +91,21 @@ def _least_of_ranks(host: int, device: int) -> tuple[int, int]:
     return least_host, least_device
 
 
-def _requested_rows() -> int | None:
+def _max_running_requests() -> int | None:
     schedule, _ = compat.schedule_and_serving()
     requested: int | None = schedule.max_running_requests
     return requested
 
 
 def build_coordinator(session: Session, model_runner: Any) -> SparseCoordinator:
-    """Allocate the device side for the pools that SGLang has built, and connect it all."""
+    """Build the engine on SGLang's pools and allocate its device memory.
+
+    Args:
+        session: this rank's session; its sizes are lowered to those of the pools.
+        model_runner: SGLang's ``ModelRunner``, after it built the pools.
+    """
     pool, rows = model_runner.token_to_kv_pool, model_runner.req_to_token_pool
-    # --max-total-tokens and --max-running-requests may have lowered what was planned.
+    # --max-total-tokens and --max-running-requests may have lowered the sizes.
     session.sizing = resize(session.sizing, kv_tokens=pool.size, max_requests=rows.size)
     logger.info("hisparse: %s", session.sizing.describe())
     return build_engine(

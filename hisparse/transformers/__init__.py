@@ -7,6 +7,6 @@
 """
 
 from hisparse.transformers.cache import HiSparseCache
-from hisparse.transformers.switch import disable, enable
+from hisparse.transformers.activation import disable, enable
 
 __all__ = ["HiSparseCache", "disable", "enable"]

@@ -17,7 +17,7 @@ from hisparse.errors import CapacityError, ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
 from hisparse.transformers.rows import RowStore
-from hisparse.transformers.shape import read_model_shape, text_config
+from hisparse.transformers.model_shape import read_model_shape, text_config
 from hisparse.units import format_bytes, resolve_memory
 
 __all__ = ["Limits", "build_store", "read_config"]

@@ -16,17 +16,17 @@ from hisparse.engine.metrics import CacheStats
 from hisparse.errors import CapacityError, HiSparseError
 from hisparse.transformers.attention import hand_over
 from hisparse.transformers.build import Limits, build_store, read_config
-from hisparse.transformers.checks import check_layer, read_mask
-from hisparse.transformers.files import StoredRows, read_rows, write_rows
+from hisparse.transformers.check_inputs import check_layer, read_mask
+from hisparse.transformers.context_file import StoredRows, read_rows, write_rows
 from hisparse.transformers.forward import Forward, begin_forward
-from hisparse.transformers.plain import PlainCache
+from hisparse.transformers.base_cache import BaseCache
 from hisparse.transformers.rows import RowStore
-from hisparse.transformers.shape import text_config
+from hisparse.transformers.model_shape import text_config
 
 __all__ = ["HiSparseCache"]
 
 
-class HiSparseCache(PlainCache):
+class HiSparseCache(BaseCache):
     """Pass it as ``past_key_values`` to ``generate`` or ``forward`` of an enabled model.
 
     Prompts are attended densely and exactly, a forward of one column is a decode step. Columns

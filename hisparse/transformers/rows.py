@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import CapacityError
-from hisparse.transformers.pages import HostPageAllocator
+from hisparse.transformers.page_allocator import HostPageAllocator
 
 __all__ = ["RowStore"]
 

@@ -134,10 +134,10 @@ def test_without_the_library_the_names_that_work(
 def test_flash_attention_knows_the_gpus_that_it_is_built_for(
     monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter
 ) -> None:
-    monkeypatch.setattr(flash_attention_module, "architecture", lambda: 10)
+    monkeypatch.setattr(flash_attention_module, "compute_capability_major", lambda: 10)
     with pytest.raises(ConfigError, match="compute capability is 10.x"):
         choose_adapter("cuda", spec(), "layer", "flash_attention")
-    monkeypatch.setattr(flash_attention_module, "architecture", lambda: 8)
+    monkeypatch.setattr(flash_attention_module, "compute_capability_major", lambda: 8)
     assert choose_adapter("cuda", spec(), "layer", "flash_attention").name == "flash_attention"
     with pytest.raises(ConfigError, match="on sm_90"):
         choose_adapter("cuda", LATENT, "layer", "flash_attention")

@@ -11,9 +11,9 @@ import torch
 from torch.testing import assert_close
 
 from hisparse.adapters import ADAPTERS, TorchAdapter
-from hisparse.adapters.dsa import map_tokens
+from hisparse.adapters.dsa import make_flash_mla_call
 from hisparse.adapters.flash_attention import map_pages
-from hisparse.adapters.flashinfer_call import map_pages as map_lists
+from hisparse.adapters.flashinfer_wrapper import map_pages as map_lists
 from hisparse.testing.watching import no_sync
 from tests.adapters.cases import Case, cases
 from tests.adapters.interpreter import Interpreter
@@ -43,7 +43,7 @@ def test_no_key_is_copied(case: Case) -> None:
     attention = map_pages(q, kv, table, lens, scale)
     views = [attention.k_cache, attention.v_cache]
     if case.latent:
-        views.append(map_tokens(q, kv, table, lens, scale, 64).kv)
+        views.append(make_flash_mla_call(q, kv, table, lens, scale, 64).kv)
     else:
         lists = map_lists(q, kv, table, lens)
         views += [lists.k, lists.v]
@@ -55,7 +55,7 @@ def test_latents_that_lie_otherwise_are_an_error_not_a_copy() -> None:
     q, kv, *others = Case(scope="layer", latent=True).arguments()
     apart = kv.k[:, :, :8]
     with pytest.raises(RuntimeError, match="view"):
-        map_tokens(q, type(kv)(apart, apart[..., :512]), *others, 64)
+        make_flash_mla_call(q, type(kv)(apart, apart[..., :512]), *others, 64)
 
 
 @pytest.mark.parametrize("name", ["flash_attention", "flashinfer", "dsa"])
@@ -73,7 +73,7 @@ def test_no_value_of_a_tensor_is_read_on_the_host(
     elif name == "dsa":
         adapter._attend = lambda **call: (out[:6], None, lse[:6])
     else:
-        (planned,) = adapter._planned.values()
+        (planned,) = adapter._wrappers.values()
         monkeypatch.setattr(planned._wrapper, "run", lambda *args, **kwargs: (out, lse))
     with no_sync(name):
         adapter.attend(q, kv, table, lens, scale)

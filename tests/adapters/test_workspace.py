@@ -36,7 +36,7 @@ def kept_bytes(adapter: Any) -> int:
     """Tensors of all wrappers, each once."""
     tensors = {
         x.data_ptr(): x.nbytes
-        for planned in adapter._planned.values()
+        for planned in adapter._wrappers.values()
         for holder in (planned, planned._wrapper)
         for x in vars(holder).values()
         if isinstance(x, Tensor)

@@ -193,7 +193,7 @@ def test_hisparse_for_one_phase_only(resolve: Resolve, phase: str) -> None:
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_graphs_by_a_flag_of_sglang_alone(resolve: Resolve, phase: str) -> None:
     message = refusal(resolve, f"--cuda-graph-backend-{phase}", "full")
-    assert f"--cuda-graph-backend-{phase} is full; hisparse needs disabled" in message
+    assert f"--cuda-graph-backend-{phase} is full; expected disabled" in message
 
 
 @pytest.mark.parametrize("page_size", ["1", "8", "24"])
@@ -205,7 +205,7 @@ def test_a_page_that_does_not_divide_that_of_sglang(resolve: Resolve, page_size:
 def test_pages_of_one_token(resolve: Resolve) -> None:
     """With them SGLang serves beam search, which would take a row's history from under it."""
     message = refusal(resolve, "--page-size", "1", config={"page_size": 1})
-    assert "--page-size is 1; hisparse needs 2 or more" in message
+    assert "--page-size is 1; expected 2 or more" in message
 
 
 @pytest.mark.parametrize("name", ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "SGLANG_USE_HND_KVCACHE"])

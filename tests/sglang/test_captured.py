@@ -36,7 +36,7 @@ class Runner:
         )
         self.reports = 0
         reporter = SimpleNamespace(report=lambda: setattr(self, "reports", self.reports + 1))
-        monkeypatch.setattr(module.sessions, "session", lambda: self.session)
+        monkeypatch.setattr(module, "require_session", lambda: self.session)
         monkeypatch.setattr(module, "build_coordinator", lambda *_: sim.coordinator)
         monkeypatch.setattr(module, "MetricsReporter", lambda *_: reporter)
         self.req_to_token = torch.zeros(sim.num_slots, CONTEXT, dtype=torch.int32)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
 
-from hisparse.sglang import compat, dsa, inspection, names, plugin
-from hisparse.sglang.cpu_pages import hand_out, replace_triton
+from hisparse.sglang import check_hooks, compat, dsa_indexer, names, plugin
+from hisparse.sglang.cpu_page_allocator import allocate_slots, replace_triton_kernels
 
 
 @pytest.fixture
@@ -33,9 +33,9 @@ def test_releases_are_compared_as_numbers(release: Callable[[str | None], None])
 def test_names_of_a_release(release: Callable[[str | None], None]) -> None:
     listed = ["a", ("0.5.20", "new", "old"), ("0.5.20", "added", ""), ("0.5.20", "", "removed")]
     release("0.5.18")
-    assert names._here(listed) == ("a", "old", "removed")
+    assert names._installed_names(listed) == ("a", "old", "removed")
     release("0.5.20")
-    assert names._here(listed) == ("a", "new", "added")
+    assert names._installed_names(listed) == ("a", "new", "added")
 
 
 def test_rows_that_change_hands_in_0_5_19(release: Callable[[str | None], None]) -> None:
@@ -47,7 +47,7 @@ def test_rows_that_change_hands_in_0_5_19(release: Callable[[str | None], None])
 
     begun: list[list[int]] = []
     pool = SimpleNamespace(alloc_rows=alloc_rows)
-    compat.watch_rows(pool, begun.append)
+    compat.on_slots_allocated(pool, begun.append)
     assert [pool.alloc_rows(n) for n in (2, 0, 2)] == [[6, 5], [], None]
     assert begun == [[6, 5]]
 
@@ -65,7 +65,7 @@ def test_rows_that_change_hands_before_0_5_19(release: Callable[[str | None], No
 
     begun: list[list[int]] = []
     pool = SimpleNamespace(alloc=alloc)
-    compat.watch_rows(pool, begun.append)
+    compat.on_slots_allocated(pool, begun.append)
     chunked = SimpleNamespace(req_pool_idx=7)
     assert pool.alloc([chunked, SimpleNamespace(req_pool_idx=None)]) == [7, 5]
     assert pool.alloc([chunked]) == [7]
@@ -89,13 +89,13 @@ def test_host_slots_are_those_of_sglang(batch: tuple[torch.Tensor, ...]) -> None
     expected = torch.empty(int((lengths - prefix).sum()), dtype=torch.int64)
     found = torch.empty_like(expected)
     alloc_extend_naive(prefix, lengths, last, free, expected, int(size), "cpu")
-    hand_out(prefix, lengths, last, free, found, int(size))
+    allocate_slots(prefix, lengths, last, free, found, int(size))
     assert torch.equal(found, expected)
 
 
 def test_the_kernels_that_take_the_place_of_triton() -> None:
     paged = SimpleNamespace()
-    replace_triton(paged)
+    replace_triton_kernels(paged)
     lengths, last = torch.tensor([17, 20, 33]), torch.tensor([47, 66, 95])
     free, found = torch.arange(9, 12), torch.empty(3, dtype=torch.int64)
     paged.alloc_decode_kernel[(3,)](lengths, last, free, found, 4, 16)
@@ -119,23 +119,25 @@ def test_index_keys_are_not_counted_before_0_5_18() -> None:
 
     for backend, expected in (("hisparse", 640), ("torch_native", 904)):
         kvc = SimpleNamespace(server_args=SimpleNamespace(attention_backend=backend))
-        assert dsa.around_compute_cell_size(original, None, kvc, 2) == expected
+        assert dsa_indexer.around_compute_cell_size(original, None, kvc, 2) == expected
 
 
 def test_arguments_that_a_hook_takes() -> None:
     def wrapper(original: Any, pool: Any, indices: list[int]) -> None: ...
 
-    assert inspection.takes(wrapper, lambda pool, rows: None) is None
-    assert "'extra'" in str(inspection.takes(wrapper, lambda pool, rows, *, extra: None))
-    assert "missing" in str(inspection.takes(wrapper, lambda pool: None))
+    assert check_hooks.signature_mismatch(wrapper, lambda pool, rows: None) is None
+    assert "'extra'" in str(
+        check_hooks.signature_mismatch(wrapper, lambda pool, rows, *, extra: None)
+    )
+    assert "missing" in str(check_hooks.signature_mismatch(wrapper, lambda pool: None))
 
 
 def test_every_hook_of_this_release_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    assert inspection.find_problems() == []
+    assert check_hooks.find_problems() == []
     target = next(t for t in names.HOOKS if t.endswith("resolve_max_num_reqs"))
     monkeypatch.setitem(plugin._originals, target, lambda self, tokens, rows: 0)
-    (problem,) = inspection.find_problems()
+    (problem,) = check_hooks.find_problems()
     assert problem.startswith(f"the hook on {target} does not fit: its arguments are (self, tokens")

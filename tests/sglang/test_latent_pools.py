@@ -10,7 +10,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool
 
 from hisparse.errors import HiSparseError
-from hisparse.sglang import session as sessions
+from hisparse.sglang import session
 from hisparse.sglang.kv_pool import POOLS, HiSparseDSAPool, HiSparseMLAPool
 from hisparse.types import KVSpec
 
@@ -29,7 +29,7 @@ SPEC = KVSpec(
 
 @pytest.fixture(params=["mla", "dsa"])
 def pool(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> HiSparseMLAPool:
-    monkeypatch.setattr(sessions, "_session", SimpleNamespace(spec=SPEC, layout="layer_first"))
+    monkeypatch.setattr(session, "_session", SimpleNamespace(spec=SPEC, layout="layer_first"))
     options = {} if request.param == "mla" else {"index_head_dim": 128, "kv_cache_dim": RANK + ROPE}
     made = POOLS[request.param](
         32,
@@ -61,7 +61,7 @@ def test_a_written_latent_lies_in_its_host_slot(pool: HiSparseMLAPool) -> None:
 
 def test_shapes_are_known_without_buffers(pool: HiSparseMLAPool) -> None:
     """In a layout that offers no view by location."""
-    sessions.session().layout = "page_head"
+    session.require_session().layout = "page_head"
     pool._create_buffers()
     keys, values = pool.get_kv_buffer_shape()
     slots = pool.size + pool.page_size
@@ -72,10 +72,10 @@ def test_shapes_are_known_without_buffers(pool: HiSparseMLAPool) -> None:
 def test_what_would_touch_device_buffers_says_so(pool: HiSparseMLAPool) -> None:
     nothing = SimpleNamespace(layer_id=0), torch.tensor([1])
     for refused in (pool.set_mla_kv_buffer, pool.get_mla_kv_buffer, pool.move_kv_cache):
-        with pytest.raises(HiSparseError, match="is not supported while the KV cache lies in host"):
+        with pytest.raises(HiSparseError, match=rf"got {refused.__name__}\(\) from .*, expected"):
             refused(*nothing)
     if isinstance(pool, HiSparseDSAPool):
-        with pytest.raises(HiSparseError, match="an index key cache of SGLang's own"):
+        with pytest.raises(HiSparseError, match="SGLang's index key cache"):
             pool.get_index_k_with_scale_buffer(0)
 
 

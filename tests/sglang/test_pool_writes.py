@@ -12,7 +12,7 @@ from sglang.srt.models import utils
 from sglang.srt.plugins import load_plugins
 
 from hisparse.errors import HiSparseError
-from hisparse.sglang import session as sessions
+from hisparse.sglang import session
 from hisparse.sglang.kv_pool import HiSparseMHAPool
 from hisparse.types import KVSpec
 
@@ -30,7 +30,7 @@ SPEC = KVSpec(
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> HiSparseMHAPool:
     layout = getattr(request, "param", "layer_first")
-    monkeypatch.setattr(sessions, "_session", SimpleNamespace(spec=SPEC, layout=layout))
+    monkeypatch.setattr(session, "_session", SimpleNamespace(spec=SPEC, layout=layout))
     return HiSparseMHAPool(
         32,
         page_size=16,
@@ -52,9 +52,9 @@ def test_models_do_not_write_into_the_pool_on_their_own(monkeypatch: pytest.Monk
     )
     monkeypatch.setattr(utils, "is_cp_active", lambda batch: False)
     batch = SimpleNamespace(dcp_kv_mask=None)
-    monkeypatch.setattr(sessions, "_session", None)
+    monkeypatch.setattr(session, "_session", None)
     assert utils.enable_fused_set_kv_buffer(batch)
-    monkeypatch.setattr(sessions, "_session", SimpleNamespace())
+    monkeypatch.setattr(session, "_session", SimpleNamespace())
     assert not utils.enable_fused_set_kv_buffer(batch)
 
 

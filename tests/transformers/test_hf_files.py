@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hisparse.algorithms import ALGORITHMS, PageScoreAlgorithm
 from hisparse.errors import CapacityError, ConfigError, HiSparseError
-from hisparse.transformers import HiSparseCache, disable, enable, files
+from hisparse.transformers import HiSparseCache, context_file, disable, enable
 from hisparse.types import KVSpec
 from tests.server.tiny_models import tiny_model
 from tests.transformers.hf_models import SMALL, continuation, left_padded, model, prompt
@@ -264,7 +264,7 @@ def test_a_save_that_fails_leaves_the_old_file(
         Path(path).write_bytes(b"half")
         raise OSError("no space left")
 
-    monkeypatch.setattr(files, "save_file", fail)
+    monkeypatch.setattr(context_file, "save_file", fail)
     cache = HiSparseCache.load(stored, net, SMALL, max_length=400)
     with pytest.raises(OSError, match="no space left"):
         cache.save(stored)

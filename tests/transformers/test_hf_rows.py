@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hisparse.errors import CapacityError, HiSparseError
 from hisparse.transformers import HiSparseCache, disable, enable
-from hisparse.transformers.pages import HostPageAllocator
+from hisparse.transformers.page_allocator import HostPageAllocator
 from tests.transformers.hf_models import SMALL, continuation, left_padded, model, prompt
 
 #: Lengths at a page's end, right behind it and within a page.

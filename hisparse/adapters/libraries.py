@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hisparse.adapters.base import Attended
 
-__all__ = ["architecture", "find_function", "from_library", "token_major"]
+__all__ = ["compute_capability_major", "import_function", "to_attended", "token_major"]
 
 
 def token_major(pages: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def token_major(pages: Tensor) -> Tensor:
     return pages.transpose(1, 2)
 
 
-def from_library(out: Tensor, lse: Tensor, seq_lens: Tensor, *, base_2: bool = False) -> Attended:
+def to_attended(out: Tensor, lse: Tensor, seq_lens: Tensor, *, base_2: bool = False) -> Attended:
     """What a library returned, as this project has it.
 
     Args:
@@ -42,12 +42,12 @@ def from_library(out: Tensor, lse: Tensor, seq_lens: Tensor, *, base_2: bool = F
 
 
 @functools.cache
-def architecture() -> int:
+def compute_capability_major() -> int:
     """The GPU's major compute capability; 9, of sm_90, where there is no GPU to ask."""
     return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
 
 
-def find_function(name: str, *modules: str) -> Callable[..., Any] | str:
+def import_function(name: str, *modules: str) -> Callable[..., Any] | str:
     """The function ``name`` of the first of ``modules`` that has it, or why none has."""
     reasons = []
     for module in modules:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from hisparse.errors import ConfigError, one_line
-from hisparse.transformers.shape import read_dtype, read_model_shape, text_config
+from hisparse.transformers.model_shape import read_dtype, read_model_shape, text_config
 from hisparse.types import KVSpec
 
-__all__ = ["count_weight_bytes", "read_configuration", "served_shape"]
+__all__ = ["count_weight_bytes", "read_model_config", "shape_per_rank"]
 
 
-def read_configuration(model: str) -> Any:
+def read_model_config(model: str) -> Any:
     """The configuration of a folder or hub id.
 
     Raises:
@@ -30,7 +30,7 @@ def read_configuration(model: str) -> Any:
         ) from None
 
 
-def served_shape(config: Any, page_size: int, tp: int) -> KVSpec:
+def shape_per_rank(config: Any, page_size: int, tp: int) -> KVSpec:
     """Shapes on one of ``tp`` ranks, with K and V in the dtype that SGLang chooses.
 
     Args:

@@ -1,4 +1,7 @@
-"""Host slots for new tokens where SGLang's allocator knows only Triton: a CPU before 0.5.22."""
+"""PyTorch versions of the Triton kernels in SGLang's page allocator.
+
+SGLang before 0.5.22 has only the Triton kernels, which do not run on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["hand_out", "replace_triton"]
+__all__ = ["allocate_slots", "replace_triton_kernels"]
 
 
-def replace_triton(paged: Any) -> None:
-    """Let SGLang's module ``paged`` hand out pages with PyTorch.
+def replace_triton_kernels(paged: Any) -> None:
+    """Replace the two Triton kernels of SGLang's page allocator by PyTorch functions.
 
     Args:
-        paged: ``sglang.srt.mem_cache.allocator.paged``, whose two kernels are replaced.
+        paged: the module ``sglang.srt.mem_cache.allocator.paged``.
     """
-    paged.alloc_extend_kernel = _Launch(_extend)
-    paged.alloc_decode_kernel = _Launch(_decode)
+    paged.alloc_extend_kernel = _KernelLauncher(_extend)
+    paged.alloc_decode_kernel = _KernelLauncher(_decode)
 
 
-class _Launch:
-    """``kernel[grid](...)``."""
+class _KernelLauncher:
+    """Makes a function callable as a Triton kernel: ``kernel[grid](...)``. Ignores the grid."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -40,16 +43,16 @@ def _extend(
     _: int,
     page_size: int,
 ) -> None:
-    hand_out(prefix_lens, seq_lens, last_loc, free_pages, out, page_size)
+    allocate_slots(prefix_lens, seq_lens, last_loc, free_pages, out, page_size)
 
 
 def _decode(
     seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, out: Tensor, _: int, page_size: int
 ) -> None:
-    hand_out(seq_lens - 1, seq_lens, last_loc, free_pages, out, page_size)
+    allocate_slots(seq_lens - 1, seq_lens, last_loc, free_pages, out, page_size)
 
 
-def hand_out(
+def allocate_slots(
     prefix_lens: Tensor,
     seq_lens: Tensor,
     last_loc: Tensor,
@@ -57,15 +60,17 @@ def hand_out(
     out: Tensor,
     page_size: int,
 ) -> None:
-    """Slots of new tokens: first what is left of a request's last page, then free pages in order.
+    """Assign host slots to new tokens.
+
+    New tokens first fill the rest of their request's last page, then free pages in order.
 
     Args:
-        prefix_lens: ``[B]``, tokens that each request has.
-        seq_lens: ``[B]``, tokens that it is to have.
-        last_loc: ``[B]``, slot of its last token.
-        free_pages: ``[N]``; with too few ``out`` is of no use, as with SGLang's kernels.
-        out: ``[sum(seq_lens - prefix_lens)] int64``, written.
-        page_size: tokens of a page of SGLang's.
+        prefix_lens: ``[B]``, tokens of each request before the allocation.
+        seq_lens: ``[B]``, tokens of each request after the allocation.
+        last_loc: ``[B]``, host slot of each request's last token.
+        free_pages: ``[N]``. If N is too small, ``out`` is invalid, as with SGLang's kernels.
+        out: ``[sum(seq_lens - prefix_lens)] int64``, host slots, written.
+        page_size: tokens per page of SGLang.
     """
     lengths = seq_lens - prefix_lens
     request = torch.repeat_interleave(lengths)

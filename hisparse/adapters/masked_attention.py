@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["attend_masked", "hide_all_but"]
+__all__ = ["attend_masked", "mask_all_but"]
 
 #: Queries at a time: bounds the logits in memory.
 _QUERY_BLOCK = 512
@@ -48,7 +48,7 @@ def attend_masked(
     return torch.cat(outs), torch.cat(lses)
 
 
-def hide_all_but(chosen: Tensor, num_keys: int) -> Callable[[slice], Tensor]:
+def mask_all_but(chosen: Tensor, num_keys: int) -> Callable[[slice], Tensor]:
     """The ``hidden`` of :func:`attend_masked` for queries that see keys ``chosen [T, K]`` alone.
 
     What is not in 0 to ``num_keys - 1`` is no key.

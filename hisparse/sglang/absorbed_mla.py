@@ -1,19 +1,19 @@
-"""DeepSeek's latent attention: always in the absorbed form, over the latent that is stored."""
+"""DeepSeek's latent attention (MLA) in its absorbed form, which attends over stored latents."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from hisparse.sglang.checks import BACKEND
+from hisparse.sglang.server_args import BACKEND
 
-__all__ = ["attend_absorbed"]
+__all__ = ["use_absorbed_mla"]
 
 
-def attend_absorbed() -> None:
-    """Let SGLang's MLA models hand over absorbed queries and the latent, in prefill as well.
+def use_absorbed_mla() -> None:
+    """Make SGLang's MLA models pass absorbed queries and latents to the backend, in prefill too.
 
-    By default a prompt without a prefix is attended with keys and values per head, which are
-    not what the pool stores.
+    By default SGLang attends a prompt without a prefix with keys and values per head. The pool
+    stores only latents.
     """
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,

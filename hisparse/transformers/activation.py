@@ -10,7 +10,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.transformers.attention import IMPLEMENTATION, register
 from hisparse.transformers.cache import HiSparseCache
-from hisparse.transformers.shape import text_config
+from hisparse.transformers.model_shape import text_config
 
 __all__ = ["disable", "enable"]
 

@@ -1,7 +1,8 @@
-"""Loads the plugin as SGLang does and prints, as JSON, what does not fit.
+"""Checks that the plugin's hooks and names fit the installed SGLang.
 
-``python -m hisparse.sglang.inspection``: ``hooks`` and ``used`` are counts, ``problems`` one line
-each. It runs in a process of its own because SGLang takes seconds to import and may fail to.
+``python -m hisparse.sglang.check_hooks`` loads the plugin as SGLang does and prints one JSON
+object: ``hooks`` and ``used`` are counts, ``problems`` is a list of lines. ``hisparse doctor`` runs
+the check in a separate process because the import of SGLang takes seconds and may fail.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from typing import Any
 
 from hisparse.errors import HiSparseError
 
-__all__ = ["find_problems", "takes"]
+__all__ = ["find_problems", "signature_mismatch"]
 
 
-def takes(wrapper: Callable[..., Any], original: Callable[..., Any]) -> str | None:
-    """Whether a hook accepts what callers give the function that it wraps.
+def signature_mismatch(wrapper: Callable[..., Any], original: Callable[..., Any]) -> str | None:
+    """Compare the signature of a hook with the SGLang function that the hook wraps.
 
     Args:
-        wrapper: called with the original function and then its arguments.
-        original: SGLang's.
+        wrapper: the hook; takes the original function, then the original's arguments.
+        original: SGLang's function.
 
     Returns:
-        None, or what does not fit.
+        The mismatch in words, or None if the hook accepts every call of ``original``.
     """
     positional: list[object] = []
     named: dict[str, object] = {}
@@ -42,7 +43,10 @@ def takes(wrapper: Callable[..., Any], original: Callable[..., Any]) -> str | No
 
 
 def find_problems() -> list[str]:
-    """One line for each hook or name that does not fit; SGLang's plugins have to be loaded."""
+    """One line for each hook or name that does not fit.
+
+    The caller loads SGLang's plugins first.
+    """
     from hisparse.sglang import names, plugin
 
     problems = []
@@ -50,15 +54,15 @@ def find_problems() -> list[str]:
         plugin.verify_hooks()
     except HiSparseError as error:
         problems.append(str(error))
-    for target, original, wrapper in plugin.hooked():
-        reason = takes(wrapper, original)
+    for target, original, wrapper in plugin.installed_hooks():
+        reason = signature_mismatch(wrapper, original)
         if reason is not None:
             problems.append(f"the hook on {target} does not fit: {reason}")
     for name in names.USED:
         try:
             pkgutil.resolve_name(name)
         except (ImportError, AttributeError) as error:
-            problems.append(f"{name}, which hisparse uses, is gone: {error}")
+            problems.append(f"{name}, which hisparse uses, does not exist: {error}")
     return problems
 
 

@@ -9,10 +9,10 @@ from transformers import Cache
 
 from hisparse.errors import HiSparseError
 
-__all__ = ["PlainCache"]
+__all__ = ["BaseCache"]
 
 
-class PlainCache(Cache):  # type: ignore[misc]
+class BaseCache(Cache):  # type: ignore[misc]
     """A cache without layers of its own that refuses, in one line each, to move its rows."""
 
     def __init__(self) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.adapters.layout import token_major
+from hisparse.adapters.libraries import token_major
 from hisparse.types import PagedKV
 
-__all__ = ["FlashInferCall", "PlannedWrapper", "map_pages"]
+__all__ = ["FlashInferCall", "FlashInferWrapper", "make_flashinfer_call"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class FlashInferCall:
     last_page_len: Tensor
 
 
-def map_pages(q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor) -> FlashInferCall:
+def make_flashinfer_call(q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor) -> FlashInferCall:
     """The call for :meth:`BackendAdapter.attend`'s arguments, by operations on their device.
 
     A row is a sequence, as in :mod:`hisparse.adapters.flash_attention`; one of no tokens has no
@@ -65,7 +65,7 @@ _PLAN_BYTES = 8 << 20
 _SPLIT_BYTES = 1 << 20
 
 
-class PlannedWrapper:
+class FlashInferWrapper:
     """A wrapper that is planned for up to ``rows`` rows and ``entries`` pages, no fewer."""
 
     @staticmethod

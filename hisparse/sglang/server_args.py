@@ -1,4 +1,7 @@
-"""What is refused at start, before the model loads: each in one line."""
+"""Reads and checks SGLang's server arguments before the model loads.
+
+Each rejected argument is a ``ConfigError`` of one line.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,21 @@ from hisparse.units import resolve_memory
 
 __all__ = [
     "BACKEND",
-    "after_resolution",
-    "before_resolution",
+    "check_after_resolution",
     "is_requested",
+    "prepare_before_resolution",
     "read_config",
     "server_page_size",
 ]
 
+#: Name of the attention backend in SGLang.
 BACKEND = "hisparse"
 
-#: SGLang's page size where selections are token-wise and none is given.
-_TOKEN_WISE_PAGE = 16
+#: SGLang's default page size, tokens, for algorithms that select single tokens.
+_TOKEN_WISE_PAGE_SIZE = 16
 
-#: Fields of SGLang's arguments that must have one of these values: field, allowed, flag.
-_MUST_BE: tuple[tuple[str, tuple[object, ...], str], ...] = (
+#: Fields of SGLang's arguments and the values that hisparse supports: field, values, flag.
+_SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("enable_mixed_chunk", (False,), "--enable-mixed-chunk"),
     ("speculative_algorithm", (None, "NONE"), "--speculative-algorithm"),
     ("enable_hierarchical_cache", (False,), "--enable-hierarchical-cache"),
@@ -62,21 +66,21 @@ _MUST_BE: tuple[tuple[str, tuple[object, ...], str], ...] = (
 
 
 def server_page_size(config: HiSparseConfig) -> int:
-    """SGLang's page size, tokens, where the command line gives none."""
-    return config.page_size if config.page_size > 1 else _TOKEN_WISE_PAGE
+    """Default for SGLang's ``--page-size``, in tokens."""
+    return config.page_size if config.page_size > 1 else _TOKEN_WISE_PAGE_SIZE
 
 
 def is_requested(server_args: Any) -> bool:
-    """Whether any of the three backend flags names hisparse."""
+    """Whether one of SGLang's three attention backend flags names hisparse."""
     flags = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
     return any(getattr(server_args, flag, None) == BACKEND for flag in flags)
 
 
 def read_config(server_args: Any) -> HiSparseConfig:
-    """The settings of ``--hisparse-config``, with what flags of SGLang's own say.
+    """Parse ``--hisparse-config`` and merge ``--kv-cache-dtype`` into it.
 
     Raises:
-        ConfigError: a setting is wrong, or contradicts a flag.
+        ConfigError: a setting is invalid, or contradicts ``--kv-cache-dtype``.
     """
     config, flag = HiSparseConfig.parse(server_args.hisparse_config), server_args.kv_cache_dtype
     if flag == "fp8_e4m3":
@@ -84,23 +88,29 @@ def read_config(server_args: Any) -> HiSparseConfig:
     if config.stores_fp8 and flag not in (None, "auto"):
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype} but --kv-cache-dtype is {flag}; expected "
-            "the same, or only one of them"
+            "equal values, or only one of the two"
         )
     return config
 
 
-def before_resolution(server_args: Any) -> None:
-    """Check the configuration against itself and the machine; give SGLang our page size, and take
-    its fp8 over.
+def prepare_before_resolution(server_args: Any) -> None:
+    """Check the configuration, then set the fields of SGLang's arguments that depend on it.
+
+    Args:
+        server_args: SGLang's ``ServerArgs``; ``page_size``, ``kv_cache_dtype`` and the flags for
+            CUDA graphs are written.
+
+    Raises:
+        ConfigError: a setting or a flag is not supported, or the machine lacks the memory.
     """
-    # SGLang's own resolution refuses some of these with a traceback that does not name hisparse.
+    # SGLang's own resolution rejects some flags with a traceback that does not name hisparse.
     _check_flags(server_args)
     config = read_config(server_args)
     build_algorithm(config)
     resolve_memory(config.host_memory, free_host_memory(), "host_memory")
     if config.stores_fp8:
-        # SGLang's own fp8 pools have needs, such as a backend of theirs on a CPU. To SGLang this
-        # one is of the model's dtype: what a location holds is ours to know.
+        # SGLang's fp8 pools have requirements of their own, such as a certain backend on a CPU.
+        # SGLang therefore sees the model's dtype, and only hisparse knows that K/V are fp8.
         server_args.hisparse_config = json.dumps(config.effective())
         server_args.kv_cache_dtype = "auto"
     if server_args.page_size is None:
@@ -111,8 +121,15 @@ def before_resolution(server_args: Any) -> None:
         server_args.disable_cuda_graph = True
 
 
-def after_resolution(server_args: Any) -> None:
-    """Refuse what hisparse does not do, by the arguments as SGLang resolved them."""
+def check_after_resolution(server_args: Any) -> None:
+    """Reject resolved arguments that hisparse does not support, and unsupported models.
+
+    Args:
+        server_args: SGLang's ``ServerArgs`` after ``resolve_once``.
+
+    Raises:
+        ConfigError: names the argument, its value and the supported values.
+    """
     from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
     from sglang.srt.environ import envs
 
@@ -121,13 +138,13 @@ def after_resolution(server_args: Any) -> None:
     backends = attention_backends_of(view)
     if set(backends) != {BACKEND}:
         raise ConfigError(
-            f"prefill uses {backends[0]} and decode {backends[1]}; hisparse serves both or none: "
+            f"prefill uses {backends[0]} and decode {backends[1]}; expected hisparse for both: "
             "use --attention-backend hisparse alone"
         )
     if envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get():
         raise ConfigError(
-            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set; hisparse sizes its pool from host "
-            "memory, unset it"
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is set; unset it: hisparse sizes its pool from "
+            "host memory"
         )
     config = read_config(server_args)
     check_capabilities(config, view.device)
@@ -138,20 +155,20 @@ def after_resolution(server_args: Any) -> None:
             f"({config.min_row_tokens}): raise it, or lower budget and device_buffer_size"
         )
     if view.page_size == config.page_size == 1:
-        # Beam search, which SGLang allows with pages of one token only, hands tokens from request
-        # to request behind the rows' back.
-        raise ConfigError("--page-size is 1; hisparse needs 2 or more (its own page_size may be 1)")
+        # With --page-size 1 SGLang allows beam search, which moves tokens between requests without
+        # a hook that could move their device pages.
+        raise ConfigError("--page-size is 1; expected 2 or more (hisparse's page_size may be 1)")
     if view.page_size % config.page_size:
         raise ConfigError(
-            f"page_size is {config.page_size} but --page-size is {view.page_size}; hisparse's "
-            "must divide SGLang's"
+            f"page_size is {config.page_size} but --page-size is {view.page_size}; expected a "
+            "page_size that divides --page-size"
         )
     _check_graphs(config, view)
     check_model(server_args, config)
 
 
 def _check_graphs(config: HiSparseConfig, view: Any) -> None:
-    """SGLang's own flags for graphs go before what is set for it."""
+    """Reject CUDA graph flags of SGLang that contradict ``cuda_graph``."""
     if config.cuda_graph and view.device != "cuda":
         raise ConfigError(f"cuda_graph: got true, but the device is {view.device}; expected cuda")
     graphs = view.cuda_graph_config
@@ -162,20 +179,24 @@ def _check_graphs(config: HiSparseConfig, view: Any) -> None:
     ):
         if backend not in choices:
             raise ConfigError(
-                f"--cuda-graph-backend-{phase} is {backend}; hisparse needs {' or '.join(choices)}"
-                ' (it captures decode steps alone, with "cuda_graph": true in --hisparse-config)'
+                f"--cuda-graph-backend-{phase} is {backend}; expected {' or '.join(choices)} "
+                '(hisparse captures only decode steps, with "cuda_graph": true in '
+                "--hisparse-config)"
             )
 
 
 def _check_flags(view: Any) -> None:
-    """What was asked for, or what SGLang made of it; None is a flag that was not given."""
-    for field, allowed, flag in _MUST_BE:
+    """Reject values that hisparse does not support, before or after SGLang resolves them.
+
+    None stands for a flag that the command line does not give.
+    """
+    for field, allowed, flag in _SUPPORTED:
         if compat.lacks_flag(view, field):
             continue
         got = getattr(view, field)
         if got is not None and got not in allowed:
             choices = " or ".join(str(value) for value in allowed if value is not None)
             raise ConfigError(
-                f"{flag} is {got}; hisparse does not do that yet"
-                + (f", it needs {choices}" if choices else "")
+                f"{flag} is {got}, which hisparse does not support yet"
+                + (f"; expected {choices}" if choices else "; expected it unset")
             )

@@ -13,9 +13,8 @@ from transformers import LlamaConfig
 
 from hisparse.config import HiSparseConfig
 from hisparse.plan.fit import Machine, fit
-from hisparse.sglang import compat, hooks, setup
-from hisparse.sglang import session as sessions
-from hisparse.transformers.served_shape import served_shape
+from hisparse.sglang import compat, hooks, session, setup
+from hisparse.transformers.model_config import shape_per_rank
 
 GIB = 2**30
 CONFIG = LlamaConfig(
@@ -58,13 +57,13 @@ def test_sizes_are_those_of_the_server(
     config = HiSparseConfig(
         algorithm=algorithm, budget=1024, kv_cache_dtype=kv_cache_dtype, cuda_graph=cuda_graph
     )
-    planned = fit(config, served_shape(CONFIG, 16, tp), machine, 32768)
+    planned = fit(config, shape_per_rank(CONFIG, 16, tp), machine, 32768)
     assert planned.max_requests > 0
 
     schedule = SimpleNamespace(max_running_requests=planned.max_requests)
-    monkeypatch.setattr(sessions, "_session", None)
+    monkeypatch.setattr(session, "_session", None)
     monkeypatch.setattr(setup, "free_host_memory", lambda: machine.host_bytes)
-    monkeypatch.setattr(setup, "_least_of_ranks", lambda *sizes: sizes)
+    monkeypatch.setattr(setup, "_min_over_ranks", lambda *sizes: sizes)
     monkeypatch.setattr(compat, "schedule_and_serving", lambda: (schedule, None))
     world = SimpleNamespace(world_size=tp)
     monkeypatch.setattr(parallel_state, "get_world_group", lambda: world)
@@ -86,7 +85,7 @@ def test_sizes_are_those_of_the_server(
     pool_bytes = hooks.around_profile_available_bytes(
         lambda *_: machine.cache_bytes, configurator, 0
     )
-    served = sessions.session()
+    served = session.require_session()
     assert served.spec == planned.spec
     assert served.sizing == planned.sizing
     captured = served.sizing.max_requests * (24 + 4 * 32768 // 16) + 4
