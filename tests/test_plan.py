@@ -109,7 +109,7 @@ def test_shapes_of_ranks() -> None:
     four = shape_per_rank(config, 16, 4)
     assert (four.num_q_heads, four.num_kv_heads) == (2, 1), "KV heads are repeated"
     assert shape_per_rank(LlamaConfig(**SMALL), 16, 1).dtype == torch.float16, "as SGLang has it"
-    with pytest.raises(ConfigError, match=r"--tp: got 3, expected a number that divides"):
+    with pytest.raises(ConfigError, match=r"--tp: got 3, expected a divisor of the model's"):
         shape_per_rank(config, 16, 3)
 
 
@@ -127,7 +127,7 @@ def test_weights_are_counted() -> None:
         model = LlamaForCausalLM(config)
         assert count_weight_bytes(config, torch.bfloat16) == 2 * model.num_parameters()
     config.quantization_config = {"quant_method": "fp8"}
-    with pytest.raises(ConfigError, match=r"--weights: got nothing, but this model is quantised"):
+    with pytest.raises(ConfigError, match=r"--weights: got nothing for a quantized model"):
         count_weight_bytes(config, torch.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""Adapters to attention libraries."""
+"""Adapters: one attention library per file, with one interface."""
 
 from hisparse.adapters.base import (
     ADAPTERS,

@@ -1,4 +1,4 @@
-"""How a backend attends: over pages for decoding, over contiguous tokens for prefill."""
+"""The interface of adapters: attention over pages in decode, over contiguous tokens in prefill."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["ADAPTERS", "Attended", "BackendAdapter", "TableLimits", "merge_atten
 
 
 class Attended(NamedTuple):
-    """Attention over part of the keys; parts are merged by :func:`merge_attended`.
+    """Attention over a part of the keys. :func:`merge_attended` merges two parts.
 
     Attributes:
-        out: ``[..., Dv] float32``.
-        lse: ``[...] float32``, natural log of the sum of exponentials of the logits.
+        out: ``[..., Dv] float32``, attention output.
+        lse: ``[...] float32``, natural log-sum-exp of the logits.
     """
 
     out: Tensor
@@ -30,23 +30,23 @@ class Attended(NamedTuple):
 
 
 def merge_attended(a: Attended, b: Attended) -> Attended:
-    """Attention over the keys of both parts; a part without keys has lse -inf."""
+    """Merge attention over two disjoint parts of the keys. A part without keys has lse -inf."""
     lse = torch.logaddexp(a.lse, b.lse)
-    # Two empty parts give -inf - -inf: their weight is 0, not NaN.
+    # For two empty parts -inf - -inf is NaN; their weights must be 0.
     weight_a = (a.lse - lse).exp().nan_to_num(0.0)[..., None]
     weight_b = (b.lse - lse).exp().nan_to_num(0.0)[..., None]
     return Attended(a.out * weight_a + b.out * weight_b, lse)
 
 
 class TableLimits(NamedTuple):
-    """Page tables of one kind that decode steps attend over.
+    """Limits of the page tables that decode steps pass to :meth:`BackendAdapter.attend`.
 
     Attributes:
-        min_rows, max_rows: R of a step of one request, and of as many as there can be.
-        max_pages: P at most; there may be fewer.
-        num_queries: Q.
-        num_heads: Hr of the pages.
-        page_size: S of the pages.
+        min_rows, max_rows: R with one request, and with the maximum number of requests.
+        max_pages: maximum P.
+        num_queries: Q, query heads per row.
+        num_heads: Hr, KV heads per page.
+        page_size: S, tokens per page.
     """
 
     min_rows: int
@@ -58,42 +58,43 @@ class TableLimits(NamedTuple):
 
 
 class BackendAdapter(ABC):
-    """Turns page tables and lengths into calls of one attention library.
+    """Converts page tables and lengths into calls of one attention library.
 
-    What it can do is declared, and :func:`hisparse.adapters.choose_adapter` holds it against the
-    model and the configuration; an instance is made only of an adapter that fits.
+    A subclass declares its capabilities as class attributes. The function
+    :func:`hisparse.adapters.choose_adapter` compares them with the model and the configuration, so
+    that only supported adapters are instantiated.
     """
 
-    #: Selection scopes that the library can serve, best first.
+    #: Supported selection scopes, best first.
     scopes: tuple[SelectionScope, ...]
-    #: Whether values are the keys' first columns, as with MLA: the cases that it can serve.
+    #: Supported values of ``KVSpec.latent``: True for MLA, False for MHA and GQA.
     latent: tuple[bool, ...] = (False, True)
-    #: "cuda", "cpu"; None: any.
+    #: Supported device types, "cuda" and "cpu"; None for any.
     device_types: tuple[str, ...] | None = None
-    #: Whether it has :meth:`attend_fp8`.
+    #: Whether :meth:`attend_fp8` is implemented.
     fp8: bool = False
-    #: Of keys and values, if they are stored in the model's dtype; None: any.
+    #: Supported dtypes of keys and values that are not stored in fp8; None for any.
     dtypes: tuple[torch.dtype, ...] | None = None
-    #: Tokens per page; None: any.
+    #: Supported page sizes, tokens; None for any.
     page_sizes: tuple[int, ...] | None = None
 
     @classmethod
     def missing(cls) -> str | None:
-        """Why the library cannot be used on this machine, in a few words; None: it can."""
+        """Why the library cannot run on this machine, in a few words; None if it can."""
         return None
 
     @classmethod
     def widths_refused(cls, kv: KVSpec) -> str | None:
-        """Which widths of heads it takes instead of the model's; None: it takes those."""
+        """The supported head widths, in words, if the model's are not; None if they are."""
         return None
 
     @classmethod
     def workspace_bytes(cls, kv: KVSpec, tables: Sequence[TableLimits]) -> int:
-        """Device memory that an instance keeps between its calls, at most.
+        """Maximum device memory that an instance keeps between calls, in bytes.
 
         Args:
             kv: shapes of the model.
-            tables: all that :meth:`attend` is asked for.
+            tables: limits of all page tables that :meth:`attend` will get.
         """
         return 0
 
@@ -101,14 +102,14 @@ class BackendAdapter(ABC):
     def attend(
         self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
     ) -> Attended:
-        """One query token per row over the pages of that row.
+        """Attend from one query token per row over the pages of that row.
 
         Args:
-            q: ``[R, Q, D]``; Q is a multiple of Hr, query heads of one KV head side by side.
+            q: ``[R, Q, D]``; Q is a multiple of Hr, and query heads of one KV head are adjacent.
             kv: ``[N, Hr, S, D]``, pages.
-            page_table: ``[R, P] int32``, page ids; entries beyond ``seq_lens`` are not read from,
-                and may be -1.
-            seq_lens: ``[R] int32``, tokens to attend: all pages are full but the last one.
+            page_table: ``[R, P] int32``, page ids; entries beyond ``seq_lens`` may be -1 and are
+                not read.
+            seq_lens: ``[R] int32``, tokens to attend; every page but the last one is full.
             scale: softmax scale.
 
         Returns:
@@ -118,25 +119,30 @@ class BackendAdapter(ABC):
     def attend_fp8(
         self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, scale: float
     ) -> Attended:
-        """:meth:`attend` over float8_e4m3fn keys and values with scales; only where ``fp8`` is set.
+        """:meth:`attend` over float8_e4m3fn keys and values, for adapters that declare ``fp8``.
 
         Args:
-            q, page_table, seq_lens, scale: as :meth:`attend`.
+            q, page_table, seq_lens, scale: as for :meth:`attend`.
             kv: ``[N, Hr, S, D]``, pages, with their scales.
+
+        Raises:
+            HiSparseError: the adapter does not support fp8.
         """
-        raise HiSparseError(f"{type(self).__name__} does not attend over fp8 K and V")
+        raise HiSparseError(
+            f"{type(self).__name__}: got fp8 K and V, expected K and V in the model's dtype"
+        )
 
     @abstractmethod
     def attend_prefill(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
     ) -> Attended:
-        """Many query tokens over contiguous keys.
+        """Attend from many query tokens over contiguous keys.
 
         Args:
             q: ``[T, Hq, D]``.
             k, v: ``[Tk, Hkv, D]``.
             scale: softmax scale.
-            causal: query t sees keys up to t (``T == Tk``); otherwise all.
+            causal: query t attends keys 0 to t (``T == Tk``); if False, every query attends all.
 
         Returns:
             out ``[T, Hq, Dv]``, lse ``[T, Hq]``.
@@ -145,17 +151,17 @@ class BackendAdapter(ABC):
     def attend_chosen(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, chosen: Tensor
     ) -> Attended:
-        """Many query tokens, each over some of the keys; in PyTorch where no library does it.
+        """Attend from many query tokens, each over its own keys. This default uses PyTorch.
 
         Args:
             q: ``[T, Hq, D]``.
             k, v: ``[Tk, Hkv, D]``.
             scale: softmax scale.
-            chosen: ``[T, K] int32``, keys of each query, none twice; what is not in 0 to Tk - 1
-                is none.
+            chosen: ``[T, K] int32``, distinct key indices per query; values outside 0 to Tk - 1
+                are padding.
 
         Returns:
-            out ``[T, Hq, Dv]``, lse ``[T, Hq]``; of a query without keys 0 and -inf.
+            out ``[T, Hq, Dv]``, lse ``[T, Hq]``; 0 and -inf for a query without keys.
         """
         return Attended(*attend_masked(q, k, v, scale, mask_all_but(chosen, k.shape[0])))
 

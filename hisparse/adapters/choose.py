@@ -1,4 +1,4 @@
-"""Which adapter serves a model."""
+"""Chooses the adapter for a device, a model and a selection scope."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from hisparse.types import KVSpec, SelectionScope
 
 __all__ = ["ChosenAdapter", "choose_adapter"]
 
-#: What is tried in turn, with the reason to take it. A library comes after the project's kernels
-#: until it has been run on a GPU (``make gpu-check``); asked for by name, it is taken.
+#: Adapters by device type in order of preference, each with the reason for the choice. Libraries
+#: come after the project's kernels until they have run on a GPU (``make gpu-check``). The
+#: configuration key ``adapter`` overrides the order.
 _ORDER: dict[str, dict[str, str]] = {
     "cuda": {
         "triton": "the project's kernel, which takes every scope, page size, dtype and MLA",
@@ -22,15 +23,15 @@ _ORDER: dict[str, dict[str, str]] = {
         "torch": "no kernel can be used",
     },
 }
-_ELSEWHERE = {"torch": "the adapter for this device"}
+_OTHER_DEVICES = {"torch": "the adapter for this device"}
 _ATTENTION = {False: "MHA and GQA", True: "MLA"}
 
-#: What is checked, what is asked for, and what there is; None: all.
+#: Property, requested value, supported values; None for any.
 _Check = tuple[str, object, tuple[object, ...] | None]
 
 
 class ChosenAdapter(NamedTuple):
-    """An adapter's name, and why it was taken."""
+    """An adapter's name, and the reason for the choice."""
 
     name: str
     reason: str
@@ -44,37 +45,39 @@ def choose_adapter(
     *,
     fp8: bool = False,
 ) -> ChosenAdapter:
-    """The adapter that is asked for, or else the first of those for the device that fits.
+    """Choose the requested adapter, or else the first supported one for the device.
 
     Args:
         device_type: "cuda" or "cpu", where the model runs.
-        kv: shapes of the model; None: not known yet, any will do.
-        scope: for whom pages are selected; None: likewise.
-        wanted: a name; None: chosen.
-        fp8: whether K and V are stored in eight bits, if no model says so.
+        kv: shapes of the model; None if they are not known yet, which skips their checks.
+        scope: selection scope; None if it is not known yet, which skips its check.
+        wanted: name of the requested adapter; None for an automatic choice.
+        fp8: whether K and V are stored in fp8, if ``kv`` is None.
 
     Raises:
-        ConfigError: there is no such adapter, or it does not fit; names those that do.
+        ConfigError: the adapter does not exist or does not support the rest; names those that do.
     """
 
-    def refusal(name: str) -> str | None:
-        return _refusal(ADAPTERS.get(name), device_type, kv, scope, fp8=fp8)
+    def mismatch(name: str) -> str | None:
+        return _mismatch(ADAPTERS.get(name), device_type, kv, scope, fp8=fp8)
 
     if wanted is not None:
-        refused = refusal(wanted)
-        if refused is None:
+        reason = mismatch(wanted)
+        if reason is None:
             return ChosenAdapter(wanted, "asked for")
-        others = [name for name in ADAPTERS if not refusal(name)]
+        others = [name for name in ADAPTERS if not mismatch(name)]
         raise ConfigError(
-            f"adapter {wanted!r} {refused} (adapters that can: {', '.join(others) or 'none'})"
+            f"adapter {wanted!r} {reason} (adapters that can: {', '.join(others) or 'none'})"
         )
-    for name, reason in _ORDER.get(device_type, _ELSEWHERE).items():
-        if refusal(name) is None:
-            return ChosenAdapter(name, reason)
-    raise ConfigError(f"device {device_type!r}: no adapter takes it and {kv}")
+    for name, why in _ORDER.get(device_type, _OTHER_DEVICES).items():
+        if mismatch(name) is None:
+            return ChosenAdapter(name, why)
+    raise ConfigError(
+        f"device: got {device_type!r}, expected one that an adapter supports for {kv}"
+    )
 
 
-def _refusal(
+def _mismatch(
     cls: type[BackendAdapter],
     device_type: str,
     kv: KVSpec | None,
@@ -82,7 +85,7 @@ def _refusal(
     *,
     fp8: bool,
 ) -> str | None:
-    """Why an adapter cannot serve a model here, in a few words; None: it can."""
+    """Why an adapter cannot serve a model on this machine, in a few words; None if it can."""
     checks: list[_Check] = [("device", device_type, cls.device_types)]
     if fp8 or (kv is not None and kv.fp8):
         checks.append(("kv_cache_dtype", "fp8_e4m3", None if cls.fp8 else ("auto",)))
@@ -95,9 +98,9 @@ def _refusal(
             ("dtype", _dtype_name(kv.dtype), dtypes),
             ("page_size", kv.page_size, cls.page_sizes),
         ]
-    for what, got, choices in checks:
+    for name, got, choices in checks:
         if choices is not None and got not in choices:
-            return f"cannot do {what} {got}, it takes {', '.join(map(str, choices))}"
+            return f"cannot do {name} {got}, it takes {', '.join(map(str, choices))}"
     widths = None if kv is None else cls.widths_refused(kv)
     if kv is not None and widths is not None:
         return f"cannot do heads {kv.head_dim} and {kv.v_head_dim} wide, it takes {widths}"

@@ -1,9 +1,11 @@
-"""Sparse MLA over the latent rows, token by token: FlashMLA where it is, else Triton.
+"""Token-wise sparse MLA with FlashMLA's kernel, or with Triton if FlashMLA is not installed.
 
-FlashMLA's sparse kernel for bf16 latents, https://github.com/deepseek-ai/FlashMLA, from SGLang's
-builds of it: theirs say to which base the log-sum-exp is, the original does not, and it changed.
-FlashInfer's sparse MLA is left out: for bf16 it runs on sm_100 alone, and rows without tokens are
-not allowed. Written against sglang-kernel 0.4.10 and sgl-flash-mla 1.0.0; not yet run on a GPU.
+The adapter uses SGLang's builds of FlashMLA's sparse kernel for bf16 latents
+(https://github.com/deepseek-ai/FlashMLA). SGLang's builds document the base of the log-sum-exp.
+The original does not, and changed the base between releases. FlashInfer's sparse MLA is not used:
+for bf16 it needs sm_100 and rejects rows without tokens.
+
+Written against sglang-kernel 0.4.10 and sgl-flash-mla 1.0.0; not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ __all__ = ["DSAAdapter", "FlashMLACall", "make_flash_mla_call"]
 
 logger = logging.getLogger(__name__)
 
-#: Widths of keys and values that FlashMLA takes: DeepSeek's.
+#: Widths of keys and values that FlashMLA supports, which are DeepSeek's.
 _WIDTHS = (576, 512)
-#: Indices of a query come in multiples of it, on sm_90; sm_100 takes them too.
+#: FlashMLA requires a multiple of this many indices per query on sm_90; sm_100 accepts it.
 _INDEX_BLOCK = 128
-#: Query heads come in blocks of these sizes, by major compute capability; others have no kernel.
+#: Supported numbers of query heads, by major compute capability.
 _QUERY_BLOCKS = {9: (64, 128), 10: (128,)}
 
 
@@ -38,10 +40,10 @@ class FlashMLACall:
     """Arguments of ``flash_mla_sparse_fwd``, by its names.
 
     Attributes:
-        q: ``[R, Hb, 576] bfloat16``; query heads, then zeros up to Hb, 64 or 128.
+        q: ``[R, Hb, 576] bfloat16``; query heads, padded with zeros to Hb, 64 or 128.
         kv: ``[N * S, 1, 576] bfloat16``, a view of the pages.
-        indices: ``[R, 1, W] int32``, token page * S + offset in the order of the page table, -1
-            for none; W is a multiple of 128.
+        indices: ``[R, 1, W] int32``, ``page * S + offset`` of each token in the order of the page
+            table, padded with -1; W is a multiple of 128.
         sm_scale: softmax scale.
         d_v: 512.
     """
@@ -56,7 +58,12 @@ class FlashMLACall:
 def make_flash_mla_call(
     q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float, query_block: int
 ) -> FlashMLACall:
-    """The call for :meth:`BackendAdapter.attend`'s arguments; copies no latents."""
+    """Convert :meth:`BackendAdapter.attend`'s arguments, without a copy of the latents.
+
+    Args:
+        q, kv, page_table, seq_lens, scale: as for ``attend``.
+        query_block: number of query heads to pad ``q`` to.
+    """
     size, width = kv.k.shape[2:]
     offset = torch.arange(size, dtype=torch.int32, device=q.device)
     tokens = (page_table[..., None] * size + offset).flatten(1)
@@ -65,7 +72,7 @@ def make_flash_mla_call(
     short = -tokens.shape[1] % _INDEX_BLOCK
     return FlashMLACall(
         q=torch.nn.functional.pad(q.to(kv.k.dtype), (0, 0, 0, query_block - q.shape[1])),
-        # Not a reshape: pages that lie otherwise are to be an error, not a copy.
+        # `view` fails for other layouts, where `reshape` would copy all pages.
         kv=kv.k.view(-1, 1, width),
         indices=torch.nn.functional.pad(tokens, (0, short), value=-1)[:, None],
         sm_scale=scale,
@@ -75,7 +82,7 @@ def make_flash_mla_call(
 
 @ADAPTERS.register("dsa")
 class DSAAdapter(TritonAdapter):
-    """Decodes MLA with FlashMLA's sparse kernel if it can serve the model, else with Triton."""
+    """Decodes MLA with FlashMLA's sparse kernel if that supports the model, else with Triton."""
 
     fp8 = False
     scopes: tuple[SelectionScope, ...] = ("layer", "kv_head")
@@ -83,15 +90,15 @@ class DSAAdapter(TritonAdapter):
 
     def __init__(self) -> None:
         self._attend, self._options, self._base_2 = _find_flash_mla()
-        self._architecture = compute_capability_major()
+        self._capability_major = compute_capability_major()
 
     def attend(
         self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
     ) -> Attended:
         widths, heads = (kv.k.shape[-1], kv.v.shape[-1]), q.shape[1]
-        blocks = [n for n in _QUERY_BLOCKS.get(self._architecture, ()) if n >= heads]
-        fits = widths == _WIDTHS and kv.k.dtype == torch.bfloat16 and blocks
-        if self._attend is None or not fits:
+        blocks = [n for n in _QUERY_BLOCKS.get(self._capability_major, ()) if n >= heads]
+        supported = widths == _WIDTHS and kv.k.dtype == torch.bfloat16 and blocks
+        if self._attend is None or not supported:
             return super().attend(q, kv, page_table, seq_lens, scale)
         call = make_flash_mla_call(q, kv, page_table, seq_lens, scale, blocks[0])
         out, _, lse = self._attend(**vars(call), **self._options)
@@ -99,16 +106,16 @@ class DSAAdapter(TritonAdapter):
 
 
 def _find_flash_mla() -> tuple[Any, dict[str, bool], bool]:
-    """The function or None, options for it, and whether its lse is to base 2."""
+    """FlashMLA's function or None, its extra options, and whether its lse has base 2."""
     name = "flash_mla_sparse_fwd"
     found = import_function(name, "flash_mla")
-    # The parameter tells SGLang's build from the original; if it is not given the lse is natural.
+    # Only SGLang's build has this parameter. Without an argument for it, the lse is natural.
     if not isinstance(found, str) and "return_log2_lse" in inspect.signature(found).parameters:
         return found, {"use_legacy": True}, False
-    # The wrapper is there without the binary too, which then lacks this name.
+    # The Python wrapper can be installed without its binary. The binary has this name.
     binary = import_function("flashmla_ops", "sgl_kernel.flash_mla")
     found = import_function(name, "sgl_kernel.flash_mla")
     if isinstance(binary, str) or isinstance(found, str):
-        logger.info("adapter dsa: no FlashMLA here, Triton attends: %s", binary)
+        logger.info("adapter dsa: FlashMLA is not available, using Triton: %s", binary)
         return None, {}, False
     return found, {}, True

@@ -1,7 +1,7 @@
-"""FlashAttention 3, as SGLang ships it or as the package of its authors.
+"""FlashAttention 3, from SGLang's kernel package or from its authors' package.
 
-Version 2 (the package ``flash_attn``) is left out: its pages are multiples of 256 tokens.
-https://arxiv.org/abs/2407.08608. Written against sglang-kernel 0.4.10; not yet run on a GPU.
+https://arxiv.org/abs/2407.08608. Version 2 (the package ``flash_attn``) is not used: it requires
+pages of a multiple of 256 tokens. Written against sglang-kernel 0.4.10; not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended
-from hisparse.adapters.libraries import compute_capability_major, import_function, to_attended, token_major
+from hisparse.adapters.libraries import (
+    compute_capability_major,
+    import_function,
+    to_attended,
+    token_major,
+)
 from hisparse.adapters.torch import TorchAdapter
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec, PagedKV, SelectionScope
@@ -20,8 +25,8 @@ from hisparse.types import KVSpec, PagedKV, SelectionScope
 __all__ = ["FlashAttentionAdapter", "FlashAttentionCall", "make_flash_attention_call"]
 
 _MODULES = ("sgl_kernel.flash_attn", "flash_attn_interface")
-#: Compute capabilities, major, that version 3 is built for.
-_ARCHITECTURES = (8, 9)
+#: Major compute capabilities that FlashAttention 3 is built for.
+_CAPABILITIES = (8, 9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +34,12 @@ class FlashAttentionCall:
     """Arguments of ``flash_attn_with_kvcache``, by its names.
 
     Attributes:
-        q: ``[R, 1, Q, Dk]``, or ``[R, 1, Q, Dk - Dv]`` with ``qv``; the pages' dtype.
-        qv: ``[R, 1, Q, Dv]``, what is multiplied by the values as if they were keys too: how
-            version 3 attends over MLA's latent. None: nothing is.
+        q: ``[R, 1, Q, Dk]``, or ``[R, 1, Q, Dk - Dv]`` with ``qv``; in the pages' dtype.
+        qv: ``[R, 1, Q, Dv]`` for MLA: version 3 multiplies ``qv`` by the values, and adds the
+            products to the logits. None for MHA and GQA.
         k_cache: ``[N, S, Hr, Dk]``, or ``[N, S, 1, Dk - Dv]`` with ``qv``; a view of the pages.
         v_cache: ``[N, S, Hr, Dv]``, a view of the pages.
-        page_table: ``[R, P] int32``; not read beyond ``cache_seqlens``.
+        page_table: ``[R, P] int32``; entries beyond ``cache_seqlens`` are not read.
         cache_seqlens: ``[R] int32``, tokens; may be 0.
         softmax_scale: softmax scale.
     """
@@ -51,9 +56,9 @@ class FlashAttentionCall:
 def make_flash_attention_call(
     q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
 ) -> FlashAttentionCall:
-    """The call for :meth:`BackendAdapter.attend`'s arguments; copies no keys and no tables.
+    """Convert :meth:`BackendAdapter.attend`'s arguments, without a copy of keys or tables.
 
-    A row is a sequence: with a device page per head (Hr = 1) they have one KV head each.
+    Each row becomes one sequence. With one row per head (Hr = 1), a sequence has one KV head.
     """
     query = q.to(kv.k.dtype)[:, None]
     k, v = token_major(kv.k), token_major(kv.v)
@@ -73,7 +78,7 @@ def make_flash_attention_call(
 
 @ADAPTERS.register("flash_attention")
 class FlashAttentionAdapter(TorchAdapter):
-    """Decodes with FlashAttention 3; returns its lse, which is natural."""
+    """Decodes and prefills with FlashAttention 3, which returns a natural lse."""
 
     fp8 = False
     scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
@@ -92,7 +97,7 @@ class FlashAttentionAdapter(TorchAdapter):
         if isinstance(found, str):
             return found
         major = compute_capability_major()
-        return None if major in _ARCHITECTURES else f"compute capability is {major}.x, not 8.x, 9.x"
+        return None if major in _CAPABILITIES else f"compute capability is {major}.x, not 8.x, 9.x"
 
     @classmethod
     def widths_refused(cls, kv: KVSpec) -> str | None:

@@ -1,11 +1,12 @@
 """FlashInfer's paged decode wrapper. https://arxiv.org/abs/2501.01005
 
-Its plan is made on the host, from lengths that here only the device knows. So it is made once for
-a number of rows, with the split over keys turned off: then no part of the plan depends on lengths,
-and each call writes its page lists into the wrapper's buffers on the device. That is what a CUDA
-graph needs, once the same shape has run before the capture. The price is one block per row and KV
-head. ``trtllm_batch_decode_with_kv_cache`` plans nothing, but gives a log-sum-exp on sm_100 alone.
+FlashInfer's ``plan`` runs on the host and takes lengths, but lengths of selections are known only
+on the device. The adapter therefore plans once per number of rows, with the split over keys turned
+off. Such a plan does not depend on lengths: each call only writes its page lists into the wrapper's
+device buffers. CUDA graphs can capture such a call if the same shape ran before the capture. The
+cost is that one thread block handles a whole row and KV head.
 
+``trtllm_batch_decode_with_kv_cache`` needs no plan, but returns a log-sum-exp only on sm_100.
 Written against flashinfer-python 0.7.2; not yet run on a GPU.
 """
 
@@ -29,18 +30,18 @@ __all__ = ["FlashInferAdapter"]
 _WRAPPER = "BatchDecodeWithPagedKVCacheWrapper"
 _PREFILL = "single_prefill_with_kv_cache"
 _WIDTHS = (64, 128, 256)
-#: What FlashInfer allocates once for prefill.
+#: Device memory that FlashInfer allocates once for prefill, bytes.
 _PREFILL_BYTES = 32 << 20
-#: Pages of a row that any wrapper has room for: 2 KiB a row, of a wrapper that takes megabytes.
-_LEAST_WIDTH = 512
+#: Minimum pages per row of a wrapper: 2 KiB per row, little beside the wrapper's megabytes.
+_MIN_LIST_WIDTH = 512
 
 
 @ADAPTERS.register("flashinfer")
 class FlashInferAdapter(TorchAdapter):
-    """Decodes with FlashInfer on tensor cores; turns its lse, to base 2, into a natural one.
+    """Decodes and prefills with FlashInfer; converts its lse from base 2 to a natural lse.
 
-    There is a wrapper for each power of two of rows, each shape of pages and heads, and each power
-    of two of the table's width from 512 on: only its list of pages depends on that.
+    The adapter keeps one wrapper for each shape of pages and heads, each number of rows rounded up
+    to a power of two, and each table width rounded up to a power of two from 512 on.
     """
 
     fp8 = False
@@ -71,8 +72,8 @@ class FlashInferAdapter(TorchAdapter):
         wrappers = {
             (rows, width, table.num_queries, table.num_heads, table.page_size)
             for table in tables
-            for rows in _powers(_power_of_two(table.min_rows), _power_of_two(table.max_rows))
-            for width in _powers(_list_width(1), _list_width(table.max_pages))
+            for rows in _powers_of_two(_round_up(table.min_rows), _round_up(table.max_rows))
+            for width in _powers_of_two(_list_width(1), _list_width(table.max_pages))
         }
         itemsize = kv.dtype.itemsize
         return _PREFILL_BYTES + sum(
@@ -84,7 +85,7 @@ class FlashInferAdapter(TorchAdapter):
         self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
     ) -> Attended:
         call = make_flashinfer_call(q, kv, page_table, seq_lens)
-        rows, width = _power_of_two(page_table.shape[0]), _list_width(page_table.shape[1])
+        rows, width = _round_up(page_table.shape[0]), _list_width(page_table.shape[1])
         key = (rows, width, q.shape[1:], call.k.shape[1:], call.k.dtype, scale)
         if key not in self._wrappers:
             self._wrappers[key] = FlashInferWrapper(self._make, rows, rows * width, call, scale)
@@ -101,16 +102,18 @@ class FlashInferAdapter(TorchAdapter):
         return Attended(out.float(), lse * math.log(2))
 
 
-def _power_of_two(number: int) -> int:
+def _round_up(number: int) -> int:
+    """The smallest power of two that is at least ``number``."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def _list_width(num_pages: int) -> int:
-    return max(_LEAST_WIDTH, _power_of_two(num_pages))
+    """Pages per row of the wrapper for tables of ``num_pages`` pages."""
+    return max(_MIN_LIST_WIDTH, _round_up(num_pages))
 
 
-def _powers(least: int, most: int) -> Iterator[int]:
-    """Powers of two, both bounds included."""
-    while least <= most:
-        yield least
-        least *= 2
+def _powers_of_two(first: int, last: int) -> Iterator[int]:
+    """Powers of two from ``first`` to ``last``, both included."""
+    while first <= last:
+        yield first
+        first *= 2

@@ -1,4 +1,4 @@
-"""FlashInfer's wrapper: its lists of pages, one after the other, and how it is planned."""
+"""Holds FlashInfer's decode wrapper with its buffers, and fills its page lists."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["FlashInferCall", "FlashInferWrapper", "make_flashinfer_call"]
 
 @dataclass(frozen=True, kw_only=True)
 class FlashInferCall:
-    """What ``run`` reads: its arguments, and the wrapper's buffers.
+    """Inputs of one call of FlashInfer's ``run``, by FlashInfer's names.
 
     Attributes:
-        q: ``[R, Q, D]``, the pages' dtype.
+        q: ``[R, Q, D]``, in the pages' dtype.
         k, v: ``[N, S, Hr, D]``, layout "NHD"; views of the pages.
-        indptr: ``[R + 1] int32``, where each row's pages begin in ``indices``.
-        indices: ``[R * P] int32``, the rows' pages one after the other, then zeros.
-        last_page_len: ``[R] int32``, tokens in a row's last page, 1 to S.
+        indptr: ``[R + 1] int32``, offset of each row's pages in ``indices``.
+        indices: ``[R * P] int32``, pages of all rows in order, padded with zeros.
+        last_page_len: ``[R] int32``, tokens in each row's last page, 1 to S.
     """
 
     q: Tensor
@@ -34,21 +34,23 @@ class FlashInferCall:
     last_page_len: Tensor
 
 
-def make_flashinfer_call(q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor) -> FlashInferCall:
-    """The call for :meth:`BackendAdapter.attend`'s arguments, by operations on their device.
+def make_flashinfer_call(
+    q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor
+) -> FlashInferCall:
+    """Convert :meth:`BackendAdapter.attend`'s arguments on the device, without a device sync.
 
-    A row is a sequence, as in :mod:`hisparse.adapters.flash_attention`; one of no tokens has no
-    pages.
+    Each row becomes one sequence, as in :mod:`hisparse.adapters.flash_attention`. A row without
+    tokens has no pages.
     """
     (rows, width), size = page_table.shape, kv.k.shape[2]
     counts = (seq_lens + (size - 1)) // size
     indptr = seq_lens.new_zeros(rows + 1)
     torch.cumsum(counts, 0, dtype=torch.int32, out=indptr[1:])
     column = torch.arange(width, dtype=torch.int32, device=q.device)
-    # What is no page goes to a place of its own, behind all that may be pages.
-    place = torch.where(column < counts[:, None], indptr[:-1, None] + column, rows * width)
+    # Padding entries go to one extra element at the end.
+    target = torch.where(column < counts[:, None], indptr[:-1, None] + column, rows * width)
     indices = page_table.new_zeros(rows * width + 1)
-    indices.scatter_(0, place.flatten().long(), page_table.flatten())
+    indices.scatter_(0, target.flatten().long(), page_table.flatten())
     return FlashInferCall(
         q=q.to(kv.k.dtype).contiguous(),
         k=token_major(kv.k),
@@ -59,24 +61,38 @@ def make_flashinfer_call(q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: T
     )
 
 
-#: What FlashInfer allocates for a wrapper's plan, on the device and as much in page-locked memory.
+#: Device memory that FlashInfer allocates for a wrapper's plan. It also allocates as much
+#: page-locked host memory.
 _PLAN_BYTES = 8 << 20
-#: What it is given for the results of splits, of which there are none.
+#: Workspace that FlashInfer requires for the results of splits, although splits are turned off.
 _SPLIT_BYTES = 1 << 20
 
 
 class FlashInferWrapper:
-    """A wrapper that is planned for up to ``rows`` rows and ``entries`` pages, no fewer."""
+    """FlashInfer's ``BatchDecodeWithPagedKVCacheWrapper``, planned for a fixed number of rows.
+
+    Args:
+        make: FlashInfer's class.
+        rows: rows that the wrapper is planned for; calls may have fewer.
+        max_pages: size of the page list, over all rows.
+        call: a call with the shapes and dtypes to plan for.
+        scale: softmax scale.
+    """
 
     @staticmethod
-    def num_bytes(rows: int, entries: int, query_bytes: int) -> int:
-        """Device memory of one, where a row's queries take ``query_bytes``."""
-        # FlashInfer's own list of where each row's queries begin is the second of rows + 1.
-        lists = 4 * (2 * (rows + 1) + rows + entries)
+    def num_bytes(rows: int, max_pages: int, query_bytes: int) -> int:
+        """Device memory of a wrapper, in bytes.
+
+        Args:
+            rows, max_pages: as for the class.
+            query_bytes: bytes of one row's queries.
+        """
+        # FlashInfer keeps a second list of rows + 1 entries: the offsets of each row's queries.
+        lists = 4 * (2 * (rows + 1) + rows + max_pages)
         return _PLAN_BYTES + _SPLIT_BYTES + lists + rows * query_bytes
 
     def __init__(
-        self, make: Any, rows: int, entries: int, call: FlashInferCall, scale: float
+        self, make: Any, rows: int, max_pages: int, call: FlashInferCall, scale: float
     ) -> None:
         device, (size, kv_heads, width) = call.q.device, call.k.shape[1:]
 
@@ -85,7 +101,7 @@ class FlashInferWrapper:
 
         self._q = call.q.new_zeros(rows, *call.q.shape[1:])
         self._indptr, self._last = buffer(rows + 1), buffer(rows)
-        self._indices = buffer(entries)
+        self._indices = buffer(max_pages)
         self._wrapper = make(
             torch.zeros(_SPLIT_BYTES, dtype=torch.uint8, device=device),
             "NHD",
@@ -96,7 +112,7 @@ class FlashInferWrapper:
             paged_kv_last_page_len_buffer=self._last,
             backend="fa2",
         )
-        # A page for each row: what it is planned for says nothing of what it is run for.
+        # Plans with one page per row; without a split the plan holds for all lengths.
         self._wrapper.plan(
             torch.arange(rows + 1, dtype=torch.int32),
             torch.zeros(rows, dtype=torch.int32, device=device),
@@ -112,11 +128,15 @@ class FlashInferWrapper:
         )
 
     def run(self, call: FlashInferCall) -> tuple[Tensor, Tensor]:
-        """Out ``[R, Q, D]`` and lse ``[R, Q]`` to base 2."""
+        """Run FlashInfer on a call of at most ``rows`` rows.
+
+        Returns:
+            Output ``[R, Q, D]`` and lse ``[R, Q]`` with base 2.
+        """
         rows = len(call.q)
         self._q[:rows] = call.q
         self._indptr[: rows + 1] = call.indptr
-        # Rows that the plan has and the call has not get no pages.
+        # The remaining rows of the plan get no pages.
         self._indptr[rows + 1 :] = call.indptr[-1]
         self._indices[: call.indices.numel()] = call.indices
         self._last[:rows] = call.last_page_len

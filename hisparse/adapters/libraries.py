@@ -1,4 +1,4 @@
-"""What the attention libraries' calls have in common."""
+"""Helpers for adapters to attention libraries: import, layout and results."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ __all__ = ["compute_capability_major", "import_function", "to_attended", "token_
 
 
 def token_major(pages: Tensor) -> Tensor:
-    """``[N, Hr, S, D]`` -> ``[N, S, Hr, D]``, a view.
+    """View pages ``[N, Hr, S, D]`` as ``[N, S, Hr, D]``.
 
-    It is how device pages and staging tiles lie in memory: what FlashAttention takes, and what
-    FlashInfer calls NHD.
+    The result is contiguous, because device pages and staging tiles are stored in this order.
+    FlashAttention takes it, and FlashInfer calls it NHD.
     """
     return pages.transpose(1, 2)
 
 
 def to_attended(out: Tensor, lse: Tensor, seq_lens: Tensor, *, base_2: bool = False) -> Attended:
-    """What a library returned, as this project has it.
+    """Convert a library's results to float32 with a natural lse.
+
+    Rows without tokens, such as the padding of a CUDA graph, get output 0 and lse -inf: libraries
+    return inf or -inf for them, or do not write them.
 
     Args:
         out: ``[R, Q, Dv]``, any floating dtype.
         lse: ``[R, Q] float32``.
-        seq_lens: ``[R] int32``, tokens attended. Of a row without any, such as the padding of a
-            CUDA graph, libraries return an lse of inf or -inf, or leave both as they were.
-        base_2: whether the lse is a logarithm to base 2; else natural.
+        seq_lens: ``[R] int32``, tokens attended by each row.
+        base_2: whether the lse has base 2 instead of e.
     """
     empty = (seq_lens == 0)[:, None]
     lse = lse * math.log(2) if base_2 else lse
@@ -43,18 +45,26 @@ def to_attended(out: Tensor, lse: Tensor, seq_lens: Tensor, *, base_2: bool = Fa
 
 @functools.cache
 def compute_capability_major() -> int:
-    """The GPU's major compute capability; 9, of sm_90, where there is no GPU to ask."""
+    """Major compute capability of the GPU; 9 (sm_90) on machines without a GPU."""
     return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
 
 
 def import_function(name: str, *modules: str) -> Callable[..., Any] | str:
-    """The function ``name`` of the first of ``modules`` that has it, or why none has."""
+    """Import a function from the first module that has it.
+
+    Args:
+        name: name of the function.
+        modules: modules to try, in order.
+
+    Returns:
+        The function, or the reasons why no module has it.
+    """
     reasons = []
     for module in modules:
         try:
-            found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+            function: Callable[..., Any] = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, OSError, RuntimeError) as error:
             reasons.append(str(error).splitlines()[0] if str(error) else module)
         else:
-            return found
+            return function
     return "; ".join(reasons)

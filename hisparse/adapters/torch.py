@@ -1,4 +1,4 @@
-"""The adapter that needs nothing but PyTorch; it uses C++ kernels where a compiler is at hand."""
+"""The adapter that needs only PyTorch. Decode uses a compiled kernel if one is available."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TorchAdapter"]
 
 @ADAPTERS.register("torch")
 class TorchAdapter(BackendAdapter):
-    """Attends with PyTorch operators for prefill and the project's kernels for decoding."""
+    """Prefills with PyTorch operators and decodes with the project's kernels."""
 
     fp8 = True
     scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
@@ -35,7 +35,7 @@ class TorchAdapter(BackendAdapter):
     def attend_prefill(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
     ) -> Attended:
-        # PyTorch's fused kernel wants values as wide as keys.
+        # PyTorch's fused kernel requires values as wide as keys.
         if q.device.type == "cpu" and k.shape[-1] == v.shape[-1]:
             return self._fused_cpu(q, k, v, scale, causal)
         return self._blocked(q, k, v, scale, causal)
@@ -44,14 +44,14 @@ class TorchAdapter(BackendAdapter):
     def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Attended:
         position = torch.arange(k.shape[0], device=q.device)
 
-        def later(own: slice) -> Tensor | None:
-            return position > position[own, None] if causal else None
+        def hidden(queries: slice) -> Tensor | None:
+            return position > position[queries, None] if causal else None
 
-        return Attended(*attend_masked(q, k, v, scale, later))
+        return Attended(*attend_masked(q, k, v, scale, hidden))
 
     @staticmethod
     def _fused_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Attended:
-        """The operator behind SDPA on a CPU, called directly because it returns the lse."""
+        """Call the operator behind SDPA on a CPU, which returns the lse; SDPA itself does not."""
         group = q.shape[1] // k.shape[1]
         queries, keys, values = (
             x.transpose(0, 1)[None]

@@ -1,7 +1,7 @@
-"""The project's own Triton kernel, by name; ``torch`` takes it too where it fits best.
+"""The project's own Triton kernel. On a GPU, the adapter ``torch`` may use the kernel as well.
 
-The kernel is tested in Triton's interpreter and compiled for sm_80, sm_90 and sm_100; it has not
-yet been run on a GPU.
+The kernel is tested in Triton's interpreter and compiled for sm_80, sm_90 and sm_100; not yet run
+on a GPU.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["TritonAdapter"]
 
 @ADAPTERS.register("triton")
 class TritonAdapter(TorchAdapter):
-    """Decodes with :func:`hisparse.kernels.paged_attention` in Triton, which reads page tables.
+    """Decodes with the Triton version of :func:`hisparse.kernels.paged_attention`.
 
-    Nothing has to be mapped: the kernel takes rows, strides and lengths as they are, -1 included.
+    The kernel takes page tables, strides and lengths unchanged, entries of -1 included.
     """
 
     device_types = ("cuda",)

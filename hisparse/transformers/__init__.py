@@ -1,4 +1,4 @@
-"""hisparse under Hugging Face's transformers: the coordinator of the server as a cache.
+"""A Hugging Face transformers cache that runs the server's engine.
 
 ::
 
@@ -6,7 +6,7 @@
     model.generate(**inputs, past_key_values=cache)
 """
 
-from hisparse.transformers.cache import HiSparseCache
 from hisparse.transformers.activation import disable, enable
+from hisparse.transformers.cache import HiSparseCache
 
 __all__ = ["HiSparseCache", "disable", "enable"]

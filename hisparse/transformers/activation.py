@@ -1,4 +1,4 @@
-"""Turning hisparse on and off for a model."""
+"""Turns hisparse on and off for a model."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from hisparse.transformers.model_shape import text_config
 
 __all__ = ["disable", "enable"]
 
-#: Enabled model to the attention implementation that it had.
-_before: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+#: The attention implementation of each enabled model before :func:`enable`.
+_previous: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def enable(
     model: Any, config: HiSparseConfig | Mapping[str, Any] | None = None, **options: Any
 ) -> HiSparseCache:
-    """Let ``model`` attend with hisparse, and make a cache for it.
+    """Set the model's attention implementation to hisparse and make a cache for the model.
 
     Args:
-        model: a decoder of transformers that attends through its ``AttentionInterface``.
+        model: a transformers decoder that uses the ``AttentionInterface``.
         config: the settings.
-        options: as for :class:`HiSparseCache`.
+        options: arguments of :class:`HiSparseCache`.
 
     Returns:
-        To be passed as ``past_key_values``. More caches may be made for the model.
+        A cache to pass as ``past_key_values``. The model works with any number of caches.
 
     Raises:
-        ConfigError: the model, a setting or a size cannot be used; the model is as it was.
-        CapacityError: the cache does not fit into memory; the model is as it was.
+        ConfigError: the model, a setting or a size is not supported; the model is unchanged.
+        CapacityError: the cache does not fit into memory; the model is unchanged.
     """
     cache = HiSparseCache(model, config, **options)
     register()
-    before = _implementation(model)
-    if before != IMPLEMENTATION:
+    previous = _implementation(model)
+    if previous != IMPLEMENTATION:
         model.set_attn_implementation(IMPLEMENTATION)
         if _implementation(model) != IMPLEMENTATION:
             raise ConfigError(
                 f"model: got {type(model).__name__}, which does not attend through transformers' "
                 "AttentionInterface, expected a model that does (such as llama, qwen2, qwen3)"
             )
-        _before[model] = before
+        _previous[model] = previous
     return cache
 
 
 def disable(model: Any) -> None:
-    """Let ``model`` attend as it did before :func:`enable`; nothing happens if it still does."""
-    before = _before.pop(model, None)
-    if before is not None:
-        model.set_attn_implementation(before)
+    """Restore the attention implementation from before :func:`enable`, if there is one."""
+    previous = _previous.pop(model, None)
+    if previous is not None:
+        model.set_attn_implementation(previous)
 
 
 def _implementation(model: Any) -> str:

@@ -1,4 +1,4 @@
-"""The attention function that transformers calls, and the mask that it gets."""
+"""The attention and mask functions that hisparse registers with transformers."""
 
 from __future__ import annotations
 
@@ -10,37 +10,40 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 
 from hisparse.errors import HiSparseError
 
-__all__ = ["IMPLEMENTATION", "hand_over", "register"]
+__all__ = ["IMPLEMENTATION", "register", "tag_keys"]
 
 #: Name of the attention implementation in transformers.
 IMPLEMENTATION = "hisparse"
 
+#: Attribute of a key tensor that holds its ``_KeyOrigin``.
 _TAG = "_hisparse_cache"
 
-#: What a model may ask of attention beyond plain causal attention: argument to value that is plain.
-_PLAIN = {"sliding_window": None, "softcap": None, "s_aux": None, "position_bias": None}
+#: Arguments that change attention, and their values for plain causal attention.
+_PLAIN_CAUSAL = {"sliding_window": None, "softcap": None, "s_aux": None, "position_bias": None}
 
 
-class _Serves(Protocol):
-    """A cache, as this module sees it."""
+class _AttendingCache(Protocol):
+    """The part of ``HiSparseCache`` that the attention function calls."""
 
     def attend(
         self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor: ...
 
 
-class _Handed(NamedTuple):
-    cache: _Serves
+class _KeyOrigin(NamedTuple):
+    """The cache and the layer that a key tensor belongs to."""
+
+    cache: _AttendingCache
     layer_id: int
 
 
-def hand_over(keys: Tensor, cache: _Serves, layer_id: int) -> Tensor:
-    """Tie the new keys of a layer to the cache that got them.
+def tag_keys(keys: Tensor, cache: _AttendingCache, layer_id: int) -> Tensor:
+    """Store ``cache`` and ``layer_id`` on a layer's new keys, for the attention function.
 
-    A model passes its cache to ``update`` only, and hands the keys that it returned to attention:
-    that is how attention knows the cache, without any state of the process.
+    A model passes its cache only to ``update``, and passes the keys that ``update`` returns to the
+    attention function. The tag on the keys identifies the cache without any global state.
     """
-    vars(keys)[_TAG] = _Handed(cache, layer_id)
+    vars(keys)[_TAG] = _KeyOrigin(cache, layer_id)
     return keys
 
 
@@ -54,39 +57,52 @@ def _attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """``query [B, Hq, T, D]``, ``key, value [B, Hkv, T, D]`` of this forward -> ``[B, T, Hq, D]``.
+    """Attention of one layer over the cache and the new columns.
 
-    ``attention_mask [B, columns] bool`` is False at padding.
+    Args:
+        module: the model's attention layer.
+        query: ``[B, Hq, T, D]``.
+        key, value: ``[B, Hkv, T, D]``, new in this forward; tagged by :func:`tag_keys`.
+        attention_mask: ``[B, columns] bool``, False at padding; None if no column is padding.
+        scaling: softmax scale; None for ``D ** -0.5``.
+        dropout: must be 0.
+        kwargs: options that change attention are rejected, others ignored.
+
+    Returns:
+        ``[B, T, Hq, D]``, and None in place of attention weights.
     """
-    handed: _Handed | None = vars(key).get(_TAG)
-    if handed is None:
+    origin: _KeyOrigin | None = vars(key).get(_TAG)
+    if origin is None:
         raise HiSparseError(
-            "attention got keys of no HiSparseCache; pass past_key_values=HiSparseCache(...), as "
-            "enable returns it, or call hisparse.transformers.disable(model)"
+            "past_key_values: got keys without a HiSparseCache, expected the cache that enable "
+            "returns: pass past_key_values=cache, or call hisparse.transformers.disable(model)"
         )
     if query.requires_grad or dropout:
         raise HiSparseError(
             f"attention got a query with requires_grad={query.requires_grad} and dropout="
             f"{dropout}, expected inference: use model.eval() and torch.no_grad()"
         )
-    other = sorted(name for name, plain in _PLAIN.items() if kwargs.get(name) is not plain)
+    other = sorted(name for name, plain in _PLAIN_CAUSAL.items() if kwargs.get(name) is not plain)
     if other or kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
-        what = ", ".join(other) or "is_causal=False"
-        raise HiSparseError(f"layer {handed.layer_id} attends with {what}, expected plain causal")
+        options = ", ".join(other) or "is_causal=False"
+        raise HiSparseError(
+            f"layer {origin.layer_id}: got attention with {options}, expected plain causal "
+            "attention"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return handed.cache.attend(handed.layer_id, query, key, value, attention_mask, scale), None
+    return origin.cache.attend(origin.layer_id, query, key, value, attention_mask, scale), None
 
 
 def _mask(
     *, mask_function: Any, attention_mask: Tensor | None, use_vmap: bool = False, **_: Any
 ) -> Tensor | None:
-    """The padding mask as it is, ``[B, columns] bool``: causality needs no mask here."""
+    """Return the padding mask unchanged, ``[B, columns] bool``: the engine is causal by itself."""
     if use_vmap or mask_function is not causal_mask_function:
-        raise HiSparseError("the model asks for a mask of its own, expected a plain causal one")
+        raise HiSparseError("mask: got a mask function of the model's, expected plain causal")
     return attention_mask
 
 
 def register() -> None:
-    """Make the implementation known to transformers; more calls change nothing."""
+    """Register the attention and mask functions with transformers; may be called repeatedly."""
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)

@@ -1,4 +1,4 @@
-"""What transformers' caches offer beside greedy decoding and sampling, and hisparse does not."""
+"""Base class of the cache: rejects beam search, assisted generation and repeated rows."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ __all__ = ["BaseCache"]
 
 
 class BaseCache(Cache):  # type: ignore[misc]
-    """A cache without layers of its own that refuses, in one line each, to move its rows."""
+    """A transformers cache without layers that supports greedy decoding and sampling only."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
 
     @property
     def is_croppable(self) -> bool:
-        """False: assisted generation is not served."""
+        """False, which turns assisted generation off."""
         return False
 
     def activate_past_recording(self) -> NoReturn:
-        """Refused: assisted generation."""
+        """Rejected: assisted generation."""
         raise HiSparseError(
-            "assisted generation checks several tokens in one forward, which is dense here; "
-            "expected generate without an assistant"
+            "generate: got assisted generation, which verifies several tokens in one dense "
+            "forward; expected generate without an assistant"
         )
 
     def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
-        """Refused: beam search."""
+        """Rejected: beam search."""
         raise HiSparseError(
-            f"beam search reorders rows: got {beam_idx.numel()} beams, expected num_beams=1 "
-            "(greedy or sampling)"
+            f"beam search: got {beam_idx.numel()} beams, expected num_beams=1 (greedy or sampling)"
         )
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        """Refused: :meth:`fork` does it without a copy."""
-        raise HiSparseError(f"batch_repeat_interleave({repeats}): expected cache.fork({repeats})")
+        """Rejected: ``fork`` repeats rows without copying full pages."""
+        raise HiSparseError(
+            f"cache: got batch_repeat_interleave({repeats}), expected cache.fork({repeats})"
+        )

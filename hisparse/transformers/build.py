@@ -1,4 +1,4 @@
-"""From a model, settings and limits to a store of rows."""
+"""Builds the engine and the row store of a cache from a model, its settings and its limits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hisparse.engine.capabilities import stored_spec
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
-from hisparse.transformers.rows import RowStore
 from hisparse.transformers.model_shape import read_model_shape, text_config
+from hisparse.transformers.rows import RowStore
 from hisparse.units import format_bytes, resolve_memory
 
 __all__ = ["Limits", "build_store", "read_config"]
@@ -25,12 +25,12 @@ __all__ = ["Limits", "build_store", "read_config"]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How large a cache may become.
+    """Maximum sizes of a cache and its forks.
 
     Attributes:
-        max_rows: rows at once.
-        max_length: columns of a row, padding included; None: what the model's configuration says.
-        max_tokens: host memory, tokens of all rows; None: ``max_rows * max_length``.
+        max_rows: rows at the same time.
+        max_length: columns per row, padding included; None for the model's context length.
+        max_tokens: tokens in host memory, over all rows; None for ``max_rows * max_length``.
     """
 
     max_rows: int
@@ -47,7 +47,11 @@ class Limits:
 def read_config(
     config: HiSparseConfig | Mapping[str, Any] | None, settings: Mapping[str, Any]
 ) -> HiSparseConfig:
-    """The settings from whichever way they were given."""
+    """Merge the two ways to give settings: as ``config`` or by keyword.
+
+    Raises:
+        ConfigError: both a ``HiSparseConfig`` and keywords are given, or a setting is invalid.
+    """
     if isinstance(config, HiSparseConfig):
         if settings:
             raise ConfigError(
@@ -61,25 +65,31 @@ def read_config(
 def build_store(
     model: Any, config: HiSparseConfig, limits: Limits, device: torch.device | str | None
 ) -> tuple[RowStore, int]:
-    """Allocate host pool and device side, and connect them.
+    """Allocate the host pool and build the engine on it.
+
+    Args:
+        model: a transformers model or its configuration.
+        config: the settings.
+        limits: maximum sizes.
+        device: device of the model; None for ``model.device``.
 
     Returns:
-        The store, and the columns that a row may have.
+        The row store, and the maximum number of columns per row.
 
     Raises:
-        ConfigError: the model or a setting cannot be used.
-        CapacityError: it does not fit into memory.
+        ConfigError: the model or a setting is not supported.
+        CapacityError: the sizes do not fit into memory.
     """
     algorithm = build_algorithm(config)
     spec, scale = read_model_shape(model, config.page_size)
     spec = stored_spec(config, spec)
-    where = torch.device(device or getattr(model, "device", None) or "cpu")
+    device = torch.device(device or getattr(model, "device", None) or "cpu")
     max_length = _max_length(model, limits)
     row_pages = -(-max_length // spec.page_size)
     num_pages = _num_pages(config, limits, row_pages)
     needed = (num_pages + 1) * spec.page_size
     needed *= spec.token_bytes + algorithm.host_token_bytes(spec)
-    host_bytes, device_bytes = _memory(config, needed, where)
+    host_bytes, device_bytes = _memory(config, needed, device)
     setup = make_setup(
         config,
         algorithm,
@@ -90,13 +100,13 @@ def build_store(
             device_bytes=device_bytes,
             context_length=max_length,
             max_requests=limits.max_rows,
-            device_type=where.type,
+            device_type=device.type,
         ),
     )
     if setup.sizing.max_requests < limits.max_rows:
         raise CapacityError(
-            f"max_batch_size: got {limits.max_rows}, expected at most {setup.sizing.max_requests}, "
-            f"which {format_bytes(device_bytes)} of device memory hold; lower device_buffer_size "
+            f"max_batch_size: got {limits.max_rows}, expected at most {setup.sizing.max_requests} "
+            f"rows in {format_bytes(device_bytes)} of device memory; lower device_buffer_size "
             f"({config.min_row_tokens} tokens) or raise device_memory"
         )
     if setup.sizing.kv_tokens < num_pages * spec.page_size:
@@ -106,14 +116,14 @@ def build_store(
             "max_batch_size, max_length or max_tokens"
         )
     setup.sizing = resize(setup.sizing, kv_tokens=num_pages * spec.page_size)
-    host = HostKVPool(spec, num_pages + 1, setup.layout, pin=where.type == "cuda")
-    coordinator = build_engine(setup, host, num_slots=limits.max_rows + 1, device=where)
+    host = HostKVPool(spec, num_pages + 1, setup.layout, pin=device.type == "cuda")
+    coordinator = build_engine(setup, host, num_slots=limits.max_rows + 1, device=device)
     store = RowStore(
         coordinator,
         max_rows=limits.max_rows,
         row_pages=row_pages,
         num_pages=num_pages,
-        device=where,
+        device=device,
     )
     return store, max_length
 
@@ -121,30 +131,29 @@ def build_store(
 def _num_pages(config: HiSparseConfig, limits: Limits, row_pages: int) -> int:
     """Host pages for all rows together."""
     if limits.max_tokens is None:
-        asked = limits.max_rows * row_pages
+        requested = limits.max_rows * row_pages
     else:
-        asked = -(-limits.max_tokens // config.page_size)
-    # The least that sizing takes is one row of device_buffer_size.
-    return max(asked, config.min_row_tokens // config.page_size)
+        requested = -(-limits.max_tokens // config.page_size)
+    # Sizing requires room for at least one row of device_buffer_size tokens.
+    return max(requested, config.min_row_tokens // config.page_size)
 
 
 def _max_length(model: Any, limits: Limits) -> int:
     length = limits.max_length or getattr(text_config(model), "max_position_embeddings", None)
     if length is None:
         raise ConfigError(
-            "max_length: got None, but the model's configuration names no max_position_embeddings; "
+            "max_length: got None and a model configuration without max_position_embeddings, "
             "expected a number of tokens"
         )
     return int(length)
 
 
 def _memory(config: HiSparseConfig, needed: int, device: torch.device) -> tuple[int, int]:
-    """Bytes for the host pool, at most what is needed, and for the device side."""
+    """Bytes of host memory for the pool, at most ``needed``, and bytes of device memory."""
     free = free_host_memory()
-    host = resolve_memory(config.host_memory, free, "host_memory")
-    host = min(host, needed)
-    # Without a GPU the device is simulated by host memory that the pool does not take.
-    spare = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free - host
+    host = min(resolve_memory(config.host_memory, free, "host_memory"), needed)
+    # Without a GPU, host memory that the pool leaves free stands in for device memory.
+    on_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free - host
     if config.device_memory is not None:
-        spare = min(spare, resolve_memory(config.device_memory, spare, "device_memory"))
-    return host, spare
+        on_device = min(on_device, resolve_memory(config.device_memory, on_device, "device_memory"))
+    return host, on_device

@@ -1,4 +1,4 @@
-"""A transformers cache whose K/V lie in host memory, served by the coordinator."""
+"""A transformers cache that keeps K/V in host memory and decodes with sparse attention."""
 
 from __future__ import annotations
 
@@ -14,37 +14,36 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.metrics import CacheStats
 from hisparse.errors import CapacityError, HiSparseError
-from hisparse.transformers.attention import hand_over
+from hisparse.transformers.attention import tag_keys
+from hisparse.transformers.base_cache import BaseCache
 from hisparse.transformers.build import Limits, build_store, read_config
 from hisparse.transformers.check_inputs import check_layer, read_mask
 from hisparse.transformers.context_file import StoredRows, read_rows, write_rows
 from hisparse.transformers.forward import Forward, begin_forward
-from hisparse.transformers.base_cache import BaseCache
-from hisparse.transformers.rows import RowStore
 from hisparse.transformers.model_shape import text_config
+from hisparse.transformers.rows import RowStore
 
 __all__ = ["HiSparseCache"]
 
 
 class HiSparseCache(BaseCache):
-    """Pass it as ``past_key_values`` to ``generate`` or ``forward`` of an enabled model.
+    """A cache to pass as ``past_key_values`` to ``generate`` or ``forward`` of an enabled model.
 
-    Prompts are attended densely and exactly, a forward of one column is a decode step. Columns
-    that ``attention_mask`` hides are in no row: lengths, pages and selections count tokens only.
+    Prompts get dense, exact attention. A forward of one column is a decode step. A row does not
+    store the columns that ``attention_mask`` hides: lengths, pages and selections count tokens.
 
     Args:
-        model: model, or its configuration, of transformers.
+        model: a transformers model or its configuration.
         config: the settings, as :class:`HiSparseConfig` or as a mapping.
-        max_batch_size: rows at once, those of forks included.
-        max_length: columns, padding included; None: what the model's configuration says.
-        max_tokens: host memory for so many tokens of all rows together; None: every row may
-            reach ``max_length``.
-        device: where the model runs; None: the model's device.
-        settings: keys of the configuration, in place of ``config``.
+        max_batch_size: rows at the same time, rows of forks included.
+        max_length: columns per row, padding included; None for the model's context length.
+        max_tokens: tokens in host memory, over all rows; None for ``max_length`` in every row.
+        device: device of the model; None for ``model.device``.
+        settings: keys of the configuration, instead of ``config``.
 
     Raises:
-        ConfigError: the model, a setting or a size cannot be used.
-        CapacityError: it does not fit into memory.
+        ConfigError: the model, a setting or a size is not supported.
+        CapacityError: the sizes do not fit into memory.
     """
 
     def __init__(
@@ -69,19 +68,19 @@ class HiSparseCache(BaseCache):
         self._model_type = model_type
         self._slots = np.zeros(0, dtype=np.int64)
         self._lengths = np.zeros(0, dtype=np.int64)
-        self._real = np.zeros((0, 0), dtype=np.bool_)
+        self._is_token = np.zeros((0, 0), dtype=np.bool_)
         self._columns = 0
         self._forward: Forward | None = None
-        self._updated: int | None = None
-        #: ``[B, n] int64``, token ids of the first columns, where a file had them; else None.
+        self._updated_layer: int | None = None
+        #: ``[B, n] int64``, token ids of the first n columns if a file contained them, else None.
         self.token_ids: Tensor | None = None
 
-    # What transformers calls during a forward.
+    # Called by transformers during a forward.
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The new K and V of a layer as they are: attention itself takes them in.
+        """Return the new K and V unchanged; :meth:`attend` stores them.
 
         Args:
             key_states: ``[B, Hkv, T, D]``.
@@ -89,37 +88,44 @@ class HiSparseCache(BaseCache):
             layer_idx: layer number.
             args: ignored.
             kwargs: ignored.
+
+        Raises:
+            HiSparseError: the previous layer did not call :meth:`attend`.
         """
-        if self._updated is not None and layer_idx == self._updated + 1:
+        if self._updated_layer is not None and layer_idx == self._updated_layer + 1:
             raise HiSparseError(
-                f"layer {self._updated} did not attend with hisparse; call "
-                "hisparse.transformers.enable(model, ...) and use the cache that it returns"
+                f"layer {self._updated_layer}: got attention without hisparse, expected an enabled "
+                "model; call hisparse.transformers.enable(model, ...) and use the cache it returns"
             )
-        self._updated = layer_idx
-        return hand_over(key_states, self, layer_idx), value_states
+        self._updated_layer = layer_idx
+        return tag_keys(key_states, self, layer_idx), value_states
 
     def attend(
         self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     ) -> Tensor:
-        """Attention of one layer; called by the attention function, layer by layer.
+        """Attention of one layer. The attention function calls this method for each layer in order.
 
         Args:
             layer_id: layer number.
             q: ``[B, Hq, T, D]``.
             k, v: ``[B, Hkv, T, D]``.
-            mask: ``[B, columns + T] bool``, False at padding; None: there is none.
+            mask: ``[B, columns + T] bool``, False at padding; None if no column is padding.
             scale: softmax scale.
 
         Returns:
             ``[B, T, Hq, D]``, zeros at padding.
+
+        Raises:
+            HiSparseError: a tensor, the mask or the order of layers is not the expected one.
+            CapacityError: the rows do not fit into ``max_length`` or ``max_tokens``.
         """
         policy = self._store.coordinator.policy
         check_layer(layer_id, q, k, v, scale, policy, self._store.device)
         if layer_id == 0:
             self._begin(q.shape[0], q.shape[2], mask)
-        self._updated = None
+        self._updated_layer = None
         if self._forward is None:
-            raise HiSparseError(f"layer {layer_id} attends first, expected layer 0")
+            raise HiSparseError(f"forward: got layer {layer_id} first, expected layer 0")
         out = self._forward.attention(layer_id, q, k, v)
         if layer_id == policy.kv.num_layers - 1:
             self._finish()
@@ -138,144 +144,144 @@ class HiSparseCache(BaseCache):
         if batch != self._slots.size:
             raise HiSparseError(
                 f"batch: got {batch} rows, expected the {self._slots.size} that the cache holds; "
-                "reset() it, or fork(n) it for n continuations of each row"
+                "reset() the cache, or fork(n) it for n continuations of each row"
             )
-        real = read_mask(mask, self._real[:, : self._columns], width)
-        self._forward = begin_forward(self._store, self._slots, self._lengths, real)
+        is_token = read_mask(mask, self._is_token[:, : self._columns], width)
+        self._forward = begin_forward(self._store, self._slots, self._lengths, is_token)
 
     def _finish(self) -> None:
         assert self._forward is not None, "a forward has begun"
         self._forward.end()
         self._lengths = self._forward.lengths
-        self._append_columns(self._forward.real)
+        self._append_columns(self._forward.is_token)
         self._forward = None
 
-    def _append_columns(self, real: np.ndarray) -> None:
-        first, self._columns = self._columns, self._columns + real.shape[1]
-        self._real[:, first : self._columns] = real
+    def _append_columns(self, is_token: np.ndarray) -> None:
+        first, self._columns = self._columns, self._columns + is_token.shape[1]
+        self._is_token[:, first : self._columns] = is_token
 
     def _recover(self) -> None:
-        """Undo a forward that ended by an exception."""
-        self._updated = None
+        """Undo a forward that an exception ended."""
+        self._updated_layer = None
         if self._forward is not None:
             self._store.shrink(self._slots, self._forward.lengths, self._lengths)
             self._forward = None
 
-    # What users and generate() ask for.
+    # Called by users and by generate().
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns so far, padding included."""
+        """Number of columns, padding included."""
         return self._columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """``max_length``, columns."""
+        """Maximum number of columns, ``max_length``."""
         return self._max_length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Columns with those of a forward, and the first one's number."""
+        """Number of columns after a forward of ``query_length`` columns, and the first index."""
         return self._columns + query_length, 0
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
-        """Tokens of each row, padding not counted."""
+        """Number of tokens in each row, without padding."""
         return tuple(self._lengths.tolist())
 
     def stats(self) -> CacheStats:
-        """What the cache and its forks did so far."""
+        """Hits, misses and bytes of the cache and its forks so far."""
         return self._store.coordinator.stats()
 
     @property
     def coordinator(self) -> SparseCoordinator:
-        """What serves the cache and its forks: to look at, and to ``observe`` selections."""
+        """The engine of the cache and its forks, for example to ``observe`` selections."""
         return self._store.coordinator
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove columns at the end.
+        """Remove columns from the end.
 
         Args:
-            tokens_to_remove: minus the number of columns, as in ``crop(-3)``.
+            tokens_to_remove: the number of columns, negated, as in ``crop(-3)``.
 
         Raises:
-            HiSparseError: the number is positive, or larger than the cache is long.
+            HiSparseError: the number is positive, or the cache has fewer columns.
         """
         if not -self._columns <= tokens_to_remove <= 0:
             raise HiSparseError(
-                f"crop: got {tokens_to_remove}, expected {-self._columns} to 0: minus the number "
-                "of columns to remove"
+                f"crop: got {tokens_to_remove}, expected {-self._columns} to 0: the number of "
+                "columns to remove, negated"
             )
         self._recover()
         if tokens_to_remove == 0:
             return
         self._columns += tokens_to_remove
-        left = self._real[:, : self._columns].sum(1)
-        self._store.shrink(self._slots, self._lengths, left)
-        self._lengths = left
+        lengths = self._is_token[:, : self._columns].sum(1)
+        self._store.shrink(self._slots, self._lengths, lengths)
+        self._lengths = lengths
         if self.token_ids is not None:
             self.token_ids = self.token_ids[:, : self._columns]
 
     def reset(self) -> None:
-        """Give all rows back; the next forward may have another batch size."""
+        """Free all rows. The next forward may have another batch size."""
         self._recover()
         self._store.close(self._slots, self._lengths)
         self._set_up(self._store, self._max_length, self._model_type)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some of the rows, in the order given; the others are given back.
+        """Keep some rows, in the given order, and free the others.
 
         Args:
-            indices: ``[n] int64``, rows, none twice.
+            indices: ``[n] int64``, distinct rows.
 
         Raises:
-            HiSparseError: no row, a row twice, or one that is not there.
+            HiSparseError: ``indices`` is empty, repeats a row or names one that does not exist.
         """
         kept = indices.cpu().numpy()
         rows = np.arange(self._slots.size)
-        there = kept.ndim == 1 and kept.dtype.kind == "i" and np.isin(kept, rows).all()
-        if not there or not 0 < kept.size == np.unique(kept).size:
+        exist = kept.ndim == 1 and kept.dtype.kind == "i" and np.isin(kept, rows).all()
+        if not exist or not 0 < kept.size == np.unique(kept).size:
             raise HiSparseError(
                 f"batch_select_indices: got {kept.tolist()}, expected one or more different rows "
-                f"of 0 to {self._slots.size - 1}; fork(n) makes more of one"
+                f"of 0 to {self._slots.size - 1}; fork(n) repeats rows"
             )
         self._recover()
-        over = np.setdiff1d(rows, kept)
-        self._store.close(self._slots[over], self._lengths[over])
+        freed = np.setdiff1d(rows, kept)
+        self._store.close(self._slots[freed], self._lengths[freed])
         ids = None if self.token_ids is None else self.token_ids[kept]
-        self._adopt(self._slots[kept], self._real[kept, : self._columns], ids)
+        self._adopt(self._slots[kept], self._is_token[kept, : self._columns], ids)
 
     def fork(self, count: int = 1) -> HiSparseCache:
-        """A cache with ``count`` rows for each row of this one, side by side.
+        """Make a cache with ``count`` rows for each row of this one, next to each other.
 
-        Full pages are shared, partial ones copied, so both go on apart from each other. The new
-        cache is its own to :meth:`reset`, or to leave by ``with``.
+        Both caches share full pages. The new cache copies partial pages, so that each cache
+        continues independently. Free its rows with :meth:`reset` or with a ``with`` block.
 
         Args:
-            count: at least 1.
+            count: rows for each row, at least 1.
 
         Raises:
-            CapacityError: there is no room for the rows or their pages.
+            CapacityError: ``max_batch_size`` or ``max_tokens`` is too small.
         """
         if count < 1:
-            raise HiSparseError(f"fork: got {count} rows for each, expected at least 1")
+            raise HiSparseError(f"fork: got {count} rows for each row, expected at least 1")
         self._recover()
         child = HiSparseCache.__new__(HiSparseCache)
         child._set_up(self._store, self._max_length, self._model_type)
         slots = self._store.fork(self._slots, self._lengths, count)
         ids = None if self.token_ids is None else self.token_ids.repeat_interleave(count, dim=0)
-        child._adopt(slots, self._real[:, : self._columns].repeat(count, axis=0), ids)
+        child._adopt(slots, self._is_token[:, : self._columns].repeat(count, axis=0), ids)
         return child
 
     @classmethod
     def join(cls, caches: Sequence[HiSparseCache]) -> HiSparseCache:
-        """A cache with the rows of several, side by side in their order; those are empty then.
+        """Move the rows of several caches into one, in order, which empties the given caches.
 
-        Rows of the shorter ones end in padding, so ``position_ids`` of what comes next have to be
-        given: they are ``row_lengths``. No token ids are kept; ``crop`` counts columns, as ever.
+        Shorter rows end in padding, so pass ``position_ids`` with the next columns; they start at
+        ``row_lengths``. The joined cache has no token ids. ``crop`` counts columns as before.
 
         Args:
-            caches: a cache, its forks, or forks of these; at least one of them holds a row.
+            caches: a cache, its forks, or forks of its forks; at least one of them holds a row.
 
         Raises:
-            HiSparseError: one that is given twice, or that shares no memory with the first one.
+            HiSparseError: a cache occurs twice, or the caches do not share one host pool.
         """
         for cache in caches:
             cache._recover()
@@ -283,32 +289,31 @@ class HiSparseCache(BaseCache):
         stores = {id(cache._store) for cache in caches}
         if len(stores) != 1 or not 0 < slots.size == np.unique(slots).size:
             raise HiSparseError(
-                f"join: got {len(caches)} caches with {slots.size} rows of {len(stores)} memories, "
-                "expected different ones that hold rows: a cache and its forks"
+                f"join: got {len(caches)} caches with {slots.size} rows in {len(stores)} host "
+                "pools, expected different caches that hold rows in one pool: a cache and its forks"
             )
         columns = max(cache._columns for cache in caches)
-        real = [
-            np.pad(cache._real[:, : cache._columns], ((0, 0), (0, columns - cache._columns)))
+        is_token = [
+            np.pad(cache._is_token[:, : cache._columns], ((0, 0), (0, columns - cache._columns)))
             for cache in caches
             if cache._slots.size
         ]
-        joined = cls.__new__(cls)
+        joined, first = cls.__new__(cls), caches[0]
         for cache in (joined, *caches):
-            first = caches[0]
             cache._set_up(first._store, first._max_length, first._model_type)
-        joined._adopt(slots, np.concatenate(real), None)
+        joined._adopt(slots, np.concatenate(is_token), None)
         return joined
 
     def save(self, path: str | Path, token_ids: Tensor | None = None) -> None:
-        """Write the rows to a safetensors file, for :meth:`load`.
+        """Write the rows to a safetensors file that :meth:`load` reads.
 
         Args:
-            path: the file; one that is there is replaced.
-            token_ids: ``[B, columns]``, to be kept beside K and V, and as ``token_ids`` of this
-                cache; None: those that it has, if there is one for every column.
+            path: the file; an existing file is replaced.
+            token_ids: ``[B, columns]``, stored in the file and in ``self.token_ids``; None for
+                ``self.token_ids``, if they cover every column.
 
         Raises:
-            HiSparseError: the cache is empty, or the ids have another shape.
+            HiSparseError: the cache is empty, or ``token_ids`` has another shape.
         """
         self._recover()
         shape = (self._slots.size, self._columns)
@@ -316,15 +321,15 @@ class HiSparseCache(BaseCache):
             raise HiSparseError("save: got an empty cache, expected at least one token")
         if token_ids is not None and token_ids.shape != shape:
             raise HiSparseError(
-                f"save: got token_ids of shape {list(token_ids.shape)}, expected rows and columns "
-                f"of the cache, {list(shape)}"
+                f"save: got token_ids of shape {list(token_ids.shape)}, expected the cache's rows "
+                f"and columns, {list(shape)}"
             )
         ids = self.token_ids if token_ids is None else token_ids
         if ids is not None and ids.shape != shape:
-            ids = None  # The cache has grown since.
+            ids = None  # The cache grew after it got its token ids.
         self.token_ids = ids
-        real = self._real[:, : self._columns]
-        rows = StoredRows(slots=self._slots, real=real, token_ids=ids)
+        is_token = self._is_token[:, : self._columns]
+        rows = StoredRows(slots=self._slots, is_token=is_token, token_ids=ids)
         write_rows(Path(path), self._store, rows, self._model_type)
 
     @classmethod
@@ -337,32 +342,32 @@ class HiSparseCache(BaseCache):
         columns: int | None = None,
         **options: Any,
     ) -> HiSparseCache:
-        """A cache that holds what :meth:`save` wrote, without a prefill.
+        """Make a cache from a file that :meth:`save` wrote, without a prefill.
 
-        Representations are taken over where algorithm, options, page size and columns are those
-        that they were made by, and made from the keys otherwise.
+        The cache reads the stored representations if algorithm, options, page size and columns
+        are the same as in the file, and otherwise computes them from the stored keys.
 
         Args:
             path: the file.
-            model: as for the class; the very model whose K and V the file holds.
-            config, options: as for the class.
-            columns: the first of those stored, to go on in another way; None: all of them.
+            model: the model that the file was saved with, or its configuration.
+            config, options: arguments of the class.
+            columns: number of columns to read, from the first; None for all.
 
         Raises:
-            ConfigError: the file is of another model shape or dtype, or no such file.
-            CapacityError: its rows do not fit.
+            ConfigError: the file does not exist, or has another model shape or dtype.
+            CapacityError: the rows do not fit.
         """
         cache = cls(model, config, **options)
         rows = read_rows(Path(path), cache._store, cache._model_type, cache._max_length, columns)
-        cache._adopt(rows.slots, rows.real, rows.token_ids)
+        cache._adopt(rows.slots, rows.is_token, rows.token_ids)
         return cache
 
-    def _adopt(self, slots: np.ndarray, real: np.ndarray, token_ids: Tensor | None) -> None:
-        """Take over rows of the store: ``slots [B]``, ``real [B, columns]``."""
-        self._slots, self._lengths = slots, real.sum(1)
-        self._real = np.zeros((slots.size, self._max_length), dtype=np.bool_)
+    def _adopt(self, slots: np.ndarray, is_token: np.ndarray, token_ids: Tensor | None) -> None:
+        """Take ownership of rows in the store: ``slots [B]``, ``is_token [B, columns]``."""
+        self._slots, self._lengths = slots, is_token.sum(1)
+        self._is_token = np.zeros((slots.size, self._max_length), dtype=np.bool_)
         self._columns = 0
-        self._append_columns(real)
+        self._append_columns(is_token)
         self.token_ids = token_ids
 
     def __enter__(self) -> HiSparseCache:
@@ -372,7 +377,7 @@ class HiSparseCache(BaseCache):
         self.reset()
 
     def __len__(self) -> int:
-        """Layers."""
+        """Number of layers."""
         return self._store.coordinator.policy.kv.num_layers
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a forward hands over, checked before it is used."""
+"""Checks the tensors and the mask of a forward before the engine uses them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def check_layer(
     policy: SelectionPolicy,
     device: torch.device,
 ) -> None:
-    """That a layer attends in the shapes that the cache was made for.
+    """Check that a layer's tensors and scale are those that the cache was built for.
 
     Args:
         layer_id: layer number.
         q: ``[B, Hq, T, D]``.
         k, v: ``[B, Hkv, T, D]``.
         scale: softmax scale.
-        policy: what the cache was made for.
-        device: where the cache's device side lies.
+        policy: shapes and scale that the cache was built for.
+        device: device of the cache's tensors.
 
     Raises:
-        HiSparseError: it does not.
+        HiSparseError: a shape, a dtype, the device or the scale differs.
     """
     kv = policy.kv
     expected = {
@@ -48,40 +48,40 @@ def check_layer(
         if got != want:
             raise HiSparseError(
                 f"layer {layer_id}: got {what} {got}, expected {want}; make the cache from this "
-                "very model"
+                "model"
             )
     if layer_id >= kv.num_layers:
         raise HiSparseError(f"got layer {layer_id}, expected 0 to {kv.num_layers - 1}")
 
 
-def read_mask(mask: Tensor | None, seen: np.ndarray, width: int) -> np.ndarray:
-    """Which new columns are tokens.
+def read_mask(mask: Tensor | None, cached: np.ndarray, width: int) -> np.ndarray:
+    """Find out which new columns hold tokens and which hold padding.
 
     Args:
-        mask: ``[B, columns + T]``, True or non-zero where there is a token; None: everywhere.
-        seen: ``[B, columns] bool``, the same for the columns that the cache has.
-        width: T.
+        mask: ``[B, columns + T]``, non-zero at tokens; None if every column holds a token.
+        cached: ``[B, columns] bool``, True at tokens, for the columns in the cache.
+        width: T, new columns.
 
     Returns:
-        ``[B, T] bool``.
+        ``[B, T] bool``, True at tokens.
 
     Raises:
-        HiSparseError: another shape, or cached columns that are not what they were.
+        HiSparseError: the mask has another shape, or differs from ``cached``.
     """
-    batch, columns = seen.shape
+    batch, columns = cached.shape
     if mask is None:
         return np.ones((batch, width), dtype=np.bool_)
     if tuple(mask.shape) != (batch, columns + width):
         raise HiSparseError(
             f"attention_mask: got shape {list(mask.shape)}, expected {[batch, columns + width]}: "
-            f"{columns} cached columns and {width} new ones, True where there is a token"
+            f"{columns} cached columns and {width} new ones, True at tokens"
         )
-    real: np.ndarray = mask.to(device="cpu", dtype=torch.bool).numpy()
-    changed = (real[:, :columns] != seen).any(1)
+    is_token: np.ndarray = mask.to(device="cpu", dtype=torch.bool).numpy()
+    changed = (is_token[:, :columns] != cached).any(1)
     if changed.any():
         row = int(changed.argmax())
         raise HiSparseError(
-            f"attention_mask: row {row} has {int(real[row, :columns].sum())} tokens in the "
-            f"{columns} cached columns, expected the same {int(seen[row].sum())} as before"
+            f"attention_mask: row {row} has {int(is_token[row, :columns].sum())} tokens in the "
+            f"{columns} cached columns, expected the same {int(cached[row].sum())} as before"
         )
-    return real[:, columns:]
+    return is_token[:, columns:]

@@ -1,4 +1,4 @@
-"""One forward of a model over rows: which columns are tokens, and their way to the coordinator."""
+"""One forward of a model: passes the columns that hold tokens to the coordinator."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ __all__ = ["Forward", "begin_forward"]
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """What all layers of a forward share.
+    """State that all layers of a forward share.
 
     Attributes:
-        store: whose coordinator has begun the forward; not so when no token is real.
-        real: ``[B, T] bool``, columns of this forward that are tokens and not padding.
-        lengths: ``[B]``, tokens of each row after it.
-        index: ``[tokens] int64``, the real tokens among the B * T; None when all of them are.
+        store: the rows; its coordinator has begun the forward, unless all columns are padding.
+        is_token: ``[B, T] bool``, False at padding, for the columns of this forward.
+        lengths: ``[B]``, tokens of each row after this forward.
+        index: ``[tokens] int64``, places of the tokens among the B * T columns; None if no column
+            is padding.
     """
 
     store: RowStore
-    real: np.ndarray
+    is_token: np.ndarray
     lengths: np.ndarray
     index: Tensor | None
 
     def attention(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of one layer; zeros for padding.
+        """Attention of one layer.
 
         Args:
             layer_id: layer number.
@@ -39,7 +40,7 @@ class Forward:
             k, v: ``[B, Hkv, T, D]``.
 
         Returns:
-            ``[B, T, Hq, Dv]`` in the dtype of q.
+            ``[B, T, Hq, Dv]`` in the dtype of q, zeros at padding.
         """
         batch, heads, width, _ = q.shape
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
@@ -52,56 +53,56 @@ class Forward:
         return padded.view(batch, width, heads, -1)
 
     def end(self) -> None:
-        """The last layer is done."""
-        if self.real.any():
+        """End the coordinator's forward, after the last layer."""
+        if self.is_token.any():
             self.store.coordinator.forward_end()
 
 
 def begin_forward(
-    store: RowStore, slots: np.ndarray, lengths: np.ndarray, real: np.ndarray
+    store: RowStore, slots: np.ndarray, lengths: np.ndarray, is_token: np.ndarray
 ) -> Forward:
-    """Give the rows their pages and begin the coordinator's forward.
+    """Allocate host pages for the new tokens and begin the coordinator's forward.
 
-    A single column is a decode step, as in a server; more are part of a prompt.
+    A forward of one column is a decode step; a forward of more columns is part of a prompt.
 
     Args:
-        store: owner of the rows.
+        store: the rows.
         slots: ``[B]``, request slots.
-        lengths: ``[B]``, tokens that the rows hold.
-        real: ``[B, T] bool``, which columns are tokens and not padding.
+        lengths: ``[B]``, tokens of each row before the forward.
+        is_token: ``[B, T] bool``, False at padding.
 
     Raises:
-        CapacityError: there are not enough host pages; nothing has changed.
+        CapacityError: too few host pages are free; nothing has changed.
     """
-    counts = real.sum(1)
-    after = lengths + counts
-    store.grow(slots, lengths, after)
+    counts = is_token.sum(1)
+    new_lengths = lengths + counts
+    store.grow(slots, lengths, new_lengths)
     index = None
-    if not real.all():
-        index = torch.from_numpy(np.flatnonzero(real)).to(store.device)
-    if real.any():
+    if not is_token.all():
+        index = torch.from_numpy(np.flatnonzero(is_token)).to(store.device)
+    if is_token.any():
         active = counts > 0
-        make = _decode_batch if real.shape[1] == 1 else _prefill_batch
+        make = _decode_batch if is_token.shape[1] == 1 else _prefill_batch
         batch = make(store, slots[active], lengths[active], counts[active])
         try:
             store.coordinator.forward_begin(batch)
         except BaseException:
-            store.shrink(slots, after, lengths)
+            store.shrink(slots, new_lengths, lengths)
             raise
-    return Forward(store=store, real=real, lengths=after, index=index)
+    return Forward(store=store, is_token=is_token, lengths=new_lengths, index=index)
 
 
 def _decode_batch(
     store: RowStore, slots: np.ndarray, lengths: np.ndarray, counts: np.ndarray
 ) -> DecodeBatch:
-    after = lengths + 1
+    new_lengths = lengths + counts
     return DecodeBatch(
         slots=torch.from_numpy(slots).to(store.device),
         slots_cpu=slots,
-        seq_lens=torch.from_numpy(after).to(store.device),
-        seq_lens_cpu=after,
+        seq_lens=torch.from_numpy(new_lengths).to(store.device),
+        seq_lens_cpu=new_lengths,
         host_slots=store.host_slots(slots, lengths, counts),
-        host_page_table=store.page_table(slots, int(store.num_pages(after).max())),
+        host_page_table=store.page_table(slots, int(store.num_pages(new_lengths).max())),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a server would make of a model, from its configuration alone; no weights are read."""
+"""Reads KV shapes and weight sizes from a model's configuration, without its weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from hisparse.types import KVSpec
 
 __all__ = ["count_weight_bytes", "read_model_config", "shape_per_rank"]
 
+#: The end of an error about weights whose size the configuration does not tell.
+_EXPECTED_SIZE = "expected the size of the model's files, such as 15GiB"
+
 
 def read_model_config(model: str) -> Any:
-    """The configuration of a folder or hub id.
+    """Read the transformers configuration of a model.
+
+    Args:
+        model: a folder or a hub id.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: transformers cannot read the configuration.
     """
     from transformers import AutoConfig
 
@@ -26,20 +32,22 @@ def read_model_config(model: str) -> Any:
         return AutoConfig.from_pretrained(model)
     except Exception as error:
         raise ConfigError(
-            f"--model: cannot read the configuration of {model!r}: {one_line(error)}"
+            f"--model: got {model!r}, expected a folder or hub id with a configuration: "
+            f"{one_line(error)}"
         ) from None
 
 
 def shape_per_rank(config: Any, page_size: int, tp: int) -> KVSpec:
-    """Shapes on one of ``tp`` ranks, with K and V in the dtype that SGLang chooses.
+    """KV shapes on one of ``tp`` ranks, in the dtype that SGLang chooses by default.
 
     Args:
         config: the model's configuration.
-        page_size: S of the selection, tokens.
-        tp: ranks that share the heads.
+        page_size: S, tokens per page of a selection.
+        tp: tensor parallel size.
 
     Raises:
-        ConfigError: the model attends in a way that is not built, or ``tp`` does not divide it.
+        ConfigError: hisparse does not support the model's attention, or ``tp`` does not divide
+            its heads.
     """
     text = text_config(config)
     if getattr(text, "kv_lora_rank", None):
@@ -48,19 +56,19 @@ def shape_per_rank(config: Any, page_size: int, tp: int) -> KVSpec:
         spec, _ = read_model_shape(config, page_size)
     if spec.num_q_heads % tp or (spec.num_kv_heads % tp and tp % spec.num_kv_heads):
         raise ConfigError(
-            f"--tp: got {tp}, expected a number that divides the model's {spec.num_q_heads} query "
-            f"heads and goes with its {spec.num_kv_heads} KV heads"
+            f"--tp: got {tp}, expected a divisor of the model's {spec.num_q_heads} query heads "
+            f"that divides or is a multiple of its {spec.num_kv_heads} KV heads"
         )
     if spec.dtype == torch.float32:
-        # What SGLang makes of float32 when no --dtype is given.
+        # Without --dtype SGLang runs float32 models in float16.
         spec = replace(spec, dtype=torch.float16)
-    # With more ranks than KV heads, each head is on several ranks.
+    # With more ranks than KV heads, several ranks hold the same KV head.
     kv_heads = max(1, spec.num_kv_heads // tp)
     return replace(spec, num_q_heads=spec.num_q_heads // tp, num_kv_heads=kv_heads)
 
 
 def _latent_shape(config: Any, text: Any, page_size: int) -> KVSpec:
-    """MLA: one latent for all heads, whose first columns are the values."""
+    """KV shapes of an MLA model: one latent for all heads; its first columns are the values."""
     rank: int = text.kv_lora_rank
     return KVSpec(
         num_layers=text.num_hidden_layers,
@@ -76,25 +84,22 @@ def _latent_shape(config: Any, text: Any, page_size: int) -> KVSpec:
 
 
 def count_weight_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of the weights in ``dtype``, from a model without storage.
+    """Bytes of the model's weights in ``dtype``, counted on the meta device.
 
     Raises:
-        ConfigError: they are quantised, or transformers does not know the model.
+        ConfigError: the weights are quantized, or transformers does not know the model.
     """
     from transformers import AutoModelForCausalLM
 
     if getattr(config, "quantization_config", None):
-        raise ConfigError(
-            "--weights: got nothing, but this model is quantised; expected the size of its files, "
-            "such as 15GiB"
-        )
+        raise ConfigError(f"--weights: got nothing for a quantized model, {_EXPECTED_SIZE}")
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:
         raise ConfigError(
-            f"--weights: got nothing, and transformers cannot tell ({one_line(error)}); expected "
-            "the size of the model's files, such as 15GiB"
+            f"--weights: got nothing, and transformers cannot build the model ({one_line(error)}), "
+            f"{_EXPECTED_SIZE}"
         ) from None
     elements = sum(int(p.numel()) for p in model.parameters())
     return elements * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Reads what attention looks like from a transformers model or its configuration."""
+"""Reads the shape of attention from a transformers model or its configuration."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hisparse.types import KVSpec
 
 __all__ = ["read_dtype", "read_model_shape", "text_config"]
 
-#: What a configuration has set, and what hisparse does not serve then.
-_NOT_SERVED = {
+#: Attributes of configurations with attention that hisparse does not support, and its name.
+_UNSUPPORTED = {
     "is_encoder_decoder": "an encoder and cross attention",
     "kv_lora_rank": "latent attention (MLA)",
     "num_kv_shared_layers": "layers that share K and V",
@@ -24,40 +24,45 @@ _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
 
 def text_config(model: Any) -> Any:
-    """The configuration of the decoder of ``model``, a model or a configuration of transformers."""
+    """The configuration of a model's decoder.
+
+    Args:
+        model: a transformers model or its configuration.
+    """
     return getattr(model, "config", model).get_text_config(decoder=True)
 
 
 def read_dtype(model: Any) -> torch.dtype:
-    """The dtype of ``model``, a model or a configuration; float32 when it names none."""
+    """The dtype of a transformers model or of its configuration; float32 if it names none."""
     dtype = getattr(model, "dtype", None) or torch.float32
-    # A configuration has the name of its dtype after `save_pretrained`.
+    # `save_pretrained` replaces a configuration's dtype by its name.
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def read_model_shape(model: Any, page_size: int) -> tuple[KVSpec, float]:
-    """Shapes of the attention layers, and the softmax scale.
+    """Read the shape of the attention layers, and the softmax scale.
 
     Args:
-        model: model or configuration. A configuration does not name the scale: it is then taken
-            for ``head_dim ** -0.5``, and a layer that attends with another one is an error.
-        page_size: S of the selection, tokens.
+        model: a transformers model or its configuration. A configuration does not name the scale:
+            the function assumes ``head_dim ** -0.5``, and layers with another scale raise an error
+            when they run.
+        page_size: S, tokens per page of a selection.
 
     Raises:
-        ConfigError: the model attends in a way that is not built, or its layers differ.
+        ConfigError: hisparse does not support the model's attention, or its layers differ.
     """
     config = text_config(model)
     name = config.model_type
-    for attribute, what in _NOT_SERVED.items():
+    for attribute, feature in _UNSUPPORTED.items():
         if getattr(config, attribute, None):
-            raise _not_served(name, f"{what} ({attribute}={getattr(config, attribute)})")
+            raise _unsupported(name, f"{feature} ({attribute}={getattr(config, attribute)})")
     other = sorted({x for x in getattr(config, "layer_types", None) or () if x != "full_attention"})
     if other:
-        raise _not_served(name, f"layers of other kinds ({', '.join(other)})")
+        raise _unsupported(name, f"layers of other kinds ({', '.join(other)})")
     window = getattr(config, "sliding_window", None)
-    # Where layers name their kinds, those decide; else a window applies to all of them.
+    # Without layer_types, a sliding window applies to all layers.
     if window and not getattr(config, "layer_types", None):
-        raise _not_served(name, f"a sliding window ({window} tokens)")
+        raise _unsupported(name, f"a sliding window ({window} tokens)")
     num_layers, q_heads, hidden = (_read_size(config, name, size) for size in _SIZES)
     dtype = read_dtype(model)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -78,7 +83,7 @@ def read_model_shape(model: Any, page_size: int) -> tuple[KVSpec, float]:
 def _read_size(config: Any, name: str, size: str) -> int:
     value: int | None = getattr(config, size, None)
     if value is None:
-        raise _not_served(name, f"no MHA or GQA attention ({size} is not set)")
+        raise _unsupported(name, f"no MHA or GQA attention ({size} is not set)")
     return value
 
 
@@ -88,12 +93,12 @@ def _read_scale(model: Any, name: str, head_dim: int) -> float:
         float(m.scaling) for m in modules if hasattr(m, "layer_idx") and hasattr(m, "scaling")
     }
     if len(scales) > 1:
-        raise _not_served(name, f"layers of {len(scales)} different softmax scales")
+        raise _unsupported(name, f"layers of {len(scales)} different softmax scales")
     return scales.pop() if scales else head_dim**-0.5
 
 
-def _not_served(name: str, what: str) -> ConfigError:
+def _unsupported(name: str, feature: str) -> ConfigError:
     return ConfigError(
-        f"model: got {name!r} with {what}, expected a decoder whose layers all attend causally to "
-        "the whole context with MHA or GQA (such as llama, qwen2, qwen3)"
+        f"model: got {name!r} with {feature}, expected a decoder with causal MHA or GQA over the "
+        "whole context in every layer (such as llama, qwen2, qwen3)"
     )

@@ -1,4 +1,4 @@
-"""Inputs of ``attend`` as the decode path makes them, with all that is not to be read NaN."""
+"""Inputs of ``attend`` as in the decode path. Everything that must not be read is NaN."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Case:
     """Rows of ragged lengths over scattered pages.
 
     Attributes:
-        scope: for whom pages are selected.
+        scope: selection scope.
         size: tokens per page.
         latent: whether values are the keys' first columns.
         dtype: of keys, values and queries.
         lens: tokens of each row.
-        device: where tensors lie.
-        seed: of what is random.
+        device: device of the tensors.
+        seed: seed of the random values.
     """
 
     scope: SelectionScope = "kv_head"
@@ -79,7 +79,7 @@ class Case:
         return q, PagedKV(k, v), table.to(self.device), lens, spec.head_dim**-0.5
 
     def tokens(self) -> list[list[int]]:
-        """``page * S + offset`` of the tokens that each row is to read, in order."""
+        """``page * S + offset`` of the tokens that each row must read, in order."""
         table = self.arguments()[2].tolist()
         return [
             [row[token // self.size] * self.size + token % self.size for token in range(length)]

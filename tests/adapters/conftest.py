@@ -1,4 +1,4 @@
-"""The libraries that adapters call, read by an interpreter."""
+"""Replaces the attention libraries by an interpreter of their calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.adapters.interpreter import Interpreter
 
 @pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Interpreter:
-    """In the place of the libraries' modules, installed or not."""
+    """An interpreter in place of the libraries' modules, installed or not."""
     made = Interpreter()
     for name, module in made.modules().items():
         monkeypatch.setitem(sys.modules, name, module)

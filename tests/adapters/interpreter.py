@@ -1,8 +1,8 @@
-"""The attention libraries' calls, read on the CPU by what their documentation says of them.
+"""CPU versions of the attention libraries' functions, after the libraries' documentation.
 
-Each stands in for a library's function of the same name and takes the arguments that adapters
-give. It works one row and one token at a time from those alone, in float32, and notes which tokens
-every row read. A row without tokens gets NaN and an lse of inf: the worst that a library does.
+Each function replaces a library's function of the same name. It computes one row and one token at a
+time in float32, only from the arguments that the adapter passes, and records the tokens that every
+row reads. A row without tokens gets output NaN and lse inf, the worst that a library returns.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch import Tensor
 
 
 class Interpreter:
-    """Modules of the libraries.
+    """Makes the libraries' modules.
 
     Attributes:
-        read: of the last call, ``page * S + offset`` of the tokens that each row read, in order.
-        planned: how often a wrapper was planned.
+        read: ``page * S + offset`` of the tokens that each row read in the last call, in order.
+        num_plans: number of calls of FlashInfer's ``plan``.
     """
 
     def __init__(self) -> None:
         self.read: list[list[int]] = []
-        self.planned = 0
+        self.num_plans = 0
 
     def modules(self) -> dict[str, Any]:
-        """By the names that they are imported by."""
+        """Modules by import name."""
         wrapper = type("Wrapper", (_FlashInferWrapper,), {"interpreter": self})
         return {
             "sgl_kernel.flash_attn": SimpleNamespace(
@@ -111,7 +111,7 @@ class _FlashInferWrapper:
         self._indices: Tensor = options.pop("paged_kv_indices_buffer")
         self._last: Tensor = options.pop("paged_kv_last_page_len_buffer")
         assert not options
-        # As large as those of flashinfer-python 0.7.2; the plan's has a page-locked twin.
+        # Sizes of flashinfer-python 0.7.2, which also allocates page-locked memory for the plan.
         self._workspace = workspace
         self._plan = torch.empty(8 << 20, dtype=torch.uint8)
         self._queries_indptr = torch.arange(len(self._indptr), dtype=torch.int32)
@@ -127,7 +127,7 @@ class _FlashInferWrapper:
         sm_scale: float,
         disable_split_kv: bool,
     ) -> None:
-        # With a split the plan would hold for these lengths alone.
+        # With a split the plan would hold only for these lengths.
         assert disable_split_kv
         assert len(indices) <= len(self._indices)
         assert q_data_type == kv_data_type
@@ -135,7 +135,7 @@ class _FlashInferWrapper:
         self._indices[: len(indices)] = indices
         self._last.copy_(last_page_len)
         self._shape, self._scale = shape, sm_scale
-        self.interpreter.planned += 1
+        self.interpreter.num_plans += 1
 
     def run(
         self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, return_lse: bool

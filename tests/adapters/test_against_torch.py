@@ -1,7 +1,8 @@
 """Every adapter against ``torch``: each row's output and log-sum-exp, over ragged page tables.
 
-The libraries' calls are read by ``interpreter.py``. With TRITON_INTERPRET=1 (``test_triton.py``) it
-is Triton's kernel that runs, and with HISPARSE_TEST_CUDA=1 (``make gpu-check``) what is installed.
+``interpreter.py`` stands in for the libraries. With TRITON_INTERPRET=1
+(``test_triton_adapter.py``) Triton's kernel runs, and with HISPARSE_TEST_CUDA=1
+(``make gpu-check``) the installed libraries run.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ ALL = [
 ]
 
 
-def takes(name: str, case: Case) -> bool:
-    """Whether a case is one of the adapter's; on a GPU, whether it can run there at all."""
+def supports(name: str, case: Case) -> bool:
+    """Whether the adapter supports a case and, on a GPU, whether it can run there."""
     cls = ADAPTERS.get(name)
     if not ON_GPU:
-        # Everything but FlashMLA is interpreted in float32 too, which shows rounding apart.
+        # FlashMLA takes only bf16. The others run in float32 too, where rounding shows less.
         flash_mla = name == "dsa" and not ON_TRITON
         return case.latent in cls.latent and not (flash_mla and case.dtype != torch.bfloat16)
     try:
@@ -48,13 +49,13 @@ PAIRS = [
     pytest.param(name, case, id=f"{name}-{case}")
     for name in NAMES
     for case in ALL
-    if takes(name, case)
+    if supports(name, case)
 ]
 
 
 @pytest.fixture(autouse=True)
 def libraries(request: pytest.FixtureRequest) -> None:
-    """Themselves on a GPU; none for Triton's interpreter, so that ``dsa`` takes its kernel."""
+    """Installed libraries on a GPU; none for Triton's interpreter, so that ``dsa`` uses Triton."""
     if not (ON_GPU or ON_TRITON):
         request.getfixturevalue("interpreter")
 
@@ -65,7 +66,7 @@ def test_output_and_lse_are_those_of_torch(name: str, case: Case) -> None:
     attended = ADAPTERS.get(name)().attend(q, kv, table, lens, scale)
     assert attended.out.dtype == attended.lse.dtype == torch.float32
     out, lse = (x.cpu() for x in attended)
-    # On the CPU whatever is tested: on a GPU ``torch`` is Triton's kernel too.
+    # Always on the CPU: on a GPU the adapter ``torch`` may use Triton's kernel.
     expected = TorchAdapter().attend(*replace(case, device="cpu").arguments())
     exact = case.dtype == torch.float32
     # Libraries round their output, the kernels for MLA their queries too, to the pages' dtype.
@@ -78,7 +79,7 @@ def test_output_and_lse_are_those_of_torch(name: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("name", [n for n in NAMES if takes(n, Case(device=ALL[0].device))])
+@pytest.mark.parametrize("name", [n for n in NAMES if supports(n, Case(device=ALL[0].device))])
 def test_prefill(name: str, causal: bool) -> None:
     torch.manual_seed(0)
     keys, device, dtype = 40 if causal else 70, ALL[0].device, torch.bfloat16

@@ -1,4 +1,4 @@
-"""Queries that each attend over keys of their own, as in the prefill of DeepSeek-V3.2."""
+"""``attend_chosen``: each query attends over its own keys, as in DeepSeek-V3.2's prefill."""
 
 from __future__ import annotations
 

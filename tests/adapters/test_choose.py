@@ -1,4 +1,4 @@
-"""Which adapter is taken, and what is said where none fits."""
+"""Which adapter is chosen, and the message when none supports the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.adapters.interpreter import Interpreter
 
 
 def spec(**settings: Any) -> KVSpec:
-    """Llama-3.1-8B's heads, or what is asked for."""
+    """Llama-3.1-8B's heads, changed by ``settings``."""
     defaults: dict[str, Any] = {
         "num_layers": 2,
         "num_q_heads": 32,
@@ -59,7 +59,7 @@ def test_on_cuda_it_is_the_first_that_can_be_used(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["flash_attention", "flashinfer", "triton", "torch"])
-def test_what_is_asked_for_and_fits_is_taken(interpreter: Interpreter, name: str) -> None:
+def test_a_requested_adapter_that_fits_is_taken(interpreter: Interpreter, name: str) -> None:
     for scope in ADAPTERS.get(name).scopes:
         assert choose_adapter("cuda", spec(), scope, name) == (name, "asked for")
 
@@ -78,7 +78,7 @@ def test_what_is_asked_for_and_fits_is_taken(interpreter: Interpreter, name: str
     ],
     ids=["latent", "not-latent", "device", "dtype", "widths", "values-narrower", "fp8", "fp8-too"],
 )
-def test_what_does_not_fit_names_who_does(
+def test_an_unsupported_adapter_is_refused_and_the_others_are_named(
     interpreter: Interpreter, name: str, device: str, kv: KVSpec, words: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -89,7 +89,7 @@ def test_what_does_not_fit_names_who_does(
     assert "\n" not in message
 
 
-def test_who_declares_fp8_attends_over_it() -> None:
+def test_adapters_that_declare_fp8_attend_over_fp8() -> None:
     declared = {name for name in ADAPTERS if ADAPTERS.get(name).fp8}
     assert declared == {"torch", "triton"}
     for name in declared:
@@ -156,8 +156,8 @@ def test_triton_is_missed_where_it_is_not_installed(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_plan_holds_the_adapter_and_refuses_what_does_not_fit(device: str) -> None:
-    def plan(**settings: Any) -> tuple[str, str]:
+def test_a_setup_holds_the_adapter_and_refuses_one_that_does_not_fit(device: str) -> None:
+    def adapter_of(**settings: Any) -> tuple[str, str]:
         config = HiSparseConfig(**settings)
         resources = Resources(
             host_bytes=1 << 36,
@@ -168,11 +168,11 @@ def test_a_plan_holds_the_adapter_and_refuses_what_does_not_fit(device: str) -> 
         )
         return make_setup(config, build_algorithm(config), spec(), 0.1, resources).adapter
 
-    assert plan()[0] == {"cpu": "torch", "cuda": "triton"}[device]
-    assert plan(adapter="torch") == ("torch", "asked for")
+    assert adapter_of()[0] == {"cpu": "torch", "cuda": "triton"}[device]
+    assert adapter_of(adapter="torch") == ("torch", "asked for")
     message = {"cpu": "cannot do device cpu", "cuda": "cannot do attention MHA and GQA"}[device]
     with pytest.raises(ConfigError, match=f"adapter 'dsa' {message}"):
-        plan(adapter="dsa")
+        adapter_of(adapter="dsa")
 
 
 def test_before_the_model_is_known_its_device_and_library_are_checked() -> None:

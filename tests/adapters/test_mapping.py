@@ -1,4 +1,4 @@
-"""What the libraries are told to read: the tokens of every row, in order, and nothing else."""
+"""Adapters make libraries read exactly the tokens of each row, in order."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.testing import assert_close
 
 from hisparse.adapters import ADAPTERS, TorchAdapter
 from hisparse.adapters.dsa import make_flash_mla_call
-from hisparse.adapters.flash_attention import map_pages
-from hisparse.adapters.flashinfer_wrapper import map_pages as map_lists
+from hisparse.adapters.flash_attention import make_flash_attention_call
+from hisparse.adapters.flashinfer_wrapper import make_flashinfer_call
 from hisparse.testing.watching import no_sync
 from tests.adapters.cases import Case, cases
 from tests.adapters.interpreter import Interpreter
@@ -31,7 +31,7 @@ def test_the_tokens_read_are_those_of_the_page_table(
     interpreter: Interpreter, name: str, case: Case
 ) -> None:
     ADAPTERS.get(name)().attend(*case.arguments())
-    # Rows that a plan has besides read nothing.
+    # The plan's other rows read nothing.
     rows = len(case.lens)
     assert interpreter.read[:rows] == case.tokens()
     assert not any(interpreter.read[rows:])
@@ -40,18 +40,18 @@ def test_the_tokens_read_are_those_of_the_page_table(
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_no_key_is_copied(case: Case) -> None:
     q, kv, table, lens, scale = case.arguments()
-    attention = map_pages(q, kv, table, lens, scale)
+    attention = make_flash_attention_call(q, kv, table, lens, scale)
     views = [attention.k_cache, attention.v_cache]
     if case.latent:
         views.append(make_flash_mla_call(q, kv, table, lens, scale, 64).kv)
     else:
-        lists = map_lists(q, kv, table, lens)
+        lists = make_flashinfer_call(q, kv, table, lens)
         views += [lists.k, lists.v]
     held = {x.untyped_storage().data_ptr() for x in kv}
     assert all(view.untyped_storage().data_ptr() in held for view in views)
 
 
-def test_latents_that_lie_otherwise_are_an_error_not_a_copy() -> None:
+def test_latents_in_another_layout_are_an_error_not_a_copy() -> None:
     q, kv, *others = Case(scope="layer", latent=True).arguments()
     apart = kv.k[:, :, :8]
     with pytest.raises(RuntimeError, match="view"):
@@ -62,7 +62,7 @@ def test_latents_that_lie_otherwise_are_an_error_not_a_copy() -> None:
 def test_no_value_of_a_tensor_is_read_on_the_host(
     monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter, name: str
 ) -> None:
-    """From the second call of a shape on; the library's own part left out."""
+    """From the second call of a shape on, without the library's own part."""
     adapter: Any = ADAPTERS.get(name)()
     case = Case(scope="layer", latent=name == "dsa")
     q, kv, table, lens, scale = case.arguments()
@@ -73,14 +73,14 @@ def test_no_value_of_a_tensor_is_read_on_the_host(
     elif name == "dsa":
         adapter._attend = lambda **call: (out[:6], None, lse[:6])
     else:
-        (planned,) = adapter._wrappers.values()
-        monkeypatch.setattr(planned._wrapper, "run", lambda *args, **kwargs: (out, lse))
+        (wrapper,) = adapter._wrappers.values()
+        monkeypatch.setattr(wrapper._wrapper, "run", lambda *args, **kwargs: (out, lse))
     with no_sync(name):
         adapter.attend(q, kv, table, lens, scale)
 
 
 def test_a_plan_serves_all_lengths_and_fewer_rows(interpreter: Interpreter) -> None:
-    """FlashInfer's plan is of a shape: it outlives steps, and requests that end."""
+    """FlashInfer's plan depends only on shapes, so that steps with other requests share it."""
     adapter = ADAPTERS.get("flashinfer")()
     for lens in [(37, 0, 1, 64, 16, 33), (1, 2, 3, 64, 64, 64), (64, 60, 1, 0, 33), (0,) * 5]:
         case = Case(lens=(*lens[:-1], 64), seed=sum(lens))
@@ -90,7 +90,7 @@ def test_a_plan_serves_all_lengths_and_fewer_rows(interpreter: Interpreter) -> N
         assert_close(out, expected.out, rtol=2e-2, atol=1e-2)
         assert_close(lse, expected.lse, rtol=1e-4, atol=1e-4)
         assert interpreter.read == case.tokens() + [[]] * (8 - len(case.lens))
-    assert interpreter.planned == 1
+    assert interpreter.num_plans == 1
 
 
 def test_flash_mla_of_either_build_gives_a_natural_lse(

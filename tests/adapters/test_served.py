@@ -1,4 +1,4 @@
-"""Requests through the real coordinator: libraries' adapters give what ``torch`` gives."""
+"""The libraries' adapters return the results of ``torch`` in the coordinator."""
 
 from __future__ import annotations
 

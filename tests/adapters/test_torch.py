@@ -1,4 +1,4 @@
-"""The torch adapter against float64 attention, and the merging of parts."""
+"""The adapter ``torch`` against float64 attention, and the merge of two parts."""
 
 from __future__ import annotations
 

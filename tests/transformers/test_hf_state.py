@@ -104,7 +104,7 @@ def test_votes_that_a_file_does_not_have_are_asked_for(
         HiSparseCache.load(tmp_path / "context", net, SNAPKV, **SIZES)
     assert "\n" not in str(caught.value)
     # What is left is a decode step, or too little.
-    with pytest.raises(ConfigError, match=r"expected columns up to 280, after which"):
+    with pytest.raises(ConfigError, match=r"expected columns up to 280, and a forward of the rest"):
         HiSparseCache.load(tmp_path / "context", net, SNAPKV, columns=299, **SIZES)
 
 
