@@ -172,7 +172,7 @@ def test_rows_are_not_moved(net: Any) -> None:
         (lambda: cache.batch_repeat_interleave(3), r"expected cache.fork\(3\)"),
         (lambda: cache.batch_select_indices(torch.tensor([0])), r"got \[0\], expected one or more"),
         (lambda: cache.crop(5), "crop: got 5, expected 0 to 0"),
-        (lambda: cache.fork(0), "fork: got 0 rows for each, expected at least 1"),
+        (lambda: cache.fork(0), "fork: got 0 rows for each row, expected at least 1"),
     ):
         with pytest.raises(HiSparseError, match=message) as error:
             call()
