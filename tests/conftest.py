@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What ``scripts/run_tests.py`` took so far, if it started this run."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
+    """What ``scripts/run_tests.py`` took so far, if it started this run: the last line but one."""
+    yield
     pid, _, start = os.environ.get("MEASURED_FROM", "").partition(" ")
     if not start:
         return
