@@ -1,6 +1,6 @@
-"""The contract of sparse algorithms, and the built-in ones: one file, or one folder, each.
+"""The contract of sparse algorithms, and the built-in ones: one file or folder each.
 
-A file of an algorithm imports all that it needs from here::
+An algorithm's file needs no other import of hisparse than this one::
 
     from hisparse.algorithms import KVSpec, PageScoreAlgorithm, register_algorithm
 """

@@ -1,4 +1,4 @@
-"""The contract between an algorithm and the system that serves it."""
+"""The contract between an algorithm and the engine."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ __all__ = [
     "register_algorithm",
 ]
 
-#: What a representation belongs to.
+#: The owner of one entry of a representation.
 RepresentationOwner = Literal["page", "request", "layer"]
 
 
 @dataclass(frozen=True)
 class Representation:
-    """A tensor that an algorithm keeps for each layer; the coordinator owns and sizes it.
+    """A tensor that an algorithm keeps in every layer; the engine allocates it.
 
     Attributes:
-        shape: of one entry.
-        dtype: of the stored values.
-        per: what has an entry. "page": every host page, ``[L, host pages, *shape]``; requests that
-            share a prefix share them, so they may not depend on anything but the page's own
-            tokens. "request": every request slot, ``[L, request slots, *shape]``; zeros when a
-            request begins. "layer": the layer itself, ``[L, *shape]``, constants of the model.
-        saved: whether a context that is saved to a file holds it; what is not is zeros when the
-            context is loaded.
+        shape: shape of one entry.
+        dtype: dtype of the stored values.
+        per: the owner of an entry. "page": each host page, ``[L, host pages, *shape]``. Requests
+            with a common prefix share these entries, so an entry may depend only on the tokens of
+            its page. "request": each request slot, ``[L, request slots, *shape]``, zeroed when a
+            request begins. "layer": the layer, ``[L, *shape]``, constants of the model.
+        saved: whether a saved context includes the tensor; otherwise it is zero after loading.
     """
 
     shape: tuple[int, ...]
@@ -57,69 +56,72 @@ class Representation:
 
 
 def entry_bytes(kinds: Mapping[str, Representation], per: RepresentationOwner) -> int:
-    """Bytes that one owner of the kind ``per`` takes in one layer."""
+    """Bytes of all entries of one owner in one layer."""
     return sum(kind.num_bytes for kind in kinds.values() if kind.per == per)
 
 
 class BaseSparseAlgorithm(ABC):
     """Chooses the pages that a decode step attends over.
 
-    Subclasses are frozen dataclasses: their fields are their options. They hold no state: what
-    they remember lies in representations. The methods are pure tensor functions without host
-    syncs or loops over requests. The class attributes say what an algorithm can do; configuration
-    is checked against them.
+    Subclasses are frozen dataclasses: their fields are their options. They hold no state except in
+    representations. The methods are pure tensor functions without host syncs or loops over
+    requests. The class attributes declare what an algorithm supports; the configuration is checked
+    against them.
     """
 
-    #: Selection scopes that the algorithm can do, best first.
+    #: Supported selection scopes, best first.
     scopes: ClassVar[tuple[SelectionScope, ...]] = ("kv_head", "layer", "query_head")
-    #: Page sizes that it can do; None: any.
+    #: Supported page sizes; None: any.
     page_sizes: ClassVar[tuple[int, ...] | None] = None
-    #: Whether it keeps as many pages as a query needs, up to ``device_buffer_size``, and not
-    #: always ``budget``. Contexts within the budget are attended whole and never reach it.
+    #: Whether the number of selected pages varies with the query, up to ``device_buffer_size``;
+    #: otherwise it is fixed by ``budget``. Contexts within the budget are attended densely.
     variable_lengths: ClassVar[bool] = False
-    #: Whether it scores keys where they lie in host memory.
+    #: Whether the algorithm reads keys in host memory.
     reads_host_keys: ClassVar[bool] = False
-    #: Whether it scores by the model's own indexer: steps carry ``indexer``.
+    #: Whether the algorithm scores with the model's own indexer: steps then have ``indexer``.
     indexer: ClassVar[bool] = False
-    #: Whether the tail page competes with the others instead of always being attended: a selection
-    #: may hold ``budget / S`` pages, and only if it holds fewer is the tail page attended as well.
+    #: Whether the tail page is ranked with the other pages. A selection then holds up to
+    #: ``budget / S`` pages, and the tail page is attended only if the selection holds fewer.
     ranks_tail: ClassVar[bool] = False
 
     @property
     def query_window(self) -> int:
-        """Queries at the end of the prompt that it has to see, so that no cache may skip them."""
+        """Queries at the prompt's end that the algorithm needs; no prefix cache may skip them."""
         return 0
 
     def resolved(
         self, policy: SelectionPolicy, *, context_length: int, host_bytes: int, device_bytes: int
     ) -> BaseSparseAlgorithm:
-        """The algorithm, its options resolved for the place where it serves; called once, at start.
+        """Resolve options that depend on the deployment; called once, at start.
 
         Args:
-            policy: shapes of the model and what selections have to keep to.
+            policy: shapes of the model and the rules of selections.
             context_length: tokens, the longest sequence.
-            host_bytes: host memory for the KV pool, and for what algorithms keep beside it.
-            device_bytes: device memory for all that is kept there.
+            host_bytes: host memory for the KV pool and for the algorithm's own data.
+            device_bytes: device memory for everything that hisparse keeps there.
+
+        Returns:
+            the algorithm with all options resolved.
         """
         return self
 
     def host_token_bytes(self, kv: KVSpec) -> int:
-        """Host memory that is kept at most for one token beside its K and V, all layers."""
+        """The most host memory for one token beside its K and V, in bytes, all layers."""
         return 0
 
     @abstractmethod
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
-        """What is remembered, by name."""
+        """The tensors that the algorithm keeps, by name."""
 
     def initialize(self, representations: Mapping[str, Tensor], policy: SelectionPolicy) -> None:
-        """Fill what is constant, once, before the first request; all representations are zeros.
+        """Write constants, once, before the first request; all representations are zero.
 
         Args:
             representations: name to tensor, as :class:`Representation` describes.
-            policy: shapes of the model and what selections have to keep to.
+            policy: shapes of the model and the rules of selections.
 
         Raises:
-            ConfigError: the constants cannot be had, for example from a file that an option names.
+            ConfigError: a constant is unavailable, for example a file that an option names.
         """
         return
 
@@ -127,11 +129,11 @@ class BaseSparseAlgorithm(ABC):
     def construct_representations(
         self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
     ) -> None:
-        """Prefill: remember what later steps need of this chunk.
+        """Prefill: store the representations of a chunk.
 
         Args:
             keys: ``[P, S, Hkv, D]``, keys of the pages that this chunk completed; P may be 0.
-            queries: ``[T, Hq, D]``, queries of the chunk.
+            queries: ``[T, Hq, D]``, queries of the chunk, before the softmax scale.
             layer_id: layer number, counted from the first layer of this rank.
             step: the chunk.
         """
@@ -140,26 +142,26 @@ class BaseSparseAlgorithm(ABC):
     def update_representations(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
     ) -> None:
-        """Decode: store what later steps score the pages by that this step has filled.
+        """Decode: store the representations of the tail pages that this step filled.
 
         Args:
             keys: ``[B, S, Hkv, D]``, keys of each request's tail page.
             layer_id: layer number.
-            host_pages: ``[B] int64``, where the tail page lies; the padding page 0 for a request
-                whose tail page is not full, so that every request can be written.
+            host_pages: ``[B] int64``, host page of each tail page. A request without a full tail
+                page has the padding page 0, so that one write serves all requests.
             step: the step.
         """
 
     def select_prefill(self, layer_id: int, step: PrefillStep) -> Tensor | None:
-        """For models that were trained with sparse prefill: what each query of a chunk attends.
+        """Choose the positions that each query of a chunk attends, for models trained that way.
 
         Args:
             layer_id: layer number.
-            step: the chunk, its own pages' representations constructed.
+            step: the chunk; its own representations are already stored.
 
         Returns:
-            positions ``[T, K] int32``, none twice, none after the query's own, -1 where there is
-            none; None: everything up to the query, as nearly all models were trained.
+            positions ``[T, K] int32``, unique, none after the query, padded with -1. None: every
+            query attends all earlier positions, as in nearly all models.
         """
         return None
 
@@ -167,13 +169,16 @@ class BaseSparseAlgorithm(ABC):
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         """Choose at most ``step.policy.max_pages`` of each request's full pages.
 
-        Sinks and recent pages are always in it. Not called when all requests are within the
-        budget.
+        Every selection includes the sinks and the recent pages. The engine does not call this
+        method when all requests are within the budget.
 
         Args:
-            queries: ``[B, Hq, D]``.
+            queries: ``[B, Hq, D]``, before the softmax scale.
             layer_id: layer number.
             step: the step.
+
+        Returns:
+            pages ``[B, H, K] int32``, ascending, padded with -1, and lengths ``[B, H] int32``.
         """
 
 
@@ -185,7 +190,7 @@ ALGORITHMS: Registry[BaseSparseAlgorithm] = Registry(
 
 
 def register_algorithm(name: str) -> Callable[[type[A]], type[A]]:
-    """Class decorator: make an algorithm known under ``name``; a taken name is an error."""
+    """Class decorator: register an algorithm under ``name``; a taken name is an error."""
 
     def decorate(cls: type[A]) -> type[A]:
         ALGORITHMS.register(name)(cls)
@@ -198,7 +203,7 @@ def build_algorithm(config: HiSparseConfig) -> BaseSparseAlgorithm:
     """The algorithm that ``config`` names, with the options of ``algorithm_config``.
 
     Raises:
-        ConfigError: there is no such algorithm, or an option cannot be used.
+        ConfigError: the algorithm is unknown, or an option is invalid.
     """
     name = config.algorithm
     return from_options(ALGORITHMS.get(name), name, "algorithm_config", config.algorithm_config)

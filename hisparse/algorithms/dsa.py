@@ -17,9 +17,9 @@ from hisparse.types import IndexerInputs, Selection, SelectionScope
 
 __all__ = ["DSA"]
 
-#: Products q.k at a time, over all heads of the indexer: they stay in the processor's cache.
+#: Products q.k per block, over all heads of the indexer: a block fits the processor's cache.
 _BLOCK = 2**18
-#: Queries of a prompt at a time: bounds the scores in memory.
+#: Queries of a prompt per block: limits the memory for scores.
 _QUERY_BLOCK = 64
 
 _KEY, _SCALE = "index_key", "index_scale"
@@ -28,7 +28,7 @@ _KEY, _SCALE = "index_key", "index_scale"
 @register_algorithm("dsa")
 @dataclass(frozen=True, kw_only=True)
 class DSA(BaseSparseAlgorithm):
-    """Attends the tokens that the model's own indexer scores highest, as the model was trained to.
+    """Attends the tokens that the model's own indexer scores highest, as in the model's training.
 
     A token's score is ``sum_h weights_h * relu(queries_h . key)`` (equation 1 of the paper). All
     heads share one selection; in prefill each query has its own. To attend as the model does, set
@@ -91,7 +91,7 @@ class DSA(BaseSparseAlgorithm):
     def _score(
         self, new: IndexerInputs, layer_id: int, table: Tensor, step: PrefillStep | DecodeStep
     ) -> Tensor:
-        """Scores of the keys at host pages ``table [N, P]`` for ``new`` of N x T tokens.
+        """Score the keys at host pages ``table [N, P]`` for ``new``, inputs of N * T tokens.
 
         Returns:
             ``[N, T, P] float32``; higher is kept.
@@ -114,12 +114,12 @@ class DSA(BaseSparseAlgorithm):
         new = _inputs(step)
         table = step.host_page_table[:, : step.max_pages + 1]
         scores = self._score(new, layer_id, table, step)
-        # The new token's key is not among the stored ones yet.
-        own = (new.queries.float() @ new.keys.float()[..., None]).relu_()[..., 0]
-        tail = (new.weights.float() * own).sum(-1)
+        # The new token's key is not stored yet.
+        products = (new.queries.float() @ new.keys.float()[..., None]).relu_()[..., 0]
+        tail = (new.weights.float() * products).sum(-1)
         scores.scatter_(2, step.num_pages.long()[:, None, None], tail[:, None, None])
         pages, lengths = _best(scores, step.num_pages + 1, step.policy)
-        # The tail page is never in a selection: one that is shorter leaves room for it.
+        # A selection never lists the tail page: a shorter selection means that it is attended.
         is_tail = pages == step.num_pages[:, None, None]
         return Selection(pages.masked_fill(is_tail, -1), lengths - is_tail.sum(-1).int())
 
@@ -128,18 +128,18 @@ class DSA(BaseSparseAlgorithm):
         if end <= step.policy.max_pages:
             return None
         new, table = _inputs(step), step.context_pages[None]
-        seen = torch.arange(step.start + 1, end + 1, dtype=torch.int32, device=table.device)
+        counts = torch.arange(step.start + 1, end + 1, dtype=torch.int32, device=table.device)
         parts = []
         for part in _blocks(step.length, _QUERY_BLOCK):
             scores = self._score(new.take(part), layer_id, table, step)
-            parts.append(_best(scores.movedim(1, 0), seen[part], step.policy).pages[:, 0])
+            parts.append(_best(scores.movedim(1, 0), counts[part], step.policy).pages[:, 0])
         return torch.cat(parts)
 
 
 def _best(scores: Tensor, count: Tensor, policy: SelectionPolicy) -> Selection:
-    """The best tokens by ``scores [N, 1, P]`` of the first ``count [N]``; of equal ones the first.
+    """The best of the first ``count [N]`` tokens by ``scores [N, 1, P]``; the first of equal ones.
 
-    The last of them is the new one, which is no full page: recent pages are those before it.
+    The last of these tokens is the new one. It is not a full page: recent pages precede it.
     """
     recents = policy.num_recent_pages
     return select(
@@ -159,9 +159,9 @@ def _inputs(step: PrefillStep | DecodeStep) -> IndexerInputs:
 
 
 def _to_float(keys: Tensor) -> Tensor:
-    """Stored keys in float32, exactly.
+    """Convert stored keys to float32, exactly.
 
-    The bits of an e4m3 number are those of a half with 8 less in the exponent's bias. PyTorch's
+    A half has the bits of the e4m3 number, with an exponent bias that is larger by 8. PyTorch's
     own conversion takes four times as long on a CPU.
     """
     if keys.dtype != torch.float8_e4m3fn or keys.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""The exact page oracle: what any page score tries to come near, at the price of all keys."""
+"""Oracle: the exact page scores, which every other page score approximates; reads all keys."""
 
 from __future__ import annotations
 
@@ -35,19 +35,22 @@ class Oracle(PageScoreAlgorithm):
         return (kv.page_size, kv.num_kv_heads, kv.head_dim)
 
     def summarize(self, keys: Tensor, mask: Tensor) -> Tensor:
-        """``keys [P, S, Hkv, D]`` as they are; pages are complete: ``mask [P, S]`` is all true."""
+        """Return ``keys [P, S, Hkv, D]``; pages are complete, so ``mask [P, S]`` is all true."""
         return keys
 
     def score(self, query: Tensor, summaries: Tensor) -> Tensor:
-        """``query [B, Hq, D]``, ``summaries [B, P, S, Hkv, D]`` -> ``[B, Hq, P]``: more is kept."""
+        """``query [B, Hq, D]``, ``summaries [B, P, S, Hkv, D]`` -> ``[B, Hq, P]``.
+
+        Higher is kept.
+        """
         keys = summaries.permute(0, 3, 4, 1, 2).flatten(3).to(query.dtype)
         logits = query.unflatten(1, (keys.shape[1], -1)) @ keys
-        by_page = logits.unflatten(-1, (summaries.shape[1], -1))
-        scores: Tensor = by_page.amax(-1) if self.reduce == "max" else by_page.logsumexp(-1)
+        pages = logits.unflatten(-1, (summaries.shape[1], -1))
+        scores: Tensor = pages.amax(-1) if self.reduce == "max" else pages.logsumexp(-1)
         return scores.flatten(1, 2)
 
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
-        """:meth:`score` by a kernel that reads the keys where they lie; there is none for GPUs."""
+        """:meth:`score` by a kernel that reads the keys in place; the kernel is for CPUs only."""
         if query.device.type != "cpu":
             return super().score_pages(query, layer_id, step)
         return key_score(

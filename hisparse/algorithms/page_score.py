@@ -1,4 +1,4 @@
-"""The bases that most algorithms subclass: score pages, keep the best."""
+"""Base classes of most algorithms: score pages, keep the best."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["PageScoreAlgorithm", "RankedPagesAlgorithm"]
 class RankedPagesAlgorithm(BaseSparseAlgorithm):
     """Keeps the pages with the highest scores.
 
-    Paging, sinks, recent pages, sharing a selection between heads, top-k and padding are done
-    here. A subclass reads and writes its representations itself, usually by kernels; most
+    This class implements paging, sinks, recent pages, selections shared by heads, top-k and
+    padding. A subclass reads and writes its representations itself, usually by kernels. Most
     algorithms subclass :class:`PageScoreAlgorithm` instead.
     """
 
@@ -33,8 +33,8 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
         Args:
             keys: ``[P, S, Hkv, D]``.
             layer_id: layer number.
-            host_pages: ``[P]``; the padding page 0 may stand there more than once.
-            stored: representations by name, written at ``host_pages``.
+            host_pages: ``[P]``; the padding page 0 may occur more than once.
+            stored: representations by name, to be written at ``host_pages``.
         """
 
     @abstractmethod
@@ -47,7 +47,7 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
             step: the step.
 
         Returns:
-            ``[B, Hq or Hkv, step.max_pages]``, higher is kept; any value where there is no page.
+            ``[B, Hq or Hkv, step.max_pages]``; higher is kept. Entries without a page are ignored.
         """
 
     def construct_representations(
@@ -68,8 +68,8 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
 class PageScoreAlgorithm(RankedPagesAlgorithm):
     """Keeps the pages with the highest scores, from one summary of each page.
 
-    A subclass says what it keeps of a page (:meth:`summary_shape`, :meth:`summarize`) and how a
-    query scores that (:meth:`score`).
+    A subclass defines the summary (:meth:`summary_shape`, :meth:`summarize`) and how a query
+    scores summaries (:meth:`score`).
     """
 
     @abstractmethod
@@ -99,5 +99,5 @@ class PageScoreAlgorithm(RankedPagesAlgorithm):
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
         table = step.host_page_table[:, : step.max_pages]
         summaries = step.representations["summary"][layer_id]
-        own = summaries.index_select(0, table.flatten()).unflatten(0, table.shape)
-        return self.score(query, own)
+        gathered = summaries.index_select(0, table.flatten()).unflatten(0, table.shape)
+        return self.score(query, gathered)

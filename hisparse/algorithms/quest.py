@@ -66,7 +66,7 @@ class Quest(RankedPagesAlgorithm):
     ) -> None:
         """Write the key ranges of complete pages."""
         ranges = stored["summary"].shape[2]
-        # The kernels see each range as a page of its own.
+        # The kernels treat each range as a separate page.
         summaries, rows = stored["summary"][layer_id].flatten(0, 1), _split(host_pages, ranges)
         keys = keys.unflatten(1, (ranges, -1))
         if "scale" not in stored:
@@ -75,7 +75,7 @@ class Quest(RankedPagesAlgorithm):
         keys = keys.float()
         high, low = keys.amax(2).flatten(0, 1), keys.amin(2).flatten(0, 1)
         largest = torch.maximum(high.abs(), low.abs()).amax(-1, keepdim=True)
-        # A power of two changes no digit of what it scales.
+        # Scaling by a power of two is exact.
         scale = torch.exp2((largest / _FP8_MAX).log2().ceil().clamp(-100, 100))
         high = round_outward(high / scale, summaries.dtype, up=True)
         low = round_outward(low / scale, summaries.dtype, up=False)
@@ -83,7 +83,7 @@ class Quest(RankedPagesAlgorithm):
         stored["scale"][layer_id].flatten(0, 1)[rows.long()] = scale[..., 0]
 
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
-        """sum_d max(q_d * high_d, q_d * low_d), the largest over a page's ranges."""
+        """The bound sum_d max(q_d * high_d, q_d * low_d), maximised over a page's ranges."""
         stored = step.representations
         ranges = stored["summary"].shape[2]
         rows = _split(step.host_page_table[:, : step.max_pages], ranges)
@@ -91,15 +91,15 @@ class Quest(RankedPagesAlgorithm):
         scores = page_score(query.float(), summaries, rows, step.num_pages * ranges)
         if "scale" in stored:
             scale = stored["scale"][layer_id].flatten(0, 1).index_select(0, rows.flatten())
-            by_head = scale.unflatten(0, rows.shape).transpose(1, 2)[:, :, None]
-            scores.unflatten(1, (by_head.shape[1], -1)).mul_(by_head)
+            scale = scale.unflatten(0, rows.shape).transpose(1, 2)[:, :, None]  # [B, Hkv, 1, P]
+            scores.unflatten(1, (scale.shape[1], -1)).mul_(scale)
         largest: Tensor = scores.unflatten(-1, (-1, ranges)).amax(-1)
         return largest
 
 
 def _split(host_pages: Tensor, ranges: int) -> Tensor:
-    """``[..., P]`` -> ``[..., P * ranges]``: where the ranges of host pages stand."""
+    """``[..., P]`` -> ``[..., P * ranges]``: indices of the ranges of host pages."""
     if ranges == 1:
         return host_pages
-    own = torch.arange(ranges, dtype=host_pages.dtype, device=host_pages.device)
-    return torch.add(own, host_pages[..., None], alpha=ranges).flatten(-2)
+    index = torch.arange(ranges, dtype=host_pages.dtype, device=host_pages.device)
+    return torch.add(index, host_pages[..., None], alpha=ranges).flatten(-2)

@@ -1,4 +1,4 @@
-"""Sketch: rank pages by their attention, estimated from about a tenth of the key bytes."""
+"""Sketch: rank pages by attention estimated from about a tenth of the key bytes. Ours."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Sketch(BaseSparseAlgorithm):
             raise ValueError(f"detail: got {self.detail}, expected 0 to 1")
 
     def layout(self, kv: KVSpec) -> SketchLayout:
-        """The bytes of one page and KV head."""
+        """Layout of the sketch of one page and KV head."""
         # A page of one token is its own mean.
         count = round(self.detail * kv.head_dim) if kv.page_size > 1 else 0
         return SketchLayout(kv.head_dim, kv.page_size, count)
@@ -75,7 +75,7 @@ class Sketch(BaseSparseAlgorithm):
             step.num_pages,
             self.layout(policy.kv),
         )
-        # Heads that share a selection weigh their pages against what each attends anyway.
+        # Heads that share a selection compare their pages with the tail page, always attended.
         shared = policy.heads < policy.kv.num_q_heads
         return select(
             scores,

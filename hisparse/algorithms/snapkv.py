@@ -1,4 +1,4 @@
-"""SnapKV: what the end of the prompt looks at is what is kept. https://arxiv.org/abs/2404.14469"""
+"""SnapKV: keep pages that the end of the prompt attends. https://arxiv.org/abs/2404.14469"""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SnapKV(BaseSparseAlgorithm):
         kv = policy.kv
         queries = (self.window, kv.num_q_heads, kv.head_dim)
         return {
-            # Prompt pages + 1, most votes first; 0 where there is none.
+            # Prompt pages + 1, most votes first; 0 marks an empty entry.
             _LISTED: Representation((policy.heads, policy.max_pages), torch.int32, "request"),
             _PROMPT_PAGES: Representation((), torch.int32, "request"),
             _WINDOW: Representation(queries, kv.dtype, "request"),
@@ -58,11 +58,11 @@ class SnapKV(BaseSparseAlgorithm):
     def construct_representations(
         self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
     ) -> None:
-        """Slide the window over the chunk's queries; let it vote when the prompt ends."""
+        """Move the window over the chunk's queries; count its votes when the prompt ends."""
         state = {name: x[layer_id, step.slot] for name, x in _state(step).items()}
         window = torch.cat([state[_WINDOW], queries])[-self.window :]
         state[_WINDOW].copy_(window)
-        # Queries that do not stand right before the chunk, of an earlier turn, have no vote.
+        # Queries of an earlier turn do not directly precede the chunk: they have no vote.
         state[_SEEN].mul_(state[_END] == step.start)
         state[_SEEN].add_(queries.shape[0]).clamp_(max=self.window)
         state[_END].fill_(step.end)
@@ -75,54 +75,54 @@ class SnapKV(BaseSparseAlgorithm):
             state[_PROMPT_PAGES].fill_(pages)
 
     def _votes(self, window: Tensor, seen: Tensor, layer_id: int, step: PrefillStep) -> Tensor:
-        """Attention weight that the window gives to each page, ``[H, P]``, summed over queries.
+        """Sum the window's attention weights on each page over its queries.
 
         Args:
-            window: ``[W, Hq, D]``, at the positions before ``step.end``.
-            seen: ``[]``, how many of them there are, the last ones.
+            window: ``[W, Hq, D]``, queries of the W positions before ``step.end``.
+            seen: ``[] int32``, number of valid queries; they are the last ones of the window.
             layer_id: layer number.
             step: the chunk that ends the prompt.
+
+        Returns:
+            ``[H, P] float32``.
         """
         kv, heads = step.policy.kv, step.policy.heads
         position = torch.arange(step.end - self.window, step.end, device=window.device)
         grouped = window.float().unflatten(1, (kv.num_kv_heads, -1)).permute(1, 2, 0, 3)
-        of_pages = []
+        page_logits = []
         for first, keys in step.context_keys(layer_id):
             logits = grouped @ keys.float().permute(1, 2, 0)[:, None] * step.policy.scale
-            at = torch.arange(first, first + keys.shape[0], device=window.device)
-            logits = logits.masked_fill(at > position[:, None], -torch.inf).flatten(0, 1)
+            key_position = torch.arange(first, first + keys.shape[0], device=window.device)
+            hidden = key_position > position[:, None]
+            logits = logits.masked_fill(hidden, -torch.inf).flatten(0, 1)
             missing = -keys.shape[0] % kv.page_size
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-            of_pages.append(logits.unflatten(-1, (-1, kv.page_size)).logsumexp(-1))
-        weights = torch.cat(of_pages, -1).softmax(-1)  # [Hq, W, P]
-        there = torch.arange(self.window, 0, -1, device=window.device) <= seen
-        votes = weights.masked_fill(~there[:, None], 0).sum(1)
-        by_row: Tensor = votes.unflatten(0, (heads, -1)).sum(1)
-        return by_row
+            page_logits.append(logits.unflatten(-1, (-1, kv.page_size)).logsumexp(-1))
+        weights = torch.cat(page_logits, -1).softmax(-1)  # [Hq, W, P]
+        valid = torch.arange(self.window, 0, -1, device=window.device) <= seen
+        votes = weights.masked_fill(~valid[:, None], 0).sum(1)
+        row_votes: Tensor = votes.unflatten(0, (heads, -1)).sum(1)
+        return row_votes
 
     def update_representations(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
     ) -> None:
-        """Nothing is remembered of generated pages."""
+        """Generated pages have no representations."""
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         policy, slots = step.policy, step.slots
         state = _state(step)
         listed = state[_LISTED][layer_id, slots].long()
         width = listed.shape[-1]
-        # Pages by rank: listed ones by votes, generated ones above them by age, others below all.
+        # Generated pages rank highest, the newest first; then listed pages by votes; others last.
         rank = torch.arange(width, 0, -1, dtype=torch.float32, device=listed.device)
         scores = rank.new_zeros(*listed.shape[:2], step.max_pages + 1)
-        # Entry 0 takes what is not listed; pages that are no longer there after a crop fall there.
+        # Entry 0 collects empty entries, and pages that a crop of the sequence removed.
         scores.scatter_(-1, listed.masked_fill(listed > step.max_pages, 0), rank.expand_as(listed))
         page = torch.arange(step.max_pages, device=listed.device)
         generated = page >= state[_PROMPT_PAGES][layer_id, slots, None]
         scores = torch.where(generated[:, None], width + 1.0 + page, scores[..., 1:])
-        return select(
-            scores,
-            step.num_pages,
-            policy.rule,
-        )
+        return select(scores, step.num_pages, policy.rule)
 
 
 def _state(step: PrefillStep | DecodeStep) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What an algorithm sees of a forward: a chunk of a prompt, or a decode step; read-only."""
+"""An algorithm's read-only view of a forward: a chunk of a prompt, or a decode step."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class SelectionPolicy:
 
     Attributes:
         kv: shapes of the model.
-        scope: who shares a selection: all heads, the query heads of a KV head, or nobody.
-        budget_pages: full pages that the budget holds. A context of at most so many pages is
-            attended whole.
-        max_pages: K, the most pages that a selection may hold; the tail page comes on top. More
-            than ``budget_pages`` where lengths vary.
+        scope: the heads that share a selection: all heads ("layer"), the query heads of a KV head
+            ("kv_head"), or each query head alone ("query_head").
+        budget_pages: full pages within the budget. A context of at most ``budget_pages`` full pages
+            is attended densely.
+        max_pages: K, the most pages of a selection, tail page not counted. Above ``budget_pages``
+            for algorithms with ``variable_lengths``.
         num_sink_pages: first pages of the sequence that are always selected.
         num_recent_pages: last full pages that are always selected.
-        scale: factor between q.k and the attention logits.
+        scale: softmax scale: an attention logit is ``scale`` times q.k.
     """
 
     kv: KVSpec
@@ -47,7 +48,7 @@ class SelectionPolicy:
 
     @cached_property
     def rule(self) -> SelectRule:
-        """The same for :func:`hisparse.kernels.select`, which keeps the best ``max_pages``."""
+        """The policy as :func:`hisparse.kernels.select` takes it."""
         return SelectRule(
             heads=self.heads,
             max_pages=self.max_pages,
@@ -66,13 +67,12 @@ class PrefillStep:
         slot: request slot.
         start: position of the chunk's first token.
         length: tokens of the chunk.
-        first_page: page index of the first page that the chunk completed.
         host_pages: ``[P] int32``, host pages of the pages that the chunk completed.
         context_pages: ``[ceil((start + length) / S)] int32``, host page of each page so far.
         is_last: whether the prompt ends here, as far as the framework knows.
-        indexer: of the chunk's tokens, for algorithms that ask for it.
+        indexer: indexer inputs of the chunk's tokens, for algorithms that declare ``indexer``.
         read_context: see :meth:`context_keys`.
-        indexes: host-memory indexes that algorithms keep for each request.
+        indexes: the algorithm's host-memory indexes of each request.
     """
 
     policy: SelectionPolicy
@@ -80,7 +80,6 @@ class PrefillStep:
     slot: int
     start: int
     length: int
-    first_page: int
     host_pages: Tensor
     context_pages: Tensor
     is_last: bool
@@ -94,18 +93,18 @@ class PrefillStep:
         return self.start + self.length
 
     def context_keys(self, layer_id: int) -> Iterator[tuple[int, Tensor]]:
-        """All keys up to ``end``, streamed from host memory once more.
+        """Stream all keys up to ``end`` from host memory.
 
         Yields:
-            the position of the first key, which begins a page, and keys ``[t, Hkv, D]``, valid
-            until the next iteration.
+            the position of the first key, a multiple of S, and keys ``[t, Hkv, D]``, valid until
+            the next iteration.
         """
         for position, keys, _ in self.read_context(layer_id):
             yield position, keys
 
 
 class PageReader(Protocol):
-    """Reads keys of the requests of a step."""
+    """Reads keys for the requests of a step."""
 
     def tail_keys(self, layer_id: int) -> Tensor:
         """Keys of the tail pages, ``[B, S, Hkv, D]``."""
@@ -128,14 +127,15 @@ class DecodeStep:
         policy: the rules of every selection.
         representations: name to ``[L, host pages, ...]``, owned by the coordinator.
         slots: ``[B] int64``, request slots.
-        num_pages: ``[B] int32``, full pages before the tail page: those that can be selected.
+        num_pages: ``[B] int32``, full pages before the tail page; only these can be selected.
         tail_lens: ``[B] int32``, tokens in the tail page, the new one included.
-        max_pages: at least the largest of ``num_pages``, known on the host. In a captured step the
-            pages of the longest context.
+        max_pages: upper bound of ``num_pages``, known on the host; in a captured step, the pages of
+            the longest context.
         host_page_table: ``[B, P] int32``, host page of each page; P is at least ``max_pages``.
         pages: reads keys.
-        indexer: of the new tokens, in one layer, for algorithms that ask for it.
-        indexes: host-memory indexes that algorithms keep for each request.
+        indexer: indexer inputs of the new tokens in one layer, for algorithms that declare
+            ``indexer``.
+        indexes: the algorithm's host-memory indexes of each request.
     """
 
     policy: SelectionPolicy
@@ -155,9 +155,9 @@ class DecodeStep:
         return self.num_pages * self.policy.kv.page_size + self.tail_lens
 
     def tail_keys(self, layer_id: int) -> Tensor:
-        """Keys of the tail pages, ``[B, S, Hkv, D]``: the first ``tail_lens`` of them count."""
+        """Keys of the tail pages, ``[B, S, Hkv, D]``; the first ``tail_lens`` tokens are valid."""
         return self.pages.tail_keys(layer_id)
 
     def host_keys(self, layer_id: int) -> Tensor:
-        """Keys of the host pool, ``[host pages, Hkv, S, D]``, strides as the layout has them."""
+        """Keys of the host pool, ``[host pages, Hkv, S, D]``; strides depend on the layout."""
         return self.pages.host_keys(layer_id)

@@ -29,20 +29,20 @@ class Streaming(BaseSparseAlgorithm):
     def construct_representations(
         self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
     ) -> None:
-        """Nothing is remembered."""
+        """Keeps no representations."""
 
     def update_representations(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
     ) -> None:
-        """Nothing is remembered."""
+        """Keeps no representations."""
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
-        """Sinks, then the last pages; both are all pages while these fit."""
+        """Select the sinks and the last pages, or all pages if they fit."""
         policy, count = step.policy, step.num_pages[:, None]
         width = max(1, min(policy.max_pages, step.max_pages))
         entry = torch.arange(width, dtype=torch.int32, device=count.device)
         sinks = min(policy.num_sink_pages, width)
-        # Behind the sinks come the last `width - sinks` pages, or what there is.
+        # After the sinks come the last `width - sinks` pages, or fewer in a short context.
         skipped = torch.where(entry >= sinks, (count - width).clamp(min=0), 0)
         pages = torch.where(entry < count, entry + skipped, -1).int()
         lengths = count.clamp(max=width)

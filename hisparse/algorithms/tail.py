@@ -1,4 +1,4 @@
-"""The tail page's logits: what is attended anyway takes part in a softmax, and in a maximum."""
+"""Logits of the tail page, for algorithms that need the softmax or the maximum of all logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["tail_logits"]
 
 
 def tail_logits(query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
-    """Logits of the tail pages' tokens: ``step.tail_lens`` of them.
+    """Logits of the tokens in the tail pages.
 
     Args:
         query: ``[B, Hq, D]``, times the softmax scale.
@@ -19,7 +19,7 @@ def tail_logits(query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
         step: the step.
 
     Returns:
-        ``[B, Hq, S] float32``, -inf where the page has no token yet.
+        ``[B, Hq, S] float32``, -inf behind the first ``step.tail_lens`` tokens.
     """
     keys = step.tail_keys(layer_id).permute(0, 2, 3, 1).float()
     grouped = query.float().unflatten(1, (keys.shape[1], -1))

@@ -1,4 +1,4 @@
-"""Twilight: as many pages as hold a given part of the attention. https://arxiv.org/abs/2502.02770"""
+"""Twilight: keep a given fraction of the attention mass. https://arxiv.org/abs/2502.02770"""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from hisparse.types import Selection
 __all__ = ["TopP"]
 
 _CODES, _RANGES = "codes", "ranges"
-#: Bytes of codes that are taken apart at a time: bounds what that takes.
+#: Bytes of codes that are unpacked at a time: limits the memory for levels.
 _BLOCK = 2**20
-#: Steps between the smallest and the largest value of a key.
+#: Quantisation steps between the smallest and the largest value of a key.
 _LEVELS = 15
 
 
 @register_algorithm("topp")
 @dataclass(frozen=True, kw_only=True)
 class TopP(BaseSparseAlgorithm):
-    """Keeps the fewest pages whose attention adds up to ``mass``; the number follows the query.
+    """Keeps the fewest pages with a total attention of ``mass``; their number varies by query.
 
     Weights are estimated as in section 4.2 of the paper, from 4-bit keys that are quantised for
     each token and head between their smallest and largest value. The paper's first stage, a cheaper
@@ -53,9 +53,9 @@ class TopP(BaseSparseAlgorithm):
         kv = policy.kv
         tokens = (kv.page_size, kv.num_kv_heads)
         return {
-            # Two channels in a byte: one of the first half of D, one of the second.
+            # Two channels per byte: one from each half of D.
             _CODES: Representation((*tokens, -(-kv.head_dim // 2)), torch.uint8),
-            # The smallest value and the size of a step.
+            # The smallest value and the step size.
             _RANGES: Representation((*tokens, 2), torch.bfloat16),
         }
 
@@ -85,7 +85,7 @@ def _store(keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | 
     keys = keys.float()
     low = keys.amin(-1, keepdim=True)
     width = (keys.amax(-1, keepdim=True) - low) / _LEVELS
-    # What is stored is what codes are measured by.
+    # Quantise with the rounded range, which later steps decode with.
     ranges = torch.cat([low, width], -1).to(torch.bfloat16)
     low, width = ranges.float().split(1, -1)
     code = ((keys - low) / width.clamp(min=1e-30)).round_().clamp_(0, _LEVELS).to(torch.uint8)
@@ -97,7 +97,7 @@ def _store(keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | 
 
 
 def _page_scores(query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
-    """Log of the sum over a page's tokens of e^logit, estimated.
+    """Estimate the log-sum-exp of the logits of each page's tokens.
 
     Args:
         query: ``[B, Hq, D] float32``, times the softmax scale.
@@ -108,13 +108,13 @@ def _page_scores(query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
         ``[B, Hq, max_pages] float32``.
     """
     table = step.host_page_table[:, : step.max_pages].long()
-    page_items = step.representations[_CODES][0, 0].numel() * len(table)
-    blocks = table.split(max(1, _BLOCK // page_items), dim=1)
-    return torch.cat([_block_scores(query, layer_id, own, step) for own in blocks], -1)
+    page_bytes = step.representations[_CODES][0, 0].numel() * len(table)
+    blocks = table.split(max(1, _BLOCK // page_bytes), dim=1)
+    return torch.cat([_block_scores(query, layer_id, block, step) for block in blocks], -1)
 
 
 def _block_scores(query: Tensor, layer_id: int, table: Tensor, step: DecodeStep) -> Tensor:
-    """The same for some pages, ``table [B, P] int64``."""
+    """Scores of a block of host pages ``table [B, P] int64``: ``[B, Hq, P] float32``."""
     code = step.representations[_CODES][layer_id, table]  # [B, P, S, Hkv, D / 2]
     levels = torch.cat([code & 15, code >> 4], -1)[..., : query.shape[-1]]
     low, width = step.representations[_RANGES][layer_id, table].float().unbind(-1)

@@ -1,4 +1,4 @@
-"""Where the pages are: host pool, device pages, and the transfers between them."""
+"""The KV cache: host pool, device pages, and the transfers between them."""
 
 from hisparse.cache.capacity import RowCapacities
 from hisparse.cache.counters import Counters

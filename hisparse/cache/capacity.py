@@ -1,4 +1,4 @@
-"""How many device pages each running request may hold, decided on the host between steps."""
+"""Decides on the host, between steps, how many device pages each running request may hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["RowCapacities"]
 
 
 class RowCapacities:
-    """Shares out the device pages of a layer; every layer gets the same.
+    """Divides the device pages of a layer among live requests; all layers get the same numbers.
 
     Each live request gets ``min_pages`` per row. The rest is divided equally among requests that
     need more. Pages that no other request needs stay where they are.
@@ -20,9 +20,9 @@ class RowCapacities:
     Args:
         total_pages: device pages of one layer, tail pages not counted.
         rows_per_request: H; each row of a request gets the request's capacity.
-        min_pages: capacity that every live request has at least.
+        min_pages: smallest capacity of a live request.
         max_pages: largest capacity (C).
-        max_requests: requests that may be live at once.
+        max_requests: largest number of live requests.
     """
 
     def __init__(
@@ -40,13 +40,15 @@ class RowCapacities:
                 f"({min_pages})"
             )
         if max_pages < min_pages:
-            raise CapacityError(f"max_pages: got {max_pages}, expected min_pages ({min_pages})")
+            raise CapacityError(
+                f"max_pages: got {max_pages}, expected at least min_pages ({min_pages})"
+            )
         self._rows = rows_per_request
         self._pages = total_pages // rows_per_request
         self._min, self._max, self._max_requests = min_pages, max_pages, max_requests
         self._needs: dict[int, int] = {}
         self._capacity: dict[int, int] = {}
-        self._enough: dict[int, int] = {}
+        self._covered: dict[int, int] = {}
         self._changed = False
 
     @property
@@ -61,44 +63,48 @@ class RowCapacities:
 
     @property
     def live_pages(self) -> int:
-        """Device pages that rows of live requests hold; all others are free at the next forward."""
+        """Device pages of one layer that live requests hold; the next forward frees all others."""
         return self._rows * sum(self._capacity.get(slot, 0) for slot in self._needs)
 
     def capacity(self, slot: int) -> int:
         """Device pages that each row of a request slot holds as of the last :meth:`fit`."""
         return self._capacity.get(slot, 0)
 
-    def enough(self, slot: int) -> int:
-        """The largest need of a slot that, on its own, changes no capacity."""
-        return self._enough.get(slot, 0)
+    def covered_need(self, slot: int) -> int:
+        """The largest need of a slot, in pages, for which :meth:`fit` changes no capacity."""
+        return self._covered.get(slot, 0)
 
     def begin(self, slot: int) -> None:
-        """A request takes over a slot, also one whose request has not ended."""
+        """Start a request in a slot; it replaces a request that has not ended."""
         if slot not in self._needs and len(self._needs) == self._max_requests:
             raise CapacityError(
-                f"request slot {slot} is one too many: max_requests ({self._max_requests}) are live"
+                f"live requests: got {self._max_requests + 1} with request slot {slot}, expected "
+                f"at most max_requests ({self._max_requests})"
             )
         self._needs[slot] = 0
         self._changed = True
 
     def end(self, slot: int) -> None:
-        """A request is over; its pages are free at the next :meth:`fit`."""
+        """End a request; the next :meth:`fit` frees its pages."""
         self._changed |= self._needs.pop(slot, None) is not None
 
     def fit(self, needs: Mapping[int, int]) -> list[tuple[int, int]]:
-        """Fit capacities to what runs; called once per forward.
+        """Fit capacities to the running requests; called once per forward.
 
         Args:
-            needs: live request slot to the device pages that its context fills.
+            needs: for each live request slot, the device pages that its context fills.
 
         Returns:
-            (slot, new capacity) of what changes: what shrinks, then what grows.
+            ``(slot, new capacity)`` of each changed slot; shrinking slots come first.
         """
         for slot, need in needs.items():
             if slot not in self._needs:
-                raise HiSparseError(f"request slot {slot} needs pages, but begin was not called")
+                raise HiSparseError(
+                    f"request slot {slot}: got a need of {need} pages, expected begin to be called "
+                    "before fit"
+                )
             self._needs[slot] = need = min(need, self._max)
-            if need > self._enough.get(slot, 0):
+            if need > self.covered_need(slot):
                 self._changed = True
         if not self._changed:
             return []
@@ -114,15 +120,15 @@ class RowCapacities:
             if self.capacity(slot) < min(target, max(self._needs[slot], self._min))
         }
         held = sum(self.capacity(slot) for slot in targets)
-        owed = sum(target - self.capacity(slot) for slot, target in grow.items())
-        missing = held + owed - self._pages
-        # Those that hold the most beyond their target give first.
-        beyond = {slot: self.capacity(slot) - target for slot, target in targets.items()}
-        for slot in sorted(beyond, key=beyond.__getitem__, reverse=True):
+        growth = sum(target - self.capacity(slot) for slot, target in grow.items())
+        missing = held + growth - self._pages
+        # Requests with the largest surplus shrink first.
+        surplus = {slot: self.capacity(slot) - target for slot, target in targets.items()}
+        for slot in sorted(surplus, key=surplus.__getitem__, reverse=True):
             if missing <= 0:
                 break
-            new[slot] = self.capacity(slot) - min(beyond[slot], missing)
-            missing -= beyond[slot]
+            new[slot] = self.capacity(slot) - min(surplus[slot], missing)
+            missing -= surplus[slot]
         new |= grow
         changes = [(slot, pages) for slot, pages in new.items() if pages != self.capacity(slot)]
         self._apply(changes)
@@ -131,21 +137,21 @@ class RowCapacities:
     def _apply(self, changes: list[tuple[int, int]]) -> None:
         self._capacity.update(changes)
         self._capacity = {slot: pages for slot, pages in self._capacity.items() if pages}
-        self._enough = {}
+        self._covered = {}
         for slot, need in self._needs.items():
             capacity = self.capacity(slot)
-            # A row that could not get what it needs asks again once it wants more than now.
-            self._enough[slot] = capacity if need <= capacity else _wanted(need)
+            # A request that got less than its need waits until the need exceeds its target.
+            self._covered[slot] = capacity if need <= capacity else _with_headroom(need)
 
     def _targets(self) -> dict[int, int]:
-        """Capacities that use the pages best, by filling up from the lowest."""
+        """Target capacity of each slot: the smallest ones are raised until the pages are used."""
         needs = np.fromiter(self._needs.values(), np.int64)
         held = np.fromiter(map(self.capacity, self._needs), np.int64)
-        wanted = np.fromiter(map(_wanted, self._needs.values()), np.int64)
-        enough = needs.clip(self._min, self._max)
-        if enough.sum() <= self._pages:
-            low, high = enough, wanted
-        else:  # no headroom for who has enough while another lacks
+        wanted = np.fromiter(map(_with_headroom, self._needs.values()), np.int64)
+        required = needs.clip(self._min, self._max)
+        if required.sum() <= self._pages:
+            low, high = required, wanted
+        else:  # No request gets more headroom while another one lacks pages.
             low = np.full_like(needs, self._min)
             high = np.where(held >= needs, held.clip(max=wanted), wanted)
         high = high.clip(self._min, self._max)
@@ -159,8 +165,9 @@ class RowCapacities:
         return dict(zip(self._needs, np.clip(level, low, high).tolist(), strict=True))
 
 
-def _wanted(need: int) -> int:
-    """Pages for a context of ``need`` pages and a 16th more, in steps of 16: a row that decodes
-    then changes its capacity once in some hundred tokens.
+def _with_headroom(need: int) -> int:
+    """``need`` pages and a sixteenth more, rounded up to the next multiple of 16.
+
+    With this headroom a decoding row changes its capacity only once in some hundred tokens.
     """
     return (need + need // 16) // 16 * 16 + 16

@@ -1,4 +1,4 @@
-"""What ``checked: true`` verifies in every decode step; slow, for finding faults."""
+"""The checks that ``checked: true`` adds to every decode step; slow, meant for debugging."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["check_resident", "check_selection"]
 
 
 def check_selection(layer_id: int, selection: Selection, rows: StepRows) -> None:
-    """Pages in range, ascending (so unique), padded with -1 at the end, no more than allowed.
+    """Check that pages are in range, ascending (so unique), and padded with -1 at the end.
 
     Raises:
-        HiSparseError: names the layer, the request and the pages.
+        HiSparseError: a page is wrong; the message names the layer, the request and the pages.
     """
     pages, lengths = selection
     index = torch.arange(pages.shape[-1], device=pages.device)
@@ -45,26 +45,26 @@ def check_resident(
     host: HostKVPool,
     device: DevicePool,
 ) -> None:
-    """Every selected page's bytes on the device equal the host page's (invariant 2).
+    """Check that each selected page has the same bytes on the device and in host memory.
 
-    Where two requests computed the same tokens, SGLang's radix cache gives both the host page of
-    one of them: then the other's device page holds the same values but for rounding.
+    If two requests computed the same tokens, SGLang's radix cache keeps the host page of only one
+    of them. The device page of the other one may then differ from the host page by rounding.
 
     Args:
         layer_id: layer number.
-        selection: what was selected.
+        selection: the selected pages.
         table: ``[R, K] int32``, the device page of each selected page.
         rows: the rows that attend.
-        host, device: where the bytes lie.
+        host, device: the two pools.
 
     Raises:
-        HiSparseError: names the layer, the row and the page.
+        HiSparseError: a page differs; the message names the layer, the row and the page.
     """
     heads = rows.heads
     host_kv, device_kv = host.stored(layer_id), device.stored(layer_id)
     eps = torch.finfo(host.kv.stored_dtype).eps
-    # Rounding to eight bits turns any difference into none or a whole step.
-    most_off = eps if host.kv.fp8 else eps**0.5
+    # In eight bits, values are either equal or differ by a whole rounding step.
+    tolerance = eps if host.kv.fp8 else eps**0.5
     pages = selection.pages.reshape(table.shape)
     for row, entry in (pages >= 0).nonzero().tolist():
         page = int(pages[row, entry])
@@ -72,14 +72,15 @@ def check_resident(
         head = slice(None) if heads == 1 else [row % heads * host.kv.num_kv_heads // heads]
         on_device = (x[int(table[row, entry])].to("cpu") for x in device_kv.tensors)
         on_host = (x[host_page, head] for x in host_kv.tensors)
-        read = (decode(host.kv, StoredKV(*each)) for each in (on_device, on_host))
-        for there, here in zip(*read, strict=True):
-            if torch.equal(there, here):
+        decoded = (decode(host.kv, StoredKV(*each)) for each in (on_device, on_host))
+        for got, expected in zip(*decoded, strict=True):
+            if torch.equal(got, expected):
                 continue
-            off = float((there.float() - here.float()).abs().max() / here.float().abs().max())
-            if not off <= most_off:
+            largest = expected.float().abs().max()
+            error = float((got.float() - expected.float()).abs().max() / largest)
+            if not error <= tolerance:
                 raise HiSparseError(
                     f"layer {layer_id}, row {row}: page {page} on the device (page "
-                    f"{int(table[row, entry])}) differs from host page {host_page} by {off:.1e} of "
-                    "its largest value"
+                    f"{int(table[row, entry])}) differs from host page {host_page} by {error:.1e} "
+                    f"of its largest value, expected at most {tolerance:.1e}"
                 )

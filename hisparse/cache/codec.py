@@ -1,4 +1,4 @@
-"""Stored keys and values: in the model's dtype, or in eight bits with scales; coded and moved."""
+"""Encodes, decodes and moves keys and values, stored in the model's dtype or as scaled fp8."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ __all__ = [
 
 
 def split_layers(k: Tensor, v: Tensor, scales: Tensor | None) -> list[StoredKV]:
-    """Pools of all layers ``[L, ...]``, layer by layer."""
+    """Split the pools of all layers ``[L, ...]`` into one ``StoredKV`` per layer."""
     if scales is None:
         return [StoredKV(*each) for each in zip(k, v, strict=True)]
     return [StoredKV(*each) for each in zip(k, v, scales, strict=True)]
 
 
 def encode(kv: KVSpec, k: Tensor, v: Tensor) -> StoredKV:
-    """Keys and values ``[..., D]`` in the model's dtype, as the pools store them."""
+    """Convert keys and values ``[..., D]`` from the model's dtype to the stored format."""
     return encode_fp8(k, v) if kv.fp8 else StoredKV(k, v)
 
 
 def decode(kv: KVSpec, stored: StoredKV, out: PagedKV | None = None) -> PagedKV:
-    """What :func:`encode` stored, in the model's dtype.
+    """Convert stored keys and values back to the model's dtype.
 
     Args:
-        kv: the model.
+        kv: shapes of the model.
         stored: ``[..., D]``.
-        out: ``[..., D]``, written to if the pools store another dtype than the model's. None:
-            allocated.
+        out: ``[..., D]``, receives the result if a conversion is needed; None: allocate it.
     """
     if stored.scales is None:
         return stored.kv
@@ -50,7 +49,7 @@ def decode(kv: KVSpec, stored: StoredKV, out: PagedKV | None = None) -> PagedKV:
 
 
 def as_read(kv: KVSpec, k: Tensor, v: Tensor) -> PagedKV:
-    """Keys and values ``[..., D]``, rounded to the values that a later read returns."""
+    """Round keys and values ``[..., D]`` to the values that a later read returns."""
     return decode(kv, encode(kv, k, v))
 
 
@@ -76,7 +75,7 @@ def move_pages(
     """Copy pages; see :func:`hisparse.kernels.gather_pages`."""
     gather_pages(src.kv, src_pages, dst.kv, dst_pages, heads=heads)
     if src.scales is not None and dst.scales is not None:
-        # A page's scales lie side by side: one "token" of them moves in few, wide loads.
+        # A page's scales are contiguous: as one "token" they move in few, wide loads.
         source, target = (x.view(*x.shape[:2], 1, -1) for x in (src.scales, dst.scales))
         gather_pages(
             PagedKV(source, source), src_pages, PagedKV(target, target), dst_pages, heads=heads

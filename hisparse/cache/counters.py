@@ -1,4 +1,4 @@
-"""Totals since the start: exact under batching, read without waiting for the device."""
+"""Totals since the start: exact under batching; reading them does not wait for the device."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from torch import Tensor
 
 __all__ = ["Counters"]
 
-#: Counted on the device, whatever else is: pages found and not found, pages brought in ahead, and
-#: selections that were cut short.
+#: Counters that every engine sums on the device.
 _ON_DEVICE = ("hit_pages", "miss_pages", "prefetched_pages", "capped_selections")
 
 
 class Counters:
-    """Sums by name: some of tensors on the device, some of numbers that the host knows.
+    """Sums by name: tensors are summed on the device, numbers on the host.
 
     Args:
         device: where tensors are summed.
-        names: more names that are counted on the device.
+        names: further counters on the device, those of the extensions.
     """
 
     def __init__(self, device: torch.device, names: Iterable[str] = ()) -> None:
@@ -32,15 +31,15 @@ class Counters:
         self._on_host: Counter[str] = Counter()
 
     def count(self, name: str, values: Tensor) -> None:
-        """Add a tensor of numbers or bools, any shape; summed in :meth:`publish`."""
+        """Add a tensor of numbers or bools of any shape; :meth:`publish` sums it."""
         self._waiting[name].append(values.flatten())
 
     def add(self, name: str, number: int) -> None:
-        """Add a number that the host knows."""
+        """Add a number on the host."""
         self._on_host[name] += number
 
     def publish(self) -> None:
-        """Start to copy the device's sums to the host, on the current stream, without waiting."""
+        """Start copying the device's sums to the host on the current stream, without waiting."""
         for total, waiting in zip(self._totals, self._waiting.values(), strict=True):
             if waiting:
                 total.add_(torch.cat(waiting).sum())

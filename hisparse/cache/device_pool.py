@@ -1,4 +1,4 @@
-"""The pages in device memory, and the tables that say which page lies where."""
+"""The pages in device memory, and the tables that map each row to its pages."""
 
 from __future__ import annotations
 
@@ -15,16 +15,24 @@ __all__ = ["DevicePool"]
 class DevicePool:
     """One pool of device pages per layer, shared by all rows, and every row's LRU tables.
 
-    A state row is ``slot * H + head``. Each row owns one page for its tail permanently; the pages
-    behind its slots come from the pool and return to it.
+    State row ``slot * H + head`` belongs to one head of a request slot. Each row permanently owns
+    one page for its tail. The pages of its device slots come from the pool and return to it.
 
     Args:
         kv: shapes of the model.
         heads: H, rows per request; a device page holds all KV heads if it is 1, else one.
         num_slots: request slots.
         num_pages: N, pages of one layer, the rows' tail pages included.
-        max_row_pages: C, the most slots that a row may have; an attribute too.
-        device: where the pages and tables lie; an attribute too.
+        max_row_pages: C, the most device slots that a row may have.
+        device: device of the pages and tables.
+
+    Attributes:
+        kv, heads, max_row_pages, device: as given.
+        states: LRU tables of all layers.
+        capacity: ``[slots * H] int32``, device slots of each state row.
+        tail_pages: ``[L, slots * H] int32``, device page of each state row's tail.
+        free_pages: ``[L, N - slots * H] int32``, stack of free device pages.
+        num_free: ``[L] int32``, entries of ``free_pages`` that are free.
     """
 
     def __init__(
@@ -53,7 +61,7 @@ class DevicePool:
 
         self._k = pages(kv.head_dim)
         self._v = self._k[..., : kv.v_head_dim] if kv.latent else pages(kv.v_head_dim)
-        # A page's scales side by side, as in the host pool.
+        # A page's scales are contiguous, as in the host pool.
         shape = (layers, num_pages, stored_heads, kv.page_size, 2)
         scales = torch.zeros(shape, dtype=torch.uint8, device=device) if kv.fp8 else None
         self._layers = split_layers(self._k, self._v, scales)

@@ -23,11 +23,11 @@ _VIEW = "LPHSD"
 
 
 class HostKVPool:
-    """Keys and values of every token in host memory; a row of it is a "host slot".
+    """Keys and values of every token in host memory; the place of a token is a "host slot".
 
     Args:
         kv: shapes of the model.
-        num_pages: pages, the padding page 0 included.
+        num_pages: pages, including the padding page 0.
         layout: ``layer_first`` and ``page_first`` keep a token's heads together, ``page_head``
             keeps each head's page contiguous, which suits selections per head.
         pin: page-lock the memory, so that a GPU can read it.
@@ -44,7 +44,7 @@ class HostKVPool:
             if kv.latent
             else self._allocate(order, kv.v_head_dim, dtype, pin=pin)
         )
-        # Of a page, whatever the layout, side by side: they are few bytes.
+        # A page's scales are only a few bytes, and contiguous in every layout.
         paged = order.replace("SHD", "HSD")
         scales = self._allocate(paged, 2, torch.uint8, pin=pin) if kv.fp8 else None
         self._layers = split_layers(self._k, self._v, scales)
@@ -83,17 +83,17 @@ class HostKVPool:
 
 
 def _zeros(shape: list[int], dtype: torch.dtype, *, pin: bool) -> Tensor:
-    """Zeroed host memory, page-locked for a GPU, else committed as it is touched.
+    """Zeroed host memory: page-locked for a GPU, else committed on first touch.
 
-    Scattered pages are read half as fast again from huge memory pages, and ``torch.zeros`` would
-    touch all of the pool at start.
+    Huge memory pages make reads of scattered pages 1.5 times as fast. ``torch.zeros`` would touch
+    the whole pool at start.
     """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if pin or num_bytes == 0:
         return torch.zeros(shape, dtype=dtype, pin_memory=pin)
-    # Private: what is shared is a file in memory to the kernel, which as a rule has no huge pages.
+    # Private: the kernel treats a shared mapping as a file, usually without huge pages.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # A kernel without huge pages.
+        with contextlib.suppress(OSError):  # This kernel has no huge pages.
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Reads and writes of K and V: host pool, tail pages."""
+"""Reads and writes K and V of single tokens, in the host pool and in tail pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class KVReadWrite:
     Args:
         host: the whole KV cache.
         device: the device pages.
-        checked: verify that host slots exist, which waits for the device.
+        checked: verify that host slots exist; waits for the device.
     """
 
     def __init__(self, host: HostKVPool, device: DevicePool, *, checked: bool = False) -> None:
@@ -37,7 +37,7 @@ class KVReadWrite:
     def append(
         self, layer_id: int, tail_slots: Tensor, host_slots: Tensor, k: Tensor, v: Tensor
     ) -> None:
-        """Put each request's new token into its rows' tail pages, and write it through.
+        """Write each request's new token to its rows' tail pages and to its host slot.
 
         Args:
             layer_id: layer number.
@@ -49,7 +49,7 @@ class KVReadWrite:
         new, heads = encode(self._host.kv, k, v), self._device.heads
         write_tokens(new, self._host.stored(layer_id), host_slots)
         if heads > 1:
-            new = StoredKV(*(_by_row(x, heads) for x in new.tensors))
+            new = StoredKV(*(_row_tokens(x, heads) for x in new.tensors))
         write_tokens(new, self._device.stored(layer_id), tail_slots)
 
     def write_tail(self, layer_id: int, slot: int, k: Tensor, v: Tensor) -> None:
@@ -81,12 +81,12 @@ class KVReadWrite:
         """K and V of the host pool, each ``[host pages, Hkv, S, D]``.
 
         Raises:
-            HiSparseError: the pool stores eight bits, which algorithms do not read.
+            HiSparseError: the pool stores fp8, which algorithms cannot read.
         """
         if self._host.kv.fp8:
             raise HiSparseError(
-                "an algorithm reads keys in host memory, which are fp8; expected it to say so "
-                "(reads_host_keys = True), or kv_cache_dtype 'auto'"
+                "an algorithm reads keys in host memory: got fp8 keys, expected kv_cache_dtype "
+                "'auto'; the algorithm has to declare reads_host_keys = True"
             )
         return self._host.layer(layer_id)
 
@@ -105,8 +105,8 @@ class KVReadWrite:
             verify_indices("slots", host_slots, 0, num_pages * size)
 
 
-def _by_row(tokens: Tensor, heads: int) -> Tensor:
-    """``[B, Hkv, D]`` -> ``[B * heads, 1, D]``: each row's own KV head."""
+def _row_tokens(tokens: Tensor, heads: int) -> Tensor:
+    """``[B, Hkv, D]`` -> ``[B * heads, 1, D]``: the KV head of each row."""
     copies = heads // tokens.shape[1]
     each = tokens if copies == 1 else tokens.repeat_interleave(copies, dim=1)
     return each.flatten(0, 1)[:, None]

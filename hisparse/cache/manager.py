@@ -1,4 +1,4 @@
-"""Where every page is: host pool, device pages, and the transfers between them."""
+"""Manages every page: host pool, device pages, and the transfers between them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = ["SparseKVCacheManager"]
 class SparseKVCacheManager:
     """Keeps a working set of each request's pages on the device.
 
-    A decode layer enters three times: :meth:`append` the new token, :meth:`swap_in` the selected
-    pages, :meth:`finish` the tail pages that are full.
+    A decode layer makes three calls: :meth:`append` the new token, :meth:`swap_in` the selected
+    pages, :meth:`finish` the full tail pages.
 
     Args:
         host: the whole KV cache.
@@ -35,13 +35,13 @@ class SparseKVCacheManager:
         capacities: decides the capacity of each row, on the host.
         staging_pages: host pages that fit one staging tile.
         counters: totals of hits, misses and bytes.
-        checked: verify selections and resident bytes in every step, which waits for the device.
-        streams: side streams for transfers beside compute; None: nothing overlaps.
+        checked: verify selections and resident bytes in every step; waits for the device.
+        streams: side streams for transfers; None: transfers do not overlap with compute.
 
     Attributes:
         host, device, counters, staging_pages, checked: as given.
-        streams: where work beside the forward stream runs.
-        overlaps: whether transfers run beside compute.
+        streams: side streams, or their inline replacement.
+        overlaps: whether transfers overlap with compute.
         residency: who owns how many device pages.
         kv_io: reads and writes of tokens.
     """
@@ -91,16 +91,16 @@ class SparseKVCacheManager:
         self.residency.start_forward(slots, needs)
 
     def end_forward(self) -> None:
-        """Let the forward stream wait for all work that was started beside it."""
+        """Let the forward stream wait for all side work."""
         self._swap_in.join()
         if self.overlaps:
-            self._staging.forget()
+            self._staging.discard_next()
             self.streams.join_all()
 
     def append(
         self, layer_id: int, tail_slots: Tensor, host_slots: Tensor, k: Tensor, v: Tensor
     ) -> None:
-        """Put each request's new token into its tail pages and its host slot.
+        """Write each request's new token to its tail pages and to its host slot.
 
         Args:
             layer_id: layer number.
@@ -118,20 +118,20 @@ class SparseKVCacheManager:
         tail_lens: Tensor | None = None,
         followers: Sequence[int] = (),
     ) -> PageTable:
-        """Make the selected pages resident, and say where they are.
+        """Make the selected pages resident, and return their device pages.
 
         Args:
             layer_id: layer number.
-            selection: the pages.
+            selection: the selected pages.
             rows: the rows that attend.
             tail_lens: ``[R] int32``, tokens of the tail page to attend; None: all of them.
-            followers: later layers that attend the same pages.
+            followers: later layers that share the selection.
         """
         tail_lens = rows.tail_lens if tail_lens is None else tail_lens
         return self._swap_in.swap_in(layer_id, selection, rows, tail_lens, followers)
 
     def finish(self, layer_id: int, rows: StepRows, filled: Tensor) -> PagedKV:
-        """Let full tail pages enter the LRU as hottest.
+        """Move full tail pages into the LRU, as the hottest pages.
 
         Args:
             layer_id: layer number.
@@ -139,7 +139,7 @@ class SparseKVCacheManager:
             filled: ``[R] bool``, rows whose tail page is full.
 
         Returns:
-            K and V of all tail pages as they were, each ``[B, Hkv, S, D]``.
+            K and V of all tail pages before the move, each ``[B, Hkv, S, D]``.
         """
         tails = self.kv_io.read_tails(layer_id, rows)
         promote_tail(

@@ -1,4 +1,4 @@
-"""Which request owns how many device pages; changed only between forwards."""
+"""Tracks how many device pages each request owns; changes apply only between forwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Residency:
     Args:
         device: the device pages and the rows' tables.
         capacities: decides the capacity of each row, on the host.
-        checked: verify that each row got its capacity, which waits for the device.
+        checked: verify that each row got its capacity; waits for the device.
 
     Attributes:
         capacities: as given.
@@ -38,15 +38,15 @@ class Residency:
         self._checked = checked
         self._device = device
         num_slots = device.capacity.shape[0] // device.heads
-        # Device pages by request slot: those a context fills, those that need no new decision,
-        # and those the rows hold.
-        self._needs, self._enough, self._held = np.zeros((3, num_slots), dtype=np.int64)
+        # Device pages by request slot: the full pages of the context, the largest need without a
+        # new division, and the capacity of each row.
+        self._needs, self._covered, self._held = np.zeros((3, num_slots), dtype=np.int64)
         self._resets: set[int] = set()
         self._cold: set[int] = set()
         self._changed = False
 
     def begin(self, slot: int) -> None:
-        """A request takes over a request slot; the slot's rows hold another request's pages."""
+        """Start a request in a slot; the slot's rows still hold pages of an earlier request."""
         self._resets.add(slot)
         self._needs[slot] = 0
         self._cold.add(slot)
@@ -54,16 +54,16 @@ class Residency:
         self._changed = True
 
     def end(self, slot: int) -> None:
-        """A request is over; its device pages go back to the pool at the next forward."""
+        """End a request; the next forward returns its device pages to the pool."""
         self.capacities.end(slot)
         self._changed = True
 
     def is_cold(self, slot: int) -> bool:
-        """Whether a request has not been through a prefill yet, so nothing of it is resident."""
+        """Whether a request has no resident pages because none of its prefills has ended."""
         return slot in self._cold
 
-    def warmed(self, slots: Iterable[int]) -> None:
-        """A prefill of these requests is done."""
+    def mark_warm(self, slots: Iterable[int]) -> None:
+        """Record that a prefill of these requests has ended."""
         self._cold.difference_update(slots)
 
     def held(self, slots: np.ndarray) -> np.ndarray:
@@ -72,34 +72,34 @@ class Residency:
         return pages
 
     def start_forward(self, slots: np.ndarray, needs: np.ndarray) -> None:
-        """Clear the rows that changed hands, and fit capacities to the running requests.
+        """Reset the rows of new requests, and fit capacities to the running requests.
 
         Args:
             slots: ``[B]``, request slots of this forward.
-            needs: ``[B]``, full pages that each context has after the forward.
+            needs: ``[B]``, full pages of each context after the forward.
         """
         self._needs[slots] = needs
         if self._resets:
             rows = self._state_rows(sorted(self._resets))
             reset_rows(rows, self._device.capacity, self._device.states)
             self._resets.clear()
-        if not self._changed and (needs <= self._enough[slots]).all():
+        if not self._changed and (needs <= self._covered[slots]).all():
             return
         self._changed = False
         live = self.capacities.live
         changes = self.capacities.fit({slot: int(self._needs[slot]) for slot in live})
-        self._enough[list(live)] = [self.capacities.enough(slot) for slot in live]
+        self._covered[list(live)] = [self.capacities.covered_need(slot) for slot in live]
         if changes:
             self._apply(changes)
 
     def _apply(self, changes: list[tuple[int, int]]) -> None:
-        """Change capacities: ``(request slot, device pages)``."""
+        """Set the capacities ``(request slot, device pages)`` on the device."""
         device = self._device
         slots, pages = [slot for slot, _ in changes], [new for _, new in changes]
         self._held[slots] = pages
         rows = self._state_rows(slots)
-        by_row = torch.tensor(pages, dtype=torch.int32).repeat_interleave(device.heads)
-        new = by_row.to(device.device)
+        row_pages = torch.tensor(pages, dtype=torch.int32).repeat_interleave(device.heads)
+        new = row_pages.to(device.device)
         free_pages, num_free = device.free_pages, device.num_free
         rebalance(rows, new, device.capacity, device.states, free_pages, num_free)
         if self._checked:

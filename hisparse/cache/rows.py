@@ -1,4 +1,4 @@
-"""Which rows of the device tables a decode step works on."""
+"""The rows of the device tables that a decode step uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StepRows:
         num_pages: ``[B] int32``, full pages of each request: the index of its tail page.
         host_page_table: ``[B, P] int32``.
         capacity: ``[R] int32``, device slots of each row.
-        num_real_rows: ``[1] int32``, rows that are not padding.
+        num_real_rows: ``[1] int32``, rows before the padding.
         tail_pages: ``[L, R] int32``, device page of each row's tail.
         tail_lens: ``[R] int32``, tokens in the tail page, the new one included.
     """

@@ -16,16 +16,15 @@ __all__ = ["Staging", "Tile"]
 
 
 class Tile(NamedTuple):
-    """Pages that are read together.
+    """Pages of one request that are read together.
 
     Attributes:
         layer_id: layer number.
-        owner: whose pages; numbers the requests of a forward.
-        first: page index in the sequence of the first page.
-        end: position after the last token that is looked at; behind it the last page may be written
-            while the tile arrives.
-        host_pages: ``[P] int32``; on the host if it knows them, which lets the copy engine move
-            them.
+        owner: identifies the request within a forward.
+        first: index of the first page in the sequence.
+        end: position after the last token that is used. A write behind that position may run while
+            the tile is copied.
+        host_pages: ``[P] int32``; a tensor in host memory lets the copy engine move the pages.
     """
 
     layer_id: int
@@ -35,25 +34,27 @@ class Tile(NamedTuple):
     host_pages: Tensor
 
     def is_same(self, other: Tile) -> bool:
-        """Whether both are the same tokens, in one forward."""
+        """Whether both tiles hold the same tokens; valid within one forward."""
         return self[:4] == other[:4]
 
 
-class _Coming(NamedTuple):
+class _NextTile(NamedTuple):
+    """A tile whose copy was started before its read."""
+
     tile: Tile
     buffer: int
-    arrived: Pending[None]
+    copy: Pending[None]
 
 
 class Staging:
-    """Buffers of one tile each: with two of them the next tile arrives while one is attended.
+    """Buffers of one tile each. With two buffers, the next tile is copied during attention.
 
     Args:
-        host: where pages are read.
-        num_pages: pages of a tile at most.
+        host: the pool to read pages from.
+        num_pages: the most pages of a tile.
         num_buffers: 1 or 2.
-        device: where the buffers lie.
-        streams: beside which stream tiles arrive.
+        device: device of the buffers.
+        streams: side streams for the copies.
     """
 
     def __init__(
@@ -69,12 +70,12 @@ class Staging:
         self._num_pages = num_pages
         kv = host.kv
         self._buffers = [self._allocate(kv.stored_dtype, device) for _ in range(num_buffers)]
-        # What is stored in another dtype than the model's is read into a tile of its own.
+        # Stored fp8 is decoded into a separate tile.
         self._decoded = self._allocate(kv.dtype, device).kv if kv.fp8 else None
         staged = torch.arange(num_pages, dtype=torch.int32)
-        # By where a list of pages lies: on the host, or on the device.
+        # By the device of a tile's page numbers.
         self._staged = {"cpu": staged, device.type: staged.to(device)}
-        self._coming: _Coming | None = None
+        self._next: _NextTile | None = None
 
     def _allocate(self, dtype: torch.dtype, device: torch.device) -> StoredKV:
         kv = self._host.kv
@@ -96,28 +97,27 @@ class Staging:
         tokens = len(self._buffers) * self._num_pages * kv.page_size
         return tokens * kv.token_bytes_per_layer + sum(x.nbytes for x in decoded)
 
-    def read(self, tile: Tile, ahead: Tile | None = None) -> PagedKV:
-        """Bring a tile in, and start to bring in the next one.
+    def read(self, tile: Tile, next_tile: Tile | None = None) -> PagedKV:
+        """Copy a tile to the device, and start copying the next one.
 
         Args:
             tile: at most ``num_pages`` pages.
-            ahead: what is read next but for tiles that are read without it; None: not known. Its
+            next_tile: the tile of the next read that passes a next tile itself; None: unknown. Its
                 pages have been written before this call.
 
         Returns:
             ``[P, Hkv, S, D]`` in the model's dtype, views of a buffer, valid until the next call.
         """
-        coming, buffer = self._coming, 0
-        if coming is not None and coming.tile.is_same(tile):
-            self._coming, buffer = None, coming.buffer
-            arrived = coming.arrived
+        started, buffer = self._next, 0
+        if started is not None and started.tile.is_same(tile):
+            self._next, buffer, copy = None, started.buffer, started.copy
         else:
-            if coming is not None and ahead is None:
-                buffer = 1 - coming.buffer
-            arrived = self._start(tile, buffer)
-        if ahead is not None and len(self._buffers) > 1:
-            self._coming = _Coming(ahead, 1 - buffer, self._start(ahead, 1 - buffer))
-        arrived.join()
+            if started is not None and next_tile is None:
+                buffer = 1 - started.buffer
+            copy = self._start(tile, buffer)
+        if next_tile is not None and len(self._buffers) > 1:
+            self._next = _NextTile(next_tile, 1 - buffer, self._start(next_tile, 1 - buffer))
+        copy.join()
         count, decoded = tile.host_pages.numel(), self._decoded
         stored = StoredKV(*(x[:count] for x in self._buffers[buffer].tensors))
         if decoded is None:
@@ -132,6 +132,6 @@ class Staging:
         staged = self._staged[pages.device.type][None, : pages.numel()]
         move_pages(self._host.stored(tile.layer_id), pages[None], buffer, staged)
 
-    def forget(self) -> None:
-        """What was to be read next is not: the forward is over."""
-        self._coming = None
+    def discard_next(self) -> None:
+        """Discard the next tile; called at the end of a forward."""
+        self._next = None

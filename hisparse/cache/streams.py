@@ -1,9 +1,9 @@
-"""Work beside the forward stream: forked from it and joined to it by events.
+"""Runs work on side streams, which fork from the forward stream and join it by events.
 
-What side work reads was there when it was started, and what it writes is nobody's else until it is
-joined. The same calls serve every machine: without a side stream the work is done at once. A CUDA
-graph that is being captured takes forks and joins in, if all that was forked is joined before its
-end. On streams of CUDA not yet run on a GPU.
+Side work reads only data that exists when the work starts. No other work uses its results before it
+is joined. A machine without side streams runs the work at once, through the same calls. A CUDA
+graph can capture forks and joins if every fork is joined before the capture ends. The CUDA streams
+have not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ __all__ = [
     "make_streams",
 ]
 
-#: Work of one lane is done in the order in which it was started: "read" is from host memory to the
-#: device, "write" from the device to host memory; a link carries both at once. "ahead" is what is
-#: read for a later layer or step: what the current layer waits for does not queue behind it.
-Lane = Literal["read", "ahead", "write"]
+#: A lane runs its work in the order of the starts. "read" copies from host memory to the device and
+#: "write" from the device to host memory: a link carries both directions at once. "prefetch" reads
+#: for a later layer or step, so that reads for the current layer do not queue behind it.
+Lane = Literal["read", "prefetch", "write"]
 
 T = TypeVar("T")
 
 
 class Pending(ABC, Generic[T]):
-    """Work that was started."""
+    """Work that has been started."""
 
     @abstractmethod
     def join(self) -> T:
-        """What the work returned. What the forward stream does from here on comes after it."""
+        """Order later work of the forward stream after this work; returns the work's result."""
 
 
 class Ready(Pending[T]):
-    """Work that is done."""
+    """Work that has ended."""
 
     def __init__(self, result: T) -> None:
         self._result = result
@@ -55,19 +55,19 @@ class SideStreams(ABC):
 
     @abstractmethod
     def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
-        """Let ``work`` come after all that the forward stream has been given so far, and after what
-        was started on the same lane, but not before what the forward stream is given next.
+        """Start ``work`` on a lane; later work of the forward stream does not wait for it.
 
-        Tensors that it uses or makes are held until it is joined.
+        The work runs after everything that the forward stream and the lane were given so far. The
+        tensors that the work uses or allocates are kept alive until it is joined.
         """
 
     @abstractmethod
     def join_all(self) -> None:
-        """Join whatever has not been joined."""
+        """Join all work that has not been joined."""
 
 
 class InlineStreams(SideStreams):
-    """No side streams: work is done when it is started."""
+    """No side streams: :meth:`start` runs the work."""
 
     def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
         return Ready(work())
@@ -79,9 +79,9 @@ class InlineStreams(SideStreams):
 class CudaStreams(SideStreams):
     """Streams of a CUDA device.
 
-    Memory needs no marks for the allocator. What the forward stream made is held until the work is
-    joined. What side work made goes back to its own stream, where the next user starts by waiting
-    for the forward stream.
+    Tensors need no ``record_stream``. Those that the forward stream allocated are kept alive until
+    the work is joined. Those that side work allocated return to the side stream, and the next work
+    there first waits for the forward stream.
 
     Args:
         device: the device.
@@ -90,7 +90,7 @@ class CudaStreams(SideStreams):
     def __init__(self, device: torch.device) -> None:
         self._lanes: dict[Lane, torch.cuda.Stream] = {
             "read": torch.cuda.Stream(device),
-            "ahead": torch.cuda.Stream(device),
+            "prefetch": torch.cuda.Stream(device),
             "write": torch.cuda.Stream(device),
         }
         self._open: list[_OnStream[Any]] = []
@@ -132,5 +132,5 @@ class _OnStream(Pending[T]):
 
 
 def make_streams(device: torch.device) -> SideStreams:
-    """Side streams if the device has streams."""
+    """CUDA streams on a CUDA device, otherwise inline execution."""
     return CudaStreams(device) if device.type == "cuda" else InlineStreams()

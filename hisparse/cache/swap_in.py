@@ -1,4 +1,4 @@
-"""Makes selected pages resident: find what is missing, bring it in, say where everything is."""
+"""Makes selected pages resident: finds the misses, loads them, returns the page table."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ class PageTable(NamedTuple):
 
     Attributes:
         pages: ``[R, P] int32``, device pages, the tail page last; -1 behind it.
-        seq_lens: ``[R] int32``, tokens: all pages are full but the tail page.
+        seq_lens: ``[R] int32``, tokens; every page but the tail page is full.
     """
 
     pages: Tensor
     seq_lens: Tensor
 
 
-#: What was resident and what was loaded where; and ``[R, K + 1] int32``, the device pages of the
-#: selection, then the tail page.
+#: Hits and misses, and ``[R, K + 1] int32``: the device pages of the selection, then the tail page.
 _Loaded = tuple[LruDiff, Tensor]
 
 
@@ -49,8 +48,8 @@ class _Early(NamedTuple):
     """A swap-in that was started before its layer.
 
     Attributes:
-        selection: the pages.
-        loaded: what the layer finds once its pages are there.
+        selection: the selected pages.
+        loaded: result of the swap-in.
     """
 
     selection: Selection
@@ -58,15 +57,15 @@ class _Early(NamedTuple):
 
 
 class SwapIn:
-    """Brings selected pages to the device, at once or ahead on a side stream.
+    """Loads selected pages onto the device, at once or early on a side stream.
 
     Args:
         host: the whole KV cache.
         device: the device pages and the rows' tables.
-        streams: where transfers run that are started ahead.
-        counters: told about hits, misses and prefetched pages.
-        checked: whether selections and resident bytes are verified, which waits for the device.
-        overlaps: whether layers that share a selection are served ahead.
+        streams: side streams for early transfers.
+        counters: counts hits, misses and prefetched pages.
+        checked: verify selections and resident bytes; waits for the device.
+        overlaps: whether :meth:`swap_in` also starts the transfers of later layers.
     """
 
     def __init__(
@@ -96,15 +95,15 @@ class SwapIn:
         tail_lens: Tensor,
         followers: Sequence[int] = (),
     ) -> PageTable:
-        """Let the forward stream find the selected pages resident.
+        """Make the selected pages resident for the forward stream.
 
         Args:
             layer_id: layer number.
-            selection: the pages.
+            selection: the selected pages.
             rows: the rows that attend.
             tail_lens: ``[R] int32``, tokens of the tail page to attend.
-            followers: later layers that attend the same pages. With overlap their transfers start
-                here, behind those that this layer waits for.
+            followers: later layers that share the selection. With overlap, their transfers start
+                here, after those of this layer.
         """
         if self._checked:
             check_selection(layer_id, selection, rows)
@@ -128,12 +127,12 @@ class SwapIn:
         return PageTable(attended, seq_lens)
 
     def prefetch(self, layer_id: int, selection: Selection, rows: StepRows) -> None:
-        """Start to bring in pages that a layer which has not begun is likely to attend."""
-        pending = self._start("ahead", layer_id, selection, rows)
+        """Start loading pages for a layer that has not begun."""
+        pending = self._start("prefetch", layer_id, selection, rows)
         self._prefetches.setdefault(layer_id, []).append(pending)
 
     def join(self) -> None:
-        """Everything that was started is over before the next forward."""
+        """Join all early transfers; called at the end of a forward."""
         for layer_id in tuple(self._prefetches):
             self._join_prefetches(layer_id)
         self._early.clear()
@@ -148,7 +147,7 @@ class SwapIn:
         return self._streams.start(lane, lambda: self._load(layer_id, selection, rows))
 
     def _load(self, layer_id: int, selection: Selection, rows: StepRows) -> _Loaded:
-        """Bring in the pages of a selection that are missing."""
+        """Load the missing pages of a selection."""
         state = self._device.state(layer_id)
         diff = lru_diff(
             selection.pages.reshape(rows.rows.numel(), -1),
@@ -191,13 +190,13 @@ class SwapIn:
             layer_id: layer number.
             slot: request slot; its rows' capacity is at least ``last - first``.
             first, last: page indices; the pages are not resident yet.
-            source: pool to read the pages from.
+            source: the pool to read from.
             table: ``[last] int32``, page of ``source`` for each page index.
         """
         heads, device = self._device.heads, self._device.device
         rows = torch.arange(slot * heads, (slot + 1) * heads, device=device)
         pages = torch.arange(first, last, dtype=torch.int32, device=device)
-        # Filled on the device: a copy from the host would wait for it.
+        # Filled on the device: a copy from the host would synchronise with the device.
         num_real = torch.full((1,), heads, dtype=torch.int32, device=device)
         state = self._device.state(layer_id)
         capacity = self._device.capacity[rows]

@@ -215,7 +215,7 @@ class SparseCoordinator:
     def forward_end(self) -> None:
         """The last layer is done."""
         if self._prefill_batch is not None:
-            self.manager.residency.warmed(c.slot for c in self._prefill_batch.chunks)
+            self.manager.residency.mark_warm(c.slot for c in self._prefill_batch.chunks)
         self.manager.end_forward()
         self.manager.counters.publish()
 

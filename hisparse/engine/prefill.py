@@ -128,7 +128,6 @@ class Prefill:
             slot=chunk.slot,
             start=chunk.start,
             length=chunk.length,
-            first_page=first,
             host_pages=chunk.host_pages[first:last],
             context_pages=chunk.host_pages,
             is_last=chunk.is_last,

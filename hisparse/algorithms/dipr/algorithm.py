@@ -1,4 +1,4 @@
-"""DIPR: keep what comes near the best q.k, however much that is. https://arxiv.org/abs/2504.10326"""
+"""DIPR: keep all tokens with q.k near the best. https://arxiv.org/abs/2504.10326"""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ __all__ = ["DIPR"]
 
 logger = logging.getLogger("hisparse")
 
-#: A token that weighs less than a hundredth of the heaviest one is left out.
+#: Tokens below a hundredth of the largest softmax weight are left out.
 _DEFAULT_ALPHA = 0.01
 
 
 @register_algorithm("dipr")
 @dataclass(frozen=True, kw_only=True)
 class DIPR(BaseSparseAlgorithm):
-    """Keeps the pages of all tokens whose q.k is at least the best one's minus beta.
+    """Keeps the pages of all tokens with a q.k of at least the largest q.k minus beta.
 
     AlayaDB's dynamic inner product range query. Heads and tasks that look at many tokens keep
     many, up to ``device_buffer_size``; others keep few. A page is kept if one of its tokens is in
@@ -93,7 +93,7 @@ class DIPR(BaseSparseAlgorithm):
     def resolved(
         self, policy: SelectionPolicy, *, context_length: int, host_bytes: int, device_bytes: int
     ) -> DIPR:
-        """``index`` is chosen, unless it is given."""
+        """Choose ``index`` if it is "auto"."""
         if self.index != "auto":
             return self
         kv = policy.kv
@@ -117,7 +117,7 @@ class DIPR(BaseSparseAlgorithm):
 
     def host_token_bytes(self, kv: KVSpec) -> int:
         links = 4 * LINKS_PER_TOKEN * kv.num_kv_heads * kv.num_layers
-        # An index that is still "auto" may become "fine".
+        # "auto" may resolve to "fine".
         return links if self.index in ("auto", "fine") else 0
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
@@ -148,14 +148,9 @@ class DIPR(BaseSparseAlgorithm):
         if self.index == "coarse":
             scores = coarse_scores(query, layer_id, step, rest, within)
         elif self.index == "fine":
-            least = self.capacity_threshold
-            scores = fine_scores(query, layer_id, step, rest, within, least)
+            threshold = self.capacity_threshold
+            scores = fine_scores(query, layer_id, step, rest, within, threshold)
         else:
             table = step.host_page_table[:, : step.max_pages]
             scores = key_score(query, step.host_keys(layer_id), table, step.num_pages)
-        return select(
-            scores,
-            step.num_pages,
-            replace(policy.rule, within=within),
-            rest=rest,
-        )
+        return select(scores, step.num_pages, replace(policy.rule, within=within), rest=rest)

@@ -1,4 +1,4 @@
-"""DIPR's coarse index: bounds of pages tell which ones need not be read."""
+"""DIPR's coarse index: reads only pages with an upper bound in range."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from hisparse.types import KVSpec
 __all__ = ["coarse_scores", "range_representation", "store_ranges"]
 
 _RANGES = "ranges"
-#: Ranges are wider than the keys by this part of each value, so that a bound in float32 stays one
-#: whatever the order of its sums and of those of the exact products.
+#: Ranges are widened by this fraction of each value, so that a float32 bound holds for every order
+#: of summation, in the bound and in the exact products.
 _WIDER = 1e-4
-#: Pages with the highest bounds, which are scored first: their best is what the others are held
-#: against.
+#: Number of pages that are scored first, those with the highest bounds: their best logit decides
+#: which other pages are scored.
 _FIRST = 8
 
 
 def range_representation(kv: KVSpec) -> dict[str, Representation]:
-    """Channel-wise maxima of a page's keys, then minima; bfloat16, rounded outward."""
+    """Declare channel-wise maxima of a page's keys, then minima; bfloat16, rounded outward."""
     return {_RANGES: Representation((kv.num_kv_heads, 2 * kv.head_dim), torch.bfloat16)}
 
 
 def store_ranges(
     keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]
 ) -> None:
-    """Ranges of complete pages, ``keys [P, S, Hkv, D]``, written at ``host_pages [P]``."""
+    """Store the ranges of complete pages ``keys [P, S, Hkv, D]`` at ``host_pages [P]``."""
     high, low = keys.float().amax(1), keys.float().amin(1)
     high = round_outward(high + _WIDER * high.abs(), torch.bfloat16, up=True)
     low = round_outward(low - _WIDER * low.abs(), torch.bfloat16, up=False)
@@ -41,17 +41,18 @@ def store_ranges(
 def coarse_scores(
     query: Tensor, layer_id: int, step: DecodeStep, rest: Tensor, within: float
 ) -> Tensor:
-    """Each page's best q.k; -inf for pages whose bound shows that they are out of range.
+    """Best logit of each page; -inf for pages with a bound out of range.
 
-    What is in range has bit for bit the scores of a flat scan: a page that is left out cannot
-    reach the best of a few others minus ``within``, and so not the best of all.
+    Pages in range have the scores of a flat scan, bit for bit. A page is left out only if its bound
+    is below the best logit of a few other pages minus ``within``, hence also below the best logit
+    of all pages minus ``within``.
 
     Args:
         query: ``[B, Hq, D] float32``, times the softmax scale.
         layer_id: layer number.
         step: the step.
-        rest: ``[B, Hq] float32``, the best logit of the tail page.
-        within: in units of logits.
+        rest: ``[B, Hq] float32``, best logit of the tail page.
+        within: beta in units of logits.
 
     Returns:
         ``[B, Hq, max_pages] float32``.
@@ -63,6 +64,6 @@ def coarse_scores(
     first = torch.zeros_like(bounds, dtype=torch.bool).scatter_(-1, highest, True)
     found = key_score(query, keys, table, num_pages, pages=first)
     best = torch.maximum(rest, found.amax(-1))
-    # The difference is rounded, too.
+    # The difference is rounded as well.
     least = best - within - _WIDER * (best.abs() + within)
     return key_score(query, keys, table, num_pages, pages=bounds >= least[..., None])

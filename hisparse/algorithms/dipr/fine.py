@@ -1,4 +1,4 @@
-"""DIPR's fine index: a graph over a request's keys, from one to those that lie near it."""
+"""DIPR's fine index: a graph that links each key of a request to similar keys."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hisparse.kernels import GraphSearch, KeyGraphs, graph_score, key_score
 
 __all__ = ["LINKS_PER_TOKEN", "build_graph", "fine_scores", "link_keys", "require_faiss"]
 
-#: Of HNSW's lowest layer, twice the M that faiss is given.
+#: Links of a token in HNSW's lowest layer: twice the M that is passed to faiss.
 LINKS_PER_TOKEN = 32
-#: Candidates that faiss looks at for a token's links. More is slower and changes little.
+#: Candidates that faiss considers for a token's links. More are slower and change little.
 _CONSTRUCTION = 40
-#: A search begins with every so many tokens: neighbours in the text are neighbours in the graph,
-#: and no cluster of keys is out of its reach.
+#: Tokens between the starting points of a search. Neighbours in the text are neighbours in the
+#: graph, so the search reaches every cluster of keys.
 _ENTRY_STRIDE = 32
 
 
 def require_faiss() -> Any:
-    """The library that builds the graphs.
+    """Import faiss, which builds the graphs.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: faiss is not installed.
     """
     try:
         return importlib.import_module("faiss")
@@ -42,16 +42,16 @@ def require_faiss() -> Any:
 
 
 def build_graph(layer_id: int, step: PrefillStep, threshold: int) -> None:
-    """At the end of a prompt: link its keys, if it is long enough for a search to pay off.
+    """At the end of a prompt, link its keys if the prompt is long enough for a search to pay off.
 
-    A search scores up to ``threshold`` times ``LINKS_PER_TOKEN`` tokens at least; scoring all of a
-    shorter prompt's is as little work. Nor is there one where memory for it is lacking: the
-    request's keys are scanned then.
+    A search explores at least ``threshold`` candidates with ``LINKS_PER_TOKEN`` links each. A scan
+    of no more tokens than that is as fast, so a shorter prompt gets no graph. Without memory for a
+    graph, the keys of the request are scanned as well.
 
     Args:
         layer_id: layer number.
-        step: the chunk; nothing is done unless it is the last one.
-        threshold: l0, candidates that a search explores in any case.
+        step: the chunk; ignored unless it is the last one of the prompt.
+        threshold: l0, fewest candidates that a search explores.
     """
     size = step.policy.kv.page_size
     num_tokens = step.end // size * size
@@ -59,30 +59,30 @@ def build_graph(layer_id: int, step: PrefillStep, threshold: int) -> None:
         return
     indexes, heads = _indexes(step), step.policy.kv.num_kv_heads
     if not indexes.has_room(4 * LINKS_PER_TOKEN * heads * num_tokens):
-        # Requests that share a prefix have a graph each: more than was counted for their tokens.
+        # Requests with a common prefix build a graph each: more than sizing counts per token.
         return
-    # Copies: a tile is valid until the next one.
+    # Copied, because a tile is valid only until the next one.
     tiles = [keys.to(torch.float32, copy=True) for _, keys in step.context_keys(layer_id)]
     links = link_keys(torch.cat(tiles)[:num_tokens])
     indexes.put(layer_id, step.slot, links, num_tokens)
 
 
 def link_keys(keys: Tensor) -> Tensor:
-    """Links of each token to others with similar keys, for each KV head.
+    """Link each token to tokens with similar keys, for each KV head; HNSW's lowest layer.
 
-    HNSW's lowest layer. The best q.k becomes the nearest neighbour with one more channel, which
-    makes all keys equally long (https://doi.org/10.1145/2645710.2645741).
+    An additional channel gives all keys the same norm, so that the key with the largest q.k is the
+    nearest neighbour of q (https://doi.org/10.1145/2645710.2645741).
 
     Args:
         keys: ``[n, Hkv, D] float32``.
 
     Returns:
-        ``[Hkv, n, LINKS_PER_TOKEN] int32``, -1 where there is none; the same for the same keys.
+        ``[Hkv, n, LINKS_PER_TOKEN] int32``, padded with -1; deterministic.
     """
     squares = keys.square().sum(-1)
     missing = (squares.amax(0) - squares).clamp(min=0).sqrt()
-    longer = torch.cat([keys, missing[..., None]], -1)
-    vectors = [np.ascontiguousarray(head) for head in longer.transpose(0, 1).numpy()]
+    extended = torch.cat([keys, missing[..., None]], -1)
+    vectors = [np.ascontiguousarray(head) for head in extended.transpose(0, 1).numpy()]
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
         return torch.from_numpy(np.stack(list(pool.map(_link, vectors))))
 
@@ -90,36 +90,36 @@ def link_keys(keys: Tensor) -> Tensor:
 def _link(vectors: np.ndarray) -> np.ndarray:
     """``[n, D + 1] float32`` -> ``[n, LINKS_PER_TOKEN] int32``."""
     faiss = require_faiss()
-    # Of this thread; what several threads add to a graph depends on who comes first.
+    # For this thread: a graph that several threads build depends on their order.
     faiss.omp_set_num_threads(1)
     index = faiss.IndexHNSWFlat(vectors.shape[1], LINKS_PER_TOKEN // 2)
     index.hnsw.efConstruction = _CONSTRUCTION
     index.add(vectors)
-    # A token's links stand together, those of the lowest layer first.
+    # The links of a token are contiguous, those of the lowest layer first.
     starts = faiss.vector_to_array(index.hnsw.offsets)[:-1].astype(np.int64)
-    everything = faiss.vector_to_array(index.hnsw.neighbors)
-    links: np.ndarray = everything[starts[:, None] + np.arange(LINKS_PER_TOKEN)].astype(np.int32)
+    neighbors = faiss.vector_to_array(index.hnsw.neighbors)
+    links: np.ndarray = neighbors[starts[:, None] + np.arange(LINKS_PER_TOKEN)].astype(np.int32)
     return links
 
 
 def fine_scores(
     query: Tensor, layer_id: int, step: DecodeStep, rest: Tensor, within: float, threshold: int
 ) -> Tensor:
-    """Each page's best q.k among the tokens that the search sees; a page may be missed.
+    """Best logit of each page among the tokens that the search visits; it may miss a page.
 
-    Pages that were filled after the graph was built are scored in full, and so are all pages of a
+    Pages that were filled after the graph was built are scored in full. So are all pages of a
     request without a graph.
 
     Args:
         query: ``[B, Hq, D] float32``, times the softmax scale.
         layer_id: layer number.
         step: the step.
-        rest: ``[B, Hq] float32``, the best logit of the tail page.
-        within: in units of logits.
-        threshold: l0.
+        rest: ``[B, Hq] float32``, best logit of the tail page.
+        within: beta in units of logits.
+        threshold: l0, fewest candidates that the search explores.
 
     Returns:
-        ``[B, Hq, max_pages] float32``, -inf for pages of which no token was seen.
+        ``[B, Hq, max_pages] float32``, -inf for pages without a visited token.
     """
     indexes, table = _indexes(step), step.host_page_table[:, : step.max_pages]
     addresses = indexes.addresses[layer_id].index_select(0, step.slots)
@@ -136,5 +136,5 @@ def fine_scores(
 
 
 def _indexes(step: PrefillStep | DecodeStep) -> RequestIndexes:
-    assert step.indexes is not None, "the coordinator hands over what it owns"
+    assert step.indexes is not None, "the engine sets indexes in every step"
     return step.indexes
