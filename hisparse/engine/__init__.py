@@ -1,1 +1,1 @@
-"""What happens in a forward pass: order, decode, prefill, and what they share."""
+"""The forward pass: its order, decode, prefill, and the state that they share."""

@@ -1,4 +1,4 @@
-"""The only assembly: server, transformers, simulator and benches build an engine here."""
+"""Builds an engine, for the server, transformers, the simulator and the benches."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class EngineSetup:
-    """Everything that is decided before memory is allocated.
+    """All decisions that precede the allocation of memory.
 
     Attributes:
         config: the settings.
@@ -48,8 +48,8 @@ class EngineSetup:
         spec: shapes of the model.
         policy: the rules of selections.
         layout: order of host memory.
-        adapter: attends, and why it was chosen.
-        sizing: how much of everything there is.
+        adapter: the chosen attention backend, and the reason for the choice.
+        sizing: division of host and device memory.
     """
 
     config: HiSparseConfig
@@ -63,15 +63,15 @@ class EngineSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSizes:
-    """How much is allocated on the device.
+    """Sizes of the allocations on the device.
 
     Attributes:
-        num_slots: request slots, with slot 0, that of padding.
+        num_slots: request slots, including slot 0 of the padding.
         max_requests: requests that may run at once.
-        device_pages: device pages of each layer, tail pages included.
-        min_row_pages, max_row_pages: device pages of a row, at least and at most.
+        device_pages: device pages of each layer, including tail pages.
+        min_row_pages, max_row_pages: smallest and largest capacity of a row, in device pages.
         staging_pages: pages of one staging tile.
-        index_bytes: host memory for requests' indexes; None: any.
+        index_bytes: host memory for the indexes of requests; None: unlimited.
     """
 
     num_slots: int
@@ -90,7 +90,7 @@ def make_policy(
     scale: float,
     scope: SelectionScope,
 ) -> SelectionPolicy:
-    """The rules that ``config`` sets for the selections of ``algorithm``."""
+    """The rules of selections that follow from settings, algorithm and model."""
     size = spec.page_size
     longest = config.min_row_tokens if algorithm.variable_lengths else config.budget
     return SelectionPolicy(
@@ -107,7 +107,7 @@ def make_policy(
 def kept_tensors(
     config: HiSparseConfig, algorithm: BaseSparseAlgorithm, policy: SelectionPolicy
 ) -> dict[str, Representation]:
-    """Tensors that algorithm and extensions keep beside K and V, by name."""
+    """Tensors that the algorithm and the extensions keep beside K and V, by name."""
     kept = dict(algorithm.representations(policy))
     for name, options in config.extensions.items():
         kept |= _extension_type(name).state(options, policy)
@@ -121,18 +121,18 @@ def make_setup(
     scale: float,
     resources: Resources,
 ) -> EngineSetup:
-    """Choose scope, layout and adapter, and share out the memory.
+    """Choose scope, layout and adapter, and divide the memory.
 
     Args:
         config: the settings.
-        algorithm: the one that ``config`` names.
+        algorithm: the algorithm that ``config`` names.
         spec: shapes of the model.
         scale: softmax scale.
         resources: memory and limits.
 
     Raises:
-        ConfigError: a setting does not go with the model or with another setting.
-        CapacityError: one request does not fit.
+        ConfigError: a setting is incompatible with the model or with another setting.
+        CapacityError: the memory is too small for one request.
     """
     check_capabilities(config, resources.device_type)
     scope = choose_scope(config, latent=spec.latent)
@@ -177,13 +177,13 @@ def make_setup(
 def build_engine(
     setup: EngineSetup, host: HostKVPool, *, num_slots: int, device: torch.device
 ) -> SparseCoordinator:
-    """Allocate the device side of a setup for a host pool, and connect everything.
+    """Allocate device memory for a setup and build its engine.
 
     Args:
-        setup: its sizing has been fitted to the pool.
+        setup: all decisions; the sizing matches the host pool.
         host: the KV pool.
-        num_slots: request slots, with the one of padding.
-        device: where device pages, representations and tables lie.
+        num_slots: request slots, including that of the padding.
+        device: device of the device pages, representations and tables.
     """
     spec, sizing = setup.spec, setup.sizing
     logger.info("adapter %s: %s", *setup.adapter)
@@ -221,9 +221,9 @@ def build(
         policy: shapes of the model and the rules of selections.
         adapter: attends.
         host: the KV pool.
-        sizes: how much to allocate on the device.
-        device: where device pages, representations and tables lie.
-        streams: side streams in place of the device's own, where ``config.overlap`` is true.
+        sizes: sizes of the allocations on the device.
+        device: device of the device pages, representations and tables.
+        streams: replaces the device's own side streams if ``config.overlap`` is true.
     """
     types = {name: _extension_type(name) for name in config.extensions}
     counters = Counters(device, [name for cls in types.values() for name in cls.counters])
@@ -239,13 +239,7 @@ def build(
         index_bytes=sizes.index_bytes,
     )
     algorithm.initialize(representations.tensors, policy)
-    modes = AttentionModes(
-        policy,
-        algorithm,
-        min_sparse_context=config.min_sparse_context,
-        dense_layers=frozenset(config.dense_layers or ()),
-        reuse_layers=config.reuse_layers,
-    )
+    modes = _make_modes(config, policy, algorithm)
     parts = EngineParts(
         policy=policy,
         algorithm=algorithm,
@@ -263,6 +257,18 @@ def build(
     )
     extensions = tuple(cls(config.extensions[name], context) for name, cls in types.items())
     return SparseCoordinator(replace(parts, extensions=extensions))
+
+
+def _make_modes(
+    config: HiSparseConfig, policy: SelectionPolicy, algorithm: BaseSparseAlgorithm
+) -> AttentionModes:
+    return AttentionModes(
+        policy,
+        algorithm,
+        min_sparse_context=config.min_sparse_context,
+        dense_layers=frozenset(config.dense_layers or ()),
+        reuse_layers=config.reuse_layers,
+    )
 
 
 def _make_manager(
@@ -301,6 +307,5 @@ def _make_manager(
 
 
 def _extension_type(name: str) -> type[Extension]:
-    found = EXTENSIONS.get(name)
-    assert issubclass(found, Extension), f"{name} is registered as an extension"
-    return found
+    extension: type[Extension] = EXTENSIONS.get(name)
+    return extension

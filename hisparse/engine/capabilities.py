@@ -1,4 +1,4 @@
-"""Which settings, algorithms, adapters and models go together: every such rule in one place."""
+"""Every rule on which settings, algorithms, adapters and models are compatible."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = [
 
 
 def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
-    """Whether the algorithm can do what the settings ask for, whatever the model.
+    """Check the rules that do not depend on the model.
 
     Args:
-        config: names the algorithm, the adapter, the page size and the scope.
-        device_type: "cuda" or "cpu", where the model runs.
+        config: the settings.
+        device_type: "cuda" or "cpu", the device of the model.
 
     Raises:
-        ConfigError: it cannot; names the algorithms that can.
+        ConfigError: the algorithm does not support a setting; the message names those that do.
     """
     cls = ALGORITHMS.get(config.algorithm)
 
@@ -38,13 +38,15 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
     def takes_device(cls: type[BaseSparseAlgorithm]) -> bool:
         return device_type == "cpu" or not cls.reads_host_keys
 
-    wants: list[tuple[str, Callable[[type[BaseSparseAlgorithm]], bool]]] = [
+    requirements: list[tuple[str, Callable[[type[BaseSparseAlgorithm]], bool]]] = [
         (f"page_size {config.page_size}", takes_page_size),
         (f"device {device_type}", takes_device),
     ]
     if config.stores_fp8:
-        wants.append((f"kv_cache_dtype {config.kv_cache_dtype}", lambda c: not c.reads_host_keys))
-    for what, can in wants:
+        requirements.append(
+            (f"kv_cache_dtype {config.kv_cache_dtype}", lambda c: not c.reads_host_keys)
+        )
+    for what, can in requirements:
         if not can(cls):
             others = ", ".join(name for name in ALGORITHMS if can(ALGORITHMS.get(name)))
             sizes = f" (its page sizes: {', '.join(map(str, cls.page_sizes or ()))})"
@@ -57,14 +59,14 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
 
 
 def choose_scope(config: HiSparseConfig, *, latent: bool = False) -> SelectionScope:
-    """The requested scope, or else the best one that algorithm and adapter share.
+    """The requested scope, or else the best scope that both algorithm and adapter support.
 
     Args:
-        config: names them.
+        config: names the algorithm, the adapter and the scope.
         latent: whether the model has one latent for all query heads (MLA).
 
     Raises:
-        ConfigError: they cannot serve it; names the algorithms that can.
+        ConfigError: no such scope; the message names the algorithms that support it.
     """
     adapter, wanted = ADAPTERS.get(config.adapter or "torch"), config.selection_scope
 
@@ -87,10 +89,10 @@ def choose_scope(config: HiSparseConfig, *, latent: bool = False) -> SelectionSc
 
 
 def stored_spec(config: HiSparseConfig, spec: KVSpec) -> KVSpec:
-    """The shapes of a model whose K and V are stored as ``config`` says.
+    """The shapes of a model, with the storage format of ``config``.
 
     Raises:
-        ConfigError: they cannot be stored so.
+        ConfigError: the model's K and V cannot be stored in this format.
     """
     if config.stores_fp8 and spec.latent:
         raise ConfigError(
@@ -101,7 +103,7 @@ def stored_spec(config: HiSparseConfig, spec: KVSpec) -> KVSpec:
 
 
 def check_dense_layers(config: HiSparseConfig, spec: KVSpec) -> None:
-    """Raise ``ConfigError`` if ``dense_layers`` names a layer that the model does not have."""
+    """Raise ``ConfigError`` if ``dense_layers`` names a layer that does not exist."""
     bad = sorted(x for x in config.dense_layers or () if x >= spec.num_layers)
     if bad:
         raise ConfigError(
@@ -110,23 +112,23 @@ def check_dense_layers(config: HiSparseConfig, spec: KVSpec) -> None:
 
 
 def check_indexer(name: str, config: HiSparseConfig, *, has_indexer: bool) -> None:
-    """Require an algorithm that uses the model's indexer for models that have one, and only there.
+    """Check that the algorithm uses an indexer if, and only if, the model has one.
 
     Args:
-        name: of the model, for the message.
+        name: name of the model, for the message.
         config: names the algorithm.
-        has_indexer: whether the model was trained with one, as DeepSeek-V3.2 was.
+        has_indexer: whether the model was trained with an indexer, as DeepSeek-V3.2 was.
 
     Raises:
-        ConfigError: algorithm and model do not go together; names algorithms that do.
+        ConfigError: algorithm and model are incompatible; the message names the alternatives.
     """
-    asks = ALGORITHMS.get(config.algorithm).indexer
-    if asks and not has_indexer:
+    uses_indexer = ALGORITHMS.get(config.algorithm).indexer
+    if uses_indexer and not has_indexer:
         raise ConfigError(
             f"algorithm {config.algorithm!r} asks the model's indexer, which {name} does not "
             "have; expected a model such as DeepSeek-V3.2, or another algorithm"
         )
-    if has_indexer and not asks:
+    if has_indexer and not uses_indexer:
         others = ", ".join(n for n in ALGORITHMS if ALGORITHMS.get(n).indexer)
         raise ConfigError(
             f"{name} was trained to attend what its indexer selects, and algorithm "

@@ -1,4 +1,4 @@
-"""The order in which a forward pass happens; no tensor maths of its own."""
+"""Controls the order of a forward pass; contains no tensor maths."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = ["SparseCoordinator"]
 
 
 class SparseCoordinator:
-    """Leads algorithm, cache manager, adapter and extensions through every forward.
+    """Calls algorithm, cache manager, adapter and extensions in order in every forward.
 
-    The life of a request: ``on_request_begin``, then forwards that contain it (each one
+    The lifecycle of a request: ``on_request_begin``, then its forwards (each one
     ``forward_begin``, ``attention`` for every layer in order, ``forward_end``), then
     ``on_request_end``.
 
@@ -58,18 +58,18 @@ class SparseCoordinator:
         self._decode.observer = observer
 
     def on_request_begin(self, slot: int) -> None:
-        """A request takes over a request slot. Safe while an earlier forward is running."""
+        """Start a request in a request slot. Safe while an earlier forward is running."""
         self.manager.residency.begin(slot)
         self.representations.begin(slot)
 
     def on_request_end(self, slot: int) -> None:
-        """A request is over. Safe while an earlier forward is running."""
+        """End the request of a slot. Safe while an earlier forward is running."""
         self.manager.residency.end(slot)
         self.representations.end(slot)
 
     @property
     def not_capturable(self) -> str | None:
-        """Why no decode step can be captured in a CUDA graph; None: steps can."""
+        """The reason why decode steps cannot be captured in a CUDA graph; None: they can."""
         if self.algorithm.reads_host_keys:
             return f"algorithm {type(self.algorithm).__name__} reads keys in host memory"
         if self.manager.checked:
@@ -79,15 +79,15 @@ class SparseCoordinator:
         return None
 
     def prepare_replay(self, batch: DecodeBatch) -> bool:
-        """Do the host's part of a captured decode step: resets, capacities, counts.
+        """Run the host's part of a captured decode step: resets, capacities, counts.
 
         Args:
-            batch: as the host knows it, without padding.
+            batch: the real requests, without padding.
 
         Returns:
-            False if the graph would not serve these requests as an eager step does. Begin an eager
-            step then: a dense context is too long for its row's device pages, whose number depends
-            on concurrent requests, or a request is in slot 0, which is that of padding.
+            False if the graph cannot serve these requests; begin an eager step instead. Reasons: a
+            dense context exceeds its row's device pages (their number depends on concurrent
+            requests), or a request uses slot 0, the slot of the padding.
         """
         if self.not_capturable is not None or not batch.slots_cpu.all():
             return False
@@ -98,7 +98,7 @@ class SparseCoordinator:
         return True
 
     def _start_decode(self, batch: DecodeBatch) -> tuple[ModeMasks, ModeMasks | None]:
-        """Resets and capacities; modes in sparse layers, and in layers that are always dense."""
+        """Apply resets and capacities; returns the modes in sparse layers and in dense layers."""
         self.representations.apply_resets()
         slots, seq_lens = batch.slots_cpu, batch.seq_lens_cpu
         self.manager.start_forward(slots, seq_lens // self.policy.kv.page_size)
@@ -106,10 +106,10 @@ class SparseCoordinator:
         return self._modes.of(seq_lens, held), self._modes.of_dense_layers(seq_lens, held)
 
     def forward_begin(self, batch: PrefillBatch | DecodeBatch) -> None:
-        """Apply pending resets and capacity changes, and prepare what all layers share.
+        """Apply pending resets and capacity changes, and prepare the data that all layers share.
 
         A batch with static tensors (``num_real``) is only prepared, by tensor operations that can
-        be captured together with the layers. Those write nothing for padding but its own page.
+        be captured together with the layers. Padding writes only to its own page.
 
         Raises:
             HiSparseError: the batch is static, and steps are :attr:`not_capturable`.
@@ -141,9 +141,11 @@ class SparseCoordinator:
         )
 
     def _begin_captured(self, batch: DecodeBatch) -> None:
-        """One part for all requests: the device decides who is dense."""
+        """Prepare one part for all requests; the device decides which ones are dense."""
         if self.not_capturable is not None:
-            raise HiSparseError(f"a decode step cannot be captured: {self.not_capturable}")
+            raise HiSparseError(
+                f"a decode step cannot be captured: {self.not_capturable}; expected an eager step"
+            )
         step = self._new_step(batch)
         whole = step.whole
         dense = self._modes.dense_requests(whole.view.num_pages, batch.seq_lens)
@@ -169,7 +171,7 @@ class SparseCoordinator:
         Args:
             layer_id: layer number, counted from the first layer of this rank.
             q: ``[T, Hq, D]``; T = B when decoding.
-            k, v: ``[T, Hkv, D]``, of the tokens of this forward.
+            k, v: ``[T, Hkv, D]``, K and V of this forward's tokens.
             indexer: outputs of the model's own indexer for these tokens.
 
         Returns:
@@ -204,16 +206,16 @@ class SparseCoordinator:
     def build_representations(
         self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor
     ) -> None:
-        """Build representations of a chunk whose K and V ``[T, Hkv, D]`` are loaded, not computed.
+        """Build representations of a chunk from loaded K and V ``[T, Hkv, D]``.
 
-        No queries are known, which only algorithms with a ``query_window`` miss.
+        Loaded chunks have no queries; only algorithms with a ``query_window`` need them.
         """
         self.representations.apply_resets()
         no_queries = k.new_zeros(0, self.policy.kv.num_q_heads, k.shape[-1])
         self._prefill.summarize(layer_id, chunk, no_queries, PagedKV(k, v))
 
     def forward_end(self) -> None:
-        """The last layer is done."""
+        """End the forward after its last layer: join side work, publish counters."""
         if self._prefill_batch is not None:
             self.manager.residency.mark_warm(c.slot for c in self._prefill_batch.chunks)
         self.manager.end_forward()

@@ -22,13 +22,13 @@ SelectionObserver = Callable[[int, Tensor, DecodeStep, Selection], None]
 
 
 class DecodeAttention:
-    """Attends the new token of each request, in the request's mode.
+    """Attention of the new token of each request, in the request's mode.
 
     Args:
-        parts: what selects, brings pages in and attends.
+        parts: the parts of the engine.
 
     Attributes:
-        observer: called after every selection; None: nobody observes.
+        observer: called after every selection; None: no callback.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -53,7 +53,7 @@ class DecodeAttention:
         return self._attend_sparse(layer_id, q, part)
 
     def _attend_sparse(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
-        """Over the selected pages; extensions refine the selection and the result."""
+        """Attend over the selected pages; extensions refine the selection and the result."""
         modes, followers = self._parts.modes, []
         if modes.selects(layer_id):
             part.selection = self._select(layer_id, q, part)
@@ -63,22 +63,23 @@ class DecodeAttention:
         table = self._parts.manager.swap_in(
             layer_id, selection, part.rows, self._tail_lens(selection, part), followers
         )
-        queries = self._by_row(q)
+        queries = self._row_queries(q)
         attended = self._attend_pages(layer_id, queries, table)
         for extension in self._parts.extensions:
             attended = extension.after_attention(layer_id, queries, selection, part, attended)
-        return self._by_request(attended.out)
+        return self._request_outputs(attended.out)
 
     def _attend_resident(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
-        """Dense, over a context that fits the row's device pages."""
+        """Attend over the whole context, which fits the row's device pages."""
         manager = self._parts.manager
-        # No row has more device pages, so no context that fits has.
+        # A context that fits has at most as many pages as the largest row.
         width = min(part.view.max_pages, manager.device.max_row_pages)
         table = manager.swap_in(layer_id, _all_pages(part.view, width), part.rows)
-        return self._by_request(self._attend_pages(layer_id, self._by_row(q), table).out)
+        attended = self._attend_pages(layer_id, self._row_queries(q), table)
+        return self._request_outputs(attended.out)
 
     def _select(self, layer_id: int, q: Tensor, part: DecodePart) -> Selection:
-        """``q [B, Hq, D]`` -> the selection of each request, all pages for dense ones."""
+        """Select pages for ``q [B, Hq, D]``; a dense request gets all of its pages."""
         selection = self._parts.algorithm.retrieve_topk(q, layer_id, part.view)
         self._count_capped(selection, part)
         for extension in self._parts.extensions:
@@ -90,46 +91,46 @@ class DecodeAttention:
         return _all_where(part.dense, selection, part.view, self._parts.modes.dense_width)
 
     def _count_capped(self, selection: Selection, part: DecodePart) -> None:
-        """Count selections of a varying length that would have been longer."""
+        """Count selections of varying length that ``max_pages`` cut short."""
         if not self._parts.algorithm.variable_lengths:
             return
-        most = self._parts.policy.max_pages
-        capped = (selection.lengths == most) & (part.view.num_pages[:, None] > most)
+        max_pages = self._parts.policy.max_pages
+        capped = (selection.lengths == max_pages) & (part.view.num_pages[:, None] > max_pages)
         if part.dense is not None:
             capped = capped & ~part.dense[:, None]
         self._parts.manager.counters.count("capped_selections", capped)
 
     def _tail_lens(self, selection: Selection, part: DecodePart) -> Tensor:
-        """``[R] int32``, tokens of the tail page that are attended."""
+        """Tokens of the tail page to attend, ``[R] int32``."""
         tail_lens = part.rows.tail_lens
         if not self._parts.algorithm.ranks_tail:
             return tail_lens
-        # A selection that fills the budget leaves no room for the tail page.
+        # A selection that fills the budget excludes the tail page.
         has_room = selection.lengths < self._parts.policy.max_pages
         has_room = has_room if part.dense is None else has_room | part.dense[:, None]
         return tail_lens * has_room.flatten()
 
     def _attend_pages(self, layer_id: int, queries: Tensor, table: PageTable) -> Attended:
-        """``queries [R, Q, D]`` over the device pages of each row."""
+        """Attend ``queries [R, Q, D]`` over the device pages of each row."""
         kv = self._parts.manager.device.stored(layer_id)
         adapter, scale = self._parts.adapter, self._parts.policy.scale
         if kv.scales is not None:
             return adapter.attend_fp8(queries, kv, *table, scale)
         return adapter.attend(queries, kv.kv, *table, scale)
 
-    def _by_row(self, q: Tensor) -> Tensor:
+    def _row_queries(self, q: Tensor) -> Tensor:
         """``[B, Hq, D]`` -> ``[R, Hq / H, D]``."""
         rows: Tensor = q.unflatten(1, (self._parts.policy.heads, -1)).flatten(0, 1)
         return rows
 
-    def _by_request(self, out: Tensor) -> Tensor:
+    def _request_outputs(self, out: Tensor) -> Tensor:
         """``[R, Hq / H, Dv]`` -> ``[B, Hq, Dv]``."""
         requests: Tensor = out.unflatten(0, (-1, self._parts.policy.heads)).flatten(1, 2)
         return requests
 
 
 def _all_pages(step: DecodeStep, width: int) -> Selection:
-    """The selection of every full page, ``width`` entries wide."""
+    """A selection of every full page, ``width`` entries wide."""
     pages = torch.arange(max(width, 1), dtype=torch.int32, device=step.num_pages.device)
     pages = torch.where(pages < step.num_pages[:, None], pages, -1)
     heads = step.policy.heads
@@ -139,7 +140,7 @@ def _all_pages(step: DecodeStep, width: int) -> Selection:
 
 
 def _all_where(dense: Tensor, selection: Selection, step: DecodeStep, width: int) -> Selection:
-    """All pages of the requests ``dense [B] bool``, ``selection`` for the others."""
+    """Replace ``selection`` by all pages for the requests ``dense [B] bool``."""
     everything = _all_pages(step, width)
     pages = torch.nn.functional.pad(
         selection.pages, (0, width - selection.pages.shape[-1]), value=-1

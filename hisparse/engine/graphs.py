@@ -1,6 +1,6 @@
-"""Decode steps that are captured in CUDA graphs: their inputs, and what each replay needs.
+"""Decode steps captured in CUDA graphs: static inputs, and the work before each replay.
 
-Not yet run on a GPU; tests record the operations of a step on a CPU and replay them.
+This code has not run on a GPU yet. Tests record the operations of a step on a CPU and replay them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ __all__ = ["CapturedSteps", "StaticBatch"]
 
 
 class StaticBatch:
-    """What a CUDA graph of a decode step reads: written before each replay, for all batch sizes.
+    """The inputs of a CUDA graph of a decode step, for all batch sizes; written before each replay.
 
-    Rows behind the requests are padding: one token in request slot 0, whose page is host page 0,
-    which no request uses either. Memory as in :meth:`SizingRequest.captured_bytes`.
+    Rows behind the requests are padding: one token in request slot 0 and host page 0, which no
+    request uses. :meth:`SizingRequest.captured_bytes` accounts for the memory.
 
     Args:
         max_requests: the largest batch.
         num_pages: P, pages of the longest context.
         page_size: S, tokens.
-        device: where it lies.
+        device: device of the tensors.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class StaticBatch:
         self.load(None)
 
     def load(self, batch: DecodeBatch | None) -> None:
-        """Put the requests of a step in front, padding behind them; None: all is padding.
+        """Write the requests of a step, then padding; None: padding only.
 
-        Operations on the stream of the replay, and nothing that waits for it.
+        Runs on the stream of the replay, without waiting for it.
         """
         count = 0 if batch is None else batch.slots.shape[0]
         if batch is not None:
-            given = (batch.slots, batch.seq_lens, batch.host_slots)
-            for kept, new in zip(self._rows, given, strict=True):
-                kept[:count] = new
+            new = (batch.slots, batch.seq_lens, batch.host_slots)
+            for static, values in zip(self._rows, new, strict=True):
+                static[:count] = values
             self._table[:count, : batch.host_page_table.shape[1]] = batch.host_page_table
         self._rows[:, count:] = 0
         self._rows[1, count:] = 1
@@ -69,13 +69,13 @@ class StaticBatch:
 
 
 class CapturedSteps:
-    """What is done before, and inside, the graphs of all batch sizes.
+    """The work before and inside the graphs of all batch sizes.
 
     Args:
-        coordinator: leads the step.
-        max_requests: the largest batch that is captured.
+        coordinator: the engine.
+        max_requests: the largest captured batch.
         context_length: tokens, the longest sequence.
-        device: where the model runs.
+        device: device of the model.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class CapturedSteps:
         self._batch = StaticBatch(max_requests, -(-context_length // size), size, device)
 
     def before_capture(self) -> None:
-        """A capture, and the steps that SGLang runs before it, are of padding alone."""
+        """Load padding only, for a capture and for SGLang's warm-up steps before it."""
         self._batch.load(None)
 
     def before_replay(self, batch: DecodeBatch) -> None:
-        """Resets, capacities and counts, and the requests into the tensors that graphs read.
+        """Apply resets, capacities and counts, and load the requests into the static tensors.
 
         Raises:
-            HiSparseError: a request is attended in a way that the graph does not hold.
+            HiSparseError: a request needs an attention mode that the graph lacks.
         """
         if not self._coordinator.prepare_replay(batch):
             raise HiSparseError(
@@ -108,5 +108,5 @@ class CapturedSteps:
         self._batch.load(batch)
 
     def begin(self, batch_size: int) -> None:
-        """In the graph, before the layers."""
+        """Begin the forward inside the graph, before the layers."""
         self._coordinator.forward_begin(self._batch.first(batch_size))

@@ -1,4 +1,4 @@
-"""What the cache did since the start, as users see it."""
+"""Statistics of the cache since the start, as users see them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class CacheStats:
     """Totals since the start; pages and selections are counted over layers and rows.
 
     Attributes:
-        hit_pages: pages that a decode step selected and found on the device.
-        miss_pages: pages that a decode step selected and had to bring in.
+        hit_pages: selected pages that were resident, in decode steps.
+        miss_pages: selected pages that were loaded, in decode steps.
         selected_tokens: tokens that decode steps attended.
         selections: selections that the algorithm made.
-        prefetched_pages: pages that were brought in before a query had selected them.
+        prefetched_pages: pages that were loaded before a query selected them.
         capped_selections: selections of varying length that filled ``device_buffer_size`` and left
             pages out.
-        decode_read_bytes: host to device, during decode steps.
-        prefill_read_bytes: host to device, during prefill.
-        written_bytes: device to host.
+        decode_read_bytes: bytes from host to device during decode steps.
+        prefill_read_bytes: bytes from host to device during prefill.
+        written_bytes: bytes from device to host.
         extensions: totals of the extensions' own counters, by name.
     """
 
@@ -73,6 +73,6 @@ class CacheStats:
 
     @property
     def hit_ratio(self) -> float:
-        """Hits among the selected pages; 1.0 before anything was selected."""
+        """Hits per selected page; 1.0 before the first selection."""
         selected = self.hit_pages + self.miss_pages
         return self.hit_pages / selected if selected else 1.0

@@ -1,4 +1,4 @@
-"""Which requests are attended in which mode, and which layers share a selection."""
+"""Decides the attention mode of each request, and which layers share a selection."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ class ModeMasks(NamedTuple):
 
 
 class AttentionModes:
-    """Decides by each request's own length alone.
+    """Decides whether a request is sparse by the request's own length only.
 
     Args:
         policy: shapes of the model and the rules of selections.
-        algorithm: selects.
-        min_sparse_context: contexts of up to so many tokens are attended densely.
+        algorithm: selects pages.
+        min_sparse_context: tokens; contexts up to this length are attended densely.
         dense_layers: layers that are always dense.
         reuse_layers: consecutive layers that share a selection.
 
     Attributes:
         dense_layers: as given.
-        dense_width: K of a selection that holds either all pages of a dense context or the
-            selected ones.
+        dense_width: K of a selection that can also hold all pages of a dense context.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class AttentionModes:
         self.dense_layers = dense_layers
         layers = range(policy.kv.num_layers)
         self._num_dense = len(dense_layers.intersection(layers))
-        # Each layer that selects, with the later ones of its group.
+        # Each layer that selects, with the later sparse layers of its group.
         self._followers: dict[int, list[int]] = {}
         for first in layers[::reuse_layers]:
             sparse = [x for x in layers[first : first + reuse_layers] if x not in dense_layers]
@@ -66,15 +65,15 @@ class AttentionModes:
                 self._followers[sparse[0]] = sparse[1:]
         longest_dense = (min_sparse_context - 1) // policy.kv.page_size
         self.dense_width = max(policy.max_pages, longest_dense)
-        # A selection of a fixed number of pages holds every page of a context within the budget.
+        # A selection of fixed length includes every page of a context within the budget.
         self._selects_all = not algorithm.variable_lengths and longest_dense <= policy.budget_pages
 
     def selects(self, layer_id: int) -> bool:
-        """Whether a layer selects: the first layer of its group that is not dense does."""
+        """Whether a layer selects: it is the first layer of its group that is not dense."""
         return layer_id in self._followers
 
     def followers(self, layer_id: int) -> list[int]:
-        """Later layers that attend the selection of ``layer_id``, which selects."""
+        """Later layers that share the selection of ``layer_id``, a layer that selects."""
         return self._followers[layer_id]
 
     def of(self, seq_lens: np.ndarray, capacities: np.ndarray) -> ModeMasks:
@@ -85,11 +84,11 @@ class AttentionModes:
             capacities: ``[B]``, device pages of each of its rows.
         """
         num_pages = (seq_lens - 1) // self._policy.kv.page_size
-        whole = num_pages <= self._policy.budget_pages
-        sparse = ~whole & (seq_lens > self._min_sparse_context)
+        within_budget = num_pages <= self._policy.budget_pages
+        sparse = ~within_budget & (seq_lens > self._min_sparse_context)
         if sparse.any() and not self._algorithm.variable_lengths:
-            # The selection of a short context holds all of its pages: one call serves everybody.
-            sparse |= whole
+            # The selection of a short context holds all of its pages: one call serves all requests.
+            sparse |= within_budget
         fits = capacities >= num_pages
         return ModeMasks(sparse, ~sparse & fits, ~sparse & ~fits)
 
@@ -101,23 +100,23 @@ class AttentionModes:
         return ModeMasks(np.zeros_like(fits), fits, ~fits)
 
     def dense_requests(self, num_pages: Tensor, seq_lens: Tensor) -> Tensor | None:
-        """Requests of a captured step that are attended whole, decided on the device.
+        """Decide on the device which requests of a captured step are dense.
 
         Args:
             num_pages: ``[B] int32``, full pages.
             seq_lens: ``[B] int64``, tokens.
 
         Returns:
-            ``[B] bool``; None: every selection of a dense context is whole anyway.
+            ``[B] bool``; None: every selection of a dense context holds all pages anyway.
         """
         if self._selects_all:
             return None
         return (num_pages <= self._policy.budget_pages) | (seq_lens <= self._min_sparse_context)
 
     def is_sparse(self, num_pages: Tensor, dense: Tensor | None) -> Tensor:
-        """``[B] bool``, requests whose context is beyond the budget and not ``dense [B] bool``.
+        """Requests beyond the budget that are not ``dense [B] bool``, as ``[B] bool``.
 
-        A sparse part may also hold requests within the budget, if others are sparse.
+        A sparse part may also contain requests within the budget.
         """
         sparse = num_pages > self._policy.budget_pages
         return sparse if dense is None else sparse & ~dense
@@ -125,16 +124,16 @@ class AttentionModes:
     def count(
         self, counters: Counters, seq_lens: np.ndarray, masks: ModeMasks, dense: ModeMasks | None
     ) -> None:
-        """Count what the host knows of a step, for all layers."""
+        """Add the numbers that the host knows of a step, for all layers."""
         kv, heads = self._policy.kv, self._policy.heads
         counters.add("written_bytes", len(seq_lens) * kv.token_bytes)
         counters.add("selections", len(self._followers) * heads * int(masks.sparse.sum()))
         tail_lens = (seq_lens - 1) % kv.page_size + 1
 
-        def tokens(staged: np.ndarray) -> int:
+        def attended_tokens(staged: np.ndarray) -> int:
             return heads * int(np.where(staged, seq_lens, tail_lens).sum())
 
-        attended = (kv.num_layers - self._num_dense) * tokens(masks.staged)
+        attended = (kv.num_layers - self._num_dense) * attended_tokens(masks.staged)
         if dense is not None:
-            attended += self._num_dense * tokens(dense.staged)
+            attended += self._num_dense * attended_tokens(dense.staged)
         counters.add("other_tokens", attended)

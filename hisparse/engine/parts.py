@@ -1,4 +1,4 @@
-"""The parts that a coordinator leads, in one object."""
+"""The parts of an engine, in one object."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["EngineParts"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """Made by :func:`hisparse.engine.build.build`.
+    """The parts of an engine; :func:`hisparse.engine.build.build` creates them.
 
     Attributes:
         policy: shapes of the model and the rules of selections.
         algorithm: selects pages.
-        manager: keeps pages and brings them in.
+        manager: stores and loads pages.
         adapter: attends.
         representations: state of the algorithm and of the extensions.
-        modes: which requests are dense, which layers share a selection.
-        extensions: in the order in which their hooks run.
+        modes: decides which requests are dense and which layers share a selection.
+        extensions: extensions, in the order of their hooks.
     """
 
     policy: SelectionPolicy

@@ -1,4 +1,4 @@
-"""Prefill of one layer: write through, attend exactly, leave a warm working set behind."""
+"""Prefill of one layer: write through, attend exactly, load the device pages for decoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Prefill:
     """Runs prefill chunks exactly: densely, unless the model itself was trained sparse.
 
     Args:
-        parts: what stores, reads and attends.
+        parts: the parts of the engine.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -43,20 +43,21 @@ class Prefill:
         indexer: IndexerInputs | None,
     ) -> Tensor:
         """``q [T, Hq, D]``, ``k, v [T, Hkv, D]`` -> ``[T, Hq, Dv]`` in the dtype of q."""
-        # Attention and summaries use the values that a later read returns, so the tokens do not
-        # depend on which part of a prompt comes from the pool.
+        # Attention and representations use the values that a later read returns, so the output does
+        # not depend on which part of a prompt comes from the pool.
         k, v = as_read(self._policy.kv, k, v)
-        # Moved tensors are held until they have moved: at most K and V of two layers.
+        # Pending moves hold their tensors: at most K and V of two layers.
         self._join_moves()
         self._move("write", lambda: self._manager.kv_io.write(layer_id, batch.host_slots, k, v))
         outputs = []
-        for chunk, following in self._in_turn(layer_id, batch):
-            own = slice(chunk.offset, chunk.offset + chunk.length)
-            pages = self._aligned(layer_id, chunk, k[own], v[own])
-            indexed = None if indexer is None else indexer.take(own)
-            step = self.summarize(layer_id, chunk, q[own], pages, indexed)
-            chosen = self._parts.algorithm.select_prefill(layer_id, step)
-            out = self._attend(layer_id, chunk, q[own], k[own], v[own], chosen, following)
+        for chunk, next_tile in self._chunks_with_next_tile(layer_id, batch):
+            tokens = slice(chunk.offset, chunk.offset + chunk.length)
+            chunk_q, chunk_k, chunk_v = q[tokens], k[tokens], v[tokens]
+            pages = self._page_aligned(layer_id, chunk, chunk_k, chunk_v)
+            chunk_indexer = None if indexer is None else indexer.take(tokens)
+            step = self.summarize(layer_id, chunk, chunk_q, pages, chunk_indexer)
+            positions = self._parts.algorithm.select_prefill(layer_id, step)
+            out = self._attend(layer_id, chunk, chunk_q, chunk_k, chunk_v, positions, next_tile)
             outputs.append(out.to(q.dtype))
             self._place(layer_id, chunk, pages)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -69,26 +70,27 @@ class Prefill:
             move.join()
         self._moving.clear()
 
-    def _in_turn(
+    def _chunks_with_next_tile(
         self, layer_id: int, batch: PrefillBatch
     ) -> Iterator[tuple[PrefillChunk, Tile | None]]:
-        """The chunks, each with the tile that is read after its prefix. That tile belongs to
-        another chunk or to the next layer; earlier forwards have written it.
+        """The chunks, each with the first tile that is read after the chunk's own prefix.
+
+        That tile belongs to another chunk or to the next layer; an earlier forward wrote it.
         """
         layers = range(layer_id, min(layer_id + 2, self._policy.kv.num_layers))
         order = [(layer, chunk) for layer in layers for chunk in batch.chunks]
-        following: Tile | None = None
+        next_tile: Tile | None = None
         found: list[tuple[PrefillChunk, Tile | None]] = []
         for layer, chunk in reversed(order):
-            found.append((chunk, following))
+            found.append((chunk, next_tile))
             if chunk.start:
-                following = self._tile(layer, chunk, 0, chunk.start)
+                next_tile = self._tile(layer, chunk, 0, chunk.start)
         yield from found[: -len(batch.chunks) - 1 : -1]
 
-    def _aligned(self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor) -> PagedKV:
-        """The chunk's ``[T', Hkv, D]`` from the start of its first page on.
+    def _page_aligned(self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor) -> PagedKV:
+        """K and V from the start of the chunk's first page on, ``[T', Hkv, D]`` each.
 
-        A chunk that begins within a page gets the page's earlier tokens back from host memory.
+        If the chunk begins within a page, the page's earlier tokens are read from host memory.
         """
         size = self._policy.kv.page_size
         missing = chunk.start % size
@@ -104,7 +106,7 @@ class Prefill:
         layer_id: int,
         chunk: PrefillChunk,
         q: Tensor,
-        own: PagedKV,
+        pages: PagedKV,
         indexer: IndexerInputs | None = None,
     ) -> PrefillStep:
         """Build the representations of a chunk.
@@ -113,15 +115,15 @@ class Prefill:
             layer_id: layer number.
             chunk: the chunk.
             q: ``[T, Hq, D]``; T = 0 for a chunk that is loaded and not computed.
-            own: ``[T', Hkv, D]``, from the start of the chunk's first page on.
-            indexer: of the chunk's tokens.
+            pages: ``[T', Hkv, D]``, from the start of the chunk's first page on.
+            indexer: indexer inputs of the chunk's tokens.
 
         Returns:
-            the chunk as algorithms see it.
+            the algorithm's view of the chunk.
         """
         size = self._policy.kv.page_size
         first, last = chunk.start // size, chunk.end // size
-        keys, values = (x[: (last - first) * size].unflatten(0, (-1, size)) for x in own)
+        keys, values = (x[: (last - first) * size].unflatten(0, (-1, size)) for x in pages)
         step = PrefillStep(
             policy=self._policy,
             representations=self._parts.representations.tensors,
@@ -141,7 +143,7 @@ class Prefill:
         return step
 
     def _tile(self, layer_id: int, chunk: PrefillChunk, first: int, end: int) -> Tile:
-        """Pages of a chunk's request from page ``first`` on, up to position ``end``."""
+        """The tile of a chunk's request that begins at page ``first``, up to position ``end``."""
         size = self._policy.kv.page_size
         last = min(first + self._manager.staging_pages, -(-end // size))
         pages = chunk.host_pages_cpu[first:last]
@@ -150,8 +152,8 @@ class Prefill:
     def _read_context(
         self, layer_id: int, chunk: PrefillChunk
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Everything up to the end of the chunk; see :meth:`_read`."""
-        # The chunk itself is read back, so its write has to be over.
+        """Read all tokens up to the end of the chunk; see :meth:`_read`."""
+        # The chunk itself is read back, so its write has to end first.
         self._join_moves()
         for tile in self._tiles(layer_id, chunk, chunk.end):
             yield self._read(tile, chunk.end)
@@ -160,12 +162,14 @@ class Prefill:
         width, count = self._manager.staging_pages, -(-end // self._policy.kv.page_size)
         return [self._tile(layer_id, chunk, first, end) for first in range(0, count, width)]
 
-    def _read(self, tile: Tile, end: int, ahead: Tile | None = None) -> tuple[int, Tensor, Tensor]:
-        """Positions of a tile below ``end``: the first one, K and V ``[t, Hkv, D]``."""
+    def _read(
+        self, tile: Tile, end: int, next_tile: Tile | None = None
+    ) -> tuple[int, Tensor, Tensor]:
+        """Read a tile up to position ``end``: first position, K and V ``[t, Hkv, D]``."""
         manager, kv = self._manager, self._policy.kv
         start = tile.first * kv.page_size
         count = min(tile.host_pages.numel() * kv.page_size, end - start)
-        pages = manager.read_prefix(tile, ahead)
+        pages = manager.read_prefix(tile, next_tile)
         keys, values = (x.transpose(1, 2).flatten(0, 1)[:count] for x in pages)
         manager.counters.add("prefill_read_bytes", count * kv.token_bytes_per_layer)
         return start, keys, values
@@ -177,36 +181,36 @@ class Prefill:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        chosen: Tensor | None,
-        following: Tile | None,
+        positions: Tensor | None,
+        next_tile: Tile | None,
     ) -> Tensor:
-        """The chunk over itself and over its prefix, which streams through staging.
+        """Attention of the chunk over itself and over its prefix, streamed through staging.
 
         Args:
             layer_id: layer number.
             chunk: the chunk.
             q: ``[T, Hq, D]``.
             k, v: ``[T, Hkv, D]``.
-            chosen: positions ``[T, K] int32`` that each query attends; None: all up to its own.
-            following: the tile that is read after the prefix.
+            positions: ``[T, K] int32``, positions that each query attends; None: all up to its own.
+            next_tile: the tile that is read after the prefix.
         """
         scale, adapter = self._policy.scale, self._parts.adapter
-        if chosen is None:
+        if positions is None:
             attended = adapter.attend_prefill(q, k, v, scale, causal=True)
         else:
-            attended = adapter.attend_chosen(q, k, v, scale, chosen - chunk.start)
+            attended = adapter.attend_chosen(q, k, v, scale, positions - chunk.start)
         tiles = self._tiles(layer_id, chunk, chunk.start)
-        for tile, ahead in zip(tiles, [*tiles[1:], following], strict=False):
-            first, keys, values = self._read(tile, chunk.start, ahead)
-            if chosen is None:
+        for tile, following in zip(tiles, [*tiles[1:], next_tile], strict=False):
+            first, keys, values = self._read(tile, chunk.start, following)
+            if positions is None:
                 part = adapter.attend_prefill(q, keys, values, scale, causal=False)
             else:
-                part = adapter.attend_chosen(q, keys, values, scale, chosen - first)
+                part = adapter.attend_chosen(q, keys, values, scale, positions - first)
             attended = merge_attended(Attended(*part), attended)
         return attended.out
 
-    def _place(self, layer_id: int, chunk: PrefillChunk, own: PagedKV) -> None:
-        """Leave the most recent full pages, and the tail, on the device."""
+    def _place(self, layer_id: int, chunk: PrefillChunk, pages: PagedKV) -> None:
+        """Write the most recent full pages, and the tail, to the device."""
         manager, size = self._manager, self._policy.kv.page_size
         first, last = chunk.start // size, chunk.end // size
         oldest = max(0, last - int(manager.residency.held(np.array(chunk.slot))))
@@ -214,7 +218,7 @@ class Prefill:
         if from_host:
             placed = (first - oldest) * self._policy.heads
             manager.counters.add("prefill_read_bytes", placed * manager.device.page_bytes)
-        k, v = (x[: (last - first) * size].unflatten(0, (-1, size)).transpose(1, 2) for x in own)
+        k, v = (x[: (last - first) * size].unflatten(0, (-1, size)).transpose(1, 2) for x in pages)
         table = torch.arange(-first, last - first, dtype=torch.int32, device=k.device)
 
         def place() -> None:
@@ -229,4 +233,4 @@ class Prefill:
         self._move("read", place)
         tail = chunk.end % size
         if tail:
-            manager.kv_io.write_tail(layer_id, chunk.slot, own.k[-tail:], own.v[-tail:])
+            manager.kv_io.write_tail(layer_id, chunk.slot, pages.k[-tail:], pages.v[-tail:])

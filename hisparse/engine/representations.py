@@ -1,4 +1,4 @@
-"""The tensors in which algorithms and extensions keep state: allocated and reset in one place."""
+"""Allocates and resets the tensors that algorithms and extensions keep."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ __all__ = ["Representations"]
 
 
 class Representations:
-    """Zeros for every tensor that an algorithm or an extension declares.
+    """All tensors that the algorithm and the extensions declare; initially zero.
 
     Args:
         kinds: the declared tensors, by name.
         num_layers: L.
-        host_pages: pages of the host pool, the padding page included.
+        host_pages: pages of the host pool, including the padding page.
         num_slots: request slots.
-        device: where they lie.
-        index_bytes: host memory that indexes may take; None: any.
+        device: device of the tensors.
+        index_bytes: host memory for indexes; None: unlimited.
 
     Attributes:
-        tensors: by name, ``[L, host pages or request slots or nothing, *shape]``.
-        indexes: host-memory indexes that algorithms keep for each request.
+        tensors: by name, ``[L, host pages, *shape]``, ``[L, request slots, *shape]`` or
+            ``[L, *shape]``, depending on the owner.
+        indexes: the algorithm's host-memory indexes of each request.
     """
 
     def __init__(
@@ -49,39 +50,39 @@ class Representations:
             name: torch.zeros((num_layers, *entries[r.per], *r.shape), dtype=r.dtype, device=device)
             for name, r in kinds.items()
         }
-        self._of_requests = [self.tensors[name] for name, r in kinds.items() if r.per == "request"]
+        self._request_state = [self.tensors[n] for n, r in kinds.items() if r.per == "request"]
         self.indexes = RequestIndexes(num_layers, num_slots, index_bytes)
         self._begun: set[int] = set()
         self._ended: set[int] = set()
 
     def begin(self, slot: int) -> None:
-        """A request takes over a slot: its state is zeroed before the next forward."""
+        """Start a request in a slot; the next forward zeroes the slot's state."""
         self._begun.add(slot)
 
     def end(self, slot: int) -> None:
-        """A request is over: its indexes are freed before the next forward."""
+        """End a request; the next forward frees its indexes."""
         self._ended.add(slot)
 
     def apply_resets(self) -> None:
-        """Clear the state of slots that changed hands since the last call."""
+        """Clear the slots of requests that began or ended since the last call."""
         for slot in self._begun | self._ended:
             self.indexes.drop(slot)
         self._ended.clear()
         if self._begun:
             slots = sorted(self._begun)
-            for state in self._of_requests:
+            for state in self._request_state:
                 state[:, slots] = 0
             self._begun.clear()
 
     def fork(self, source: int, target: int) -> None:
-        """Let a request continue from the state of another one."""
+        """Copy the request state of slot ``source`` to slot ``target``."""
         self.apply_resets()
-        for state in self._of_requests:
+        for state in self._request_state:
             state[:, target] = state[:, source]
         self.indexes.fork(source, target)
 
     def read(self, layer_id: int, slot: int, host_pages: Tensor) -> dict[str, Tensor]:
-        """The saved entries of a request: those of its pages ``host_pages [P]``, and its own."""
+        """Read the saved entries of a request and of its pages ``host_pages [P]``."""
         self.apply_resets()
         return {
             name: self.tensors[name][layer_id, host_pages if kind.per == "page" else slot]
@@ -91,7 +92,7 @@ class Representations:
     def write(
         self, layer_id: int, slot: int, host_pages: Tensor, entries: Mapping[str, Tensor]
     ) -> None:
-        """Write entries as :meth:`read` returned them."""
+        """Write entries that :meth:`read` returned."""
         self.apply_resets()
         for name, values in entries.items():
             where = host_pages if self._saved[name].per == "page" else slot

@@ -1,4 +1,4 @@
-"""Dense decode attention over contexts that do not fit the device: tiles from host memory."""
+"""Dense decode attention over contexts that exceed the device pages: tiles from host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StagedAttention:
     """Streams host pages through staging and merges the tiles by log-sum-exp.
 
     Args:
-        parts: what reads and attends.
+        parts: the parts of the engine.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -27,23 +27,23 @@ class StagedAttention:
         self._adapter = parts.adapter
 
     def attend(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
-        """``q [B, Hq, D]`` over the whole context of each request -> ``[B, Hq, Dv] float32``."""
+        """Attend ``q [B, Hq, D]`` over whole contexts -> ``[B, Hq, Dv] float32``."""
         out = q.new_empty(*q.shape[:-1], self._kv.v_head_dim, dtype=torch.float32)
         seq_lens = part.view.seq_lens
-        # One request after the other: tiles, and so the order of the sums, depend on it alone.
+        # Requests run one by one: the tiles, hence the order of summation, depend on one request.
         attended: Attended | None = None
         tiles = self._tiles(layer_id, part)
-        for tile, following in zip(tiles, [*tiles[1:], None], strict=True):
-            own = slice(tile.owner, tile.owner + 1)
-            lens = seq_lens[own] - tile.first * self._kv.page_size
-            new = self._attend_tile(q[own], tile, following, lens)
+        for tile, next_tile in zip(tiles, [*tiles[1:], None], strict=True):
+            request = slice(tile.owner, tile.owner + 1)
+            lens = seq_lens[request] - tile.first * self._kv.page_size
+            new = self._attend_tile(q[request], tile, next_tile, lens)
             attended = new if attended is None else merge_attended(attended, new)
-            if following is None or following.owner != tile.owner:
-                out[own], attended = attended.out, None
+            if next_tile is None or next_tile.owner != tile.owner:
+                out[request], attended = attended.out, None
         return out
 
     def _tiles(self, layer_id: int, part: DecodePart) -> list[Tile]:
-        """All pages of all requests, tail pages included, request by request."""
+        """Tiles of all pages of all requests, including tail pages, request by request."""
         size, width = self._kv.page_size, self._manager.staging_pages
         tiles = []
         for request, seq_len in enumerate(part.seq_lens_cpu.tolist()):
@@ -53,10 +53,10 @@ class StagedAttention:
                 tiles.append(Tile(layer_id, request, first, end, pages[first : first + width]))
         return tiles
 
-    def _attend_tile(self, q: Tensor, tile: Tile, following: Tile | None, lens: Tensor) -> Attended:
-        """``q [1, Hq, D]`` over a tile; ``lens [1]`` tokens of the request, from it on, count."""
+    def _attend_tile(self, q: Tensor, tile: Tile, next_tile: Tile | None, lens: Tensor) -> Attended:
+        """Attend ``q [1, Hq, D]`` over a tile; the context has ``lens [1]`` tokens from it on."""
         kv, count = self._kv, tile.host_pages.numel()
-        pages = self._manager.read_prefix(tile, following)
+        pages = self._manager.read_prefix(tile, next_tile)
         table = torch.arange(count, dtype=torch.int32, device=q.device)[None]
         lens = lens.clamp(0, count * kv.page_size)
         num_bytes = count * kv.page_size * kv.token_bytes_per_layer

@@ -1,4 +1,4 @@
-"""The tensors of a forward: what a framework hands over, and what the layers of a step share."""
+"""The tensors of a forward: inputs from the framework, and data that all layers share."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ __all__ = [
     "divide",
 ]
 
-#: How a request is attended in a layer: "sparse", over the selected pages; "resident", densely,
-#: over a context that fits the row's device pages; "staged", densely, in tiles from host memory.
+#: How a layer attends a request: "sparse", over the selected pages; "resident", densely, over a
+#: context that fits the row's device pages; "staged", densely, in tiles from host memory.
 AttentionMode = Literal["sparse", "resident", "staged"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillChunk:
-    """The part of one request's prompt that is computed in this forward.
+    """The part of one request's prompt that this forward computes.
 
     Attributes:
         slot: request slot.
         start: position of the first token; the tokens before it are in host memory.
         length: number of tokens.
-        offset: where the tokens begin in the forward's flat token dimension.
+        offset: index of the first token in the forward's flat token dimension.
         host_pages: ``[ceil((start + length) / S)] int32``, host page of each page so far.
         is_last: whether the prompt ends here, as far as the framework knows.
     """
@@ -61,13 +61,13 @@ class PrefillChunk:
 
     @cached_property
     def host_pages_cpu(self) -> Tensor:
-        """``host_pages`` on the host, read back once: the copy engine needs lists there."""
+        """``host_pages`` copied to the host once, for the copy engine."""
         return self.host_pages.cpu()
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillBatch:
-    """Chunks of several requests, their tokens one after the other.
+    """Chunks of several requests, their tokens concatenated.
 
     Attributes:
         chunks: one per request.
@@ -89,9 +89,9 @@ class DecodeBatch:
         seq_lens_cpu: ``[B]``, the same on the host.
         host_slots: ``[B] int64``, host slot of the new token.
         host_page_table: ``[B, P] int32``, host page of each page of the sequences.
-        num_real: ``[1] int32``, number of requests before the padding, for steps that are
-            captured: tensors alone then say which requests there are, and ``seq_lens_cpu`` holds
-            the most tokens that each may have. None: every request is real.
+        num_real: ``[1] int32``, number of requests before the padding, in captured steps. Only
+            device tensors then describe the requests; ``seq_lens_cpu`` holds the most tokens that
+            each request may have. None: there is no padding.
     """
 
     slots: Tensor
@@ -130,12 +130,12 @@ class DecodePart:
     """Requests of a step that are attended in one mode, in all layers.
 
     Attributes:
-        mode: how they are attended.
-        view: what algorithms see of them.
-        pages: reads their keys.
-        seq_lens_cpu: ``[B]``, tokens of each request; in a captured step the most it may have.
-        index: ``[B] int64``, their places in the batch; None: the whole batch.
-        dense: ``[B] bool``, requests of a sparse part that are attended whole; None: none is.
+        mode: the attention mode.
+        view: the algorithm's view of the requests.
+        pages: reads the requests' keys.
+        seq_lens_cpu: ``[B]``, tokens of each request; in a captured step, the most it may have.
+        index: ``[B] int64``, indices of the requests in the batch; None: the whole batch.
+        dense: ``[B] bool``, dense requests of a sparse part; None: no request is dense.
         selection: the selection that the current group of layers shares.
     """
 
@@ -152,12 +152,12 @@ class DecodePart:
         """The requests' rows of the device tables."""
         return self.pages.rows
 
-    def take(self, chosen: np.ndarray, mode: AttentionMode) -> DecodePart:
-        """The requests with ``chosen [B] bool``, attended in ``mode``."""
-        if chosen.all():
+    def take(self, mask: np.ndarray, mode: AttentionMode) -> DecodePart:
+        """The requests in ``mask [B] bool``, attended in ``mode``."""
+        if mask.all():
             return replace(self, mode=mode)
-        index = torch.from_numpy(np.flatnonzero(chosen)).to(self.rows.rows.device)
-        rows, seq_lens, view = self.rows.take(index), self.seq_lens_cpu[chosen], self.view
+        index = torch.from_numpy(np.flatnonzero(mask)).to(self.rows.rows.device)
+        rows, seq_lens, view = self.rows.take(index), self.seq_lens_cpu[mask], self.view
         pages = StepPages(self.pages.manager, rows)
         return DecodePart(
             mode=mode,
@@ -176,14 +176,14 @@ class DecodePart:
         )
 
     def set_indexer(self, indexer: IndexerInputs) -> None:
-        """Hand the indexer's inputs of the whole batch to the algorithm, for one layer."""
-        own = indexer if self.index is None else indexer.take(self.index)
-        self.view = replace(self.view, indexer=own)
+        """Add the indexer inputs of the whole batch to the view, for one layer."""
+        inputs = indexer if self.index is None else indexer.take(self.index)
+        self.view = replace(self.view, indexer=inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilledTails:
-    """Tail pages that a step fills.
+    """The tail pages that a step fills.
 
     Attributes:
         rows: ``[R] bool``, rows whose tail page is full after this step.
@@ -196,16 +196,16 @@ class FilledTails:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeForward:
-    """A decode step: what all of its layers share.
+    """The data of a decode step that all layers share.
 
     Attributes:
         whole: the whole batch.
         host_slots: ``[B] int64``, host slot of each new token.
         tail_slots: ``[L, R] int64``, device page of each row's tail times S, plus the offset of
             the new token in the page.
-        filled: None where the host knows that no tail page fills.
-        parts: requests by mode, in layers that attend sparsely.
-        dense_parts: the same in layers that are always dense.
+        filled: the filled tail pages; None: the host knows that there are none.
+        parts: requests by mode, in sparse layers.
+        dense_parts: requests by mode, in layers that are always dense.
     """
 
     whole: DecodePart
@@ -223,7 +223,7 @@ class DecodeForward:
         manager: SparseKVCacheManager,
         representations: Representations,
     ) -> DecodeForward:
-        """The step of a batch, before its requests are divided by mode."""
+        """The step of a batch, not yet divided by mode."""
         heads, size = policy.heads, policy.kv.page_size
         head = torch.arange(heads, device=batch.slots.device)
         state_rows = (batch.slots[:, None] * heads + head).flatten()
@@ -266,15 +266,15 @@ class DecodeForward:
 
 
 def divide(whole: DecodePart, masks: ModeMasks) -> tuple[DecodePart, ...]:
-    """The requests of a step by mode, modes without a request left out."""
+    """Divide the requests of a step by mode; modes without a request are left out."""
     modes: tuple[AttentionMode, ...] = ("sparse", "resident", "staged")
     return tuple(
-        whole.take(chosen, mode) for chosen, mode in zip(masks, modes, strict=True) if chosen.any()
+        whole.take(mask, mode) for mask, mode in zip(masks, modes, strict=True) if mask.any()
     )
 
 
 def _most_pages(seq_lens: np.ndarray, page_size: int) -> int:
-    """Full pages before the tail page of the longest of ``seq_lens [B]``."""
+    """Full pages before the tail page of the longest request in ``seq_lens [B]``."""
     return int(seq_lens.max() - 1) // page_size
 
 

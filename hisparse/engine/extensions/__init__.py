@@ -1,1 +1,1 @@
-"""What a decode step may do besides selecting and attending: one file each."""
+"""Optional features of a decode step, one file each."""

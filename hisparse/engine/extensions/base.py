@@ -1,6 +1,6 @@
-"""The contract of an extension: something that a decode step does besides select and attend.
+"""The contract of an extension: an optional feature of the decode step.
 
-An extension is one file in this folder, or in any package that offers it by the entry point group
+An extension is one file in this folder, or in any package with an entry point in the group
 ``hisparse.extensions``. Its name is a configuration key. It overrides the hooks that it needs::
 
     before_layer -> (the algorithm selects) -> refine_selection -> (attend) -> after_attention
@@ -27,14 +27,14 @@ __all__ = ["Extension", "ExtensionContext", "register_extension"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionContext:
-    """What an extension may use.
+    """The parts of the engine that an extension may use.
 
     Attributes:
         policy: shapes of the model and the rules of selections.
-        manager: brings pages in; ``manager.counters`` counts by name.
+        manager: loads pages; ``manager.counters`` counts by name.
         adapter: attends.
-        state: the tensors that the extension declared, and those of the algorithm, by name.
-        modes: which layers select.
+        state: tensors of the algorithm and of all extensions, by name.
+        modes: says which layers select.
     """
 
     policy: SelectionPolicy
@@ -52,12 +52,12 @@ class Extension:
 
     Args:
         options: an instance of ``options_type``.
-        context: what the extension may use.
+        context: the parts of the engine that the extension may use.
     """
 
     #: Frozen dataclass of options: the value of the configuration key.
     options_type: ClassVar[type[Any]]
-    #: Counters that the extension counts on the device: name to description, for the metrics.
+    #: The extension's counters on the device: name to description, for the metrics.
     counters: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, options: Any, context: ExtensionContext) -> None:
@@ -70,7 +70,7 @@ class Extension:
 
     @classmethod
     def state(cls, options: Any, policy: SelectionPolicy) -> dict[str, Representation]:
-        """Tensors that the extension keeps; the sizing formula charges them."""
+        """Tensors that the extension keeps; the sizing formula includes them."""
         return {}
 
     @classmethod
@@ -87,7 +87,7 @@ class Extension:
         return ()
 
     def store_pages(self, layer_id: int, keys: Tensor, values: Tensor, host_pages: Tensor) -> None:
-        """Complete pages were written, by a prompt or by decoding.
+        """Called after complete pages were written, in prefill or decode.
 
         Args:
             layer_id: layer number.
@@ -96,17 +96,17 @@ class Extension:
         """
 
     def before_layer(self, layer_id: int, part: DecodePart) -> None:
-        """A layer of a decode step begins, for requests that attend sparsely."""
+        """Called at the start of a decode layer, for requests that attend sparsely."""
 
     def refine_selection(
         self, layer_id: int, queries: Tensor, selection: Selection, part: DecodePart
     ) -> Selection:
-        """Replace what the algorithm selected.
+        """Replace the algorithm's selection.
 
         Args:
             layer_id: number of a layer that selects.
-            queries: ``[B, Hq, D]``.
-            selection: the algorithm's.
+            queries: ``[B, Hq, D]``, before the softmax scale.
+            selection: the selection so far.
             part: the requests.
         """
         return selection
@@ -123,7 +123,7 @@ class Extension:
 
         Args:
             layer_id: layer number.
-            queries: ``[R, Q, D]``, query heads by row.
+            queries: ``[R, Q, D]``, the Q query heads of each row.
             selection: the attended pages.
             part: the requests.
             attended: out ``[R, Q, Dv]``, lse ``[R, Q]``.
@@ -135,7 +135,7 @@ E = TypeVar("E", bound=Extension)
 
 
 def register_extension(name: str) -> Callable[[type[E]], type[E]]:
-    """Class decorator: make an extension known, and its configuration key, under ``name``."""
+    """Class decorator: register an extension; ``name`` is also its configuration key."""
 
     def decorate(cls: type[E]) -> type[E]:
         EXTENSIONS.register(name)(cls)

@@ -1,10 +1,10 @@
-"""Prefetch: attend pages that the previous step's query selected, which are brought in ahead.
+"""Prefetch: load the pages that the previous step's query selected before their layer begins.
 
-FreeKV (https://arxiv.org/abs/2505.13109): queries of adjacent steps are alike, so the selection of
-one step is known a step before it is used, and its pages can arrive before the layer begins. Once
-the layer's query is there, it selects as well. A row keeps the prefetched selection while the
-cosine of the two queries, averaged over the query heads that share a selection, is above
-``min_cosine``. Any other row is corrected: it attends what its own query selected.
+FreeKV (https://arxiv.org/abs/2505.13109): queries of adjacent steps are similar, so a step can
+attend the pages that the previous step's query selected, and these can be loaded early. The layer's
+own query selects as well. A row keeps the prefetched selection while the cosine of the two queries,
+averaged over the query heads that share a selection, is above ``min_cosine``. Any other row is
+corrected: it attends the selection of its own query.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Prefetch(Extension):
 
     @classmethod
     def state(cls, options: PrefetchOptions, policy: SelectionPolicy) -> dict[str, Representation]:
-        """Of each request: a query, its selection for the step after it, and the tokens of the
-        request at that time, 0 if nothing is kept.
+        """Each request's last query, its selection for the next step, and the sequence length.
+
+        A sequence length of 0 means that nothing is stored.
         """
         kv, heads = policy.kv, policy.heads
         kinds = {
@@ -88,9 +89,9 @@ class Prefetch(Extension):
         }
 
     def before_layer(self, layer_id: int, part: DecodePart) -> None:
-        """Bring in the pages of the next layer that selects, and of those that share them.
+        """Prefetch for the next layer if it selects, and for the layers that share its selection.
 
-        The first layer has none before it: its pages come at its own start.
+        No layer precedes the first one: its pages are prefetched at its own start.
         """
         for leader in (0, 1) if layer_id == 0 else (layer_id + 1,):
             if self.context.modes.selects(leader):
@@ -105,29 +106,29 @@ class Prefetch(Extension):
     def refine_selection(
         self, layer_id: int, queries: Tensor, selection: Selection, part: DecodePart
     ) -> Selection:
-        """The prefetched selection where the two queries are alike, else ``selection``."""
+        """The prefetched selection where the two queries are similar, otherwise ``selection``."""
         policy, view = self.context.policy, part.view
         kept, known = self._kept(layer_id, part)
         cosine = _mean_cosine(queries, kept[_QUERY], policy.heads)
-        holds = known & (cosine > self.options.min_cosine)
+        keep = known & (cosine > self.options.min_cosine)
         counters = self.context.manager.counters
-        counters.count("prefetched_selections", known.expand_as(holds))
-        counters.count("corrected_selections", known & ~holds)
+        counters.count("prefetched_selections", known.expand_as(keep))
+        counters.count("corrected_selections", known & ~keep)
         missing = policy.max_pages - selection.pages.shape[-1]
         own = Selection(pad(selection.pages, (0, missing), value=-1), selection.lengths)
         chosen = Selection(
-            torch.where(holds[..., None], kept[_PAGES], own.pages),
-            torch.where(holds, kept[_LENGTHS], own.lengths),
+            torch.where(keep[..., None], kept[_PAGES], own.pages),
+            torch.where(keep, kept[_LENGTHS], own.lengths),
         )
-        following = self._of_next_step(own, part)
+        next_step = self._for_next_step(own, part)
         new = {
             _QUERY: queries,
-            _PAGES: following.pages,
-            _LENGTHS: following.lengths,
+            _PAGES: next_step.pages,
+            _LENGTHS: next_step.lengths,
             _SEQ_LEN: view.seq_lens,
         }
-        # Whether a request within the budget is asked for a selection depends on who else runs:
-        # nothing is kept of it.
+        # A request within the budget selects only if a concurrent request is sparse. Storing that
+        # selection would make tokens depend on concurrent requests.
         sparse = self.context.modes.is_sparse(view.num_pages, part.dense)
         for name, value in new.items():
             where = sparse.view(-1, *[1] * (value.dim() - 1))
@@ -136,22 +137,22 @@ class Prefetch(Extension):
         return chosen
 
     def _kept(self, layer_id: int, part: DecodePart) -> tuple[dict[str, Tensor], Tensor]:
-        """What is kept of the requests in a layer, and ``[B, 1] bool``, who has a selection."""
+        """Stored tensors of the requests in a layer, and ``[B, 1] bool``, which are valid."""
         names = (_QUERY, _PAGES, _LENGTHS, _SEQ_LEN)
         kept = {
             name: self.context.state[name][layer_id].index_select(0, part.view.slots)
             for name in names
         }
-        # Anything in between, a prefill too, leaves a length that does not fit.
+        # After a prefill, or any other step in between, the stored length does not match.
         before = kept[_SEQ_LEN]
         known = (before > 0) & (before + 1 == part.view.seq_lens)
         return kept, known[:, None]
 
-    def _of_next_step(self, selection: Selection, part: DecodePart) -> Selection:
-        """A selection as the next step needs it, which has one full page more if this fills it.
+    def _for_next_step(self, selection: Selection, part: DecodePart) -> Selection:
+        """Adapt a selection to the next step, which has one more full page if this step fills it.
 
-        The new page is added where there is room. Else the recent pages move on by one, and the
-        new page takes the place of the page that is no longer recent.
+        The new page is added if there is room. Otherwise the recent pages move by one, and the new
+        page replaces the page that is no longer recent.
         """
         policy, view = self.context.policy, part.view
         pages, lengths = selection
@@ -170,7 +171,7 @@ class Prefetch(Extension):
 
 
 def _mean_cosine(queries: Tensor, others: Tensor, heads: int) -> Tensor:
-    """``[B, H]``, cosines of two queries ``[B, Hq, D]``, averaged over each row's heads."""
+    """Cosine of two queries ``[B, Hq, D]``, averaged over each row's heads: ``[B, H]``."""
     cosines = cosine_similarity(queries.float(), others.float(), dim=-1).clamp(max=1)
     rows: Tensor = cosines.unflatten(1, (heads, -1)).mean(-1)
     return rows

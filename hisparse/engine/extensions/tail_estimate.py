@@ -1,9 +1,9 @@
 """Tail estimate: approximate each unselected page by its mean key and value.
 
-The pseudo-token of a page has the page's mean key, its mean value and the weight of all its tokens.
-It is exact where the keys of a page are equal, and below the page's share where they differ
-(Jensen). Measured on small models, it more than halves the divergence from dense attention if the
-peaks are selected, and hurts if the selector misses them.
+One token with the page's mean key and mean value represents the page, weighted by the number of
+tokens. The estimate is exact if all keys of a page are equal; otherwise it is below the page's
+share of attention (Jensen). Measured on small models, it more than halves the divergence from dense
+attention if the peaks are selected, and hurts if the selector misses them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _MEAN_K, _MEAN_V = "tail_estimate.mean_k", "tail_estimate.mean_v"
 
 @dataclass(frozen=True, kw_only=True)
 class TailEstimateOptions:
-    """There is nothing to choose."""
+    """The extension has no options."""
 
 
 @register_extension("tail_estimate")
 class TailEstimate(Extension):
-    """Keeps the mean key and value of each page, and attends over those not selected."""
+    """Keeps the mean key and value of each page, and attends over those of unselected pages."""
 
     options_type: ClassVar[type[Any]] = TailEstimateOptions
 
@@ -69,7 +69,7 @@ class TailEstimate(Extension):
         return [TableLimits(heads, rows, context_pages, queries, stored_heads, 1)]
 
     def store_pages(self, layer_id: int, keys: Tensor, values: Tensor, host_pages: Tensor) -> None:
-        """Keep the means of complete pages."""
+        """Store the means of complete pages."""
         for name, tokens in ((_MEAN_K, keys), (_MEAN_V, values)):
             means = self.context.state[name][layer_id]
             means[host_pages.long()] = tokens.float().mean(1).to(means.dtype)
@@ -82,19 +82,19 @@ class TailEstimate(Extension):
         part: DecodePart,
         attended: Attended,
     ) -> Attended:
-        """Merge attention over the means of the full pages that are not selected."""
+        """Merge in attention over the means of the unselected full pages."""
         return merge_attended(attended, self._estimate(layer_id, queries, selection, part))
 
     def _estimate(
         self, layer_id: int, queries: Tensor, selection: Selection, part: DecodePart
     ) -> Attended:
-        """Out ``[R, Q, Dv]``; lse ``[R, Q]``, -inf where every page is selected."""
+        """Attention over the means: out ``[R, Q, Dv]``; lse ``[R, Q]``, -inf without any page."""
         policy, view = self.context.policy, part.view
         heads, kv_heads = policy.heads, policy.kv.num_kv_heads
         others, counts = _complement(selection, view.num_pages, view.max_pages)
         table = view.host_page_table[:, None, : view.max_pages].expand_as(others)
         table = table.gather(-1, others)
-        # One page of one token for each mean; rows per head see only their own head's.
+        # Each mean is a page of one token; a row per head sees only the means of its KV head.
         k, v = (self.context.state[name][layer_id] for name in (_MEAN_K, _MEAN_V))
         if heads == 1:
             means = PagedKV(k[:, :, None], v[:, :, None])
@@ -109,15 +109,15 @@ class TailEstimate(Extension):
 
 
 def _complement(selection: Selection, num_pages: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Full pages that a selection leaves out.
+    """The full pages outside a selection.
 
     Returns:
-        pages ``[B, H, width] int64``, ascending, page 0 behind the last; counts ``[B, H] int32``.
+        pages ``[B, H, width] int64``, ascending, padded with 0; counts ``[B, H] int32``.
     """
     pages = selection.pages.long()
     page = torch.arange(width, device=pages.device)
     left = (page < num_pages[:, None])[:, None].repeat(1, pages.shape[1], 1)
-    # Padding lands in a column of its own.
+    # Padding is written to an additional column.
     left = torch.nn.functional.pad(left, (0, 1))
     left.scatter_(-1, torch.where(pages < 0, width, pages), False)
     left = left[..., :width]
