@@ -148,7 +148,7 @@ class Watched(DelayedStreams):
     def joined(self, started: Any) -> None:
         super().joined(started)
         if started.lane == "read":
-            self.left_behind.append(len(self._waiting["prefetch"]))
+            self.left_behind.append(len(self._waiting["early_read"]))
 
 
 def test_pages_of_the_next_layer_do_not_queue_behind_prefetched_ones() -> None:

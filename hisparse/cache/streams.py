@@ -25,9 +25,9 @@ __all__ = [
 ]
 
 #: A lane runs its work in the order of the starts. "read" copies from host memory to the device and
-#: "write" from the device to host memory: a link carries both directions at once. "prefetch" reads
+#: "write" from the device to host memory: a link carries both directions at once. "early_read" reads
 #: for a later layer or step, so that reads for the current layer do not queue behind it.
-Lane = Literal["read", "prefetch", "write"]
+Lane = Literal["read", "early_read", "write"]
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class CudaStreams(SideStreams):
     def __init__(self, device: torch.device) -> None:
         self._lanes: dict[Lane, torch.cuda.Stream] = {
             "read": torch.cuda.Stream(device),
-            "prefetch": torch.cuda.Stream(device),
+            "early_read": torch.cuda.Stream(device),
             "write": torch.cuda.Stream(device),
         }
         self._open: list[_OnStream[Any]] = []

@@ -128,7 +128,7 @@ class SwapIn:
 
     def prefetch(self, layer_id: int, selection: Selection, rows: StepRows) -> None:
         """Start loading pages for a layer that has not begun."""
-        pending = self._start("prefetch", layer_id, selection, rows)
+        pending = self._start("early_read", layer_id, selection, rows)
         self._prefetches.setdefault(layer_id, []).append(pending)
 
     def join(self) -> None:
