@@ -1,4 +1,4 @@
-"""The settings: the one home of their names, types, defaults and rules."""
+"""The settings: their names, types, defaults and rules."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["EXTENSIONS", "HiSparseConfig"]
 
 
 #: Extensions by name: subclasses of ``hisparse.engine.extensions.base.Extension``. Each name is
-#: also a configuration key: ``options_type`` says what its value holds, ``check`` which other
-#: settings it excludes.
+#: also a configuration key. ``options_type`` is the type of its value; ``check`` rejects
+#: incompatible settings.
 EXTENSIONS: Registry[Any] = Registry(
     "extension", package="hisparse.engine.extensions", entry_point_group="hisparse.extensions"
 )
 
 _ALIASES: Final = {"top_k": "budget"}
-#: Keys of upstream's HiSparse and of earlier versions, and what to write in their place.
+#: Keys of upstream's HiSparse and of earlier versions, and their replacements.
 _REPLACED: Final = {
     "host_to_device_ratio": "host_memory takes its place",
     "min_sparse_prompt_len": "min_sparse_context takes its place",
@@ -35,7 +35,7 @@ _REPLACED: Final = {
     "speculation_threshold": 'prefetch takes its place: "prefetch": {"min_cosine": 0.9}',
     "numa_node": "host memory cannot be bound to a NUMA node yet; start the server with numactl",
 }
-#: The same for values of a key that stayed.
+#: Earlier values of current keys, and their replacements.
 _REPLACED_VALUES: Final = {
     ("overlap", "transfers"): 'write "overlap": true',
     ("overlap", "attention"): 'attention in two parts is gone, write "overlap": true',
@@ -128,8 +128,8 @@ class HiSparseConfig:
 
     @property
     def min_row_tokens(self) -> int:
-        """``device_buffer_size``, in tokens; twice the budget where it was not given."""
-        assert self.device_buffer_size is not None, "set when the configuration is made"
+        """``device_buffer_size``, in tokens; never None."""
+        assert self.device_buffer_size is not None, "__post_init__ sets it"
         return self.device_buffer_size
 
     @property
@@ -141,7 +141,7 @@ class HiSparseConfig:
         object.__setattr__(self, name, value)
 
     def _check_ranges(self) -> None:
-        least = {
+        minimums = {
             "budget": 1,
             "device_buffer_size": 1,
             "page_size": 1,
@@ -151,10 +151,10 @@ class HiSparseConfig:
             "min_sparse_context": 0,
             "staging_bytes": 1,
         }
-        for name, low in least.items():
+        for name, minimum in minimums.items():
             value = getattr(self, name)
-            if value is not None and value < low:
-                raise ConfigError(f"{name}: got {value}, expected at least {low}")
+            if value is not None and value < minimum:
+                raise ConfigError(f"{name}: got {value}, expected at least {minimum}")
         layers = self.dense_layers or ()
         if len(set(layers)) < len(layers) or min(layers, default=0) < 0:
             raise ConfigError(
@@ -173,13 +173,13 @@ class HiSparseConfig:
                     f"{name}: got {value}, expected a multiple of page_size ({page}), "
                     f"such as {max(1, value // page) * page} or {(value // page + 1) * page}"
                 )
-        for name, least in (
+        for name, other in (
             ("device_buffer_size", "budget"),
             ("max_row_capacity", "device_buffer_size"),
         ):
-            value, low = getattr(self, name), getattr(self, least)
-            if value is not None and value < low:
-                raise ConfigError(f"{name}: got {value}, expected at least {least} ({low})")
+            value, minimum = getattr(self, name), getattr(self, other)
+            if value is not None and value < minimum:
+                raise ConfigError(f"{name}: got {value}, expected at least {other} ({minimum})")
         pages = self.num_sink_pages + self.num_recent_pages + 2
         if self.budget < pages * page:
             raise ConfigError(
@@ -189,25 +189,25 @@ class HiSparseConfig:
             )
 
     def _check_cuda_graph(self) -> None:
-        """A captured step has no way to read a dense context from host memory."""
+        """Check settings of captured steps, which cannot read a dense context from host memory."""
         for name, got, expected in (
-            ("checked", self.checked, "false, for checks wait for the device"),
-            ("dense_layers", list(self.dense_layers or ()), "none, whose contexts may be long"),
+            ("checked", self.checked, "false, because checks wait for the device"),
+            ("dense_layers", list(self.dense_layers or ()), "none, because contexts may be long"),
         ):
             if got:
                 raise ConfigError(f"cuda_graph: got true and {name} {got}, expected {expected}")
         if self.min_sparse_context > self.min_row_tokens:
             raise ConfigError(
                 f"cuda_graph: got true and min_sparse_context {self.min_sparse_context}, expected "
-                f"at most device_buffer_size ({self.device_buffer_size}), which every row has"
+                f"at most device_buffer_size ({self.device_buffer_size})"
             )
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> HiSparseConfig:
-        """The settings in ``mapping``, defaults for the others.
+        """Build settings from ``mapping``; missing keys get their defaults.
 
         Raises:
-            ConfigError: a key is unknown, replaced or given twice, or a value cannot be used.
+            ConfigError: a key is unknown, replaced or given twice, or a value is invalid.
         """
         names = cls.keys()
         values: dict[str, Any] = {}
@@ -223,24 +223,26 @@ class HiSparseConfig:
             if name in values:
                 aliases = [a for a, n in _ALIASES.items() if n == name]
                 raise ConfigError(
-                    f"got both {name} and {aliases[0]}, which is another name for it; "
-                    "expected one of the two"
+                    f"got both {name} and its alias {aliases[0]}, expected one of the two"
                 )
-            where = extensions if name in EXTENSIONS else values
-            where[name] = value
+            target = extensions if name in EXTENSIONS else values
+            target[name] = value
         return cls(**values, extensions=extensions)
 
     @classmethod
     def keys(cls) -> list[str]:
-        """Every key that a JSON object of settings may have, aliases left out."""
+        """Every key of a JSON object of settings, without aliases."""
         return [f.name for f in fields(cls) if f.name != "extensions"] + list(EXTENSIONS)
 
     @classmethod
     def parse(cls, text: str | None) -> HiSparseConfig:
-        """The settings in a JSON object or, as ``@path``, in a file that holds one.
+        """Parse a JSON object or, given ``@path``, a file with a JSON object.
 
         Args:
-            text: what ``--hisparse-config`` was given; None or "" for the defaults.
+            text: value of ``--hisparse-config``; None or "": the defaults.
+
+        Raises:
+            ConfigError: the file cannot be read, or the text is not a valid object of settings.
         """
         text = (text or "").strip()
         if not text:
@@ -270,7 +272,7 @@ class HiSparseConfig:
     def effective(self) -> dict[str, Any]:
         """Every key and its value, ready for JSON and for the log at start.
 
-        An extension that is switched on has its options, any other ``False``.
+        The value of an enabled extension is its options, that of any other ``False``.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["algorithm_config"] = dict(self.algorithm_config)
@@ -281,7 +283,7 @@ class HiSparseConfig:
 
 
 def _read_extensions(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the extensions that are switched on, by name."""
+    """Options of the enabled extensions, by name."""
     found = {}
     for name, value in given.items():
         options_type = EXTENSIONS.get(name).options_type

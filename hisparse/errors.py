@@ -3,13 +3,13 @@
 ::
 
     HiSparseError
-    ├── ConfigError        a setting cannot be used (also a ValueError)
+    ├── ConfigError        a setting is invalid (also a ValueError)
     ├── CapacityError      host or device memory is too small for one request
-    ├── PluginError        a hook into SGLang did not take
-    └── KernelError        a tensor handed to a kernel has the wrong shape, dtype, device or stride
+    ├── PluginError        a hook into SGLang has no effect
+    └── KernelError        a kernel argument has the wrong shape, dtype, device or stride
                            (also a ValueError)
 
-Every message is one line: what was got, what was expected, what the choices are.
+Every message is one line with the value it got, the value it expected, and the choices.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class HiSparseError(Exception):
 
 
 class ConfigError(HiSparseError, ValueError):
-    """A setting, or a combination of settings, cannot be used."""
+    """A setting, or a combination of settings, is invalid."""
 
 
 class CapacityError(HiSparseError):
-    """Host or device memory does not hold even one request."""
+    """Host or device memory is too small."""
 
 
 class PluginError(HiSparseError):
-    """A hook into SGLang did not take."""
+    """A hook into SGLang has no effect."""
 
 
 class KernelError(HiSparseError, ValueError):
-    """A tensor handed to a kernel is not what the kernel takes."""
+    """A kernel argument has the wrong shape, dtype, device or stride."""
 
 
 def unknown_name(kind: str, got: str, choices: Iterable[str]) -> str:
-    """One line for a name that is not among ``choices``: the closest ones first, then all."""
+    """One line for an unknown name: the closest ``choices`` first, then all of them."""
     known = sorted(choices)
     close = difflib.get_close_matches(got, known, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
@@ -57,6 +57,6 @@ def unknown_name(kind: str, got: str, choices: Iterable[str]) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Another package's exception in one line of at most 200 characters."""
+    """One line of at most 200 characters for an exception of another package."""
     first = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {first}"[:200]

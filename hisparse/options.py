@@ -1,4 +1,4 @@
-"""Options from JSON: values checked against the types of a frozen dataclass."""
+"""Checks options from JSON against the types of a frozen dataclass."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 def from_options(cls: type[T], owner: str, key: str, options: Mapping[str, Any]) -> T:
-    """An instance of a dataclass whose fields are options.
+    """Build a dataclass from options.
 
     Args:
         cls: the dataclass.
-        owner: what the options belong to, for messages ("quest").
-        key: the configuration key that holds them, for messages ("algorithm_config").
-        options: values from JSON by name; the others keep their defaults.
+        owner: owner of the options, for messages ("quest").
+        key: configuration key of the options, for messages ("algorithm_config").
+        options: values from JSON by name; missing options keep their defaults.
 
     Raises:
         ConfigError: an option is unknown, missing, of the wrong type or out of range.
@@ -48,10 +48,10 @@ def from_options(cls: type[T], owner: str, key: str, options: Mapping[str, Any])
 
 
 def check_type(key: str, value: object, hint: Any) -> None:
-    """Refuse a value from JSON that does not fit the type of an option.
+    """Check that a value from JSON fits the type of an option.
 
     Raises:
-        ConfigError: names the key, the value and what is expected.
+        ConfigError: it does not; the message names the key, the value and the expected type.
     """
     if not matches(value, hint):
         got = f"{reprlib.repr(value)} ({type(value).__name__})"
@@ -59,7 +59,7 @@ def check_type(key: str, value: object, hint: Any) -> None:
 
 
 def matches(value: object, hint: Any) -> bool:
-    """Whether a value from JSON fits a type; a bool is no number."""
+    """Whether a value from JSON fits a type; a bool is not a number."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return any(matches(value, arg) for arg in args)
@@ -74,7 +74,7 @@ def matches(value: object, hint: Any) -> bool:
 
 
 def type_words(hint: Any) -> str:
-    """A type in words."""
+    """Describe a type in words, for messages."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return " or ".join(type_words(arg) for arg in args)

@@ -1,4 +1,4 @@
-"""A typed name-to-class table that refuses duplicates and lists what it holds."""
+"""A typed table from names to classes that rejects duplicates and lists its entries."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names and the classes they stand for, filled by decorator or by entry point.
+    """Maps names to classes; filled by decorators and entry points.
 
     Args:
-        kind: the word used in messages ("algorithm", "adapter").
-        package: dotted name of the package with the built-in classes. Each of its modules is
-            imported on the first lookup, so a new file there needs no other edit. Modules whose
-            names begin with an underscore are left out.
-        entry_point_group: packages installed beside this one that offer entries in this group are
-            imported on the first lookup of an unknown name, or on listing.
+        kind: noun for messages ("algorithm", "adapter").
+        package: dotted name of the package with the built-in classes. The first lookup imports all
+            of its modules, so a new file needs no other edit. Modules with a leading underscore in
+            their names are skipped.
+        entry_point_group: group of entry points of other packages. They are loaded on the first
+            lookup of an unknown name, or on listing.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Registry(Generic[T]):
         self._plugins_loaded = False
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
-        """Class decorator: file the class under ``name``; a taken name is an error."""
+        """Class decorator: register the class under ``name``; a taken name is an error."""
 
         def decorate(cls: type[T]) -> type[T]:
             if name in self._entries:
@@ -54,7 +54,7 @@ class Registry(Generic[T]):
         return decorate
 
     def get(self, name: str) -> type[T]:
-        """The class filed under ``name``; ``ConfigError`` with the choices if there is none."""
+        """The class registered under ``name``; otherwise ``ConfigError`` with the choices."""
         if name not in self._entries:
             self._load_built_in()
         if name not in self._entries:

@@ -2,11 +2,11 @@
 
 ====  ==========================================================================
 B     requests in the batch
-T     tokens in the forward (prefill: all chunks one after the other)
+T     tokens in the forward (prefill: all chunks, concatenated)
 L     layers
 S     tokens per page (``page_size``)
 P     pages (of a sequence, a pool or a page table, as the name says)
-K     width of a selection: the most pages that one row may select
+K     width of a selection: the most pages of one row
 H     heads of a selection: 1 ("layer"), Hkv ("kv_head") or Hq ("query_head")
 Hq    query heads
 Hkv   key/value heads
@@ -15,10 +15,10 @@ D     width of a head (Dk of keys, Dv of values)
 Hi    heads of a model's indexer, Di their width
 R     rows in the batch, ``B * H``; row ``b * H + h`` belongs to request b, head h
 N     device pages of one layer's pool
-C     slots that a row's tables have room for (``max_row_capacity / S``)
+C     most device slots of a row (``max_row_capacity / S``)
 ====  ==========================================================================
 
-Page indices, slots and page ids are int32 and -1 means "nothing here".
+Page indices, slots and page ids are int32; -1 marks an empty entry.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HostLayout = Literal["layer_first", "page_first", "page_head"]
 
 @dataclass(frozen=True, kw_only=True)
 class KVSpec:
-    """What a model's attention layers look like, on one rank.
+    """Shapes and dtypes of a model's attention layers, on one rank.
 
     Attributes:
         num_layers: L.
@@ -55,11 +55,11 @@ class KVSpec:
         v_head_dim: Dv, elements.
         dtype: dtype of keys and values as the model computes them and algorithms see them.
         page_size: S, tokens.
-        latent: whether values are the first Dv columns of the keys and not stored apart, as with
-            MLA, whose latent is both.
-        index_head_dim: Di of the model's own indexer; 0: it has none.
+        latent: whether values are the first Dv columns of the keys and are not stored separately,
+            as in MLA.
+        index_head_dim: Di of the model's own indexer; 0: the model has no indexer.
         fp8: whether keys and values are stored as float8_e4m3fn, with a scale for each token and
-            head; else in ``dtype``.
+            head; otherwise in ``dtype``.
     """
 
     num_layers: int
@@ -80,7 +80,7 @@ class KVSpec:
 
     @property
     def stored_width(self) -> int:
-        """Elements that one head of a token takes, keys and values."""
+        """Stored elements of one head of a token, keys and values."""
         return self.head_dim if self.latent else self.head_dim + self.v_head_dim
 
     @property
@@ -90,7 +90,7 @@ class KVSpec:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of K and V of one token and KV head in one layer as stored, scales included."""
+        """Bytes of K and V of one token and KV head in one layer, as stored, with scales."""
         scales = 2 if self.fp8 else 0
         return self.stored_width * self.stored_dtype.itemsize + scales
 
@@ -101,9 +101,9 @@ class KVSpec:
 
     @property
     def staged_token_bytes(self) -> int:
-        """Device memory for one token of a staged prefix: as stored and, if need be, as read."""
-        as_read = self.num_kv_heads * self.stored_width * self.dtype.itemsize if self.fp8 else 0
-        return self.token_bytes_per_layer + as_read
+        """Device memory of one token of a staged prefix: as stored and, for fp8, as decoded."""
+        decoded = self.num_kv_heads * self.stored_width * self.dtype.itemsize if self.fp8 else 0
+        return self.token_bytes_per_layer + decoded
 
     @property
     def token_bytes(self) -> int:
@@ -112,7 +112,7 @@ class KVSpec:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales in :attr:`token_bytes`."""
+        """Bytes of the scales within :attr:`token_bytes`."""
         return 2 * self.num_layers * self.num_kv_heads if self.fp8 else 0
 
     def selection_heads(self, scope: SelectionScope) -> int:
@@ -122,7 +122,7 @@ class KVSpec:
 
 
 class PagedKV(NamedTuple):
-    """One layer's keys and values as pages; views, strides depend on the layout.
+    """One layer's keys and values as pages. The tensors are views; strides depend on the layout.
 
     Attributes:
         k: ``[P, Hr, S, Dk]``.
@@ -134,13 +134,13 @@ class PagedKV(NamedTuple):
 
 
 class StoredKV(NamedTuple):
-    """Keys and values as they are stored: pages, or tokens one after the other.
+    """Keys and values in the stored format, as pages or as consecutive tokens.
 
     Attributes:
         k: ``[..., Dk]``, in the stored dtype.
         v: ``[..., Dv]``.
-        scales: ``[..., 2] uint8`` of K and V, powers of two: 2 ** (scale - 127), the E8M0 format of
-            OCP's microscaling; None: nothing is scaled.
+        scales: ``[..., 2] uint8``, scales of K and V. The factor is 2 ** (scale - 127), the E8M0
+            format of OCP's microscaling. None: no scales.
     """
 
     k: Tensor
@@ -149,17 +149,17 @@ class StoredKV(NamedTuple):
 
     @property
     def kv(self) -> PagedKV:
-        """Without the scales."""
+        """Keys and values without the scales."""
         return PagedKV(self.k, self.v)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What there is, of equal shape but for the last dimension."""
+        """The tensors that exist; their shapes differ only in the last dimension."""
         return (self.k, self.v) if self.scales is None else (self.k, self.v, self.scales)
 
 
 class IndexerInputs(NamedTuple):
-    """What a model's own indexer made of the tokens of a forward, for one layer.
+    """Outputs of a model's own indexer for the tokens of a forward, in one layer.
 
     DeepSeek-V3.2's lightning indexer: a token's score is ``sum_h weights_h * relu(queries_h . k)``.
 
@@ -173,18 +173,18 @@ class IndexerInputs(NamedTuple):
     keys: Tensor
     weights: Tensor
 
-    def take(self, which: slice | Tensor) -> IndexerInputs:
-        """The tokens ``which``."""
-        return IndexerInputs(self.queries[which], self.keys[which], self.weights[which])
+    def take(self, tokens: slice | Tensor) -> IndexerInputs:
+        """The inputs of ``tokens``, a slice or ``[n] int64``."""
+        return IndexerInputs(self.queries[tokens], self.keys[tokens], self.weights[tokens])
 
 
 class Selection(NamedTuple):
     """The pages that an algorithm chose for each request and head.
 
     Attributes:
-        pages: ``[B, H, K] int32``, page index in the sequence, unique, ascending, -1 padded
+        pages: ``[B, H, K] int32``, page indices in the sequence, unique, ascending, padded with -1
             at the end.
-        lengths: ``[B, H] int32``, number of pages chosen.
+        lengths: ``[B, H] int32``, number of chosen pages.
     """
 
     pages: Tensor

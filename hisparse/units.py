@@ -1,4 +1,4 @@
-"""Sizes of memory: read from settings, and written for people."""
+"""Parses and formats memory sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hisparse.errors import ConfigError
 
 __all__ = ["MemorySize", "format_bytes", "parse_memory", "resolve_memory"]
 
-#: Bytes, a size such as "64GiB", or a fraction in (0, 1) of what is free.
+#: Bytes, a size such as "64GiB", or a fraction in (0, 1) of the free memory.
 MemorySize = int | float | str
 
 _UNITS: Final = {"B": 1} | {
@@ -20,50 +20,54 @@ _UNITS: Final = {"B": 1} | {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
-def parse_memory(what: str, value: MemorySize) -> int | float:
-    """Bytes as an int, or a fraction as a float.
+def parse_memory(key: str, value: MemorySize) -> int | float:
+    """Parse a memory size: bytes as an int, or a fraction as a float.
+
+    Args:
+        key: name of the setting, for messages.
+        value: the setting.
 
     Raises:
-        ConfigError: ``value`` is neither; the message names the setting ``what``.
+        ConfigError: the value is neither a size nor a fraction.
     """
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         units = {unit.lower(): factor for unit, factor in _UNITS.items()}
         if match is None or match[2].lower() not in units:
             raise ConfigError(
-                f"{what}: got {value!r}, expected a size such as '64GiB' "
+                f"{key}: got {value!r}, expected a size such as '64GiB' "
                 f"(units: {', '.join(_UNITS)})"
             )
         value = int(float(match[1]) * units[match[2].lower()])
     if isinstance(value, float) and not 0 < value < 1:
-        raise ConfigError(f"{what}: got {value}, expected a fraction in (0, 1) or whole bytes")
+        raise ConfigError(f"{key}: got {value}, expected a fraction in (0, 1) or whole bytes")
     if value <= 0:
-        raise ConfigError(f"{what}: got {value} bytes, expected more than 0")
+        raise ConfigError(f"{key}: got {value} bytes, expected more than 0")
     return value
 
 
-def resolve_memory(value: MemorySize, free_bytes: int, what: str) -> int:
-    """The bytes that a setting stands for.
+def resolve_memory(value: MemorySize, free_bytes: int, key: str) -> int:
+    """Convert a setting to bytes.
 
     Args:
         value: the setting.
-        free_bytes: memory that the machine has free.
-        what: the setting's name, for the message.
+        free_bytes: free memory of the machine.
+        key: name of the setting, for messages.
 
     Raises:
         ConfigError: the setting asks for more than ``free_bytes``.
     """
-    size = parse_memory(what, value)
+    size = parse_memory(key, value)
     num_bytes = int(size * free_bytes) if isinstance(size, float) else size
     if num_bytes > free_bytes:
         raise ConfigError(
-            f"{what}: got {value!r} = {format_bytes(num_bytes)}, but {format_bytes(free_bytes)} "
-            "is free; expected a smaller size, or a fraction in (0, 1) of what is free"
+            f"{key}: got {value!r} = {format_bytes(num_bytes)}, but {format_bytes(free_bytes)} "
+            "is free; expected a smaller size, or a fraction in (0, 1) of the free memory"
         )
     return num_bytes
 
 
 def format_bytes(num_bytes: int) -> str:
-    """A size for people, such as "1.5 GiB"."""
+    """Format a size, such as "1.5 GiB"."""
     power = min((max(num_bytes, 1).bit_length() - 1) // 10, 4)
     return f"{num_bytes / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

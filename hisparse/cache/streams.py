@@ -24,8 +24,8 @@ __all__ = [
     "make_streams",
 ]
 
-#: A lane runs its work in the order of the starts. "read" copies from host memory to the device and
-#: "write" from the device to host memory: a link carries both directions at once. "early_read" reads
+#: A lane runs its work in the order of the starts. "read" copies from host memory to the device,
+#: "write" from the device to host memory: a link carries both directions at once. "early_read" is
 #: for a later layer or step, so that reads for the current layer do not queue behind it.
 Lane = Literal["read", "early_read", "write"]
 

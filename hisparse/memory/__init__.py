@@ -1,1 +1,1 @@
-"""How much fits into host and device memory."""
+"""Divides host and device memory."""

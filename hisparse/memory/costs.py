@@ -1,4 +1,4 @@
-"""What a configuration and a model cost: the numbers that the sizing formula is given."""
+"""Memory costs of a configuration and a model: the inputs of the sizing formula."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hisparse.types import KVSpec
 
 __all__ = ["ExtraTables", "Resources", "attended_tables", "make_sizing_request", "tile_pages"]
 
-#: ``(max_requests, context_pages)`` to the tables that extensions attend over.
+#: Maps ``(max_requests, context_pages)`` to the tables that extensions attend over.
 ExtraTables = Callable[[int, int], Sequence[TableLimits]]
 
-#: Powers of two of requests that an adapter is asked about: up to 65,536.
+#: Number of batch sizes for which an adapter states its workspace: powers of two up to 65,536.
 _WORKSPACES = 17
 
 
@@ -25,11 +25,11 @@ class Resources:
     """Memory and limits of one rank.
 
     Attributes:
-        host_bytes: for the KV pool.
-        device_bytes: for all that hisparse keeps on the device.
+        host_bytes: host memory for the KV pool.
+        device_bytes: device memory for everything that hisparse keeps there.
         context_length: tokens, the longest sequence.
-        max_requests: requests at once; None: ``sizing.DEFAULT_MAX_REQUESTS``.
-        device_type: "cuda" or "cpu", where the model runs.
+        max_requests: concurrent requests; None: ``sizing.DEFAULT_MAX_REQUESTS``.
+        device_type: "cuda" or "cpu", the device of the model.
     """
 
     host_bytes: int
@@ -49,15 +49,15 @@ def make_sizing_request(
     adapter: type[BackendAdapter],
     extra_tables: ExtraTables = lambda max_requests, context_pages: (),
 ) -> SizingRequest:
-    """Bytes of a token, a page and a row, and of what is allocated once, on one rank.
+    """Collect the costs of a token, a page and a row, and fixed costs, on one rank.
 
     Args:
         config: the settings.
         policy: shapes of the model and the rules of selections.
         resources: memory and limits.
         kept: tensors of the algorithm and of the extensions.
-        host_token_bytes: host memory that the algorithm keeps for one token beside K and V.
-        adapter: attends.
+        host_token_bytes: host memory of the algorithm for one token, beside K and V.
+        adapter: the attention backend.
         extra_tables: tables that extensions attend over.
     """
     spec = policy.kv
@@ -105,21 +105,21 @@ def attended_tables(
     max_row_pages: int,
     tile_pages: int,
 ) -> list[TableLimits]:
-    """Page tables that decode steps of up to ``max_requests`` attend over, extensions left out.
+    """Page tables that decode steps attend over, without those of extensions.
 
     Args:
         config: the settings.
         policy: shapes of the model and the rules of selections.
-        max_requests: requests of a step.
-        max_row_pages: device pages of a row.
+        max_requests: the most requests of a step.
+        max_row_pages: the most device pages of a row.
         tile_pages: pages of a staging tile.
     """
     kv, heads = policy.kv, policy.heads
     stored_heads, queries = kv.num_kv_heads if heads == 1 else 1, kv.num_q_heads // heads
     widest = max(policy.max_pages, (config.min_sparse_context - 1) // kv.page_size)
     widest = max(widest, max_row_pages) if config.dense_layers else widest
-    # The tail page as well.
     rows = heads, max_requests * heads
+    # One more page: the tail page.
     tables = [TableLimits(*rows, widest + 1, queries, stored_heads, kv.page_size)]
     if config.dense_layers or config.min_sparse_context > config.min_row_tokens:
         tile = TableLimits(1, 1, tile_pages, kv.num_q_heads, kv.num_kv_heads, kv.page_size)
@@ -128,16 +128,16 @@ def attended_tables(
 
 
 def tile_pages(config: HiSparseConfig, spec: KVSpec, staging_bytes: int) -> int:
-    """Pages of one tile, if all tiles together take ``staging_bytes``."""
+    """Pages of one tile if all tiles together use ``staging_bytes``."""
     tile_bytes = staging_bytes // _num_tiles(config)
     return max(1, tile_bytes // (spec.page_size * spec.staged_token_bytes))
 
 
 def _num_tiles(config: HiSparseConfig) -> int:
-    """Tiles of staging: with two of them one arrives while the other is attended."""
+    """Tiles of staging: with two, one is copied during attention over the other."""
     return 2 if config.overlap else 1
 
 
 def _default_staging_bytes(spec: KVSpec, device_bytes: int) -> int:
-    """A tile of 8,192 tokens, or a sixteenth of the device memory where that is less."""
+    """A tile of 8,192 tokens, at most a sixteenth of the device memory."""
     return min(8192 * spec.staged_token_bytes, device_bytes // 16)

@@ -1,4 +1,4 @@
-"""How much host memory may still be taken."""
+"""Measures free host memory."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import psutil
 
 __all__ = ["free_host_memory"]
 
-#: Where the kernel says what a container may take and has taken, control groups v2.
+#: Directory with the memory limit and usage of a container, control groups v2.
 _GROUP = Path("/sys/fs/cgroup")
 
 
 def free_host_memory() -> int:
-    """Bytes that are free on this machine, or in this container if that is less."""
+    """Free bytes on this machine, or in this container if fewer."""
     free: int = psutil.virtual_memory().available
     try:
-        most = (_GROUP / "memory.max").read_text().strip()
-        taken = int((_GROUP / "memory.current").read_text())
+        limit = (_GROUP / "memory.max").read_text().strip()
+        used = int((_GROUP / "memory.current").read_text())
     except (OSError, ValueError):
         return free
-    return free if most == "max" else max(0, min(free, int(most) - taken))
+    return free if limit == "max" else max(0, min(free, int(limit) - used))

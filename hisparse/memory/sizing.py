@@ -1,9 +1,8 @@
-"""How much KV cache fits: one formula, in whole bytes, for the server and for every tool.
+"""Sizes the KV cache: one formula, in whole bytes, for the server and for every tool.
 
 ``kv_tokens = min(host / kv_token, (device - staging - workspace - tables - max_requests * row)
-/ representation)``, where page 0 of the host pool, which SGLang keeps as padding, and one request
-slot more than can run, which padding rows of a batch use, are paid for as well. With captured
-steps their inputs count as tables.
+/ representation)``. The formula also pays for two kinds of padding: page 0 of the host pool, and
+one request slot beside ``max_requests``. The inputs of captured steps count as tables.
 """
 
 from __future__ import annotations
@@ -16,36 +15,36 @@ from hisparse.units import format_bytes
 
 __all__ = ["DEFAULT_MAX_REQUESTS", "Sizing", "SizingLimit", "SizingRequest", "resize", "size"]
 
-#: Requests that may run at once, if nobody says otherwise.
+#: Default for the number of concurrent requests.
 DEFAULT_MAX_REQUESTS = 256
 
-#: What keeps ``kv_tokens`` from being larger.
+#: The limit that determines ``kv_tokens``.
 SizingLimit = Literal["host_memory", "device_memory", "max_total_tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizingRequest:
-    """What there is, and what a token, a page and a row cost, on one rank.
+    """Available memory, and the costs of a token, a page and a row, on one rank.
 
     Attributes:
-        kv_token_bytes: K and V of one token, all layers.
-        representation_page_bytes: what the algorithm stores for one page, all layers.
+        kv_token_bytes: host memory of one token, all layers.
+        representation_page_bytes: representations of one page, all layers.
         page_size: S, tokens.
         num_layers: L.
         rows_per_request: H of the selection scope.
         device_page_bytes: K and V of one device page: one layer, one row.
         host_bytes: host memory for the KV pool.
-        device_bytes: device memory for all that hisparse keeps there.
+        device_bytes: device memory for everything that hisparse keeps there.
         staging_bytes: device memory for staging, all tiles.
-        device_buffer_size: tokens, device pages that each row has at least.
-        max_row_capacity: tokens, device pages that a row may grow to; None: ``context_length``.
+        device_buffer_size: tokens, smallest capacity of a row.
+        max_row_capacity: tokens, largest capacity of a row; None: ``context_length``.
         context_length: tokens, the longest sequence.
-        max_requests: requests that may run at once; None: ``DEFAULT_MAX_REQUESTS``.
-        request_state_bytes: what the algorithm keeps for one request, all layers.
-        layer_state_bytes: what it keeps for the layers themselves.
-        workspace_bytes: what the adapter keeps for steps of up to 1, 2, 4, 8, ... requests, the
-            last for all beyond; empty: nothing.
-        captured: whether decode steps are captured, whose inputs have tensors of their own.
+        max_requests: concurrent requests; None: ``DEFAULT_MAX_REQUESTS``.
+        request_state_bytes: representations of one request, all layers.
+        layer_state_bytes: representations of the layers themselves, all layers.
+        workspace_bytes: the adapter's workspace for steps of up to 1, 2, 4, 8, ... requests; the
+            last value holds for all larger steps; empty: no workspace.
+        captured: whether decode steps are captured, with static input tensors.
     """
 
     kv_token_bytes: int
@@ -68,48 +67,48 @@ class SizingRequest:
 
     @property
     def min_row_pages(self) -> int:
-        """Device pages that each row has at least, the tail page not counted."""
+        """Smallest capacity of a row in device pages, tail page not counted."""
         return self.device_buffer_size // self.page_size
 
     @property
     def max_row_pages(self) -> int:
-        """C as asked for."""
+        """C as requested."""
         tokens = self.context_length if self.max_row_capacity is None else self.max_row_capacity
         return max(-(-tokens // self.page_size), self.min_row_pages)
 
     @property
     def slot_table_bytes(self) -> int:
-        """LRU tables of one request per page of row capacity: three int32 a slot."""
+        """LRU tables of one request per page of row capacity: three int32 per device slot."""
         return 12 * self.num_layers * self.rows_per_request
 
     @property
     def pool_page_bytes(self) -> int:
-        """One device page in every layer, with its entry in the free lists."""
+        """One device page in every layer, and its entry in the free lists."""
         return self.num_layers * (self.device_page_bytes + 4)
 
     def workspace(self, max_requests: int) -> int:
-        """What the adapter keeps for steps of up to so many requests."""
+        """The adapter's workspace for steps of up to ``max_requests``."""
         if not self.workspace_bytes:
             return 0
         index = max(max_requests - 1, 0).bit_length()
         return self.workspace_bytes[min(index, len(self.workspace_bytes) - 1)]
 
     def usable_bytes(self, max_requests: int) -> int:
-        """Device memory without staging and the adapter's workspace."""
+        """Device memory minus staging and the adapter's workspace."""
         return self.device_bytes - self.staging_bytes - self.workspace(max_requests)
 
     @property
     def min_representation_bytes(self) -> int:
-        """Representations of the padding page and of one request of ``device_buffer_size``."""
+        """Representations of the padding page and of one request of minimal size."""
         return (self.min_row_pages + 1) * self.representation_page_bytes
 
     def min_device_pages(self, max_requests: int) -> int:
-        """Device pages per layer: every row's least, tail pages and the padding request's too."""
+        """Fewest device pages per layer, including tail pages, also of the padding request."""
         pages = self.rows_per_request * (self.min_row_pages + 1)
         return max_requests * pages + self.rows_per_request
 
     def table_bytes(self, max_requests: int, row_pages: int, device_pages: int) -> int:
-        """Tables and state of ``max_requests`` and the padding request."""
+        """Tables and request state of ``max_requests`` and of the padding request."""
         slots = max_requests + 1
         rows = slots * self.rows_per_request
         lru = slots * self.slot_table_bytes * row_pages
@@ -119,14 +118,15 @@ class SizingRequest:
         return lru + page_ids + 4 * rows + host_pages + state
 
     def captured_bytes(self, max_requests: int) -> int:
-        """What :class:`~hisparse.engine.graphs.StaticBatch` takes: three int64 and a page table of
-        int32 for each request, and their number.
+        """Memory of :class:`~hisparse.engine.graphs.StaticBatch`, if steps are captured.
+
+        Three int64 and an int32 page table per request, and an int32 count.
         """
         each = 3 * 8 + 4 * -(-self.context_length // self.page_size)
         return (max_requests * each + 4) * self.captured
 
     def fixed_bytes(self, max_requests: int, row_pages: int) -> int:
-        """Device pages at their least, tables, and inputs of captured steps."""
+        """The fewest device pages, the tables, and the inputs of captured steps."""
         pages = self.min_device_pages(max_requests)
         pool = self.num_layers * pages * self.device_page_bytes
         tables = self.table_bytes(max_requests, row_pages, pages)
@@ -135,21 +135,21 @@ class SizingRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizing:
-    """What fits.
+    """The division of host and device memory.
 
     Attributes:
-        request: what it was computed from.
-        kv_tokens: capacity of the KV pool, the padding page not counted.
-        max_requests: requests that may run at once.
+        request: the inputs.
+        kv_tokens: capacity of the KV pool, padding page not counted.
+        max_requests: concurrent requests.
         max_row_capacity: tokens, ``C * page_size``.
-        num_device_pages: N, per layer: the rows' pages and ``num_tail_pages``.
+        num_device_pages: N, device pages per layer, including ``num_tail_pages``.
         staging_bytes: staging.
-        table_bytes: LRU tables, free lists, page tables, the algorithm's state of requests.
+        table_bytes: LRU tables, free lists, page tables, request state.
         captured_bytes: inputs of captured steps.
-        workspace_bytes: what the adapter keeps for itself.
-        representation_bytes: representations of every host page.
+        workspace_bytes: the adapter's workspace.
+        representation_bytes: representations of all host pages.
         device_page_pool_bytes: all device pages.
-        limit: what keeps ``kv_tokens`` from being larger.
+        limit: the limit that determines ``kv_tokens``.
     """
 
     request: SizingRequest
@@ -167,29 +167,29 @@ class Sizing:
 
     @property
     def num_tail_pages(self) -> int:
-        """Device pages per layer that are tail pages; the padding request has some as well."""
+        """Tail pages per layer, including those of the padding request."""
         return (self.max_requests + 1) * self.request.rows_per_request
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of the KV pool, padding page included."""
+        """Host memory of the KV pool, including the padding page."""
         return (self.kv_tokens + self.request.page_size) * self.request.kv_token_bytes
 
     @property
     def device_bytes(self) -> int:
-        """Device memory of everything."""
+        """Device memory of all parts."""
         parts = self.staging_bytes + self.table_bytes + self.captured_bytes + self.workspace_bytes
         return parts + self.representation_bytes + self.device_page_pool_bytes
 
     def describe(self) -> str:
         """One line for the log."""
-        asked = self.request.max_requests or DEFAULT_MAX_REQUESTS
-        fewer = f" (of {asked})" if self.max_requests < asked else ""
-        at_times = (
+        requested = self.request.max_requests or DEFAULT_MAX_REQUESTS
+        fewer = f" (of {requested})" if self.max_requests < requested else ""
+        optional = (
             ("inputs of captured steps", self.captured_bytes),
             ("workspace of the adapter", self.workspace_bytes),
         )
-        more = "".join(f", {term} {format_bytes(size)}" for term, size in at_times if size)
+        more = "".join(f", {term} {format_bytes(size)}" for term, size in optional if size)
         return (
             f"kv_tokens {self.kv_tokens:,} (limited by {self.limit}), "
             f"max_requests {self.max_requests}{fewer}, "
@@ -204,7 +204,7 @@ class Sizing:
 
 
 def size(request: SizingRequest) -> Sizing:
-    """Share out host and device memory; ``CapacityError`` when one request does not fit."""
+    """Divide host and device memory; ``CapacityError`` if one request does not fit."""
     _check_one_request(request)
     max_requests = _fit_requests(request)
     row_pages = _fit_row_pages(request, max_requests)
@@ -220,15 +220,15 @@ def size(request: SizingRequest) -> Sizing:
 def resize(
     sizing: Sizing, *, kv_tokens: int | None = None, max_requests: int | None = None
 ) -> Sizing:
-    """The same for fewer tokens or requests; what that sets free becomes device pages.
+    """Reduce a sizing to fewer tokens or requests; freed memory becomes device pages.
 
     Args:
-        sizing: what fits.
-        kv_tokens: what the server uses of it (``--max-total-tokens``); None: all.
-        max_requests: as ``kv_tokens`` (``--max-running-requests``).
+        sizing: the largest sizing that fits.
+        kv_tokens: tokens that the server uses (``--max-total-tokens``); None: all.
+        max_requests: requests that the server runs (``--max-running-requests``); None: all.
 
     Raises:
-        CapacityError: it is more than fits, or too little for one request.
+        CapacityError: a number is larger than the sizing, or too small for one request.
     """
     request = sizing.request
     limit = sizing.limit
@@ -253,12 +253,12 @@ def resize(
 
 
 def _host_pages(request: SizingRequest) -> int:
-    """Host pages for tokens: the padding page is taken off."""
+    """Host pages for tokens, without the padding page."""
     return request.host_bytes // (request.kv_token_bytes * request.page_size) - 1
 
 
 def _check_one_request(request: SizingRequest) -> None:
-    """One request with the least of everything, term by term."""
+    """Raise ``CapacityError`` if one request of minimal size does not fit, term by term."""
     pages = request.min_row_pages
     host_need = (pages + 1) * request.page_size * request.kv_token_bytes
     if host_need > request.host_bytes:
@@ -290,48 +290,48 @@ def _check_one_request(request: SizingRequest) -> None:
 
 
 def _fit_requests(request: SizingRequest) -> int:
-    """As many requests as asked for, if their rows leave enough for representations."""
-    most = request.max_requests or DEFAULT_MAX_REQUESTS
-    while most > 1:
-        fitting = min(_fit_rows(request, most), most)
-        # The adapter's workspace is that of a power of two of requests.
-        smaller = 1 << (most - 1).bit_length() - 1
+    """The requested number of requests, reduced if rows leave too little memory."""
+    upper = request.max_requests or DEFAULT_MAX_REQUESTS
+    while upper > 1:
+        fitting = min(_fit_rows(request, upper), upper)
+        # The adapter's workspace grows at powers of two of requests.
+        smaller = 1 << (upper - 1).bit_length() - 1
         if fitting > smaller:
             return fitting
-        most = smaller
+        upper = smaller
     return 1
 
 
 def _fit_rows(request: SizingRequest, max_requests: int) -> int:
-    """Requests whose rows fit beside the workspace for ``max_requests``.
+    """The most requests that fit, with the workspace for ``max_requests``.
 
-    They may take half of the device memory, or all that representations of the whole host pool
-    and a tenth for larger tables leave.
+    Rows may use the larger of two limits: half of the device memory, or all of it except the
+    representations of the whole host pool and a tenth for larger tables.
     """
     usable = request.usable_bytes(max_requests)
     representations = (_host_pages(request) + 1) * request.representation_page_bytes
     allowed = max(usable // 2, usable - usable // 10 - representations)
     allowed = min(allowed, usable - request.min_representation_bytes)
-    # Every request costs the same.
-    none = request.fixed_bytes(0, request.min_row_pages)
-    each = request.fixed_bytes(1, request.min_row_pages) - none
-    return (allowed - none) // each
+    # Costs are linear in the number of requests.
+    base = request.fixed_bytes(0, request.min_row_pages)
+    per_request = request.fixed_bytes(1, request.min_row_pages) - base
+    return (allowed - base) // per_request
 
 
 def _fit_row_pages(request: SizingRequest, max_requests: int) -> int:
-    """C as asked for, cut so that the LRU tables stay within a tenth of the device memory."""
-    least = request.min_row_pages
-    each = (max_requests + 1) * request.slot_table_bytes
+    """C as requested, reduced so that LRU tables use at most a tenth of the device memory."""
+    min_pages = request.min_row_pages
+    page_table_bytes = (max_requests + 1) * request.slot_table_bytes
     usable = request.usable_bytes(max_requests)
-    left = usable - request.fixed_bytes(max_requests, least) - request.min_representation_bytes
-    spare = min(usable // 10 - least * each, left)
-    return min(request.max_row_pages, least + max(0, spare // each))
+    left = usable - request.fixed_bytes(max_requests, min_pages) - request.min_representation_bytes
+    spare = min(usable // 10 - min_pages * page_table_bytes, left)
+    return min(request.max_row_pages, min_pages + max(0, spare // page_table_bytes))
 
 
 def _share_rest(
     request: SizingRequest, max_requests: int, row_pages: int, kv_pages: int, limit: SizingLimit
 ) -> Sizing:
-    """All numbers; device memory that nothing else needs becomes device pages."""
+    """Build the sizing; remaining device memory becomes device pages."""
     representations = (kv_pages + 1) * request.representation_page_bytes
     fixed = request.fixed_bytes(max_requests, row_pages)
     rest = request.usable_bytes(max_requests) - fixed - representations

@@ -1,7 +1,7 @@
-"""Side streams whose work is done as early, as late or in as odd an order as they allow.
+"""Side streams for tests that run work as early, as late or in as random an order as allowed.
 
-A side stream promises an order only between a start and a join. Here the work is done anywhere in
-between, so that a result that depends on more than was declared is another one than in line.
+A side stream runs work at any time between its start and its join. If a result depends on a
+narrower order, it differs here from the result of inline execution.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ __all__ = ["DelayedStreams", "Order"]
 
 T = TypeVar("T")
 
-#: When work is done: "early" when it is started; "late" when it is joined, or work of its lane
-#: that was started after it; a seed: in between, at any call of :class:`DelayedStreams`.
+#: When work runs. "early": at its start. "late": at its join, or at the join of later work on its
+#: lane. A seed: at random calls of :class:`DelayedStreams` in between.
 Order = Literal["early", "late"] | int
 
 
 class DelayedStreams(SideStreams):
-    """Does side work at another time than in line.
+    """Runs side work at another time than inline execution does.
 
     Args:
-        order: when.
+        order: when work runs.
 
     Attributes:
-        num_started: works so far.
-        num_delayed: those of them that were not done when they were started.
+        num_started: started pieces of work.
+        num_delayed: pieces of work that did not run at their start.
     """
 
     def __init__(self, order: Order) -> None:
@@ -41,7 +41,7 @@ class DelayedStreams(SideStreams):
 
     @property
     def num_waiting(self) -> int:
-        """Works that have not been done yet."""
+        """Pieces of work that have not run yet."""
         return sum(map(len, self._waiting.values()))
 
     def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
@@ -50,7 +50,7 @@ class DelayedStreams(SideStreams):
         self.num_started += 1
         if self._order == "early":
             self.run_until(started)
-        self._run_some()
+        self._run_random()
         self.num_delayed += not started.is_done
         return started
 
@@ -60,12 +60,12 @@ class DelayedStreams(SideStreams):
                 self.run_until(waiting[-1])
 
     def run_until(self, started: _Delayed[Any]) -> None:
-        """Do a work, and what its lane has before it."""
+        """Run the work of a lane up to ``started``."""
         waiting = self._waiting[started.lane]
         while not started.is_done:
             waiting.pop(0).run()
 
-    def _run_some(self) -> None:
+    def _run_random(self) -> None:
         if isinstance(self._order, int):
             lanes = list(self._waiting.values())
             for waiting in self._random.sample(lanes, len(lanes)):
@@ -73,8 +73,8 @@ class DelayedStreams(SideStreams):
                     waiting.pop(0).run()
 
     def joined(self, started: _Delayed[T]) -> None:
-        """Somebody waits for a work."""
-        self._run_some()
+        """Run a piece of work, because it is joined."""
+        self._run_random()
         self.run_until(started)
 
 
@@ -89,7 +89,7 @@ class _Delayed(Pending[T]):
         return self._work is None
 
     def run(self) -> None:
-        assert self._work is not None, "work is done once"
+        assert self._work is not None, "work runs once"
         self._result = self._work()
         self._work = None
 

@@ -1,5 +1,6 @@
-"""A model-free server: requests with random K/V, served by the real coordinator, to be compared
-with attention in float64 over exactly the positions that were to be attended.
+"""A server without a model: serves requests with random K and V by the real coordinator.
+
+Tests compare the outputs with float64 attention over the positions that should be attended.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ _INDEXER_HEADS = 3
 
 @dataclass
 class Request:
-    """A request of which every token is known from the start.
+    """A request with all of its tokens generated in advance.
 
     Attributes:
         slot: request slot.
         q: ``[L, n, Hq, D]``, queries of all n positions.
         k, v: ``[L, n, Hkv, D]``.
-        indexer: of all positions, ``[L, n, ...]``.
+        indexer: indexer inputs of all positions, ``[L, n, ...]``.
         host_pages: host page of each page so far.
-        prompt: tokens of the prompt; None: every prefill ends it.
-        done: tokens so far.
+        prompt: tokens of the prompt; None: every prefill ends the prompt.
+        done: tokens computed so far.
     """
 
     slot: int
@@ -45,17 +46,17 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens, n."""
+        """Number of tokens, n."""
         return self.k.shape[1]
 
     @property
     def streams(self) -> tuple[Tensor, ...]:
-        """Everything that a token has, ``[L, n, ...]`` each."""
+        """All tensors with a token dimension, ``[L, n, ...]`` each."""
         return (self.q, self.k, self.v, *self.indexer)
 
 
 class Simulator(World):
-    """Plays the framework's part: host pages, slots, batches."""
+    """Plays the role of the framework: allocates host pages and slots, builds batches."""
 
     def request(
         self,
@@ -67,7 +68,7 @@ class Simulator(World):
         shared: int = 0,
         prompt: int | None = None,
     ) -> Request:
-        """Admit a request; its first ``shared`` tokens (whole pages) are those of ``like``."""
+        """Admit a request; it shares its first ``shared`` tokens (whole pages) with ``like``."""
         rng, spec = torch.Generator().manual_seed(seed), self.spec
 
         def noise(*shape: int) -> Tensor:
@@ -89,7 +90,7 @@ class Simulator(World):
         return new
 
     def end(self, request: Request, *, free: bool = False) -> None:
-        """A request is over; ``free``: its host pages are the next ones to be given out."""
+        """End a request; with ``free``, the next allocation reuses its host pages."""
         self.coordinator.on_request_end(request.slot)
         if free:
             self.free_host_pages += request.host_pages[::-1]
@@ -105,7 +106,7 @@ class Simulator(World):
         return pages[position // self.page_size] * self.page_size + position % self.page_size
 
     def prefill(self, *parts: tuple[Request, int]) -> list[Tensor]:
-        """Compute the next ``n`` tokens of each request; ``[L, n, Hq, D]`` for each."""
+        """Compute the next ``n`` tokens of each request; returns ``[L, n, Hq, D]`` for each."""
         chunks, slots, offset = [], [], 0
         for request, n in parts:
             start = request.done
@@ -126,12 +127,12 @@ class Simulator(World):
         return [out[:, c.offset : c.offset + c.length] for c in chunks]
 
     def decode(self, *requests: Request) -> Tensor:
-        """One step of each request; ``[L, B, Hq, D]``."""
+        """Decode one token of each request; returns ``[L, B, Hq, D]``."""
         self.coordinator.forward_begin(self.next_tokens(*requests))
         return self._forward([(r, r.done - 1, r.done) for r in requests])
 
     def next_tokens(self, *requests: Request) -> DecodeBatch:
-        """One more token for each request, which counts it as done."""
+        """A batch with the next token of each request; increases ``done``."""
         for r in requests:
             self._grow(r, r.done + 1)
             r.done += 1
@@ -150,7 +151,7 @@ class Simulator(World):
         )
 
     def _forward(self, parts: list[tuple[Request, int, int]]) -> Tensor:
-        """All layers over positions ``start`` to ``stop - 1`` of each request."""
+        """Run all layers over positions ``start`` to ``stop - 1`` of each request."""
         outs = []
         for layer in range(self.layers):
             streams = zip(*([x[layer, a:b] for x in r.streams] for r, a, b in parts), strict=True)
@@ -161,7 +162,7 @@ class Simulator(World):
         return torch.stack(outs)
 
     def dense(self, request: Request, start: int, stop: int) -> Tensor:
-        """Causal attention in float64 of positions ``start`` to ``stop - 1``, ``[L, n, Hq, D]``."""
+        """Causal float64 attention of positions ``start`` to ``stop - 1``: ``[L, n, Hq, D]``."""
         group = self.spec.group_size
         q = request.q[:, start:stop].double()
         k = request.k[:, :stop].double().repeat_interleave(group, dim=2)

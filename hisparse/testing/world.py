@@ -1,4 +1,4 @@
-"""A small device and host for tests: the real manager, coordinator and adapter on a CPU."""
+"""A small engine for tests: the real manager, coordinator and adapter on a CPU."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ INDEXER_DIM = 128
 
 @dataclass
 class World:
-    """What is simulated; sizes are tokens where the name does not say pages.
+    """Configuration of the engine; sizes are in tokens unless the name says pages.
 
     Attributes:
         scope: selection scope.
-        layout: of host memory.
-        budget: attended per step and row.
-        device_buffer: device pages that each row has at least.
-        max_row: device pages that a row may grow to.
-        device_pages: device pages of each layer beside the tail pages; None: enough.
-        num_slots: request slots; slot 0 is that of padding.
-        host_pages: host pages; page 0 is that of padding.
-        staging_pages: pages that a prefix is streamed through at a time.
-        min_sparse_context: contexts up to so many tokens are dense.
+        layout: layout of host memory.
+        budget: tokens attended per step and row.
+        device_buffer: smallest capacity of a row.
+        max_row: largest capacity of a row.
+        device_pages: device pages of each layer, tail pages not counted; None: enough for all rows.
+        num_slots: request slots, including slot 0 of the padding.
+        host_pages: host pages, including page 0 of the padding.
+        staging_pages: pages of a staging tile.
+        min_sparse_context: contexts up to this length are dense.
         dense_layers: layers that are always dense.
-        reuse_layers: layers that share a selection.
-        extensions: options of the extensions that are switched on, by name.
-        layers, page_size, q_heads, kv_heads, head_dim: of the model.
-        fp8: whether K and V are stored in eight bits.
-        latent_rank: width of the values, the first columns of the keys; 0: values of their own.
-        num_sink_pages, num_recent_pages: always selected.
+        reuse_layers: number of consecutive layers that share a selection.
+        extensions: options of the enabled extensions, by name.
+        layers, page_size, q_heads, kv_heads, head_dim: shapes of the model.
+        fp8: whether K and V are stored in fp8.
+        latent_rank: width of values that are the first columns of the keys; 0: separate values.
+        num_sink_pages, num_recent_pages: pages that are always selected.
         scale: softmax scale.
-        algorithm: what selects.
-        adapter: what attends.
+        algorithm: selects pages.
+        adapter: attends.
         checked: whether the cache manager verifies every selection and every resident byte.
-        side_streams: what transfers run on; None: nothing overlaps.
+        side_streams: side streams for transfers; None: transfers do not overlap.
     """
 
     scope: SelectionScope = "kv_head"
@@ -135,11 +135,11 @@ class World:
         )
 
     def _poison(self, kinds: dict[str, Representation]) -> None:
-        """Fill unwritten memory with NaN, or with random numbers, so that a read of it shows."""
+        """Fill unwritten memory with NaN or random numbers, so that tests detect a read of it."""
         for layer in range(self.layers):
             pools = (self.manager.host.stored(layer), self.manager.device.stored(layer))
             for pages in (tensor for pool in pools for tensor in pool.tensors):
-                # As a scale 255 is infinite.
+                # A scale of 255 decodes to infinity.
                 pages.fill_(torch.nan if pages.dtype.is_floating_point else 255)
         for name, kind in kinds.items():
             tensor = self.representations.tensors[name]
