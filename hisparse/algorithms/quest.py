@@ -24,7 +24,7 @@ _FP8_MAX = 448.0
 @register_algorithm("quest")
 @dataclass(frozen=True, kw_only=True)
 class Quest(RankedPagesAlgorithm):
-    """Keeps the pages whose largest possible q.k is highest (section 3.3 of the paper).
+    """Keeps the pages with the highest upper bound of q.k (section 3.3 of the paper).
 
     Attributes:
         ranges: key ranges of a page, each over consecutive tokens. A page's bound is the largest

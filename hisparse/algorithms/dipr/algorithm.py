@@ -41,7 +41,7 @@ class DIPR(BaseSparseAlgorithm):
     AlayaDB's dynamic inner product range query. Heads and tasks that look at many tokens keep
     many, up to ``device_buffer_size``; others keep few. A page is kept if one of its tokens is in
     range for any of the heads that share the selection. Pages of one token give the paper's
-    definition. The page being filled takes part in the best.
+    definition. The largest q.k includes the tail page's tokens.
 
     Attributes:
         beta: more than 0, in units of q.k before the softmax scale, as in the paper. None:
@@ -49,9 +49,9 @@ class DIPR(BaseSparseAlgorithm):
         alpha: in (0, 1); a token is left out if it weighs less in the softmax than this share of
             the heaviest token. beta = -ln(alpha) / scale, where scale is usually 1 / sqrt(D).
             None: 0.01 unless ``beta`` is given.
-        index: how tokens in range are found. "flat" scores all keys. "coarse" scores only pages
-            whose key range allows a token in range, and finds the same tokens. "fine" searches a
-            graph over the prompt's keys and may miss tokens. "auto" lets the server choose by
+        index: how to find tokens in range. "flat" scores all keys. "coarse" scores only pages
+            with a key range that allows tokens in range, and finds the same tokens. "fine" searches
+            a graph over the prompt's keys and may miss tokens. "auto" lets the server choose by
             context length and memory; the log says why.
         expected_new_tokens: tokens that a request generates, for "auto". A graph pays off over
             thousands.
