@@ -284,22 +284,22 @@ class HiSparseConfig:
 
 def _read_extensions(given: Mapping[str, Any]) -> dict[str, Any]:
     """Options of the enabled extensions, by name."""
-    found = {}
+    enabled = {}
     for name, value in given.items():
         options_type = EXTENSIONS.get(name).options_type
         if isinstance(value, options_type):
-            found[name] = value
+            enabled[name] = value
         elif isinstance(value, Mapping):
-            found[name] = from_options(options_type, name, name, value)
+            enabled[name] = from_options(options_type, name, name, value)
         elif value is True:
-            found[name] = options_type()
+            enabled[name] = options_type()
         elif value is not False and value is not None:
             choices = ", ".join(f.name for f in fields(options_type)) or "none"
             raise ConfigError(
                 f"{name}: got {reprlib.repr(value)} ({type(value).__name__}), expected true, false "
                 f"or an object of options (options: {choices})"
             )
-    return found
+    return enabled
 
 
 def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -45,10 +45,10 @@ class Quest(RankedPagesAlgorithm):
     @property
     def _dtype(self) -> torch.dtype:
         if self.summary_dtype is not None:
-            found: torch.dtype = getattr(torch, self.summary_dtype)
-            return found
-        lacks = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
-        return torch.bfloat16 if lacks else torch.float8_e4m3fn
+            dtype: torch.dtype = getattr(torch, self.summary_dtype)
+            return dtype
+        lacks_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
+        return torch.bfloat16 if lacks_fp8 else torch.float8_e4m3fn
 
     def summary_shape(self, kv: KVSpec) -> tuple[int, int, int]:
         """``[ranges, Hkv, 2 D]`` of one page: maxima of the keys in each channel, then minima."""
@@ -56,10 +56,10 @@ class Quest(RankedPagesAlgorithm):
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         shape = self.summary_shape(policy.kv)
-        found = {"summary": Representation(shape, self._dtype)}
+        kinds = {"summary": Representation(shape, self._dtype)}
         if self._dtype == torch.float8_e4m3fn:
-            found["scale"] = Representation(shape[:2], torch.float32)
-        return found
+            kinds["scale"] = Representation(shape[:2], torch.float32)
+        return kinds
 
     def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]

@@ -42,7 +42,7 @@ class SparseKVCacheManager:
         host, device, counters, staging_pages, checked: as given.
         streams: side streams, or their inline replacement.
         overlaps: whether transfers overlap with compute.
-        residency: who owns how many device pages.
+        residency: device pages of each request.
         kv_io: reads and writes of tokens.
     """
 
@@ -136,7 +136,7 @@ class SparseKVCacheManager:
         Args:
             layer_id: layer number.
             rows: all rows of the step.
-            filled: ``[R] bool``, rows whose tail page is full.
+            filled: ``[R] bool``, rows with a full tail page.
 
         Returns:
             K and V of all tail pages before the move, each ``[B, Hkv, S, D]``.

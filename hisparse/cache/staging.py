@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
 
 class _NextTile(NamedTuple):
-    """A tile whose copy was started before its read."""
+    """A tile with a copy that was started before its read."""
 
     tile: Tile
     buffer: int

@@ -46,13 +46,13 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
         requirements.append(
             (f"kv_cache_dtype {config.kv_cache_dtype}", lambda c: not c.reads_host_keys)
         )
-    for what, can in requirements:
-        if not can(cls):
-            others = ", ".join(name for name in ALGORITHMS if can(ALGORITHMS.get(name)))
+    for setting, supports in requirements:
+        if not supports(cls):
+            others = ", ".join(name for name in ALGORITHMS if supports(ALGORITHMS.get(name)))
             sizes = f" (its page sizes: {', '.join(map(str, cls.page_sizes or ()))})"
             raise ConfigError(
-                f"algorithm {config.algorithm!r} cannot do {what}"
-                f"{sizes if can is takes_page_size else ''}; algorithms that can: {others}"
+                f"algorithm {config.algorithm!r} cannot do {setting}"
+                f"{sizes if supports is takes_page_size else ''}; algorithms that can: {others}"
             )
     choose_scope(config)
     choose_adapter(device_type, None, config.selection_scope, config.adapter, fp8=config.stores_fp8)
@@ -107,7 +107,7 @@ def check_dense_layers(config: HiSparseConfig, spec: KVSpec) -> None:
     bad = sorted(x for x in config.dense_layers or () if x >= spec.num_layers)
     if bad:
         raise ConfigError(
-            f"dense_layers names {bad}; the model has layers 0 to {spec.num_layers - 1}"
+            f"dense_layers: got {bad}, expected layers 0 to {spec.num_layers - 1} of the model"
         )
 
 

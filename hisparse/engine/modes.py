@@ -107,7 +107,7 @@ class AttentionModes:
             seq_lens: ``[B] int64``, tokens.
 
         Returns:
-            ``[B] bool``; None: every selection of a dense context holds all pages anyway.
+            ``[B] bool``; None: every selection of a dense context holds all of its pages.
         """
         if self._selects_all:
             return None

@@ -80,12 +80,12 @@ class Prefill:
         layers = range(layer_id, min(layer_id + 2, self._policy.kv.num_layers))
         order = [(layer, chunk) for layer in layers for chunk in batch.chunks]
         next_tile: Tile | None = None
-        found: list[tuple[PrefillChunk, Tile | None]] = []
+        reversed_pairs: list[tuple[PrefillChunk, Tile | None]] = []
         for layer, chunk in reversed(order):
-            found.append((chunk, next_tile))
+            reversed_pairs.append((chunk, next_tile))
             if chunk.start:
                 next_tile = self._tile(layer, chunk, 0, chunk.start)
-        yield from found[: -len(batch.chunks) - 1 : -1]
+        yield from reversed_pairs[: -len(batch.chunks) - 1 : -1]
 
     def _page_aligned(self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor) -> PagedKV:
         """K and V from the start of the chunk's first page on, ``[T', Hkv, D]`` each.

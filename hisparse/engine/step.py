@@ -186,7 +186,7 @@ class FilledTails:
     """The tail pages that a step fills.
 
     Attributes:
-        rows: ``[R] bool``, rows whose tail page is full after this step.
+        rows: ``[R] bool``, rows with a full tail page after this step.
         host_pages: ``[B] int64``, host page of each full tail page, 0 for the other requests.
     """
 

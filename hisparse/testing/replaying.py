@@ -45,23 +45,23 @@ class ReplayingSimulator(Simulator):
             self.coordinator.forward_begin(batch)
             return self._forward([(r, r.done - 1, r.done) for r in requests])
         self.static.load(batch)
-        for mine, streams in zip(
+        for static, streams in zip(
             self.streams, zip(*(r.streams for r in requests), strict=True), strict=True
         ):
             # Padding rows may hold any values.
-            mine.fill_(torch.nan)
+            static.fill_(torch.nan)
             for row, (request, stream) in enumerate(zip(requests, streams, strict=True)):
-                mine[:, row] = stream[:, request.done - 1]
+                static[:, row] = stream[:, request.done - 1]
         self.recording.replay()
         self.num_replayed += 1
         return self.out[:, : len(requests)].clone()
 
     def _capture(self) -> Recording:
         """Run a step of padding twice and record the second run."""
-        some = self.request(1, 1, seed=0)
-        self.end(some)
+        example = self.request(1, 1, seed=0)
+        self.end(example)
         self.streams = [
-            torch.randn(x.shape[0], self.batch_size, *x.shape[2:]) for x in some.streams
+            torch.randn(x.shape[0], self.batch_size, *x.shape[2:]) for x in example.streams
         ]
         if self.spec.latent:
             self.streams[2] = self.streams[1][..., : self.spec.v_head_dim]

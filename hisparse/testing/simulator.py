@@ -82,8 +82,8 @@ class Simulator(World):
         indexer = IndexerInputs(noise(heads, dim), noise(dim), noise(heads))
         new = Request(slot, q, k, v, indexer, [], prompt)
         if like is not None:
-            for mine, other in zip(new.streams, like.streams, strict=True):
-                mine[:, :shared] = other[:, :shared]
+            for target, source in zip(new.streams, like.streams, strict=True):
+                target[:, :shared] = source[:, :shared]
             new.host_pages = like.host_pages[: shared // self.page_size]
             new.done = shared
         self.coordinator.on_request_begin(slot)

@@ -95,7 +95,7 @@ def test_a_model_without_the_attention_interface_stays_as_it_is() -> None:
         (HiSparseConfig(), {"budget": 64}, "got a HiSparseConfig and also budget, expected one of"),
         (ROOMY, {"max_batch_size": 0}, "max_batch_size: got 0, expected at least 1"),
         (ROOMY, {"max_length": 0}, "max_length: got 0, expected at least 1"),
-        (ROOMY, {"dense_layers": [3]}, "dense_layers names .3.; the model has layers 0 to 2"),
+        (ROOMY, {"dense_layers": [3]}, "dense_layers: got .3., expected layers 0 to 2"),
         (ROOMY, {"host_memory": "1MiB"}, "host_memory: got 1 MiB, but one request"),
         (
             ROOMY,

@@ -44,7 +44,7 @@ class TailEstimate(Extension):
     def check(cls, options: TailEstimateOptions, config: HiSparseConfig) -> None:
         if config.page_size == 1:
             raise ConfigError(
-                "tail_estimate: got true with page_size 1, whose pages are their own means; "
+                "tail_estimate: got true with page_size 1, where the mean of a page is its token; "
                 "expected page_size above 1, or tail_estimate false"
             )
 
