@@ -64,7 +64,7 @@ def choose_adapter(
     if wanted is not None:
         reason = mismatch(wanted)
         if reason is None:
-            return ChosenAdapter(wanted, "asked for")
+            return ChosenAdapter(wanted, "requested")
         others = [name for name in ADAPTERS if not mismatch(name)]
         raise ConfigError(
             f"adapter {wanted!r} {reason} (adapters that can: {', '.join(others) or 'none'})"

@@ -123,8 +123,8 @@ def around_init_new(
 ) -> Any:
     """Keep two facts that only the scheduler's batch has.
 
-    They are the request slots on the host, which the backend reads without a device sync, and the
-    request whose prompt continues after this forward.
+    The facts are the request slots on the host, which the backend reads without a device sync, and
+    the request with a prompt that continues after this forward.
     """
     session = current_session()
     forward_batch = original(cls, batch, *args, **kwargs)

@@ -131,11 +131,11 @@ class HiSparseMHAPool(_HostPool, MHATokenToKVPool):  # type: ignore[misc]
 
 
 class _LatentPool(_HostPool):
-    """One latent per token: the key, whose first ``v_head_dim`` columns are the value."""
+    """One latent per token: the key. The value is the latent's first ``v_head_dim`` columns."""
 
     def _create_buffers(self) -> None:
         super()._create_buffers()
-        # SGLang iterates over the device buffers, of which there are none.
+        # SGLang iterates over this list of device buffers; hisparse has none.
         self.kv_buffer: list[torch.Tensor] = []
 
     def get_kv_size_bytes(self) -> int:

@@ -68,7 +68,7 @@ def _resolve(target: str) -> object:
 
 
 def installed_hooks() -> list[tuple[str, Any, Callable[..., Any]]]:
-    """Name, original function and wrapper of each hook whose target exists."""
+    """Name, original function and wrapper of each hook on an existing function."""
     triples = ((t, _originals.get(t), _WRAPPERS[t.rpartition(".")[2]]) for t in HOOKS)
     return [(target, before, wrapper) for target, before, wrapper in triples if before is not None]
 

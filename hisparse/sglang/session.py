@@ -23,7 +23,7 @@ class Session(EngineSetup):
 
     Attributes:
         slots_cpu: ``[B] int64``, request slots of the next forward, on the host.
-        chunked_request_id: id of the request whose prompt continues after the next forward.
+        chunked_request_id: id of the request with a prompt that continues after the next forward.
         req_to_token_pool: SGLang's ``ReqToTokenPool``.
         coordinator: the engine; None until the attention backend is built.
         report_metrics: publishes the metrics.

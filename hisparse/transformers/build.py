@@ -11,7 +11,7 @@ import torch
 from hisparse.algorithms import build_algorithm
 from hisparse.cache import HostKVPool
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, build_engine, make_setup
+from hisparse.engine.build import EngineSetup, Resources, build_engine, make_setup
 from hisparse.engine.capabilities import stored_spec
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.memory.host import free_host_memory
@@ -103,18 +103,7 @@ def build_store(
             device_type=device.type,
         ),
     )
-    if setup.sizing.max_requests < limits.max_rows:
-        raise CapacityError(
-            f"max_batch_size: got {limits.max_rows}, expected at most {setup.sizing.max_requests} "
-            f"rows in {format_bytes(device_bytes)} of device memory; lower device_buffer_size "
-            f"({config.min_row_tokens} tokens) or raise device_memory"
-        )
-    if setup.sizing.kv_tokens < num_pages * spec.page_size:
-        raise CapacityError(
-            f"max_tokens: got {num_pages * spec.page_size}, expected at most "
-            f"{setup.sizing.kv_tokens}, which {setup.sizing.limit} limits; raise that, or lower "
-            "max_batch_size, max_length or max_tokens"
-        )
+    _check_sizes(setup, config, limits, num_pages)
     setup.sizing = resize(setup.sizing, kv_tokens=num_pages * spec.page_size)
     host = HostKVPool(spec, num_pages + 1, setup.layout, pin=device.type == "cuda")
     coordinator = build_engine(setup, host, num_slots=limits.max_rows + 1, device=device)
@@ -126,6 +115,25 @@ def build_store(
         device=device,
     )
     return store, max_length
+
+
+def _check_sizes(
+    setup: EngineSetup, config: HiSparseConfig, limits: Limits, num_pages: int
+) -> None:
+    """Raise ``CapacityError`` if memory holds fewer rows or tokens than requested."""
+    sizing, kv_tokens = setup.sizing, num_pages * config.page_size
+    if sizing.max_requests < limits.max_rows:
+        raise CapacityError(
+            f"max_batch_size: got {limits.max_rows}, expected at most {sizing.max_requests} rows "
+            f"in {format_bytes(sizing.request.device_bytes)} of device memory; lower "
+            f"device_buffer_size ({config.min_row_tokens} tokens) or raise device_memory"
+        )
+    if sizing.kv_tokens < kv_tokens:
+        raise CapacityError(
+            f"max_tokens: got {kv_tokens}, expected at most {sizing.kv_tokens}, which "
+            f"{sizing.limit} limits; raise {sizing.limit}, or lower max_batch_size, max_length or "
+            "max_tokens"
+        )
 
 
 def _num_pages(config: HiSparseConfig, limits: Limits, row_pages: int) -> int:

@@ -13,7 +13,7 @@ from hisparse.types import KVSpec
 
 __all__ = ["count_weight_bytes", "read_model_config", "shape_per_rank"]
 
-#: The end of an error about weights whose size the configuration does not tell.
+#: The end of errors about weights of unknown size.
 _EXPECTED_SIZE = "expected the size of the model's files, such as 15GiB"
 
 

@@ -61,7 +61,7 @@ def test_on_cuda_it_is_the_first_that_can_be_used(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["flash_attention", "flashinfer", "triton", "torch"])
 def test_a_requested_adapter_that_fits_is_taken(interpreter: Interpreter, name: str) -> None:
     for scope in ADAPTERS.get(name).scopes:
-        assert choose_adapter("cuda", spec(), scope, name) == (name, "asked for")
+        assert choose_adapter("cuda", spec(), scope, name) == (name, "requested")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_setup_holds_the_adapter_and_refuses_one_that_does_not_fit(device: str
         return make_setup(config, build_algorithm(config), spec(), 0.1, resources).adapter
 
     assert adapter_of()[0] == {"cpu": "torch", "cuda": "triton"}[device]
-    assert adapter_of(adapter="torch") == ("torch", "asked for")
+    assert adapter_of(adapter="torch") == ("torch", "requested")
     message = {"cpu": "cannot do device cpu", "cuda": "cannot do attention MHA and GQA"}[device]
     with pytest.raises(ConfigError, match=f"adapter 'dsa' {message}"):
         adapter_of(adapter="dsa")

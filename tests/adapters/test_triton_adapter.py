@@ -1,4 +1,4 @@
-"""``triton`` and ``dsa`` against ``torch`` under Triton's interpreter, in their own process."""
+"""``triton`` and ``dsa`` against ``torch`` under Triton's interpreter, in a separate process."""
 
 from __future__ import annotations
 

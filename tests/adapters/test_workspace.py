@@ -1,4 +1,4 @@
-"""What adapters keep between calls is what the sizing formula charges."""
+"""The sizing formula charges the memory that adapters keep between calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's calls around CUDA graphs, with recorded operations in their place; not run on a GPU."""
+"""The backend under SGLang's CUDA graph runner, with recorded operations in place of graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTEXT = 192
 
 
 class Runner:
-    """SGLang's runner of decode graphs, as far as an attention backend notices it."""
+    """Makes the calls of SGLang's decode graph runner that reach an attention backend."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
         self.sim = Simulator(checked=False, **settings)
@@ -65,7 +65,7 @@ class Runner:
         self.graphs = {size: self.capture(size) for size in reversed(BATCH_SIZES)}
 
     def capture(self, size: int) -> tuple[Any, Tensor]:
-        """The order of `capture_one_shape`: two runs that warm up, then the capture."""
+        """As SGLang's `capture_one_shape`: two warm-up runs, then the capture."""
         b = self.buffers
         batch = SimpleNamespace(
             forward_mode=ForwardMode.DECODE,
@@ -177,7 +177,7 @@ def test_graphs_of_several_sizes_and_eager_steps_give_the_eager_tokens(
         pairs.append(requests)
     mine, theirs = pairs
     for step in range(40):
-        # One, two and three requests: the last are padded to four.
+        # One, two or three requests; a graph of four serves three.
         some = [(0,), (2, 0), (0, 1, 2)][step % 3]
         out = runner.decode(*(mine[i] for i in some), eager=step % 7 == 6)
         wanted = expected.decode(*(theirs[i] for i in some)).flatten(2)
@@ -186,7 +186,7 @@ def test_graphs_of_several_sizes_and_eager_steps_give_the_eager_tokens(
     assert runner.reports == 40
 
 
-def test_what_a_graph_does_not_hold_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_a_graph_cannot_serve_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = Runner(monkeypatch, min_sparse_context=150, device_buffer=64, max_row=64)
     request = runner.sim.request(1, 190, seed=1)
     runner.sim.prefill((request, 100))

@@ -1,4 +1,4 @@
-"""What differs between releases of SGLang: names, rows, and host slots without Triton."""
+"""Differences between SGLang releases: names, request slots, and allocation without Triton."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_names_of_a_release(release: Callable[[str | None], None]) -> None:
     assert names._installed_names(listed) == ("a", "new", "added")
 
 
-def test_rows_that_change_hands_in_0_5_19(release: Callable[[str | None], None]) -> None:
+def test_allocated_slots_are_reported_in_0_5_19(release: Callable[[str | None], None]) -> None:
     release("0.5.19")
     free = [4, 5, 6]
 
@@ -52,7 +52,7 @@ def test_rows_that_change_hands_in_0_5_19(release: Callable[[str | None], None])
     assert begun == [[6, 5]]
 
 
-def test_rows_that_change_hands_before_0_5_19(release: Callable[[str | None], None]) -> None:
+def test_allocated_slots_are_reported_before_0_5_19(release: Callable[[str | None], None]) -> None:
     release("0.5.18")
     free = [4, 5]
 
@@ -93,7 +93,7 @@ def test_host_slots_are_those_of_sglang(batch: tuple[torch.Tensor, ...]) -> None
     assert torch.equal(found, expected)
 
 
-def test_the_kernels_that_take_the_place_of_triton() -> None:
+def test_the_replacements_of_the_triton_kernels() -> None:
     paged = SimpleNamespace()
     replace_triton_kernels(paged)
     lengths, last = torch.tensor([17, 20, 33]), torch.tensor([47, 66, 95])
@@ -110,7 +110,7 @@ def test_the_kernels_that_take_the_place_of_triton() -> None:
 
 
 def test_index_keys_are_not_counted_before_0_5_18() -> None:
-    """They are representations; SGLang's pool would hold less than hisparse planned."""
+    """hisparse counts them as representations. Counted twice, they would shrink SGLang's pool."""
     from sglang.srt.model_executor import pool_configurator
 
     def original(configurator: Any, kvc: Any, num_layers: int) -> int:
@@ -122,7 +122,7 @@ def test_index_keys_are_not_counted_before_0_5_18() -> None:
         assert dsa_indexer.around_compute_cell_size(original, None, kvc, 2) == expected
 
 
-def test_arguments_that_a_hook_takes() -> None:
+def test_a_hook_with_other_arguments_is_reported() -> None:
     def wrapper(original: Any, pool: Any, indices: list[int]) -> None: ...
 
     assert check_hooks.signature_mismatch(wrapper, lambda pool, rows: None) is None

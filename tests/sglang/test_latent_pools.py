@@ -1,4 +1,4 @@
-"""The pools of models with latent attention: no device buffers, nothing reached past hisparse."""
+"""KV pools of MLA models: no device buffers, and no access that bypasses hisparse."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_written_latent_lies_in_its_host_slot(pool: HiSparseMLAPool) -> None:
 
 
 def test_shapes_are_known_without_buffers(pool: HiSparseMLAPool) -> None:
-    """In a layout that offers no view by location."""
+    """In a layout without token views."""
     session.require_session().layout = "page_head"
     pool._create_buffers()
     keys, values = pool.get_kv_buffer_shape()
@@ -69,7 +69,7 @@ def test_shapes_are_known_without_buffers(pool: HiSparseMLAPool) -> None:
     assert (keys, values) == ((slots, 1, spec.head_dim), (slots, 1, spec.v_head_dim))
 
 
-def test_what_would_touch_device_buffers_says_so(pool: HiSparseMLAPool) -> None:
+def test_methods_for_device_buffers_are_rejected(pool: HiSparseMLAPool) -> None:
     nothing = SimpleNamespace(layer_id=0), torch.tensor([1])
     for refused in (pool.set_mla_kv_buffer, pool.get_mla_kv_buffer, pool.move_kv_cache):
         with pytest.raises(HiSparseError, match=rf"got {refused.__name__}\(\) from .*, expected"):
@@ -85,7 +85,7 @@ def test_what_would_touch_device_buffers_says_so(pool: HiSparseMLAPool) -> None:
     ids=["mla", "dsa"],
 )
 def test_every_pool_method_that_takes_locations_is_overridden(ours: type, base: type) -> None:
-    """A release of SGLang that adds one fails here, not in a user's tokens."""
+    """If a release of SGLang adds such a method, this test fails, not a user's request."""
     locations = {"loc", "loc_info", "indices", "tgt_loc", "src_loc", "layer_id"}
     inherited = []
     for name, method in inspect.getmembers(base, inspect.isfunction):

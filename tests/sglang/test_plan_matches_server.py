@@ -1,4 +1,4 @@
-"""``hisparse plan`` and the server's own capacity hook come to the same sizes."""
+"""``hisparse plan`` and the server's capacity hook compute the same sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIG = LlamaConfig(
 
 
 def loaded(tp: int) -> torch.nn.Module:
-    """The attention layers of that model on one rank, as SGLang makes them."""
+    """The attention layers of ``CONFIG`` on one rank, as SGLang creates them."""
     layers = [
         RadixAttention(16 // tp, 64, 0.125, num_kv_heads=4 // tp, layer_id=i) for i in range(4)
     ]
@@ -90,7 +90,7 @@ def test_sizes_are_those_of_the_server(
     assert served.sizing == planned.sizing
     captured = served.sizing.max_requests * (24 + 4 * 32768 // 16) + 4
     assert served.sizing.captured_bytes == captured * cuda_graph
-    # What SGLang divides by: K and V of 4 layers in bfloat16, however we store them.
+    # SGLang divides by K and V of 4 layers in bfloat16, also when hisparse stores fp8.
     cell = 4 * 2 * (4 // tp) * 64 * 2
     assert pool_bytes == planned.sizing.kv_tokens * cell
     assert served.sizing.max_requests == planned.max_requests

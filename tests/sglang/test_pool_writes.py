@@ -1,4 +1,4 @@
-"""New tokens pass through the backend; no pool method touches device buffers that are not there."""
+"""New tokens pass through the backend; no pool method accesses device buffers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def pool(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> HiS
 
 
 def test_models_do_not_write_into_the_pool_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What SGLang would say on CUDA with a bf16 pool, and what it says with hisparse."""
+    """SGLang's answer on CUDA with a bf16 pool, without and with hisparse."""
     load_plugins()
     monkeypatch.setattr(utils, "_is_cuda", True)
     monkeypatch.setattr(
@@ -69,7 +69,7 @@ def test_a_written_token_lies_in_its_host_slot(pool: HiSparseMHAPool) -> None:
     assert sum(pool.get_kv_size_bytes()) == pool.host.num_bytes == 2 * 48 * 2 * 2 * 8 * 4
 
 
-def test_readers_by_location_get_views_or_are_told_what_to_set(pool: HiSparseMHAPool) -> None:
+def test_reads_by_location_get_views(pool: HiSparseMHAPool) -> None:
     k, v = torch.randn(2, 3, 2, 8)
     slots = torch.tensor([47, 16, 21])
     pool.set_kv_buffer(SimpleNamespace(layer_id=0), slots, k, v)
@@ -84,7 +84,7 @@ def test_a_layout_without_token_views_says_so(pool: HiSparseMHAPool) -> None:
 
 
 def test_every_pool_method_that_takes_locations_is_overridden() -> None:
-    """A release of SGLang that adds one fails here, not in a user's tokens."""
+    """If a release of SGLang adds such a method, this test fails, not a user's request."""
     locations = {"loc", "loc_info", "indices", "tgt_loc", "src_loc", "layer_id"}
     private = {"_store_kv_layer", "_move_kv_cache_impl", "_set_quantized_kv_buffer"}
     inherited = []

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from hisparse.transformers import HiSparseCache
 from tests.server.tiny_models import VOCAB, tiny_model
 
-#: Far below the contexts of the tests, in host bytes read and in tokens attended.
+#: A budget and a row capacity far below the tests' contexts.
 SMALL = {"budget": 96, "device_buffer_size": 128, "max_row_capacity": 128, "checked": True}
-#: Holds every context of the tests.
+#: A budget above every context of the tests.
 ROOMY = {"budget": 1024, "checked": True}
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}

@@ -1,4 +1,4 @@
-"""The program in docs/transformers.md prints what stands under it."""
+"""The program in docs/transformers.md prints the output that the page shows."""
 
 from __future__ import annotations
 

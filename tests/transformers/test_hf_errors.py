@@ -1,4 +1,4 @@
-"""What is refused, each in one line that says what was got and what was expected."""
+"""Each rejected input raises one line that names the value got and the value expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A context is stored, and a later process goes on from the file without a prefill."""
+"""A context is saved, and a later process continues from the file without a prefill."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTH = 333
 
 @dataclass(frozen=True, kw_only=True)
 class Norms(PageScoreAlgorithm):
-    """Keeps pages with large keys: other representations than Quest's."""
+    """Keeps pages with large keys; its representations differ from Quest's."""
 
     def summary_shape(self, kv: KVSpec) -> tuple[int, ...]:
         return (kv.num_kv_heads,)
@@ -62,7 +62,7 @@ def stored(net: Any, tmp_path: Path) -> Path:
 
 
 def _asked(net: Any, cache: HiSparseCache, seen: list[int] | None = None) -> list[list[int]]:
-    """A question about the stored row; ``seen`` gets the columns of each forward."""
+    """Answers to a question about the stored row; ``seen`` gets the columns of each forward."""
     count = [] if seen is None else seen
 
     def look(_: object, args: tuple[Tensor, ...]) -> None:
@@ -113,7 +113,7 @@ def test_only_the_new_columns_are_computed(net: Any, stored: Path) -> None:
 
 
 def test_a_decode_step_right_after_loading(net: Any, stored: Path) -> None:
-    """The tail page comes from the file too; no prefill has to bring it in."""
+    """``load`` restores the tail page, so that no prefill is needed."""
     first = HiSparseCache.load(stored, net, SMALL, max_length=400)
     with torch.no_grad():
         net(prompt(LENGTH, seed=1), past_key_values=(whole := HiSparseCache(net, SMALL)))
@@ -222,7 +222,7 @@ def test_a_file_of_another_shape_or_dtype_is_refused(net: Any, stored: Path) -> 
         HiSparseCache.load(stored, half, SMALL, max_length=400)
 
 
-def test_a_file_that_is_none_is_refused(net: Any, tmp_path: Path) -> None:
+def test_a_file_of_another_format_is_refused(net: Any, tmp_path: Path) -> None:
     path = tmp_path / "file"
     with pytest.raises(ConfigError, match="No such file.*expected a file that HiSparseCache.save"):
         HiSparseCache.load(path, net, SMALL, max_length=400)

@@ -1,4 +1,4 @@
-"""A cache in eight bits: tokens of dense attention over what they keep, in every way of use."""
+"""A cache in fp8 gives the tokens of dense attention over rounded K and V, in every use."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_file_holds_what_is_stored_and_no_other_cache_takes_it(net: Any, tmp_p
 
 
 def test_half_precision_reads_exactly_what_is_stored(net: Any) -> None:
-    """Logits of a bf16 model, prompt at once or token by token, are alike in eight bits too."""
+    """In fp8, a bf16 model gives the same logits for a prompt at once and token by token."""
     half = type(net)(type(net.config).from_dict(net.config.to_dict())).to(torch.bfloat16).eval()
     text = prompt(100, seed=5)
     logits = []

@@ -135,7 +135,7 @@ def test_half_precision(llama: Any) -> None:
 
 
 def test_more_caches_of_one_model(llama: Any) -> None:
-    """What a model attends over is what is passed, whichever cache was made last."""
+    """A model attends over the cache that is passed, not over the newest cache."""
     first = enable(llama, ROOMY, max_length=300)
     second = HiSparseCache(llama, ROOMY, max_length=300)
     ids = prompt(200, seed=9, batch=2)

@@ -1,4 +1,4 @@
-"""`overlap` on a model: what it costs in memory, and what tokens it gives."""
+"""`overlap` on a model: its memory and its logits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def open_cache(net: Any, overlap: bool) -> HiSparseCache:
 
 
 def logits(net: Any, overlap: bool) -> torch.Tensor:
-    """Of a prompt in two parts, of steps, and of steps of two forks."""
+    """Logits of a prompt in two parts, of decode steps, and of decode steps of two forks."""
     cache = open_cache(net, overlap)
     found = []
     with torch.no_grad():
@@ -52,7 +52,7 @@ def test_transfers_beside_compute_give_the_same_logits(net: Any) -> None:
 INDEXED = replace(LLAMA, index_head_dim=128)
 
 
-def plan(**settings: Any) -> EngineSetup:
+def make_llama_setup(**settings: Any) -> EngineSetup:
     config = HiSparseConfig(**settings)
     return make_setup(
         config,
@@ -70,7 +70,7 @@ def plan(**settings: Any) -> EngineSetup:
 
 
 def test_memory_is_charged() -> None:
-    plain, overlapping = (plan(overlap=x).sizing for x in (False, True))
+    plain, overlapping = (make_llama_setup(overlap=x).sizing for x in (False, True))
     assert overlapping.staging_bytes == 2 * plain.staging_bytes
     assert overlapping.request.request_state_bytes == plain.request.request_state_bytes
 

@@ -15,7 +15,7 @@ from hisparse.transformers import HiSparseCache, disable, enable
 from hisparse.transformers.page_allocator import HostPageAllocator
 from tests.transformers.hf_models import SMALL, continuation, left_padded, model, prompt
 
-#: Lengths at a page's end, right behind it and within a page.
+#: Lengths at the end of a page, one token later, and within a page.
 LENGTHS = (320, 321, 333)
 
 
@@ -31,7 +31,7 @@ def _prefill(net: Any, cache: HiSparseCache, ids: torch.Tensor) -> None:
 
 
 def _free(cache: HiSparseCache) -> tuple[int, int]:
-    """Host pages and request slots that nobody holds."""
+    """Numbers of free host pages and free request slots."""
     return cache._store.pages.num_free, len(cache._store._free_slots)
 
 
@@ -78,7 +78,7 @@ def test_a_fork_of_several_rows_keeps_their_order_and_padding(net: Any) -> None:
 
 
 def test_rows_that_are_kept_go_on_and_the_others_are_given_back(net: Any) -> None:
-    """Columns of several rows, of which some leave, as Cache.batch_select_indices does it."""
+    """``batch_select_indices`` drops rows in the middle of a batch's columns."""
     text, more = prompt(250, seed=5), prompt(9, seed=6, batch=4)
     cache = enable(net, SMALL, max_batch_size=5, max_length=300)
     _prefill(net, cache, text)
@@ -149,7 +149,7 @@ def test_caches_that_cannot_be_joined(net: Any) -> None:
 
 
 def test_suffixes_of_unequal_length_column_by_column(net: Any) -> None:
-    """Teacher-forced decode steps: a row whose suffix is over has padded columns and rests."""
+    """Teacher-forced decode steps: after the end of its suffix a row gets only padding."""
     text, lengths = prompt(250, seed=5), (9, 4, 1)
     suffixes = prompt(max(lengths), seed=6, batch=3)
     cache = enable(net, SMALL, max_batch_size=4, max_length=300)
@@ -211,7 +211,7 @@ def test_a_crop_counts_columns_and_rows_lose_their_tokens_in_them(net: Any) -> N
 
 @pytest.mark.parametrize("columns", [1, 20], ids=["decode", "prefill"])
 def test_a_forward_that_failed_is_undone(net: Any, columns: int) -> None:
-    """In the last layer, at a page's end: the other layers have written and promoted pages."""
+    """The last layer fails at a page's end, after other layers wrote and promoted pages."""
     text = prompt(319, seed=10)
     cache = enable(net, SMALL, max_length=400)
     expected = continuation(net, text, 20, cache)

@@ -1,4 +1,4 @@
-"""What algorithms keep of a request, under forks, crops and files."""
+"""Algorithms' state of a request under forks, crops and files."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_forks_go_on_as_their_parent(net: Any, settings: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("settings", [SNAPKV, FINE], ids=["snapkv", "fine"])
-def test_what_is_cropped_has_no_say_any_more(net: Any, settings: dict[str, Any]) -> None:
-    """A question is asked, taken back, and another one asked: as if only that had been."""
+def test_cropped_tokens_have_no_effect(net: Any, settings: dict[str, Any]) -> None:
+    """A question is asked and cropped, then a second one is asked: as if only the second were."""
     ids, question = prompt(600, 4), prompt(9, 5)
     cache = read(net, ids, settings)
     with torch.no_grad():
@@ -96,14 +96,14 @@ def test_a_file_without_the_tail_estimate_can_be_read_with_it(net: Any, tmp_path
 
 
 @pytest.mark.parametrize("saved", [{"algorithm": "quest", "budget": 96}, SNAPKV | {"budget": 128}])
-def test_votes_that_a_file_does_not_have_are_asked_for(
+def test_a_file_without_votes_needs_the_prompts_last_queries(
     net: Any, saved: dict[str, Any], tmp_path: Path
 ) -> None:
     read(net, prompt(300, 11), saved).save(tmp_path / "context")
     with pytest.raises(ConfigError, match="needs the prompt's last queries") as caught:
         HiSparseCache.load(tmp_path / "context", net, SNAPKV, **SIZES)
     assert "\n" not in str(caught.value)
-    # What is left is a decode step, or too little.
+    # One remaining column would be a decode step.
     with pytest.raises(ConfigError, match=r"expected columns up to 280, and a forward of the rest"):
         HiSparseCache.load(tmp_path / "context", net, SNAPKV, columns=299, **SIZES)
 
@@ -123,7 +123,7 @@ def test_a_row_without_columns_yet(net: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [SNAPKV, FINE], ids=["snapkv", "fine"])
-def test_a_part_of_anothers_file_and_the_prompts_last_tokens(
+def test_a_part_of_another_algorithms_file_and_the_prompts_last_tokens(
     net: Any, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     ids = prompt(600, 11)
