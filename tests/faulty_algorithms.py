@@ -27,7 +27,7 @@ __all__ = ["FAULTS", "Right", "finds", "select"]
 
 @dataclass(frozen=True, kw_only=True)
 class Right(PageScoreAlgorithm):
-    """Scores a page by its mean key; nothing is wrong with it."""
+    """Scores a page by its mean key; has no fault."""
 
     weight: float = 1.0
 
@@ -238,7 +238,7 @@ class KeepsWhatIsNearTheBestOfTheBatch(Right):
 
 @finds("reused slot")
 class MergesWhatWasThere(Right):
-    """Host pages are used again, and hold what the last request left."""
+    """Host pages are reused and contain data of earlier requests."""
 
     def store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]
@@ -250,7 +250,7 @@ class MergesWhatWasThere(Right):
 
 @finds("reused slot", "replays")
 class RemembersOutsideOfRepresentations(Right):
-    """Nobody clears what it keeps of each request slot when the slot changes hands."""
+    """Its own state of a request slot is not cleared for the next request."""
 
     query_window: ClassVar[int] = 1
 
@@ -273,7 +273,7 @@ class RemembersOutsideOfRepresentations(Right):
 
 @finds("shared prefix")
 class RemembersWhoseAPageIs(Right):
-    """A page that is shared gets the mark of the one who came first."""
+    """A shared page gets the mark of the first request."""
 
     def construct_representations(
         self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep

@@ -1,4 +1,4 @@
-"""Algorithms with one planted fault each: in what they remember, and in every decode step."""
+"""Algorithms with one planted fault each, in representations or in the decode path."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CentresKeysByTheChunk(Right):
 
 @finds("chunks")
 class SeesOnlyTheQueriesOfTheLastChunk(Right):
-    """What it scores by is the mean of the last queries of the prompt, if one chunk has them."""
+    """Scores by the mean of the prompt's last queries, but sees only those of one chunk."""
 
     query_window: ClassVar[int] = 16
 
@@ -120,7 +120,7 @@ class CopiesALengthFromTheHost(Right):
 
 @finds("other requests", "replays")
 class ScoresByTheLongestContext(Right):
-    """A length on the host, which a captured step does not see."""
+    """Uses a length on the host, which a captured step does not update."""
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         factor = step.max_pages % 3 - 1

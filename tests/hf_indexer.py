@@ -1,4 +1,4 @@
-"""What goes on within Hugging Face's lightning indexer, which gives away its choice alone."""
+"""Inputs and scores of Hugging Face's lightning indexer, which returns only its choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decode steps attend over is within what an adapter's workspace is charged for."""
+"""The page tables of decode steps stay within the limits that sizing states to the adapter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Call = tuple[int, ...]
 
 
 class Watched(TorchAdapter):
-    """Remembers what it is asked for."""
+    """Records the shapes of its calls."""
 
     def __init__(self) -> None:
         self.calls: set[_Call] = set()

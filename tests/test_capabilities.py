@@ -1,4 +1,4 @@
-"""What an algorithm says that it can do is what configuration is held against."""
+"""The configuration is checked against the declarations of the algorithm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hisparse.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An algorithm that can do little, registered for the test."""
+    """An algorithm with narrow declarations, registered for the test."""
 
     @dataclass(frozen=True, kw_only=True)
     class Limited(Quest):

@@ -1,4 +1,4 @@
-"""Which decode steps can be captured, what a captured one costs, and that the recorder can fail."""
+"""Which decode steps can be captured, the cost of captured steps, and faults of the recorder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Retrieve = Callable[[torch.Tensor, int, DecodeStep], Selection]
 
 
 class Faulty(Quest):
-    """Quest that does something else first."""
+    """Quest with additional work before each selection."""
 
     fault: Callable[[DecodeStep], Any]
 
@@ -66,7 +66,7 @@ def test_what_a_graph_cannot_hold_is_refused(
 
 
 def test_a_number_of_the_host_shows_as_a_wrong_replay() -> None:
-    """What is frozen is what there was at the capture."""
+    """A replay uses the value from the capture."""
     steps = iter(range(100))
     algorithm = faulty(lambda step: float(next(steps) % 2 * 2 - 1))
     outs = []
@@ -105,7 +105,7 @@ def test_what_cannot_be_captured_says_why(settings: dict[str, Any], reason: str)
 def test_contexts_that_do_not_fit_run_eagerly_in_between(
     scope: str, settings: dict[str, Any]
 ) -> None:
-    """Dense, and too long for the row: staged, until it is sparse or over; same tokens."""
+    """A dense context too long for its row is staged until it ends or is sparse; same tokens."""
     outs = []
     for sim in (Simulator(scope=scope, **settings), ReplayingSimulator(scope=scope, **settings)):
         one, two = sim.request(1, 190, seed=1), sim.request(2, 190, seed=2)
@@ -149,7 +149,7 @@ class Sized(ReplayingSimulator):
 
 
 class Calls(TorchFunctionMode):
-    """What Python asks of PyTorch; strides decide how many operations that takes."""
+    """Counts the PyTorch calls of Python; strides determine the operations per call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def warm(size: int) -> tuple[Sized, list[Request]]:
 
 
 def run(sim: Sized, batch: DecodeBatch) -> list[str]:
-    """Calls of a step with any K, V and queries."""
+    """PyTorch calls of a step with arbitrary K, V and queries."""
     count = len(batch.slots)
     with Calls() as seen:
         sim.coordinator.forward_begin(batch)
@@ -183,7 +183,7 @@ def run(sim: Sized, batch: DecodeBatch) -> list[str]:
 
 
 def test_a_step_costs_python_the_same_for_1_request_and_for_64() -> None:
-    """A captured one, what runs before each of its replays, and an eager one: no loop anywhere."""
+    """For a captured step, the work before a replay, and an eager step: no loop over requests."""
     captured, before, eager = [], [], []
     for size in (1, 64):
         sim, requests = warm(size)
@@ -204,7 +204,7 @@ def test_a_step_costs_python_the_same_for_1_request_and_for_64() -> None:
 
 
 def allocated(context: int) -> int:
-    """Bytes of new tensors in a layer of an eager step of 4 requests, whose pages do not fill."""
+    """Bytes of new tensors in a layer of an eager step of 4 requests; no tail page fills."""
     sim = Simulator(checked=False, host_pages=700)
     requests = [sim.request(slot, context + 2, seed=slot) for slot in (1, 2, 3, 4)]
     for request in requests:
@@ -218,7 +218,7 @@ def allocated(context: int) -> int:
 
 
 def test_what_an_eager_step_allocates_grows_by_its_scores_and_little_else() -> None:
-    """With the context; there are no copies of the scores, of which Quest has four a page."""
+    """Allocations grow with the context by the scores, four per page in Quest, without copies."""
     more_pages = 64
     scores = more_pages * 4 * 4 * Simulator.q_heads * torch.float32.itemsize
     grown = allocated(161 + more_pages * 8) - allocated(161)

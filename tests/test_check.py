@@ -1,4 +1,4 @@
-"""The contract suite finds every planted fault, by the checks that are meant to and no others."""
+"""Each planted fault is found by the checks that target it, and by no others."""
 
 from __future__ import annotations
 

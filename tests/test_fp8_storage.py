@@ -1,4 +1,4 @@
-"""K and V stored in eight bits: the invariants hold, of what is read again."""
+"""K and V stored as fp8: the invariants hold for the values that are read back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCOPES = ["layer", "kv_head", "query_head"]
 
 
 def expected(sim: Simulator, request: Request, start: int, stop: int) -> Tensor:
-    """Dense attention in float64 over what eight bits keep of the request's K and V."""
+    """Dense float64 attention over the request's K and V, rounded to fp8."""
     k, v = as_read(sim.spec, request.k, request.v)
     return sim.dense(replace(request, k=k, v=v), start, stop).float()
 
@@ -73,7 +73,7 @@ def test_dense_service_reads_what_was_stored(settings: dict[str, object]) -> Non
 
 @pytest.mark.parametrize("algorithm", [Quest(), Oracle()], ids=["quest", "oracle"])
 def test_chunks_of_a_prompt_change_no_token(algorithm: Quest | Oracle) -> None:
-    """What is in flight is rounded like what is read back, for attention and for summaries."""
+    """New K and V are rounded like stored ones, for attention and for representations."""
     outs = []
     for chunks in ((100,), (37, 63), (8, 8, 84)):
         sim = Simulator(fp8=True, algorithm=algorithm)
@@ -86,7 +86,7 @@ def test_chunks_of_a_prompt_change_no_token(algorithm: Quest | Oracle) -> None:
 
 
 def test_a_shared_prefix_gives_what_each_request_gives_alone() -> None:
-    """Invariant 5; and other requests, which take device pages away, change nothing."""
+    """Invariant 5, also with other requests that compete for device pages."""
     sim = Simulator(fp8=True)
     a = sim.request(1, 120, seed=7)
     sim.prefill((a, 100))
@@ -104,7 +104,7 @@ def test_a_shared_prefix_gives_what_each_request_gives_alone() -> None:
 
 @pytest.mark.parametrize("order", ["early", "late", 3])
 def test_transfers_beside_compute_change_no_bit(order: Order) -> None:
-    """Staged prefixes, pages placed from a prompt and dense tiles, done at another time."""
+    """Staged prefixes, pages placed by a prompt, and dense tiles, copied at another time."""
     outs = []
     for streams in (None, DelayedStreams(order)):
         sim = Simulator(fp8=True, max_row=64, dense_layers=(1,), side_streams=streams)
@@ -189,7 +189,7 @@ def test_a_new_token_is_encoded_once(scope: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_quarter_of_the_bytes_of_float32_move_and_the_scales() -> None:
-    """The counters, of the same steps with the same selections."""
+    """Compares counters of the same steps with the same selections."""
     moved = []
     for fp8 in (False, True):
         sim = Simulator(fp8=fp8, device_buffer=32, max_row=32, scope="kv_head")
@@ -213,7 +213,7 @@ def test_a_quarter_of_the_bytes_of_float32_move_and_the_scales() -> None:
 
 
 def test_keys_in_host_memory_are_not_taken_for_what_they_are_not() -> None:
-    """An algorithm that does not declare that it reads them is not refused at start."""
+    """An algorithm without the declaration is not refused at start, but at its first read."""
     with pytest.raises(HiSparseError, match="reads_host_keys = True") as error:
         Simulator(fp8=True).manager.kv_io.host_pages(0)
     assert "\n" not in str(error.value)
@@ -221,7 +221,7 @@ def test_keys_in_host_memory_are_not_taken_for_what_they_are_not() -> None:
 
 @pytest.mark.parametrize("scope", ["layer", "kv_head"])
 def test_what_is_allocated_is_what_was_sized(scope: str) -> None:
-    """Host pool and device pages to the byte, staging within what it was given."""
+    """Host pool and device pages match to the byte; staging stays within its limit."""
     config = HiSparseConfig(
         budget=256, page_size=16, kv_cache_dtype="fp8_e4m3", selection_scope=scope
     )

@@ -88,7 +88,7 @@ def attended(sim: Simulator, request: Request, selection: Selection, row: int) -
 def test_sparse_decoding_attends_exactly_what_was_selected(
     scope: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also invariant 6: in range, unique, sinks and recent pages in it, within the budget."""
+    """Also invariant 6: selections are in range, unique, within the budget, and include sinks."""
     sim = Simulator(scope=scope, layers=1)
     seen: list[Selection] = []
     retrieve = type(sim.algorithm).retrieve_topk

@@ -44,7 +44,7 @@ def test_a_budget_of_the_whole_context_is_dense(
 
 
 def test_sparse_steps_attend_the_pages_that_were_chosen() -> None:
-    """Swapped in and out under a small buffer; the manager compares every resident byte."""
+    """A small buffer forces swaps; the manager compares every resident byte."""
     outs = []
     for device_buffer in (32, 128):
         sim = Simulator(**MLA, algorithm=Oracle(), device_buffer=device_buffer, max_row=128)

@@ -1,4 +1,4 @@
-"""Free memory: a container's limit counts, and what it has taken."""
+"""Free memory: the limit and the usage of a container count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers beside compute: the same bits in any order of the side streams, and no missing wait."""
+"""Overlap: the same bits in any order of the side streams, and no missing wait."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SETTINGS = pytest.mark.parametrize(
 def test_in_any_order_results_are_those_without_overlap(
     scope: str, settings: dict[str, Any]
 ) -> None:
-    """Bit for bit: outputs, all that is left behind, and the counts."""
+    """Outputs, the state after the run, and the counters are equal, bit for bit."""
     check(settings | {"scope": scope})
 
 
@@ -76,7 +76,7 @@ def test_in_any_order_results_are_those_without_overlap(
 def test_a_context_that_is_read_back_has_the_chunk_in_it(
     start: int, more: int, order: Order
 ) -> None:
-    """Its last page may be on its way for the prefix from before the chunk was written."""
+    """A prefetched prefix tile may hold the last page as it was before the chunk was written."""
     outs = []
     for options in ({}, {"side_streams": DelayedStreams(order)}):
         sim = Simulator(algorithm=SnapKV(window=4), layers=3, staging_pages=20, **options)
@@ -116,7 +116,7 @@ def check(settings: dict[str, Any]) -> None:
 
 
 def test_layers_that_reuse_a_selection_have_their_pages_before_they_begin() -> None:
-    """One work for each of them starts while the first layer of the group runs."""
+    """The transfer of each such layer starts during the first layer of the group."""
     streams = DelayedStreams("early")
     sim = Simulator(**REUSE, side_streams=streams)
     request = sim.request(1, 190, seed=1)
@@ -139,7 +139,7 @@ def test_a_replayed_step_is_the_eager_one(scope: str, order: Order) -> None:
 
 
 class Watched(DelayedStreams):
-    """Counts the prefetches that have not been done when a layer waits for its own pages."""
+    """Counts prefetches that have not run when a layer waits for its own pages."""
 
     def __init__(self) -> None:
         super().__init__("late")
@@ -170,14 +170,14 @@ def test_pages_of_the_next_layer_do_not_queue_behind_prefetched_ones() -> None:
 
 
 class Never(Pending[T]):
-    """A join that is forgotten."""
+    """Work without a join."""
 
     def join(self) -> None:
         pass
 
 
 class Forgetful(DelayedStreams):
-    """Work is done late, and joins of the works of one function are forgotten."""
+    """Work runs late, and joins of the work of one function are left out."""
 
     def __init__(self, function: str) -> None:
         super().__init__("late")
@@ -230,7 +230,7 @@ def test_a_forward_that_ends_without_a_join_shows() -> None:
 
 
 def test_one_buffer_for_two_tiles_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next tile may arrive while the first one is still attended."""
+    """The next tile may overwrite the first one during attention."""
     make = Staging.__init__
 
     def one_buffer(self: Staging, *arguments: Any) -> None:
@@ -244,7 +244,7 @@ def test_one_buffer_for_two_tiles_shows(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def given_up(sim: Simulator) -> list[torch.Tensor]:
-    """A forward ends while the tile of another request is on its way, whose slot changes hands."""
+    """A forward fails while another request's tile is copied; its slot gets a new request."""
     one, two = sim.request(1, 190, seed=1), sim.request(2, 190, seed=2)
     sim.prefill((one, 24), (two, 24))
     attend, calls = sim.adapter.attend_prefill, []

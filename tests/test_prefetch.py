@@ -1,4 +1,4 @@
-"""Speculative selection on the real coordinator, beside a plain model of its rule."""
+"""Prefetch on the real coordinator, compared with a plain model of its rule."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TOKENS = {
 
 
 def min_cosine(value: float) -> dict[str, Any]:
-    """The extension, with a value of its option."""
+    """The configuration of the extension with this threshold."""
     return {"prefetch": {"min_cosine": value}}
 
 
 def drifting(request: Request, keep: float) -> Request:
-    """The request, its queries a random walk: cosines of neighbours are about ``keep``."""
+    """Make the queries a random walk: cosines of adjacent queries are about ``keep``."""
     for t in range(1, request.length):
         step = (1 - keep**2) ** 0.5 * request.q[:, t]
         request.q[:, t] = keep * request.q[:, t - 1] + step
@@ -43,7 +43,7 @@ def drifting(request: Request, keep: float) -> Request:
 
 @dataclass
 class Rule:
-    """What a step attends, in Python: one row of one layer at a time."""
+    """A model of the rule in Python: one row of one layer at a time."""
 
     sim: Simulator
     min_cosine: float
@@ -95,7 +95,7 @@ class Rule:
 
 
 def follow(**settings: Any) -> tuple[Simulator, Rule]:
-    """A simulated server whose selections are held against the rule."""
+    """A simulated server that compares its selections with the rule."""
     recorder = Recorder(settings.pop("algorithm", Quest()))
     sim = Simulator(algorithm=recorder, **settings)
     rule = Rule(sim, sim.extensions["prefetch"]["min_cosine"], recorder.retrieved)
@@ -167,7 +167,7 @@ def test_a_threshold_of_minus_one_never_corrects(scope: str) -> None:
 
 
 def test_what_is_kept_is_resident_when_the_layer_begins() -> None:
-    """Rows as small as they can be: every page that is not resident is brought in a step ahead."""
+    """With the smallest rows, every missing page is prefetched by the previous step."""
     small: dict[str, Any] = {"budget": 48, "device_buffer": 48, "max_row": 48}
     plain, ahead = (
         Simulator(**small),
@@ -192,7 +192,7 @@ def test_what_is_kept_is_resident_when_the_layer_begins() -> None:
 
 
 def test_a_row_that_is_used_again_knows_nothing_of_the_old_request() -> None:
-    """The new request begins at the very token where the old one would have gone on."""
+    """The new request begins at the token that would have followed in the old request."""
     sim, seen = Simulator(extensions=min_cosine(-1.0)), []
     old = sim.request(1, 200, seed=1)
     sim.prefill((old, 120))
@@ -221,7 +221,7 @@ def test_what_a_request_attends_depends_on_it_alone(scope: str, bound: int) -> N
 
 
 def attended_by_one(scope: str, bound: int, with_others: bool) -> dict[tuple[int, int], Any]:
-    """(tokens, layer) to pages of one request, from where it is sparse on."""
+    """Maps (tokens, layer) to the attended pages of one request, once it is sparse."""
     sim = Simulator(scope=scope, extensions=min_cosine(0.7), min_sparse_context=bound)
     seen = {}
 
@@ -244,7 +244,7 @@ def attended_by_one(scope: str, bound: int, with_others: bool) -> dict[tuple[int
 
 
 def test_nothing_of_it_is_saved_with_a_context() -> None:
-    """So a file can be read with and without it, and a context from a file begins anew."""
+    """A file can be read with and without the extension; a loaded context starts without state."""
     sim, plain = Simulator(extensions=min_cosine(0.5)), Simulator()
     assert sim.representations.describe() == plain.representations.describe()
     request = sim.request(1, 120, seed=1)

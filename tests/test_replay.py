@@ -45,7 +45,7 @@ def play(sim: Simulator) -> tuple[list[torch.Tensor], list[Request]]:
 
 
 def state_of(sim: Simulator) -> dict[str, torch.Tensor]:
-    """All that a step leaves behind; not what padding wrote to its own pages and rows."""
+    """The state after a step, without the pages and rows of the padding."""
     device, heads = sim.manager.device, sim.policy.heads
     found = dict(device.states._asdict())
     found |= {"capacity": device.capacity, "tail_pages": device.tail_pages}

@@ -1,4 +1,4 @@
-"""The sizing formula: nothing is handed out twice, and the limit that is named is the limit."""
+"""The sizing formula: no byte is used twice, and the named limit is the one that binds."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_leftover_becomes_device_pages() -> None:
 
 @pytest.mark.parametrize("context", [1, 16, 131072, 131073])
 def test_what_captured_steps_read_is_charged(context: int) -> None:
-    """To the byte, as a term of its own."""
+    """The term matches to the byte."""
     request = replace(LLAMA, context_length=context, max_requests=5, captured=True)
     sizing, plain = size(request), size(replace(request, captured=False))
     batch = StaticBatch(5, -(-context // 16), 16, torch.device("cpu"))
@@ -205,7 +205,7 @@ def test_what_captured_steps_read_is_charged(context: int) -> None:
 
 
 def test_fewer_requests_get_by_with_a_smaller_workspace() -> None:
-    """What the adapter keeps is charged for as many as run, and not for as many as asked."""
+    """The workspace is that of the requests that run, not of the requested number."""
     steps = tuple(GIB << power for power in range(9))
     request = replace(LLAMA, max_requests=256, device_bytes=24 * GIB, workspace_bytes=steps)
     sizing = size(request)

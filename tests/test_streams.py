@@ -1,4 +1,4 @@
-"""The order that side streams promise: on stand-ins for CUDA's, and where work is delayed."""
+"""The order of side streams: with stand-ins for CUDA streams, and with delayed work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hisparse.testing.delayed import DelayedStreams
 
 
 class Stream:
-    """A vector clock in place of a queue: what has happened before the stream's next operation."""
+    """A vector clock instead of a queue: the operations before the stream's next one."""
 
     current: Stream
 
@@ -25,7 +25,7 @@ class Stream:
         self.clock: Counter[Stream] = Counter()
 
     def operate(self) -> Counter[Stream]:
-        """An operation; its time."""
+        """Run an operation; returns its time."""
         self.clock[self] += 1
         return self.clock.copy()
 
@@ -95,7 +95,7 @@ def test_join_all_leaves_nothing_behind(streams: SideStreams) -> None:
 
 
 def test_work_holds_what_it_uses_until_it_is_joined(streams: SideStreams) -> None:
-    """The allocator would hand the memory out again, which only the forward stream knows of."""
+    """Otherwise the allocator could reuse the memory: it tracks only the forward stream."""
 
     def start() -> tuple[weakref.ref[torch.Tensor], Callable[[], object]]:
         used = torch.zeros(3)
@@ -111,7 +111,7 @@ def test_work_holds_what_it_uses_until_it_is_joined(streams: SideStreams) -> Non
 
 
 def test_a_second_join_waits_for_nothing(streams: SideStreams) -> None:
-    """Its event may be one of a graph that was captured in between."""
+    """The event may belong to a graph that was captured in between."""
     started = streams.start("read", lambda: "result")
     assert started.join() == "result"
     clock = Stream.current.record_event()
@@ -131,7 +131,7 @@ def test_without_cuda_work_is_done_at_once() -> None:
 
 
 def orders_of(order: str | int) -> list[str]:
-    """Of two works on each lane, of which the second ones are joined."""
+    """The order of two pieces of work per lane if only the second ones are joined."""
     streams, done = DelayedStreams(order), []
 
     def work(name: str) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""What built-in algorithms keep; test_contract.py has what all of them have in common."""
+"""Selections of single built-in algorithms; test_contract.py tests what they have in common."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCOPES = ["layer", "kv_head", "query_head"]
 
 
 class Watched:
-    """Keeps every selection of an algorithm, with the step and the queries it was made for."""
+    """Records every selection of an algorithm with its step and queries."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cls: type[BaseSparseAlgorithm]) -> None:
         self.seen: list[tuple[int, torch.Tensor, DecodeStep, Selection]] = []

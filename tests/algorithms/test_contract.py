@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def chosen_cases(name: str) -> list[Case]:
-    """Cases with every scope and every page size of an algorithm; all of them in sweeps."""
+    """Cases that include every scope and every page size of an algorithm; sweeps run all cases."""
     cases = cases_of(ALGORITHMS.get(name))
     if SWEEPS:
         return cases
@@ -55,7 +55,7 @@ def test_cases_are_all_scopes_and_sizes(name: str) -> None:
 
 
 def test_contract_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example's own test, as docs/write-an-algorithm.md has it."""
+    """The test of the example in docs/write-an-algorithm.md."""
     doc = (ROOT / "docs" / "write-an-algorithm.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"In a test of your own:\n\n```python\n(.*?)```", doc, re.DOTALL)
     # What the package registers is forgotten again.

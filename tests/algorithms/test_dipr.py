@@ -26,7 +26,7 @@ EXACT = ["flat", "coarse"]
 
 
 def behind_best(sim: Simulator, request: Request, layer: int, tokens: int) -> Tensor:
-    """``[H, P]``: how far each full page is from the best logit of the head that it suits best."""
+    """``[H, P]``: a page's best logit minus the head's best; maximum over the heads of a row."""
     size, count = sim.page_size, (tokens - 1) // sim.page_size
     k = request.k[layer, :tokens].double().repeat_interleave(sim.spec.group_size, dim=1)
     logits = torch.einsum("hd,khd->hk", request.q[layer, tokens - 1].double(), k) * sim.scale
@@ -36,7 +36,7 @@ def behind_best(sim: Simulator, request: Request, layer: int, tokens: int) -> Te
 
 
 def require_range(sim: Simulator, request: Request, seen: Retrieved, row: int, beta: float) -> int:
-    """A selection is the definition's, up to rounding at the limit; how often the cap binds."""
+    """Check a selection against the definition, up to rounding; returns how often the cap binds."""
     most, capped = sim.policy.max_pages, 0
     behind = behind_best(sim, request, seen.layer_id, seen.seq_lens[row])
     count = behind.shape[1]
@@ -49,7 +49,7 @@ def require_range(sim: Simulator, request: Request, seen: Retrieved, row: int, b
         sure = [p for p in ranked if behind[head, p] >= -beta + 1e-4]
         allowed = [p for p in ranked if behind[head, p] >= -beta - 1e-4]
         capped += len(sure) > room
-        # Where the cap binds the best are kept; equals may stand for each other.
+        # If the cap binds, the best pages are kept; pages with equal scores are interchangeable.
         least = behind[head, sure[room - 1]] if len(sure) > room else -math.inf
         assert {p for p in sure[:room] if behind[head, p] > least + 1e-4} <= chosen - forced
         assert chosen - forced <= set(allowed)
@@ -104,7 +104,7 @@ def test_what_is_kept_is_what_is_in_range(
 
 
 def retrieved(algorithm: DIPR, scope: Any = "kv_head", **changes: Any) -> list[Retrieved]:
-    """Selections of one request of 260 tokens, as :func:`changed` has it."""
+    """Selections of ten steps of a request of 260 tokens."""
     recorder = Recorder(algorithm)
     world = {"budget": 32, "device_buffer": 128, "max_row": 128, "num_slots": 3}
     sim = Simulator(scope=scope, algorithm=recorder, **(world | changes))
@@ -128,7 +128,7 @@ def retrieved(algorithm: DIPR, scope: Any = "kv_head", **changes: Any) -> list[R
 def test_coarse_finds_exactly_what_flat_finds(
     scope: Any, page_size: int, alpha: float, size: float, shift: float, whole: bool, seed: int
 ) -> None:
-    """Bit for bit, with many equal scores and far from the origin too."""
+    """Bit for bit, also with many equal scores and with keys far from the origin."""
     found = []
     for index in EXACT:
         recorder = Recorder(DIPR(alpha=alpha, index=index))
@@ -226,7 +226,7 @@ def test_of_equal_tokens_the_first_are_kept(index: Any) -> None:
 
 
 def test_the_tail_pages_best_counts() -> None:
-    """A token of the tail page with a far larger product leaves nothing else in range."""
+    """If a token of the tail page has by far the largest logit, no other page is in range."""
     recorder = Recorder(DIPR(alpha=0.001))
     sim = Simulator(algorithm=recorder)
     request = sim.request(1, 200, seed=1)

@@ -1,4 +1,4 @@
-"""DIPR's fine index: what the search finds, and the graphs' life beside their requests."""
+"""DIPR's fine index: results of the search, and the lifecycle of graphs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def simulator(algorithm: Any, **changes: Any) -> Simulator:
 
 
 def cluster(request: Request, seed: int) -> None:
-    """Keys in 150 clusters of uneven sizes, which the queries look for."""
+    """Keys in 150 clusters of different sizes; each query is close to a cluster."""
     rng = torch.Generator().manual_seed(seed)
     layers, length, heads, dim = request.k.shape
     centres = torch.randn(150, dim, generator=rng)
@@ -46,7 +46,7 @@ def cluster(request: Request, seed: int) -> None:
 
 
 def served(algorithm: DIPR, seed: int, **changes: Any) -> list[Retrieved]:
-    """Selections of 20 steps behind 4,000 tokens."""
+    """Selections of 20 steps after a prompt of 4,000 tokens."""
     recorder = Recorder(algorithm)
     sim = simulator(recorder, **changes)
     request = sim.request(1, 4020, seed=seed)
@@ -164,7 +164,7 @@ def test_links_are_the_same_for_the_same_keys_and_lead_to_near_ones() -> None:
 @pytest.mark.parametrize("name", ["reused slot", "shared prefix", "chunks", "no syncs", "no loops"])
 @pytest.mark.parametrize("index", ["coarse", "fine"])
 def test_contract(index: Any, name: str) -> None:
-    """``test_contract.py`` runs the flat index; here graphs are built for the shortest prompts."""
+    """``test_contract.py`` runs the flat index; this test builds graphs, also for short prompts."""
 
     def make() -> DIPR:
         return DIPR(index=index, capacity_threshold=1)
@@ -182,7 +182,7 @@ def test_faiss_is_asked_for_when_it_is_missing(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_indexes_that_do_not_fit_are_not_kept() -> None:
-    """Requests that share a prefix share what is counted for its tokens, but not the graphs."""
+    """Requests with a common prefix share the memory limit of its tokens, not the graphs."""
     indexes = RequestIndexes(1, 3, max_bytes=100)
     indexes.put(0, 1, torch.zeros(15, dtype=torch.int32), 15)
     assert indexes.has_room(40)

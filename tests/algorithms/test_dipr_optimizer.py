@@ -1,4 +1,4 @@
-"""Which index DIPR gets, by what, and who is told."""
+"""The choice of DIPR's index: its rules, and its line in the log."""
 
 from __future__ import annotations
 

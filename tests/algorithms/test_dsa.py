@@ -24,7 +24,7 @@ LAYERS, TOP_K, LENGTH, PROMPT = 2, 24, 150, 110
 
 
 class Indexed:
-    """What a model's indexers take in and give out: inputs and indices, per layer."""
+    """Records inputs and indices of a model's indexers, per layer."""
 
     def __init__(self, index_heads: int, seed: int) -> None:
         torch.manual_seed(seed)
@@ -62,7 +62,7 @@ class Indexed:
 
 
 class Chosen:
-    """Every query's tokens, by layer and position, as the algorithm chose them."""
+    """Records the tokens that the algorithm chose for each query, by layer and position."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tokens: dict[tuple[int, int], list[int]] = {}

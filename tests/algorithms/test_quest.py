@@ -1,4 +1,4 @@
-"""Quest's bound, and the choice of pages that follows from it."""
+"""Quest's bound on the logits of a page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hisparse.types import KVSpec
 
 
 def summarize(quest: Quest, keys: Tensor) -> dict[str, Tensor]:
-    """What ``quest`` stores of pages ``keys [P, S, Hkv, D]``, by name: ``[1, P, ...]``."""
+    """Representations of pages ``keys [P, S, Hkv, D]``, by name: ``[1, P, ...]``."""
     kv = KVSpec(
         num_layers=1,
         num_q_heads=2 * keys.shape[2],

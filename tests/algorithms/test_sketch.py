@@ -42,7 +42,7 @@ def structured_keys(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def mass_of_best(scores: Tensor, exact: Tensor, count: int) -> float:
-    """Attention on the ``count`` pages with the highest scores, as a part of what is possible."""
+    """Attention mass of the ``count`` best pages by score, as a fraction of the possible mass."""
     shares = exact.softmax(-1)
     kept = shares.gather(-1, scores.topk(count).indices).sum(-1)
     return float((kept / shares.topk(count).values.sum(-1)).mean())
@@ -99,7 +99,7 @@ def test_a_page_of_one_token_has_no_detail() -> None:
 
 @pytest.mark.parametrize("scope", ["query_head", "kv_head", "layer"])
 def test_decoding_sketches_as_a_prefill_would(scope: str) -> None:
-    """The sketches of pages that filled token by token are those of a prompt, bit for bit."""
+    """Pages filled by decoding have the same sketches as pages of a prompt, bit for bit."""
     sims = []
     for prompt in (40, 120):
         sim = Simulator(scope=scope, algorithm=Sketch(), budget=48)

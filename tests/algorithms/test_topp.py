@@ -1,4 +1,4 @@
-"""Twilight's top-p: how much attention is kept, and how the number of pages follows it."""
+"""Twilight's top-p: the kept attention mass, and the number of pages."""
 
 from __future__ import annotations
 

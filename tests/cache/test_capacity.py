@@ -1,4 +1,4 @@
-"""Row capacities: never more than there is, never less than promised, quiet while nothing lacks."""
+"""Row capacities: within the total, at least the minimum, stable while no request lacks pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``checked`` finds faults that are planted."""
+"""``checked: true`` detects planted faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_byte_that_differs_from_host_memory_is_found() -> None:
 
 
 def test_the_same_tokens_computed_by_another_request_are_no_fault() -> None:
-    """SGLang's radix cache gives both requests the host page of one: rounding may differ."""
+    """SGLang's radix cache keeps the host page of one request: rounding may differ."""
     sim = Simulator()
     request = sim.request(1, 100, seed=0)
     sim.prefill((request, 90))

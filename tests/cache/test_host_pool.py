@@ -1,4 +1,4 @@
-"""The host pool's memory: huge pages where the kernel has them, and nothing touched at start."""
+"""The host pool's memory: huge pages if the kernel has them, and no page touched at start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MADVISE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def resident_kb(field: str) -> int:
-    """Of this process, as the kernel counts it."""
+    """Resident memory of this process in KiB, from the kernel."""
     text = Path("/proc/self/smaps_rollup").read_text()
     return int(re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)[1])
 
@@ -45,7 +45,7 @@ def test_memory_is_taken_as_it_is_touched() -> None:
     not MADVISE.exists() or "[never]" in MADVISE.read_text(), reason="no huge pages in this kernel"
 )
 def test_touched_memory_is_in_huge_pages() -> None:
-    """Else scattered pages are read at half the speed."""
+    """Without them, reads of scattered pages are slower."""
     before = resident_kb("AnonHugePages")
     made = pool(20_000)
     for pages in made.layer(0):
