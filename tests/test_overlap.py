@@ -266,7 +266,7 @@ def given_up(sim: Simulator) -> list[torch.Tensor]:
 def test_a_forward_that_is_given_up_leaves_no_tile_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = given_up(Simulator())
     assert_equal(given_up(Simulator(side_streams=DelayedStreams("late"))), expected)
-    monkeypatch.setattr(Staging, "forget", lambda self: None)
+    monkeypatch.setattr(Staging, "discard_next", lambda self: None)
     got = given_up(Simulator(side_streams=DelayedStreams("late")))
     assert not torch.equal(got[0], expected[0]), "the test can fail"
 
