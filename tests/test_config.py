@@ -60,8 +60,8 @@ def test_smallest_budget() -> None:
 
 def test_alias() -> None:
     assert HiSparseConfig.from_dict({"top_k": 512}).budget == 512
-    refused({"top_k": 512, "budget": 512}, "both budget and top_k")
-    refused({"budget": 512, "top_k": 1024}, "both budget and top_k")
+    refused({"top_k": 512, "budget": 512}, "both budget and its alias top_k")
+    refused({"budget": 512, "top_k": 1024}, "both budget and its alias top_k")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
 import sys
@@ -21,8 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hisparse.kernels.triton import attention as triton_attention
 from hisparse.kernels.triton import fp8 as triton_fp8
-from hisparse.kernels.triton import select as triton_select
 from hisparse.kernels.triton import sketch as triton_sketch
+
+# The package offers a function of the same name.
+triton_select = importlib.import_module("hisparse.kernels.triton.select")
 
 LLAMA = {"GROUP": 4, "QUERIES": 16, "WIDTH": 128, "FIRST": 128, "FIRST_BLOCK": 128}
 LLAMA |= {"REST_BLOCK": 0, "VALUE": 128, "VALUE_BLOCK": 128, "SIZE": 16}

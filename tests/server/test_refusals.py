@@ -66,7 +66,7 @@ CONFIGS = {
     "unknown key": ({"budgt": 512}, "unknown config key 'budgt'; did you mean 'budget'?"),
     "wrong type": ({"budget": "512"}, "budget: got '512' (str), expected int"),
     "bool is no number": ({"budget": True}, "budget: got True (bool), expected int"),
-    "alias beside its key": ({"budget": 512, "top_k": 512}, "got both budget and top_k"),
+    "alias beside its key": ({"budget": 512, "top_k": 512}, "got both budget and its alias top_k"),
     "key of upstream": ({"host_to_device_ratio": 2}, "host_memory takes its place"),
     "old key of upstream": ({"min_sparse_prompt_len": 2}, "min_sparse_context takes its place"),
     "budget beyond the buffer": (

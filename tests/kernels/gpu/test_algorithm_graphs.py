@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from hisparse.algorithms import ALGORITHMS, DecodeStep, SelectionPolicy
 from hisparse.engine.representations import Representations
-from hisparse.types import IndexerInputs, KVSpec, PagedKV
+from hisparse.types import IndexerInputs, KVSpec
 
 NAMES = [name for name in ALGORITHMS if not ALGORITHMS.get(name).reads_host_keys]
 #: A page more than the longest request has in full: its tail.
@@ -19,15 +18,15 @@ BATCH, PAGES, HEADS, DIM = 3, 41, 2, 64
 
 
 class Tails:
-    """Reads tail pages from a static tensor."""
+    """Reads keys of tail pages from a static tensor."""
 
     def __init__(self, kv: KVSpec, device: str) -> None:
-        self._k = torch.randn(BATCH, kv.num_kv_heads, kv.page_size, DIM, device=device)
+        self._keys = torch.randn(BATCH, kv.page_size, kv.num_kv_heads, DIM, device=device)
 
-    def tail_pages(self, layer_id: int, step: DecodeStep) -> PagedKV:
-        return PagedKV(self._k, self._k)
+    def tail_keys(self, layer_id: int) -> Tensor:
+        return self._keys
 
-    def host_pages(self, layer_id: int) -> PagedKV:
+    def host_keys(self, layer_id: int) -> Tensor:
         raise AssertionError("only algorithms that read host keys do")
 
 
@@ -70,23 +69,15 @@ def make_step(name: str, device: str) -> DecodeStep:
     )
     for tensor in kept.tensors.values():
         tensor.copy_(random_like(tensor))
-    rows = BATCH * policy.heads
     lens = torch.tensor([30, 35, 40], dtype=torch.int32, device=device)
-    one = torch.ones(rows, dtype=torch.int32, device=device)
     return DecodeStep(
         policy=policy,
         representations=kept.tensors,
-        index=None,
         slots=torch.arange(BATCH, device=device),
-        rows=torch.arange(rows, device=device),
         num_pages=lens,
-        seq_lens_cpu=np.array([30, 35, 40]) * size + 1,
-        tail_lens=one[:BATCH],
+        tail_lens=torch.ones(BATCH, dtype=torch.int32, device=device),
+        max_pages=40,
         host_page_table=torch.randperm(BATCH * PAGES + 1, device=device)[1:].int().view(BATCH, -1),
-        capacity=9 * one,
-        num_real_rows=rows * one[:1],
-        tail_pages=one[None],
-        tail_row_lens=one,
         pages=Tails(kv, device),
         indexer=IndexerInputs(
             torch.randn(BATCH, 4, 32, device=device),
