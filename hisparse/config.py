@@ -37,6 +37,7 @@ _REPLACED: Final = {
 }
 #: Earlier values of current keys, and their replacements.
 _REPLACED_VALUES: Final = {
+    ("overlap", None): 'write "overlap": false',
     ("overlap", "transfers"): 'write "overlap": true',
     ("overlap", "attention"): 'attention in two parts is gone, write "overlap": true',
 }
@@ -217,7 +218,7 @@ class HiSparseConfig:
                 raise ConfigError(f"{key}: not a key of hisparse, {_REPLACED[key]}")
             if key not in names and key not in _ALIASES:
                 raise ConfigError(unknown_name("config key", str(key), [*names, *_ALIASES]))
-            if isinstance(value, str) and (key, value) in _REPLACED_VALUES:
+            if isinstance(value, str | None) and (key, value) in _REPLACED_VALUES:
                 raise ConfigError(f"{key}: got {value!r}; {_REPLACED_VALUES[key, value]}")
             name = _ALIASES.get(key, key)
             if name in values:
@@ -230,9 +231,14 @@ class HiSparseConfig:
         return cls(**values, extensions=extensions)
 
     @classmethod
+    def core_keys(cls) -> list[str]:
+        """Every key but those of the extensions, without aliases."""
+        return [f.name for f in fields(cls) if f.name != "extensions"]
+
+    @classmethod
     def keys(cls) -> list[str]:
         """Every key of a JSON object of settings, without aliases."""
-        return [f.name for f in fields(cls) if f.name != "extensions"] + list(EXTENSIONS)
+        return cls.core_keys() + list(EXTENSIONS)
 
     @classmethod
     def parse(cls, text: str | None) -> HiSparseConfig:

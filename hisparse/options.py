@@ -84,6 +84,8 @@ def type_words(hint: Any) -> str:
         return f"a list of {type_words(args[0])}"
     if hint is NoneType:
         return "null"
+    if hint is bool:
+        return "true or false"
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "an object"
     return str(getattr(hint, "__name__", hint))

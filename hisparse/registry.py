@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
-from hisparse.errors import ConfigError, unknown_name
+from hisparse.errors import ConfigError, one_line, unknown_name
 
 __all__ = ["Registry"]
 
@@ -74,17 +74,23 @@ class Registry(Generic[T]):
     def _load_built_in(self) -> None:
         if self._built_in_loaded or self._package is None:
             return
-        self._built_in_loaded = True
         package = import_module(self._package)
         for module in pkgutil.iter_modules(package.__path__, f"{self._package}."):
             if not module.name.rpartition(".")[2].startswith("_"):
                 import_module(module.name)
+        self._built_in_loaded = True
 
     def _load_plugins(self) -> None:
         if self._plugins_loaded or self._group is None:
             return
-        self._plugins_loaded = True
         for entry in entry_points(group=self._group):
-            cls = entry.load()
+            try:
+                cls = entry.load()
+            except Exception as error:
+                raise ConfigError(
+                    f"{self.kind} {entry.name!r}: cannot import {entry.value!r} of an installed "
+                    f"package: {one_line(error)}; mend or uninstall the package"
+                ) from error
             if entry.name not in self._entries:
                 self.register(entry.name)(cls)
+        self._plugins_loaded = True

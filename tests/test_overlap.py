@@ -21,8 +21,9 @@ from hisparse.testing.replaying import ReplayingSimulator
 
 T = TypeVar("T")
 SCOPES = ["layer", "kv_head", "query_head"]
-ORDERS: list[Order] = ["early", "late", 1]
+ORDERS: list[Order] = ["early", "late", 1, 2]
 REUSE = {"layers": 5, "reuse_layers": 2}
+TIGHT = {"budget": 48, "device_buffer": 48, "max_row": 48}
 PREFETCH = {"extensions": {"prefetch": {"min_cosine": 0.3}}}
 
 
@@ -56,6 +57,8 @@ SETTINGS = pytest.mark.parametrize(
         pytest.param(
             {"extensions": {"prefetch": {"min_cosine": 0.3}}, "max_row": 64}, id="prefetch"
         ),
+        # Rows without a spare page: what one load evicts, another one may need.
+        pytest.param(REUSE | PREFETCH | TIGHT, id="prefetch-reuse"),
     ],
 )
 

@@ -116,6 +116,8 @@ class SwapIn:
             diff, attended = self._load(layer_id, selection, rows)
         if self._overlaps:
             for later in followers:
+                # Both work on the LRU tables of that layer, on lanes without a common order.
+                self._join_prefetches(later)
                 self._early[later] = _Early(selection, self._start("read", later, selection, rows))
         self._counters.count("hit_pages", diff.num_hits)
         self._counters.count("miss_pages", diff.num_misses)

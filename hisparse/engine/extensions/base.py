@@ -20,6 +20,7 @@ from hisparse.cache import SparseKVCacheManager
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.engine.modes import AttentionModes
 from hisparse.engine.step import DecodePart
+from hisparse.errors import ConfigError
 from hisparse.types import Selection
 
 __all__ = ["Extension", "ExtensionContext", "register_extension"]
@@ -136,6 +137,9 @@ E = TypeVar("E", bound=Extension)
 
 def register_extension(name: str) -> Callable[[type[E]], type[E]]:
     """Class decorator: register an extension; ``name`` is also its configuration key."""
+
+    if name in HiSparseConfig.core_keys():
+        raise ConfigError(f"extension {name!r}: the name is a configuration key; choose another")
 
     def decorate(cls: type[E]) -> type[E]:
         EXTENSIONS.register(name)(cls)
