@@ -20,7 +20,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 COMMANDS = (
     [os.environ.get("MAKE", "make"), "--no-print-directory", "lint"],
     [sys.executable, "-m", "tests.prepare"],
-    [sys.executable, "-m", "pytest", "-n", "2"],
+    [sys.executable, "-m", "pytest", "-n", "2", "--no-loadscope-reorder"],
 )
 
 

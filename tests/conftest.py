@@ -35,6 +35,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+#: What takes longest without a break comes first, so that no worker is left with it at the end.
+_FIRST = ("tests/server/", "tests/eval/", "tests/kernels/test_triton.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def rank(item: pytest.Item) -> int:
+        return next((i for i, x in enumerate(_FIRST) if item.nodeid.startswith(x)), len(_FIRST))
+
+    items.sort(key=rank)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
     """What ``scripts/run_tests.py`` took so far, if it started this run: the last line but one."""

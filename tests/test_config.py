@@ -111,7 +111,9 @@ def test_alias() -> None:
         pytest.param({"overlap": "transfers"}, ["'transfers'", '"overlap": true'], id="overlap"),
         pytest.param({"overlap": None}, ["got None", '"overlap": false'], id="no-overlap"),
         pytest.param({"overlap": "attention"}, ["is gone", '"overlap": true'], id="split"),
-        pytest.param({"overlap": "yes"}, ["got 'yes' (str), expected true or false"], id="overlap-word"),
+        pytest.param(
+            {"overlap": "yes"}, ["got 'yes' (str), expected true or false"], id="overlap-word"
+        ),
         pytest.param({"numa_node": 0}, ["numa_node", "numactl"], id="numa"),
         pytest.param({"extensions": {}}, ["unknown config key 'extensions'"], id="no-such-key"),
         pytest.param({"host_memory": "64 gallons"}, ["'64 gallons'", "'64GiB'", "TiB"], id="unit"),
