@@ -137,7 +137,6 @@ E = TypeVar("E", bound=Extension)
 
 def register_extension(name: str) -> Callable[[type[E]], type[E]]:
     """Class decorator: register an extension; ``name`` is also its configuration key."""
-
     if name in HiSparseConfig.core_keys():
         raise ConfigError(f"extension {name!r}: the name is a configuration key; choose another")
 
