@@ -1,4 +1,4 @@
-// select: sinks, recent pages and the best of the others, in ascending order.
+// select: the forced pages and the best of the others, in ascending order.
 #include "parallel.h"
 #include "simd.h"
 #include "tensors.h"
@@ -14,32 +14,40 @@ namespace {
 
 struct SelectParams {
   const float* scores;       // [B, heads, P]
+  const bool* forced;        // [B, P], or null
   const float* rest;         // [B, heads], or null
   const int32_t* num_pages;  // [B]
   int32_t* pages;            // [B, H, K]
   int32_t* lengths;          // [B, H]
   int64_t batch, heads, width;
-  int32_t out_heads, max_pages, num_sinks, num_recents;
+  int32_t out_heads, max_pages;
   float mass, within;        // negative: the rule does not use it
 
   bool varies() const { return mass >= 0 || within >= 0; }
 };
+
+constexpr float kLargest = std::numeric_limits<float>::max();
+
+// NaN as -inf, and inf as the largest number, so that a difference of scores is no NaN.
+float finite(float score) { return score == score ? std::min(score, kLargest) : -INFINITY; }
 
 // Adds one head's vote to `out`: the pages' shares of its softmax or, with `within`, the distance
 // of each page to the head's best score.
 void vote(const SelectParams& p, const float* scores, float rest, int32_t count, float* out) {
   if (p.within >= 0) {
     float best = rest;
-    for (int32_t i = 0; i < count; ++i) best = std::max(best, scores[i]);
-    for (int32_t i = 0; i < count; ++i) out[i] = std::max(out[i], scores[i] - best);
+    for (int32_t i = 0; i < count; ++i) best = std::max(best, finite(scores[i]));
+    if (best == -INFINITY) return;
+    for (int32_t i = 0; i < count; ++i) out[i] = std::max(out[i], finite(scores[i]) - best);
     return;
   }
   const int32_t whole = (count + kLanes - 1) / kLanes * kLanes;
   thread_local std::vector<float> weights;
   if (weights.size() < static_cast<size_t>(whole)) weights.resize(whole);
   float total = 0;
-  std::copy_n(scores, count, weights.data());
+  std::transform(scores, scores + count, weights.data(), finite);
   const float top = exponentiate(weights.data(), count, &total);
+  if (top == -INFINITY) return;
   const float highest = std::max(top, rest);
   const float here = std::exp(top - highest);
   const float scale = here / (total * here + std::exp(rest - highest));
@@ -58,41 +66,44 @@ void combine(const SelectParams& p, int64_t b, int64_t head, int32_t count, floa
   }
   std::fill_n(out, count, p.within >= 0 ? -INFINITY : 0.0f);
   for (int64_t source = first; source < first + group; ++source) {
-    const float rest = p.rest == nullptr ? -INFINITY : p.rest[source];
+    const float rest = p.rest == nullptr ? -INFINITY : finite(p.rest[source]);
     vote(p, p.scores + source * p.width, rest, count, out);
   }
 }
 
-// How many of the pages from `first` to `last - 1` the rule asks for, at most `most`.
-int32_t asked_for(const SelectParams& p, const std::vector<float>& scores, int32_t first,
-                  int32_t last, int32_t most, std::vector<float>& ranked) {
-  if (p.within >= 0) {
-    int32_t near = 0;
-    for (int32_t i = first; i < last; ++i) near += scores[i] >= -p.within;
-    return std::min(near, most);
+// How many pages besides the forced ones the rule asks for, at most `most`.
+int32_t asked_for(const SelectParams& p, const std::vector<float>& scores, int32_t most,
+                  std::vector<float>& ranked) {
+  if (!p.varies()) return most;
+  ranked.clear();
+  for (const float score : scores) {
+    if (score < INFINITY) ranked.push_back(score);
   }
-  if (p.mass < 0) return most;
+  if (p.within >= 0) {
+    const auto near = [&](float score) { return score >= -p.within; };
+    return std::min(most, static_cast<int32_t>(std::count_if(ranked.begin(), ranked.end(), near)));
+  }
   double left_out = 0;
-  for (int32_t i = first; i < last; ++i) left_out += scores[i];
+  for (const float share : ranked) left_out += share;
   const double spare = (1.0 - p.mass) * std::max<int64_t>(1, p.heads / p.out_heads);
-  ranked.assign(scores.begin() + first, scores.begin() + last);
   std::partial_sort(ranked.begin(), ranked.begin() + most, ranked.end(), std::greater<float>());
   int32_t needed = 0;
   while (needed < most && left_out > spare) left_out -= ranked[needed++];
   return needed;
 }
 
-// The `count` best pages from `first` to `last - 1`, in ascending order; of equal ones the first.
-void best_pages(const std::vector<float>& scores, int32_t first, int32_t last, int32_t count,
-                std::vector<float>& ranked, int32_t* pages) {
+// The `count` best pages, in ascending order; of equal ones the first.
+void best_pages(const std::vector<float>& scores, int32_t count, std::vector<float>& ranked,
+                int32_t* pages) {
   if (count == 0) return;
-  ranked.assign(scores.begin() + first, scores.begin() + last);
+  ranked.assign(scores.begin(), scores.end());
   std::nth_element(ranked.begin(), ranked.begin() + (count - 1), ranked.end(),
                    std::greater<float>());
   const float least = ranked[count - 1];
   int32_t ties = count;
-  for (int32_t i = first; i < last; ++i) ties -= scores[i] > least;
-  for (int32_t i = first; i < last; ++i) {
+  for (const float score : scores) ties -= score > least;
+  const int32_t total = static_cast<int32_t>(scores.size());
+  for (int32_t i = 0; i < total; ++i) {
     const bool tie = scores[i] == least;
     if (scores[i] > least || (tie && ties > 0)) *pages++ = i;
     ties -= tie;
@@ -102,25 +113,25 @@ void best_pages(const std::vector<float>& scores, int32_t first, int32_t last, i
 void select_row(const SelectParams& p, int64_t b, int64_t head) {
   thread_local std::vector<float> combined, ranked;
   const int32_t count = p.num_pages[b];
-  const int32_t most = std::min(count, p.max_pages);
+  int32_t length = std::min(count, p.max_pages);
   int32_t* pages = p.pages + (b * p.out_heads + head) * p.max_pages;
-  const int32_t sinks = std::min(p.num_sinks, most);
-  const int32_t recents = std::min(p.num_recents, most - sinks);
-  int32_t best = most - sinks - recents;
-  if (best > 0 && (p.varies() || count > most)) {
+  if (p.varies() || count > length) {
     combined.resize(static_cast<size_t>(count));
     combine(p, b, head, count, combined.data());
-    // NaN counts as the worst score, so that the selection has as many pages as the rule says.
-    const float worst = p.mass >= 0 ? 0.0f : -std::numeric_limits<float>::max();
-    for (float& score : combined) score = score == score ? score : worst;
-    best = asked_for(p, combined, sinks, count - recents, best, ranked);
-    best_pages(combined, sinks, count - recents, best, ranked, pages + sinks);
+    for (float& score : combined) score = std::max(finite(score), -kLargest);
+    // Infinity marks a forced page.
+    int32_t forced = 0;
+    for (int32_t i = 0; p.forced != nullptr && i < count; ++i) {
+      if (!p.forced[b * p.width + i]) continue;
+      combined[i] = INFINITY;
+      ++forced;
+    }
+    forced = std::min(forced, length);
+    length = forced + asked_for(p, combined, length - forced, ranked);
+    best_pages(combined, length, ranked, pages);
   } else {
-    for (int32_t i = 0; i < best; ++i) pages[sinks + i] = sinks + i;
+    for (int32_t i = 0; i < count; ++i) pages[i] = i;
   }
-  for (int32_t i = 0; i < sinks; ++i) pages[i] = i;
-  for (int32_t i = 0; i < recents; ++i) pages[sinks + best + i] = count - recents + i;
-  const int32_t length = sinks + best + recents;
   std::fill_n(pages + length, p.max_pages - length, -1);
   p.lengths[b * p.out_heads + head] = length;
 }
@@ -132,11 +143,11 @@ void run(const SelectParams& p) {
                [&](int64_t r) { select_row(p, r / p.out_heads, r % p.out_heads); });
 }
 
-void select(TensorView scores, TensorView num_pages, TensorView rest, TensorView pages,
-            TensorView lengths, int64_t num_sinks, int64_t num_recents, double mass,
-            double within) {
+void select(TensorView scores, TensorView num_pages, TensorView forced, TensorView rest,
+            TensorView pages, TensorView lengths, double mass, double within) {
   SelectParams p;
   p.scores = vector_of<const float>(scores, "scores");
+  p.forced = forced.size(0) == 0 ? nullptr : vector_of<const bool>(forced, "forced");
   p.rest = rest.size(0) == 0 ? nullptr : vector_of<const float>(rest, "rest");
   p.mass = static_cast<float>(mass);
   p.within = static_cast<float>(within);
@@ -148,8 +159,6 @@ void select(TensorView scores, TensorView num_pages, TensorView rest, TensorView
   p.width = scores.size(2);
   p.out_heads = static_cast<int32_t>(pages.size(1));
   p.max_pages = static_cast<int32_t>(pages.size(2));
-  p.num_sinks = static_cast<int32_t>(num_sinks);
-  p.num_recents = static_cast<int32_t>(num_recents);
   for (int64_t b = 0; b < p.batch; ++b) {
     if (p.num_pages[b] < 0 || p.num_pages[b] > p.width) {
       TVM_FFI_THROW(ValueError) << "num_pages: got " << p.num_pages[b] << ", expected 0 to "

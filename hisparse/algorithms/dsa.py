@@ -139,14 +139,12 @@ class DSA(BaseSparseAlgorithm):
 def _best(scores: Tensor, count: Tensor, policy: SelectionPolicy) -> Selection:
     """The best of the first ``count [N]`` tokens by ``scores [N, 1, P]``; the first of equal ones.
 
-    The last of these tokens is the new one. It is not a full page: recent pages precede it.
+    The last of these tokens is the new one, the tail page. It is kept if recent pages are.
     """
-    recents = policy.num_recent_pages
-    return select(
-        scores,
-        count,
-        replace(policy.rule, heads=1, num_recents=recents and recents + 1),
-    )
+    forced = policy.forced_pages(count - 1, scores.shape[-1])
+    if policy.num_recent_pages:
+        forced = forced.scatter(1, count.long()[:, None] - 1, True)
+    return select(scores, count, replace(policy.rule, heads=1), forced=forced)
 
 
 def _inputs(step: PrefillStep | DecodeStep) -> IndexerInputs:

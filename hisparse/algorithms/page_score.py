@@ -47,7 +47,8 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
             step: the step.
 
         Returns:
-            ``[B, Hq or Hkv, step.max_pages]``; higher is kept. Entries without a page are ignored.
+            ``[B, heads, step.max_pages]``; higher is kept. ``heads`` is a divisor of Hq. Entries
+            without a page are ignored.
         """
 
     def construct_representations(
@@ -62,7 +63,7 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         scores = self.score_pages(queries * step.policy.scale, layer_id, step).float()
-        return select(scores, step.num_pages, step.policy.rule)
+        return select(scores, step.num_pages, step.policy.rule, forced=step.forced_pages)
 
 
 class PageScoreAlgorithm(RankedPagesAlgorithm):

@@ -81,5 +81,6 @@ class Sketch(BaseSparseAlgorithm):
             scores,
             step.num_pages,
             policy.rule,
+            forced=step.forced_pages,
             rest=tail_logits(query, layer_id, step).logsumexp(-1) if shared else None,
         )

@@ -122,7 +122,7 @@ class SnapKV(BaseSparseAlgorithm):
         page = torch.arange(step.max_pages, device=listed.device)
         generated = page >= state[_PROMPT_PAGES][layer_id, slots, None]
         scores = torch.where(generated[:, None], width + 1.0 + page, scores[..., 1:])
-        return select(scores, step.num_pages, policy.rule)
+        return select(scores, step.num_pages, policy.rule, forced=step.forced_pages)
 
 
 def _state(step: PrefillStep | DecodeStep) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from hisparse.algorithms.request_indexes import RequestIndexes
@@ -49,12 +50,23 @@ class SelectionPolicy:
     @cached_property
     def rule(self) -> SelectRule:
         """The policy as :func:`hisparse.kernels.select` takes it."""
-        return SelectRule(
-            heads=self.heads,
-            max_pages=self.max_pages,
-            num_sinks=self.num_sink_pages,
-            num_recents=self.num_recent_pages,
-        )
+        return SelectRule(heads=self.heads, max_pages=self.max_pages)
+
+    def forced_pages(self, num_pages: Tensor, width: int) -> Tensor:
+        """Sink pages and recent pages, which every selection has, whatever their scores.
+
+        This method alone defines them. At most ``num_sink_pages + num_recent_pages`` of a request.
+
+        Args:
+            num_pages: ``[B] int32``, full pages of each request.
+            width: P, at least the largest of ``num_pages``.
+
+        Returns:
+            ``[B, P] bool``.
+        """
+        page, count = torch.arange(width, device=num_pages.device), num_pages[:, None]
+        forced = (page >= count - self.num_recent_pages) | (page < self.num_sink_pages)
+        return forced & (page < count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +160,11 @@ class DecodeStep:
     pages: PageReader
     indexer: IndexerInputs | None = None
     indexes: RequestIndexes | None = None
+
+    @cached_property
+    def forced_pages(self) -> Tensor:
+        """``[B, max_pages] bool``, sinks and recent pages; see :class:`SelectionPolicy`."""
+        return self.policy.forced_pages(self.num_pages, self.max_pages)
 
     @property
     def seq_lens(self) -> Tensor:

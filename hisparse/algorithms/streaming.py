@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hisparse.algorithms.base import (
-    BaseSparseAlgorithm,
-    Representation,
-    register_algorithm,
-)
-from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
-from hisparse.types import Selection
+from hisparse.algorithms.base import Representation, register_algorithm
+from hisparse.algorithms.page_score import RankedPagesAlgorithm
+from hisparse.algorithms.step import DecodeStep, SelectionPolicy
 
 __all__ = ["Streaming"]
 
 
 @register_algorithm("streaming")
 @dataclass(frozen=True, kw_only=True)
-class Streaming(BaseSparseAlgorithm):
+class Streaming(RankedPagesAlgorithm):
     """Keeps the first pages and the most recent ones, whatever the query. A baseline."""
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         return {}
 
-    def construct_representations(
-        self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
+    def store(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]
     ) -> None:
         """Keeps no representations."""
 
-    def update_representations(
-        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
-    ) -> None:
-        """Keeps no representations."""
-
-    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
-        """Select the sinks and the last pages, or all pages if they fit."""
-        policy, count = step.policy, step.num_pages[:, None]
-        width = max(1, min(policy.max_pages, step.max_pages))
-        entry = torch.arange(width, dtype=torch.int32, device=count.device)
-        sinks = min(policy.num_sink_pages, width)
-        # After the sinks come the last `width - sinks` pages, or fewer in a short context.
-        skipped = torch.where(entry >= sinks, (count - width).clamp(min=0), 0)
-        pages = torch.where(entry < count, entry + skipped, -1).int()
-        lengths = count.clamp(max=width)
-        return Selection(
-            pages[:, None].expand(-1, policy.heads, -1), lengths.expand(-1, policy.heads)
-        )
+    def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
+        """A page's score is its number: the later, the higher."""
+        page = torch.arange(step.max_pages, dtype=torch.float32, device=query.device)
+        return page.expand(len(query), 1, -1)

@@ -76,6 +76,7 @@ class TopP(BaseSparseAlgorithm):
             _page_scores(query, layer_id, step),
             step.num_pages,
             replace(policy.rule, mass=self.mass),
+            forced=step.forced_pages,
             rest=tail_logits(query, layer_id, step).logsumexp(-1),
         )
 

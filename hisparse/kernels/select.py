@@ -54,10 +54,11 @@ def select(
     num_pages: Tensor,
     rule: SelectRule,
     *,
+    forced: Tensor | None = None,
     rest: Tensor | None = None,
     impl: str = "auto",
 ) -> Selection:
-    """Sinks, recent pages and the best of the others, at most ``rule.max_pages``.
+    """The forced pages and the best of the others, at most ``rule.max_pages``.
 
     Heads that share a selection agree on one score per page. Each head's scores become a softmax
     over its pages, and the group's shares are added. So a head with one peak counts as much as a
@@ -65,9 +66,12 @@ def select(
     divergence from dense attention).
 
     Args:
-        scores: ``[B, heads', P] float32``, in units of attention logits, higher is kept.
+        scores: ``[B, heads', P] float32``, in units of attention logits, higher is kept; of equal
+            scores the first. NaN counts as -inf. Entries without a page are ignored.
         num_pages: ``[B] int32``, at most P.
         rule: how many pages are kept.
+        forced: ``[B, P] bool``, pages that are selected whatever their score, such as
+            :attr:`hisparse.algorithms.DecodeStep.forced_pages`. None: there are none.
         rest: ``[B, heads'] float32``, score of the tokens that are attended in any case and are no
             page here, such as the tail page's. They take part in the softmax and in the best
             score. None: there are no such tokens.
@@ -80,9 +84,9 @@ def select(
     Raises:
         KernelError: a tensor has another shape, dtype or device.
     """
-    check_once(_check_select, scores, num_pages, rest, values=(rule.heads,))
+    check_once(_check_select, scores, num_pages, forced, rest, values=(rule.heads,))
     module = implementation(impl, scores.device)
-    return Selection(*module.select(scores, num_pages, rest, rule))
+    return Selection(*module.select(scores, num_pages, forced, rest, rule))
 
 
 def _check_score(
@@ -96,10 +100,14 @@ def _check_score(
     check_divides("summaries", summaries.shape[1], query_heads)
 
 
-def _check_select(scores: Tensor, num_pages: Tensor, rest: Tensor | None, heads: int) -> None:
+def _check_select(
+    scores: Tensor, num_pages: Tensor, forced: Tensor | None, rest: Tensor | None, heads: int
+) -> None:
     check_tensor("scores", scores, _F32, (None, None, None))
-    batch, given, _ = scores.shape
+    batch, given, width = scores.shape
     check_tensor("num_pages", num_pages, _I32, (batch,), scores.device)
+    if forced is not None:
+        check_tensor("forced", forced, torch.bool, (batch, width), scores.device)
     if rest is not None:
         check_tensor("rest", rest, _F32, (batch, given), scores.device)
     if given == 0 or (given % heads and heads % given):

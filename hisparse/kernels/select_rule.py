@@ -16,7 +16,6 @@ class SelectRule:
     Attributes:
         heads: H, heads of the selection; the scores' heads are a multiple of H or divide it.
         max_pages: K, pages of a selection at most.
-        num_sinks, num_recents: first and last pages, which are always selected.
         mass: part of each group's softmax to keep, in (0, 1]; the fewest pages that reach it are
             selected (Twilight, https://arxiv.org/abs/2502.02770).
         within: distance to the head's best score, in units of attention logits, 0 or more; pages
@@ -29,8 +28,6 @@ class SelectRule:
 
     heads: int
     max_pages: int
-    num_sinks: int = 0
-    num_recents: int = 0
     mass: float | None = None
     within: float | None = None
 

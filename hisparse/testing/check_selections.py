@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+import torch
+
 from hisparse.testing.case import Case
 from hisparse.testing.recorder import Retrieved
 from hisparse.testing.violation import Violation
@@ -62,9 +64,8 @@ def sinks_and_recents(case: Case) -> None:
     policy = case.together.sim.policy
 
     def rule(pages: list[int], length: int, count: int) -> str | None:
-        sinks = range(min(policy.num_sink_pages, count))
-        recents = range(max(count - policy.num_recent_pages, 0), count)
-        missing = {*sinks, *recents} - set(pages)
+        forced = policy.forced_pages(torch.tensor([count], dtype=torch.int32), count)[0]
+        missing = set(forced.nonzero()[:, 0].tolist()) - set(pages)
         if not missing:
             return None
         return (

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -37,15 +41,22 @@ def test_page_score_is_the_sum_of_channel_maxima(
     assert_close(scores, expected.masked_fill(absent[:, None], -torch.inf), rtol=1e-4, atol=1e-4)
 
 
+def sinks_and_recents(num_pages: Tensor, width: int) -> Tensor:
+    """``[B, P] bool``, the first page and the last two pages of each request."""
+    page = torch.arange(width)
+    return (page == 0) | (page >= num_pages[:, None] - 2)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 4, 8], ids=lambda h: f"select{h}")
 @pytest.mark.parametrize("width", [1, 6, 9, 64])
-def test_select_takes_sinks_recents_and_the_best(impl: str, heads: int, width: int) -> None:
+def test_select_takes_forced_pages_and_the_best(impl: str, heads: int, width: int) -> None:
     num_pages = torch.tensor([0, 1, width // 2, width], dtype=torch.int32)
     scores = torch.randn(4, 4, width)
     beyond = torch.arange(width) >= num_pages[:, None]
     scores = scores.masked_fill(beyond[:, None], torch.nan)
-    rule = SelectRule(heads=heads, max_pages=5, num_sinks=1, num_recents=2)
-    pages, lengths = select(scores, num_pages, rule, impl=impl)
+    rule = SelectRule(heads=heads, max_pages=5)
+    forced_pages = sinks_and_recents(num_pages, width)
+    pages, lengths = select(scores, num_pages, rule, forced=forced_pages, impl=impl)
     assert pages.shape == (4, heads, 5)
     for row, count in enumerate(num_pages.tolist()):
         for head in range(heads):
@@ -96,7 +107,8 @@ def test_mass_takes_the_fewest_pages_that_reach_it(
     pages, lengths = select(
         scores,
         num_pages,
-        SelectRule(heads=heads, max_pages=most, num_sinks=1, num_recents=2, mass=mass),
+        SelectRule(heads=heads, max_pages=most, mass=mass),
+        forced=sinks_and_recents(num_pages, 40),
         rest=rest if with_rest else None,
         impl=impl,
     )
@@ -132,7 +144,8 @@ def test_within_takes_what_is_near_the_best_of_some_head(
     pages, lengths = select(
         scores,
         num_pages,
-        SelectRule(heads=heads, max_pages=most, num_sinks=1, num_recents=2, within=within),
+        SelectRule(heads=heads, max_pages=most, within=within),
+        forced=sinks_and_recents(num_pages, 40),
         rest=rest if with_rest else None,
         impl=impl,
     )
@@ -166,14 +179,79 @@ def test_scores_that_are_no_numbers_choose_pages_that_there_are(
     scores = torch.randn(2, 2, 30)
     scores[0] = torch.nan
     num_pages = torch.tensor([30, 30], dtype=torch.int32)
-    limits = SelectRule(heads=heads, max_pages=6, num_sinks=1, num_recents=2, **rule)
-    pages, lengths = select(scores, num_pages, limits, impl=impl)
-    alone = select(scores[1:], num_pages[1:], limits, impl=impl)
+    limits = SelectRule(heads=heads, max_pages=6, **rule)
+    forced = sinks_and_recents(num_pages, 30)
+    pages, lengths = select(scores, num_pages, limits, forced=forced, impl=impl)
+    alone = select(scores[1:], num_pages[1:], limits, forced=forced[1:], impl=impl)
     assert torch.equal(pages[1:], alone.pages)
     for chosen, length in zip(pages[0].tolist(), lengths[0].tolist(), strict=True):
         assert {0, 28, 29} <= set(chosen[:length]) <= set(range(30))
         assert chosen == sorted(chosen[:length]) + [-1] * (6 - length)
         assert length == len(set(chosen[:length])) == (3 if rule else 6)
+
+
+def first_of_the_best(scores: list[list[float]], forced: list[bool], rule: SelectRule) -> list[int]:
+    """The rule in plain Python, for the heads ``[heads, pages]`` that share one selection."""
+    heads = [[-math.inf if x != x else min(x, FLOAT32.max) for x in head] for head in scores]
+    values = heads[0]
+    best = [max(head, default=-math.inf) for head in heads]
+    if rule.within is not None:
+        heads = [
+            [x - top if top > -math.inf else top for x in head]
+            for head, top in zip(heads, best, strict=True)
+        ]
+        values = [max(column) for column in zip(*heads, strict=True)]
+    if rule.mass is not None:
+        values = [math.exp(x - best[0]) if best[0] > -math.inf else 0.0 for x in values]
+        values = [x / (sum(values) or 1.0) for x in values]
+    rank = [math.inf if is_forced else x for x, is_forced in zip(values, forced, strict=True)]
+    ranked = sorted(range(len(values)), key=lambda page: (-rank[page], not forced[page], page))
+    left_out, chosen = sum(values), []
+    for page in ranked[: rule.max_pages]:
+        near = rule.within is None or values[page] >= -rule.within
+        needed = rule.mass is None or left_out > 1 - rule.mass
+        if forced[page] or (near and needed):
+            chosen.append(page)
+            left_out -= values[page]
+    return sorted(chosen)
+
+
+FLOAT32 = torch.finfo(torch.float32)
+HARD_SCORES = st.sampled_from([0.0, 1.0, 2.0, 3.0, math.inf, -math.inf, math.nan])
+# No sum of equal shares is at the edge of this mass.
+RULES = st.sampled_from([{}, {"within": 0.0}, {"within": 1.0}, {"mass": 0.618034}])
+
+
+@given(
+    rule=RULES,
+    group=st.integers(1, 3),
+    width=st.integers(1, 20),
+    most=st.integers(1, 22),
+    data=st.data(),
+)
+def test_any_scores_choose_the_first_of_the_best(
+    impl: str, rule: dict[str, float], group: int, width: int, most: int, data: st.DataObject
+) -> None:
+    """With ties, infinities and NaN."""
+    # Sums of several heads' shares are rounded: only ``within`` is exact for a group.
+    heads, group = 2, group if "within" in rule else 1
+    values = st.lists(HARD_SCORES, min_size=width, max_size=width)
+    scores = data.draw(st.lists(values, min_size=heads * group, max_size=heads * group))
+    forced = data.draw(st.lists(st.booleans(), min_size=width, max_size=width))
+    count = data.draw(st.integers(0, width))
+    limits = SelectRule(heads=heads, max_pages=most, **rule)
+    pages, lengths = select(
+        torch.tensor([scores]),
+        torch.tensor([count], dtype=torch.int32),
+        limits,
+        forced=torch.tensor([forced]),
+        impl=impl,
+    )
+    for head in range(heads):
+        own = [row[:count] for row in scores[head * group : (head + 1) * group]]
+        expected = first_of_the_best(own, forced[:count], limits)
+        assert pages[0, head].tolist() == expected + [-1] * (most - len(expected))
+        assert int(lengths[0, head]) == len(expected)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +279,12 @@ COUNT = torch.tensor([3], dtype=torch.int32)
         ({"scores": torch.zeros(1, 2, 4).double()}, "scores: got dtype torch.float64"),
         ({"num_pages": COUNT.repeat(2)}, r"num_pages: got shape \[2\], expected \[1\]"),
         ({"num_pages": COUNT.to("meta")}, "num_pages: got device meta, expected cpu"),
+        ({"forced": torch.zeros(1, 3).bool()}, r"forced: got shape \[1, 3\], expected \[1, 4\]"),
+        ({"forced": torch.zeros(1, 4)}, "forced: got dtype torch.float32, expected torch.bool"),
         ({"rest": torch.zeros(1, 3)}, r"rest: got shape \[1, 3\], expected \[1, 2\]"),
         ({"rest": torch.zeros(1, 2, device="meta")}, "rest: got device meta, expected cpu"),
     ],
-    ids=["heads", "dtype", "shape", "device", "rest", "rest-device"],
+    ids=["heads", "dtype", "shape", "device", "forced", "marks", "rest", "rest-device"],
 )
 def test_tensors_that_select_cannot_use_are_named(
     impl: str, changed: dict[str, Tensor], message: str

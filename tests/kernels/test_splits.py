@@ -76,7 +76,8 @@ def test_splits_change_nothing(
 @pytest.mark.parametrize("heads", [1, 2, 4, 8], ids=lambda h: f"select{h}")
 def test_a_table_without_pages_selects_none(impl: str, heads: int) -> None:
     none = torch.zeros(3, dtype=torch.int32)
-    rule = SelectRule(heads=heads, max_pages=5, num_sinks=1, num_recents=2)
-    pages, lengths = select(torch.empty(3, 4, 0), none, rule, impl=impl)
+    rule = SelectRule(heads=heads, max_pages=5)
+    forced = torch.empty(3, 0, dtype=torch.bool)
+    pages, lengths = select(torch.empty(3, 4, 0), none, rule, forced=forced, impl=impl)
     assert pages.tolist() == [[[-1] * 5] * heads] * 3
     assert lengths.tolist() == [[0] * heads] * 3

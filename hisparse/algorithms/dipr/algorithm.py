@@ -153,4 +153,5 @@ class DIPR(BaseSparseAlgorithm):
         else:
             table = step.host_page_table[:, : step.max_pages]
             scores = key_score(query, step.host_keys(layer_id), table, step.num_pages)
-        return select(scores, step.num_pages, replace(policy.rule, within=within), rest=rest)
+        rule = replace(policy.rule, within=within)
+        return select(scores, step.num_pages, rule, forced=step.forced_pages, rest=rest)

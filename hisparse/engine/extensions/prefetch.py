@@ -151,8 +151,8 @@ class Prefetch(Extension):
     def _for_next_step(self, selection: Selection, part: DecodePart) -> Selection:
         """Adapt a selection to the next step, which has one more full page if this step fills it.
 
-        The new page is added if there is room. Otherwise the recent pages move by one, and the new
-        page replaces the page that is no longer recent.
+        The new page is added if there is room. Otherwise it replaces the page that every selection
+        had until now and that the next step's need not have: the oldest of the recent pages.
         """
         policy, view = self.context.policy, part.view
         pages, lengths = selection
@@ -161,11 +161,18 @@ class Prefetch(Extension):
         has_room = lengths < policy.max_pages
         entry = torch.arange(policy.max_pages, dtype=torch.int32, device=pages.device)
         added = (filled & has_room)[..., None] & (entry == lengths[..., None])
-        moved = (filled & ~has_room)[..., None] & (
-            pages >= (new - policy.num_recent_pages)[..., None]
+        coming = policy.forced_pages(view.num_pages + 1, view.max_pages + 1)
+        passed = pad(view.forced_pages, (0, 1)) & ~coming
+        at = pages.clamp(min=0).long()
+        leaves = (
+            passed[:, None].expand(-1, at.shape[1], -1).gather(-1, at)
+            & (filled & ~has_room)[..., None]
         )
+        # The pages after it move forward by one entry, and the new page follows the last.
+        moved = leaves.cumsum(-1) > 0
+        following = torch.cat([pages[..., 1:], new[..., None].expand(-1, pages.shape[1], 1)], -1)
         return Selection(
-            torch.where(added, new[..., None], pages + moved.int()),
+            torch.where(added, new[..., None], torch.where(moved, following, pages)),
             lengths + (filled & has_room).int(),
         )
 

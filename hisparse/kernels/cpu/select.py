@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hisparse.kernels.build.cpu import call_cpu, dense_rows
@@ -26,22 +27,26 @@ def page_score(
 
 
 def select(
-    scores: Tensor, num_pages: Tensor, rest: Tensor | None, rule: SelectRule
+    scores: Tensor,
+    num_pages: Tensor,
+    forced: Tensor | None,
+    rest: Tensor | None,
+    rule: SelectRule,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.select`."""
     pages = num_pages.new_empty(scores.shape[0], rule.heads, rule.max_pages)
     lengths = num_pages.new_empty(scores.shape[0], rule.heads)
     # An empty tensor stands for None.
     beside = scores.new_empty(0, 0) if rest is None else rest.contiguous()
+    always = num_pages.new_empty(0, 0, dtype=torch.bool) if forced is None else forced.contiguous()
     call_cpu(
         "select",
         scores.contiguous(),
         num_pages,
+        always,
         beside,
         pages,
         lengths,
-        rule.num_sinks,
-        rule.num_recents,
         -1.0 if rule.mass is None else rule.mass,
         -1.0 if rule.within is None else rule.within,
     )

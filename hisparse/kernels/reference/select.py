@@ -23,49 +23,83 @@ def page_score(
 
 
 def select(
-    scores: Tensor, num_pages: Tensor, rest: Tensor | None, rule: SelectRule
+    scores: Tensor,
+    num_pages: Tensor,
+    forced: Tensor | None,
+    rest: Tensor | None,
+    rule: SelectRule,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.select`."""
-    scores = scores.masked_fill(_absent(scores, num_pages), -torch.inf)
-    return best_pages(_combine_heads(scores, rest, rule), num_pages, rule, scores.shape[1])
+    scores = _finite(scores).masked_fill(_absent(scores, num_pages), -torch.inf)
+    combined = _combine_heads(scores, None if rest is None else _finite(rest), rule)
+    return best_pages(combined, num_pages, forced, rule, scores.shape[1])
 
 
 def best_pages(
-    combined: Tensor, num_pages: Tensor, rule: SelectRule, given_heads: int
+    combined: Tensor,
+    num_pages: Tensor,
+    forced: Tensor | None,
+    rule: SelectRule,
+    given_heads: int,
 ) -> tuple[Tensor, Tensor]:
     """Choose pages by one score per page.
 
     Args:
         combined: ``[B, H, P]``; with ``rule.mass``, shares whose sum is the number of heads in a
-            group; with ``rule.within``, score minus the best score.
+            group; with ``rule.within``, score minus the best score. NaN is the worst score.
         num_pages: ``[B] int32``.
+        forced: ``[B, P] bool``, pages that are selected whatever their score; None: no page is.
         rule: how many pages are kept.
         given_heads: heads' of the scores.
     """
-    absent, heads = _absent(combined, num_pages), combined.shape[1]
-    count, total = num_pages[:, None], combined.shape[-1]
+    absent, heads, total = _absent(combined, num_pages), combined.shape[1], combined.shape[-1]
     width = min(rule.max_pages, total)
-    page = torch.arange(total, device=combined.device)
-    forced = (page < rule.num_sinks) | (page >= count - rule.num_recents)
-    # NaN counts as the worst score, so that the selection has as many pages as the rule says.
-    worst = torch.finfo(combined.dtype).min if rule.mass is None else 0.0
-    combined = combined.nan_to_num(worst, posinf=torch.inf, neginf=-torch.inf)
-    ranked = combined.masked_fill(forced[:, None], torch.inf).masked_fill(absent, -torch.inf)
-    varies = rule.mass is not None or rule.within is not None
-    best = ranked.topk(width, dim=-1, sorted=varies)
+    # Infinities stand for forced and for absent pages.
+    limit = torch.finfo(combined.dtype).max
+    scores = combined.nan_to_num(-limit).clamp(-limit, limit)
+    if forced is not None:
+        scores = scores.masked_fill(forced[:, None], torch.inf)
+    scores = scores.masked_fill(absent, -torch.inf)
+    best = scores.topk(width, dim=-1)
     kept = best.values != -torch.inf
     if rule.within is not None:
         kept &= best.values >= -rule.within
     if rule.mass is not None:
-        shares = combined.masked_fill(absent, 0).gather(-1, best.indices)
-        left_out = combined.masked_fill(absent, 0).sum(-1, keepdim=True) - shares.cumsum(-1)
+        present = combined.masked_fill(absent, 0)
+        shares = present.gather(-1, best.indices)
+        left_out = present.sum(-1, keepdim=True) - shares.cumsum(-1)
         # A page is needed while too much is left out without it.
         spare = (1 - rule.mass) * max(1, given_heads // heads)
         kept &= (left_out + shares > spare) | (best.values == torch.inf)
-    chosen = torch.where(kept, best.indices, total).sort(dim=-1).values
-    chosen = torch.nn.functional.pad(chosen, (0, rule.max_pages - width), value=total)
-    pages = chosen.masked_fill(chosen == total, -1).to(torch.int32)
-    return pages, kept.sum(-1, dtype=torch.int32)
+    lengths = kept.sum(-1, keepdim=True)
+    return _ascending(scores, best.values, lengths, rule.max_pages), lengths[..., 0].int()
+
+
+def _ascending(scores: Tensor, best: Tensor, lengths: Tensor, max_pages: int) -> Tensor:
+    """The ``lengths [B, H, 1]`` best pages in ascending order; of equal scores the first.
+
+    Args:
+        scores: ``[B, H, P]``.
+        best: ``[B, H, min(K, P)]``, the largest scores, in descending order.
+        lengths: ``[B, H, 1] int64``.
+        max_pages: K.
+    """
+    pages = lengths.new_full((*lengths.shape[:2], max_pages + 1), -1, dtype=torch.int32)
+    if best.shape[-1] == 0:
+        return pages[..., :-1]
+    least = best.gather(-1, (lengths - 1).clamp(min=0))
+    chosen = (scores > least) & (lengths > 0)
+    ties = (scores == least) & (lengths > 0)
+    chosen |= ties & (ties.cumsum(-1) <= lengths - chosen.sum(-1, keepdim=True))
+    # The last entry collects the pages that are not chosen.
+    entry = torch.where(chosen, chosen.cumsum(-1) - 1, max_pages)
+    page = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+    return pages.scatter_(-1, entry, page.expand_as(entry))[..., :-1]
+
+
+def _finite(scores: Tensor) -> Tensor:
+    """NaN as -inf, and inf as the largest number, so that a difference of scores is no NaN."""
+    return scores.nan_to_num(-torch.inf, neginf=-torch.inf)
 
 
 def _absent(scores: Tensor, num_pages: Tensor) -> Tensor:
@@ -79,11 +113,12 @@ def _combine_heads(scores: Tensor, rest: Tensor | None, rule: SelectRule) -> Ten
         return scores.repeat_interleave(rule.heads // scores.shape[1], dim=1)
     if rest is None:
         rest = scores.new_full(scores.shape[:2], -torch.inf)
+    # Where all scores of a head are -inf, it has no share and no page near its best score.
     if rule.within is None:
-        # A request without a full page is all -inf. Its softmax is NaN, which the caller masks.
-        found = torch.cat([scores, rest[..., None]], -1).softmax(-1)[..., :-1]
+        found = torch.cat([scores, rest[..., None]], -1).softmax(-1)[..., :-1].nan_to_num(0)
     else:
         found = scores - torch.maximum(scores.amax(-1), rest)[..., None]
+        found = found.nan_to_num(-torch.inf, neginf=-torch.inf)
     if scores.shape[1] <= rule.heads:
         return found.repeat_interleave(rule.heads // scores.shape[1], dim=1)
     groups = found.unflatten(1, (rule.heads, -1))

@@ -71,14 +71,18 @@ def page_score(
 
 
 def select(
-    scores: Tensor, num_pages: Tensor, rest: Tensor | None, rule: SelectRule
+    scores: Tensor,
+    num_pages: Tensor,
+    forced: Tensor | None,
+    rest: Tensor | None,
+    rule: SelectRule,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`hisparse.kernels.select`; heads agree in Triton, ``torch.topk`` chooses."""
+    """See :func:`hisparse.kernels.select`; heads agree in Triton, PyTorch chooses."""
     batch, given, width = scores.shape
     near = rule.within is not None
     if given <= rule.heads and not near and rule.mass is None:
         combined = scores.repeat_interleave(rule.heads // given, dim=1)
-        return best_pages(combined, num_pages, rule, given)
+        return best_pages(combined, num_pages, forced, rule, given)
     heads = min(given, rule.heads)
     combined = scores.new_empty(batch, heads, width)
     group_block = triton.next_power_of_2(given // heads)
@@ -96,7 +100,7 @@ def select(
             STEP=max(16, _SCORES_PER_STEP // group_block),
         )
     combined = combined.repeat_interleave(rule.heads // heads, dim=1)
-    return best_pages(combined, num_pages, rule, given)
+    return best_pages(combined, num_pages, forced, rule, given)
 
 
 @triton.jit
@@ -186,6 +190,12 @@ def _score_kernel(
 
 
 @triton.jit
+def _finite(x):
+    """NaN as -inf, and inf as the largest float32, so that a difference of scores is no NaN."""
+    return tl.where(x == x, tl.minimum(x, 3.4028234663852886e38), -float("inf"))
+
+
+@triton.jit
 def _share_kernel(
     scores,  # [B, H * GROUP, P]
     rest,  # [B, H * GROUP]
@@ -209,14 +219,14 @@ def _share_kernel(
     member, at = tl.arange(0, GROUP_BLOCK), tl.arange(0, STEP)
     source = scores + (row * GROUP + member[:, None]) * width
     present = (member < GROUP)[:, None]
-    highest = tl.load(rest + row * GROUP + member, mask=member < GROUP, other=-float("inf"))
+    beside = tl.load(rest + row * GROUP + member, mask=member < GROUP, other=-float("inf"))
+    highest = _finite(beside)
     total = tl.where(highest == -float("inf"), 0.0, 1.0)
     # -inf everywhere: there is no maximum to subtract.
     top = tl.where(highest == -float("inf"), 0.0, highest)
     for start in range(0, width, STEP):
         page = start + at[None, :]
-        x = tl.load(source + page, mask=present & (page < count), other=-float("inf"))
-        x = tl.where(x == x, x, -float("inf"))  # NaN has no share.
+        x = _finite(tl.load(source + page, mask=present & (page < count), other=-float("inf")))
         higher = tl.maximum(highest, tl.max(x, axis=1))
         top = tl.where(higher == -float("inf"), 0.0, higher)
         total = total * tl.exp(highest - top) + tl.sum(tl.exp(x - top[:, None]), axis=1)
@@ -225,8 +235,7 @@ def _share_kernel(
     for start in range(0, width, STEP):
         page = start + at
         seen = present & (page < count)[None, :]
-        x = tl.load(source + page[None, :], mask=seen, other=-float("inf"))
-        x = tl.where(x == x, x, -float("inf"))
+        x = _finite(tl.load(source + page[None, :], mask=seen, other=-float("inf")))
         if NEAR:
             found = tl.max(x - top[:, None], axis=0)
         else:

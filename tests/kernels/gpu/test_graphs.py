@@ -43,13 +43,14 @@ class Step:
         self.summaries = torch.randn(PAGES, ROWS, 2 * DIM, device="cuda")
         self.table = torch.randperm(PAGES).int().cuda()[None]
         self.num_pages = torch.full((1,), PAGES, dtype=torch.int32, device="cuda")
+        self.forced = torch.arange(PAGES, device="cuda")[None] >= PAGES - 2
         entries = (torch.empty(ROWS, WIDTH, dtype=torch.int32, device="cuda") for _ in range(3))
         self.out = LruDiff(*entries, *(torch.empty_like(self.capacity) for _ in range(2)))
 
     def run(self) -> tuple[Tensor, Tensor]:
         scores = page_score(self.query, self.summaries, self.table, self.num_pages)
-        rule = SelectRule(heads=ROWS, max_pages=WIDTH, num_sinks=1, num_recents=2)
-        chosen = select(scores, self.num_pages, rule)
+        rule = SelectRule(heads=ROWS, max_pages=WIDTH)
+        chosen = select(scores, self.num_pages, rule, forced=self.forced)
         diff = lru_diff(
             chosen.pages[0],
             self.table,
