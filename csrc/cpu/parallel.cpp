@@ -1,6 +1,7 @@
 #include "parallel.h"
 
 #include <omp.h>
+#include <tvm/ffi/function.h>
 
 #include <algorithm>
 #include <atomic>
@@ -15,6 +16,14 @@ namespace {
 using Clock = std::chrono::steady_clock;
 // How long a caller polls for its helpers' end before it sleeps.
 constexpr auto kSpin = std::chrono::microseconds(50);
+// After a wait for a helper that another process kept from running, callers work alone for this
+// many times as long, so that such waits take a twentieth of the time at most.
+constexpr int kAlonePerWait = 20;
+// A helper that runs has one item left at most. A wait is a stall from twice that time and this on.
+constexpr auto kStall = std::chrono::microseconds(100);
+
+// Threads that the calling thread's kernels may use while it holds OpenMP to one; 0: it does not.
+thread_local int threads_while_held = 0;
 
 struct Job {
   void (*body)(void*, int64_t);
@@ -26,8 +35,10 @@ struct Job {
 
   // The caller claims items from the first one on, helpers from the last one back. So an item stays
   // with a core from call to call, and its data in that core's cache.
-  void call_items() {
-    for (int64_t i = 0; claimed.fetch_add(1) < items; ++i) body(context, i);
+  int64_t call_items() {
+    int64_t i = 0;
+    for (; claimed.fetch_add(1) < items; ++i) body(context, i);
+    return i;
   }
   void help() {
     while (claimed.fetch_add(1) < items) body(context, items - 1 - from_end.fetch_add(1));
@@ -39,7 +50,8 @@ class Pool {
   // Serves one caller at a time; a second caller works alone.
   void run(Job& job) {
     std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
-    if (!owner) {
+    const auto begin = Clock::now();
+    if (!owner || begin < alone_until_) {
       job.call_items();
       return;
     }
@@ -51,20 +63,28 @@ class Pool {
       job_ = &job;
     }
     wake_.notify_all();
-    job.call_items();
+    const int64_t own_items = job.call_items();
     {
       std::lock_guard<std::mutex> lock(mutex_);
       job_ = nullptr;
     }
-    // A helper has one item left at most: to sleep and be woken takes longer than most items.
-    const auto give_up = Clock::now() + kSpin;
+    const auto end_of_own = Clock::now();
+    wait_for_helpers(job, end_of_own + kSpin);
+    const auto end = Clock::now();
+    const auto waited = end - end_of_own;
+    const auto per_item = (end_of_own - begin) / std::max<int64_t>(own_items, 1);
+    if (waited > 2 * per_item + kStall) alone_until_ = end + kAlonePerWait * waited;
+  }
+
+ private:
+  // To sleep and be woken takes longer than most items, so the caller polls until `give_up`.
+  void wait_for_helpers(const Job& job, Clock::time_point give_up) {
     while (job.active != 0 && Clock::now() < give_up) {
     }
     std::unique_lock<std::mutex> lock(mutex_);
     done_.wait(lock, [&] { return job.active == 0; });
   }
 
- private:
   void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
@@ -83,14 +103,35 @@ class Pool {
   std::condition_variable wake_, done_;
   Job* job_ = nullptr;
   int num_workers_ = 0;
+  Clock::time_point alone_until_;  // guarded by owner_
 };
+
+// Holds OpenMP's teams that the calling thread starts to one thread. Returns the number before.
+int64_t hold_openmp() {
+  const int before = omp_get_max_threads();
+  if (before > 1) {
+    threads_while_held = before;
+    omp_set_num_threads(1);
+  }
+  return before;
+}
+
+void release_openmp(int64_t before) {
+  if (before <= 1) return;  // An outer hold goes on.
+  omp_set_num_threads(static_cast<int>(before));
+  threads_while_held = 0;
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(hold_openmp, hold_openmp);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(release_openmp, release_openmp);
 
 }  // namespace
 
 int num_threads(int64_t items, double total_ns) {
   constexpr double kWorthAThreadNs = 25000;
   const auto useful = std::min<int64_t>(items, static_cast<int64_t>(total_ns / kWorthAThreadNs));
-  return static_cast<int>(std::clamp<int64_t>(useful, 1, omp_get_max_threads()));
+  const int most = threads_while_held > 0 ? threads_while_held : omp_get_max_threads();
+  return static_cast<int>(std::clamp<int64_t>(useful, 1, most));
 }
 
 void parallel_for(int64_t items, int threads, void (*body)(void*, int64_t), void* context) {

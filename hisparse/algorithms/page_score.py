@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
-from hisparse.kernels import select
+from hisparse.kernels import select, serial_operators
 from hisparse.types import KVSpec, Selection
 
 __all__ = ["PageScoreAlgorithm", "RankedPagesAlgorithm"]
@@ -62,8 +62,12 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
         self.store(keys, layer_id, host_pages, step.representations)
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
-        scores = self.score_pages(queries * step.policy.scale, layer_id, step).float()
-        return select(scores, step.num_pages, step.policy.rule, forced=step.forced_pages)
+        with serial_operators(queries.device):
+            query = queries * step.policy.scale
+        # A subclass may score with large operators, which gain from PyTorch's threads.
+        scores = self.score_pages(query, layer_id, step).float()
+        with serial_operators(queries.device):
+            return select(scores, step.num_pages, step.policy.rule, forced=step.forced_pages)
 
 
 class PageScoreAlgorithm(RankedPagesAlgorithm):

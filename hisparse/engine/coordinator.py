@@ -21,6 +21,7 @@ from hisparse.engine.step import (
     divide,
 )
 from hisparse.errors import HiSparseError
+from hisparse.kernels import serial_operators
 from hisparse.types import IndexerInputs, PagedKV
 
 __all__ = ["SparseCoordinator"]
@@ -185,8 +186,9 @@ class SparseCoordinator:
         if indexer is not None:
             for part in (step.whole, *parts):
                 part.set_indexer(indexer)
-        self._before_layer(layer_id, step.parts)
-        self.manager.append(layer_id, step.tail_slots[layer_id], step.host_slots, k, v)
+        with serial_operators(q.device):
+            self._before_layer(layer_id, step.parts)
+            self.manager.append(layer_id, step.tail_slots[layer_id], step.host_slots, k, v)
         out = self._decode.attention(layer_id, q, parts)
         if step.filled is not None:
             tails = self.manager.finish(layer_id, step.whole.rows, step.filled.rows)

@@ -13,6 +13,7 @@ from hisparse.cache import PageTable
 from hisparse.engine.parts import EngineParts
 from hisparse.engine.staged import StagedAttention
 from hisparse.engine.step import DecodePart
+from hisparse.kernels import serial_operators
 from hisparse.types import Selection
 
 __all__ = ["DecodeAttention", "SelectionObserver"]
@@ -60,11 +61,12 @@ class DecodeAttention:
             followers = modes.followers(layer_id)
         selection = part.selection
         assert selection is not None, "the first layer of a group selects"
-        table = self._parts.manager.swap_in(
-            layer_id, selection, part.rows, self._tail_lens(selection, part), followers
-        )
         queries = self._row_queries(q)
-        attended = self._attend_pages(layer_id, queries, table)
+        with serial_operators(q.device):
+            table = self._parts.manager.swap_in(
+                layer_id, selection, part.rows, self._tail_lens(selection, part), followers
+            )
+            attended = self._attend_pages(layer_id, queries, table)
         for extension in self._parts.extensions:
             attended = extension.after_attention(layer_id, queries, selection, part, attended)
         return self._request_outputs(attended.out)
@@ -74,8 +76,9 @@ class DecodeAttention:
         manager = self._parts.manager
         # A context that fits has at most as many pages as the largest row.
         width = min(part.view.max_pages, manager.device.max_row_pages)
-        table = manager.swap_in(layer_id, _all_pages(part.view, width), part.rows)
-        attended = self._attend_pages(layer_id, self._row_queries(q), table)
+        with serial_operators(q.device):
+            table = manager.swap_in(layer_id, _all_pages(part.view, width), part.rows)
+            attended = self._attend_pages(layer_id, self._row_queries(q), table)
         return self._request_outputs(attended.out)
 
     def _select(self, layer_id: int, q: Tensor, part: DecodePart) -> Selection:

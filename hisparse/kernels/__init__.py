@@ -16,6 +16,7 @@ from hisparse.kernels.reference.summary import round_outward
 from hisparse.kernels.row_state import LruDiff, PageTables, RowState
 from hisparse.kernels.select import SelectRule, page_score, select
 from hisparse.kernels.sketch import SketchLayout, page_sketch, sketch_score
+from hisparse.kernels.threads import serial_operators
 from hisparse.kernels.transfer import gather_pages, gather_tokens, scatter_tokens
 from hisparse.kernels.verify import verify_capacity, verify_diff, verify_indices
 
@@ -46,6 +47,7 @@ __all__ = [
     "round_outward",
     "scatter_tokens",
     "select",
+    "serial_operators",
     "sketch_score",
     "verify_capacity",
     "verify_diff",

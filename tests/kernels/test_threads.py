@@ -16,6 +16,7 @@ from hisparse.kernels import (
     gather_tokens,
     lru_diff,
     scatter_tokens,
+    serial_operators,
 )
 from hisparse.types import PagedKV
 
@@ -85,3 +86,22 @@ def test_transfers_of_many_pages_and_tokens() -> None:
     copy = PagedKV(*(torch.zeros_like(x) for x in src))
     scatter_tokens(*tokens, copy, slots, impl="cpu")
     assert all(map(torch.equal, gather_tokens(copy, slots, impl="reference"), tokens))
+
+
+def test_operators_are_serial_inside_only_and_kernels_keep_their_threads() -> None:
+    """The second, nested use must not end the first."""
+    cpu = torch.device("cpu")
+    expected = trace(1, "reference", 2)
+    with serial_operators(cpu):
+        with serial_operators(cpu):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 1
+        got = trace(1, "cpu", 2)
+    assert torch.get_num_threads() == 4
+    assert all(map(torch.equal, got, expected))
+
+
+def test_operators_are_parallel_again_after_an_error() -> None:
+    with pytest.raises(ValueError, match="went wrong"), serial_operators(torch.device("cpu")):
+        raise ValueError("went wrong")
+    assert torch.get_num_threads() == 4
