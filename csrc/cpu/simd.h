@@ -1,7 +1,10 @@
-// Sixteen floats at a time, as vector extensions of GCC and Clang, for any register width.
+// Vectors as wide as a register of the processor, as vector extensions of GCC and Clang.
+//
+// One source serves AVX-512 (16 floats), AVX2 (8), and SSE and NEON (4). Vectors of more than a
+// register would work too, but GCC splits them, and shuffles and comparisons into single numbers.
 #pragma once
 
-#ifdef __F16C__
+#ifdef __SSE2__
 #include <immintrin.h>
 #endif
 
@@ -12,15 +15,28 @@
 
 namespace hisparse {
 
-constexpr int32_t kLanes = 16;
+#if defined(__AVX512F__)
+constexpr int32_t kLanes = 16, kRegisters = 32;
+#elif defined(__AVX2__)
+constexpr int32_t kLanes = 8, kRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int32_t kLanes = 4, kRegisters = 32;
+#else
+constexpr int32_t kLanes = 4, kRegisters = 16;
+#endif
 
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+template <typename T, int N>
+struct VectorOf {
+  typedef T Type __attribute__((vector_size(sizeof(T) * N)));
+};
 
-typedef int16_t Shorts __attribute__((vector_size(2 * kLanes)));
-typedef int8_t SignedBytes __attribute__((vector_size(kLanes)));
+// N numbers of type T.
+template <typename T, int N = kLanes>
+using Vec = typename VectorOf<T, N>::Type;
+
+using Floats = Vec<float>;
+using Ints = Vec<int32_t>;
+using Words = Vec<uint32_t>;
 
 #define HISPARSE_INLINE inline __attribute__((always_inline))
 
@@ -32,14 +48,40 @@ HISPARSE_INLINE To bit_cast(const From& from) {
   return to;
 }
 
-HISPARSE_INLINE Floats splat(float x) { return Floats{} + x; }
+// x - 0 is x, -0 too, so that the compiler drops the subtraction.
+template <typename V = Floats>
+HISPARSE_INLINE V splat(float x) {
+  return x - V{};
+}
 
-// GCC 12 converts number by number in one step, and takes four times the instructions in two.
-HISPARSE_INLINE Ints widen(SignedBytes x) {
-#ifdef __AVX512F__
-  return bit_cast<Ints>(_mm512_cvtepi8_epi32(bit_cast<__m128i>(x)));
+template <typename V>
+HISPARSE_INLINE V load_vector(const void* p) {
+  V x;
+  std::memcpy(&x, p, sizeof(x));
+  return x;
+}
+
+// Integers widened to 32 bits. Where GCC 12 converts a vector to another width by itself, it goes
+// through halves or single numbers.
+HISPARSE_INLINE Ints load_signed_bytes(const void* p) {
+#if defined(__AVX512F__)
+  return bit_cast<Ints>(_mm512_cvtepi8_epi32(bit_cast<__m128i>(load_vector<Vec<int8_t>>(p))));
+#elif defined(__AVX2__)
+  return bit_cast<Ints>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
 #else
-  return __builtin_convertvector(__builtin_convertvector(x, Shorts), Ints);
+  const auto wider = __builtin_convertvector(load_vector<Vec<int8_t>>(p), Vec<int16_t>);
+  return __builtin_convertvector(wider, Ints);
+#endif
+}
+
+HISPARSE_INLINE Words load_halves(const void* p) {
+  const auto x = load_vector<Vec<uint16_t>>(p);
+#if defined(__AVX512F__)
+  return bit_cast<Words>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(x)));
+#elif defined(__AVX2__)
+  return bit_cast<Words>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(x)));
+#else
+  return __builtin_convertvector(x, Words);
 #endif
 }
 
@@ -47,11 +89,7 @@ HISPARSE_INLINE Ints widen(SignedBytes x) {
 struct Float32 {
   using Raw = float;
   static HISPARSE_INLINE float one(Raw x) { return x; }
-  static HISPARSE_INLINE Floats load(const Raw* p) {
-    Floats x;
-    std::memcpy(&x, p, sizeof(x));
-    return x;
-  }
+  static HISPARSE_INLINE Floats load(const Raw* p) { return load_vector<Floats>(p); }
 };
 
 struct BFloat16 {
@@ -60,9 +98,7 @@ struct BFloat16 {
     return bit_cast<float>(static_cast<uint32_t>(x) << 16);
   }
   static HISPARSE_INLINE Floats load(const Raw* p) {
-    Halves x;
-    std::memcpy(&x, p, sizeof(x));
-    return bit_cast<Floats>(__builtin_convertvector(x, Words) << 16);
+    return bit_cast<Floats>(load_halves(p) << 16);
   }
 };
 
@@ -76,51 +112,74 @@ struct Float8 {
     return bit_cast<float>(bits) * kScale;
   }
   static HISPARSE_INLINE Floats load(const Raw* p) {
-    SignedBytes x;
-    std::memcpy(&x, p, sizeof(x));
     // Sign-extended, so that the shift moves the sign to a float's sign bit.
-    return bit_cast<Floats>((bit_cast<Words>(widen(x)) << 20) & 0x87f00000u) * kScale;
+    const Words bits = bit_cast<Words>(load_signed_bytes(p));
+    return bit_cast<Floats>(bits << 20 & 0x87f00000u) * kScale;
   }
 };
 
-#ifdef __F16C__
+#if defined(__F16C__)
+#define HISPARSE_HAS_FLOAT16
 struct Float16 {
   using Raw = uint16_t;
   static HISPARSE_INLINE float one(Raw x) { return _cvtsh_ss(x); }
   static HISPARSE_INLINE Floats load(const Raw* p) {
-    __m256 half[2];
-    for (int i = 0; i < 2; ++i) {
-      half[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p) + i));
-    }
-    return bit_cast<Floats>(half);
+    const auto x = load_vector<Vec<uint16_t>>(p);
+#if defined(__AVX512F__)
+    return bit_cast<Floats>(_mm512_cvtph_ps(bit_cast<__m256i>(x)));
+#elif defined(__AVX2__)
+    return bit_cast<Floats>(_mm256_cvtph_ps(bit_cast<__m128i>(x)));
+#else
+    return bit_cast<Floats>(_mm_cvtph_ps(_mm_set1_epi64x(bit_cast<int64_t>(x))));
+#endif
+  }
+};
+#elif defined(__aarch64__)
+#define HISPARSE_HAS_FLOAT16
+struct Float16 {
+  using Raw = uint16_t;
+  static HISPARSE_INLINE float one(Raw x) { return bit_cast<__fp16>(x); }
+  static HISPARSE_INLINE Floats load(const Raw* p) {
+    return __builtin_convertvector(load_vector<Vec<__fp16>>(p), Floats);
   }
 };
 #endif
 
-HISPARSE_INLINE void store(float* p, Floats x) { std::memcpy(p, &x, sizeof(x)); }
-
-HISPARSE_INLINE float sum(Floats x) {
-  typedef float Eight __attribute__((vector_size(32)));
-  typedef float Four __attribute__((vector_size(16)));
-  struct Two8 { Eight a, b; };
-  struct Two4 { Four a, b; };
-  const auto [a, b] = bit_cast<Two8>(x);
-  const auto [c, d] = bit_cast<Two4>(a + b);
-  const Four e = c + d;
-  return (e[0] + e[2]) + (e[1] + e[3]);
+template <typename V>
+HISPARSE_INLINE void store(float* p, V x) {
+  std::memcpy(p, &x, sizeof(x));
 }
 
-HISPARSE_INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+// Halves are joined, then their halves: few steps, and as precise as a sum in pairs.
+template <int N>
+HISPARSE_INLINE float sum_of(Vec<float, N> x) {
+  if constexpr (N == 2) {
+    return x[0] + x[1];
+  } else {
+    struct Halves { Vec<float, N / 2> low, high; };
+    const auto [low, high] = bit_cast<Halves>(x);
+    return sum_of<N / 2>(low + high);
+  }
+}
+
+HISPARSE_INLINE float sum(Floats x) { return sum_of<kLanes>(x); }
+
+template <typename V>
+HISPARSE_INLINE V maximum(V a, V b) {
+  return a > b ? a : b;
+}
 
 // e^x for x <= 0, relative error about 2e-7: 2^n * 2^f with a polynomial in f. 0 below -87.
-HISPARSE_INLINE Floats exp_of_nonpositive(Floats x) {
-  const Floats least = splat(-87.0f);
-  const Floats scaled = maximum(x, least) * 1.44269504f;
+template <typename V>
+HISPARSE_INLINE V exp_of_nonpositive(V x) {
+  using Whole = decltype(x < x);  // integers of the same width
+  const V least = splat<V>(-87.0f);
+  const V scaled = maximum(x, least) * 1.44269504f;
   // Adding this constant leaves no bits for a fraction, which rounds to the nearest integer.
-  const Floats magic = splat(12582912.0f);
-  const Floats whole = (scaled + magic) - magic;
-  const Floats f = (scaled - whole) * 0.693147181f;
-  Floats poly = splat(1.0f / 5040);
+  const V magic = splat<V>(12582912.0f);
+  const V shifted = scaled + magic;
+  const V f = (scaled - (shifted - magic)) * 0.693147181f;
+  V poly = splat<V>(1.0f / 5040);
   poly = poly * f + 1.0f / 720;
   poly = poly * f + 1.0f / 120;
   poly = poly * f + 1.0f / 24;
@@ -128,8 +187,9 @@ HISPARSE_INLINE Floats exp_of_nonpositive(Floats x) {
   poly = poly * f + 0.5f;
   poly = poly * f + 1.0f;
   poly = poly * f + 1.0f;
-  const Ints bits = (__builtin_convertvector(whole, Ints) + 127) << 23;
-  return x < least ? Floats{} : poly * bit_cast<Floats>(bits);
+  // The integer stands in the low bits; the shift drops the constant's own.
+  const Whole power = (bit_cast<Whole>(shifted) + 127) << 23;
+  return x < least ? V{} : poly * bit_cast<V>(power);
 }
 
 // Turns logits into weights that are e^(logit - maximum), returns the maximum, and their sum in

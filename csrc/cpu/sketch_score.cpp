@@ -29,21 +29,24 @@ struct SketchScoreParams {
 constexpr int64_t kPagesPerItem = 64;
 constexpr int32_t kQueries = 8;  // of a group, at a time
 
-constexpr int32_t whole_vectors(int32_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+constexpr int32_t whole_vectors(int32_t count) { return (count + kWide - 1) / kWide * kWide; }
 
 // Base values of 16 channels from d on, zeros behind the last.
-HISPARSE_INLINE Floats base_at(const SketchLayout& l, const uint8_t* sketch, int32_t d) {
-  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+HISPARSE_INLINE WideFloats base_at(const SketchLayout& l, const uint8_t* sketch, int32_t d) {
+  const WideInts lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const uint8_t* codes = sketch + l.block_scales() + d / kBlock;
   const int32_t left = l.dim - d;
-  SignedBytes x = {};
-  if (left >= kLanes) {
+  Vec<int8_t, kWide> x = {};
+  if (left >= kWide) {
     std::memcpy(&x, sketch + d, sizeof(x));
   } else {
     for (int32_t i = 0; i < left; ++i) x[i] = static_cast<int8_t>(sketch[d + i]);
   }
   const float first = scale_of(codes[0]), second = left > kBlock ? scale_of(codes[1]) : 0.0f;
-  return __builtin_convertvector(widen(x), Floats) * (lane < kBlock ? splat(first) : splat(second));
+  const auto values = __builtin_convertvector(__builtin_convertvector(x, Vec<int16_t, kWide>),
+                                              WideInts);
+  return __builtin_convertvector(values, WideFloats) *
+         (lane < kBlock ? splat<WideFloats>(first) : splat<WideFloats>(second));
 }
 
 // The channels that a mask names, ascending.
@@ -75,46 +78,46 @@ HISPARSE_INLINE uint32_t load_codes(const uint8_t* packed, int32_t left) {
 }
 
 // The values of codes: -1.5, -0.5, 0.5 or 1.5.
-HISPARSE_INLINE Floats levels_of(uint32_t word) {
-  const Words shift = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+HISPARSE_INLINE WideFloats levels_of(uint32_t word) {
+  const WideWords shift = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
   // Looks up the low four bits; the two above a code's own do not count.
-  const Floats levels = {-1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f,
+  const WideFloats levels = {-1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f,
                          -1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f};
-  return __builtin_shuffle(levels, bit_cast<Ints>((Words{} + word) >> shift & 15u));
+  return __builtin_shuffle(levels, bit_cast<WideInts>((word - WideWords{}) >> shift & 15u));
 }
 
-HISPARSE_INLINE Floats add(Floats a, Floats b) { return a + b; }
+HISPARSE_INLINE WideFloats add(WideFloats a, WideFloats b) { return a + b; }
 
 // Reduces eight vectors at once: lane g of the result is x[g]'s lanes joined by `op`. Joining
 // halves pairwise takes a third of the time of eight separate reductions.
-template <Floats (*op)(Floats, Floats)>
-HISPARSE_INLINE Floats reduce_eight(const Floats* x) {
-  const Ints low8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-  const Ints low4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
-  const Ints low2 = {0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29};
-  const Ints even = {0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14};
-  const auto join = [](Floats a, Floats b, Ints low, int32_t width) {
+template <WideFloats (*op)(WideFloats, WideFloats)>
+HISPARSE_INLINE WideFloats reduce_eight(const WideFloats* x) {
+  const WideInts low8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+  const WideInts low4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+  const WideInts low2 = {0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29};
+  const WideInts even = {0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14};
+  const auto join = [](WideFloats a, WideFloats b, WideInts low, int32_t width) {
     return op(__builtin_shuffle(a, b, low), __builtin_shuffle(a, b, low + width));
   };
-  const Floats ab = join(x[0], x[1], low8, 8), cd = join(x[2], x[3], low8, 8);
-  const Floats ef = join(x[4], x[5], low8, 8), gh = join(x[6], x[7], low8, 8);
-  const Floats all = join(join(ab, cd, low4, 4), join(ef, gh, low4, 4), low2, 2);
+  const WideFloats ab = join(x[0], x[1], low8, 8), cd = join(x[2], x[3], low8, 8);
+  const WideFloats ef = join(x[4], x[5], low8, 8), gh = join(x[6], x[7], low8, 8);
+  const WideFloats all = join(join(ab, cd, low4, 4), join(ef, gh, low4, 4), low2, 2);
   return op(__builtin_shuffle(all, even), __builtin_shuffle(all, even + 1));
 }
 
 // The natural logarithm of positive numbers that are not subnormal, to about 1e-6.
-HISPARSE_INLINE Floats log_of(Floats x) {
+HISPARSE_INLINE WideFloats log_of(WideFloats x) {
   // x = 2^n * m with m in [2/3, 4/3), and log m by its odd series in (m - 1) / (m + 1).
-  const Ints bits = bit_cast<Ints>(x) - 0x3f2aaaab;
-  const Ints n = bits >> 23;
-  const Floats m = bit_cast<Floats>((bits & 0x007fffff) + 0x3f2aaaab);
-  const Floats z = (m - 1.0f) / (m + 1.0f), square = z * z;
-  Floats poly = splat(2.0f / 9);
+  const WideInts bits = bit_cast<WideInts>(x) - 0x3f2aaaab;
+  const WideInts n = bits >> 23;
+  const WideFloats m = bit_cast<WideFloats>((bits & 0x007fffff) + 0x3f2aaaab);
+  const WideFloats z = (m - 1.0f) / (m + 1.0f), square = z * z;
+  WideFloats poly = splat<WideFloats>(2.0f / 9);
   poly = poly * square + 2.0f / 7;
   poly = poly * square + 2.0f / 5;
   poly = poly * square + 2.0f / 3;
   poly = poly * square + 2.0f;
-  return __builtin_convertvector(n, Floats) * 0.693147181f + poly * z;
+  return __builtin_convertvector(n, WideFloats) * 0.693147181f + poly * z;
 }
 
 // G queries of one group on one page. A query's score is its tops + log(totals); logits
@@ -124,36 +127,36 @@ HISPARSE_NOINLINE void score_queries(const SketchScoreParams& p, const float* q,
                                      const uint8_t* sketch, const int32_t* channels,
                                      float* logits, float* tops, float* totals) {
   const SketchLayout l = p.layout;
-  Floats sums[kQueries] = {}, highest[kQueries] = {}, weights[kQueries] = {};
-  for (int32_t d = 0; d < p.width; d += kLanes) {
-    const Floats x = base_at(l, sketch, d);
-    for (int g = 0; g < G; ++g) sums[g] += Float32::load(q + g * p.width + d) * x;
+  WideFloats sums[kQueries] = {}, highest[kQueries] = {}, weights[kQueries] = {};
+  for (int32_t d = 0; d < p.width; d += kWide) {
+    const WideFloats x = base_at(l, sketch, d);
+    for (int g = 0; g < G; ++g) sums[g] += load_vector<WideFloats>(q + g * p.width + d) * x;
   }
-  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const WideInts lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int32_t width = p.width, row = l.code_bytes(), tokens = whole_vectors(l.page_size);
-  for (int g = 0; g < G; ++g) highest[g] = splat(-INFINITY);
-  for (int32_t t = 0; t < tokens; t += kLanes) {
-    Floats part[G] = {};
+  for (int g = 0; g < G; ++g) highest[g] = splat<WideFloats>(-INFINITY);
+  for (int32_t t = 0; t < tokens; t += kWide) {
+    WideFloats part[G] = {};
     const uint8_t* packed = sketch + l.dim + t / 4;
     const uint8_t* scales = sketch + l.channel_scales();
     for (int32_t place = 0; place < l.num_channels; ++place, packed += row) {
-      const Floats x = levels_of(load_codes(packed, row - t / 4)) * scale_of(scales[place]);
+      const WideFloats x = levels_of(load_codes(packed, row - t / 4)) * scale_of(scales[place]);
       const float* own = q + channels[place];
       for (int g = 0; g < G; ++g) part[g] += x * own[g * width];
     }
     for (int g = 0; g < G; ++g) {
-      part[g] = lane + t < l.page_size ? part[g] : splat(-INFINITY);
+      part[g] = lane + t < l.page_size ? part[g] : splat<WideFloats>(-INFINITY);
       highest[g] = maximum(highest[g], part[g]);
       store(logits + g * tokens + t, part[g]);
     }
   }
-  const Floats top = reduce_eight<maximum>(highest);
-  for (int32_t t = 0; t < tokens; t += kLanes) {
+  const WideFloats top = reduce_eight<maximum>(highest);
+  for (int32_t t = 0; t < tokens; t += kWide) {
     for (int g = 0; g < G; ++g) {
-      weights[g] += exp_of_nonpositive(Float32::load(logits + g * tokens + t) - top[g]);
+      weights[g] += exp_of_nonpositive(load_vector<WideFloats>(logits + g * tokens + t) - top[g]);
     }
   }
-  const Floats score = reduce_eight<add>(sums) + top, total = reduce_eight<add>(weights);
+  const WideFloats score = reduce_eight<add>(sums) + top, total = reduce_eight<add>(weights);
   for (int g = 0; g < G; ++g) {
     tops[g * kPagesPerItem] = score[g];
     totals[g * kPagesPerItem] = total[g];
@@ -206,9 +209,9 @@ bool score_run(const SketchScoreParams& p, int64_t b, int64_t first) {
     score_page(p, query, p.sketches[host_pages[page]], p.sketches[next], channels.data(),
                logits.data(), tops.data() + (page - first), totals.data() + (page - first));
   }
-  for (size_t i = 0; i < room; i += kLanes) {
-    const Floats log_total = log_of(Float32::load(totals.data() + i));
-    store(tops.data() + i, Float32::load(tops.data() + i) + log_total);
+  for (size_t i = 0; i < room; i += kWide) {
+    const WideFloats log_total = log_of(load_vector<WideFloats>(totals.data() + i));
+    store(tops.data() + i, load_vector<WideFloats>(tops.data() + i) + log_total);
   }
   for (int32_t h = 0; h < p.q_heads; ++h) {
     float* out = p.scores + (b * p.q_heads + h) * p.num_columns;

@@ -54,7 +54,7 @@ auto with_element_type(const TensorView& tensor, const char* name, Body&& body) 
   const DLDataType dtype = tensor.dtype();
   if (dtype.code == kDLBfloat) return body(BFloat16());
   if (dtype.code == kDLFloat8_e4m3fn) return body(Float8());
-#ifdef __F16C__
+#ifdef HISPARSE_HAS_FLOAT16
   if (dtype.code == kDLFloat && dtype.bits == 16) return body(Float16());
 #endif
   if (dtype.code != kDLFloat || dtype.bits != 32) {
