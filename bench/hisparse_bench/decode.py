@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from hisparse.errors import ConfigError
 from hisparse.types import PagedKV
 from hisparse_bench.options import Options
+from hisparse_bench.parts import time_parts
 from hisparse_bench.peers import reason_to_leave_out
 from hisparse_bench.peers.flashinfer_decode import flashinfer_decode
 from hisparse_bench.peers.sglang_native import torch_native_decode
@@ -38,6 +39,7 @@ class DecodeBench(ModelShape):
         misses: fraction of the selected pages that are not resident; 0 keeps all pages resident.
         batch: requests.
         layers: layers of the model; each timed step runs the next one.
+        algorithm: name of the algorithm that selects pages.
     """
 
     context: int = 32768
@@ -45,11 +47,12 @@ class DecodeBench(ModelShape):
     misses: float = 0.15
     batch: int = 1
     layers: int = 2
+    algorithm: str = "quest"
 
     def run(self, options: Options) -> Case:
         """Time all implementations; the gate compares with float64 attention over the selection."""
         self._check()
-        steps = options.num_steps + _WARMUPS
+        steps = 2 * options.num_steps + _WARMUPS
         requests = self._make_requests(options, -(-steps // self.layers) + _CALIBRATION_TOKENS + 2)
         work = DecodeWorkload(requests, self.misses)
         gate = "passed" if work.agrees() else "failed"
@@ -65,6 +68,8 @@ class DecodeBench(ModelShape):
         after = requests.stats
         missed = after.miss_pages - before.miss_pages
         selected = missed + after.hit_pages - before.hit_pages
+        on_cpu = options.device.type == "cpu"
+        parts = time_parts(requests, ours, options.num_steps) if on_cpu else {}
         return Case(
             name="decode",
             params=self._params()
@@ -72,6 +77,7 @@ class DecodeBench(ModelShape):
             | ({"left_out": f"flashinfer: {work.left_out}"} if work.left_out else {}),
             gate=gate,
             results=[Result.of(impl, seconds) for impl, seconds in times.items()],
+            parts=parts,
         )
 
     def _check(self) -> None:
@@ -99,11 +105,12 @@ class DecodeBench(ModelShape):
             row_tokens=row_tokens,
             max_new_tokens=num_tokens,
             device=options.device,
+            algorithm=self.algorithm,
             seed=options.seed,
         )
 
     def _params(self) -> dict[str, Any]:
-        return self.reported("context", "budget", "batch") | {"algorithm": "quest"}
+        return self.reported("context", "budget", "batch") | {"algorithm": self.algorithm}
 
 
 class DecodeWorkload:

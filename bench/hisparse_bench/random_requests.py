@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hisparse.adapters import TorchAdapter
-from hisparse.algorithms import DecodeStep
-from hisparse.algorithms.quest import Quest
+from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, build_algorithm
 from hisparse.cache import HostKVPool
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import PoolSizes, build, make_policy
+from hisparse.engine.capabilities import check_capabilities, check_indexer, choose_scope
 from hisparse.engine.metrics import CacheStats
-from hisparse.engine.step import DecodeBatch
+from hisparse.engine.step import DecodeBatch, PrefillChunk
 from hisparse.types import KVSpec, PagedKV, Selection, SelectionScope
 
 __all__ = ["RandomRequests"]
+
+#: Tokens whose representations are built at once: K and V of a whole context may not fit twice.
+_CHUNK = 4096
+_UNLIMITED_BYTES = 2**50
 
 
 @dataclass(kw_only=True)
@@ -34,8 +37,9 @@ class RandomRequests:
         row_tokens: capacity of a row's device pages, tokens.
         max_new_tokens: tokens that each request can decode.
         device: device of the device pages.
+        algorithm: name of the algorithm.
         seed: seed of keys and values.
-        scope: selection scope.
+        scope: selection scope; None: the algorithm's best.
         staging_pages: pages of a staging tile.
         reuse_layers: layers that share a selection.
         overlap: whether transfers run beside compute.
@@ -48,8 +52,9 @@ class RandomRequests:
     row_tokens: int
     max_new_tokens: int
     device: torch.device
+    algorithm: str = "quest"
     seed: int = 0
-    scope: SelectionScope = "kv_head"
+    scope: SelectionScope | None = None
     staging_pages: int = 16
     reuse_layers: int = 1
     overlap: bool = False
@@ -59,15 +64,15 @@ class RandomRequests:
         kv, size = self.kv, self.kv.page_size
         pages = -(-(self.context + self.max_new_tokens) // size)
         config = HiSparseConfig(
+            algorithm=self.algorithm,
             budget=self.budget,
             device_buffer_size=self.row_tokens,
             page_size=size,
             reuse_layers=self.reuse_layers,
             overlap=self.overlap,
+            selection_scope=self.scope,
         )
-        self.algorithm = _RecordingQuest()
-        scale = kv.head_dim**-0.5
-        self.policy = make_policy(config, self.algorithm, kv, scale, self.scope)
+        algorithm = self._make_algorithm(config)
         pin = self.device.type == "cuda"
         self.host = HostKVPool(kv, self.batch * pages + 1, "page_head", pin=pin)
         for layer in range(kv.num_layers):
@@ -76,23 +81,66 @@ class RandomRequests:
                     page.normal_()
         order = torch.randperm(self.batch * pages) + 1
         self.table = order.int().view(self.batch, pages).to(self.device)
+        self.adapter = TorchAdapter()
         self.coordinator = build(
             config,
-            self.algorithm,
+            algorithm,
             self.policy,
-            TorchAdapter(),
+            self.adapter,
             host=self.host,
             sizes=self._sizes(),
             device=self.device,
         )
         self.representations = self.coordinator.representations
-        for host_pages in order.view(self.batch, pages)[:, : self.context // size]:
-            for layer in range(kv.num_layers):
-                keys = self.host.layer(layer).k[host_pages].transpose(1, 2).to(self.device)
-                index = host_pages.to(self.device)
-                self.algorithm.store(keys, layer, index, self.representations.tensors)
         self.length = self.context
         self._begin_requests()
+        for slot in range(1, self.batch + 1):
+            for layer in range(kv.num_layers):
+                self._build_representations(slot, layer)
+
+    def _make_algorithm(self, config: HiSparseConfig) -> BaseSparseAlgorithm:
+        """The algorithm, which from now on also stores its selections in ``last_selection``."""
+        check_capabilities(config, self.device.type)
+        check_indexer("the random model of a benchmark", config, has_indexer=False)
+        made, scale = build_algorithm(config), self.kv.head_dim**-0.5
+        self.policy = make_policy(config, made, self.kv, scale, choose_scope(config))
+        algorithm = made.resolved(
+            self.policy,
+            context_length=self.context + self.max_new_tokens,
+            host_bytes=_UNLIMITED_BYTES,
+            device_bytes=_UNLIMITED_BYTES,
+        )
+        self.retrieve_topk = algorithm.retrieve_topk
+
+        def recorded(queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+            self.last_selection = self.retrieve_topk(queries, layer_id, step)
+            return self.last_selection
+
+        # An algorithm is a frozen dataclass.
+        object.__setattr__(algorithm, "retrieve_topk", recorded)
+        return algorithm
+
+    def _build_representations(self, slot: int, layer: int) -> None:
+        """Build a request's representations from its keys and values, without queries."""
+        size = self.kv.page_size
+        longest = max(1, _CHUNK // size) * size
+        for start in range(0, self.context, longest):
+            end = min(start + longest, self.context)
+            pages = self.table[slot - 1, : end // size]
+            index = pages[start // size :].cpu().long()
+            k, v = (
+                pool[index].transpose(1, 2).flatten(0, 1).to(self.device)
+                for pool in self.host.layer(layer)
+            )
+            chunk = PrefillChunk(
+                slot=slot,
+                start=start,
+                length=end - start,
+                offset=0,
+                host_pages=pages,
+                is_last=end == self.context,
+            )
+            self.coordinator.build_representations(layer, chunk, k, v)
 
     def _sizes(self) -> PoolSizes:
         rows, row_pages = self.policy.heads, self.row_tokens // self.kv.page_size
@@ -157,7 +205,7 @@ class RandomRequests:
     def attend(self, layer: int, query: Tensor) -> Tensor:
         """Float64 attention of ``query [B, Hq, D]`` over the last selection and the tail page."""
         size, heads = self.kv.page_size, self.policy.heads
-        pages, _ = self.algorithm.last
+        pages, _ = self.last_selection
         out = torch.empty(query.shape, dtype=torch.float64)
         group = self.kv.num_q_heads // heads
         tail = (self.length - 1) // size
@@ -184,14 +232,3 @@ class RandomRequests:
             for pool in self.host.layer(layer)
         )
         return PagedKV(k, v)
-
-
-class _RecordingQuest(Quest):
-    """Quest that records its last selection."""
-
-    last: ClassVar[Selection]
-
-    def retrieve_topk(self, queries: Tensor, layer_id: int, batch: DecodeStep) -> Selection:
-        selection = super().retrieve_topk(queries, layer_id, batch)
-        _RecordingQuest.last = selection
-        return selection

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hisparse.doctor.provenance import commit, machine, now, versions
+from hisparse.doctor.provenance import commit, instruction_sets, machine, now, versions
 
 __all__ = ["Case", "Report", "Result"]
 
@@ -53,12 +53,14 @@ class Case:
         gate: "passed" or "failed", the outcome of the correctness check; ``results`` of a failed
             case are not shown.
         results: one per implementation.
+        parts: microseconds of each part of a step, and of the whole "step"; empty if not measured.
     """
 
     name: str
     params: dict[str, Any]
     gate: str
     results: list[Result]
+    parts: dict[str, float] = field(default_factory=dict)
 
     @property
     def ratios(self) -> dict[str, float]:
@@ -72,13 +74,22 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All cases of one run, with device, machine, versions and commit."""
+    """All cases of one run, with device, machine, versions and commit.
+
+    Attributes:
+        command: the benchmark, such as "bench decode".
+        device: "cpu" or "cuda".
+        cases: what was measured.
+        instruction_sets: instruction set of our CPU kernels and of PyTorch.
+        date, machine, versions, commit: see :mod:`hisparse.doctor.provenance`.
+    """
 
     command: str
     device: str
     cases: list[Case]
     date: str = field(default_factory=now)
     machine: str = field(default_factory=machine)
+    instruction_sets: dict[str, str] = field(default_factory=instruction_sets)
     versions: dict[str, str] = field(default_factory=versions)
     commit: str = field(default_factory=commit)
 
@@ -87,14 +98,15 @@ class Report:
         found = asdict(self)
         for case, entry in zip(self.cases, found["cases"], strict=True):
             entry["ratios"] = case.ratios if case.gate == "passed" else {}
+            entry["parts"] = {part: _round(us) for part, us in case.parts.items()}
             if case.gate != "passed":
-                entry["results"] = []
+                entry["results"], entry["parts"] = [], {}
         return json.dumps(found, indent=2)
 
     def print_table(self, console: Console) -> None:
         """Print the report as a table."""
         # Columns are narrow enough for 80 characters; names wrap and are never cut off.
-        title = f"{self.command} on {self.device} ({self.machine})"
+        title = f"{self.command}: {self._kernels()}, on {self.machine}"
         table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for column in ("case", "gate", "implementation"):
             table.add_column(column, overflow="fold")
@@ -115,6 +127,17 @@ class Report:
             if case.gate == "passed":
                 ratios = ", ".join(f"{pair} {ratio}" for pair, ratio in case.ratios.items())
                 console.print(f"{case.name}: {ratios}", highlight=False)
+            if case.gate == "passed" and case.parts:
+                console.print(f"{case.name}: {_split(case.parts)}", highlight=False)
+
+    def _kernels(self) -> str:
+        """The kernels that ran, such as "AVX-512 kernels"."""
+        if self.device == "cuda":
+            return "CUDA kernels"
+        ours, aten = self.instruction_sets["kernels"], self.instruction_sets["torch"]
+        if ours == "none":
+            return f"no C++ kernels, PyTorch with {aten}"
+        return f"{ours} kernels" + ("" if ours == aten else f", PyTorch with {aten}")
 
 
 def _round(value: float) -> float:
@@ -125,6 +148,13 @@ def _round(value: float) -> float:
     if value == 0 or not math.isfinite(value):
         return value
     return float(round(value, max(0, 3 - math.floor(math.log10(abs(value))))))
+
+
+def _split(parts: Mapping[str, float]) -> str:
+    """The parts of a step, with their shares: "step 2 ms = score 1.5 ms (75%) + ..."."""
+    step = parts["step"]
+    shares = (f"{k} {_time(us)} ({us / step:.0%})" for k, us in parts.items() if k != "step")
+    return f"step {_time(step)} = " + " + ".join(shares)
 
 
 def _time(us: float) -> str:

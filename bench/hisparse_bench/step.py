@@ -57,6 +57,7 @@ class StepBench(ModelShape):
         batch: requests.
         layers: layers of the model.
         reuse_layers: layers that share a selection.
+        algorithm: name of the algorithm that selects pages.
     """
 
     context: int = 8192
@@ -64,6 +65,7 @@ class StepBench(ModelShape):
     batch: int = 1
     layers: int = 4
     reuse_layers: int = 2
+    algorithm: str = "quest"
 
     def run(self, options: Options) -> Case:
         """Time both; the gate checks that overlap changes no bit of the outputs."""
@@ -97,6 +99,7 @@ class StepBench(ModelShape):
             row_tokens=2 * self.budget,
             max_new_tokens=-(-num_steps // self.page_size) * self.page_size,
             device=options.device,
+            algorithm=self.algorithm,
             seed=options.seed,
             reuse_layers=self.reuse_layers,
             overlap=MODES[name],
@@ -110,7 +113,7 @@ class StepBench(ModelShape):
 
     def _params(self) -> dict[str, Any]:
         return self.reported("context", "budget", "batch", "reuse_layers") | {
-            "algorithm": "quest",
+            "algorithm": self.algorithm,
             "rest": "two square products a layer",
         }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hisparse.cli import kernel_benches
+from hisparse.cli import kernel_benches, restrict
 from hisparse.cli.lists import number
 from hisparse.cli.output import without_sglang_warnings
 from hisparse.errors import ConfigError
@@ -51,6 +51,8 @@ def add_parser(commands: Any) -> None:
     add("--steps", type=number, default=64, metavar="N", help="decode steps (64)")
     prefetch.set_defaults(run=_run_prefetch)
     kernel_benches.add_parsers(benches)
+    for bench in benches.choices.values():
+        restrict.add_flag(bench)
 
 
 def _add_model_flags(parser: argparse.ArgumentParser, *, context: int, budget: int) -> None:

@@ -74,6 +74,9 @@ def add_parsers(benches: Any) -> None:
     for parser in (decode, step, prefill):
         help_text = "dtype of K and V (float32)"
         parser.add_argument("--dtype", default="float32", metavar="NAME", help=help_text)
+    for parser in (decode, step):
+        help_text = "the algorithm, any registered one (quest)"
+        parser.add_argument("--algorithm", default="quest", metavar="NAME", help=help_text)
 
 
 def _add(
@@ -106,6 +109,8 @@ def _run(name: str, sizes: Sequence[str], arguments: argparse.Namespace) -> int:
             raise ConfigError(f"{flag}: got {value}, expected more than 0")
     if hasattr(arguments, "dtype"):
         values["dtype"] = dtype_of(arguments.dtype)
+    if hasattr(arguments, "algorithm"):
+        values["algorithm"] = arguments.algorithm
     options = Options(
         device=device_of(arguments.device), num_steps=arguments.steps, seed=arguments.seed
     )

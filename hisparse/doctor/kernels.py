@@ -7,15 +7,21 @@ from collections.abc import Callable
 from hisparse.doctor.check import Check
 from hisparse.errors import one_line
 
-__all__ = ["adapters", "cpu_kernels", "cuda_kernels"]
+__all__ = ["adapters", "cpu_kernels", "cuda_kernels", "triton_kernels"]
 
 
 def cpu_kernels() -> list[Check]:
     """Find or build the C++ kernels."""
-    from hisparse.kernels.build.cpu import build_cpu
+    from hisparse.kernels.build.cpu import build_cpu, cpu_instruction_set
+    from hisparse.kernels.build.isa import VARIABLE, chosen_isa
+
+    def build() -> str:
+        path, isa = build_cpu(), chosen_isa()
+        asked = "" if isa == "native" else f", as {VARIABLE}={isa} asks"
+        return f"C++ for {cpu_instruction_set()}{asked}: {path}"
 
     remedy = "install g++ and apache-tvm-ffi (CXX names another compiler)"
-    return [_built("CPU kernels", build_cpu, remedy)]
+    return [_built("CPU kernels", build, remedy)]
 
 
 def cuda_kernels() -> list[Check]:
@@ -25,21 +31,37 @@ def cuda_kernels() -> list[Check]:
     from hisparse.kernels.build.cuda import build_cuda, find_nvcc
 
     if not torch.cuda.is_available():
-        message = f"no GPU to build for; nvcc: {find_nvcc() or 'not found'}"
+        message = f"not used: there is no GPU to build for; nvcc: {find_nvcc() or 'not found'}"
         return [Check(name="CUDA kernels", status="ok", message=message)]
     remedy = "install nvcc (CUDA_HOME names its toolkit) and apache-tvm-ffi"
-    return [_built("CUDA kernels", build_cuda, remedy)]
+    return [_built("CUDA kernels", lambda: f"CUDA C++: {build_cuda()}", remedy)]
 
 
-def _built(name: str, build: Callable[[], object], remedy: str) -> Check:
+def triton_kernels() -> list[Check]:
+    """Whether the Triton kernels run, which score, select and attend on a GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        message = "not used: there is no GPU"
+        return [Check(name="Triton kernels", status="ok", message=message)]
+    try:
+        import triton
+    except ImportError as error:
+        message = f"slower PyTorch code is used instead: {error}"
+        remedy = "pip install triton"
+        return [Check(name="Triton kernels", status="warning", message=message, remedy=remedy)]
+    return [Check(name="Triton kernels", status="ok", message=f"Triton {triton.__version__}")]
+
+
+def _built(name: str, build: Callable[[], str], remedy: str) -> Check:
     from hisparse.kernels.build.compiler import CannotBuildError
 
     try:
-        library = build()
+        message = build()
     except (ImportError, OSError, CannotBuildError) as error:
         message = f"slower PyTorch code is used instead: {error}"
         return Check(name=name, status="warning", message=message, remedy=remedy)
-    return Check(name=name, status="ok", message=str(library))
+    return Check(name=name, status="ok", message=message)
 
 
 def adapters() -> list[Check]:

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["commit", "machine", "now", "versions"]
+__all__ = ["commit", "instruction_sets", "machine", "now", "versions"]
 
 _PACKAGES = ("hisparse", "sglang", "torch", "transformers", "numpy")
 
@@ -27,6 +27,17 @@ def machine() -> str:
         names = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")]
         model = names[0].partition(":")[2].strip() if names else model
     return f"{model}, {os.cpu_count()} cores"
+
+
+def instruction_sets() -> dict[str, str]:
+    """What the CPU code runs with: "kernels", ours ("none": PyTorch does the work), and "torch"."""
+    import torch
+
+    from hisparse.kernels.build.cpu import cpu_instruction_set
+
+    # As our kernels name them.
+    aten = torch.backends.cpu.get_cpu_capability().replace("AVX512", "AVX-512")
+    return {"kernels": cpu_instruction_set() or "none", "torch": aten}
 
 
 def versions() -> dict[str, str]:

@@ -25,6 +25,7 @@ _CHECKS: tuple[_CheckFunction, ...] = (
     machine.numa,
     kernels.cpu_kernels,
     kernels.cuda_kernels,
+    kernels.triton_kernels,
     kernels.adapters,
     software.optional_packages,
 )

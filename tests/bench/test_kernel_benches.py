@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import sys
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
 import torch
 
+from hisparse.algorithms import ALGORITHMS
 from hisparse.cache.streams import Lane, Pending
 from hisparse.cache.swap_in import SwapIn
 from hisparse.cli import main
+from hisparse.kernels.build import isa
+from hisparse.kernels.dispatch import implementation
 from hisparse.testing.delayed import DelayedStreams
 from hisparse_bench import lru_diff, transfer
 from hisparse_bench.decode import DecodeBench, DecodeWorkload
 from hisparse_bench.lru_diff import LruDiffBench, drifting_selections
 from hisparse_bench.options import Options
+from hisparse_bench.parts import PARTS, time_parts
 from hisparse_bench.peers import reason_to_leave_out
+from hisparse_bench.timing import Candidate
 from hisparse_bench.transfer import TransferBench
 from tests.kernels.lru_oracle import LruOracle
 from tests.test_overlap import Forgetful
@@ -53,8 +61,65 @@ def test_json_holds_the_gate_the_times_and_the_ratios(
     medians = {result["impl"]: result["median_us"] for result in case["results"]}
     assert case["ratios"][f"{peer}/cpu"] == pytest.approx(medians[peer] / medians["cpu"], rel=0.01)
     assert "cache" in case["params"]
+    assert set(report["instruction_sets"]) == {"kernels", "torch"}
     if bench in ("transfer", "swap-in"):
         assert all(result["gb_s"] > 0 for result in case["results"])
+
+
+@pytest.mark.parametrize(
+    "algorithm", [name for name in ALGORITHMS if not ALGORITHMS.get(name).indexer]
+)
+def test_decode_with_every_algorithm_and_the_parts_sum_to_the_step(
+    algorithm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*SMALL["decode"], "--algorithm", algorithm, "--dtype", "bfloat16", "--steps", "5"]
+    assert main(["bench", "decode", *flags, "--json"]) == 0
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    assert (case["gate"], case["params"]["algorithm"]) == ("passed", algorithm)
+    assert case["params"]["dtype"] == "bfloat16"
+    parts = case["parts"]
+    assert list(parts) == [*PARTS, "rest", "step"]
+    assert min(parts.values()) > 0
+    assert sum(parts.values()) - parts["step"] == pytest.approx(parts["step"], rel=0.01)
+
+
+def test_a_part_is_counted_once_and_its_clock_is_taken_away() -> None:
+    """Selection sleeps 30 ms: "select" has them, and "score", which calls it, has not."""
+    requests = DecodeBench(context=256, budget=64, page_size=8, head_dim=16)._make_requests(
+        OPTIONS, 32
+    )
+    work, cpu = DecodeWorkload(requests, 0.15), implementation("auto", OPTIONS.device)
+    with pytest.MonkeyPatch.context() as patch:
+        select = cpu.select
+        slow = lambda *arguments: (time.sleep(0.03), select(*arguments))[1]  # noqa: E731
+        patch.setattr(cpu, "select", slow)
+        parts = time_parts(requests, Candidate(work.decode, work.prepare), 4)
+        assert cpu.select is slow
+    assert parts["select"] > 30e3
+    assert parts["score"] < parts["step"] - 30e3
+    assert "attend" not in vars(requests.adapter)
+    assert "swap_in" not in vars(requests.coordinator.manager)
+
+
+def test_a_bench_starts_again_restricted_to_an_instruction_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[tuple[str, list[str], dict[str, str]]] = []
+
+    def execve(*arguments: object) -> None:
+        started.append(arguments)
+        raise KeyboardInterrupt  # It never returns.
+
+    monkeypatch.setattr(isa, "_processor_flags", lambda: isa.ISAS["avx2"].flags)
+    monkeypatch.setattr(os, "execve", execve)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "hisparse", "bench", "..."])
+    monkeypatch.delenv(isa.VARIABLE, raising=False)
+    assert main(["bench", "decode", "--isa", "avx2"]) == 130
+    ((program, arguments, environment),) = started
+    assert program == sys.executable
+    assert arguments == [sys.executable, "-m", "hisparse", "bench", "..."]
+    assert environment == isa.environment("avx2", os.environ)
+    assert environment[isa.VARIABLE] == "avx2"
 
 
 @pytest.mark.parametrize("bench", OVERLAP)
@@ -159,6 +224,10 @@ def test_a_peer_is_left_out_with_the_reason() -> None:
     ("arguments", "message"),
     [
         (["decode", "--device", "tpu"], "unknown --device 'tpu'"),
+        (["decode", "--algorithm", "best"], "unknown algorithm 'best'"),
+        (["step", "--algorithm", "dsa"], "algorithm 'dsa' cannot do page_size 16"),
+        (["step", "--algorithm", "dsa", "--page-size", "1"], "'dsa' asks the model's indexer"),
+        (["serve", "--isa", "sse9"], "--isa: got 'sse9', expected an instruction set (choices: n"),
         (["decode", "--dtype", "int4"], "unknown --dtype 'int4'"),
         (["decode", "--budget", "100"], "--budget: got 100, expected a multiple of --page-size 16"),
         (["decode", "--context", "64"], "--budget: got 2048, expected at most the context"),

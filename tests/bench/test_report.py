@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 
@@ -56,12 +57,13 @@ def test_small_ratios_keep_four_digits() -> None:
 
 def test_fields() -> None:
     report = json.loads(Report(command="bench x", device="cpu", cases=[_case("passed")]).to_json())
-    assert set(report) == {"command", "device", "date", "machine", "versions", "commit", "cases"}
+    origin = {"date", "machine", "instruction_sets", "versions", "commit"}
+    assert set(report) == {"command", "device", "cases"} | origin
     assert report["versions"]["python"].startswith("3.")
     assert report["machine"]
     assert report["commit"]
     (case,) = report["cases"]
-    assert set(case) == {"name", "params", "gate", "results", "ratios"}
+    assert set(case) == {"name", "params", "gate", "results", "ratios", "parts"}
     assert [r["impl"] for r in case["results"]] == ["slow", "fast"]
     assert set(case["results"][0]) == {"impl", "median_us", "p10_us", "p90_us", "gb_s"}
     assert case["ratios"] == {"slow/fast": 4.0}
@@ -73,6 +75,31 @@ def test_a_failed_check_hides_the_times() -> None:
     assert (case["gate"], case["results"], case["ratios"]) == ("failed", [], {})
     assert "2.000" not in _table(report)
     assert "slow" not in _table(report)
+
+
+def test_parts_are_shown_with_their_shares_if_the_check_passed() -> None:
+    parts = {"score": 1500.0, "rest": 500.0, "step": 2000.0}
+    for gate, count in (("passed", 1), ("failed", 0)):
+        case = dataclasses.replace(_case(gate), parts=parts)
+        report = Report(command="bench x", device="cpu", cases=[case])
+        line = "both: step 2.00 ms = score 1.50 ms (75%) + rest 500.0 us (25%)"
+        assert _table(report).count(line) == count
+        (found,) = json.loads(report.to_json())["cases"]
+        assert found["parts"] == (parts if count else {})
+
+
+@pytest.mark.parametrize(
+    ("device", "found", "shown"),
+    [
+        ("cpu", {"kernels": "AVX2", "torch": "AVX2"}, "bench x: AVX2 kernels, on a Xeon"),
+        ("cpu", {"kernels": "AVX2", "torch": "AVX-512"}, "AVX2 kernels, PyTorch with AVX-512, on"),
+        ("cpu", {"kernels": "none", "torch": "AVX2"}, "no C++ kernels, PyTorch with AVX2, on"),
+        ("cuda", {"kernels": "AVX2", "torch": "AVX2"}, "bench x: CUDA kernels, on a Xeon"),
+    ],
+)
+def test_the_header_names_the_kernels(device: str, found: dict[str, str], shown: str) -> None:
+    origin = {"machine": "a Xeon", "instruction_sets": found}
+    assert shown in _table(Report(command="bench x", device=device, cases=[], **origin))
 
 
 @pytest.mark.parametrize("shown", ["2.000 s", "slow/fast 4.0", "passed"])

@@ -14,6 +14,7 @@ import pytest
 from hisparse import doctor
 from hisparse.cli import main
 from hisparse.doctor import Check, hooks, kernels, machine, run, software
+from hisparse.kernels.build import cpu, isa
 from hisparse.sglang import compat
 
 
@@ -36,6 +37,8 @@ def test_on_this_machine() -> None:
     assert f"supported: {compat.OLDEST} to {compat.NEWEST}" in checks["sglang"]["message"]
     assert checks["hooks"]["status"] == checks["plugin"]["status"] == "ok"
     assert {"python", "torch", "host memory", "CPU kernels", "adapters"} <= set(checks)
+    assert re.match(r"C\+\+ for \S+.*: /.*\.so$", checks["CPU kernels"]["message"])
+    assert {"CUDA kernels", "Triton kernels"} <= set(checks)
 
 
 @pytest.fixture
@@ -113,8 +116,18 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     check = only(kernels.cpu_kernels)
     assert check.status == "warning"
+    assert check.message.startswith("slower PyTorch code is used instead: ")
     assert "no-such-compiler" in check.message
     assert "install g++" in check.remedy
+
+
+def test_kernels_that_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isa, "_processor_flags", lambda: isa.ISAS["avx2"].flags)
+    monkeypatch.setenv(isa.VARIABLE, "avx2")
+    monkeypatch.setattr(cpu, "build_cpu", lambda: Path("/cache/cpu.so"))
+    monkeypatch.setattr(cpu, "cpu_instruction_set", lambda: "AVX2")
+    check = only(kernels.cpu_kernels)
+    assert check.message == f"C++ for AVX2, as {isa.VARIABLE}=avx2 asks: /cache/cpu.so"
 
 
 def test_numa_nodes(tmp_path: Path) -> None:

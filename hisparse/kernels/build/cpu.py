@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,32 @@ from hisparse.kernels.build.compiler import (
     digest_of,
     produce,
 )
+from hisparse.kernels.build.isa import ISAS, chosen_isa
 
-__all__ = ["build_cpu", "call_cpu", "cpu_library", "cxx_compiler", "dense_rows"]
+__all__ = [
+    "build_cpu",
+    "build_cpu_library",
+    "call_cpu",
+    "cpu_instruction_set",
+    "cpu_library",
+    "cxx_compiler",
+    "dense_rows",
+]
 
 logger = logging.getLogger(__name__)
 
 _SOURCES = SOURCES / "cpu"
 _CACHE = CACHE
-_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wall", "-Wextra"]
+_FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-Wall", "-Wextra"]
 
 
 @functools.cache
 def cpu_library() -> Any | None:
-    """The library of CPU kernels, built first if needed; None, after a warning, on failure."""
+    """The library of CPU kernels, built first if needed; None, after a warning, on failure.
+
+    Raises:
+        ConfigError: ``HISPARSE_CPU_ISA`` names what this processor lacks.
+    """
     try:
         import tvm_ffi
 
@@ -42,6 +56,12 @@ def cpu_library() -> Any | None:
     except (ImportError, OSError, CannotBuildError) as error:
         logger.warning("C++ kernels are off, PyTorch's operators do their work: %s", error)
         return None
+
+
+def cpu_instruction_set() -> str | None:
+    """What the CPU kernels are compiled for, such as "AVX-512"; None: there are no kernels."""
+    library = cpu_library()
+    return None if library is None else str(library.instruction_set())
 
 
 def call_cpu(name: str, *arguments: object) -> None:
@@ -65,14 +85,35 @@ def dense_rows(tensor: Tensor) -> Tensor:
 
 def build_cpu() -> Path:
     """Build the CPU kernels unless the cache has them; returns the path of the library."""
-    headers, link = binding_flags()
-    compiler = cxx_compiler()
     sources = sorted(_SOURCES.glob("*.cpp"))
     if not sources:
         raise CannotBuildError(f"no sources in {_SOURCES}")
-    command = [compiler, *_FLAGS, *headers, *map(str, sources), *link]
-    target = _CACHE / f"cpu-{_key(compiler, command)}.so"
-    produce("CPU kernels", command, target)
+    return build_cpu_library("cpu", "CPU kernels", sources, _SOURCES)
+
+
+def build_cpu_library(name: str, what: str, sources: Sequence[Path], headers: Path) -> Path:
+    """Build a library with the flags of the CPU kernels, for the instruction set that is chosen.
+
+    Args:
+        name: beginning of the library's file name.
+        what: the library, for the message.
+        sources: C++ files.
+        headers: folder of the headers; the name of the library changes with all of its files.
+
+    Returns:
+        the path of the library in the cache.
+
+    Raises:
+        CannotBuildError: there is no compiler, or it fails.
+        ConfigError: ``HISPARSE_CPU_ISA`` names what this processor lacks.
+    """
+    includes, link = binding_flags()
+    compiler = cxx_compiler()
+    march = f"-march={ISAS[chosen_isa()].march}"
+    flags = [*_FLAGS, march, f"-I{headers}", *includes]
+    command = [compiler, *flags, *map(str, sources), *link]
+    target = _CACHE / f"{name}-{_key(compiler, command, {*headers.iterdir(), *sources})}.so"
+    produce(what, command, target)
     return target
 
 
@@ -89,10 +130,10 @@ def cxx_compiler() -> str:
     raise CannotBuildError(f"no C++ compiler found (looked for {', '.join(wanted)})")
 
 
-def _key(compiler: str, command: list[str]) -> str:
-    """Changes with the sources, the compiler, its flags and the processor."""
+def _key(compiler: str, command: list[str], files: Iterable[Path]) -> str:
+    """Changes with the files, the compiler, its flags and the processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    return digest_of(_SOURCES.iterdir(), *command, version.stdout, _processor())
+    return digest_of(files, *command, version.stdout, _processor())
 
 
 def _processor() -> str:

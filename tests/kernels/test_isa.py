@@ -1,0 +1,87 @@
+"""The instruction set of the CPU kernels: which one is built, and what limits PyTorch to it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hisparse.errors import ConfigError
+from hisparse.kernels.build import cpu, isa
+from hisparse.kernels.build.isa import ISAS, VARIABLE, chosen_isa, environment
+
+
+@pytest.fixture
+def with_avx2_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This processor seems to have AVX2 and no AVX-512."""
+    monkeypatch.setattr(isa, "_processor_flags", lambda: ISAS["avx2"].flags | {"sse2"})
+
+
+def test_native_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert chosen_isa() == "native"
+    monkeypatch.setenv(VARIABLE, "")
+    assert chosen_isa() == "native"
+
+
+def test_a_processor_of_another_kind_has_native_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isa, "_processor_flags", frozenset)
+    with pytest.raises(ConfigError, match=r"got 'avx2'.*\(choices: native\)"):
+        isa.check_isa("--isa", "avx2")
+
+
+@pytest.mark.usefixtures("with_avx2_alone")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("avx512", f"{VARIABLE}: got 'avx512', expected one that this processor has"),
+        ("sse9", f"{VARIABLE}: got 'sse9', expected an instruction set"),
+    ],
+)
+def test_what_the_processor_lacks_is_refused(
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, name)
+    with pytest.raises(ConfigError) as error:
+        cpu.build_cpu()
+    assert str(error.value) == f"{message} (choices: native, avx2)"
+
+
+@pytest.mark.usefixtures("with_avx2_alone")
+def test_kernels_are_built_for_it_under_a_name_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built: dict[str, tuple[list[str], Path]] = {}
+    for name in ("native", "avx2"):
+        monkeypatch.setenv(VARIABLE, name)
+
+        def produce(what: str, command: list[str], target: Path, name: str = name) -> None:
+            built[name] = command, target
+
+        monkeypatch.setattr(cpu, "produce", produce)
+        cpu.build_cpu()
+    assert "-march=native" in built["native"][0]
+    assert "-march=x86-64-v3" in built["avx2"][0]
+    assert built["native"][1] != built["avx2"][1]
+
+
+def test_the_environment_limits_every_library_and_native_lifts_the_limits() -> None:
+    limited = environment("avx2", {"HOME": "/h", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"})
+    assert limited == {
+        "HOME": "/h",
+        VARIABLE: "avx2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    }
+    assert environment("native", limited) == {"HOME": "/h"}
+
+
+def test_the_library_says_what_it_was_compiled_for() -> None:
+    if cpu.cpu_library() is None:
+        pytest.skip("no C++ compiler")
+    known = {"AVX-512", "AVX2", "AVX", "SSE2", "SVE", "NEON", "no vectors"}
+    assert cpu.cpu_instruction_set() in known
+    if os.environ.get(VARIABLE) == "avx2":
+        assert cpu.cpu_instruction_set() == "AVX2"
