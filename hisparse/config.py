@@ -88,7 +88,7 @@ class HiSparseConfig:
             each name is a key of its own: ``true`` for the defaults, or an object of options.
     """
 
-    algorithm: str = "quest"
+    algorithm: str = "sketch"
     algorithm_config: Mapping[str, Any] = field(default_factory=dict)
     budget: int = 2048
     device_buffer_size: int | None = None

@@ -30,7 +30,7 @@ def refused(settings: dict[str, Any], *words: str) -> None:
 
 def test_defaults() -> None:
     config = HiSparseConfig()
-    assert (config.algorithm, config.budget, config.device_buffer_size) == ("quest", 2048, 4096)
+    assert (config.algorithm, config.budget, config.device_buffer_size) == ("sketch", 2048, 4096)
     assert (config.page_size, config.num_sink_pages, config.num_recent_pages) == (16, 1, 2)
     assert config.host_memory == 0.7
     assert config.checked is False
@@ -218,7 +218,7 @@ def options_algorithm() -> Iterator[None]:
 
 
 def test_build_algorithm() -> None:
-    assert type(build_algorithm(HiSparseConfig())).__name__ == "Quest"
+    assert type(build_algorithm(HiSparseConfig())).__name__ == "Sketch"
 
 
 def test_build_algorithm_options(options_algorithm: None) -> None:

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.sketch import Sketch
 from hisparse.testing import Simulator
 from hisparse.types import HostLayout
 
@@ -17,10 +19,12 @@ MLA = {"scope": "layer", "kv_heads": 1, "head_dim": 24, "latent_rank": 16}
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_head"])
 @pytest.mark.parametrize(
-    ("algorithm", "page_size"), [(Quest(), 8), (DSA(), 1)], ids=["quest", "dsa"]
+    ("algorithm", "page_size"),
+    [(Sketch(), 8), (Quest(), 8), (DSA(), 1)],
+    ids=["sketch", "quest", "dsa"],
 )
 def test_a_budget_of_the_whole_context_is_dense(
-    algorithm: Quest | DSA, page_size: int, layout: HostLayout
+    algorithm: BaseSparseAlgorithm, page_size: int, layout: HostLayout
 ) -> None:
     sim = Simulator(
         **MLA,

@@ -47,7 +47,7 @@ def assert_equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 SETTINGS = pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="quest"),
+        pytest.param({}, id="sketch"),
         pytest.param(REUSE, id="reuse"),
         pytest.param(REUSE | {"dense_layers": (0, 3), "max_row": 64}, id="reuse-dense-leaders"),
         pytest.param(REUSE | {"algorithm": TopP(mass=0.8)}, id="reuse-topp"),

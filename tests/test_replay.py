@@ -10,7 +10,6 @@ import torch
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest
-from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.algorithms.streaming import Streaming
 from hisparse.algorithms.topp import TopP
@@ -73,11 +72,11 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 SETTINGS = pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="quest"),
+        pytest.param({}, id="sketch"),
+        pytest.param({"algorithm": Quest()}, id="quest"),
         pytest.param({"algorithm": Quest(summary_dtype="bfloat16")}, id="quest-bfloat16"),
         pytest.param({"fp8": True, "min_sparse_context": 80}, id="fp8-dense-beyond-the-budget"),
         pytest.param({"algorithm": Streaming()}, id="streaming"),
-        pytest.param({"algorithm": Sketch()}, id="sketch"),
         pytest.param({"algorithm": SnapKV(window=4)}, id="snapkv"),
         pytest.param({"algorithm": Oracle()}, id="oracle"),
         pytest.param({"algorithm": TopP(mass=0.8)}, id="topp"),
@@ -118,7 +117,7 @@ def test_a_replayed_step_is_the_eager_one(scope: str, settings: dict[str, Any]) 
     "settings",
     [
         pytest.param({"latent_rank": 8, "kv_heads": 1}, id="latent"),
-        pytest.param(TOKENS, id="quest-tokens"),
+        pytest.param(TOKENS, id="sketch-tokens"),
         pytest.param(TOKENS | {"algorithm": DSA()}, id="dsa"),
         pytest.param(TOKENS | {"algorithm": DSA(index_dtype="float32")}, id="dsa-float32"),
         pytest.param(

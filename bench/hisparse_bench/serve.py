@@ -78,7 +78,6 @@ class ServeBench:
 
     def _config(self, impl: str) -> Mapping[str, Any]:
         config: dict[str, Any] = {
-            "algorithm": "quest",
             "budget": self.budget,
             "host_memory": "2GiB",
             "device_memory": "1GiB",

@@ -52,7 +52,7 @@ class DSA(BaseSparseAlgorithm):
         if not width:
             raise ConfigError(
                 "algorithm dsa got a model without an indexer, expected one such as DeepSeek-V3.2; "
-                "algorithms for any model: quest, snapkv, streaming"
+                "algorithms for any model: sketch, quest, snapkv"
             )
         kinds = {_KEY: Representation((width,), self._dtype)}
         return kinds | {_SCALE: Representation((), torch.float32)} if self._scaled else kinds

@@ -12,6 +12,7 @@ from rich.console import Console
 from hisparse.cli import kernel_benches, restrict
 from hisparse.cli.lists import number
 from hisparse.cli.output import without_sglang_warnings
+from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 
 __all__ = ["add_parser"]
@@ -40,7 +41,8 @@ def add_parser(commands: Any) -> None:
     prefetch = benches.add_parser("prefetch", help=text, description=text)
     _add_model_flags(prefetch, context=2048, budget=256)
     add = prefetch.add_argument
-    add("--algorithm", default="quest", metavar="NAME", help="the algorithm (quest)")
+    default = HiSparseConfig.algorithm
+    add("--algorithm", default=default, metavar="NAME", help=f"the algorithm ({default})")
     add(
         "--min-cosine",
         type=_cosines,

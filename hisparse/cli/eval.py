@@ -16,6 +16,7 @@ from rich.text import Text
 
 from hisparse.cli.lists import names, numbers
 from hisparse.cli.output import make_table, print_figures, print_paragraph
+from hisparse.config import HiSparseConfig
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, one_line
 from hisparse.eval.models import MODELS, resolve
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 
+#: The ceiling, the default and the floor.
+_ALGORITHMS = ["oracle", HiSparseConfig.algorithm, "streaming"]
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -52,9 +55,9 @@ def _add_methods(parser: argparse.ArgumentParser) -> None:
     add(
         "--algorithm",
         type=names,
-        default=["oracle", "quest", "streaming"],
+        default=_ALGORITHMS,
         metavar="NAME[,NAME]",
-        help="algorithms (oracle,quest,streaming)",
+        help=f"algorithms ({','.join(_ALGORITHMS)})",
     )
     add(
         "--budget",

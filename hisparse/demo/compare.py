@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from hisparse.config import HiSparseConfig
 from hisparse.demo.document import HARBOUR, make_prompt
 from hisparse.demo.server import Answer, DemoServer
 from hisparse_bench.server import ServerProcess
@@ -23,7 +24,6 @@ __all__ = ["CONFIG", "Measurement", "ServerSetup", "measure", "server_setups"]
 
 #: The value of ``--hisparse-config``.
 CONFIG: Final[Mapping[str, Any]] = {
-    "algorithm": "quest",
     "budget": 512,
     "device_buffer_size": 1024,
     "max_row_capacity": 1024,
@@ -82,7 +82,8 @@ def server_setups() -> tuple[ServerSetup, ServerSetup]:
         common += ["--device", "cpu", "--dtype", "float32"]
     dense = (*common, "--attention-backend", "torch_native")
     sparse = (*common, "--attention-backend", "hisparse", "--hisparse-config", json.dumps(CONFIG))
-    title = f"hisparse ({CONFIG['algorithm']}, budget {CONFIG['budget']})"
+    config = HiSparseConfig.from_dict(CONFIG)
+    title = f"hisparse ({config.algorithm}, budget {config.budget})"
     return (
         ServerSetup(title="dense (torch_native)", flags=dense, is_sparse=False),
         ServerSetup(title=title, flags=sparse, is_sparse=True),

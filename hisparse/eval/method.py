@@ -69,7 +69,7 @@ def parse_methods(
         given: dict[str, object] = (
             {} if {"budget", "top_k"} & settings.keys() else {"budget": budgets[0]}
         )
-        found.append({"algorithm": "quest"} | given | settings)
+        found.append({"algorithm": HiSparseConfig.algorithm} | given | settings)
     for settings in found:
         build_algorithm(HiSparseConfig.from_dict(settings))
     methods = [Method(name=_name(settings), settings=settings) for settings in found]

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from hisparse.adapters import BackendAdapter, TorchAdapter
-from hisparse.algorithms import BaseSparseAlgorithm, Representation
-from hisparse.algorithms.quest import Quest
+from hisparse.algorithms import BaseSparseAlgorithm, Representation, build_algorithm
 from hisparse.cache import HostKVPool
 from hisparse.cache.streams import SideStreams
 from hisparse.config import HiSparseConfig
@@ -75,7 +74,9 @@ class World:
     num_sink_pages: int = 1
     num_recent_pages: int = 1
     scale: float = 0.3
-    algorithm: BaseSparseAlgorithm = field(default_factory=Quest)
+    algorithm: BaseSparseAlgorithm = field(
+        default_factory=lambda: build_algorithm(HiSparseConfig())
+    )
     adapter: BackendAdapter = field(default_factory=TorchAdapter)
     checked: bool = True
     side_streams: SideStreams | None = None

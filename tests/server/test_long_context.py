@@ -130,9 +130,10 @@ def test_bytes_reported_are_bytes_allocated(seen: Seen) -> None:
     metrics = seen.metrics
     assert metrics["hisparse:device_kv_bytes"] == LAYERS * pages * page + staging
     assert metrics["hisparse:host_kv_bytes"] == host
-    # Quest: minima and maxima of the keys of each quarter of a page and head, in a byte a channel,
-    # and a scale in float32.
-    summaries = (POOL // PAGE + 1) * LAYERS * 4 * KV_HEADS * (2 * HEAD_DIM + 4)
+    # Sketch: a byte a channel; for 8 channels a scale and a byte of the mask; for each of the 20
+    # detailed channels two bits a token and a scale.
+    sketch = HEAD_DIM + 2 * HEAD_DIM // 8 + 20 * (PAGE // 4 + 1)
+    summaries = (POOL // PAGE + 1) * LAYERS * KV_HEADS * sketch
     assert metrics["hisparse:device_representation_bytes"] == summaries
 
 

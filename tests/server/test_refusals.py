@@ -76,7 +76,7 @@ CONFIGS = {
     "not whole pages": ({"budget": 1000}, "budget: got 1000, expected a multiple of page_size"),
     "buffer not whole pages": ({"device_buffer_size": 4100}, "expected a multiple of page_size"),
     "unknown algorithm": ({"algorithm": "qest"}, "unknown algorithm 'qest'; did you mean 'quest'?"),
-    "unknown option": ({"algorithm_config": {"beta": 1}}, "unknown quest option 'beta'"),
+    "unknown option": ({"algorithm_config": {"beta": 1}}, "unknown sketch option 'beta'"),
     "more memory than there is": ({"host_memory": "900TiB"}, "host_memory: got '900TiB'"),
     "fraction beyond one": ({"host_memory": 1.5}, "expected a fraction in (0, 1)"),
     "graphs and dense layers": (
