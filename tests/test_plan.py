@@ -82,8 +82,9 @@ def test_bytes_of_a_request() -> None:
     found = fit(HiSparseConfig(budget=2048), LLAMA, H200, 32768)
     assert found.host_bytes_per_request == 32768 * LLAMA.token_bytes
     assert found.host_bytes_per_token == 131072
-    # Four ranges of a page of 16 in fp8, each with a scale, in 32 layers and 8 heads.
-    representations = 32 * 8 * 4 * (2 * 128 + 4) // 16
+    # A sketch of a page of 16 in 32 layers and 8 heads: a byte a channel, a scale and a byte of the
+    # mask for 8 channels, two bits a token and a scale for each of the 40 detailed channels.
+    representations = 32 * 8 * (128 + 2 * 128 // 8 + 40 * (16 // 4 + 1)) // 16
     assert found.device_bytes_per_token == representations
     pages = 32 * 8 * (4096 // 16 + 1) * 16 * 256 * 2
     tables = found.device_bytes_per_request - pages - 32768 * representations
