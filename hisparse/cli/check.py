@@ -8,18 +8,17 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.errors import ConfigError, one_line
-
-if TYPE_CHECKING:
-    from hisparse.algorithms import BaseSparseAlgorithm
-    from hisparse.testing import CheckResult
+from hisparse.options import from_options
+from hisparse.testing import CHECKS, CheckResult, report_class, run_checks
 
 __all__ = ["add_parser"]
 
@@ -49,9 +48,6 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from hisparse.options import from_options
-    from hisparse.testing import report_class
-
     cls, options = _load(arguments.algorithm), _parse(arguments.options)
     name = cls.__name__
 
@@ -80,8 +76,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _run_checks(make: Callable[[], BaseSparseAlgorithm]) -> list[CheckResult]:
     """Run the suite and show the check under way on standard error."""
-    from hisparse.testing import CHECKS, run_checks
-
     results: list[CheckResult] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
@@ -95,8 +89,6 @@ def _run_checks(make: Callable[[], BaseSparseAlgorithm]) -> list[CheckResult]:
 
 def _load(name: str) -> type[BaseSparseAlgorithm]:
     """The class with a registered name, or at ``module:Class``."""
-    from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
-
     module_name, colon, class_name = name.partition(":")
     if not colon:
         return ALGORITHMS.get(name)
@@ -156,8 +148,6 @@ def _as_json(
 
 
 def _print(name: str, results: Sequence[CheckResult]) -> None:
-    from hisparse.testing import CHECKS
-
     console = Console()
     wrong = [
         result

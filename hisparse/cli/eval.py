@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -19,11 +19,10 @@ from hisparse.cli.output import make_table, print_figures, print_paragraph
 from hisparse.config import HiSparseConfig
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, one_line
+from hisparse.eval import TASKS, Evaluation, Method, make_cells, make_summary, parse_methods
 from hisparse.eval.models import MODELS, resolve
-
-if TYPE_CHECKING:
-    from hisparse.eval.method import Method
-    from hisparse.eval.tables import Cell
+from hisparse.eval.report import check_reports, read_result, write_reports
+from hisparse.eval.tables import Cell, make_short_tables
 
 __all__ = ["add_parser"]
 
@@ -141,9 +140,6 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from hisparse.eval import TASKS, Evaluation, make_cells, make_summary, parse_methods
-    from hisparse.eval.report import check_reports, write_reports
-
     check_reports(arguments.report)
     if arguments.saved:
         return _report_saved(arguments)
@@ -202,8 +198,6 @@ def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
         raise ConfigError("--tasks: got --report, which shows our own tasks; expected --json")
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(f"--limit: got {arguments.limit}, expected at least 1")
-    from hisparse.eval import TASKS
-
     try:
         from hisparse.eval.lm_eval_run import run_tasks
         from hisparse.eval.lm_eval_tasks import load_tasks
@@ -258,8 +252,6 @@ def _line() -> str:
 
 def _report_saved(arguments: argparse.Namespace) -> int:
     """Write reports from the JSON output of earlier runs."""
-    from hisparse.eval.report import read_result, write_reports
-
     if not arguments.report or arguments.json:
         got = "--json" if arguments.json else "no --report"
         raise ConfigError(
@@ -314,8 +306,6 @@ def _load(name: str, dtype: str) -> tuple[Any, Any, str]:
 
 
 def _print_tables(result: dict[str, Any]) -> None:
-    from hisparse.eval.tables import make_short_tables
-
     console = Console(highlight=False)
     for table in make_short_tables(result):
         console.print(f"\n[bold]{table.title}[/bold]")

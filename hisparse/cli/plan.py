@@ -9,20 +9,20 @@ import shlex
 import sys
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
+from hisparse.algorithms import build_algorithm
 from hisparse.cli.lists import names, numbers
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.config import HiSparseConfig
+from hisparse.engine.capabilities import check_indexer
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
+from hisparse.plan.fit import Capacity, Machine, fit, refuse
 from hisparse.units import format_bytes, resolve_memory
-
-if TYPE_CHECKING:
-    from hisparse.plan.fit import Capacity, Machine
 
 __all__ = ["add_parser"]
 
@@ -105,9 +105,6 @@ def _fit_all(arguments: argparse.Namespace, model: Any) -> tuple[list[Capacity],
     Raises:
         ConfigError: an argument is wrong, or every configuration is refused.
     """
-    from hisparse.algorithms import build_algorithm
-    from hisparse.engine.capabilities import check_indexer
-    from hisparse.plan.fit import Machine, fit, refuse
     from hisparse.transformers.model_config import count_weight_bytes, shape_per_rank
 
     if arguments.tp < 1:
