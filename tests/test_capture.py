@@ -16,8 +16,8 @@ from hisparse.algorithms.quest import Quest
 from hisparse.engine.step import DecodeBatch
 from hisparse.errors import HiSparseError
 from hisparse.testing import Request, Simulator, Violation
-from hisparse.testing.replaying import ReplayingSimulator
-from hisparse.testing.watching import Operations, no_sync
+from hisparse.testing.operations import Operations, no_sync
+from hisparse.testing.replaying_simulator import ReplayingSimulator
 from hisparse.types import Selection
 
 _Retrieve = Callable[[torch.Tensor, int, DecodeStep], Selection]

@@ -17,7 +17,7 @@ from hisparse.cache.staging import Staging
 from hisparse.cache.streams import InlineStreams, Lane, Pending
 from hisparse.testing import Simulator
 from hisparse.testing.delayed import DelayedStreams, Order
-from hisparse.testing.replaying import ReplayingSimulator
+from hisparse.testing.replaying_simulator import ReplayingSimulator
 
 T = TypeVar("T")
 SCOPES = ["layer", "kv_head", "query_head"]

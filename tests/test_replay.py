@@ -14,7 +14,7 @@ from hisparse.algorithms.snapkv import SnapKV
 from hisparse.algorithms.streaming import Streaming
 from hisparse.algorithms.topp import TopP
 from hisparse.testing import Request, Simulator
-from hisparse.testing.replaying import ReplayingSimulator
+from hisparse.testing.replaying_simulator import ReplayingSimulator
 
 PREFETCH: dict[str, Any] = {"extensions": {"prefetch": {"min_cosine": 0.0}}}
 SCOPES = ["layer", "kv_head", "query_head"]

@@ -16,11 +16,11 @@ import torch
 
 from hisparse.kernels.build.cpu import cpu_library
 from hisparse.testing.case import Case
+from hisparse.testing.operations import Operations, no_sync
 from hisparse.testing.recorder import Call, Guard
-from hisparse.testing.replaying import ReplayingSimulator
+from hisparse.testing.replaying_simulator import ReplayingSimulator
 from hisparse.testing.simulator import Simulator
 from hisparse.testing.violation import Violation
-from hisparse.testing.watching import Operations, no_sync
 
 __all__ = ["allocations", "no_loops", "no_syncs", "replays"]
 

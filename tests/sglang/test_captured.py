@@ -18,7 +18,7 @@ from hisparse.errors import HiSparseError
 from hisparse.sglang import backend as module
 from hisparse.sglang.backend import HiSparseAttnBackend
 from hisparse.testing import Request, Simulator
-from hisparse.testing.replay import record
+from hisparse.testing.step_recording import record
 
 BATCH_SIZES = (1, 2, 4)
 CONTEXT = 192

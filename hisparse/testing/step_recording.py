@@ -24,8 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hisparse.kernels.build import cpu as _build
+from hisparse.testing.operations import no_sync
 from hisparse.testing.violation import Violation
-from hisparse.testing.watching import no_sync
 
 __all__ = ["Recording", "record"]
 

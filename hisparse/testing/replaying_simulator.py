@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hisparse.engine.graphs import StaticBatch
-from hisparse.testing.replay import Recording, record
 from hisparse.testing.simulator import Request, Simulator
+from hisparse.testing.step_recording import Recording, record
 from hisparse.types import IndexerInputs
 
 __all__ = ["ReplayingSimulator"]
