@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.types import PagedKV
 from hisparse_bench.options import Options
@@ -47,7 +48,7 @@ class DecodeBench(ModelShape):
     misses: float = 0.15
     batch: int = 1
     layers: int = 2
-    algorithm: str = "quest"
+    algorithm: str = HiSparseConfig.algorithm
 
     def run(self, options: Options) -> Case:
         """Time all implementations; the gate compares with float64 attention over the selection."""

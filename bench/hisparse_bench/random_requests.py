@@ -52,7 +52,7 @@ class RandomRequests:
     row_tokens: int
     max_new_tokens: int
     device: torch.device
-    algorithm: str = "quest"
+    algorithm: str = HiSparseConfig.algorithm
     seed: int = 0
     scope: SelectionScope | None = None
     staging_pages: int = 16

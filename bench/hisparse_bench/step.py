@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec
 from hisparse_bench.options import Options
@@ -65,7 +66,7 @@ class StepBench(ModelShape):
     batch: int = 1
     layers: int = 4
     reuse_layers: int = 2
-    algorithm: str = "quest"
+    algorithm: str = HiSparseConfig.algorithm
 
     def run(self, options: Options) -> Case:
         """Time both; the gate checks that overlap changes no bit of the outputs."""

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from hisparse.cli.output import without_sglang_warnings
+from hisparse.config import HiSparseConfig
 from hisparse_bench.report import Case, Report
 
 __all__ = ["add_parsers", "show"]
@@ -75,8 +76,9 @@ def add_parsers(benches: Any) -> None:
         help_text = "dtype of K and V (float32)"
         parser.add_argument("--dtype", default="float32", metavar="NAME", help=help_text)
     for parser in (decode, step):
-        help_text = "the algorithm, any registered one (quest)"
-        parser.add_argument("--algorithm", default="quest", metavar="NAME", help=help_text)
+        name = HiSparseConfig.algorithm
+        help_text = f"the algorithm, any registered one ({name})"
+        parser.add_argument("--algorithm", default=name, metavar="NAME", help=help_text)
 
 
 def _add(
