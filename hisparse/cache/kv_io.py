@@ -37,14 +37,7 @@ class KVReadWrite:
     def append(
         self, layer_id: int, tail_slots: Tensor, host_slots: Tensor, k: Tensor, v: Tensor
     ) -> None:
-        """Write each request's new token to its rows' tail pages and to its host slot.
-
-        Args:
-            layer_id: layer number.
-            tail_slots: ``[R] int64``, device page of the row's tail times S, plus the offset in it.
-            host_slots: ``[B] int64``.
-            k, v: ``[B, Hkv, D]``.
-        """
+        """Write new tokens to tail pages and host slots: ``SparseKVCacheManager.append``."""
         self._verify(host_slots)
         new, heads = encode(self._host.kv, k, v), self._device.heads
         write_tokens(new, self._host.stored(layer_id), host_slots)

@@ -125,7 +125,8 @@ class SparseKVCacheManager:
             selection: the selected pages.
             rows: the rows that attend.
             tail_lens: ``[R] int32``, tokens of the tail page to attend; None: all of them.
-            followers: later layers that share the selection.
+            followers: later layers that share the selection. With overlap, their transfers start
+                here, after those of this layer.
         """
         tail_lens = rows.tail_lens if tail_lens is None else tail_lens
         return self._swap_in.swap_in(layer_id, selection, rows, tail_lens, followers)

@@ -95,16 +95,7 @@ class SwapIn:
         tail_lens: Tensor,
         followers: Sequence[int] = (),
     ) -> PageTable:
-        """Make the selected pages resident for the forward stream.
-
-        Args:
-            layer_id: layer number.
-            selection: the selected pages.
-            rows: the rows that attend.
-            tail_lens: ``[R] int32``, tokens of the tail page to attend.
-            followers: later layers that share the selection. With overlap, their transfers start
-                here, after those of this layer.
-        """
+        """Make the selected pages resident: ``SparseKVCacheManager.swap_in``."""
         if self._checked:
             check_selection(layer_id, selection, rows)
         self._join_prefetches(layer_id)
