@@ -221,9 +221,9 @@ def allocated(context: int) -> int:
 
 
 def test_what_an_eager_step_allocates_grows_by_its_scores_and_little_else() -> None:
-    """Allocations grow with the context by the scores, four per page in Quest, without copies."""
+    """Allocations grow with the context by the scores, one per page and head, without copies."""
     more_pages = 64
-    scores = more_pages * 4 * 4 * Simulator.q_heads * torch.float32.itemsize
+    scores = 4 * more_pages * Simulator.q_heads * torch.float32.itemsize
     grown = allocated(161 + more_pages * 8) - allocated(161)
     assert scores < grown <= 2 * scores
 
