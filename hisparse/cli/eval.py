@@ -225,7 +225,7 @@ def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
     heads = ("method", "budget", "task", "metric", "score", "stderr", "n", "selections")
     table = make_table(*heads, right=figures)
     for line in scores:
-        shown = (line[head] for head in heads)
+        shown = ("-" if line[head] is None else line[head] for head in heads)
         table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in shown))
     Console().print(table)
     return 0

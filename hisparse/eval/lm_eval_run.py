@@ -15,7 +15,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from hisparse.eval.method import Method
+from hisparse.eval.method import Method, identity
 from hisparse.transformers import HiSparseCache, disable, enable
 
 __all__ = ["HiSparseLM", "run_tasks"]
@@ -106,9 +106,7 @@ def _lines(method: Method, selections: int, found: Any) -> list[dict[str, Any]]:
             stderr = scores.get(f"{metric}_stderr,{which}")
             lines.append(
                 {
-                    "method": method.name,
-                    "algorithm": method.config.algorithm,
-                    "budget": method.config.budget,
+                    **identity(method.name, method.config.algorithm, method.config.budget),
                     "task": task,
                     "metric": metric if which == "none" else key,
                     "score": score,

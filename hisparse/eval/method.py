@@ -11,7 +11,7 @@ from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 
-__all__ = ["DENSE", "Method", "parse_methods"]
+__all__ = ["DENSE", "Method", "identity", "parse_methods"]
 
 #: Name of dense attention, the reference of all figures.
 DENSE = "dense"
@@ -41,6 +41,21 @@ class Method:
         """Dense attention through the same code: no context is long enough to be sparse."""
         settings = {"algorithm": "streaming", "budget": 128, "min_sparse_context": _ALWAYS_DENSE}
         return cls(name=DENSE, settings=settings)
+
+
+def identity(method: str, algorithm: str, budget: int) -> dict[str, str | int | None]:
+    """The keys ``method``, ``algorithm`` and ``budget`` of a result.
+
+    The settings of dense attention name an algorithm and a budget that no context reaches. Its
+    results have algorithm "dense" and budget None.
+
+    Args:
+        method: name of the method.
+        algorithm, budget: of its settings.
+    """
+    if method == DENSE:
+        return {"method": method, "algorithm": DENSE, "budget": None}
+    return {"method": method, "algorithm": algorithm, "budget": budget}
 
 
 def parse_methods(

@@ -10,7 +10,7 @@ import numpy as np
 from hisparse.eval.bootstrap import MIN_DOCUMENTS, mean_interval
 from hisparse.eval.divergence import Record, kl, kl_ratio, perplexities
 from hisparse.eval.documents import CONTINUE, COPY
-from hisparse.eval.method import DENSE
+from hisparse.eval.method import DENSE, identity
 
 __all__ = ["USABLE", "make_cells", "make_summary"]
 
@@ -35,9 +35,7 @@ def make_cells(records: Sequence[Record]) -> list[dict[str, Any]]:
             low, high = mean_interval(correct)
             cells.append(
                 {
-                    "method": method,
-                    "algorithm": group[0]["algorithm"],
-                    "budget": budget,
+                    **identity(method, group[0]["algorithm"], budget),
                     "context": context,
                     "task": task,
                     "score": float(correct.mean()),
@@ -84,9 +82,7 @@ def make_summary(records: Sequence[Record]) -> list[dict[str, Any]]:
         }
         lines.append(
             {
-                "method": method,
-                "algorithm": group[0]["algorithm"],
-                "budget": budget,
+                **identity(method, group[0]["algorithm"], budget),
                 "context": context,
                 "selection_scope": group[0].get("selection_scope"),
                 "documents": len(group),

@@ -130,6 +130,7 @@ def test_each_method_has_its_scores(net: Any, tokenizer: Any, task: Path) -> Non
         ("oracle", 896),
     ]
     dense, streaming, quest, whole = lines
+    assert (dense["algorithm"], dense["budget"]) == ("dense", None)
     assert dense["score"] == whole["score"] == 1
     assert whole["selections"] == dense["selections"] == 0, "contexts within the budget"
     assert streaming["score"] < 1

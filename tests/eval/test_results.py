@@ -63,6 +63,13 @@ def test_documents_are_resampled_where_there_are_enough() -> None:
 METHODS = ("dense", "quest")
 
 
+def test_dense_attention_has_no_budget_and_no_sparse_algorithm() -> None:
+    records = [record("a", name, kl=[0.1], continued=[-1.0]) for name in METHODS]
+    for lines in (make_cells(records), make_summary(records)):
+        found = {line["method"]: (line["algorithm"], line["budget"]) for line in lines}
+        assert found == {"dense": ("dense", None), "quest": ("quest", records[1]["budget"])}
+
+
 def test_divergence_and_perplexity() -> None:
     records = [
         record("a", "dense", kl=[0.0] * 2, continued=[-1.0, -3.0], copied=[[-0.1] * 3]),
