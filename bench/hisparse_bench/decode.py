@@ -52,12 +52,8 @@ class DecodeBench(ModelShape):
 
     def run(self, options: Options) -> Case:
         """Time all implementations; the gate compares with float64 attention over the selection."""
-        self._check()
-        steps = 2 * options.num_steps + _WARMUPS
-        requests = self._make_requests(options, -(-steps // self.layers) + _CALIBRATION_TOKENS + 2)
-        work = DecodeWorkload(requests, self.misses)
-        gate = "passed" if work.agrees() else "failed"
-        work.calibrate(_CALIBRATION_TOKENS)
+        work, gate = self.prepared(options, 2 * options.num_steps + _WARMUPS)
+        requests = work.requests
         before = requests.stats
         ours = Candidate(work.decode, work.prepare)
         times = time_in_turns(
@@ -80,6 +76,15 @@ class DecodeBench(ModelShape):
             results=[Result.of(impl, seconds) for impl, seconds in times.items()],
             parts=parts,
         )
+
+    def prepared(self, options: Options, num_steps: int) -> tuple[DecodeWorkload, str]:
+        """A workload that can decode ``num_steps``, with the requested misses, and its gate."""
+        self._check()
+        num_tokens = -(-num_steps // self.layers) + _CALIBRATION_TOKENS + 2
+        work = DecodeWorkload(self._make_requests(options, num_tokens), self.misses)
+        gate = "passed" if work.agrees() else "failed"
+        work.calibrate(_CALIBRATION_TOKENS)
+        return work, gate
 
     def _check(self) -> None:
         size = self.page_size
@@ -120,10 +125,13 @@ class DecodeWorkload:
     Args:
         requests: decoded through the coordinator.
         misses: requested fraction of selected pages that are not resident.
+
+    Attributes:
+        requests: see above.
     """
 
     def __init__(self, requests: RandomRequests, misses: float) -> None:
-        self._requests, self._misses = requests, misses
+        self.requests, self._misses = requests, misses
         #: Why FlashInfer, which needs CUDA, is not among the peers.
         self.left_out = ""
         kv = requests.kv
@@ -136,11 +144,11 @@ class DecodeWorkload:
     @property
     def query(self) -> Tensor:
         """The current layer's queries, ``[B, Hq, D]``."""
-        return self._queries[self._layer].to(self._requests.kv.dtype)
+        return self._queries[self._layer].to(self.requests.kv.dtype)
 
     def prepare(self, step: int) -> None:
         """Advance to the next layer, or to the first layer of the next token."""
-        requests = self._requests
+        requests = self.requests
         self._layer = (self._layer + 1) % requests.kv.num_layers
         if self._layer:
             return
@@ -152,17 +160,17 @@ class DecodeWorkload:
 
     def decode(self, step: int) -> Tensor:
         """Attention of the current layer."""
-        return self._requests.coordinator.attention(self._layer, self.query, *self._kv)
+        return self.requests.coordinator.attention(self._layer, self.query, *self._kv)
 
     def calibrate(self, num_tokens: int) -> None:
         """Adjust the drift to the requested miss ratio; faster drift misses more pages."""
-        layers = self._requests.kv.num_layers
+        layers = self.requests.kv.num_layers
         for token in range(num_tokens):
-            before = self._requests.stats
+            before = self.requests.stats
             for step in range(layers):
                 self.prepare(step)
                 self.decode(step)
-            after = self._requests.stats
+            after = self.requests.stats
             missed = after.miss_pages - before.miss_pages
             got = missed / (missed + after.hit_pages - before.hit_pages)
             if self._misses and token >= 4:
@@ -171,18 +179,18 @@ class DecodeWorkload:
 
     def agrees(self) -> bool:
         """Whether one token's output in all layers equals float64 attention over the selection."""
-        tolerance = 2e-5 if self._requests.kv.dtype == torch.float32 else 2e-2
-        for step in range(self._requests.kv.num_layers):
+        tolerance = 2e-5 if self.requests.kv.dtype == torch.float32 else 2e-2
+        for step in range(self.requests.kv.num_layers):
             self.prepare(step)
             out = self.decode(step).double().cpu()
-            expected = self._requests.attend(self._layer, self.query)
+            expected = self.requests.attend(self._layer, self.query)
             if not torch.allclose(out, expected, atol=tolerance, rtol=tolerance):
                 return False
         return True
 
     def peers(self) -> dict[str, Candidate]:
         """Dense attention over contiguous K/V: PyTorch's SDPA, SGLang's, and FlashInfer's."""
-        requests = self._requests
+        requests = self.requests
         contexts = [requests.contiguous(layer) for layer in range(requests.kv.num_layers)]
         scale, queries = requests.policy.scale, self._queries.to(requests.kv.dtype)
 
@@ -198,7 +206,7 @@ class DecodeWorkload:
         return {"sdpa": Candidate(sdpa)} | self._torch_native(contexts, queries)
 
     def _torch_native(self, contexts: list[PagedKV], queries: Tensor) -> dict[str, Candidate]:
-        requests = self._requests
+        requests = self.requests
         lens = torch.full((requests.batch,), requests.context)
         made = [torch_native_decode(kv, lens, requests.policy.scale) for kv in contexts]
         by_layer = [decode for decode in made if decode is not None]
@@ -212,7 +220,7 @@ class DecodeWorkload:
     def _flashinfer(
         self, contexts: list[PagedKV], queries: Tensor, sdpa: Callable[[int], Tensor]
     ) -> dict[str, Candidate]:
-        kv, scale = self._requests.kv, self._requests.policy.scale
+        kv, scale = self.requests.kv, self.requests.policy.scale
         by_layer: list[Callable[[Tensor], Tensor]] = []
 
         def agrees() -> bool:

@@ -103,11 +103,15 @@ class Report:
                 entry["results"], entry["parts"] = [], {}
         return json.dumps(found, indent=2)
 
+    @property
+    def title(self) -> str:
+        """The command, the kernels that ran and the machine."""
+        return f"{self.command}: {self._kernels()}, on {self.machine}"
+
     def print_table(self, console: Console) -> None:
         """Print the report as a table."""
         # Columns are narrow enough for 80 characters; names wrap and are never cut off.
-        title = f"{self.command}: {self._kernels()}, on {self.machine}"
-        table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table = Table(title=self.title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for column in ("case", "gate", "implementation"):
             table.add_column(column, overflow="fold")
         for column in ("median", "p10", "p90", "GB/s"):

@@ -18,11 +18,11 @@ from hisparse.eval.svg_chart import Axis, Chart, Color
 
 __all__ = ["draw", "main"]
 
-#: Implementation to its label and colour (Okabe and Ito's).
+#: Implementation to its label and colour (Okabe and Ito's); "cpu" is hisparse with an algorithm.
 _IMPLS: dict[str, tuple[str, Color]] = {
     "torch_native": ("SGLang torch_native, dense", "#8c8c8c"),
     "sdpa": ("PyTorch SDPA, dense", "#0072b2"),
-    "cpu": ("hisparse, quest", "#d55e00"),
+    "cpu": ("hisparse, {algorithm}", "#d55e00"),
 }
 _LABELS, _LEFT, _RIGHT, _VALUES = 24, 230, 690, 700
 _TOP, _ROW, _GAP = 66, 20, 34
@@ -41,7 +41,7 @@ def draw(reports: Sequence[dict[str, Any]]) -> str:
     sources = sorted({f"{report['machine']}, commit {report['commit'][:7]}" for report in reports})
     if len(sources) != 1:
         raise ConfigError(f"got reports of {'; '.join(sources)}; expected one machine and commit")
-    cases = [case for report in reports for case in report["cases"]]
+    cases = [case | {"kernels": _kernels(x)} for x in reports for case in x["cases"]]
     if failed := [case["name"] for case in cases if case["gate"] != "passed"]:
         raise ConfigError(f"the gate of {failed[0]!r} failed; expected reports that passed")
     bottom = _TOP + len(cases) * (_GAP + len(_IMPLS) * _ROW) - 16
@@ -51,13 +51,19 @@ def draw(reports: Sequence[dict[str, Any]]) -> str:
     chart.grid_x(x, [(ms, f"{ms} ms") for ms in _TICKS_MS], (_TOP - 18, bottom))
     y = float(_TOP)
     for case in cases:
-        chart.text(_LABELS, y, _heading(case["params"]), bold=True)
-        _draw_rows(chart, x, y, case["results"])
+        chart.text(_LABELS, y, _heading(case["params"]) + case["kernels"], bold=True)
+        _draw_rows(chart, x, y, case)
         y += _GAP + len(_IMPLS) * _ROW
     chart.text(24, bottom + 42, _shapes(cases[0]["params"]), size=11)
     dots = "Dots: medians. Lines: p10 to p90. Logarithmic axis."
     chart.text(24, bottom + 60, f"{sources[0]}. {dots}", size=11)
     return chart.to_svg()
+
+
+def _kernels(report: dict[str, Any]) -> str:
+    """The kernels that ran, for a heading; older reports do not say."""
+    found = report.get("instruction_sets")
+    return f"; {found['kernels']} kernels" if found else ""
 
 
 def _heading(params: dict[str, Any]) -> str:
@@ -74,12 +80,12 @@ def _shapes(params: dict[str, Any]) -> str:
     )
 
 
-def _draw_rows(chart: Chart, x: Axis, top: float, results: Sequence[dict[str, Any]]) -> None:
-    by_impl = {result["impl"]: result for result in results}
+def _draw_rows(chart: Chart, x: Axis, top: float, case: dict[str, Any]) -> None:
+    by_impl = {result["impl"]: result for result in case["results"]}
     for row, (impl, (label, color)) in enumerate(_IMPLS.items(), 1):
         y = top + row * _ROW
         p10, median, p90 = (by_impl[impl][f"{name}_us"] / 1e3 for name in ("p10", "median", "p90"))
-        chart.text(_LABELS, y + 4, label)
+        chart.text(_LABELS, y + 4, label.format(algorithm=case["params"]["algorithm"]))
         chart.line([(x(p10), y), (x(p90), y)], color=color, width=2)
         chart.dot(x(median), y, color)
         chart.text(_VALUES, y + 4, _milliseconds(median))

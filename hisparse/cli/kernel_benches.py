@@ -1,7 +1,7 @@
-"""``hisparse bench lru-diff|transfer|swap-in|decode|step|prefill``: benchmarks without a server.
+"""``hisparse bench lru-diff|transfer|swap-in|decode|...``: benchmarks without a server.
 
-The first four time kernels beside other implementations, the last two several layers with and
-without overlap.
+They time kernels beside other implementations and the processor's limits, and decode steps beside
+busy processes, with and without overlap.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from rich.console import Console
 
 from hisparse.cli.output import without_sglang_warnings
 from hisparse.config import HiSparseConfig
+from hisparse_bench.options import Options
 from hisparse_bench.report import Case, Report
 
 __all__ = ["add_parsers", "show"]
@@ -49,12 +50,17 @@ _DECODE = {
     "page-size": (16, "tokens of a page"),
 }
 _MODEL = {name: _DECODE[name] for name in ("q-heads", "kv-heads", "head-dim", "page-size")}
+_BUSY = {"processes": (1, "processes that keep a core busy each")} | _DECODE
 _STEP = {
     "context": (8192, "tokens of each request"),
     "budget": (1024, "tokens attended per step"),
     "batch": (1, "requests"),
     "layers": (4, "layers of the model"),
     "reuse-layers": (2, "layers that share a selection"),
+} | _MODEL
+_KERNELS = {
+    "context": (32768, "tokens whose pages are scored"),
+    "budget": (2048, "tokens attended"),
 } | _MODEL
 _PREFILL = {
     "context": (8192, "tokens of the prefix"),
@@ -72,10 +78,13 @@ def add_parsers(benches: Any) -> None:
     decode = _add(benches, "decode", "attention of one layer, with selection and swap-in", _DECODE)
     step = _add(benches, "step", "a decode step of several layers, with and without overlap", _STEP)
     prefill = _add(benches, "prefill", "a chunk over a prefix, with and without overlap", _PREFILL)
-    for parser in (decode, step, prefill):
+    busy = _add(benches, "busy", "a decode step while other processes keep cores busy", _BUSY)
+    text = "CPU kernels against the processor's limits: multiply-adds and memory"
+    _add(benches, "kernels", text, _KERNELS)
+    for parser in (decode, busy, step, prefill):
         help_text = "dtype of K and V (float32)"
         parser.add_argument("--dtype", default="float32", metavar="NAME", help=help_text)
-    for parser in (decode, step):
+    for parser in (decode, busy, step):
         name = HiSparseConfig.algorithm
         help_text = f"the algorithm, any registered one ({name})"
         parser.add_argument("--algorithm", default=name, metavar="NAME", help=help_text)
@@ -100,7 +109,7 @@ def _add(
 
 def _run(name: str, sizes: Sequence[str], arguments: argparse.Namespace) -> int:
     from hisparse.errors import ConfigError
-    from hisparse_bench.options import Options, device_of, dtype_of
+    from hisparse_bench.options import device_of, dtype_of
 
     if arguments.steps < 1:
         raise ConfigError(f"--steps: got {arguments.steps}, expected 1 or more")
@@ -116,13 +125,26 @@ def _run(name: str, sizes: Sequence[str], arguments: argparse.Namespace) -> int:
     options = Options(
         device=device_of(arguments.device), num_steps=arguments.steps, seed=arguments.seed
     )
+    make = _limits if name == "kernels" else _one_case
     with Console(stderr=True).status(f"bench {name}"), without_sglang_warnings():
-        case = _bench(name)(**values).run(options)
-    report = Report(command=f"bench {name}", device=arguments.device, cases=[case])
+        report = make(name, values, options)
     return show(report, as_json=arguments.json)
 
 
+def _one_case(name: str, values: dict[str, Any], options: Options) -> Report:
+    case = _bench(name)(**values).run(options)
+    return Report(command=f"bench {name}", device=options.device.type, cases=[case])
+
+
+def _limits(name: str, values: dict[str, Any], options: Options) -> Report:
+    from hisparse_bench.kernels import KernelsBench, KernelsReport
+
+    cases = KernelsBench(**values).run(options)
+    return KernelsReport(command=f"bench {name}", device=options.device.type, cases=cases)
+
+
 def _bench(name: str) -> Callable[..., Any]:
+    from hisparse_bench.busy import BusyBench
     from hisparse_bench.decode import DecodeBench
     from hisparse_bench.lru_diff import LruDiffBench
     from hisparse_bench.prefill import PrefillBench
@@ -135,6 +157,7 @@ def _bench(name: str) -> Callable[..., Any]:
         "transfer": TransferBench,
         "swap-in": SwapInBench,
         "decode": DecodeBench,
+        "busy": BusyBench,
         "step": StepBench,
         "prefill": PrefillBench,
     }[name]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -17,10 +19,11 @@ from hisparse.algorithms import ALGORITHMS
 from hisparse.cache.streams import Lane, Pending
 from hisparse.cache.swap_in import SwapIn
 from hisparse.cli import main
+from hisparse.kernels import sketch_score
 from hisparse.kernels.build import isa
 from hisparse.kernels.dispatch import implementation
 from hisparse.testing.delayed import DelayedStreams
-from hisparse_bench import lru_diff, transfer
+from hisparse_bench import busy, kernels, lru_diff, transfer
 from hisparse_bench.decode import DecodeBench, DecodeWorkload
 from hisparse_bench.lru_diff import LruDiffBench, drifting_selections
 from hisparse_bench.options import Options
@@ -120,6 +123,95 @@ def test_a_bench_starts_again_restricted_to_an_instruction_set(
     assert arguments == [sys.executable, "-m", "hisparse", "bench", "..."]
     assert environment == isa.environment("avx2", os.environ)
     assert environment[isa.VARIABLE] == "avx2"
+
+
+LIMITS = ["--context", "256", "--budget", "64", "--head-dim", "16", "--steps", "4"]
+
+
+def test_kernels_beside_the_limits_of_the_processor(capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_num_threads()
+    assert main(["bench", "kernels", *LIMITS, "--json"]) == 0
+    cases = json.loads(capsys.readouterr().out)["cases"]
+    assert {case["gate"] for case in cases} == {"passed"}
+    found = {(case["name"], case["params"]["dtype"], case["params"]["threads"]) for case in cases}
+    works = {("page_score", x) for x in ("float8_e4m3fn", "bfloat16", "float32")}
+    works |= {("sketch_score", "uint8")}
+    works |= {("paged_attention", x) for x in ("bfloat16", "float32")}
+    assert found == {(*work, threads) for work in works for threads in {1, before}}
+    for case in cases:
+        assert [x["impl"] for x in case["results"]] == ["multiply_add", "read", case["name"]]
+        params, (_, read, own) = case["params"], case["results"]
+        assert own["gb_s"] == pytest.approx(params["bytes"] / own["median_us"] / 1e3, rel=0.01)
+        needs = {
+            "read": read["median_us"],
+            "multiply_add": 2e-3 * params["multiply_adds"] / params["peak_gflop_s"],
+        }
+        assert params["limit"] == max(needs, key=lambda name: needs[name])
+        share = 100 * needs[params["limit"]] / own["median_us"]
+        assert params["percent_of_limit"] == pytest.approx(share, rel=0.02, abs=0.2)
+    # 32 query heads, 4 ranges of 16 pages, 32 products; 8 KV heads of 64 tokens, K and V.
+    by_name = {case["name"]: case["params"] for case in cases}
+    assert by_name["page_score"]["multiply_adds"] == 32 * 4 * 16 * 32
+    assert by_name["paged_attention"]["bytes"] == 8 * 64 * 16 * 2 * 4
+    assert torch.get_num_threads() == before
+
+
+def test_a_wrong_kernel_has_no_share_of_a_limit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(*args: object, impl: str) -> torch.Tensor:
+        scores: torch.Tensor = sketch_score(*args, impl=impl)
+        return scores + (0.01 if impl == "cpu" else 0)
+
+    monkeypatch.setattr(kernels, "sketch_score", wrong)
+    assert main(["bench", "kernels", *LIMITS, "--json"]) == 1
+    failed = [x for x in json.loads(capsys.readouterr().out)["cases"] if x["gate"] == "failed"]
+    assert {case["name"] for case in failed} == {"sketch_score"}
+    assert all(case["results"] == [] for case in failed)
+    assert not any("percent_of_limit" in case["params"] for case in failed)
+    assert main(["bench", "kernels", *LIMITS]) == 1
+    shown = capsys.readouterr().out
+    assert "the check failed" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_busy_cores_beside_a_quiet_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, running = torch.get_num_threads(), []
+    start = subprocess.Popen
+
+    def popen(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
+        child = start(*arguments, **options)
+        if "-S" in arguments[0]:  # The commit is asked of git.
+            running.append(child)
+        return child
+
+    monkeypatch.setattr(busy.subprocess, "Popen", popen)
+    flags = [*SMALL["decode"], "--steps", "8", "--processes", "2"]
+    assert main(["bench", "busy", *flags, "--json"]) == 0
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    assert (case["gate"], case["params"]["processes"]) == ("passed", 2)
+    assert [x["impl"] for x in case["results"]] == ["busy", "quiet", "quiet_1_thread"]
+    assert case["ratios"]["busy/quiet_1_thread"] > 0
+    assert torch.get_num_threads() == before
+    assert len(running) == 8
+    assert all(child.returncode is not None for child in running)
+
+
+def test_a_spinning_process_ends_with_its_parent() -> None:
+    code = (
+        "import os; from hisparse_bench.busy import busy_cores\n"
+        "with busy_cores(1) as (child,): print(child.pid, flush=True); os._exit(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    stat = Path("/proc") / done.stdout.strip() / "stat"
+    for _ in range(200):
+        # A container may have nobody who reaps what has ended.
+        if not stat.exists() or " Z " in stat.read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError("the child still runs")
 
 
 @pytest.mark.parametrize("bench", OVERLAP)
@@ -225,6 +317,11 @@ def test_a_peer_is_left_out_with_the_reason() -> None:
     [
         (["decode", "--device", "tpu"], "unknown --device 'tpu'"),
         (["decode", "--algorithm", "best"], "unknown algorithm 'best'"),
+        (
+            ["kernels", "--budget", "100"],
+            "--budget: got 100, expected a multiple of --page-size 16",
+        ),
+        (["busy", "--processes", "0"], "--processes: got 0, expected more than 0"),
         (["step", "--algorithm", "dsa"], "algorithm 'dsa' cannot do page_size 16"),
         (["step", "--algorithm", "dsa", "--page-size", "1"], "'dsa' asks the model's indexer"),
         (["serve", "--isa", "sse9"], "--isa: got 'sse9', expected an instruction set (choices: n"),

@@ -52,6 +52,18 @@ def test_it_names_every_median_the_machine_and_the_commit(reports: list[dict[str
         assert f"{context} tokens of context" in svg
 
 
+def test_it_names_the_algorithm_and_the_kernels_if_the_report_does(
+    reports: list[dict[str, Any]],
+) -> None:
+    assert "kernels" not in draw(reports)
+    assert "hisparse, quest" in draw(reports)
+    reports[0]["instruction_sets"] = {"kernels": "AVX2", "torch": "AVX2"}
+    reports[0]["cases"][0]["params"]["algorithm"] = "sketch"
+    svg = draw(reports)
+    assert svg.count("; AVX2 kernels") == 1
+    assert svg.count("hisparse, sketch") == 1
+
+
 def test_reports_of_two_commits_or_a_failed_gate_are_refused(
     reports: list[dict[str, Any]],
 ) -> None:

@@ -88,17 +88,19 @@ def build_cpu() -> Path:
     sources = sorted(_SOURCES.glob("*.cpp"))
     if not sources:
         raise CannotBuildError(f"no sources in {_SOURCES}")
-    return build_cpu_library("cpu", "CPU kernels", sources, _SOURCES)
+    return build_cpu_library("cpu", "CPU kernels", sources, headers=_SOURCES.iterdir())
 
 
-def build_cpu_library(name: str, what: str, sources: Sequence[Path], headers: Path) -> Path:
+def build_cpu_library(
+    name: str, what: str, sources: Sequence[Path], *, headers: Iterable[Path] = ()
+) -> Path:
     """Build a library with the flags of the CPU kernels, for the instruction set that is chosen.
 
     Args:
         name: beginning of the library's file name.
         what: the library, for the message.
         sources: C++ files.
-        headers: folder of the headers; the name of the library changes with all of its files.
+        headers: files of csrc/cpu that the sources include; the library's name changes with them.
 
     Returns:
         the path of the library in the cache.
@@ -110,9 +112,9 @@ def build_cpu_library(name: str, what: str, sources: Sequence[Path], headers: Pa
     includes, link = binding_flags()
     compiler = cxx_compiler()
     march = f"-march={ISAS[chosen_isa()].march}"
-    flags = [*_FLAGS, march, f"-I{headers}", *includes]
+    flags = [*_FLAGS, march, f"-I{_SOURCES}", *includes]
     command = [compiler, *flags, *map(str, sources), *link]
-    target = _CACHE / f"{name}-{_key(compiler, command, {*headers.iterdir(), *sources})}.so"
+    target = _CACHE / f"{name}-{_key(compiler, command, {*headers, *sources})}.so"
     produce(what, command, target)
     return target
 

@@ -1,0 +1,252 @@
+"""``hisparse bench kernels``: CPU kernels against the limits of the processor, in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from hisparse.errors import ConfigError
+from hisparse.kernels import SketchLayout, page_score, page_sketch, paged_attention, sketch_score
+from hisparse.types import PagedKV
+from hisparse_bench import peak
+from hisparse_bench.options import Options
+from hisparse_bench.report import Case, Report, Result
+from hisparse_bench.shape import ModelShape
+from hisparse_bench.timing import Candidate, time_in_turns
+
+__all__ = ["KernelsBench", "KernelsReport"]
+
+#: Quest's and Sketch's defaults.
+_RANGES, _DETAIL = 4, 0.3125
+_PEAK, _READ = "multiply_add", "read"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """A kernel with its inputs.
+
+    Attributes:
+        name: name of the kernel.
+        dtype: of what it reads.
+        run: runs it on a copy of the inputs: ``(copy, impl) -> result``.
+        inputs: tensors that it reads whole, for each copy.
+        multiply_adds: of one run.
+    """
+
+    name: str
+    dtype: str
+    run: Callable[[int, str], Tensor]
+    inputs: list[list[Tensor]]
+    multiply_adds: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one run reads."""
+        return sum(x.numel() * x.itemsize for x in self.inputs[0])
+
+    def agrees(self) -> bool:
+        """Whether the kernel equals the reference on every copy, up to rounding."""
+        for copy in range(len(self.inputs)):
+            got, expected = (self.run(copy, impl) for impl in ("cpu", "reference"))
+            largest = float(expected.abs().max())
+            if not torch.allclose(got, expected, rtol=1e-4, atol=1e-4 * largest):
+                return False
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelsBench(ModelShape):
+    """``page_score``, ``sketch_score`` and ``paged_attention``, with one thread and with all.
+
+    A kernel's time is compared with that of the limit that binds, whichever takes longer: a plain
+    read of the same bytes, or as many float32 multiply-adds in registers. All three are timed in
+    turns. What is counted as a multiply-add:
+
+    - ``page_score``: 2 D for each query head and range, q+ . high + q- . low;
+    - ``sketch_score``: for each query head and page D, and one for each token in each of the
+      detailed channels; exponentials and the unpacking of bits are not counted;
+    - ``paged_attention``: 2 D for each query head and token.
+
+    Attributes:
+        context: tokens whose pages are scored.
+        budget: tokens attended.
+        layers: copies of the inputs; each run takes the next one.
+    """
+
+    context: int = 32768
+    budget: int = 2048
+    layers: int = 2
+
+    def run(self, options: Options) -> list[Case]:
+        """Time all kernels; the gates compare them with the reference."""
+        if options.device.type != "cpu":
+            raise ConfigError(f"--device: got {options.device.type}, expected cpu")
+        for flag in ("context", "budget"):
+            if getattr(self, flag) % self.page_size:
+                raise ConfigError(
+                    f"--{flag}: got {getattr(self, flag)}, expected a multiple of --page-size "
+                    f"{self.page_size}"
+                )
+        torch.manual_seed(options.seed)
+        most = torch.get_num_threads()
+        try:
+            return [
+                self._time(work, threads, options)
+                for work in self._works()
+                for threads in sorted({1, most})
+            ]
+        finally:
+            torch.set_num_threads(most)
+
+    def _time(self, work: _Work, threads: int, options: Options) -> Case:
+        torch.set_num_threads(threads)
+        gate = "passed" if work.agrees() else "failed"
+        copies = len(work.inputs)
+        times = time_in_turns(
+            {
+                _PEAK: Candidate(lambda step: peak.multiply_add(threads)),
+                _READ: Candidate(lambda step: peak.read(work.inputs[step % copies], threads)),
+                work.name: Candidate(lambda step: work.run(step % copies, "cpu")),
+            },
+            options.num_steps,
+            device=options.device,
+        )
+        # A read is memory's business; the others have no bytes to speak of or are compared with it.
+        moved = {_PEAK: None, _READ: work.num_bytes, work.name: work.num_bytes}
+        results = [Result.of(impl, seconds, moved[impl]) for impl, seconds in times.items()]
+        params = self.reported("context", "budget") | {
+            "dtype": work.dtype,
+            "threads": threads,
+            "bytes": work.num_bytes,
+            "multiply_adds": work.multiply_adds,
+        }
+        limits = _limits(work, results, peak.multiply_add(threads)) if gate == "passed" else {}
+        return Case(name=work.name, params=params | limits, gate=gate, results=results)
+
+    def _works(self) -> Iterator[_Work]:
+        for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
+            yield self._page_score(dtype)
+        yield self._sketch_score()
+        for dtype in (torch.bfloat16, torch.float32):
+            yield self._attention(dtype)
+
+    def _query(self) -> Tensor:
+        query = torch.randn(1, self.q_heads, self.head_dim)
+        return query.mul_(self.head_dim**-0.5)
+
+    def _page_score(self, dtype: torch.dtype) -> _Work:
+        pages = self.context // self.page_size
+        shape = (pages * _RANGES, self.kv_heads, 2 * self.head_dim)
+        # Quest scales ranges to the largest number of fp8, 448.
+        summaries = [
+            (100 * torch.randn(shape)).clamp(-448, 448).to(dtype) for _ in range(self.layers)
+        ]
+        first = torch.randperm(pages, dtype=torch.int32)[:, None] * _RANGES
+        table = (first + torch.arange(_RANGES, dtype=torch.int32)).view(1, -1)
+        query, count = self._query(), torch.tensor([pages * _RANGES], dtype=torch.int32)
+        return _Work(
+            name="page_score",
+            dtype=str(dtype).removeprefix("torch."),
+            run=lambda copy, impl: page_score(query, summaries[copy], table, count, impl=impl),
+            inputs=[[x] for x in summaries],
+            multiply_adds=2 * self.head_dim * self.q_heads * pages * _RANGES,
+        )
+
+    def _sketch_score(self) -> _Work:
+        pages, size = self.context // self.page_size, self.page_size
+        layout = SketchLayout(self.head_dim, size, round(_DETAIL * self.head_dim))
+        shape = (pages, self.kv_heads, layout.num_bytes)
+        sketches = [torch.empty(shape, dtype=torch.uint8) for _ in range(self.layers)]
+        for sketch in sketches:
+            keys = torch.randn(pages, size, self.kv_heads, self.head_dim)
+            page_sketch(keys, sketch, torch.arange(pages), layout)
+        table = torch.randperm(pages, dtype=torch.int32)[None]
+        query, count = self._query(), torch.tensor([pages], dtype=torch.int32)
+        return _Work(
+            name="sketch_score",
+            dtype="uint8",
+            run=lambda copy, impl: sketch_score(
+                query, sketches[copy], table, count, layout, impl=impl
+            ),
+            inputs=[[x] for x in sketches],
+            multiply_adds=self.q_heads * pages * (self.head_dim + layout.num_channels * size),
+        )
+
+    def _attention(self, dtype: torch.dtype) -> _Work:
+        """Attention over all pages of a pool, in random order: it reads what a plain read does."""
+        pages = self.budget // self.page_size
+        shape = (self.kv_heads * pages, 1, self.page_size, self.head_dim)
+        pools = [
+            PagedKV(*(torch.randn(shape).to(dtype) for _ in range(2))) for _ in range(self.layers)
+        ]
+        table = torch.randperm(shape[0], dtype=torch.int32).view(self.kv_heads, pages)
+        lens = torch.full((self.kv_heads,), self.budget, dtype=torch.int32)
+        query = self._query().view(self.kv_heads, -1, self.head_dim)
+        return _Work(
+            name="paged_attention",
+            dtype=str(dtype).removeprefix("torch."),
+            run=lambda copy, impl: paged_attention(query, pools[copy], table, lens, impl=impl)[0],
+            inputs=[list(pool) for pool in pools],
+            multiply_adds=2 * self.head_dim * self.q_heads * self.budget,
+        )
+
+
+def _limits(work: _Work, results: list[Result], peak_multiply_adds: int) -> dict[str, Any]:
+    """The limit that binds, and the share of it that the kernel reaches.
+
+    A multiply-add counts as two operations in GFLOP/s.
+    """
+    us = {result.impl: result.median_us for result in results}
+    peak_gflop_s = 2e-3 * peak_multiply_adds / us[_PEAK]
+    limits = {"read": us[_READ], _PEAK: us[_PEAK] * work.multiply_adds / peak_multiply_adds}
+    binding = max(limits, key=lambda name: limits[name])
+    return {
+        "gflop_s": round(2e-3 * work.multiply_adds / us[work.name], 2),
+        "peak_gflop_s": round(peak_gflop_s, 2),
+        "limit": binding,
+        "limit_us": round(limits[binding], 2),
+        "percent_of_limit": round(100 * limits[binding] / us[work.name], 1),
+    }
+
+
+class KernelsReport(Report):
+    """A report with one line for each kernel and number of threads."""
+
+    def print_table(self, console: Console) -> None:
+        """Print times, rates, and the share of the limit that binds."""
+        table = Table(title=self.title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("kernel", overflow="fold")
+        table.add_column("dtype", overflow="fold")
+        for head in ("thr.", "ms", "GB/s", "read", "GFLOP/s", "peak", "limit", "%"):
+            table.add_column(head, justify="right", no_wrap=True)
+        for case in self.cases:
+            if case.gate != "passed":
+                table.add_row(case.name, case.params["dtype"], "the check failed")
+                continue
+            by_impl, params = {result.impl: result for result in case.results}, case.params
+            own = by_impl[case.name]
+            table.add_row(
+                case.name,
+                params["dtype"].removesuffix("_e4m3fn"),
+                str(params["threads"]),
+                f"{own.median_us / 1e3:.2f}",
+                f"{own.gb_s:.1f}",
+                f"{by_impl[_READ].gb_s:.1f}",
+                f"{params['gflop_s']:.0f}",
+                f"{params['peak_gflop_s']:.0f}",
+                "FMA" if params["limit"] == _PEAK else "read",
+                f"{params['percent_of_limit']:.0f}",
+            )
+        console.print(table)
+        console.print(
+            "read: a plain read of the same bytes. peak: multiply-adds in registers. %: of the "
+            "limit that binds. Medians; all checks against the reference ran on these inputs.",
+            highlight=False,
+        )

@@ -1,0 +1,81 @@
+// What a processor can do at most: multiply-adds in registers, and a plain read of memory.
+//
+// Threads are those of the kernels (csrc/cpu/parallel.h), so that a busy core slows all alike.
+#include "parallel.h"
+
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+using tvm::ffi::TensorView;
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64, kRegisters = 32;
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32, kRegisters = 16;
+#else
+constexpr int kVectorBytes = 16, kRegisters = 32;
+#endif
+// Enough to hide the latency of a multiply-add; two registers hold the factors.
+constexpr int kAccumulators = kRegisters - 4;
+
+typedef float Floats __attribute__((vector_size(kVectorBytes)));
+typedef int64_t Words __attribute__((vector_size(kVectorBytes)));
+
+// Multiply-adds of float32 in one round of one thread.
+int64_t multiply_adds_per_round() { return kAccumulators * (kVectorBytes / 4); }
+
+// Runs `items` times `rounds`; the result only keeps the compiler from leaving them out.
+int64_t multiply_add(int64_t items, int64_t rounds, int64_t threads) {
+  std::atomic<int64_t> total{0};
+  hisparse::parallel_for(items, static_cast<int>(threads), [&](int64_t) {
+    const Floats factor = Floats{} + 0.999f, addend = Floats{} + 0.001f;
+    Floats sums[kAccumulators];
+#pragma GCC unroll 32
+    for (int i = 0; i < kAccumulators; ++i) sums[i] = Floats{} + static_cast<float>(i);
+    for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 32
+      for (int i = 0; i < kAccumulators; ++i) sums[i] = sums[i] * factor + addend;
+    }
+    float sum = 0;
+#pragma GCC unroll 32
+    for (int i = 0; i < kAccumulators; ++i) sum += sums[i][0];
+    total += static_cast<int64_t>(sum);
+  });
+  return total;
+}
+
+// Reads a contiguous tensor in blocks that the threads claim; returns the exclusive or of all words.
+int64_t read(const TensorView& data, int64_t threads) {
+  constexpr int64_t kBlock = 1 << 17, kStep = 8 * kVectorBytes;
+  const auto* bytes = static_cast<const char*>(data.data_ptr());
+  const int64_t size = data.numel() * data.dtype().bits / 8 / kStep * kStep;
+  std::atomic<int64_t> total{0};
+  const int64_t blocks = (size + kBlock - 1) / kBlock;
+  hisparse::parallel_for(blocks, static_cast<int>(threads), [&](int64_t block) {
+    const int64_t end = std::min((block + 1) * kBlock, size);
+    Words found[8] = {};
+    for (int64_t at = block * kBlock; at < end; at += kStep) {
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) {
+        Words x;
+        std::memcpy(&x, bytes + at + i * kVectorBytes, sizeof(x));
+        found[i] ^= x;
+      }
+    }
+    for (const Words& x : found) total ^= x[0];
+  });
+  return total;
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(multiply_adds_per_round, multiply_adds_per_round);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(multiply_add, multiply_add);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(read, read);
+
+}  // namespace
