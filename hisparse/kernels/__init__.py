@@ -5,6 +5,7 @@ in narrow dtypes call PyTorch's.
 """
 
 from hisparse.kernels.attention import paged_attention
+from hisparse.kernels.chunk_attention import chunk_attention
 from hisparse.kernels.fp8 import decode_fp8, encode_fp8
 from hisparse.kernels.graph_score import GraphSearch, KeyGraphs, graph_score
 from hisparse.kernels.key_score import key_score
@@ -28,6 +29,7 @@ __all__ = [
     "RowState",
     "SelectRule",
     "SketchLayout",
+    "chunk_attention",
     "decode_fp8",
     "encode_fp8",
     "gather_pages",

@@ -1,6 +1,6 @@
 """Every operation on the CPU, mostly in C++; bitwise ``reference`` where nothing is rounded."""
 
-from hisparse.kernels.cpu.attention import paged_attention
+from hisparse.kernels.cpu.attention import chunk_attention, paged_attention
 from hisparse.kernels.cpu.fp8 import encode_fp8
 from hisparse.kernels.cpu.graph_score import graph_score
 from hisparse.kernels.cpu.key_score import key_score
@@ -12,6 +12,7 @@ from hisparse.kernels.reference.fp8 import decode_fp8
 from hisparse.kernels.reference.lru import reset_rows
 
 __all__ = [
+    "chunk_attention",
     "decode_fp8",
     "encode_fp8",
     "gather_pages",

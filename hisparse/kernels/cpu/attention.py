@@ -1,4 +1,4 @@
-"""Attention over pages in C++, float32 accumulation."""
+"""Attention in C++, float32 accumulation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from torch import Tensor
 from hisparse.kernels.build.cpu import call_cpu
 from hisparse.types import StoredKV
 
-__all__ = ["paged_attention"]
+__all__ = ["chunk_attention", "paged_attention"]
+
+
+def chunk_attention(query: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """See :func:`hisparse.kernels.chunk_attention`."""
+    out = query.new_empty(*query.shape[:2], v.shape[-1])
+    lse = query.new_empty(query.shape[:2])
+    call_cpu("chunk_attention", query.contiguous(), k, v, causal, out, lse)
+    return out, lse
 
 
 def paged_attention(

@@ -21,11 +21,13 @@ from hisparse.kernels.cuda.lru import (
     reset_rows,
 )
 from hisparse.kernels.cuda.transfer import gather_pages, gather_tokens, scatter_tokens
+from hisparse.kernels.reference.chunk_attention import chunk_attention
 from hisparse.kernels.reference.fp8 import decode_fp8
 
 logger = logging.getLogger(__name__)
 
 __all__ = [
+    "chunk_attention",
     "decode_fp8",
     "gather_pages",
     "gather_tokens",

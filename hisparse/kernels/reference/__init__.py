@@ -1,6 +1,7 @@
 """Every operation in plain PyTorch: the oracle that the other implementations equal bitwise."""
 
 from hisparse.kernels.reference.attention import paged_attention
+from hisparse.kernels.reference.chunk_attention import chunk_attention
 from hisparse.kernels.reference.fp8 import decode_fp8, encode_fp8
 from hisparse.kernels.reference.graph_score import graph_score
 from hisparse.kernels.reference.key_score import key_score
@@ -12,6 +13,7 @@ from hisparse.kernels.reference.summary import page_summary
 from hisparse.kernels.reference.transfer import gather_pages, gather_tokens, scatter_tokens
 
 __all__ = [
+    "chunk_attention",
     "decode_fp8",
     "encode_fp8",
     "gather_pages",
