@@ -14,7 +14,7 @@ _QUERY_BLOCK = 512
 
 
 def attend_masked(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Callable[[slice], Tensor | None]
+    q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Callable[[slice], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Masked attention with its log-sum-exp.
 
@@ -23,7 +23,7 @@ def attend_masked(
         k, v: ``[Tk, Hkv, D]``.
         scale: softmax scale.
         hidden: takes a slice of the T queries and returns their mask ``[t, Tk] bool``, True at
-            keys that a query does not attend; None if the queries attend all keys.
+            keys that a query does not attend.
 
     Returns:
         out ``[T, Hq, Dv] float32``, lse ``[T, Hq] float32``; 0 and -inf for a query without keys.
@@ -35,9 +35,7 @@ def attend_masked(
         block = q[start : start + _QUERY_BLOCK].float()
         queries = block.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
         logits = (queries @ keys[:, None]) * scale
-        mask = hidden(slice(start, start + block.shape[0]))
-        if mask is not None:
-            logits.masked_fill_(mask, -torch.inf)
+        logits.masked_fill_(hidden(slice(start, start + block.shape[0])), -torch.inf)
         lse = logits.logsumexp(-1)
         # For a query without keys -inf - -inf is NaN; its weights must be 0.
         largest = lse.clamp(min=torch.finfo(lse.dtype).min)

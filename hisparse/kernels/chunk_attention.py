@@ -19,8 +19,8 @@ def chunk_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attend many query tokens over contiguous keys; float32 throughout.
 
-    A prefill calls it once for the chunk itself and once for each tile of the prefix, and merges the
-    parts by their log-sum-exp.
+    A prefill calls it once for the chunk itself and once for each tile of the prefix, and merges
+    the parts by their log-sum-exp.
 
     Args:
         query: ``[T, Hq, Dk] float32``, times the softmax scale; Hq is a multiple of Hkv, query
