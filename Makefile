@@ -3,6 +3,8 @@
 # make test-all PART=range     the contract test on older releases of SGLang (scripts/sglang_range.sh)
 # make test-all PART=sweeps    kernels under 20 orders of threads, the contract suite with all scopes
 #                              and page sizes, many more examples of hypothesis
+# make test-all PART=isa       the CPU kernels built for SSE, AVX2, this processor, NEON and SVE, and what
+#                              their tests call on this processor called again in each build
 # make test-all PART=quality   the quality of all algorithms, at the size of the committed table
 # make lint    what takes seconds of make test
 # make setup   .venv/, which the others make themselves
@@ -14,7 +16,8 @@
 # make clean   delete what the others made in this folder (models stay in ~/.cache/hisparse)
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-all test-range test-sweeps test-quality lint setup lm-eval gpu-check gpu-wheels docs clean
+.PHONY: demo test test-all test-range test-sweeps test-isa test-quality \
+	lint setup lm-eval gpu-check gpu-wheels docs clean
 
 export PYTHONUNBUFFERED := 1
 python := .venv/bin/python
@@ -25,7 +28,7 @@ demo: setup
 test: setup lm-eval
 	@$(python) scripts/run_tests.py
 
-parts := range sweeps quality
+parts := range sweeps isa quality
 
 test-all:
 	$(if $(filter $(PART),$(parts)),,$(error PART is '$(PART)', expected one of: $(parts)))
@@ -38,6 +41,9 @@ test-sweeps: setup
 	@$(python) -m tests.prepare
 	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m "sweeps or hypothesis" \
 		--ignore tests/server
+
+test-isa: setup
+	@OMP_NUM_THREADS=2 $(python) -m tests.kernels.isa
 
 test-quality: setup
 	PART=quality $(python) -m pytest tests/eval/test_quality.py

@@ -5,9 +5,9 @@
 #include <immintrin.h>
 #endif
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 namespace hisparse {
 
@@ -34,13 +34,17 @@ class BlockCopy {
  public:
   // `dims` in any order; neighbours in memory on both sides are merged. Three at most.
   BlockCopy(std::initializer_list<Dim> dims, int64_t item_bytes) : inner_bytes_(item_bytes) {
+    // Sorted by insertion: GCC 12 warns that std::sort might leave so short an array.
     Dim sorted[3];
     int count = 0;
     for (const Dim& dim : dims) {
-      if (dim.count != 1) sorted[count++] = dim;
+      if (dim.count == 1) continue;
+      int place = count++;
+      for (; place > 0 && dim.src_stride < sorted[place - 1].src_stride; --place) {
+        sorted[place] = sorted[place - 1];
+      }
+      sorted[place] = dim;
     }
-    std::sort(sorted, sorted + count,
-              [](const Dim& a, const Dim& b) { return a.src_stride < b.src_stride; });
     for (int i = 0; i < count; ++i) {
       const Dim& dim = sorted[i];
       bytes_ *= dim.count;

@@ -6,6 +6,8 @@
 
 #ifdef __SSE2__
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include <algorithm>
@@ -68,6 +70,9 @@ HISPARSE_INLINE Ints load_signed_bytes(const void* p) {
   return bit_cast<Ints>(_mm512_cvtepi8_epi32(bit_cast<__m128i>(load_vector<Vec<int8_t>>(p))));
 #elif defined(__AVX2__)
   return bit_cast<Ints>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+#elif defined(__aarch64__)
+  const int8x8_t x = bit_cast<int8x8_t>(vdup_n_s32(load_vector<int32_t>(p)));
+  return bit_cast<Ints>(vmovl_s16(vget_low_s16(vmovl_s8(x))));
 #else
   const auto wider = __builtin_convertvector(load_vector<Vec<int8_t>>(p), Vec<int16_t>);
   return __builtin_convertvector(wider, Ints);
@@ -80,6 +85,8 @@ HISPARSE_INLINE Words load_halves(const void* p) {
   return bit_cast<Words>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(x)));
 #elif defined(__AVX2__)
   return bit_cast<Words>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(x)));
+#elif defined(__aarch64__)
+  return bit_cast<Words>(vmovl_u16(bit_cast<uint16x4_t>(x)));
 #else
   return __builtin_convertvector(x, Words);
 #endif
@@ -140,7 +147,7 @@ struct Float16 {
   using Raw = uint16_t;
   static HISPARSE_INLINE float one(Raw x) { return bit_cast<__fp16>(x); }
   static HISPARSE_INLINE Floats load(const Raw* p) {
-    return __builtin_convertvector(load_vector<Vec<__fp16>>(p), Floats);
+    return bit_cast<Floats>(vcvt_f32_f16(load_vector<float16x4_t>(p)));
   }
 };
 #endif

@@ -1,0 +1,120 @@
+"""The CPU kernels and ``rerun.cpp``, compiled for several instruction sets."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from hisparse.kernels.build import cpu as _build
+from hisparse.kernels.build.compiler import CACHE, SOURCES, binding_flags, digest_of, produce
+from tests.kernels.isa.calls import Call, Result, read_results, write_calls
+
+__all__ = ["ARM_TOOLS", "BUILDS", "NATIVE", "Build"]
+
+_RERUN = Path(__file__).with_name("rerun.cpp")
+# GCC 12 warns of its own header of AVX-512, and of vectors that only inlined functions return.
+_WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized", "-Wno-psabi")
+#: By program, the package of Debian that has it.
+ARM_TOOLS = {"aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu", "qemu-aarch64": "qemu-user"}
+_QEMU = ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
+
+
+@dataclass(frozen=True)
+class Build:
+    """How the kernels are compiled and run.
+
+    Attributes:
+        name: of the instruction set.
+        march: the compiler's ``-march``.
+        emulator: command in front of a program for ARM; empty for a program for x86.
+        float16: the kernels read float16; on x86 this needs F16C.
+    """
+
+    name: str
+    march: str
+    emulator: tuple[str, ...] = ()
+    float16: bool = True
+
+    def kernels(self) -> Path:
+        """Compile the kernels unless the cache has them.
+
+        Raises:
+            CannotBuildError: the compiler fails or warns; its first error.
+        """
+        files = sorted((SOURCES / "cpu").iterdir())
+        sources = [path for path in files if path.suffix == ".cpp"]
+        return self._compile("kernels", _build._FLAGS, sources, files)
+
+    def program(self) -> Path:
+        """Compile ``rerun.cpp`` unless the cache has it; raises as ``kernels``."""
+        return self._compile("rerun", ["-std=c++17", "-O1"], [_RERUN], [_RERUN])
+
+    def rerun(self, calls: Sequence[Call], kernels: Path, folder: Path) -> list[Result]:
+        """The results of calls.
+
+        Args:
+            calls: what to rerun.
+            kernels: the library that has them.
+            folder: for files.
+
+        Raises:
+            RuntimeError: a call stopped the program, or a result is missing; one line.
+        """
+        write_calls(calls, folder / "calls")
+        command = [*self.emulator, str(self.program()), str(kernels)]
+        command += [str(folder / "calls"), str(folder / "results")]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ended.returncode != 0:
+            lines = [line for line in ended.stderr.splitlines() if line.startswith(("call", "rer"))]
+            raise RuntimeError(f"exit code {ended.returncode} at {(lines or ['the start'])[-1]}")
+        results = read_results(calls, folder / "results")
+        if len(results) < len(calls):
+            raise RuntimeError(f"got {len(results)} results, expected {len(calls)}")
+        return results
+
+    def _compile(
+        self, what: str, flags: Sequence[str], sources: Sequence[Path], files: Sequence[Path]
+    ) -> Path:
+        compiler = next(iter(ARM_TOOLS)) if self.emulator else _build.cxx_compiler()
+        includes, link = _arm_binding_flags() if self.emulator else binding_flags()
+        # Warnings of the binding's headers are not ours.
+        includes = [flag.replace("-I", "-isystem", 1) for flag in includes]
+        command = [compiler, *flags, f"-march={self.march}", *includes, *_WARNINGS]
+        command += [*map(str, sources), *link]
+        told = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
+        key = digest_of(files, *command, told.stdout, _build._processor())
+        path = CACHE / f"{what}-{self.name}-{key}.so"
+        produce(f"{what} for {self.name}", command, path)
+        return path
+
+
+NATIVE = Build("native", "native")
+BUILDS = (
+    Build("sse", "x86-64-v2", float16=False),
+    Build("avx2", "x86-64-v3"),
+    NATIVE,
+    Build("neon", "armv8-a", _QEMU),
+    # What "native" means on a Grace host, whose vectors have 16 bytes.
+    Build("sve", "armv8.6-a+sve2", (*_QEMU, "-cpu", "max,sve-default-vector-length=16")),
+)
+
+
+@functools.cache
+def _arm_binding_flags() -> tuple[list[str], list[str]]:
+    """As ``binding_flags``, for the same version of apache-tvm-ffi on ARM."""
+    release = version("apache-tvm-ffi")
+    folder = Path(sys.prefix) / f"tvm-ffi-aarch64-{release}"
+    package = folder / "tvm_ffi"
+    if not package.is_dir():
+        wheel = ["--platform", "manylinux_2_28_aarch64", "--only-binary=:all:", "--no-deps"]
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
+        subprocess.run([*command, *wheel, f"apache-tvm-ffi=={release}"], check=True)
+    library = package / "lib"
+    headers = [package / "include", package / "3rdparty/dlpack/include"]
+    link = [f"-L{library}", "-ltvm_ffi", f"-Wl,-rpath,{library}"]
+    return [f"-I{path}" for path in headers], link
