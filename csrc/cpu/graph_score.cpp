@@ -104,7 +104,7 @@ class Search {
     const Raw* k = key(token);
     if (k == nullptr) return;
     float product;
-    dots_of<T, 1>(query_, k, k, p_.keys.dim, &product, 1);
+    dots_of<T, 1, 1>(query_, &k, 0, p_.keys.dim, &product);
     float& score = scores_[token / p_.keys.page_size];
     score = std::max(score, product);
     best_ = std::max(best_, product);

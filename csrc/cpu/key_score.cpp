@@ -29,22 +29,19 @@ struct KeyScoreParams {
 constexpr int64_t kPagesPerItem = 64;
 constexpr int64_t kTokensAhead = 16;
 
-// Logits [group, room] of one page's tokens. Pages lie scattered, so a later one is prefetched.
-template <typename T>
-void page_logits(const KeyScoreParams& p, const float* q, const typename T::Raw* page,
-                 const typename T::Raw* next, int64_t room, float* logits) {
-  const int32_t group = p.q_heads / p.keys.heads;
-  for (int32_t token = 0; token < p.keys.page_size; ++token) {
-    const int64_t at = token * p.keys.token_stride;
-    dots<T>(q, group, page + at, next + at, p.keys.dim, logits + token, room);
+// Reduces the logits [tokens, G] of a page to [G].
+template <int G>
+void reduce(const KeyScoreParams& p, float* logits, float* scores) {
+  if (p.sums) {
+    float totals[G];
+    exponentiate<G>(logits, p.keys.page_size, scores, totals);
+    for (int g = 0; g < G; ++g) scores[g] += std::log(totals[g]);
+    return;
   }
-}
-
-float reduced(const KeyScoreParams& p, float* logits) {
-  if (!p.sums) return *std::max_element(logits, logits + p.keys.page_size);
-  float total = 0;
-  const float top = exponentiate(logits, p.keys.page_size, &total);
-  return top + std::log(total);
+  std::copy_n(logits, G, scores);
+  for (int32_t token = 1; token < p.keys.page_size; ++token) {
+    for (int g = 0; g < G; ++g) scores[g] = std::max(scores[g], logits[token * G + g]);
+  }
 }
 
 // One run of pages for the query heads of one KV head; false if a page is not in the pool.
@@ -78,13 +75,16 @@ bool score_run(const KeyScoreParams& p, int64_t b, int64_t kv_head, int64_t firs
   const int64_t pages_ahead = std::max<int64_t>(1, kTokensAhead / p.keys.page_size);
   thread_local std::vector<float> logits;
   logits.resize(group * room);
+  std::vector<float> found(group);
   for (int64_t i = 0; i < count; ++i) {
-    page_logits<T>(p, p.query + row * p.keys.dim, keys_of(i), keys_of(i + pages_ahead), room,
-                   logits.data());
+    page_dots<T>(p.query + row * p.keys.dim, static_cast<int32_t>(group), keys_of(i),
+                 keys_of(i + pages_ahead), p.keys.token_stride, p.keys.page_size, p.keys.dim,
+                 logits.data(), room, 0);
+    for_blocks(static_cast<int32_t>(group), [&](auto queries, int32_t g) {
+      reduce<decltype(queries)::value>(p, logits.data() + g * room, &found[g]);
+    });
     for (int64_t g = 0; g < group; ++g) {
-      if (is_wanted(g, asked[i])) {
-        scores[g * p.width + asked[i]] = reduced(p, logits.data() + g * room);
-      }
+      if (is_wanted(g, asked[i])) scores[g * p.width + asked[i]] = found[g];
     }
   }
   return true;

@@ -14,57 +14,104 @@ namespace {
 
 struct PageScoreParams {
   const float* query;              // [B, Hq, 2D]: positive part of q, then its negative part
-  const char* summaries;           // [host pages, Hkv, 2D]: maxima, then minima
+  const char* summaries;           // [host pages, ranges, Hkv, 2D]: maxima, then minima
+  const float* scales;             // [host pages, ranges, Hkv], or null
   Rows<const int32_t> host_pages;  // [B, P]
   const int32_t* num_pages;        // [B]
   float* scores;                   // [B, Hq, P]
   int64_t batch, width, num_host_pages;
-  int32_t q_heads, kv_heads, twice_dim;
+  int32_t q_heads, kv_heads, group, ranges, twice_dim;
 };
 
 constexpr int64_t kPagesPerItem = 64;
-constexpr int64_t kPagesAhead = 1;
+constexpr size_t kRangesPerBlock = 16;
 
-// One page, all heads: scores [Hq, kPagesPerItem]. Summaries lie scattered, so that of a later page
-// is prefetched.
+// Without the factor of 2^120: half of it is in the queries, half in the scales.
+struct UnscaledFloat8 : Float8 {
+  static HISPARSE_INLINE float one(Raw x) { return one_unscaled(x); }
+  static HISPARSE_INLINE Floats load(const Raw* p) { return load_unscaled(p); }
+};
+
 template <typename T>
-void score_page(const PageScoreParams& p, const float* q, const typename T::Raw* summary,
-                const typename T::Raw* ahead, float* scores) {
-  const int32_t group = p.q_heads / p.kv_heads, width = p.twice_dim;
-  for (int32_t kv_head = 0; kv_head < p.kv_heads; ++kv_head) {
-    // The largest q.k that a page allows is q+ . maxima + q- . minima: one product of width 2D.
-    dots<T>(q, group, summary, ahead, width, scores, kPagesPerItem);
-    q += group * width, scores += group * kPagesPerItem;
-    summary += width, ahead += width;
+constexpr float kRootOfScale = 1.0f;
+template <>
+constexpr float kRootOfScale<UnscaledFloat8> = 0x1p60f;
+
+// The ranges of a run of pages, in the order of pages.
+template <typename T>
+struct Ranges {
+  std::vector<const typename T::Raw*> summaries;  // [Hkv, 2D] of each
+  std::vector<const float*> scales;               // [Hkv] of each
+  std::vector<int32_t> pages;                     // the page of each, counted from the first
+};
+
+// R ranges from `i` on, one head: raises the pages' scores [kPagesPerItem, Hq] to their bounds.
+template <typename T, int R>
+void score_ranges(const PageScoreParams& p, const float* q, const Ranges<T>& all, size_t i,
+                  int32_t head, float* scores) {
+  const int32_t width = p.twice_dim;
+  for (int r = 0; r < R; ++r) {
+    // Summaries lie scattered, so those of later ranges are prefetched.
+    const size_t later = std::min(i + r + kRangesPerBlock, all.summaries.size() - 1);
+    prefetch(all.summaries[later] + head * width, width * sizeof(typename T::Raw));
   }
+  // The largest q.k that a range allows is q+ . maxima + q- . minima: one product of width 2D.
+  for_blocks(p.group, [&](auto queries, int32_t g) {
+    constexpr int G = decltype(queries)::value;
+    const int32_t first = head * p.group + g;
+    float bounds[R * G];
+    dots_of<T, G, R>(q + first * width, &all.summaries[i], head * width, width, bounds);
+    for (int r = 0; r < R; ++r) {
+      const float own = p.scales == nullptr ? 1.0f : all.scales[i + r][head];
+      float* score = scores + all.pages[i + r] * p.q_heads + first;
+      for (int j = 0; j < G; ++j) {
+        const float bound = bounds[r * G + j] * (own * kRootOfScale<T>);
+        score[j] = score[j] > bound ? score[j] : bound;
+      }
+    }
+  });
 }
 
 // Scores a run of pages; false if one of them is not among the host pages.
 template <typename T>
 bool score_run(const PageScoreParams& p, int64_t b, int64_t first) {
-  using Raw = typename T::Raw;
-  const int64_t page_items = static_cast<int64_t>(p.kv_heads) * p.twice_dim;
+  const int64_t row_items = static_cast<int64_t>(p.kv_heads) * p.twice_dim;
   const int64_t last = std::min(first + kPagesPerItem, p.width);
   const int64_t present = std::clamp<int64_t>(p.num_pages[b], first, last);
   const int32_t* host_pages = p.host_pages[b];
-  const Raw* summaries = reinterpret_cast<const Raw*>(p.summaries);
+  thread_local Ranges<T> all;
+  all.summaries.clear(), all.scales.clear(), all.pages.clear();
   for (int64_t page = first; page < present; ++page) {
     if (host_pages[page] < 0 || host_pages[page] >= p.num_host_pages) return false;
+    for (int64_t r = 0; r < p.ranges; ++r) {
+      const int64_t row = int64_t{host_pages[page]} * p.ranges + r;
+      all.summaries.push_back(reinterpret_cast<const typename T::Raw*>(p.summaries) +
+                              row * row_items);
+      all.scales.push_back(p.scales + row * p.kv_heads);
+      all.pages.push_back(static_cast<int32_t>(page - first));
+    }
   }
   // Rows of scores may be a power of two apart. Written page by page, they would compete for one
   // set of the cache.
   thread_local std::vector<float> scores;
-  scores.resize(p.q_heads * kPagesPerItem);
+  scores.assign(p.q_heads * kPagesPerItem, -INFINITY);
   const float* query = p.query + b * p.q_heads * p.twice_dim;
-  for (int64_t page = first; page < present; ++page) {
-    const int64_t next = host_pages[std::min(page + kPagesAhead, present - 1)];
-    score_page<T>(p, query, summaries + host_pages[page] * page_items,
-                  summaries + next * page_items, scores.data() + (page - first));
+  // A head's queries stay in the first cache for a block of ranges.
+  for (size_t start = 0; start < all.pages.size(); start += kRangesPerBlock) {
+    const size_t end = std::min(start + kRangesPerBlock, all.pages.size());
+    for (int32_t head = 0; head < p.kv_heads; ++head) {
+      size_t i = start;
+      for (; i + kVectors <= end; i += kVectors) {
+        score_ranges<T, kVectors>(p, query, all, i, head, scores.data());
+      }
+      for (; i < end; ++i) score_ranges<T, 1>(p, query, all, i, head, scores.data());
+    }
   }
   for (int32_t h = 0; h < p.q_heads; ++h) {
     float* out = p.scores + (b * p.q_heads + h) * p.width;
-    std::copy_n(scores.data() + h * kPagesPerItem, present - first, out + first);
-    std::fill(out + present, out + last, -INFINITY);
+    for (int64_t page = first; page < last; ++page) {
+      out[page] = scores[(page - first) * p.q_heads + h];
+    }
   }
   return true;
 }
@@ -72,7 +119,8 @@ bool score_run(const PageScoreParams& p, int64_t b, int64_t first) {
 template <typename T>
 bool run(const PageScoreParams& p) {
   const int64_t runs = (p.width + kPagesPerItem - 1) / kPagesPerItem;
-  const double work = static_cast<double>(p.batch * p.width) * p.q_heads * p.twice_dim;
+  const double work =
+      static_cast<double>(p.batch * p.width) * p.ranges * p.q_heads * p.twice_dim;
   std::atomic<bool> in_range{true};
   parallel_for(p.batch * runs, num_threads(p.batch * runs, work / 40), [&](int64_t item) {
     if (!score_run<T>(p, item / runs, item % runs * kPagesPerItem)) in_range = false;
@@ -80,12 +128,12 @@ bool run(const PageScoreParams& p) {
   return in_range;
 }
 
-// [B, Hq, D] -> [B, Hq, 2D]
-std::vector<float> split_signs(const float* query, int64_t count, int32_t dim) {
+// [B, Hq, D] -> [B, Hq, 2D], times `factor`
+std::vector<float> split_signs(const float* query, int64_t count, int32_t dim, float factor) {
   std::vector<float> split(static_cast<size_t>(count) * 2 * dim);
   for (int64_t i = 0; i < count; ++i) {
     for (int32_t d = 0; d < dim; ++d) {
-      const float x = query[i * dim + d];
+      const float x = query[i * dim + d] * factor;
       split[i * 2 * dim + d] = std::max(x, 0.0f);
       split[i * 2 * dim + dim + d] = std::min(x, 0.0f);
     }
@@ -93,14 +141,12 @@ std::vector<float> split_signs(const float* query, int64_t count, int32_t dim) {
   return split;
 }
 
-void page_score(TensorView query, TensorView summaries, TensorView host_page_table,
-                TensorView num_pages, TensorView scores) {
+void page_score(TensorView query, TensorView summaries, TensorView scales,
+                TensorView host_page_table, TensorView num_pages, TensorView scores) {
   const int32_t dim = static_cast<int32_t>(query.size(2));
-  const std::vector<float> split = split_signs(vector_of<const float>(query, "query"),
-                                               query.size(0) * query.size(1), dim);
   PageScoreParams p;
-  p.query = split.data();
   p.summaries = vector_of<const char>(summaries, "summaries");
+  p.scales = scales.size(0) == 0 ? nullptr : vector_of<const float>(scales, "scales");
   p.host_pages = rows_of<const int32_t>(host_page_table, "host_page_table");
   p.num_pages = vector_of<const int32_t>(num_pages, "num_pages");
   p.scores = vector_of<float>(scores, "scores");
@@ -108,10 +154,17 @@ void page_score(TensorView query, TensorView summaries, TensorView host_page_tab
   p.width = scores.size(2);
   p.num_host_pages = summaries.size(0);
   p.q_heads = static_cast<int32_t>(query.size(1));
-  p.kv_heads = static_cast<int32_t>(summaries.size(1));
+  p.ranges = static_cast<int32_t>(summaries.size(1));
+  p.kv_heads = static_cast<int32_t>(summaries.size(2));
+  p.group = p.q_heads / p.kv_heads;
   p.twice_dim = 2 * dim;
   const bool in_range = with_element_type(summaries, "summaries", [&](auto type) {
-    return run<decltype(type)>(p);
+    using Given = decltype(type);
+    using T = std::conditional_t<std::is_same_v<Given, Float8>, UnscaledFloat8, Given>;
+    const std::vector<float> split = split_signs(
+        vector_of<const float>(query, "query"), p.batch * p.q_heads, dim, kRootOfScale<T>);
+    p.query = split.data();
+    return run<T>(p);
   });
   if (!in_range) {
     TVM_FFI_THROW(ValueError) << "host_page_table: a page is outside [0, " << p.num_host_pages

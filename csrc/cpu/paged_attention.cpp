@@ -2,6 +2,7 @@
 //
 // A task is one KV head of one row, and a split of its pages where rows and heads are fewer than
 // threads. It goes over the keys once, for all queries that share them, then over the values.
+#include "dots.h"
 #include "parallel.h"
 #include "simd.h"
 #include "tensors.h"
@@ -54,24 +55,6 @@ struct Span {
   }
 };
 
-// Logits of G queries and one key.
-template <typename T, int G>
-HISPARSE_INLINE void dot(const float* q, const typename T::Raw* key, const typename T::Raw* ahead,
-                         int32_t width, float* logits, int64_t stride) {
-  Floats sums[G] = {};
-  int32_t d = 0;
-  for (; d + kLanes <= width; d += kLanes) {
-    __builtin_prefetch(ahead + d);
-    const Floats x = T::load(key + d);
-    for (int g = 0; g < G; ++g) sums[g] += Float32::load(q + g * width + d) * x;
-  }
-  for (int g = 0; g < G; ++g) {
-    float total = sum(sums[g]);
-    for (int32_t rest = d; rest < width; ++rest) total += q[g * width + rest] * T::one(key[rest]);
-    logits[g * stride] = total;
-  }
-}
-
 // The power of two that scales a vector: E8M0, the exponent of a float.
 HISPARSE_INLINE float scale_of(const AttentionParams& p, int32_t page, int64_t head, int32_t t,
                                int value) {
@@ -79,102 +62,102 @@ HISPARSE_INLINE float scale_of(const AttentionParams& p, int32_t page, int64_t h
   return bit_cast<float>(static_cast<uint32_t>(p.scales.at<Byte>(page, head, t)[value]) << 23);
 }
 
-// Multiplies numbers [group, stride] by the scale of every token's key (0) or value (1).
+// Logits, then weights, of a span: those of a block of G queries, g to g + G - 1, are [tokens, G] at
+// numbers + g * stride.
+struct Weights {
+  float* numbers;
+  int64_t stride;
+};
+
+// Multiplies the numbers of every token by the scale of its key (0) or value (1).
 void apply_scales(const AttentionParams& p, const Span& span, int64_t head, int value,
-                  float* numbers, int64_t stride) {
+                  const Weights& w) {
   if (p.scales.data == nullptr) return;
+  int64_t token = 0;
   for (int64_t i = span.first; i < span.last; ++i) {
-    for (int32_t t = 0, count = span.count(p, i); t < count; ++t, ++numbers) {
+    for (int32_t t = 0, count = span.count(p, i); t < count; ++t, ++token) {
       const float scale = scale_of(p, span.pages[i], head, t, value);
-      for (int32_t g = 0; g < p.group(); ++g) numbers[g * stride] *= scale;
+      for_blocks(p.group(), [&](auto queries, int32_t g) {
+        constexpr int G = decltype(queries)::value;
+        for (int j = 0; j < G; ++j) w.numbers[g * w.stride + token * G + j] *= scale;
+      });
     }
   }
 }
 
-// Writes logits [group, stride] of every query and token of the span.
 template <typename T>
 void score_keys(const AttentionParams& p, const Span& span, int64_t head, const float* q,
-                float* logits, int64_t stride) {
-  const int32_t width = p.keys.width, group = p.group();
+                const Weights& logits) {
+  int64_t token = 0;
   for (int64_t i = span.first; i < span.last; ++i) {
-    const int32_t next = span.pages[std::min(i + 1, span.last - 1)];
-    for (int32_t t = 0, count = span.count(p, i); t < count; ++t, ++logits) {
-      // Pages lie scattered, so the next one is prefetched.
-      const typename T::Raw* ahead = p.keys.at<T>(next, head, t);
-      const typename T::Raw* key = p.keys.at<T>(span.pages[i], head, t);
-      int32_t g = 0;
-      for (; g + 4 <= group; g += 4) {
-        dot<T, 4>(q + g * width, key, ahead, width, logits + g * stride, stride);
-      }
-      for (; g < group; ++g) {
-        dot<T, 1>(q + g * width, key, ahead, width, logits + g * stride, stride);
-      }
-    }
+    const int32_t next = span.pages[std::min(i + 1, span.last - 1)], count = span.count(p, i);
+    page_dots<T>(q, p.group(), p.keys.at<T>(span.pages[i], head, 0), p.keys.at<T>(next, head, 0),
+                 p.keys.token / static_cast<int64_t>(sizeof(typename T::Raw)), count, p.keys.width,
+                 logits.numbers, logits.stride, token);
+    token += count;
   }
 }
 
-// out[g] += weights[g] . values, for G queries, C vectors of a value's columns at a time. Pages lie
-// scattered, so the next one is prefetched.
+// out [G, width] += weights [tokens, G] times C vectors of columns, from d on, of a page's values.
+// Pages lie scattered, so `ahead`, a later one, is prefetched.
 template <typename T, int G, int C>
-HISPARSE_INLINE void add_columns(const AttentionParams& p, int32_t page, int32_t next,
-                                 int64_t head, int32_t count, const float* weights, int64_t stride, int32_t d,
-                                 float* out) {
-  const int32_t width = p.values.width;
+HISPARSE_NOINLINE void add_columns(const float* weights, int32_t tokens,
+                                   const typename T::Raw* value, const typename T::Raw* ahead,
+                                   int64_t stride, int32_t width, float* out) {
   Floats sums[G][C];
-  for (int g = 0; g < G; ++g) {
-    for (int c = 0; c < C; ++c) sums[g][c] = Float32::load(out + g * width + d + c * kLanes);
+  unroll<G>([&](auto g) HISPARSE_INLINED {
+    unroll<C>([&](auto c) HISPARSE_INLINED {
+      sums[g][c] = Float32::load(out + g * width + c * kLanes);
+    });
+  });
+  for (int32_t t = 0; t < tokens; ++t, weights += G, value += stride, ahead += stride) {
+    prefetch(ahead, C * kLanes * sizeof(typename T::Raw));
+    Floats x[C];
+    unroll<C>([&](auto c) HISPARSE_INLINED { x[c] = T::load(value + c * kLanes); });
+    unroll<G>([&](auto g) HISPARSE_INLINED {
+      const Floats weight = splat(weights[g]);
+      unroll<C>([&](auto c) HISPARSE_INLINED { sums[g][c] += weight * x[c]; });
+    });
   }
-  using Raw = typename T::Raw;
-  for (int32_t t = 0; t < count; ++t) {
-    const Raw* value = p.values.at<T>(page, head, t) + d;
-    const Raw* ahead = p.values.at<T>(next, head, t) + d;
-    for (int c = 0; c < C; ++c) {
-      __builtin_prefetch(ahead + c * kLanes);
-      const Floats x = T::load(value + c * kLanes);
-      for (int g = 0; g < G; ++g) sums[g][c] += weights[g * stride + t] * x;
-    }
-  }
-  for (int g = 0; g < G; ++g) {
-    for (int c = 0; c < C; ++c) store(out + g * width + d + c * kLanes, sums[g][c]);
-  }
-}
-
-template <typename T, int G>
-void add_page(const AttentionParams& p, int32_t page, int32_t next, int64_t head, int32_t count,
-              const float* weights, int64_t stride, float* out) {
-  const int32_t width = p.values.width;
-  int32_t d = 0;
-  for (; d + 4 * kLanes <= width; d += 4 * kLanes) {
-    add_columns<T, G, 4>(p, page, next, head, count, weights, stride, d, out);
-  }
-  for (; d + kLanes <= width; d += kLanes) {
-    add_columns<T, G, 1>(p, page, next, head, count, weights, stride, d, out);
-  }
-  for (; d < width; ++d) {
-    for (int32_t t = 0; t < count; ++t) {
-      const float x = T::one(p.values.at<T>(page, head, t)[d]);
-      for (int g = 0; g < G; ++g) out[g * width + d] += weights[g * stride + t] * x;
-    }
-  }
+  unroll<G>([&](auto g) HISPARSE_INLINED {
+    unroll<C>([&](auto c) HISPARSE_INLINED {
+      store(out + g * width + c * kLanes, sums[g][c]);
+    });
+  });
 }
 
 // out [group, Dv] = weights . values
 template <typename T>
-void add_values(const AttentionParams& p, const Span& span, int64_t head, const float* weights,
-                int64_t stride, float* out) {
-  const int32_t width = p.values.width, group = p.group();
-  std::fill_n(out, group * width, 0.0f);
+void add_values(const AttentionParams& p, const Span& span, int64_t head, const Weights& w,
+                float* out) {
+  using Raw = typename T::Raw;
+  const int32_t width = p.values.width;
+  const int64_t stride = p.values.token / static_cast<int64_t>(sizeof(Raw));
+  std::fill_n(out, p.group() * width, 0.0f);
+  int64_t token = 0;
   for (int64_t i = span.first; i < span.last; ++i) {
-    const int32_t page = span.pages[i], next = span.pages[std::min(i + 1, span.last - 1)];
-    const int32_t count = span.count(p, i);
-    int32_t g = 0;
-    for (; g + 4 <= group; g += 4) {
-      add_page<T, 4>(p, page, next, head, count, weights + g * stride, stride, out + g * width);
-    }
-    for (; g < group; ++g) {
-      add_page<T, 1>(p, page, next, head, count, weights + g * stride, stride, out + g * width);
-    }
-    weights += count;
+    const int32_t next = span.pages[std::min(i + 1, span.last - 1)], count = span.count(p, i);
+    const Raw* value = p.values.at<T>(span.pages[i], head, 0);
+    const Raw* ahead = p.values.at<T>(next, head, 0);
+    for_blocks(p.group(), [&](auto queries, int32_t g) {
+      constexpr int G = decltype(queries)::value, C = kRegisters / 2 / G;
+      const float* weights = w.numbers + g * w.stride + token * G;
+      float* sums = out + g * width;
+      int32_t d = 0;
+      for (; d + C * kLanes <= width; d += C * kLanes) {
+        add_columns<T, G, C>(weights, count, value + d, ahead + d, stride, width, sums + d);
+      }
+      for (; d + kLanes <= width; d += kLanes) {
+        add_columns<T, G, 1>(weights, count, value + d, ahead + d, stride, width, sums + d);
+      }
+      for (; d < width; ++d) {
+        for (int32_t t = 0; t < count; ++t) {
+          const float x = T::one(value[t * stride + d]);
+          for (int j = 0; j < G; ++j) sums[j * width + d] += weights[t * G + j] * x;
+        }
+      }
+    });
+    token += count;
   }
 }
 
@@ -198,16 +181,17 @@ bool attend_split(const AttentionParams& p, int64_t row, int64_t head, int64_t s
   const int64_t count = std::min(tokens, span.last * p.page_size) - span.first * p.page_size;
   const int64_t stride = (count + kLanes - 1) / kLanes * kLanes;
   if (room.size() < static_cast<size_t>(group * stride)) room.resize(group * stride);
-  float* logits = room.data();
+  const Weights w{room.data(), stride};
   const float* q = p.query + (row * p.queries + head * group) * p.keys.width;
-  score_keys<T>(p, span, head, q, logits, stride);
-  apply_scales(p, span, head, 0, logits, stride);
+  score_keys<T>(p, span, head, q, w);
+  apply_scales(p, span, head, 0, w);
   std::vector<float> totals(group);
-  for (int32_t g = 0; g < group; ++g) {
-    lse[g] = exponentiate(logits + g * stride, count, &totals[g]);
-  }
-  apply_scales(p, span, head, 1, logits, stride);
-  add_values<T>(p, span, head, logits, stride, out);
+  for_blocks(group, [&](auto queries, int32_t g) {
+    constexpr int G = decltype(queries)::value;
+    exponentiate<G>(w.numbers + g * stride, count, lse + g, &totals[g]);
+  });
+  apply_scales(p, span, head, 1, w);
+  add_values<T>(p, span, head, w, out);
   for (int32_t g = 0; g < group; ++g) {
     const float scale = 1.0f / totals[g];
     for (int32_t d = 0; d < width; ++d) out[g * width + d] *= scale;

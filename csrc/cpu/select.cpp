@@ -46,7 +46,8 @@ void vote(const SelectParams& p, const float* scores, float rest, int32_t count,
   if (weights.size() < static_cast<size_t>(whole)) weights.resize(whole);
   float total = 0;
   std::transform(scores, scores + count, weights.data(), finite);
-  const float top = exponentiate(weights.data(), count, &total);
+  float top;
+  exponentiate(weights.data(), count, &top, &total);
   if (top == -INFINITY) return;
   const float highest = std::max(top, rest);
   const float here = std::exp(top - highest);

@@ -14,6 +14,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 namespace hisparse {
 
@@ -40,7 +42,22 @@ using Floats = Vec<float>;
 using Ints = Vec<int32_t>;
 using Words = Vec<uint32_t>;
 
+#define HISPARSE_NOINLINE __attribute__((noinline))
 #define HISPARSE_INLINE inline __attribute__((always_inline))
+// The same for a lambda, between its parameters and its body.
+#define HISPARSE_INLINED __attribute__((always_inline))
+
+// Calls body(0) to body(N - 1), as constants. GCC keeps an array of vectors in registers only if all
+// its indices are constants early on; a loop that it unrolls itself is too late.
+template <typename Body, int... I>
+HISPARSE_INLINE void unroll_over(std::integer_sequence<int, I...>, Body&& body) {
+  (body(std::integral_constant<int, I>()), ...);
+}
+
+template <int N, typename Body>
+HISPARSE_INLINE void unroll(Body&& body) {
+  unroll_over(std::make_integer_sequence<int, N>(), body);
+}
 
 template <typename To, typename From>
 HISPARSE_INLINE To bit_cast(const From& from) {
@@ -54,6 +71,18 @@ HISPARSE_INLINE To bit_cast(const From& from) {
 template <typename V = Floats>
 HISPARSE_INLINE V splat(float x) {
   return x - V{};
+}
+
+// x in a register. GCC would rather read memory again for each use.
+HISPARSE_INLINE Floats in_register(Floats x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__SSE2__)
+  asm("" : "+x"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+  return x;
 }
 
 template <typename V>
@@ -79,6 +108,18 @@ HISPARSE_INLINE Ints load_signed_bytes(const void* p) {
 #endif
 }
 
+#ifdef __AVX2__
+HISPARSE_INLINE Vec<int16_t> widen_to_16(const void* p) {
+#ifdef __AVX512F__
+  const auto x = _mm_loadu_si128(static_cast<const __m128i*>(p));
+  return bit_cast<Vec<int16_t>>(_mm256_cvtepi8_epi16(x));
+#else
+  const auto x = _mm_loadl_epi64(static_cast<const __m128i*>(p));
+  return bit_cast<Vec<int16_t>>(_mm_cvtepi8_epi16(x));
+#endif
+}
+#endif
+
 HISPARSE_INLINE Words load_halves(const void* p) {
   const auto x = load_vector<Vec<uint16_t>>(p);
 #if defined(__AVX512F__)
@@ -91,6 +132,24 @@ HISPARSE_INLINE Words load_halves(const void* p) {
   return __builtin_convertvector(x, Words);
 #endif
 }
+
+// Vectors of float16 need F16C on x86, which all processors with AVX2 have.
+#if defined(__F16C__) || defined(__aarch64__)
+#define HISPARSE_HAS_FLOAT16
+using Halves = Vec<uint16_t>;
+
+HISPARSE_INLINE Floats widen_float16(Halves x) {
+#if defined(__AVX512F__)
+  return bit_cast<Floats>(_mm512_cvtph_ps(bit_cast<__m256i>(x)));
+#elif defined(__AVX2__)
+  return bit_cast<Floats>(_mm256_cvtph_ps(bit_cast<__m128i>(x)));
+#elif defined(__F16C__)
+  return bit_cast<Floats>(_mm_cvtph_ps(_mm_set1_epi64x(bit_cast<int64_t>(x))));
+#else
+  return bit_cast<Floats>(vcvt_f32_f16(bit_cast<float16x4_t>(x)));
+#endif
+}
+#endif
 
 // Element types of K, V and summaries; arithmetic is in float32.
 struct Float32 {
@@ -109,48 +168,40 @@ struct BFloat16 {
   }
 };
 
+#ifdef HISPARSE_HAS_FLOAT16
+struct Float16 {
+  using Raw = uint16_t;
+  static HISPARSE_INLINE float one(Raw x) { return widen_float16(Halves{x})[0]; }
+  static HISPARSE_INLINE Floats load(const Raw* p) {
+    return widen_float16(load_vector<Halves>(p));
+  }
+};
+#endif
+
 // e4m3fn. NaN reads as a number; no kernel here stores NaN.
 struct Float8 {
   using Raw = uint8_t;
   // Exponent and fraction in a float's place are the number times 2^-120, subnormal ones too.
   static constexpr float kScale = 0x1p120f;
-  static HISPARSE_INLINE float one(Raw x) {
-    const uint32_t bits = (x & 0x80u) << 24 | (x & 0x7fu) << 20;
-    return bit_cast<float>(bits) * kScale;
+  static HISPARSE_INLINE float one_unscaled(Raw x) {
+    return bit_cast<float>((x & 0x80u) << 24 | (x & 0x7fu) << 20);
   }
-  static HISPARSE_INLINE Floats load(const Raw* p) {
+  static HISPARSE_INLINE Floats load_unscaled(const Raw* p) {
     // Sign-extended, so that the shift moves the sign to a float's sign bit.
     const Words bits = bit_cast<Words>(load_signed_bytes(p));
-    return bit_cast<Floats>(bits << 20 & 0x87f00000u) * kScale;
+    return bit_cast<Floats>(bits << 20 & 0x87f00000u);
   }
-};
-
-#if defined(__F16C__)
-#define HISPARSE_HAS_FLOAT16
-struct Float16 {
-  using Raw = uint16_t;
-  static HISPARSE_INLINE float one(Raw x) { return _cvtsh_ss(x); }
+  static HISPARSE_INLINE float one(Raw x) { return one_unscaled(x) * kScale; }
   static HISPARSE_INLINE Floats load(const Raw* p) {
-    const auto x = load_vector<Vec<uint16_t>>(p);
-#if defined(__AVX512F__)
-    return bit_cast<Floats>(_mm512_cvtph_ps(bit_cast<__m256i>(x)));
-#elif defined(__AVX2__)
-    return bit_cast<Floats>(_mm256_cvtph_ps(bit_cast<__m128i>(x)));
+#ifdef __AVX2__
+    // As float16 times 2^-8: x86 takes 100 cycles to multiply a float that is subnormal.
+    const auto bits = bit_cast<Halves>(widen_to_16(p));
+    return widen_float16(bits << 7 & 0xbf80) * 256.0f;
 #else
-    return bit_cast<Floats>(_mm_cvtph_ps(_mm_set1_epi64x(bit_cast<int64_t>(x))));
+    return load_unscaled(p) * kScale;
 #endif
   }
 };
-#elif defined(__aarch64__)
-#define HISPARSE_HAS_FLOAT16
-struct Float16 {
-  using Raw = uint16_t;
-  static HISPARSE_INLINE float one(Raw x) { return bit_cast<__fp16>(x); }
-  static HISPARSE_INLINE Floats load(const Raw* p) {
-    return bit_cast<Floats>(vcvt_f32_f16(load_vector<float16x4_t>(p)));
-  }
-};
-#endif
 
 template <typename V>
 HISPARSE_INLINE void store(float* p, V x) {
@@ -170,6 +221,37 @@ HISPARSE_INLINE float sum_of(Vec<float, N> x) {
 }
 
 HISPARSE_INLINE float sum(Floats x) { return sum_of<kLanes>(x); }
+
+// Four sums in a third of the time; every one is what `sum` gives, to the bit.
+HISPARSE_INLINE Vec<float, 4> sums_of_four(const Floats (&x)[4]) {
+  // Joins two vectors: adds the even parts of both to the odd parts.
+  const auto join = [](auto a, auto b, auto even, int32_t step) HISPARSE_INLINED {
+    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + step);
+  };
+#if defined(__AVX512F__)
+  const Ints halves = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+  const Ints quarters = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+  const Ints swap2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
+  const Ints swap1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+  const Ints firsts = {0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12};
+  Floats all = join(join(x[0], x[1], halves, 8), join(x[2], x[3], halves, 8), quarters, 4);
+  all += __builtin_shuffle(all, swap2);
+  all += __builtin_shuffle(all, swap1);
+  struct Quarters { Vec<float, 4> first, others[3]; };
+  return bit_cast<Quarters>(__builtin_shuffle(all, firsts)).first;
+#elif defined(__AVX2__)
+  const Ints halves = {0, 1, 2, 3, 8, 9, 10, 11}, pairs = {0, 1, 8, 9, 4, 5, 12, 13};
+  const Ints swap1 = {1, 0, 3, 2, 5, 4, 7, 6};
+  Floats all = join(join(x[0], x[1], halves, 4), join(x[2], x[3], halves, 4), pairs, 2);
+  all += __builtin_shuffle(all, swap1);
+  struct Halves { Vec<float, 4> low, high; };
+  const auto [ac, bd] = bit_cast<Halves>(all);
+  return __builtin_shuffle(ac, bd, Vec<int32_t, 4>{0, 4, 2, 6});
+#else
+  const Ints low = {0, 4, 1, 5}, pairs = {0, 1, 4, 5};
+  return join(join(x[0], x[1], low, 2), join(x[2], x[3], low, 2), pairs, 2);
+#endif
+}
 
 template <typename V>
 HISPARSE_INLINE V maximum(V a, V b) {
@@ -199,23 +281,29 @@ HISPARSE_INLINE V exp_of_nonpositive(V x) {
   return x < least ? V{} : poly * bit_cast<V>(power);
 }
 
-// Turns logits into weights that are e^(logit - maximum), returns the maximum, and their sum in
-// `total`. `logits` is padded to whole vectors.
-inline float exponentiate(float* logits, int64_t count, float* total) {
-  const int64_t whole = (count + kLanes - 1) / kLanes * kLanes;
-  std::fill(logits + count, logits + whole, -INFINITY);
-  Floats highest = splat(-INFINITY);
+// Turns logits [count, G] into weights that are e^(logit - top), where top [G] is the maximum, and
+// sums them in total [G]. `logits` is padded to whole vectors; G divides kLanes.
+template <int G = 1>
+inline void exponentiate(float* logits, int64_t count, float* top, float* total) {
+  static_assert(kLanes % G == 0);
+  const int64_t whole = (count * G + kLanes - 1) / kLanes * kLanes;
+  std::fill(logits + count * G, logits + whole, -INFINITY);
+  Floats highest = splat(-INFINITY), sums = {};
   for (int64_t i = 0; i < whole; i += kLanes) highest = maximum(highest, Float32::load(logits + i));
-  float top = highest[0];
-  for (int lane = 1; lane < kLanes; ++lane) top = std::max(top, highest[lane]);
-  Floats sums = {};
+  for (int g = 0; g < G; ++g) {
+    top[g] = highest[g];
+    for (int lane = g + G; lane < kLanes; lane += G) top[g] = std::max(top[g], highest[lane]);
+  }
+  for (int lane = 0; lane < kLanes; ++lane) highest[lane] = top[lane % G];
   for (int64_t i = 0; i < whole; i += kLanes) {
-    const Floats weight = exp_of_nonpositive(Float32::load(logits + i) - top);
+    const Floats weight = exp_of_nonpositive(Float32::load(logits + i) - highest);
     store(logits + i, weight);
     sums += weight;
   }
-  *total = sum(sums);
-  return top;
+  for (int g = 0; g < G; ++g) {
+    total[g] = 0;
+    for (int lane = g; lane < kLanes; lane += G) total[g] += sums[lane];
+  }
 }
 
 }  // namespace hisparse

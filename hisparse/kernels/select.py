@@ -23,18 +23,21 @@ def page_score(
     host_page_table: Tensor,
     num_pages: Tensor,
     *,
+    scales: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Quest's criticality: the largest q.k that a page's key range allows.
+    """Quest's criticality: the largest q.k that a page's key ranges allow.
 
-    ``sum_d max(q_d * high_d, q_d * low_d)``; https://arxiv.org/abs/2406.10774, section 3.3.
+    A range allows ``sum_d max(q_d * high_d, q_d * low_d)``; https://arxiv.org/abs/2406.10774,
+    section 3.3. A page allows the largest of its ranges.
 
     Args:
         query: ``[B, Hq, D] float32``, times the softmax scale.
-        summaries: ``[host pages, Hkv, 2D]``, float32, bfloat16 or float8_e4m3fn; channel-wise
-            maxima of the keys, then minima.
+        summaries: ``[host pages, ranges, Hkv, 2D]``, float32, bfloat16 or float8_e4m3fn; for each
+            range the channel-wise maxima of its keys, then their minima.
         host_page_table: ``[B, P] int32``.
         num_pages: ``[B] int32``, pages of each request.
+        scales: ``[host pages, ranges, Hkv] float32``, positive factors of the summaries. None: 1.
         impl: "auto", or an implementation's name.
 
     Returns:
@@ -43,9 +46,9 @@ def page_score(
     Raises:
         KernelError: a tensor has another shape, dtype or device.
     """
-    check_once(_check_score, query, summaries, host_page_table, num_pages)
+    check_once(_check_score, query, summaries, host_page_table, num_pages, scales)
     module = implementation(impl, query.device, summaries.device)
-    scores: Tensor = module.page_score(query, summaries, host_page_table, num_pages)
+    scores: Tensor = module.page_score(query, summaries, host_page_table, num_pages, scales)
     return scores
 
 
@@ -90,14 +93,20 @@ def select(
 
 
 def _check_score(
-    query: Tensor, summaries: Tensor, host_page_table: Tensor, num_pages: Tensor
+    query: Tensor,
+    summaries: Tensor,
+    host_page_table: Tensor,
+    num_pages: Tensor,
+    scales: Tensor | None,
 ) -> None:
     check_tensor("query", query, _F32, (None, None, None))
     (batch, query_heads, dim), device = query.shape, query.device
-    check_tensor("summaries", summaries, _SUMMARY_DTYPES, (None, None, 2 * dim), device)
+    check_tensor("summaries", summaries, _SUMMARY_DTYPES, (None, None, None, 2 * dim), device)
+    if scales is not None:
+        check_tensor("scales", scales, _F32, tuple(summaries.shape[:3]), device)
     check_tensor("host_page_table", host_page_table, _I32, (batch, None), device)
     check_tensor("num_pages", num_pages, _I32, (batch,), device)
-    check_divides("summaries", summaries.shape[1], query_heads)
+    check_divides("summaries", summaries.shape[2], query_heads)
 
 
 def _check_select(

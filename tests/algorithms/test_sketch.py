@@ -62,7 +62,7 @@ def test_better_than_quest_in_fewer_bytes(seed: int) -> None:
     ours = sketch_score(query, sketches, table, lens, layout)[0]
     summaries = torch.zeros(PAGES, 1, 2 * DIM, dtype=torch.bfloat16)
     page_summary(keys, summaries, table[0])
-    quests = page_score(query, summaries, table, lens)[0]
+    quests = page_score(query, summaries[:, None], table, lens)[0]
 
     assert sketches.nbytes < 0.09 * 2 * keys.numel() < summaries.nbytes
     found = torch.corrcoef(torch.stack([x.flatten() for x in (exact, ours, quests)]))[0]

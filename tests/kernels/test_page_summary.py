@@ -83,7 +83,7 @@ def test_scores_bound_every_logit_of_a_page(impl: str, to: str, seed: int) -> No
     page_summary(keys, summaries, torch.arange(1, 21), impl=impl)
     table = torch.arange(1, 21, dtype=torch.int32)[None]
     lens = torch.tensor([20], dtype=torch.int32)
-    bound = page_score(query, summaries, table, lens, impl=impl)[0]
+    bound = page_score(query, summaries[:, None], table, lens, impl=impl)[0]
     logits = torch.einsum(
         "hgd,pshd->hgps", query[0].double().unflatten(0, (2, 3)), keys.double()
     ).flatten(0, 1)

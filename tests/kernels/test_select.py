@@ -19,26 +19,38 @@ from hisparse.kernels import SelectRule, page_score, select
     "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=["fp32", "bf16", "fp8"]
 )
 @pytest.mark.parametrize(
-    ("batch", "q_heads", "kv_heads", "dim", "pages"),
-    [(1, 9, 3, 64, 448), (3, 4, 2, 24, 7), (2, 2, 2, 5, 1), (8, 8, 1, 128, 63)],
+    ("batch", "q_heads", "kv_heads", "dim", "ranges", "pages"),
+    [(1, 9, 3, 64, 1, 448), (3, 4, 2, 24, 4, 7), (2, 2, 2, 5, 3, 1), (8, 8, 1, 128, 2, 63)],
 )
-def test_page_score_is_the_sum_of_channel_maxima(
-    impl: str, dtype: torch.dtype, batch: int, q_heads: int, kv_heads: int, dim: int, pages: int
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+def test_page_score_is_the_largest_sum_of_channel_maxima(
+    impl: str,
+    dtype: torch.dtype,
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    dim: int,
+    ranges: int,
+    pages: int,
+    scaled: bool,
 ) -> None:
     query = torch.randn(batch, q_heads, dim)
-    keys = torch.randn(2, 700, kv_heads, dim)
+    keys = torch.randn(2, 700, ranges, kv_heads, dim)
     high, low = keys.amax(0), keys.amin(0)
+    scales = torch.exp2(torch.randint(-3, 3, (700, ranges, kv_heads)).float()) if scaled else None
     summaries = torch.cat([high, low], -1).to(dtype)
     # The table is a part of a wider one, as the coordinator hands it over.
     table = torch.randint(700, (batch, pages + 3), dtype=torch.int32)[:, :pages]
     num_pages = torch.randint(pages + 1, (batch,), dtype=torch.int32)
     num_pages[0] = pages
-    scores = page_score(query, summaries, table, num_pages, impl=impl)
-    own = summaries[table.long()].float().repeat_interleave(q_heads // kv_heads, dim=2)
-    products = torch.maximum(query[:, None] * own[..., :dim], query[:, None] * own[..., dim:])
-    expected = products.sum(-1).transpose(1, 2)
+    scores = page_score(query, summaries, table, num_pages, scales=scales, impl=impl)
+    own = summaries.float() if scales is None else summaries.float() * scales[..., None]
+    own = own[table.long()].repeat_interleave(q_heads // kv_heads, dim=3)
+    q = query[:, None, None]
+    products = torch.maximum(q * own[..., :dim], q * own[..., dim:])
+    expected = products.sum(-1).amax(2).transpose(1, 2)
     absent = torch.arange(pages) >= num_pages[:, None]
-    assert_close(scores, expected.masked_fill(absent[:, None], -torch.inf), rtol=1e-4, atol=1e-4)
+    assert_close(scores, expected.masked_fill(absent[:, None], -torch.inf), rtol=1e-4, atol=2e-4)
 
 
 def sinks_and_recents(num_pages: Tensor, width: int) -> Tensor:
@@ -301,25 +313,26 @@ def test_tensors_that_select_cannot_use_are_named(
             {"query": torch.zeros(1, 2, 8).half()},
             "query: got dtype torch.float16, expected torch.f",
         ),
-        ({"summaries": torch.zeros(9, 1, 8)}, r"summaries: got shape \[9, 1, 8\]"),
+        ({"summaries": torch.zeros(9, 1, 1, 8)}, r"summaries: got shape \[9, 1, 1, 8\]"),
         (
-            {"summaries": torch.zeros(9, 1, 16).int()},
+            {"summaries": torch.zeros(9, 1, 1, 16).int()},
             "summaries: got dtype torch.int32, expected o",
         ),
-        ({"summaries": torch.zeros(9, 1, 16, device="meta")}, "summaries: got device meta"),
+        ({"summaries": torch.zeros(9, 1, 1, 16, device="meta")}, "summaries: got device meta"),
         (
-            {"summaries": torch.zeros(9, 3, 16)},
+            {"summaries": torch.zeros(9, 1, 3, 16)},
             "summaries: got 3 heads, expected a divisor of the 2",
         ),
         ({"host_page_table": COUNT[None].long()}, "host_page_table: got dtype torch.int64"),
         ({"num_pages": COUNT.to("meta")}, "num_pages: got device meta, expected cpu"),
+        ({"scales": torch.zeros(9, 1, 2)}, r"scales: got shape \[9, 1, 2\]"),
     ],
-    ids=["query", "width", "dtype", "device", "heads", "table", "count"],
+    ids=["query", "width", "dtype", "device", "heads", "table", "count", "scales"],
 )
 def test_tensors_that_page_score_cannot_use_are_named(
     impl: str, changed: dict[str, Tensor], message: str
 ) -> None:
-    inputs = {"query": torch.zeros(1, 2, 8), "summaries": torch.zeros(9, 1, 16)}
+    inputs = {"query": torch.zeros(1, 2, 8), "summaries": torch.zeros(9, 1, 1, 16)}
     inputs |= {"host_page_table": COUNT[None], "num_pages": COUNT} | changed
     with pytest.raises(KernelError, match=message):
         page_score(**inputs, impl=impl)

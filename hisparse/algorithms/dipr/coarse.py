@@ -59,7 +59,8 @@ def coarse_scores(
     """
     table, num_pages = step.host_page_table[:, : step.max_pages], step.num_pages
     keys = step.host_keys(layer_id)
-    bounds = page_score(query, step.representations[_RANGES][layer_id], table, num_pages)
+    ranges = step.representations[_RANGES][layer_id][:, None]
+    bounds = page_score(query, ranges, table, num_pages)
     highest = bounds.topk(min(_FIRST, bounds.shape[-1]), dim=-1).indices
     first = torch.zeros_like(bounds, dtype=torch.bool).scatter_(-1, highest, True)
     found = key_score(query, keys, table, num_pages, pages=first)

@@ -17,12 +17,25 @@ def page_summary(keys: Tensor, summaries: Tensor, host_pages: Tensor) -> None:
 
 
 def page_score(
-    query: Tensor, summaries: Tensor, host_page_table: Tensor, num_pages: Tensor
+    query: Tensor,
+    summaries: Tensor,
+    host_page_table: Tensor,
+    num_pages: Tensor,
+    scales: Tensor | None,
 ) -> Tensor:
     """See :func:`hisparse.kernels.page_score`."""
     scores = query.new_empty(*query.shape[:2], host_page_table.shape[1])
-    summaries = summaries.contiguous()
-    call_cpu("page_score", query.contiguous(), summaries, host_page_table, num_pages, scores)
+    # An empty tensor stands for None.
+    factors = query.new_empty(0, 0, 0) if scales is None else scales.contiguous()
+    call_cpu(
+        "page_score",
+        query.contiguous(),
+        summaries.contiguous(),
+        factors,
+        host_page_table,
+        num_pages,
+        scores,
+    )
     return scores
 
 

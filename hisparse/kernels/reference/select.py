@@ -11,13 +11,21 @@ __all__ = ["best_pages", "page_score", "select"]
 
 
 def page_score(
-    query: Tensor, summaries: Tensor, host_page_table: Tensor, num_pages: Tensor
+    query: Tensor,
+    summaries: Tensor,
+    host_page_table: Tensor,
+    num_pages: Tensor,
+    scales: Tensor | None,
 ) -> Tensor:
     """See :func:`hisparse.kernels.page_score`."""
-    own = summaries[host_page_table.long()]
+    pages, (ranges, kv_heads) = host_page_table.long(), summaries.shape[1:3]
+    own = summaries[pages].flatten(1, 2).to(query.dtype)  # [B, P * ranges, Hkv, 2D]
+    if scales is not None:
+        own = own * scales[pages].flatten(1, 2)[..., None]
     signed = torch.cat([query.clamp(min=0), query.clamp(max=0)], dim=-1)
-    signed = signed.unflatten(1, (summaries.shape[1], -1))
-    scores = (signed @ own.permute(0, 2, 3, 1).to(signed.dtype)).flatten(1, 2)
+    signed = signed.unflatten(1, (kv_heads, -1))
+    bounds = (signed @ own.permute(0, 2, 3, 1)).flatten(1, 2)
+    scores = bounds.unflatten(-1, (-1, ranges)).amax(-1)
     masked: Tensor = scores.masked_fill_(_absent(scores, num_pages), -torch.inf)
     return masked
 

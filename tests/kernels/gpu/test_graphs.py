@@ -48,7 +48,7 @@ class Step:
         self.out = LruDiff(*entries, *(torch.empty_like(self.capacity) for _ in range(2)))
 
     def run(self) -> tuple[Tensor, Tensor]:
-        scores = page_score(self.query, self.summaries, self.table, self.num_pages)
+        scores = page_score(self.query, self.summaries[:, None], self.table, self.num_pages)
         rule = SelectRule(heads=ROWS, max_pages=WIDTH)
         chosen = select(scores, self.num_pages, rule, forced=self.forced)
         diff = lru_diff(
