@@ -143,14 +143,12 @@ class KernelsBench(ModelShape):
 
     def _page_score(self, dtype: torch.dtype) -> _Work:
         pages = self.context // self.page_size
-        shape = (pages * _RANGES, self.kv_heads, 2 * self.head_dim)
-        # Quest scales ranges to the largest number of fp8, 448.
-        summaries = [
-            (100 * torch.randn(shape)).clamp(-448, 448).to(dtype) for _ in range(self.layers)
-        ]
-        first = torch.randperm(pages, dtype=torch.int32)[:, None] * _RANGES
-        table = (first + torch.arange(_RANGES, dtype=torch.int32)).view(1, -1)
-        query, count = self._query(), torch.tensor([pages * _RANGES], dtype=torch.int32)
+        shape = (pages, _RANGES, self.kv_heads, 2 * self.head_dim)
+        # Quest scales ranges to the largest number of fp8, 448, and stores no subnormal ones.
+        ranges = [100 * torch.randn(shape) for _ in range(self.layers)]
+        summaries = [x.where(x.abs() >= 2**-6, 0).clamp_(-448, 448).to(dtype) for x in ranges]
+        table = torch.randperm(pages, dtype=torch.int32)[None]
+        query, count = self._query(), torch.tensor([pages], dtype=torch.int32)
         return _Work(
             name="page_score",
             dtype=str(dtype).removeprefix("torch."),

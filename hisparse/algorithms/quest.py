@@ -78,7 +78,8 @@ class Quest(RankedPagesAlgorithm):
         largest = torch.maximum(high.abs(), low.abs()).amax(-1, keepdim=True)
         # Scaling by a power of two is exact.
         scale = torch.exp2((largest / _FP8_MAX).log2().ceil().clamp(-100, 100))
-        high, low = _outside_subnormals(high / scale), -_outside_subnormals(-low / scale)
+        high, low = high / scale, low / scale
+        high, low = _outside_subnormals(high, low), -_outside_subnormals(-low, -high)
         high = round_outward(high, summaries.dtype, up=True)
         low = round_outward(low, summaries.dtype, up=False)
         summaries[rows.long()] = torch.cat([high, low], -1)
@@ -101,11 +102,11 @@ def _split(host_pages: Tensor, ranges: int) -> Tensor:
     return torch.add(index, host_pages[..., None], alpha=ranges).flatten(-2)
 
 
-def _outside_subnormals(high: Tensor) -> Tensor:
-    """Raise maxima between zero and float8_e4m3fn's normal numbers to the next one or to zero.
+def _outside_subnormals(high: Tensor, low: Tensor) -> Tensor:
+    """Raise maxima that are subnormal in float8_e4m3fn to its least normal number, or to zero.
 
-    Processors multiply subnormal numbers a hundred times slower. The range grows by less than
-    0.00007 of the largest magnitude, since this is at least half of float8's.
+    Processors multiply subnormal numbers a hundred times slower. Where the minimum is subnormal as
+    well, the maximum stays: that channel's range is tiny, and would grow too much.
     """
-    tiny = high.abs() < _FP8_LEAST_NORMAL
-    return torch.where(tiny, _FP8_LEAST_NORMAL * (high > 0), high)
+    raised = (high.abs() < _FP8_LEAST_NORMAL) & (low.abs() >= _FP8_LEAST_NORMAL)
+    return torch.where(raised, _FP8_LEAST_NORMAL * (high > 0), high)

@@ -32,6 +32,7 @@ LLAMA |= {"REST_BLOCK": 0, "VALUE": 128, "VALUE_BLOCK": 128, "SIZE": 16}
 MLA = {"GROUP": 128, "QUERIES": 32, "WIDTH": 576, "FIRST": 512, "FIRST_BLOCK": 512}
 MLA |= {"REST_BLOCK": 64, "VALUE": 512, "VALUE_BLOCK": 512, "SIZE": 64}
 SUMMARY = {"SIZE": 16, "SIZE_BLOCK": 16, "DIM": 128, "DIM_BLOCK": 128}
+SCORE = {"RANGES": 4, "SCALED": True}
 SKETCH = {"SIZE": 16, "DIM": 128, "COUNT": 40, "BLOCKS": 16, "CODE_BYTES": 4}
 SKETCH_MLA = {"SIZE": 64, "DIM": 576, "COUNT": 180, "BLOCKS": 72, "CODE_BYTES": 16}
 POINTERS = {
@@ -56,6 +57,7 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 ALIGNED = ["key_page", "key_head", "key_token", "value_page", "value_head", "value_token"]
 ALIGNED += ["scale_page", "scale_head"]
 ALIGNED += ["stride_page", "stride_token", "stride_head", "stride_out_page", "stride_out_head"]
+ALIGNED += ["stride_range"]
 ONES = {"table_entry": 1, "stride_entry": 1, "stride_dim": 1}
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
     f"attend {name} {kind}": (
@@ -104,13 +106,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
     ),
     "score": (
         triton_select._score_kernel,
-        {"GROUP": 4, "DIM": 128, "DIM_BLOCK": 128, "PAGES": 16},
-        {"summaries": "*bf16"},
+        SCORE | {"GROUP": 4, "GROUP_BLOCK": 4, "DIM": 128, "DIM_BLOCK": 128, "PAGES": 16},
+        {"summaries": "*bf16", "scales": "*fp32"},
     ),
     "score MLA": (
         triton_select._score_kernel,
-        {"GROUP": 128, "DIM": 576, "DIM_BLOCK": 1024, "PAGES": 4},
-        {"summaries": "*bf16"},
+        SCORE | {"GROUP": 128, "GROUP_BLOCK": 128, "DIM": 576, "DIM_BLOCK": 1024, "PAGES": 4},
+        {"summaries": "*bf16", "scales": "*fp32"},
     ),
     "sketch": (
         triton_sketch._sketch_kernel,
