@@ -8,12 +8,6 @@
 
 namespace hisparse {
 
-// Sixteen numbers at a time: the codes of 16 tokens are 32 bits.
-constexpr int32_t kWide = 16;
-using WideFloats = Vec<float, kWide>;
-using WideInts = Vec<int32_t, kWide>;
-using WideWords = Vec<uint32_t, kWide>;
-
 constexpr int32_t kBlock = 8;              // channels whose base values share a scale
 constexpr int32_t kScaleOffset = 107 << 3;
 

@@ -1,223 +1,394 @@
 // sketch_score: log-sum-exp of a page's logits, straight from the sketches by host page.
+//
+// A token's logit is q.base plus, for each detailed channel, q * scale * (code - 1.5). The products
+// with codes are summed in integers, of coefficients q * scale rounded to 16 bits.
 #include "parallel.h"
 #include "simd.h"
 #include "sketch.h"
+#include "sketch_decode.h"
+#include "sketch_dot.h"
 #include "tensors.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <vector>
 
 namespace hisparse {
 namespace {
 
 struct SketchScoreParams {
-  const float* query;              // [B, Hq, width], zeros from D on
+  const float* query;              // [B, Hq, D]
   Rows<const uint8_t> sketches;    // [host pages, Hkv, bytes]
   Rows<const int32_t> host_pages;  // [B, P]
   const int32_t* num_pages;        // [B]
   float* scores;                   // [B, Hq, P]
   int64_t batch, num_columns, num_host_pages;
-  int32_t q_heads, kv_heads, width;
+  int32_t q_heads, kv_heads;
   SketchLayout layout;
 };
 
-// Separate functions: in a single one the compiler keeps loop counters on the stack.
-#define HISPARSE_NOINLINE __attribute__((noinline))
-
 constexpr int64_t kPagesPerItem = 64;
-constexpr int32_t kQueries = 8;  // of a group, at a time
+// Exponents of weights stay within these bounds, and a total with one at a bound is not used.
+constexpr float kLeast = -126, kMost = 120;
+constexpr float kLog2E = 1.44269504f;
 
-constexpr int32_t whole_vectors(int32_t count) { return (count + kWide - 1) / kWide * kWide; }
+// All queries of a call, as floats and as shorts, padded with zeros.
+struct Queries {
+  int32_t width;
+  std::vector<float> floats;    // [B, Hq, width]
+  std::vector<int16_t> shorts;  // [B, Hq, width]: times `units` the query
+  std::vector<float> units;     // [B, Hq]
 
-// Base values of 16 channels from d on, zeros behind the last.
-HISPARSE_INLINE WideFloats base_at(const SketchLayout& l, const uint8_t* sketch, int32_t d) {
-  const WideInts lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const uint8_t* codes = sketch + l.block_scales() + d / kBlock;
-  const int32_t left = l.dim - d;
-  Vec<int8_t, kWide> x = {};
-  if (left >= kWide) {
-    std::memcpy(&x, sketch + d, sizeof(x));
-  } else {
-    for (int32_t i = 0; i < left; ++i) x[i] = static_cast<int8_t>(sketch[d + i]);
+  explicit Queries(const SketchScoreParams& p) : width(round_up(p.layout.dim, kChosen)) {
+    const int32_t dim = p.layout.dim;
+    const int64_t count = p.batch * p.q_heads;
+    floats.resize(count * width);
+    shorts.resize(count * width);
+    units.resize(count + kQueries);
+    for (int64_t i = 0; i < count; ++i) {
+      const float* query = p.query + i * dim;
+      float top = 0;
+      for (int32_t d = 0; d < dim; ++d) top = std::max(top, std::abs(query[d]));
+      units[i] = top / 32767;
+      const float scale = top > 0 ? 32767 / top : 0;
+      for (int32_t d = 0; d < dim; ++d) {
+        floats[i * width + d] = query[d];
+        const float whole = query[d] * scale;
+        shorts[i * width + d] = static_cast<int16_t>(whole + (whole < 0 ? -0.5f : 0.5f));
+      }
+    }
   }
-  const float first = scale_of(codes[0]), second = left > kBlock ? scale_of(codes[1]) : 0.0f;
-  const auto values = __builtin_convertvector(__builtin_convertvector(x, Vec<int16_t, kWide>),
-                                              WideInts);
-  return __builtin_convertvector(values, WideFloats) *
-         (lane < kBlock ? splat<WideFloats>(first) : splat<WideFloats>(second));
-}
+};
 
-// The channels that a mask names, ascending.
-HISPARSE_NOINLINE void decode_mask(const SketchLayout& l, const uint8_t* mask, int32_t* channels) {
-  int32_t place = 0;
-  for (int32_t byte = 0; byte < l.blocks(); byte += 8) {
-    uint64_t bits = 0;
-    if (l.blocks() - byte >= 8) {
-      std::memcpy(&bits, mask + byte, 8);
+#if !defined(__AVX512VBMI2__)
+// Indexes that move the halves whose bits are set to the front.
+constexpr std::array<std::array<uint8_t, 16>, 256> make_fronts() {
+  std::array<std::array<uint8_t, 16>, 256> fronts{};
+  for (int mask = 0; mask < 256; ++mask) {
+    int place = 0;
+    for (int bit = 0; bit < 8; ++bit) {
+      if (!(mask >> bit & 1)) continue;
+      fronts[mask][place++] = static_cast<uint8_t>(2 * bit);
+      fronts[mask][place++] = static_cast<uint8_t>(2 * bit + 1);
+    }
+  }
+  return fronts;
+}
+alignas(64) constexpr auto kFronts = make_fronts();
+#endif
+
+// The queries' values in the channels that a mask of `count` bytes names, ascending.
+template <int G>
+HISPARSE_INLINE void choose(const uint8_t* mask, int32_t count, const int16_t* queries,
+                            int32_t width, int16_t* chosen, int32_t stride) {
+#if defined(__AVX512VBMI2__)
+  for (int32_t byte = 0; byte < count; byte += 4, queries += kChosen) {
+    uint32_t bits = 0;
+    if (count - byte >= 4) {
+      std::memcpy(&bits, mask + byte, 4);
     } else {
-      for (int32_t i = byte; i < l.blocks(); ++i) bits |= uint64_t{mask[i]} << (i - byte) * 8;
+      for (int32_t i = byte; i < count; ++i) bits |= uint32_t{mask[i]} << (i - byte) * 8;
     }
-    // The mask of an unwritten sketch may have more bits than there are places.
-    for (; bits && place < l.num_channels; bits &= bits - 1) {
-      channels[place++] = byte * 8 + __builtin_ctzll(bits);
+    for (int g = 0; g < G; ++g) {
+      const auto x = bit_cast<__m512i>(load_vector<Shorts>(queries + g * width));
+      const auto front = bit_cast<Shorts>(_mm512_maskz_compress_epi16(bits, x));
+      std::memcpy(chosen + g * stride, &front, sizeof(front));
     }
+    chosen += __builtin_popcount(bits);
   }
-}
-
-// Codes of 16 tokens from `packed` on; the channel has `left` more bytes.
-HISPARSE_INLINE uint32_t load_codes(const uint8_t* packed, int32_t left) {
-  uint32_t word = 0;
-  if (left >= 4) {
-    std::memcpy(&word, packed, 4);
-  } else {
-    for (int32_t i = 0; i < left; ++i) word |= uint32_t{packed[i]} << i * 8;
+#else
+  for (int32_t byte = 0; byte < count; ++byte, queries += 8) {
+    const auto front = load_vector<Sixteen>(kFronts[mask[byte]].data());
+    for (int g = 0; g < G; ++g) {
+      const Sixteen x = look_up(load_vector<Sixteen>(queries + g * width), front);
+      std::memcpy(chosen + g * stride, &x, sizeof(x));
+    }
+    chosen += __builtin_popcount(mask[byte]);
   }
-  return word;
+#endif
 }
 
-// The values of codes: -1.5, -0.5, 0.5 or 1.5.
-HISPARSE_INLINE WideFloats levels_of(uint32_t word) {
-  const WideWords shift = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-  // Looks up the low four bits; the two above a code's own do not count.
-  const WideFloats levels = {-1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f,
-                         -1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f};
-  return __builtin_shuffle(levels, bit_cast<WideInts>((word - WideWords{}) >> shift & 15u));
+// Lanes of four vectors, summed: lane g of the result is the sum of x[g].
+HISPARSE_INLINE Vec<float, 4> reduce_four(const Floats* x) {
+  Ints low, left;
+  for (int i = 0; i < kLanes; ++i) {
+    low[i] = i / 4 * 4 + i % 4 / 2 + i % 2 * kLanes;
+    left[i] = i / 4 * 4 + i % 2 + i % 4 / 2 * kLanes;
+  }
+  const auto ab = __builtin_shuffle(x[0], x[1], low) + __builtin_shuffle(x[0], x[1], low + 2);
+  const auto cd = __builtin_shuffle(x[2], x[3], low) + __builtin_shuffle(x[2], x[3], low + 2);
+  return join_fours<kLanes>(__builtin_shuffle(ab, cd, left) + __builtin_shuffle(ab, cd, left + 2));
 }
 
-HISPARSE_INLINE WideFloats add(WideFloats a, WideFloats b) { return a + b; }
+// Within the bounds above. GCC makes two instructions of each comparison.
+HISPARSE_INLINE Floats cut(Floats x) {
+#if defined(__AVX512F__)
+  const __m512 high = _mm512_max_ps(bit_cast<__m512>(x), _mm512_set1_ps(kLeast));
+  return bit_cast<Floats>(_mm512_min_ps(high, _mm512_set1_ps(kMost)));
+#elif defined(__AVX2__)
+  const __m256 high = _mm256_max_ps(bit_cast<__m256>(x), _mm256_set1_ps(kLeast));
+  return bit_cast<Floats>(_mm256_min_ps(high, _mm256_set1_ps(kMost)));
+#else
+  x = x > kLeast ? x : splat(kLeast);
+  return x < kMost ? x : splat(kMost);
+#endif
+}
 
-// Reduces eight vectors at once: lane g of the result is x[g]'s lanes joined by `op`. Joining
-// halves pairwise takes a third of the time of eight separate reductions.
-template <WideFloats (*op)(WideFloats, WideFloats)>
-HISPARSE_INLINE WideFloats reduce_eight(const WideFloats* x) {
-  const WideInts low8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-  const WideInts low4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
-  const WideInts low2 = {0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29};
-  const WideInts even = {0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14};
-  const auto join = [](WideFloats a, WideFloats b, WideInts low, int32_t width) {
-    return op(__builtin_shuffle(a, b, low), __builtin_shuffle(a, b, low + width));
-  };
-  const WideFloats ab = join(x[0], x[1], low8, 8), cd = join(x[2], x[3], low8, 8);
-  const WideFloats ef = join(x[4], x[5], low8, 8), gh = join(x[6], x[7], low8, 8);
-  const WideFloats all = join(join(ab, cd, low4, 4), join(ef, gh, low4, 4), low2, 2);
-  return op(__builtin_shuffle(all, even), __builtin_shuffle(all, even + 1));
+// 2^x, relative error about 4e-6; x is cut to the bounds above.
+HISPARSE_INLINE Floats power_of_two(Floats x) {
+  x = cut(x);
+  // Adding this constant leaves no bits for a fraction, which rounds to the nearest integer.
+  const Floats magic = splat(12582912.0f);
+  const Floats shifted = x + magic;
+  const Floats f = x - (shifted - magic);
+  Floats poly = splat(0.00967606f);
+  poly = poly * f + 0.05582274f;
+  poly = poly * f + 0.24022307f;
+  poly = poly * f + 0.69313675f;
+  poly = poly * f + 1.0f;
+  return bit_cast<Floats>(bit_cast<Ints>(poly) + (bit_cast<Ints>(shifted) << 23));
 }
 
 // The natural logarithm of positive numbers that are not subnormal, to about 1e-6.
-HISPARSE_INLINE WideFloats log_of(WideFloats x) {
+HISPARSE_INLINE Floats log_of(Floats x) {
   // x = 2^n * m with m in [2/3, 4/3), and log m by its odd series in (m - 1) / (m + 1).
-  const WideInts bits = bit_cast<WideInts>(x) - 0x3f2aaaab;
-  const WideInts n = bits >> 23;
-  const WideFloats m = bit_cast<WideFloats>((bits & 0x007fffff) + 0x3f2aaaab);
-  const WideFloats z = (m - 1.0f) / (m + 1.0f), square = z * z;
-  WideFloats poly = splat<WideFloats>(2.0f / 9);
+  const Ints bits = bit_cast<Ints>(x) - 0x3f2aaaab;
+  const Ints n = bits >> 23;
+  const Floats m = bit_cast<Floats>((bits & 0x007fffff) + 0x3f2aaaab);
+  const Floats z = (m - 1.0f) / (m + 1.0f), square = z * z;
+  Floats poly = splat(2.0f / 9);
   poly = poly * square + 2.0f / 7;
   poly = poly * square + 2.0f / 5;
   poly = poly * square + 2.0f / 3;
   poly = poly * square + 2.0f;
-  return __builtin_convertvector(n, WideFloats) * 0.693147181f + poly * z;
+  return __builtin_convertvector(n, Floats) * 0.693147181f + poly * z;
 }
 
-// G queries of one group on one page. A query's score is its tops + log(totals); logits
-// [G, tokens] is scratch.
+// The steps below take G queries, from `done` on, of each head in a tile.
+
 template <int G>
-HISPARSE_NOINLINE void score_queries(const SketchScoreParams& p, const float* q,
-                                     const uint8_t* sketch, const int32_t* channels,
-                                     float* logits, float* tops, float* totals) {
-  const SketchLayout l = p.layout;
-  WideFloats sums[kQueries] = {}, highest[kQueries] = {}, weights[kQueries] = {};
-  for (int32_t d = 0; d < p.width; d += kWide) {
-    const WideFloats x = base_at(l, sketch, d);
-    for (int g = 0; g < G; ++g) sums[g] += load_vector<WideFloats>(q + g * p.width + d) * x;
-  }
-  const WideInts lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const int32_t width = p.width, row = l.code_bytes(), tokens = whole_vectors(l.page_size);
-  for (int g = 0; g < G; ++g) highest[g] = splat<WideFloats>(-INFINITY);
-  for (int32_t t = 0; t < tokens; t += kWide) {
-    WideFloats part[G] = {};
-    const uint8_t* packed = sketch + l.dim + t / 4;
-    const uint8_t* scales = sketch + l.channel_scales();
-    for (int32_t place = 0; place < l.num_channels; ++place, packed += row) {
-      const WideFloats x = levels_of(load_codes(packed, row - t / 4)) * scale_of(scales[place]);
-      const float* own = q + channels[place];
-      for (int g = 0; g < G; ++g) part[g] += x * own[g * width];
-    }
-    for (int g = 0; g < G; ++g) {
-      part[g] = lane + t < l.page_size ? part[g] : splat<WideFloats>(-INFINITY);
-      highest[g] = maximum(highest[g], part[g]);
-      store(logits + g * tokens + t, part[g]);
-    }
-  }
-  const WideFloats top = reduce_eight<maximum>(highest);
-  for (int32_t t = 0; t < tokens; t += kWide) {
-    for (int g = 0; g < G; ++g) {
-      weights[g] += exp_of_nonpositive(load_vector<WideFloats>(logits + g * tokens + t) - top[g]);
-    }
-  }
-  const WideFloats score = reduce_eight<add>(sums) + top, total = reduce_eight<add>(weights);
-  for (int g = 0; g < G; ++g) {
-    tops[g * kPagesPerItem] = score[g];
-    totals[g * kPagesPerItem] = total[g];
+HISPARSE_NOINLINE void choose_queries(const Queries& queries, Tile& tile, int32_t done) {
+  const int32_t width = tile.width, stride = tile.stride, count = tile.count;
+  const int32_t blocks = tile.layout.blocks(), mask = tile.layout.mask();
+  const int16_t* const shorts = queries.shorts.data();
+  int16_t* chosen = tile.chosen.data();
+  for (int32_t i = 0; i < count; ++i, chosen += kQueries * stride) {
+    const int16_t* own = shorts + (tile.queries[i] + done) * width;
+    choose<G>(tile.sketches[i] + mask, blocks, own, width, chosen, stride);
   }
 }
 
-// The last few queries of a group, `count` of them, at most kQueries.
-template <int G = kQueries, typename... Rest>
-void score_some(int32_t count, const Rest&... rest) {
+// Coefficients of the detailed channels, and tops: the scores of the base values, less 1.5 times the
+// coefficients' sum, because codes stand for levels around 0.
+template <int G>
+HISPARSE_NOINLINE void make_coefficients(const Queries& queries, Tile& tile, int32_t done) {
+  const Sixteen split = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
+  const int32_t places = tile.places, stride = tile.stride, width = tile.width;
+  const int32_t count = tile.count;
+  const int16_t *chosen = tile.chosen.data(), *scales = tile.scales.data();
+  const float *const floats = queries.floats.data(), *base = tile.base.data();
+  uint8_t* out = tile.coefficients.data();
+  for (int32_t i = 0; i < count; ++i) {
+    const int64_t first = tile.queries[i] + done;
+    const auto own = load_vector<Vec<float, kQueries>>(queries.units.data() + first);
+    const auto units = own * tile.unit[i];
+    std::memcpy(tile.units[i], &units, sizeof(units));
+    // Two sums for each query, or each product waits for the one before.
+    Floats even[kQueries] = {}, odd[G];
+    for (int g = 0; g < G; ++g) {
+      Ints total = {};
+      for (int32_t place = 0; place < places; place += kShorts) {
+        const auto x = load_vector<Shorts>(chosen + g * stride + place);
+        const Shorts c = multiply_fractions(x, load_vector<Shorts>(scales + place));
+        const Bytes bytes = shuffle_sixteens(bit_cast<Bytes>(c), split);
+        std::memcpy(out + 2 * (g * places + place), &bytes, sizeof(bytes));
+        total += add_pairs(c);
+      }
+      even[g] = __builtin_convertvector(total, Floats) * (-1.5f * units[g]);
+      odd[g] = Floats{};
+    }
+    const float* q = floats + first * width;
+    for (int32_t d = 0; d < width; d += 2 * kLanes) {
+      const Floats x = Float32::load(base + d), y = Float32::load(base + d + kLanes);
+      for (int g = 0; g < G; ++g) {
+        even[g] += Float32::load(q + g * width + d) * x;
+        odd[g] += Float32::load(q + g * width + d + kLanes) * y;
+      }
+    }
+    for (int g = 0; g < G; ++g) even[g] += odd[g];
+    const auto top = reduce_four(even);
+    std::memcpy(tile.tops[i] + done, &top, G * sizeof(float));
+    chosen += kQueries * stride;
+    scales += places;
+    base += width;
+    out += kQueries * 2 * places;
+  }
+}
+
+// Sums of products of coefficients and codes.
+template <int G>
+HISPARSE_NOINLINE void add_codes(Tile& tile) {
+  const int32_t quads = tile.quads, stride = 2 * tile.places, registers = tile.registers;
+  const int32_t count = tile.count;
+  const Bytes* codes = tile.codes.data();
+  const uint8_t* coefficients = tile.coefficients.data();
+  Ints* out = tile.sums.data();
+  for (int32_t i = 0; i < count; ++i, coefficients += kQueries * stride) {
+    for (int32_t r = 0; r < registers; ++r, codes += quads, out += kQueries) {
+      Ints sums[G];
+      for (int g = 0; g < G; ++g) sums[g] = Ints{};
+      for (int32_t quad = 0; quad < quads;) {
+        CodeSums low[G], high[G];
+        for (int g = 0; g < G; ++g) low[g] = high[g] = CodeSums{};
+        const int32_t last = std::min(quads, quad + kMostQuads);
+        for (; quad < last; ++quad) {
+          const Bytes some = codes[quad];
+          for (int g = 0; g < G; ++g) {
+            const uint8_t* c = coefficients + g * stride + 8 * quad;
+            low[g] = add_low(low[g], some, repeat_four(c));
+            high[g] = add_high(high[g], some, repeat_four(c + 4));
+          }
+        }
+        for (int g = 0; g < G; ++g) sums[g] += join_sums(low[g], high[g]);
+      }
+      for (int g = 0; g < G; ++g) out[g] = sums[g];
+    }
+  }
+}
+
+// Totals: sums of the tokens' weights, as far as tokens differ.
+template <int G>
+HISPARSE_NOINLINE void add_weights(Tile& tile, int32_t done) {
+  const int32_t count = tile.count, page_size = tile.layout.page_size;
+  const Ints* sums = tile.sums.data();
+  for (int32_t i = 0; i < count; ++i) {
+    Floats weights[kQueries] = {};
+    const float* units = tile.units[i];
+    for (int32_t t = 0; t < page_size; t += kTokens) {
+      for (int v = 0; v < kVectors; ++v, sums += kQueries) {
+        for (int g = 0; g < G; ++g) {
+          Floats weight = power_of_two(__builtin_convertvector(sums[g], Floats) * (units[g] * kLog2E));
+          if (page_size - t < kTokens) weight = token_of(v) < page_size - t ? weight : Floats{};
+          weights[g] += weight;
+        }
+      }
+    }
+    const auto total = reduce_four(weights);
+    std::memcpy(tile.totals[i] + done, &total, G * sizeof(float));
+  }
+}
+
+// A score is its top + log(total).
+template <int G>
+void score_queries(const Queries& queries, Tile& tile, int32_t done) {
+  choose_queries<G>(queries, tile, done);
+  make_coefficients<G>(queries, tile, done);
+  add_codes<G>(tile);
+  add_weights<G>(tile, done);
+}
+
+// The last few queries of a group, at most kQueries.
+template <int G = kQueries>
+void score_some(int32_t left, const Queries& queries, Tile& tile, int32_t done) {
   if constexpr (G > 0) {
-    if (count == G) return score_queries<G>(rest...);
-    score_some<G - 1>(count, rest...);
+    if (left == G) return score_queries<G>(queries, tile, done);
+    score_some<G - 1>(left, queries, tile, done);
   }
 }
 
-// One page, all heads: tops and totals [Hq, kPagesPerItem]; channels [N] and logits are scratch.
-void score_page(const SketchScoreParams& p, const float* q, const uint8_t* sketch,
-                const uint8_t* ahead, int32_t* channels, float* logits, float* tops,
-                float* totals) {
-  const int32_t group = p.q_heads / p.kv_heads, bytes = p.layout.num_bytes();
-  for (int32_t head = 0; head < p.kv_heads; ++head, sketch += bytes, ahead += bytes) {
-    for (int32_t line = 0; line < bytes; line += 64) __builtin_prefetch(ahead + line);
-    decode_mask(p.layout, sketch + p.layout.mask(), channels);
-    for (int32_t done = 0; done < group; done += kQueries) {
-      const int32_t count = std::min(kQueries, group - done);
-      score_some(count, p, q, sketch, channels, logits, tops, totals);
-      q += count * p.width;
-      tops += count * kPagesPerItem;
-      totals += count * kPagesPerItem;
+void score_tile(const Queries& queries, Tile& tile, int32_t group) {
+  decode_base(tile);
+  decode_scales(tile);
+  decode_codes(tile);
+  for (int32_t done = 0; done < group; done += kQueries) {
+    score_some(std::min(kQueries, group - done), queries, tile, done);
+  }
+  tile.count = 0;
+}
+
+// The same for one query, whatever its logits: in no place an exponential can overflow.
+float score_any(const SketchLayout& l, const float* q, const uint8_t* sketch) {
+  std::vector<float> logits(l.page_size);
+  float base = 0;
+  for (int32_t d = 0; d < l.dim; ++d) {
+    base += q[d] * static_cast<int8_t>(sketch[d]) * scale_of(sketch[l.block_scales() + d / kBlock]);
+  }
+  const int32_t row = l.code_bytes();
+  for (int32_t d = 0, place = 0; d < l.dim && place < l.num_channels; ++d) {
+    if (!(sketch[l.mask() + d / 8] >> d % 8 & 1)) continue;
+    const uint8_t* codes = sketch + l.dim + place * row;
+    const float x = q[d] * scale_of(sketch[l.channel_scales() + place++]);
+    for (int32_t t = 0; t < l.page_size; ++t) {
+      logits[t] += x * ((codes[t / 4] >> t % 4 * 2 & 3) - 1.5f);
+    }
+  }
+  const float top = *std::max_element(logits.begin(), logits.end());
+  float total = 0;
+  for (const float logit : logits) total += std::exp(logit - top);
+  return base + top + std::log(total);
+}
+
+// Replaces the scores of a run of pages whose totals are of no use.
+void score_cut(const SketchScoreParams& p, const Queries& queries, int64_t b, int64_t first,
+               int64_t last, const float* totals) {
+  const int32_t stride = round_up(p.q_heads, kQueries), group = p.q_heads / p.kv_heads;
+  for (int32_t h = 0; h < p.q_heads; ++h) {
+    const int64_t row = b * p.q_heads + h;
+    for (int64_t page = first; page < last; ++page) {
+      const float total = totals[(page - first) * stride + h];
+      if (total > 0x1p-90f && total < 0x1p119f) continue;
+      const uint8_t* sketch = p.sketches[p.host_pages[b][page]] + h / group * p.layout.num_bytes();
+      const float* q = queries.floats.data() + row * queries.width;
+      p.scores[row * p.num_columns + page] = score_any(p.layout, q, sketch);
     }
   }
 }
 
 // Scores a run of pages; false if one of them is not among the host pages.
-bool score_run(const SketchScoreParams& p, int64_t b, int64_t first) {
+bool score_run(const SketchScoreParams& p, const Queries& queries, int64_t b, int64_t first) {
   const int64_t last = std::min(first + kPagesPerItem, p.num_columns);
   const int64_t present = std::clamp<int64_t>(p.num_pages[b], first, last);
   const int32_t* host_pages = p.host_pages[b];
   for (int64_t page = first; page < present; ++page) {
     if (host_pages[page] < 0 || host_pages[page] >= p.num_host_pages) return false;
   }
-  std::vector<int32_t> channels(p.layout.num_channels);
-  // Written page by page, rows of scores would compete for one set of the cache.
-  std::vector<float> logits(static_cast<size_t>(kQueries) * whole_vectors(p.layout.page_size));
-  const size_t room = static_cast<size_t>(p.q_heads) * kPagesPerItem;
-  std::vector<float> tops(room), totals(room, 1.0f);
-  const float* query = p.query + b * p.q_heads * p.width;
+  const int32_t stride = round_up(p.q_heads, kQueries), bytes = p.layout.num_bytes();
+  const int32_t group = p.q_heads / p.kv_heads;
+  const int64_t count = stride * (present - first);
+  std::vector<float> tops(count + kLanes), totals(count + kLanes, 1.0f);
+  Tile tile(p.layout);
   for (int64_t page = first; page < present; ++page) {
-    const int64_t next = host_pages[std::min(page + 1, present - 1)];
-    score_page(p, query, p.sketches[host_pages[page]], p.sketches[next], channels.data(),
-               logits.data(), tops.data() + (page - first), totals.data() + (page - first));
+    const uint8_t* sketch = p.sketches[host_pages[page]];
+    const uint8_t* ahead = p.sketches[host_pages[std::min(page + 1, present - 1)]];
+    for (int32_t line = 0; line < bytes * p.kv_heads; line += 64) __builtin_prefetch(ahead + line);
+    for (int32_t head = 0; head < p.kv_heads; ++head) {
+      const int64_t place = (page - first) * stride + head * group;
+      tile.sketches[tile.count] = sketch + head * bytes;
+      tile.queries[tile.count] = b * p.q_heads + head * group;
+      tile.tops[tile.count] = tops.data() + place;
+      tile.totals[tile.count] = totals.data() + place;
+      if (++tile.count == kTile) score_tile(queries, tile, group);
+    }
   }
-  for (size_t i = 0; i < room; i += kWide) {
-    const WideFloats log_total = log_of(load_vector<WideFloats>(totals.data() + i));
-    store(tops.data() + i, load_vector<WideFloats>(tops.data() + i) + log_total);
+  score_tile(queries, tile, group);
+  Ints lost = {};  // -1 where a weight was cut
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats total = Float32::load(totals.data() + i);
+    lost |= (total < splat(0x1p-90f)) | (total > splat(0x1p119f));
+    store(tops.data() + i, Float32::load(tops.data() + i) + log_of(total));
   }
   for (int32_t h = 0; h < p.q_heads; ++h) {
     float* out = p.scores + (b * p.q_heads + h) * p.num_columns;
-    std::copy_n(tops.data() + h * kPagesPerItem, present - first, out + first);
+    const float* from = tops.data() + h;
+    for (int64_t page = first; page < present; ++page, from += stride) out[page] = *from;
     std::fill(out + present, out + last, -INFINITY);
   }
+  bool any = false;
+  for (int lane = 0; lane < kLanes; ++lane) any |= lost[lane] != 0;
+  if (any) score_cut(p, queries, b, first, present, totals.data());
   return true;
 }
 
@@ -235,15 +406,15 @@ void sketch_score(TensorView query, TensorView sketches, TensorView host_page_ta
   p.num_host_pages = sketches.size(0);
   p.q_heads = static_cast<int32_t>(query.size(1));
   p.kv_heads = static_cast<int32_t>(sketches.size(1));
-  p.width = static_cast<int32_t>(query.size(2));
   p.layout = {static_cast<int32_t>(dim), static_cast<int32_t>(page_size),
               static_cast<int32_t>(num_channels)};
   require_sketches(sketches);
+  const Queries queries(p);
   const int64_t runs = (p.num_columns + kPagesPerItem - 1) / kPagesPerItem;
   const double work = static_cast<double>(p.batch * p.num_columns) * p.q_heads * 25;
   std::atomic<bool> in_range{true};
   parallel_for(p.batch * runs, num_threads(p.batch * runs, work), [&](int64_t item) {
-    if (!score_run(p, item / runs, item % runs * kPagesPerItem)) in_range = false;
+    if (!score_run(p, queries, item / runs, item % runs * kPagesPerItem)) in_range = false;
   });
   if (!in_range) {
     TVM_FFI_THROW(ValueError) << "host_page_table: a page is outside [0, " << p.num_host_pages

@@ -103,7 +103,7 @@ def test_scores_are_the_log_of_summed_weights(
     torch.manual_seed(2)
     keys = some_keys(350, size, kv_heads, dim, torch.float32)
     sketches, layout = sketched(keys, channels, "reference")
-    query = torch.randn(batch, q_heads, dim)
+    query = torch.randn(batch, q_heads, dim) / dim**0.5
     # The table is a part of a wider one, as the coordinator hands it over.
     table = torch.randint(350, (batch, pages + 3), dtype=torch.int32)[:, :pages]
     num_pages = torch.randint(pages + 1, (batch,), dtype=torch.int32)

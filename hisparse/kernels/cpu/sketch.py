@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hisparse.kernels.build.cpu import call_cpu, dense_rows
 from hisparse.kernels.sketch_layout import SketchLayout
 
 __all__ = ["page_sketch", "sketch_score"]
-
-#: Floats that the kernel reads at a time.
-_LANES = 16
-
 
 def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: SketchLayout) -> None:
     """See :func:`hisparse.kernels.page_sketch`."""
@@ -29,10 +24,9 @@ def sketch_score(
 ) -> Tensor:
     """See :func:`hisparse.kernels.sketch_score`."""
     scores = query.new_empty(*query.shape[:2], host_page_table.shape[1])
-    padded = torch.nn.functional.pad(query, (0, -layout.dim % _LANES)).contiguous()
     call_cpu(
         "sketch_score",
-        padded,
+        query.contiguous(),
         sketches,
         dense_rows(host_page_table),
         num_pages.contiguous(),
