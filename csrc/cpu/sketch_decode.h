@@ -134,7 +134,7 @@ HISPARSE_INLINE void copy_codes(const uint8_t* packed, int32_t row, int32_t chan
                                 uint8_t* out) {
   std::memset(out, 0, 4 * kQuad);
   for (int32_t c = 0; c < channels; ++c) {
-    for (int32_t byte = 0; byte < std::min(4, left); ++byte) out[4 * c + byte] = packed[c * row + byte];
+    std::copy_n(packed + c * row, std::min(4, left), out + 4 * c);
   }
 }
 

@@ -1,7 +1,7 @@
 // Products of a sketch's two-bit codes with coefficients of 16 bits, in integers.
 //
-// A coefficient is split into its low byte, unsigned, and its high byte, signed: processors multiply
-// bytes faster than floats.
+// A coefficient is split into its low byte, unsigned, and its high byte, signed: processors
+// multiply bytes faster than floats.
 #pragma once
 
 #include "simd.h"

@@ -270,7 +270,8 @@ HISPARSE_NOINLINE void add_weights(Tile& tile, int32_t done) {
     for (int32_t t = 0; t < page_size; t += kTokens) {
       for (int v = 0; v < kVectors; ++v, sums += kQueries) {
         for (int g = 0; g < G; ++g) {
-          Floats weight = power_of_two(__builtin_convertvector(sums[g], Floats) * (units[g] * kLog2E));
+          const Floats logit = __builtin_convertvector(sums[g], Floats) * (units[g] * kLog2E);
+          Floats weight = power_of_two(logit);
           if (page_size - t < kTokens) weight = token_of(v) < page_size - t ? weight : Floats{};
           weights[g] += weight;
         }
