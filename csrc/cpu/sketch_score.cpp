@@ -7,10 +7,10 @@
 #include "sketch.h"
 #include "sketch_decode.h"
 #include "sketch_dot.h"
+#include "sketch_queries.h"
 #include "tensors.h"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -34,82 +34,6 @@ constexpr int64_t kPagesPerItem = 64;
 // Exponents of weights stay within these bounds, and a total with one at a bound is not used.
 constexpr float kLeast = -126, kMost = 120;
 constexpr float kLog2E = 1.44269504f;
-
-// All queries of a call, as floats and as shorts, padded with zeros.
-struct Queries {
-  int32_t width;
-  std::vector<float> floats;    // [B, Hq, width]
-  std::vector<int16_t> shorts;  // [B, Hq, width]: times `units` the query
-  std::vector<float> units;     // [B, Hq]
-
-  explicit Queries(const SketchScoreParams& p) : width(round_up(p.layout.dim, kChosen)) {
-    const int32_t dim = p.layout.dim;
-    const int64_t count = p.batch * p.q_heads;
-    floats.resize(count * width);
-    shorts.resize(count * width);
-    units.resize(count + kQueries);
-    for (int64_t i = 0; i < count; ++i) {
-      const float* query = p.query + i * dim;
-      float top = 0;
-      for (int32_t d = 0; d < dim; ++d) top = std::max(top, std::abs(query[d]));
-      units[i] = top / 32767;
-      const float scale = top > 0 ? 32767 / top : 0;
-      for (int32_t d = 0; d < dim; ++d) {
-        floats[i * width + d] = query[d];
-        const float whole = query[d] * scale;
-        shorts[i * width + d] = static_cast<int16_t>(whole + (whole < 0 ? -0.5f : 0.5f));
-      }
-    }
-  }
-};
-
-#if !defined(__AVX512VBMI2__)
-// Indexes that move the halves whose bits are set to the front.
-constexpr std::array<std::array<uint8_t, 16>, 256> make_fronts() {
-  std::array<std::array<uint8_t, 16>, 256> fronts{};
-  for (int mask = 0; mask < 256; ++mask) {
-    int place = 0;
-    for (int bit = 0; bit < 8; ++bit) {
-      if (!(mask >> bit & 1)) continue;
-      fronts[mask][place++] = static_cast<uint8_t>(2 * bit);
-      fronts[mask][place++] = static_cast<uint8_t>(2 * bit + 1);
-    }
-  }
-  return fronts;
-}
-alignas(64) constexpr auto kFronts = make_fronts();
-#endif
-
-// The queries' values in the channels that a mask of `count` bytes names, ascending.
-template <int G>
-HISPARSE_INLINE void choose(const uint8_t* mask, int32_t count, const int16_t* queries,
-                            int32_t width, int16_t* chosen, int32_t stride) {
-#if defined(__AVX512VBMI2__)
-  for (int32_t byte = 0; byte < count; byte += 4, queries += kChosen) {
-    uint32_t bits = 0;
-    if (count - byte >= 4) {
-      std::memcpy(&bits, mask + byte, 4);
-    } else {
-      for (int32_t i = byte; i < count; ++i) bits |= uint32_t{mask[i]} << (i - byte) * 8;
-    }
-    for (int g = 0; g < G; ++g) {
-      const auto x = bit_cast<__m512i>(load_vector<Shorts>(queries + g * width));
-      const auto front = bit_cast<Shorts>(_mm512_maskz_compress_epi16(bits, x));
-      std::memcpy(chosen + g * stride, &front, sizeof(front));
-    }
-    chosen += __builtin_popcount(bits);
-  }
-#else
-  for (int32_t byte = 0; byte < count; ++byte, queries += 8) {
-    const auto front = load_vector<Sixteen>(kFronts[mask[byte]].data());
-    for (int g = 0; g < G; ++g) {
-      const Sixteen x = look_up(load_vector<Sixteen>(queries + g * width), front);
-      std::memcpy(chosen + g * stride, &x, sizeof(x));
-    }
-    chosen += __builtin_popcount(mask[byte]);
-  }
-#endif
-}
 
 // Lanes of four vectors, summed: lane g of the result is the sum of x[g].
 HISPARSE_INLINE Vec<float, 4> reduce_four(const Floats* x) {
@@ -181,8 +105,8 @@ HISPARSE_NOINLINE void choose_queries(const Queries& queries, Tile& tile, int32_
   }
 }
 
-// Coefficients of the detailed channels, and tops: the scores of the base values, less 1.5 times the
-// coefficients' sum, because codes stand for levels around 0.
+// Coefficients of the detailed channels, and tops: the scores of the base values, less 1.5 times
+// the coefficients' sum, because codes stand for levels around 0.
 template <int G>
 HISPARSE_NOINLINE void make_coefficients(const Queries& queries, Tile& tile, int32_t done) {
   const Sixteen split = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
@@ -410,7 +334,7 @@ void sketch_score(TensorView query, TensorView sketches, TensorView host_page_ta
   p.layout = {static_cast<int32_t>(dim), static_cast<int32_t>(page_size),
               static_cast<int32_t>(num_channels)};
   require_sketches(sketches);
-  const Queries queries(p);
+  const Queries queries(p.query, p.batch * p.q_heads, p.layout.dim);
   const int64_t runs = (p.num_columns + kPagesPerItem - 1) / kPagesPerItem;
   const double work = static_cast<double>(p.batch * p.num_columns) * p.q_heads * 25;
   std::atomic<bool> in_range{true};
