@@ -9,6 +9,7 @@ from hisparse.kernels.sketch_layout import SketchLayout
 
 __all__ = ["page_sketch", "sketch_score"]
 
+
 def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: SketchLayout) -> None:
     """See :func:`hisparse.kernels.page_sketch`."""
     keys, host_pages = dense_rows(keys), dense_rows(host_pages)
