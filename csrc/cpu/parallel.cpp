@@ -19,8 +19,9 @@ constexpr auto kSpin = std::chrono::microseconds(50);
 // After a wait for a helper that another process kept from running, callers work alone for this
 // many times as long, so that such waits take a twentieth of the time at most.
 constexpr int kAlonePerWait = 20;
-// A helper that runs has one item left at most. A wait is a stall from twice that time and this on.
-constexpr auto kStall = std::chrono::microseconds(100);
+// A helper that runs has one item left at most. A wait of this much more than twice its time is a
+// stall: the scheduler gives another process some milliseconds.
+constexpr auto kStall = std::chrono::milliseconds(1);
 
 // Threads that the calling thread's kernels may use while it holds OpenMP to one; 0: it does not.
 thread_local int threads_while_held = 0;
