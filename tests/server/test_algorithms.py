@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "oracle-token-wise": {"algorithm": "oracle", "page_size": 1, "selection_scope": "layer"},
     "sketch": {"algorithm": "sketch", "tail_estimate": True},
     "reuse-layers": {"algorithm": "quest", "reuse_layers": 2, "dense_layers": [0]},
-    "prefetch": {"prefetch": {"min_cosine": 0.5}},
+    "prefetch": {"algorithm": "quest", "prefetch": {"min_cosine": 0.5}},
 }
 
 
