@@ -2,6 +2,7 @@
 //
 // Threads are those of the kernels (csrc/cpu/parallel.h), so that a busy core slows all alike.
 #include "parallel.h"
+#include "simd.h"
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
@@ -15,21 +16,16 @@ namespace {
 
 using tvm::ffi::TensorView;
 
-#if defined(__AVX512F__)
-constexpr int kVectorBytes = 64, kRegisters = 32;
-#elif defined(__AVX__)
-constexpr int kVectorBytes = 32, kRegisters = 16;
-#else
-constexpr int kVectorBytes = 16, kRegisters = 32;
-#endif
+using hisparse::Floats, hisparse::kLanes, hisparse::kRegisters;
+
 // Enough to hide the latency of a multiply-add; two registers hold the factors.
 constexpr int kAccumulators = kRegisters - 4;
 
-typedef float Floats __attribute__((vector_size(kVectorBytes)));
-typedef int64_t Words __attribute__((vector_size(kVectorBytes)));
+using Words = hisparse::Vec<int64_t, kLanes / 2>;
+constexpr int64_t kVectorBytes = sizeof(Words);
 
 // Multiply-adds of float32 in one round of one thread.
-int64_t multiply_adds_per_round() { return kAccumulators * (kVectorBytes / 4); }
+int64_t multiply_adds_per_round() { return kAccumulators * kLanes; }
 
 // Runs `items` times `rounds`; the result only keeps the compiler from leaving them out.
 int64_t multiply_add(int64_t items, int64_t rounds, int64_t threads) {
