@@ -10,7 +10,7 @@ from torch import Tensor
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.algorithms.tail import tail_logits
-from hisparse.kernels import SketchLayout, page_sketch, select, sketch_score
+from hisparse.kernels import SketchLayout, page_sketch, select, serial_operators, sketch_score
 from hisparse.types import KVSpec, Selection
 
 __all__ = ["Sketch"]
@@ -66,8 +66,12 @@ class Sketch(BaseSparseAlgorithm):
         page_sketch(keys, sketches, host_pages, self.layout(step.policy.kv))
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        with serial_operators(queries.device):
+            return self._select(queries.float() * step.policy.scale, layer_id, step)
+
+    def _select(self, query: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        """Select for ``query [B, Hq, D]``, times the softmax scale."""
         policy = step.policy
-        query = queries.float() * policy.scale
         scores = sketch_score(
             query,
             step.representations[_SKETCH][layer_id],
