@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "answer.cpp").write_text(SOURCE)
     monkeypatch.setattr(_build, "_SOURCES", folder)
     monkeypatch.setattr(_build, "_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(_build, "_FLAGS", ["-std=c++17", "-O0", "-fPIC", "-shared"])
+    monkeypatch.setattr(_build, "_FLAGS", ["-std=c++17", "-O0", "-fPIC"])
     _build.cpu_library.cache_clear()
     yield folder
     _build.cpu_library.cache_clear()
@@ -70,20 +71,56 @@ def test_the_key_follows_sources_flags_and_compiler(
     assert len(keys) == 5
 
 
-def test_builders_at_the_same_time_build_once(
-    sources: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled, run = [], subprocess.run
+def outputs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that the compiler is told to write from here on."""
+    names, run = list[str](), subprocess.run
 
     def spy(command: list[str], **kwargs: object) -> object:
         if "-o" in command:
-            compiled.append(command)
+            names.append(Path(command[-1]).name)
         return run(command, **kwargs)
 
     monkeypatch.setattr(subprocess, "run", spy)
+    return names
+
+
+def test_builders_at_the_same_time_build_once(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = outputs(monkeypatch)
     with ThreadPoolExecutor(3) as pool:
         paths = {f.result() for f in [pool.submit(_build.build_cpu) for _ in range(3)]}
-    assert (len(paths), len(compiled)) == (1, 1)
+    assert (len(paths), len(written)) == (1, 2)
+
+
+def test_a_source_that_changes_is_compiled_alone(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sources / "other.cpp").write_text("int other() { return 1; }")
+    _build.build_cpu()
+    written = outputs(monkeypatch)
+    (sources / "other.cpp").write_text("int other() { return 2; }")
+    library = _build.build_cpu()
+    assert [name.split("-")[2] for name in written[:-1]] == ["other"]
+    (sources / "shared.h").write_text("")
+    assert _build.build_cpu() != library
+    assert len(written) == 2 + 3
+
+
+def test_objects_that_no_build_uses_are_removed(sources: Path) -> None:
+    _build.build_cpu()
+    folder = sources.parent / "cache" / "objects"
+    (old,) = folder.iterdir()
+    os.utime(old, (0, 0))
+    (sources / "answer.cpp").write_text(SOURCE + "\n")
+    _build.build_cpu()
+    (new,) = folder.iterdir()
+    assert new != old
+    # One that is used again is new again.
+    os.utime(new, (0, 0))
+    (sources / "other.cpp").write_text("")
+    _build.build_cpu()
+    assert new in folder.iterdir()
 
 
 def break_the_source(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:

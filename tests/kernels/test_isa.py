@@ -52,17 +52,23 @@ def test_what_the_processor_lacks_is_refused(
 def test_kernels_are_built_for_it_under_a_name_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    built: dict[str, tuple[list[str], Path]] = {}
+    built: dict[str, tuple[list[list[str]], Path]] = {}
     for name in ("native", "avx2"):
         monkeypatch.setenv(VARIABLE, name)
 
-        def produce(what: str, command: list[str], target: Path, name: str = name) -> None:
-            built[name] = command, target
+        def produce(
+            what: str,
+            compilations: dict[Path, list[str]],
+            link: list[str],
+            target: Path,
+            name: str = name,
+        ) -> None:
+            built[name] = [*compilations.values(), link], target
 
-        monkeypatch.setattr(cpu, "produce", produce)
+        monkeypatch.setattr(cpu, "produce_from_objects", produce)
         cpu.build_cpu()
-    assert "-march=native" in built["native"][0]
-    assert "-march=x86-64-v3" in built["avx2"][0]
+    assert all("-march=native" in command for command in built["native"][0])
+    assert all("-march=x86-64-v3" in command for command in built["avx2"][0])
     assert built["native"][1] != built["avx2"][1]
 
 

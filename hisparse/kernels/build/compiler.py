@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["CACHE", "SOURCES", "CannotBuildError", "binding_flags", "digest_of", "produce"]
+__all__ = [
+    "CACHE",
+    "SOURCES",
+    "CannotBuildError",
+    "binding_flags",
+    "digest_of",
+    "produce",
+    "produce_from_objects",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +59,49 @@ def produce(what: str, command: list[str], target: Path) -> None:
         CannotBuildError: the compiler fails; its first error.
         OSError: the folder cannot be written to.
     """
+    _produce(what, target, lambda partial: _run(command, partial))
+
+
+def produce_from_objects(
+    what: str, compilations: Mapping[Path, list[str]], link: list[str], target: Path
+) -> None:
+    """Compile objects side by side, then run ``link -o target``, unless the target is there.
+
+    Objects of the cache are used again, so that one changed source is compiled alone.
+
+    Args:
+        what: the library, for the message.
+        compilations: by path of the object, which names its content, the command without ``-o``.
+        link: the command without ``-o``.
+        target: the library.
+
+    Raises:
+        CannotBuildError: the compiler fails; its first error.
+        OSError: a folder cannot be written to.
+    """
+
+    def compile_one(item: tuple[Path, list[str]]) -> None:
+        path, command = item
+        if path.exists():
+            path.touch()
+            return
+        # The target's name, because builders of other libraries may compile the same object.
+        partial = path.with_name(f"{target.stem}-{path.stem}.partial.o")
+        _run(command, partial)
+        partial.replace(path)
+
+    def build(partial: Path) -> None:
+        for folder in {path.parent for path in compilations}:
+            folder.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(compile_one, compilations.items()))
+        _run(link, partial)
+        _remove_old({path.parent for path in compilations})
+
+    _produce(what, target, build)
+
+
+def _produce(what: str, target: Path, build: Callable[[Path], None]) -> None:
     if target.exists():
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -59,13 +113,28 @@ def produce(what: str, command: list[str], target: Path) -> None:
         start = time.perf_counter()
         # Never a half-written library under the final name.
         partial = target.with_suffix(".partial.so")
-        result = subprocess.run(
-            [*command, "-o", str(partial)], capture_output=True, text=True, check=False
-        )
-        if result.returncode != 0:
-            logger.debug("%s", result.stderr)
-            errors = [line for line in result.stderr.splitlines() if "error" in line]
-            first = errors[0] if errors else f"exit code {result.returncode}"
-            raise CannotBuildError(f"{command[0]} failed: {first}")
+        build(partial)
         partial.replace(target)
         logger.info("built %s in %.1f s", target, time.perf_counter() - start)
+
+
+def _run(command: list[str], output: Path) -> None:
+    result = subprocess.run(
+        [*command, "-o", str(output)], capture_output=True, text=True, check=False
+    )
+    if result.returncode != 0:
+        logger.debug("%s", result.stderr)
+        errors = [line for line in result.stderr.splitlines() if "error" in line]
+        first = errors[0] if errors else f"exit code {result.returncode}"
+        raise CannotBuildError(f"{command[0]} failed: {first}")
+
+
+def _remove_old(folders: Iterable[Path]) -> None:
+    """Remove objects that no build has used for a week."""
+    oldest = time.time() - 7 * 24 * 3600
+    for folder in folders:
+        for path in folder.glob("*.o"):
+            # Another process may remove it first.
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < oldest:
+                    path.unlink()

@@ -21,7 +21,7 @@ from hisparse.kernels.build.compiler import (
     CannotBuildError,
     binding_flags,
     digest_of,
-    produce,
+    produce_from_objects,
 )
 from hisparse.kernels.build.isa import ISAS, chosen_isa
 
@@ -29,6 +29,7 @@ __all__ = [
     "build_cpu",
     "build_cpu_library",
     "call_cpu",
+    "compile_library",
     "cpu_instruction_set",
     "cpu_library",
     "cxx_compiler",
@@ -39,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _SOURCES = SOURCES / "cpu"
 _CACHE = CACHE
-_FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared", "-Wall", "-Wextra"]
+_FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fPIC", "-Wall", "-Wextra"]
 
 
 @functools.cache
@@ -110,12 +111,47 @@ def build_cpu_library(
         ConfigError: ``HISPARSE_CPU_ISA`` names what this processor lacks.
     """
     includes, link = binding_flags()
-    compiler = cxx_compiler()
     march = f"-march={ISAS[chosen_isa()].march}"
-    flags = [*_FLAGS, march, f"-I{_SOURCES}", *includes]
-    command = [compiler, *flags, *map(str, sources), *link]
-    target = _CACHE / f"{name}-{_key(compiler, command, {*headers, *sources})}.so"
-    produce(what, command, target)
+    command = [cxx_compiler(), *_FLAGS, march, *includes]
+    return compile_library(_CACHE / name, what, command, sources, headers, link)
+
+
+def compile_library(
+    prefix: Path,
+    what: str,
+    command: Sequence[str],
+    sources: Sequence[Path],
+    headers: Iterable[Path],
+    link: Sequence[str],
+) -> Path:
+    """Compile C++ files side by side and link them, unless the library is there.
+
+    Args:
+        prefix: beginning of the library's path.
+        what: the library, for the message.
+        command: the compiler and its flags.
+        sources: C++ files.
+        headers: headers that the sources include; the names of all objects change with them.
+        link: flags for linking, behind the objects.
+
+    Returns:
+        the path of the library.
+
+    Raises:
+        CannotBuildError: the compiler fails.
+    """
+    headers = {path for path in headers if path.suffix == ".h"}
+    told = subprocess.run([command[0], "--version"], capture_output=True, text=True, check=False)
+    # Without the folder of the sources: several checkouts share objects.
+    common = digest_of(headers, *command, told.stdout, _processor())
+    includes = sorted({f"-I{path.parent}" for path in headers})
+    compilations: dict[Path, list[str]] = {}
+    for path in sources:
+        item = prefix.parent / "objects" / f"{path.stem}-{digest_of([path], common)}.o"
+        compilations[item] = [*command, *includes, "-c", str(path)]
+    linking = [*command, "-shared", *map(str, compilations), *link]
+    target = prefix.with_name(f"{prefix.name}-{digest_of([], *linking)}.so")
+    produce_from_objects(what, compilations, linking, target)
     return target
 
 
@@ -130,12 +166,6 @@ def cxx_compiler() -> str:
         if path := shutil.which(name):
             return path
     raise CannotBuildError(f"no C++ compiler found (looked for {', '.join(wanted)})")
-
-
-def _key(compiler: str, command: list[str], files: Iterable[Path]) -> str:
-    """Changes with the files, the compiler, its flags and the processor."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    return digest_of(files, *command, version.stdout, _processor())
 
 
 def _processor() -> str:

@@ -46,13 +46,19 @@ class Build:
         Raises:
             CannotBuildError: the compiler fails or warns; its first error.
         """
-        files = sorted((SOURCES / "cpu").iterdir())
-        sources = [path for path in files if path.suffix == ".cpp"]
-        return self._compile("kernels", _build._FLAGS, sources, files)
+        folder = SOURCES / "cpu"
+        sources, headers = sorted(folder.glob("*.cpp")), folder.glob("*.h")
+        command, link = self._compiler(_build._FLAGS)
+        prefix, what = CACHE / f"kernels-{self.name}", f"kernels for {self.name}"
+        return _build.compile_library(prefix, what, command, sources, headers, link)
 
     def program(self) -> Path:
         """Compile ``rerun.cpp`` unless the cache has it; raises as ``kernels``."""
-        return self._compile("rerun", ["-std=c++17", "-O1"], [_RERUN], [_RERUN])
+        command, link = self._compiler(["-std=c++17", "-O1"])
+        command += [str(_RERUN), *link]
+        path = CACHE / f"rerun-{self.name}-{digest_of([_RERUN], *command)}.so"
+        produce(f"rerun for {self.name}", command, path)
+        return path
 
     def rerun(self, calls: Sequence[Call], kernels: Path, folder: Path) -> list[Result]:
         """The results of calls.
@@ -77,20 +83,13 @@ class Build:
             raise RuntimeError(f"got {len(results)} results, expected {len(calls)}")
         return results
 
-    def _compile(
-        self, what: str, flags: Sequence[str], sources: Sequence[Path], files: Sequence[Path]
-    ) -> Path:
+    def _compiler(self, flags: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The compiler with ``flags`` and those of the build, and flags for linking."""
         compiler = next(iter(ARM_TOOLS)) if self.emulator else _build.cxx_compiler()
         includes, link = _arm_binding_flags() if self.emulator else binding_flags()
         # Warnings of the binding's headers are not ours.
         includes = [flag.replace("-I", "-isystem", 1) for flag in includes]
-        command = [compiler, *flags, f"-march={self.march}", *includes, *_WARNINGS]
-        command += [*map(str, sources), *link]
-        told = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
-        key = digest_of(files, *command, told.stdout, _build._processor())
-        path = CACHE / f"{what}-{self.name}-{key}.so"
-        produce(f"{what} for {self.name}", command, path)
-        return path
+        return [compiler, *flags, f"-march={self.march}", *includes, *_WARNINGS], link
 
 
 NATIVE = Build("native", "native")
