@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
-from hisparse.algorithms.tail import tail_logits
 from hisparse.kernels import SketchLayout, page_sketch, select, serial_operators, sketch_score
 from hisparse.types import KVSpec, Selection
 
@@ -86,5 +85,5 @@ class Sketch(BaseSparseAlgorithm):
             step.num_pages,
             policy.rule,
             forced=step.forced_pages,
-            rest=tail_logits(query, layer_id, step).logsumexp(-1) if shared else None,
+            rest=step.tail_lse(layer_id, query) if shared else None,
         )

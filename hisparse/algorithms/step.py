@@ -122,6 +122,10 @@ class PageReader(Protocol):
         """Keys of the tail pages, ``[B, S, Hkv, D]``."""
         ...
 
+    def tail_lse(self, layer_id: int, query: Tensor) -> Tensor:
+        """Log-sum-exp of the tail pages' logits, ``[B, Hq] float32``."""
+        ...
+
     def host_keys(self, layer_id: int) -> Tensor:
         """Keys of the host pool, ``[host pages, Hkv, S, D]``."""
         ...
@@ -174,6 +178,18 @@ class DecodeStep:
     def tail_keys(self, layer_id: int) -> Tensor:
         """Keys of the tail pages, ``[B, S, Hkv, D]``; the first ``tail_lens`` tokens are valid."""
         return self.pages.tail_keys(layer_id)
+
+    def tail_lse(self, layer_id: int, query: Tensor) -> Tensor:
+        """Log-sum-exp of the logits of the first ``tail_lens`` tokens in the tail pages.
+
+        Args:
+            layer_id: layer number.
+            query: ``[B, Hq, D] float32``, times the softmax scale.
+
+        Returns:
+            ``[B, Hq] float32``.
+        """
+        return self.pages.tail_lse(layer_id, query)
 
     def host_keys(self, layer_id: int) -> Tensor:
         """Keys of the host pool, ``[host pages, Hkv, S, D]``; strides depend on the layout."""

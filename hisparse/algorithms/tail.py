@@ -1,4 +1,4 @@
-"""Logits of the tail page, for algorithms that need the softmax or the maximum of all logits."""
+"""Logits of the tail page, for algorithms that need their maximum."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from hisparse.algorithms.base import (
     register_algorithm,
 )
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
-from hisparse.algorithms.tail import tail_logits
 from hisparse.kernels import select
 from hisparse.types import Selection
 
@@ -77,7 +76,7 @@ class TopP(BaseSparseAlgorithm):
             step.num_pages,
             replace(policy.rule, mass=self.mass),
             forced=step.forced_pages,
-            rest=tail_logits(query, layer_id, step).logsumexp(-1),
+            rest=step.tail_lse(layer_id, query),
         )
 
 

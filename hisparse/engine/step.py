@@ -15,6 +15,7 @@ from hisparse.algorithms import DecodeStep, SelectionPolicy
 from hisparse.cache import SparseKVCacheManager, StepRows
 from hisparse.engine.modes import ModeMasks
 from hisparse.engine.representations import Representations
+from hisparse.kernels import paged_attention
 from hisparse.types import IndexerInputs, Selection
 
 __all__ = [
@@ -117,6 +118,14 @@ class StepPages:
 
     def tail_keys(self, layer_id: int) -> Tensor:
         return self.manager.kv_io.read_tails(layer_id, self.rows).k.transpose(1, 2)
+
+    def tail_lse(self, layer_id: int, query: Tensor) -> Tensor:
+        rows, device = self.rows, self.manager.device
+        # Attention over a table of one page. Its output is not wanted, but costs little.
+        queries = query.view(rows.rows.shape[0], -1, query.shape[-1])
+        tails = rows.tail_pages[layer_id][:, None]
+        _, lse = paged_attention(queries, device.stored(layer_id), tails, rows.tail_lens)
+        return lse.view(query.shape[:2])
 
     def host_keys(self, layer_id: int) -> Tensor:
         return self.manager.kv_io.host_pages(layer_id).k

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import DecodeStep, tail_logits
+from hisparse.algorithms import DecodeStep
 from hisparse.eval.lru_stacks import LruStacks
 from hisparse.kernels import key_score
 from hisparse.types import Selection
@@ -151,6 +151,6 @@ def _exact_attention(layer_id: int, queries: Tensor, step: DecodeStep) -> tuple[
         step.num_pages.cpu(),
         reduce="lse",
     )
-    tail = tail_logits(query, layer_id, step).logsumexp(-1).cpu()
+    tail = step.tail_lse(layer_id, query).cpu()
     both = torch.cat([pages, tail[..., None]], -1).softmax(-1)
     return both[..., :-1], both[..., -1]
