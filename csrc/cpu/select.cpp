@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <vector>
 
@@ -31,55 +33,89 @@ constexpr float kLargest = std::numeric_limits<float>::max();
 // NaN as -inf, and inf as the largest number, so that a difference of scores is no NaN.
 float finite(float score) { return score == score ? std::min(score, kLargest) : -INFINITY; }
 
+Floats finite(Floats score) {
+  const Floats limited = score < kLargest ? score : splat(kLargest);
+  return score == score ? limited : splat(-INFINITY);
+}
+
+int32_t whole_vectors(int32_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+
+// Copies a head's scores, `finite`, and pads them to whole vectors with -inf.
+void copy_finite(const float* scores, int32_t count, float* out) {
+  int32_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(out + i, finite(Float32::load(scores + i)));
+  for (; i < count; ++i) out[i] = finite(scores[i]);
+  std::fill(out + count, out + whole_vectors(count), -INFINITY);
+}
+
 // Adds one head's vote to `out`: the pages' shares of its softmax or, with `within`, the distance
-// of each page to the head's best score.
+// of each page to the head's best score. `out` is padded to whole vectors.
 void vote(const SelectParams& p, const float* scores, float rest, int32_t count, float* out) {
-  if (p.within >= 0) {
-    float best = rest;
-    for (int32_t i = 0; i < count; ++i) best = std::max(best, finite(scores[i]));
-    if (best == -INFINITY) return;
-    for (int32_t i = 0; i < count; ++i) out[i] = std::max(out[i], finite(scores[i]) - best);
-    return;
-  }
-  const int32_t whole = (count + kLanes - 1) / kLanes * kLanes;
+  const int32_t whole = whole_vectors(count);
   thread_local std::vector<float> weights;
   if (weights.size() < static_cast<size_t>(whole)) weights.resize(whole);
-  float total = 0;
-  std::transform(scores, scores + count, weights.data(), finite);
-  float top;
-  exponentiate(weights.data(), count, &top, &total);
+  float* own = weights.data();
+  copy_finite(scores, count, own);
+  if (p.within >= 0) {
+    const float best = std::max(rest, *std::max_element(own, own + count));
+    if (best == -INFINITY) return;
+    for (int32_t i = 0; i < whole; i += kLanes) {
+      store(out + i, maximum(Float32::load(out + i), Float32::load(own + i) - best));
+    }
+    return;
+  }
+  float top, total;
+  exponentiate(own, count, &top, &total);
   if (top == -INFINITY) return;
   const float highest = std::max(top, rest);
   const float here = std::exp(top - highest);
   const float scale = here / (total * here + std::exp(rest - highest));
-  for (int32_t i = 0; i < count; ++i) out[i] += weights[i] * scale;
+  for (int32_t i = 0; i < whole; i += kLanes) {
+    store(out + i, Float32::load(out + i) + Float32::load(own + i) * scale);
+  }
 }
 
 // One score per page for the heads that share a selection: a single head's scores if only ranks
-// matter, else the sum of the heads' votes.
+// matter, else the sum of the heads' votes. `out` is padded to whole vectors.
 void combine(const SelectParams& p, int64_t b, int64_t head, int32_t count, float* out) {
   const int64_t group = std::max<int64_t>(1, p.heads / p.out_heads);
   // Fewer heads score than select: the heads of a group share their scores.
   const int64_t first = b * p.heads + head * p.heads / p.out_heads;
   if (group == 1 && !p.varies()) {
-    std::copy_n(p.scores + first * p.width, count, out);
+    copy_finite(p.scores + first * p.width, count, out);
     return;
   }
-  std::fill_n(out, count, p.within >= 0 ? -INFINITY : 0.0f);
+  std::fill_n(out, whole_vectors(count), p.within >= 0 ? -INFINITY : 0.0f);
   for (int64_t source = first; source < first + group; ++source) {
     const float rest = p.rest == nullptr ? -INFINITY : finite(p.rest[source]);
     vote(p, p.scores + source * p.width, rest, count, out);
   }
 }
 
-// How many pages besides the forced ones the rule asks for, at most `most`.
-int32_t asked_for(const SelectParams& p, const std::vector<float>& scores, int32_t most,
-                  std::vector<float>& ranked) {
-  if (!p.varies()) return most;
-  ranked.clear();
-  for (const float score : scores) {
-    if (score < INFINITY) ranked.push_back(score);
+// Gives forced pages an infinite score. Returns how many there are.
+int32_t mark_forced(const bool* forced, int32_t count, float* scores) {
+  int32_t marked = 0;
+  for (int32_t first = 0; first < count; first += 8) {
+    // As a rule no page of eight is forced.
+    const int32_t size = std::min(count - first, 8);
+    uint64_t any = 0;
+    std::memcpy(&any, forced + first, static_cast<size_t>(size));
+    for (int32_t i = first; any != 0 && i < first + size; ++i) {
+      if (!forced[i]) continue;
+      scores[i] = INFINITY;
+      ++marked;
+    }
   }
+  return marked;
+}
+
+// How many pages besides the forced ones the rule asks for, at most `most`.
+int32_t asked_for(const SelectParams& p, const float* scores, int32_t count, int32_t most) {
+  if (!p.varies()) return most;
+  thread_local std::vector<float> ranked;
+  ranked.clear();
+  std::copy_if(scores, scores + count, std::back_inserter(ranked),
+               [](float score) { return score < INFINITY; });
   if (p.within >= 0) {
     const auto near = [&](float score) { return score >= -p.within; };
     return std::min(most, static_cast<int32_t>(std::count_if(ranked.begin(), ranked.end(), near)));
@@ -93,43 +129,86 @@ int32_t asked_for(const SelectParams& p, const std::vector<float>& scores, int32
   return needed;
 }
 
-// The `count` best pages, in ascending order; of equal ones the first.
-void best_pages(const std::vector<float>& scores, int32_t count, std::vector<float>& ranked,
-                int32_t* pages) {
-  if (count == 0) return;
-  ranked.assign(scores.begin(), scores.end());
-  std::nth_element(ranked.begin(), ranked.begin() + (count - 1), ranked.end(),
-                   std::greater<float>());
-  const float least = ranked[count - 1];
-  int32_t ties = count;
-  for (const float score : scores) ties -= score > least;
-  const int32_t total = static_cast<int32_t>(scores.size());
-  for (int32_t i = 0; i < total; ++i) {
-    const bool tie = scores[i] == least;
-    if (scores[i] > least || (tie && ties > 0)) *pages++ = i;
-    ties -= tie;
+// How many of the ranks, whole vectors of them, are at least `least`.
+int32_t count_from(const int32_t* ranks, int32_t whole, int32_t least) {
+  Ints found = {};
+  const Ints bound = Ints{} + least;
+  // A comparison gives -1 where it holds.
+  for (int32_t i = 0; i < whole; i += kLanes) found -= load_vector<Ints>(ranks + i) >= bound;
+  int32_t count = 0;
+  for (int lane = 0; lane < kLanes; ++lane) count += found[lane];
+  return count;
+}
+
+// The `wanted` best pages, in ascending order; of equal ones the first. The scores, no NaN,
+// have room for whole vectors.
+void best_pages(float* scores, int32_t count, int32_t wanted, int32_t* pages) {
+  if (wanted == 0) return;
+  const int32_t whole = whole_vectors(count);
+  std::fill(scores + count, scores + whole, -INFINITY);
+  thread_local std::vector<int32_t> rank_list;
+  if (rank_list.size() < static_cast<size_t>(whole)) rank_list.resize(whole);
+  int32_t* ranks = rank_list.data();
+  Ints lowest = Ints{} + std::numeric_limits<int32_t>::max(), highest = -lowest;
+  for (int32_t i = 0; i < whole; i += kLanes) {
+    // The sum makes -0 a 0. Negative floats have integers in the opposite order.
+    const Ints bits = bit_cast<Ints>(Float32::load(scores + i) + 0.0f);
+    const Ints rank = bits ^ (bits >> 31 & 0x7fffffff);
+    std::memcpy(ranks + i, &rank, sizeof(rank));
+    lowest = rank < lowest ? rank : lowest;
+    highest = rank > highest ? rank : highest;
+  }
+  // `reached` ranks, at least as many as wanted, are `low` or more; `above`, fewer, are `high` or
+  // more. The search ends early if no rank that is left out equals one that is chosen.
+  int64_t low = lowest[0], high = highest[0];
+  for (int lane = 1; lane < kLanes; ++lane) {
+    low = std::min<int64_t>(low, lowest[lane]);
+    high = std::max<int64_t>(high, highest[lane]);
+  }
+  ++high;
+  int32_t reached = whole, above = 0;
+  while (reached != wanted && high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    const int32_t found = count_from(ranks, whole, static_cast<int32_t>(middle));
+    if (found >= wanted) {
+      low = middle;
+      reached = found;
+    } else {
+      high = middle;
+      above = found;
+    }
+  }
+  int32_t ties = reached == wanted ? wanted : wanted - above;
+  const int32_t least = static_cast<int32_t>(low);
+  for (int32_t first = 0; first < whole; first += kLanes) {
+    uint32_t left = signs(load_vector<Ints>(ranks + first) >= least);
+    for (; left != 0; left &= left - 1) {
+      const int32_t i = first + __builtin_ctz(left);
+      if (ranks[i] == least && ties-- <= 0) continue;
+      *pages++ = i;
+    }
   }
 }
 
 void select_row(const SelectParams& p, int64_t b, int64_t head) {
-  thread_local std::vector<float> combined, ranked;
+  thread_local std::vector<float> combined;
   const int32_t count = p.num_pages[b];
   int32_t length = std::min(count, p.max_pages);
   int32_t* pages = p.pages + (b * p.out_heads + head) * p.max_pages;
   if (p.varies() || count > length) {
-    combined.resize(static_cast<size_t>(count));
-    combine(p, b, head, count, combined.data());
-    for (float& score : combined) score = std::max(finite(score), -kLargest);
+    const size_t whole = static_cast<size_t>(whole_vectors(count));
+    if (combined.size() < whole) combined.resize(whole);
+    float* scores = combined.data();
+    combine(p, b, head, count, scores);
+    for (size_t i = 0; i < whole; i += kLanes) {
+      store(scores + i, maximum(Float32::load(scores + i), splat(-kLargest)));
+    }
     // Infinity marks a forced page.
     int32_t forced = 0;
-    for (int32_t i = 0; p.forced != nullptr && i < count; ++i) {
-      if (!p.forced[b * p.width + i]) continue;
-      combined[i] = INFINITY;
-      ++forced;
-    }
+    if (p.forced != nullptr) forced = mark_forced(p.forced + b * p.width, count, scores);
     forced = std::min(forced, length);
-    length = forced + asked_for(p, combined, length - forced, ranked);
-    best_pages(combined, length, ranked, pages);
+    length = forced + asked_for(p, scores, count, length - forced);
+    best_pages(scores, count, length, pages);
   } else {
     for (int32_t i = 0; i < count; ++i) pages[i] = i;
   }

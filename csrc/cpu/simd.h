@@ -306,4 +306,19 @@ inline void exponentiate(float* logits, int64_t count, float* top, float* total)
   }
 }
 
+// Bit i is set if lane i is negative, as it is where a comparison holds.
+HISPARSE_INLINE uint32_t signs(Ints x) {
+#if defined(__AVX512F__)
+  return _mm512_cmplt_epi32_mask(bit_cast<__m512i>(x), _mm512_setzero_si512());
+#elif defined(__AVX2__)
+  return static_cast<uint32_t>(_mm256_movemask_ps(bit_cast<__m256>(x)));
+#elif defined(__SSE2__)
+  return static_cast<uint32_t>(_mm_movemask_ps(bit_cast<__m128>(x)));
+#else
+  uint32_t bits = 0;
+  for (int lane = 0; lane < kLanes; ++lane) bits |= (x[lane] < 0) << lane;
+  return bits;
+#endif
+}
+
 }  // namespace hisparse

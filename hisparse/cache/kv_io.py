@@ -102,4 +102,4 @@ def _row_tokens(tokens: Tensor, heads: int) -> Tensor:
     """``[B, Hkv, D]`` -> ``[B * heads, 1, D]``: the KV head of each row."""
     copies = heads // tokens.shape[1]
     each = tokens if copies == 1 else tokens.repeat_interleave(copies, dim=1)
-    return each.flatten(0, 1)[:, None]
+    return each.reshape(-1, 1, each.shape[-1])

@@ -123,13 +123,12 @@ class DecodeAttention:
 
     def _row_queries(self, q: Tensor) -> Tensor:
         """``[B, Hq, D]`` -> ``[R, Hq / H, D]``."""
-        rows: Tensor = q.unflatten(1, (self._parts.policy.heads, -1)).flatten(0, 1)
-        return rows
+        policy = self._parts.policy
+        return q.reshape(-1, policy.kv.num_q_heads // policy.heads, q.shape[-1])
 
     def _request_outputs(self, out: Tensor) -> Tensor:
         """``[R, Hq / H, Dv]`` -> ``[B, Hq, Dv]``."""
-        requests: Tensor = out.unflatten(0, (-1, self._parts.policy.heads)).flatten(1, 2)
-        return requests
+        return out.reshape(-1, self._parts.policy.kv.num_q_heads, out.shape[-1])
 
 
 def _all_pages(step: DecodeStep, width: int) -> Selection:

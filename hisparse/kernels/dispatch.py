@@ -24,7 +24,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _cpu(devices: _Devices) -> ModuleType | str:
-    if any(device.type != "cpu" for device in devices):
+    if not _on_cpu(devices):
         return _places(devices)
     if cpu_library() is None:
         return "the library cannot be built"
@@ -70,7 +70,7 @@ def implementation(impl: str, *devices: torch.device) -> ModuleType:
         KernelError: no such implementation, or it cannot run here.
     """
     if impl == "auto":
-        module = (_cuda if _on_cuda(devices) else _cpu)(devices)
+        module = (_cpu if _on_cpu(devices) else _cuda)(devices)
         return reference if isinstance(module, str) else module
     if impl not in _LOADERS:
         raise KernelError(unknown_name("implementation", impl, ("auto", *IMPLEMENTATIONS)))
@@ -78,6 +78,14 @@ def implementation(impl: str, *devices: torch.device) -> ModuleType:
     if isinstance(module, str):
         raise KernelError(f"implementation {impl!r}: {module} (choices: auto, reference)")
     return module
+
+
+def _on_cpu(devices: _Devices) -> bool:
+    # A loop, for a generator takes three times as long.
+    for device in devices:
+        if device.type != "cpu":
+            return False
+    return True
 
 
 def _on_cuda(devices: _Devices) -> bool:
