@@ -17,40 +17,70 @@ namespace hisparse {
 // Sketches that are scored together, step by step: the steps of one alone wait for each other.
 constexpr int32_t kTile = 8;
 constexpr int32_t kQueries = 4;  // of a group, at a time
-constexpr int32_t kShorts = 2 * kLanes;
-constexpr int32_t kChosen = 32;  // channels that are chosen from at a time
+constexpr int32_t kChosen = 32;  // queries are padded to whole multiples of so many channels
 
 constexpr int32_t round_up(int32_t count, int32_t unit) { return (count + unit - 1) / unit * unit; }
 
-// What is decoded of each sketch, and scratch for kQueries queries. Rows end in zeros.
-struct Tile {
+// A layout that is known when a kernel is compiled, or only when it runs.
+template <int32_t D, int32_t S, int32_t N>
+struct KnownLayout {
+  static constexpr SketchLayout get() { return {D, S, N}; }
+};
+struct AnyLayout {
   SketchLayout layout;
-  int32_t width;      // channels, a multiple of kChosen
-  int32_t places;     // for detailed channels, in whole registers
-  int32_t quads;      // of detailed channels
-  int32_t stride;     // of `chosen`: room for all channels, and for a store behind the last
-  int32_t registers;  // that hold a number for each token
-  int32_t count = 0;  // sketches that are there
-  const uint8_t* sketches[kTile];
-  int64_t queries[kTile];              // the head's first query
-  float *tops[kTile], *totals[kTile];  // of the head's queries
-  float unit[kTile];                   // times `scales` the scales
-  float units[kTile][kQueries];        // times `sums` the logits
-  std::vector<float> base;             // [kTile, width]
-  std::vector<float> block_scales;     // [width / kBlock], of one sketch
-  std::vector<int16_t> scales;         // [kTile, places]
-  std::vector<Bytes> codes;            // [kTile, registers, quads]
-  std::vector<int16_t> chosen;         // [kTile, kQueries, stride], queries in detailed channels
-  std::vector<uint8_t> coefficients;   // [kTile, kQueries, 2 * places]
-  std::vector<Ints> sums;              // [kTile, registers, kQueries]
+  SketchLayout get() const { return layout; }
+};
 
-  explicit Tile(const SketchLayout& l)
-      : layout(l), width(round_up(l.dim, kChosen)), places(round_up(l.num_channels, kShorts)),
-        quads((l.num_channels + kQuad - 1) / kQuad), stride(std::max(width, places) + kChosen),
-        registers((l.page_size + kTokens - 1) / kTokens * kVectors), base(kTile * width),
-        block_scales(round_up(width / kBlock, kLanes)), scales(kTile * places),
-        codes(static_cast<size_t>(kTile) * registers * quads), chosen(kTile * kQueries * stride),
-        coefficients(kTile * kQueries * 2 * places), sums(kTile * registers * kQueries) {}
+// Zeros that begin at a whole register, which makes access twice as fast.
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(size_t count) : registers_(count * sizeof(T) / sizeof(Bytes) + 1) {}
+  T* data() { return reinterpret_cast<T*>(registers_.data()); }
+  const T* data() const { return reinterpret_cast<const T*>(registers_.data()); }
+
+ private:
+  std::vector<Bytes> registers_;
+};
+
+// What is decoded of each sketch, and scratch for kQueries queries. Rows end in zeros.
+template <typename Layout>
+struct Tile {
+  Layout of_layout;
+  int32_t group;      // queries of a KV head
+  int32_t count;      // sketches that are there
+  const uint8_t* const* sketches;      // and behind them those of the next tile
+  int64_t heads[kTile];                // the KV head, counted over requests
+  float *tops, *totals;                // [count, stride], of the head's queries
+  float unit[kTile];                   // times `levels` the scales
+  float powers[kTile][kQueries];       // times `sums` the logits, for base 2
+  Buffer<float>      base;             // [kTile, width]
+  Buffer<float>      block_scales;     // [width / kBlock], of one sketch
+  Buffer<uint8_t>      levels;         // [kTile, places]: scales of detailed channels
+  Buffer<uint8_t>      multiples;      // [kTile, places, 4]: levels times 0 to 3
+  Buffer<Bytes>      codes;            // [kTile, registers, quads]: codes times levels
+  Buffer<uint8_t>      chosen;         // [kTile, places in quads, kQueries, kQuad], signed
+  Buffer<Ints>      sums;              // [kTile, registers, kQueries]
+
+  Tile(const Layout& layout, int32_t group)
+      : of_layout(layout), group(group), base(kTile * width()),
+        block_scales(round_up(width() / kBlock, kLanes)), levels(kTile * places()),
+        multiples(kTile * places() * 4), codes(size_t{kTile} * registers() * quads()),
+        chosen(kTile * chosen_stride()), sums(kTile * registers() * kQueries) {}
+
+  SketchLayout layout() const { return of_layout.get(); }
+  // Queries of a KV head, in whole blocks.
+  int32_t stride() const { return round_up(group, kQueries); }
+  // Channels, a multiple of kChosen.
+  int32_t width() const { return round_up(layout().dim, kChosen); }
+  // For detailed channels, in whole registers.
+  int32_t places() const { return round_up(layout().num_channels, kLanes); }
+  // Of detailed channels.
+  int32_t quads() const { return (layout().num_channels + kQuad - 1) / kQuad; }
+  // That hold a number for each token.
+  int32_t registers() const { return (layout().page_size + kTokens - 1) / kTokens * kVectors; }
+  // Room for the last register that is written, wherever it begins.
+  int32_t chosen_stride() const { return kQueries * (places() + kLanes); }
 };
 
 HISPARSE_INLINE Floats scales_at(const uint8_t* codes) {
@@ -70,9 +100,10 @@ HISPARSE_INLINE Floats spread_scales(const float* block_scales, int32_t d) {
   }
 }
 
-HISPARSE_NOINLINE inline void decode_base(Tile& tile) {
-  const SketchLayout l = tile.layout;
-  const int32_t blocks = l.blocks(), width = tile.width, count = tile.count;
+template <typename Layout>
+HISPARSE_NOINLINE void decode_base(Tile<Layout>& tile) {
+  const SketchLayout l = tile.layout();
+  const int32_t blocks = l.blocks(), width = tile.width(), count = tile.count;
   float *base = tile.base.data(), *scales = tile.block_scales.data();
   // Reads what lies behind the scales, but not behind the sketch.
   const int32_t readable = std::min(blocks, l.num_bytes() - l.block_scales() - kLanes + 1);
@@ -89,42 +120,57 @@ HISPARSE_NOINLINE inline void decode_base(Tile& tile) {
   }
 }
 
-HISPARSE_INLINE Sixteen larger(Sixteen a, Sixteen b) { return a > b ? a : b; }
-
 // The largest of `count` bytes.
 HISPARSE_INLINE uint8_t largest(const uint8_t* bytes, int32_t count) {
   if (count < 16) return count == 0 ? uint8_t{0} : *std::max_element(bytes, bytes + count);
+  const auto larger = [](Sixteen a, Sixteen b) { return a > b ? a : b; };
   Sixteen top = load_vector<Sixteen>(bytes + count - 16);
   for (int32_t i = 0; i + 16 <= count; i += 16) top = larger(top, load_vector<Sixteen>(bytes + i));
-  const Sixteen next8 = {8, 9, 10, 11, 12, 13, 14, 15}, next4 = {4, 5, 6, 7}, next2 = {2, 3};
-  top = larger(top, look_up(top, next8));
-  top = larger(top, look_up(top, next4));
-  top = larger(top, look_up(top, next2));
+#ifdef __SSE4_1__
+  // The least of eight 16-bit numbers is one instruction.
+  const auto rest = bit_cast<__m128i>(~top);
+  const __m128i least = _mm_minpos_epu16(_mm_min_epu8(rest, _mm_srli_epi16(rest, 8)));
+  return static_cast<uint8_t>(~_mm_cvtsi128_si32(least));
+#else
+  top = larger(top, __builtin_shuffle(top, Sixteen{8, 9, 10, 11, 12, 13, 14, 15}));
+  top = larger(top, __builtin_shuffle(top, Sixteen{4, 5, 6, 7}));
+  top = larger(top, __builtin_shuffle(top, Sixteen{2, 3}));
   return std::max(top[0], top[1]);
+#endif
 }
 
-// The scales of the detailed channels as fractions of a power of two, in 15 bits.
-HISPARSE_NOINLINE inline void decode_scales(Tile& tile) {
-  const int32_t channels = tile.layout.num_channels, count = tile.count, places = tile.places;
-  int16_t* out = tile.scales.data();
-  for (int32_t i = 0; i < count; ++i, out += places) {
-    const uint8_t* codes = tile.sketches[i] + tile.layout.channel_scales();
-    // The power of two above the largest scale.
+// The scales of the detailed channels as levels: whole numbers, of which kTopLevel stands for the
+// power of two above the largest scale.
+template <typename Layout>
+HISPARSE_NOINLINE void decode_levels(Tile<Layout>& tile) {
+  const int32_t channels = tile.layout().num_channels, count = tile.count, places = tile.places();
+  uint8_t *levels = tile.levels.data(), *all = tile.multiples.data();
+  for (int32_t i = 0; i < count; ++i, levels += places, all += 4 * places) {
+    const uint8_t* codes = tile.sketches[i] + tile.layout().channel_scales();
     const uint32_t top = largest(codes, channels) + static_cast<uint32_t>(kScaleOffset);
     const uint32_t exponent = top / 8 + 1;
-    tile.unit[i] = bit_cast<float>(exponent << 23);
-    const float inverse = bit_cast<float>((254 + 15 - exponent) << 23);
-    int32_t place = 0;
+    tile.unit[i] = bit_cast<float>(exponent << 23) / kTopLevel;
+    const float inverse = bit_cast<float>((254 - exponent) << 23) * kTopLevel;
+    const auto decode = [&](const uint8_t* own, int32_t at) HISPARSE_INLINED {
+      // Adding this constant leaves the nearest integer in the low bits.
+      const Floats level = scales_at(own) * inverse + 8388608.0f;
+      const Ints whole = bit_cast<Ints>(level) & 255;
+      const Bytes some = multiples(whole);
+      store_bytes(levels + at, whole);
+      std::memcpy(all + 4 * at, &some, sizeof(some));
+    };
     if (channels >= kLanes) {
       // The last register overlaps with the one before.
-      for (; place < channels; place += kLanes) {
+      for (int32_t place = 0; place < channels; place += kLanes) {
         const int32_t at = std::min(place, channels - kLanes);
-        const Floats scale = scales_at(codes + at) * inverse;
-        store_shorts(out + at, __builtin_convertvector(scale, Ints));
+        decode(codes + at, at);
       }
-    }
-    for (; place < channels; ++place) {
-      out[place] = static_cast<int16_t>(scale_of(codes[place]) * inverse);
+    } else if (channels > 0) {
+      uint8_t copy[kLanes] = {};
+      std::copy_n(codes, channels, copy);
+      decode(copy, 0);
+      std::fill_n(levels + channels, kLanes - channels, uint8_t{0});
+      std::fill_n(all + 4 * channels, 4 * (kLanes - channels), uint8_t{0});
     }
   }
 }
@@ -138,18 +184,20 @@ HISPARSE_INLINE void copy_codes(const uint8_t* packed, int32_t row, int32_t chan
   }
 }
 
-HISPARSE_NOINLINE inline void decode_codes(Tile& tile) {
-  const SketchLayout l = tile.layout;
-  const int32_t row = l.code_bytes(), count = tile.count, quads = tile.quads;
+template <typename Layout>
+HISPARSE_NOINLINE void decode_codes(Tile<Layout>& tile) {
+  const SketchLayout l = tile.layout();
+  const int32_t row = l.code_bytes(), count = tile.count, quads = tile.quads();
   const int32_t whole = row == 4 ? l.num_channels / kQuad : 0;  // quads without gaps
   Bytes* out = tile.codes.data();
-  for (int32_t i = 0; i < count; ++i) {
+  const uint8_t* levels = tile.multiples.data();
+  for (int32_t i = 0; i < count; ++i, levels += 4 * tile.places()) {
     const uint8_t* packed = tile.sketches[i] + l.dim;
     for (int32_t t = 0; t < row; t += 4, out += kVectors * quads) {
       Bytes codes[kVectors];
       int32_t quad = 0;
       for (; quad < whole; ++quad) {
-        unpack_codes(packed + quad * 16, codes);
+        decode_quad(packed + quad * 16, levels + quad * 16, codes);
         for (int v = 0; v < kVectors; ++v) out[v * quads + quad] = codes[v];
       }
       for (; quad < quads; ++quad) {
@@ -157,7 +205,7 @@ HISPARSE_NOINLINE inline void decode_codes(Tile& tile) {
         const int32_t first = quad * kQuad;
         copy_codes(packed + first * row + t, row, std::min(kQuad, l.num_channels - first), row - t,
                    copy);
-        unpack_codes(copy, codes);
+        decode_quad(copy, levels + quad * 16, codes);
         for (int v = 0; v < kVectors; ++v) out[v * quads + quad] = codes[v];
       }
     }

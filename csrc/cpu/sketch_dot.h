@@ -1,7 +1,5 @@
-// Products of a sketch's two-bit codes with coefficients of 16 bits, in integers.
-//
-// A coefficient is split into its low byte, unsigned, and its high byte, signed: processors
-// multiply bytes faster than floats.
+// Products of a sketch's codes with queries, in integers of 8 bits: processors multiply bytes faster
+// than floats.
 #pragma once
 
 #include "simd.h"
@@ -19,8 +17,6 @@ constexpr int32_t kVectors = kTokens / kLanes;   // registers that hold a block'
 using Bytes = Vec<uint8_t, 4 * kLanes>;
 using Sixteen = Vec<uint8_t, 16>;
 
-using Shorts = Vec<int16_t, 2 * kLanes>;
-
 // Sixteen bytes from p on, in every 16 bytes of a register.
 HISPARSE_INLINE Bytes repeat_sixteen(const void* p) {
   const auto x = load_vector<Sixteen>(p);
@@ -34,28 +30,22 @@ HISPARSE_INLINE Bytes repeat_sixteen(const void* p) {
 }
 
 // Within every 16 bytes: out[i] = x[index[i]].
-HISPARSE_INLINE Bytes shuffle_sixteens(Bytes x, Sixteen index) {
+HISPARSE_INLINE Bytes look_up(Bytes x, Bytes index) {
 #if defined(__AVX512BW__)
-  return bit_cast<Bytes>(_mm512_shuffle_epi8(bit_cast<__m512i>(x),
-                                             bit_cast<__m512i>(repeat_sixteen(&index))));
+  return bit_cast<Bytes>(_mm512_shuffle_epi8(bit_cast<__m512i>(x), bit_cast<__m512i>(index)));
 #elif defined(__AVX2__)
-  return bit_cast<Bytes>(_mm256_shuffle_epi8(bit_cast<__m256i>(x),
-                                             bit_cast<__m256i>(repeat_sixteen(&index))));
+  return bit_cast<Bytes>(_mm256_shuffle_epi8(bit_cast<__m256i>(x), bit_cast<__m256i>(index)));
+#elif defined(__SSSE3__)
+  return bit_cast<Bytes>(_mm_shuffle_epi8(bit_cast<__m128i>(x), bit_cast<__m128i>(index)));
 #else
   return __builtin_shuffle(x, index);
 #endif
 }
 
-// The codes of four channels, four bytes each, unpacked: lane i of the registers together has a
-// byte for each channel, of token i % 4 * 4 + i / 4.
-HISPARSE_INLINE void unpack_codes(const uint8_t* packed, Bytes* codes) {
-  const Sixteen transpose = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
-  const Words bytes = bit_cast<Words>(shuffle_sixteens(repeat_sixteen(packed), transpose));
-  for (int v = 0; v < kVectors; ++v) {
-    Words shift;
-    for (int lane = 0; lane < kLanes; ++lane) shift[lane] = (v * kLanes + lane) / 4 * 2;
-    codes[v] = bit_cast<Bytes>(bytes >> shift & 0x03030303u);
-  }
+// Rows and columns of every 16 bytes, as 4 x 4, change places.
+HISPARSE_INLINE Bytes transpose_sixteens(Bytes x) {
+  constexpr Sixteen order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+  return look_up(x, repeat_sixteen(&order));
 }
 
 // Four bytes from p on, in every lane.
@@ -65,6 +55,41 @@ HISPARSE_INLINE Bytes repeat_four(const void* p) {
   return bit_cast<Bytes>(x - Words{});
 }
 
+// kLanes bytes from p on; every four of them in the four lanes of 16 bytes.
+HISPARSE_INLINE Bytes repeat_lanes(const uint8_t* p) {
+#if defined(__AVX512BW__)
+  return bit_cast<Bytes>(_mm512_permutexvar_epi32(
+      _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3),
+      _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+#elif defined(__AVX2__)
+  return bit_cast<Bytes>(_mm256_permutevar8x32_epi32(
+      _mm256_castsi128_si256(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))),
+      _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1)));
+#else
+  return repeat_four(p);
+#endif
+}
+
+// Every lane's number, at most kTopLevel, times 0, 1, 2 and 3 in the lane's bytes.
+HISPARSE_INLINE Bytes multiples(Ints x) {
+  using Halves = Vec<uint16_t, 2 * kLanes>;
+  const auto twice = bit_cast<Halves>(x | x << 16);
+  return bit_cast<Bytes>(twice * bit_cast<Halves>(0x03020100 - Ints{}));
+}
+
+// The codes of four channels, four bytes each, as the channels' levels [4 channels, 4 codes]: lane i
+// of the registers together has a byte for each channel, of token i % 4 * 4 + i / 4.
+HISPARSE_INLINE void decode_quad(const uint8_t* packed, const uint8_t* levels, Bytes* out) {
+  const Words bytes = bit_cast<Words>(transpose_sixteens(repeat_sixteen(packed)));
+  const Bytes table = repeat_sixteen(levels);
+  for (int v = 0; v < kVectors; ++v) {
+    Words shift;
+    for (int lane = 0; lane < kLanes; ++lane) shift[lane] = (v * kLanes + lane) / 4 * 2;
+    const Words index = (bytes >> shift & 0x03030303u) | 0x0c080400u;
+    out[v] = look_up(table, bit_cast<Bytes>(index));
+  }
+}
+
 // Which tokens of a block register v holds.
 HISPARSE_INLINE Ints token_of(int32_t v) {
   Ints token;
@@ -72,143 +97,70 @@ HISPARSE_INLINE Ints token_of(int32_t v) {
   return token;
 }
 
-// out[i] = x[index[i]].
-HISPARSE_INLINE Sixteen look_up(Sixteen x, Sixteen index) {
-#if defined(__SSSE3__)
-  return bit_cast<Sixteen>(_mm_shuffle_epi8(bit_cast<__m128i>(x), bit_cast<__m128i>(index)));
+// The level of the largest scale: three times as much has to fit beside a signed byte in dot_bytes.
+// It is the same for all processors, and so are their scores.
+constexpr int32_t kTopLevel = 42;
+
+// sum + products of bytes, the first unsigned and at most 3 * kTopLevel, the second signed; four to
+// a lane.
+HISPARSE_INLINE Ints dot_bytes(Ints sum, Bytes a, Bytes b) {
+#if defined(__AVX512VNNI__)
+  return bit_cast<Ints>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(a),
+                                            bit_cast<__m512i>(b)));
+#elif defined(__AVX512BW__)
+  const __m512i pairs = _mm512_maddubs_epi16(bit_cast<__m512i>(a), bit_cast<__m512i>(b));
+  return sum + bit_cast<Ints>(_mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+#elif defined(__AVXVNNI__)
+  return bit_cast<Ints>(_mm256_dpbusd_avx_epi32(bit_cast<__m256i>(sum), bit_cast<__m256i>(a),
+                                                bit_cast<__m256i>(b)));
+#elif defined(__AVX2__)
+  const __m256i pairs = _mm256_maddubs_epi16(bit_cast<__m256i>(a), bit_cast<__m256i>(b));
+  return sum + bit_cast<Ints>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return bit_cast<Ints>(
+      vdotq_s32(bit_cast<int32x4_t>(sum), bit_cast<int8x16_t>(a), bit_cast<int8x16_t>(b)));
+#elif defined(__ARM_NEON)
+  const auto x = bit_cast<int8x16_t>(a), y = bit_cast<int8x16_t>(b);
+  const int16x8_t low = vmull_s8(vget_low_s8(x), vget_low_s8(y)), high = vmull_high_s8(x, y);
+  return bit_cast<Ints>(vpadalq_s16(bit_cast<int32x4_t>(sum), vpaddq_s16(low, high)));
 #else
-  return __builtin_shuffle(x, index);
+  const Ints x = bit_cast<Ints>(a), y = bit_cast<Ints>(b);
+  for (int i = 0; i < 32; i += 8) sum += (x >> i & 255) * (y << (24 - i) >> 24);
+  return sum;
 #endif
 }
 
-// Numbers that fit into 16 bits.
-HISPARSE_INLINE void store_shorts(int16_t* p, Ints x) {
-#if defined(__AVX512BW__)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(bit_cast<__m512i>(x)));
-#elif defined(__AVX2__)
-  struct Halves { __m128i low, high; };
-  const auto [low, high] = bit_cast<Halves>(x);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packs_epi32(low, high));
+// Numbers that fit into a byte.
+HISPARSE_INLINE void store_bytes(uint8_t* p, Ints x) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(bit_cast<__m512i>(x)));
 #else
-  const auto shorts = __builtin_convertvector(x, Vec<int16_t>);
-  std::memcpy(p, &shorts, sizeof(shorts));
+  const Sixteen firsts = {0, 4, 8, 12};
+  struct Fours { Vec<int32_t, 4> part[kLanes / 4]; } fours = bit_cast<Fours>(x);
+  for (int i = 0; i < kLanes / 4; ++i) {
+#if defined(__SSSE3__)
+    const auto bytes = bit_cast<Vec<int32_t, 4>>(
+        _mm_shuffle_epi8(bit_cast<__m128i>(fours.part[i]), bit_cast<__m128i>(firsts)));
+#else
+    const auto bytes = bit_cast<Vec<int32_t, 4>>(
+        __builtin_shuffle(bit_cast<Sixteen>(fours.part[i]), firsts));
+#endif
+    const int32_t four = bytes[0];
+    std::memcpy(p + 4 * i, &four, sizeof(four));
+  }
 #endif
 }
 
 // The sum of the parts of four lanes.
-template <int N>
-HISPARSE_INLINE Vec<float, 4> join_fours(Vec<float, N> x) {
+template <typename T, int N>
+HISPARSE_INLINE Vec<T, 4> join_fours(Vec<T, N> x) {
   if constexpr (N == 4) {
     return x;
   } else {
-    struct Halves { Vec<float, N / 2> low, high; };
+    struct Halves { Vec<T, N / 2> low, high; };
     const auto [low, high] = bit_cast<Halves>(x);
-    return join_fours<N / 2>(low + high);
+    return join_fours<T, N / 2>(low + high);
   }
 }
-
-// a * b / 2^15, rounded.
-HISPARSE_INLINE Shorts multiply_fractions(Shorts a, Shorts b) {
-#if defined(__AVX512BW__)
-  return bit_cast<Shorts>(_mm512_mulhrs_epi16(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
-#elif defined(__AVX2__)
-  return bit_cast<Shorts>(_mm256_mulhrs_epi16(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
-#elif defined(__ARM_NEON)
-  return bit_cast<Shorts>(vqrdmulhq_s16(bit_cast<int16x8_t>(a), bit_cast<int16x8_t>(b)));
-#else
-  const auto round = [](Ints x) { return (x + (1 << 14)) >> 15; };
-  const Ints both = bit_cast<Ints>(a), other = bit_cast<Ints>(b);
-  const Ints even = round((both << 16 >> 16) * (other << 16 >> 16));
-  const Ints odd = round((both >> 16) * (other >> 16));
-  return bit_cast<Shorts>((odd << 16) | (even & 0xffff));
-#endif
-}
-
-// The sum of the two halves of each lane.
-HISPARSE_INLINE Ints add_pairs(Shorts x) {
-#if defined(__AVX512BW__)
-  return bit_cast<Ints>(_mm512_madd_epi16(bit_cast<__m512i>(x), _mm512_set1_epi16(1)));
-#elif defined(__AVX2__)
-  return bit_cast<Ints>(_mm256_madd_epi16(bit_cast<__m256i>(x), _mm256_set1_epi16(1)));
-#else
-  const Ints both = bit_cast<Ints>(x);
-  return (both << 16 >> 16) + (both >> 16);
-#endif
-}
-
-// Sums of products of codes with the low bytes of coefficients, and with the high ones.
-//   CodeSums   what a sum is, one register
-//   kMostQuads that one sum can hold
-//   add_low    adds the products of a quad with four low bytes
-//   add_high   adds those with four high bytes
-//   join_sums  both as one
-#if defined(__AVX512VNNI__)
-
-using CodeSums = Ints;
-constexpr int32_t kMostQuads = 1 << 16;
-
-HISPARSE_INLINE CodeSums dot_fours(CodeSums sum, Bytes a, Bytes b) {
-  return bit_cast<CodeSums>(_mm512_dpbusd_epi32(bit_cast<__m512i>(sum), bit_cast<__m512i>(a),
-                                                bit_cast<__m512i>(b)));
-}
-HISPARSE_INLINE CodeSums add_low(CodeSums sum, Bytes codes, Bytes bytes) {
-  return dot_fours(sum, bytes, codes);
-}
-HISPARSE_INLINE CodeSums add_high(CodeSums sum, Bytes codes, Bytes bytes) {
-  return dot_fours(sum, codes, bytes);
-}
-HISPARSE_INLINE Ints join_sums(CodeSums low, CodeSums high) { return low + (high << 8); }
-
-#elif defined(__AVX2__)
-
-using CodeSums = Shorts;  // of two channels each
-constexpr int32_t kMostQuads = 32767 / (2 * 3 * 255);
-
-// Pairs of a * b, added; a is unsigned, b signed.
-HISPARSE_INLINE CodeSums dot_pairs(Bytes a, Bytes b) {
-#if defined(__AVX512BW__)
-  return bit_cast<CodeSums>(_mm512_maddubs_epi16(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
-#else
-  return bit_cast<CodeSums>(_mm256_maddubs_epi16(bit_cast<__m256i>(a), bit_cast<__m256i>(b)));
-#endif
-}
-HISPARSE_INLINE CodeSums add_low(CodeSums sum, Bytes codes, Bytes bytes) {
-  return sum + dot_pairs(bytes, codes);
-}
-HISPARSE_INLINE CodeSums add_high(CodeSums sum, Bytes codes, Bytes bytes) {
-  return sum + dot_pairs(codes, bytes);
-}
-HISPARSE_INLINE Ints join_sums(CodeSums low, CodeSums high) {
-  return add_pairs(low) + (add_pairs(high) << 8);
-}
-
-#else
-
-using CodeSums = Ints;
-constexpr int32_t kMostQuads = 1 << 16;
-
-HISPARSE_INLINE CodeSums add_low(CodeSums sum, Bytes codes, Bytes bytes) {
-#if defined(__ARM_FEATURE_DOTPROD)
-  return bit_cast<CodeSums>(vdotq_u32(bit_cast<uint32x4_t>(sum), bit_cast<uint8x16_t>(codes),
-                                      bit_cast<uint8x16_t>(bytes)));
-#else
-  const Words x = bit_cast<Words>(codes), y = bit_cast<Words>(bytes);
-  for (int i = 0; i < 32; i += 8) sum += bit_cast<Ints>((x >> i & 3u) * (y >> i & 255u));
-  return sum;
-#endif
-}
-HISPARSE_INLINE CodeSums add_high(CodeSums sum, Bytes codes, Bytes bytes) {
-#if defined(__ARM_FEATURE_DOTPROD)
-  return bit_cast<CodeSums>(vdotq_s32(bit_cast<int32x4_t>(sum), bit_cast<int8x16_t>(codes),
-                                      bit_cast<int8x16_t>(bytes)));
-#else
-  const Ints x = bit_cast<Ints>(codes), y = bit_cast<Ints>(bytes);
-  for (int i = 0; i < 32; i += 8) sum += (x >> i & 3) * (y << (24 - i) >> 24);
-  return sum;
-#endif
-}
-HISPARSE_INLINE Ints join_sums(CodeSums low, CodeSums high) { return low + (high << 8); }
-
-#endif
 
 }  // namespace hisparse

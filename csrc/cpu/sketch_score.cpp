@@ -1,7 +1,8 @@
 // sketch_score: log-sum-exp of a page's logits, straight from the sketches by host page.
 //
-// A token's logit is q.base plus, for each detailed channel, q * scale * (code - 1.5). The products
-// with codes are summed in integers, of coefficients q * scale rounded to 16 bits.
+// A token's logit is q.base plus, for each detailed channel, q * scale * (code - 1.5). The latter sum
+// is of integers: queries are rounded to 8 bits, and a page's scales to kTopLevel levels, which
+// changes logits by much less than the two bits of a code do.
 #include "parallel.h"
 #include "simd.h"
 #include "sketch.h"
@@ -33,6 +34,7 @@ struct SketchScoreParams {
 constexpr int64_t kPagesPerItem = 64;
 // Exponents of weights stay within these bounds, and a total with one at a bound is not used.
 constexpr float kLeast = -126, kMost = 120;
+constexpr float kLeastTotal = 0x1p-90f, kMostTotal = 0x1p119f;
 constexpr float kLog2E = 1.44269504f;
 
 // Lanes of four vectors, summed: lane g of the result is the sum of x[g].
@@ -44,36 +46,32 @@ HISPARSE_INLINE Vec<float, 4> reduce_four(const Floats* x) {
   }
   const auto ab = __builtin_shuffle(x[0], x[1], low) + __builtin_shuffle(x[0], x[1], low + 2);
   const auto cd = __builtin_shuffle(x[2], x[3], low) + __builtin_shuffle(x[2], x[3], low + 2);
-  return join_fours<kLanes>(__builtin_shuffle(ab, cd, left) + __builtin_shuffle(ab, cd, left + 2));
+  return join_fours<float, kLanes>(__builtin_shuffle(ab, cd, left) + __builtin_shuffle(ab, cd, left + 2));
 }
 
-// Within the bounds above. GCC makes two instructions of each comparison.
-HISPARSE_INLINE Floats cut(Floats x) {
-#if defined(__AVX512F__)
-  const __m512 high = _mm512_max_ps(bit_cast<__m512>(x), _mm512_set1_ps(kLeast));
-  return bit_cast<Floats>(_mm512_min_ps(high, _mm512_set1_ps(kMost)));
-#elif defined(__AVX2__)
+// 2^x, relative error about 1e-4. Where it is far from 1, it is inf, 0 or within the bounds above.
+HISPARSE_INLINE Floats power_of_two(Floats x) {
+#if defined(__AVX512DQ__)
+  // x less its floor, which scalef_ps takes as exponent.
+  const Floats f = bit_cast<Floats>(_mm512_reduce_ps(bit_cast<__m512>(x), _MM_FROUND_TO_NEG_INF));
+  const Floats poly = ((0.07802483f * f + 0.22606674f) * f + 0.69583366f) * f + 0.99992522f;
+  return bit_cast<Floats>(_mm512_scalef_ps(bit_cast<__m512>(poly), bit_cast<__m512>(x)));
+#else
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // GCC makes two instructions of each comparison.
   const __m256 high = _mm256_max_ps(bit_cast<__m256>(x), _mm256_set1_ps(kLeast));
-  return bit_cast<Floats>(_mm256_min_ps(high, _mm256_set1_ps(kMost)));
+  x = bit_cast<Floats>(_mm256_min_ps(high, _mm256_set1_ps(kMost)));
 #else
   x = x > kLeast ? x : splat(kLeast);
-  return x < kMost ? x : splat(kMost);
+  x = x < kMost ? x : splat(kMost);
 #endif
-}
-
-// 2^x, relative error about 4e-6; x is cut to the bounds above.
-HISPARSE_INLINE Floats power_of_two(Floats x) {
-  x = cut(x);
   // Adding this constant leaves no bits for a fraction, which rounds to the nearest integer.
   const Floats magic = splat(12582912.0f);
   const Floats shifted = x + magic;
   const Floats f = x - (shifted - magic);
-  Floats poly = splat(0.00967606f);
-  poly = poly * f + 0.05582274f;
-  poly = poly * f + 0.24022307f;
-  poly = poly * f + 0.69313675f;
-  poly = poly * f + 1.0f;
+  const Floats poly = ((0.05517166f * f + 0.24261112f) * f + 0.69326099f) * f + 0.99992807f;
   return bit_cast<Floats>(bit_cast<Ints>(poly) + (bit_cast<Ints>(shifted) << 23));
+#endif
 }
 
 // The natural logarithm of positive numbers that are not subnormal, to about 1e-6.
@@ -93,48 +91,30 @@ HISPARSE_INLINE Floats log_of(Floats x) {
 
 // The steps below take G queries, from `done` on, of each head in a tile.
 
-template <int G>
-HISPARSE_NOINLINE void choose_queries(const Queries& queries, Tile& tile, int32_t done) {
-  const int32_t width = tile.width, stride = tile.stride, count = tile.count;
-  const int32_t blocks = tile.layout.blocks(), mask = tile.layout.mask();
-  const int16_t* const shorts = queries.shorts.data();
-  int16_t* chosen = tile.chosen.data();
-  for (int32_t i = 0; i < count; ++i, chosen += kQueries * stride) {
-    const int16_t* own = shorts + (tile.queries[i] + done) * width;
-    choose<G>(tile.sketches[i] + mask, blocks, own, width, chosen, stride);
+// Their values in the detailed channels, and tops: the scores of the base values, less 1.5 times the
+// detailed channels' products, because codes stand for levels around 0.
+template <int G, typename Layout>
+HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, int32_t done) {
+  const int32_t places = tile.places(), width = tile.width(), count = tile.count;
+  const int32_t stride = tile.chosen_stride(), blocks = tile.layout().blocks();
+  const int32_t mask = tile.layout().mask(), bytes = done == 0 ? tile.layout().num_bytes() : 0;
+  const float* base = tile.base.data();
+  const uint8_t* levels = tile.levels.data();
+  uint8_t* chosen = tile.chosen.data();
+  for (int32_t i = 0; i < count; ++i, chosen += stride) {
+    const int64_t block = tile.heads[i] * queries.blocks + done / kQueries;
+    const int8_t* rows = queries.rows.data() + block * width * kQueries;
+    choose(tile.sketches[i] + mask, blocks, rows, chosen);
   }
-}
-
-// Coefficients of the detailed channels, and tops: the scores of the base values, less 1.5 times
-// the coefficients' sum, because codes stand for levels around 0.
-template <int G>
-HISPARSE_NOINLINE void make_coefficients(const Queries& queries, Tile& tile, int32_t done) {
-  const Sixteen split = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
-  const int32_t places = tile.places, stride = tile.stride, width = tile.width;
-  const int32_t count = tile.count;
-  const int16_t *chosen = tile.chosen.data(), *scales = tile.scales.data();
-  const float *const floats = queries.floats.data(), *base = tile.base.data();
-  uint8_t* out = tile.coefficients.data();
-  for (int32_t i = 0; i < count; ++i) {
-    const int64_t first = tile.queries[i] + done;
-    const auto own = load_vector<Vec<float, kQueries>>(queries.units.data() + first);
-    const auto units = own * tile.unit[i];
-    std::memcpy(tile.units[i], &units, sizeof(units));
+  chosen = tile.chosen.data();
+  for (int32_t i = 0; i < count; ++i, chosen += stride, levels += places, base += width) {
+    const int64_t block = tile.heads[i] * queries.blocks + done / kQueries;
+    // A little at a time: a processor waits if many reads are under way.
+    const uint8_t* ahead = tile.sketches[i + kTile];
+    for (int32_t at = 0; at < bytes; at += 64) __builtin_prefetch(ahead + at);
     // Two sums for each query, or each product waits for the one before.
-    Floats even[kQueries] = {}, odd[G];
-    for (int g = 0; g < G; ++g) {
-      Ints total = {};
-      for (int32_t place = 0; place < places; place += kShorts) {
-        const auto x = load_vector<Shorts>(chosen + g * stride + place);
-        const Shorts c = multiply_fractions(x, load_vector<Shorts>(scales + place));
-        const Bytes bytes = shuffle_sixteens(bit_cast<Bytes>(c), split);
-        std::memcpy(out + 2 * (g * places + place), &bytes, sizeof(bytes));
-        total += add_pairs(c);
-      }
-      even[g] = __builtin_convertvector(total, Floats) * (-1.5f * units[g]);
-      odd[g] = Floats{};
-    }
-    const float* q = floats + first * width;
+    Floats even[kQueries] = {}, odd[G] = {};
+    const float* q = queries.floats.data() + (tile.heads[i] * tile.group + done) * width;
     for (int32_t d = 0; d < width; d += 2 * kLanes) {
       const Floats x = Float32::load(base + d), y = Float32::load(base + d + kLanes);
       for (int g = 0; g < G; ++g) {
@@ -143,40 +123,39 @@ HISPARSE_NOINLINE void make_coefficients(const Queries& queries, Tile& tile, int
       }
     }
     for (int g = 0; g < G; ++g) even[g] += odd[g];
-    const auto top = reduce_four(even);
-    std::memcpy(tile.tops[i] + done, &top, G * sizeof(float));
-    chosen += kQueries * stride;
-    scales += places;
-    base += width;
-    out += kQueries * 2 * places;
+    Ints middles = {};
+    for (int32_t place = 0; place < places; place += kLanes) {
+      // Four channels of each query side by side.
+      const Bytes x = transpose_sixteens(load_vector<Bytes>(chosen + kQueries * place));
+      std::memcpy(chosen + kQueries * place, &x, sizeof(x));
+      middles = dot_bytes(middles, repeat_lanes(levels + place), x);
+    }
+    using Four = Vec<float, kQueries>;
+    const Four units = load_vector<Four>(queries.units.data() + block * kQueries) * tile.unit[i];
+    const Four middle = __builtin_convertvector(join_fours<int32_t, kLanes>(middles), Four);
+    const Four top = reduce_four(even) - middle * units * 1.5f;
+    const Four powers = units * kLog2E;
+    std::memcpy(tile.powers[i], &powers, sizeof(powers));
+    std::memcpy(tile.tops + i * tile.stride() + done, &top, sizeof(top));
   }
 }
 
-// Sums of products of coefficients and codes.
-template <int G>
-HISPARSE_NOINLINE void add_codes(Tile& tile) {
-  const int32_t quads = tile.quads, stride = 2 * tile.places, registers = tile.registers;
+// Sums of products of queries and codes.
+template <int G, typename Layout>
+HISPARSE_NOINLINE void add_codes(Tile<Layout>& tile) {
+  const int32_t quads = tile.quads(), stride = tile.chosen_stride(), registers = tile.registers();
   const int32_t count = tile.count;
   const Bytes* codes = tile.codes.data();
-  const uint8_t* coefficients = tile.coefficients.data();
+  const uint8_t* chosen = tile.chosen.data();
   Ints* out = tile.sums.data();
-  for (int32_t i = 0; i < count; ++i, coefficients += kQueries * stride) {
+  for (int32_t i = 0; i < count; ++i, chosen += stride) {
     for (int32_t r = 0; r < registers; ++r, codes += quads, out += kQueries) {
-      Ints sums[G];
-      for (int g = 0; g < G; ++g) sums[g] = Ints{};
-      for (int32_t quad = 0; quad < quads;) {
-        CodeSums low[G], high[G];
-        for (int g = 0; g < G; ++g) low[g] = high[g] = CodeSums{};
-        const int32_t last = std::min(quads, quad + kMostQuads);
-        for (; quad < last; ++quad) {
-          const Bytes some = codes[quad];
-          for (int g = 0; g < G; ++g) {
-            const uint8_t* c = coefficients + g * stride + 8 * quad;
-            low[g] = add_low(low[g], some, repeat_four(c));
-            high[g] = add_high(high[g], some, repeat_four(c + 4));
-          }
+      Ints sums[G] = {};
+      for (int32_t quad = 0; quad < quads; ++quad) {
+        const Bytes some = codes[quad];
+        for (int g = 0; g < G; ++g) {
+          sums[g] = dot_bytes(sums[g], some, repeat_four(chosen + 16 * quad + 4 * g));
         }
-        for (int g = 0; g < G; ++g) sums[g] += join_sums(low[g], high[g]);
       }
       for (int g = 0; g < G; ++g) out[g] = sums[g];
     }
@@ -184,54 +163,53 @@ HISPARSE_NOINLINE void add_codes(Tile& tile) {
 }
 
 // Totals: sums of the tokens' weights, as far as tokens differ.
-template <int G>
-HISPARSE_NOINLINE void add_weights(Tile& tile, int32_t done) {
-  const int32_t count = tile.count, page_size = tile.layout.page_size;
+template <int G, typename Layout>
+HISPARSE_NOINLINE void add_weights(Tile<Layout>& tile, int32_t done) {
+  const int32_t count = tile.count, page_size = tile.layout().page_size;
   const Ints* sums = tile.sums.data();
   for (int32_t i = 0; i < count; ++i) {
     Floats weights[kQueries] = {};
-    const float* units = tile.units[i];
+    const float* powers = tile.powers[i];
     for (int32_t t = 0; t < page_size; t += kTokens) {
       for (int v = 0; v < kVectors; ++v, sums += kQueries) {
         for (int g = 0; g < G; ++g) {
-          const Floats logit = __builtin_convertvector(sums[g], Floats) * (units[g] * kLog2E);
-          Floats weight = power_of_two(logit);
+          Floats weight = power_of_two(__builtin_convertvector(sums[g], Floats) * powers[g]);
           if (page_size - t < kTokens) weight = token_of(v) < page_size - t ? weight : Floats{};
-          weights[g] += weight;
+          weights[g] = t + v == 0 ? weight : weights[g] + weight;
         }
       }
     }
+    for (int g = G; g < kQueries; ++g) weights[g] = splat(1.0f);  // no query, and no total lost
     const auto total = reduce_four(weights);
-    std::memcpy(tile.totals[i] + done, &total, G * sizeof(float));
+    std::memcpy(tile.totals + i * tile.stride() + done, &total, sizeof(total));
   }
 }
 
 // A score is its top + log(total).
-template <int G>
-void score_queries(const Queries& queries, Tile& tile, int32_t done) {
-  choose_queries<G>(queries, tile, done);
-  make_coefficients<G>(queries, tile, done);
+template <int G, typename Layout>
+void score_queries(const Queries& queries, Tile<Layout>& tile, int32_t done) {
+  start_scores<G>(queries, tile, done);
   add_codes<G>(tile);
   add_weights<G>(tile, done);
 }
 
 // The last few queries of a group, at most kQueries.
-template <int G = kQueries>
-void score_some(int32_t left, const Queries& queries, Tile& tile, int32_t done) {
+template <int G = kQueries, typename Layout>
+void score_some(int32_t left, const Queries& queries, Tile<Layout>& tile, int32_t done) {
   if constexpr (G > 0) {
     if (left == G) return score_queries<G>(queries, tile, done);
     score_some<G - 1>(left, queries, tile, done);
   }
 }
 
-void score_tile(const Queries& queries, Tile& tile, int32_t group) {
+template <typename Layout>
+void score_tile(const Queries& queries, Tile<Layout>& tile) {
   decode_base(tile);
-  decode_scales(tile);
+  decode_levels(tile);
   decode_codes(tile);
-  for (int32_t done = 0; done < group; done += kQueries) {
-    score_some(std::min(kQueries, group - done), queries, tile, done);
+  for (int32_t done = 0; done < tile.group; done += kQueries) {
+    score_some(std::min(kQueries, tile.group - done), queries, tile, done);
   }
-  tile.count = 0;
 }
 
 // The same for one query, whatever its logits: in no place an exponential can overflow.
@@ -256,65 +234,106 @@ float score_any(const SketchLayout& l, const float* q, const uint8_t* sketch) {
   return base + top + std::log(total);
 }
 
-// Replaces the scores of a run of pages whose totals are of no use.
-void score_cut(const SketchScoreParams& p, const Queries& queries, int64_t b, int64_t first,
-               int64_t last, const float* totals) {
-  const int32_t stride = round_up(p.q_heads, kQueries), group = p.q_heads / p.kv_heads;
+// A run of a request's pages, and of each page's KV heads the scores of its queries.
+struct Run {
+  int64_t request, first, last, present;  // pages first to last - 1; there are those to present - 1
+  int32_t stride;              // of queries: a group in whole blocks
+  Buffer<float> tops, totals;  // [present - first, KV heads, stride]
+
+  Run(const SketchScoreParams& p, int64_t b, int64_t from)
+      : request(b), first(from), last(std::min(from + kPagesPerItem, p.num_columns)),
+        present(std::clamp<int64_t>(p.num_pages[b], first, last)),
+        stride(round_up(p.q_heads / p.kv_heads, kQueries)),
+        tops((present - first) * p.kv_heads * stride + kLanes),
+        totals((present - first) * p.kv_heads * stride + kLanes) {
+    // What fills the last register is not lost.
+    std::fill_n(totals.data() + (present - first) * p.kv_heads * stride, kLanes, 1.0f);
+  }
+};
+
+// A run's sketches, tile by tile.
+template <typename Layout>
+void score_sketches(const SketchScoreParams& p, const Layout& layout, const Queries& queries,
+                    Run& run) {
+  const int32_t bytes = layout.get().num_bytes();
+  const int32_t* host_pages = p.host_pages[run.request];
+  std::vector<const uint8_t*> sketches;
+  for (int64_t page = run.first; page < run.present; ++page) {
+    const uint8_t* own = p.sketches[host_pages[page]];
+    for (int32_t head = 0; head < p.kv_heads; ++head) sketches.push_back(own + head * bytes);
+  }
+  const auto count = static_cast<int32_t>(sketches.size());
+  sketches.resize(count + 2 * kTile, sketches.back());
+  Tile<Layout> tile(layout, p.q_heads / p.kv_heads);
+  int32_t head = 0;
+  for (int32_t done = 0; done < count; done += kTile) {
+    tile.count = std::min(kTile, count - done);
+    tile.sketches = &sketches[done];
+    for (int32_t i = 0; i < tile.count; ++i) {
+      tile.heads[i] = run.request * p.kv_heads + head;
+      head = head + 1 < p.kv_heads ? head + 1 : 0;
+    }
+    tile.tops = run.tops.data() + done * run.stride;
+    tile.totals = run.totals.data() + done * run.stride;
+    score_tile(queries, tile);
+  }
+}
+
+// Replaces those scores of a run whose totals are of no use.
+void score_again(const SketchScoreParams& p, const Queries& queries, const Run& run) {
+  const int64_t pages = run.present - run.first, row = p.kv_heads * run.stride;
+  const int32_t group = p.q_heads / p.kv_heads;
   for (int32_t h = 0; h < p.q_heads; ++h) {
-    const int64_t row = b * p.q_heads + h;
-    for (int64_t page = first; page < last; ++page) {
-      const float total = totals[(page - first) * stride + h];
-      if (total > 0x1p-90f && total < 0x1p119f) continue;
-      const uint8_t* sketch = p.sketches[p.host_pages[b][page]] + h / group * p.layout.num_bytes();
-      const float* q = queries.floats.data() + row * queries.width;
-      p.scores[row * p.num_columns + page] = score_any(p.layout, q, sketch);
+    const int64_t query = run.request * p.q_heads + h;
+    const float* total = run.totals.data() + h / group * run.stride + h % group;
+    for (int64_t i = 0; i < pages; ++i, total += row) {
+      if (*total > kLeastTotal && *total < kMostTotal) continue;
+      const uint8_t* page = p.sketches[p.host_pages[run.request][run.first + i]];
+      const float* q = queries.floats.data() + query * queries.width;
+      p.scores[query * p.num_columns + run.first + i] =
+          score_any(p.layout, q, page + h / group * p.layout.num_bytes());
     }
   }
 }
 
-// Scores a run of pages; false if one of them is not among the host pages.
-bool score_run(const SketchScoreParams& p, const Queries& queries, int64_t b, int64_t first) {
-  const int64_t last = std::min(first + kPagesPerItem, p.num_columns);
-  const int64_t present = std::clamp<int64_t>(p.num_pages[b], first, last);
-  const int32_t* host_pages = p.host_pages[b];
-  for (int64_t page = first; page < present; ++page) {
-    if (host_pages[page] < 0 || host_pages[page] >= p.num_host_pages) return false;
+void write_scores(const SketchScoreParams& p, const Queries& queries, Run& run) {
+  const int64_t pages = run.present - run.first, row = p.kv_heads * run.stride;
+  Ints lost = {};  // -1 where a total is of no use
+  for (int64_t i = 0; i < pages * row; i += kLanes) {
+    const Floats total = Float32::load(run.totals.data() + i);
+    lost |= (total < splat(kLeastTotal)) | (total > splat(kMostTotal));
+    float* top = run.tops.data() + i;
+    store(top, Float32::load(top) + log_of(total));
   }
-  const int32_t stride = round_up(p.q_heads, kQueries), bytes = p.layout.num_bytes();
   const int32_t group = p.q_heads / p.kv_heads;
-  const int64_t count = stride * (present - first);
-  std::vector<float> tops(count + kLanes), totals(count + kLanes, 1.0f);
-  Tile tile(p.layout);
-  for (int64_t page = first; page < present; ++page) {
-    const uint8_t* sketch = p.sketches[host_pages[page]];
-    const uint8_t* ahead = p.sketches[host_pages[std::min(page + 1, present - 1)]];
-    for (int32_t line = 0; line < bytes * p.kv_heads; line += 64) __builtin_prefetch(ahead + line);
-    for (int32_t head = 0; head < p.kv_heads; ++head) {
-      const int64_t place = (page - first) * stride + head * group;
-      tile.sketches[tile.count] = sketch + head * bytes;
-      tile.queries[tile.count] = b * p.q_heads + head * group;
-      tile.tops[tile.count] = tops.data() + place;
-      tile.totals[tile.count] = totals.data() + place;
-      if (++tile.count == kTile) score_tile(queries, tile, group);
-    }
-  }
-  score_tile(queries, tile, group);
-  Ints lost = {};  // -1 where a weight was cut
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const Floats total = Float32::load(totals.data() + i);
-    lost |= (total < splat(0x1p-90f)) | (total > splat(0x1p119f));
-    store(tops.data() + i, Float32::load(tops.data() + i) + log_of(total));
-  }
   for (int32_t h = 0; h < p.q_heads; ++h) {
-    float* out = p.scores + (b * p.q_heads + h) * p.num_columns;
-    const float* from = tops.data() + h;
-    for (int64_t page = first; page < present; ++page, from += stride) out[page] = *from;
-    std::fill(out + present, out + last, -INFINITY);
+    float* out = p.scores + (run.request * p.q_heads + h) * p.num_columns + run.first;
+    const float* top = run.tops.data() + h / group * run.stride + h % group;
+    for (int64_t i = 0; i < pages; ++i, top += row) out[i] = *top;
+    std::fill(out + pages, out + (run.last - run.first), -INFINITY);
   }
   bool any = false;
   for (int lane = 0; lane < kLanes; ++lane) any |= lost[lane] != 0;
-  if (any) score_cut(p, queries, b, first, present, totals.data());
-  return true;
+  if (any) score_again(p, queries, run);
+}
+
+// Scores all pages; false if one of them is not among the host pages.
+template <typename Layout>
+bool score_all(const SketchScoreParams& p, const Layout& layout, const Queries& queries) {
+  const int64_t runs = (p.num_columns + kPagesPerItem - 1) / kPagesPerItem;
+  const double work = static_cast<double>(p.batch * p.num_columns) * p.q_heads * 25;
+  std::atomic<bool> in_range{true};
+  parallel_for(p.batch * runs, num_threads(p.batch * runs, work), [&](int64_t item) {
+    Run run(p, item / runs, item % runs * kPagesPerItem);
+    for (int64_t page = run.first; page < run.present; ++page) {
+      const int32_t host_page = p.host_pages[run.request][page];
+      if (host_page < 0 || host_page >= p.num_host_pages) in_range = false;
+    }
+    if (!in_range) return;
+    if (run.present > run.first) score_sketches(p, layout, queries, run);
+    write_scores(p, queries, run);
+  });
+  return in_range;
 }
 
 void sketch_score(TensorView query, TensorView sketches, TensorView host_page_table,
@@ -334,13 +353,17 @@ void sketch_score(TensorView query, TensorView sketches, TensorView host_page_ta
   p.layout = {static_cast<int32_t>(dim), static_cast<int32_t>(page_size),
               static_cast<int32_t>(num_channels)};
   require_sketches(sketches);
-  const Queries queries(p.query, p.batch * p.q_heads, p.layout.dim);
-  const int64_t runs = (p.num_columns + kPagesPerItem - 1) / kPagesPerItem;
-  const double work = static_cast<double>(p.batch * p.num_columns) * p.q_heads * 25;
-  std::atomic<bool> in_range{true};
-  parallel_for(p.batch * runs, num_threads(p.batch * runs, work), [&](int64_t item) {
-    if (!score_run(p, queries, item / runs, item % runs * kPagesPerItem)) in_range = false;
-  });
+  const Queries queries(p.query, p.batch * p.kv_heads, p.q_heads / p.kv_heads, p.layout.dim);
+  const auto is = [&](const SketchLayout& l) {
+    return p.layout.dim == l.dim && p.layout.page_size == l.page_size &&
+           p.layout.num_channels == l.num_channels;
+  };
+  // The usual shapes take a third less time if they are known.
+  using Wide = KnownLayout<128, 16, 40>;
+  using Narrow = KnownLayout<64, 16, 20>;
+  const bool in_range = is(Wide::get())     ? score_all(p, Wide{}, queries)
+                        : is(Narrow::get()) ? score_all(p, Narrow{}, queries)
+                                            : score_all(p, AnyLayout{p.layout}, queries);
   if (!in_range) {
     TVM_FFI_THROW(ValueError) << "host_page_table: a page is outside [0, " << p.num_host_pages
                               << "), the sketches' pages";

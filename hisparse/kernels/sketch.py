@@ -57,6 +57,9 @@ def sketch_score(
 ) -> Tensor:
     """The log of the sum of e^(q.k) over a page's tokens, with k read from the page's sketch.
 
+    C++ rounds the query and the scales of the detailed channels to whole numbers of 8 bits. That
+    moves scores by about a tenth of what the sketch itself is off by.
+
     Args:
         query: ``[B, Hq, D] float32``, times the softmax scale.
         sketches: ``[host pages, Hkv, bytes] uint8``, from :func:`page_sketch`.
