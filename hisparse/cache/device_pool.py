@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hisparse.cache.allocate import zeros
 from hisparse.cache.codec import split_layers
 from hisparse.kernels import RowState
 from hisparse.types import KVSpec, PagedKV, StoredKV
@@ -54,7 +55,7 @@ class DevicePool:
 
         def pages(width: int) -> Tensor:
             shape = (layers, num_pages, kv.page_size, stored_heads, width)
-            return torch.zeros(shape, dtype=kv.stored_dtype, device=device).transpose(2, 3)
+            return zeros(shape, kv.stored_dtype, device).transpose(2, 3)
 
         def table(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)

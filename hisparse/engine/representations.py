@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hisparse.algorithms import Representation, RepresentationOwner
 from hisparse.algorithms.request_indexes import RequestIndexes
+from hisparse.cache.allocate import zeros
 
 __all__ = ["Representations"]
 
@@ -47,7 +48,7 @@ class Representations:
         }
         self._saved = {n: kind for n, kind in kinds.items() if kind.per != "layer" and kind.saved}
         self.tensors = {
-            name: torch.zeros((num_layers, *entries[r.per], *r.shape), dtype=r.dtype, device=device)
+            name: zeros((num_layers, *entries[r.per], *r.shape), r.dtype, device)
             for name, r in kinds.items()
         }
         self._request_state = [self.tensors[n] for n, r in kinds.items() if r.per == "request"]
