@@ -64,7 +64,7 @@ class DevicePool:
         self._v = self._k[..., : kv.v_head_dim] if kv.latent else pages(kv.v_head_dim)
         # A page's scales are contiguous, as in the host pool.
         shape = (layers, num_pages, stored_heads, kv.page_size, 2)
-        scales = torch.zeros(shape, dtype=torch.uint8, device=device) if kv.fp8 else None
+        scales = zeros(shape, torch.uint8, device) if kv.fp8 else None
         self._layers = split_layers(self._k, self._v, scales)
         tables = (layers, num_rows, max_row_pages)
         self.states = RowState(table(*tables), table(*tables), table(*tables))

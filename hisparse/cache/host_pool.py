@@ -18,6 +18,7 @@ HOST_LAYOUTS: dict[HostLayout, str] = {
     "page_head": "LPHSD",
 }
 _VIEW = "LPHSD"
+_CPU = torch.device("cpu")
 
 
 class HostKVPool:
@@ -56,7 +57,7 @@ class HostKVPool:
             "H": self.kv.num_kv_heads,
             "D": width,
         }
-        storage = zeros([sizes[x] for x in order], dtype, pin=pin)
+        storage = zeros([sizes[x] for x in order], dtype, _CPU, pin=pin)
         return storage.permute([order.index(x) for x in _VIEW])
 
     @property
