@@ -84,7 +84,7 @@ void gather_entries(const GatherPagesParams& p, const BlockCopy& copy, int64_t w
     moves[count++] = {target + to[i] * dst.page_stride, source + from[i] * src.page_stride, nullptr};
   }
   for (int i = 0; i < count; ++i) moves[i].ahead = moves[std::min(i + kAtOnce, count - 1)].src;
-  for (int i = 0; i < count; i += kAtOnce) copy(moves + i, std::min(kAtOnce, count - i));
+  for (int i = 0; i < count; i += kAtOnce) copy.stream(moves + i, std::min(kAtOnce, count - i));
 }
 
 void run(const GatherPagesParams& p) {
