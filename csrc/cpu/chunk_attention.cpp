@@ -67,22 +67,6 @@ struct ChunkParams {
   }
 };
 
-// 2^x for x <= 0, relative error about 2e-7; at least 2^-126, which adds nothing to a sum of 1.
-HISPARSE_INLINE Floats exp2_of_nonpositive(Floats x) {
-  // With the constant first, GCC 12 makes it one instruction.
-  x = maximum(Floats{} - 126.0f, x);
-  // Adding this constant leaves no bits for a fraction, which rounds to the nearest integer.
-  const Floats shifted = x + 12582912.0f;
-  const Floats f = x - (shifted - 12582912.0f);
-  Floats poly = f * 1.3264727e-3f + 9.671513e-3f;
-  poly = poly * f + 5.5507336e-2f;
-  poly = poly * f + 2.4022242e-1f;
-  poly = poly * f + 6.93147e-1f;
-  poly = poly * f + 1.0f;
-  // The integer stands in the low bits, and is added to the exponent.
-  return bit_cast<Floats>(bit_cast<Ints>(poly) + (bit_cast<Ints>(shifted) << 23));
-}
-
 template <int N>
 HISPARSE_INLINE float largest_of(const float* x) {
   if constexpr (N == 1) {

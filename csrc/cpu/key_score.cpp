@@ -79,7 +79,7 @@ bool score_run(const KeyScoreParams& p, int64_t b, int64_t kv_head, int64_t firs
   for (int64_t i = 0; i < count; ++i) {
     page_dots<T>(p.query + row * p.keys.dim, static_cast<int32_t>(group), keys_of(i),
                  keys_of(i + pages_ahead), p.keys.token_stride, p.keys.page_size, p.keys.dim,
-                 logits.data(), room, 0);
+                 logits.data(), room);
     for_blocks(static_cast<int32_t>(group), [&](auto queries, int32_t g) {
       reduce<decltype(queries)::value>(p, logits.data() + g * room, &found[g]);
     });

@@ -10,10 +10,34 @@
 #include <vector>
 
 namespace hisparse {
+
+// Without the factor of 2^120: half of it is in the queries, half in the scales.
+struct UnscaledFloat8 : Float8 {
+  static HISPARSE_INLINE float one(Raw x) { return one_unscaled(x); }
+  static HISPARSE_INLINE Floats load(const Raw* p) { return load_unscaled(p); }
+};
+
+template <>
+struct Parts<UnscaledFloat8> {
+  static constexpr int kCount = 4;
+  static constexpr int first(int v) { return v / 2 + v % 2 * 2; }
+  template <int V>
+  static HISPARSE_INLINE Floats part(const uint8_t* p) {
+    using Shorts = Vec<int16_t, 2 * kLanes>;
+    // Each second byte as bfloat16; the shift to the right repeats the sign, which the mask drops.
+    Shorts bytes = load_vector<Shorts>(p);
+    if constexpr (V < 2) bytes <<= 8;
+    const Shorts kept = Shorts{} + static_cast<int16_t>(0x87f0);
+    const Words pairs = bit_cast<Words>(bytes >> 4 & kept);
+    return bit_cast<Floats>(V % 2 == 0 ? pairs << 16 : pairs & 0xffff0000u);
+  }
+};
+
 namespace {
 
 struct PageScoreParams {
-  const float* query;              // [B, Hq, 2D]: positive part of q, then its negative part
+  const float* query;              // [B, Hq, 2D]: positive part of q, then its negative part;
+                                   // elements part by part (dots.h)
   const char* summaries;           // [host pages, ranges, Hkv, 2D]: maxima, then minima
   const float* scales;             // [host pages, ranges, Hkv], or null
   Rows<const int32_t> host_pages;  // [B, P]
@@ -26,12 +50,6 @@ struct PageScoreParams {
 constexpr int64_t kPagesPerItem = 64;
 constexpr size_t kRangesPerBlock = 16;
 
-// Without the factor of 2^120: half of it is in the queries, half in the scales.
-struct UnscaledFloat8 : Float8 {
-  static HISPARSE_INLINE float one(Raw x) { return one_unscaled(x); }
-  static HISPARSE_INLINE Floats load(const Raw* p) { return load_unscaled(p); }
-};
-
 template <typename T>
 constexpr float kRootOfScale = 1.0f;
 template <>
@@ -40,61 +58,64 @@ constexpr float kRootOfScale<UnscaledFloat8> = 0x1p60f;
 // The ranges of a run of pages, in the order of pages.
 template <typename T>
 struct Ranges {
-  std::vector<const typename T::Raw*> summaries;  // [Hkv, 2D] of each
-  std::vector<const float*> scales;               // [Hkv] of each
-  std::vector<int32_t> pages;                     // the page of each, counted from the first
+  // [Hkv, 2D] of each; then the last one again, kRangesPerBlock times, to be prefetched.
+  std::vector<const typename T::Raw*> summaries;
+  std::vector<const float*> scales;  // [Hkv] of each
+  std::vector<int32_t> pages;        // the page of each, counted from the first
 };
 
 // R ranges from `i` on, one head: raises the pages' scores [kPagesPerItem, Hq] to their bounds.
 template <typename T, int R>
-void score_ranges(const PageScoreParams& p, const float* q, const Ranges<T>& all, size_t i,
-                  int32_t head, float* scores) {
+HISPARSE_INLINE void score_ranges(const PageScoreParams& p, const float* q, const Ranges<T>& all,
+                                  size_t i, int32_t head, float* scores) {
   const int32_t width = p.twice_dim;
-  for (int r = 0; r < R; ++r) {
-    // Summaries lie scattered, so those of later ranges are prefetched.
-    const size_t later = std::min(i + r + kRangesPerBlock, all.summaries.size() - 1);
-    prefetch(all.summaries[later] + head * width, width * sizeof(typename T::Raw));
-  }
   // The largest q.k that a range allows is q+ . maxima + q- . minima: one product of width 2D.
   for_blocks(p.group, [&](auto queries, int32_t g) {
     constexpr int G = decltype(queries)::value;
+    using Bounds = Vec<float, G>;
     const int32_t first = head * p.group + g;
+    const auto* ranges = &all.summaries[i];
     float bounds[R * G];
-    dots_of<T, G, R>(q + first * width, &all.summaries[i], head * width, width, bounds);
+    dots_of<T, G, R>(q + first * width, ranges, ranges + (g == 0 ? kRangesPerBlock : 0),
+                     head * width, width, bounds);
     for (int r = 0; r < R; ++r) {
       const float own = p.scales == nullptr ? 1.0f : all.scales[i + r][head];
       float* score = scores + all.pages[i + r] * p.q_heads + first;
-      for (int j = 0; j < G; ++j) {
-        const float bound = bounds[r * G + j] * (own * kRootOfScale<T>);
-        score[j] = score[j] > bound ? score[j] : bound;
-      }
+      const Bounds bound = load_vector<Bounds>(bounds + r * G) * (own * kRootOfScale<T>);
+      store(score, maximum(load_vector<Bounds>(score), bound));
     }
   });
+}
+
+// Finds the ranges of pages `first` to `last` - 1; false if one of them is not a host page.
+template <typename T>
+bool find_ranges(const PageScoreParams& p, const int32_t* host_pages, int64_t first, int64_t last,
+                 Ranges<T>& all) {
+  const int64_t row_items = static_cast<int64_t>(p.kv_heads) * p.twice_dim;
+  const auto* summaries = reinterpret_cast<const typename T::Raw*>(p.summaries);
+  for (int64_t page = first; page < last; ++page) {
+    if (host_pages[page] < 0 || host_pages[page] >= p.num_host_pages) return false;
+    for (int64_t r = 0; r < p.ranges; ++r) {
+      const int64_t row = int64_t{host_pages[page]} * p.ranges + r;
+      all.summaries.push_back(summaries + row * row_items);
+      all.scales.push_back(p.scales + row * p.kv_heads);
+      all.pages.push_back(static_cast<int32_t>(page - first));
+    }
+  }
+  if (last > first) all.summaries.resize(all.pages.size() + kRangesPerBlock, all.summaries.back());
+  return true;
 }
 
 // Scores a run of pages; false if one of them is not among the host pages.
 template <typename T>
 bool score_run(const PageScoreParams& p, int64_t b, int64_t first) {
-  const int64_t row_items = static_cast<int64_t>(p.kv_heads) * p.twice_dim;
   const int64_t last = std::min(first + kPagesPerItem, p.width);
   const int64_t present = std::clamp<int64_t>(p.num_pages[b], first, last);
-  const int32_t* host_pages = p.host_pages[b];
-  thread_local Ranges<T> all;
-  all.summaries.clear(), all.scales.clear(), all.pages.clear();
-  for (int64_t page = first; page < present; ++page) {
-    if (host_pages[page] < 0 || host_pages[page] >= p.num_host_pages) return false;
-    for (int64_t r = 0; r < p.ranges; ++r) {
-      const int64_t row = int64_t{host_pages[page]} * p.ranges + r;
-      all.summaries.push_back(reinterpret_cast<const typename T::Raw*>(p.summaries) +
-                              row * row_items);
-      all.scales.push_back(p.scales + row * p.kv_heads);
-      all.pages.push_back(static_cast<int32_t>(page - first));
-    }
-  }
+  Ranges<T> all;
+  if (!find_ranges(p, p.host_pages[b], first, present, all)) return false;
   // Rows of scores may be a power of two apart. Written page by page, they would compete for one
   // set of the cache.
-  thread_local std::vector<float> scores;
-  scores.assign(p.q_heads * kPagesPerItem, -INFINITY);
+  std::vector<float> scores(p.q_heads * kPagesPerItem, -INFINITY);
   const float* query = p.query + b * p.q_heads * p.twice_dim;
   // A head's queries stay in the first cache for a block of ranges.
   for (size_t start = 0; start < all.pages.size(); start += kRangesPerBlock) {
@@ -161,9 +182,12 @@ void page_score(TensorView query, TensorView summaries, TensorView scales,
   const bool in_range = with_element_type(summaries, "summaries", [&](auto type) {
     using Given = decltype(type);
     using T = std::conditional_t<std::is_same_v<Given, Float8>, UnscaledFloat8, Given>;
-    const std::vector<float> split = split_signs(
-        vector_of<const float>(query, "query"), p.batch * p.q_heads, dim, kRootOfScale<T>);
-    p.query = split.data();
+    const int64_t count = p.batch * p.q_heads;
+    const std::vector<float> split =
+        split_signs(vector_of<const float>(query, "query"), count, dim, kRootOfScale<T>);
+    std::vector<float> in_parts(split.size());
+    split_in_parts<Parts<T>>(split.data(), count, p.twice_dim, in_parts.data());
+    p.query = in_parts.data();
     return run<T>(p);
   });
   if (!in_range) {

@@ -44,6 +44,10 @@ struct AttentionParams {
 
 // Tokens of one split: enough work to be worth waking a thread.
 constexpr int64_t kSplitTokens = 2048;
+// Pages lie scattered, so the processor does not foresee them: tokens are prefetched this early.
+constexpr int64_t kTokensAhead = 24;
+// Tokens whose values are multiplied while sums stay in registers; they fit the first cache.
+constexpr int64_t kTokensPerBlock = 32;
 
 // The tokens of one task: pages `first` to `last - 1` of a row; the last page may be partly full.
 struct Span {
@@ -85,35 +89,43 @@ void apply_scales(const AttentionParams& p, const Span& span, int64_t head, int 
   }
 }
 
+// Pointers to the keys or the values of a span's tokens.
 template <typename T>
-void score_keys(const AttentionParams& p, const Span& span, int64_t head, const float* q,
-                const Weights& logits) {
-  int64_t token = 0;
+void find_tokens(const AttentionParams& p, const Pages& pages, const Span& span, int64_t head,
+                 std::vector<const typename T::Raw*>& tokens) {
+  const int64_t stride = pages.token / static_cast<int64_t>(sizeof(typename T::Raw));
+  tokens.resize((span.last - span.first) * p.page_size);
+  auto next = tokens.begin();
   for (int64_t i = span.first; i < span.last; ++i) {
-    const int32_t next = span.pages[std::min(i + 1, span.last - 1)], count = span.count(p, i);
-    page_dots<T>(q, p.group(), p.keys.at<T>(span.pages[i], head, 0), p.keys.at<T>(next, head, 0),
-                 p.keys.token / static_cast<int64_t>(sizeof(typename T::Raw)), count, p.keys.width,
-                 logits.numbers, logits.stride, token);
-    token += count;
+    const typename T::Raw* token = pages.at<T>(span.pages[i], head, 0);
+    for (int32_t t = 0, count = span.count(p, i); t < count; ++t, token += stride) *next++ = token;
   }
+  tokens.erase(next, tokens.end());
 }
 
-// out [G, width] += weights [tokens, G] times C vectors of columns, from d on, of a page's values.
-// Pages lie scattered, so `ahead`, a later one, is prefetched.
-template <typename T, int G, int C>
-HISPARSE_NOINLINE void add_columns(const float* weights, int32_t tokens,
-                                   const typename T::Raw* value, const typename T::Raw* ahead,
-                                   int64_t stride, int32_t width, float* out) {
+// out [G, width] += weights [tokens, G] times C vectors of columns of `values`, from `offset` on.
+// The columns of tokens that come `distance` later are brought into the cache meanwhile.
+template <typename T, int G, int C, typename P>
+HISPARSE_NOINLINE void add_columns(const float* weights, const typename T::Raw* const* values,
+                                   int64_t distance, int32_t tokens, int32_t offset, int32_t width,
+                                   float* out) {
+  static_assert(C % P::kCount == 0);
   Floats sums[G][C];
   unroll<G>([&](auto g) HISPARSE_INLINED {
     unroll<C>([&](auto c) HISPARSE_INLINED {
       sums[g][c] = Float32::load(out + g * width + c * kLanes);
     });
   });
-  for (int32_t t = 0; t < tokens; ++t, weights += G, value += stride, ahead += stride) {
-    prefetch(ahead, C * kLanes * sizeof(typename T::Raw));
+  for (int32_t t = 0; t < tokens; ++t, weights += G) {
+    constexpr int32_t kLine = 64 / sizeof(typename T::Raw);
+    const typename T::Raw *value = values[t] + offset, *later = values[t + distance] + offset;
+    for (int32_t at = 0; at < C * kLanes; at += kLine) prefetch(later + at);
     Floats x[C];
-    unroll<C>([&](auto c) HISPARSE_INLINED { x[c] = T::load(value + c * kLanes); });
+    unroll<C / P::kCount>([&](auto c) HISPARSE_INLINED {
+      unroll<P::kCount>([&](auto v) HISPARSE_INLINED {
+        x[c * P::kCount + v] = P::template part<v.value>(value + c * P::kCount * kLanes);
+      });
+    });
     unroll<G>([&](auto g) HISPARSE_INLINED {
       const Floats weight = splat(weights[g]);
       unroll<C>([&](auto c) HISPARSE_INLINED { sums[g][c] += weight * x[c]; });
@@ -126,76 +138,100 @@ HISPARSE_NOINLINE void add_columns(const float* weights, int32_t tokens,
   });
 }
 
-// out [group, Dv] = weights . values
-template <typename T>
-void add_values(const AttentionParams& p, const Span& span, int64_t head, const Weights& w,
-                float* out) {
-  using Raw = typename T::Raw;
-  const int32_t width = p.values.width;
-  const int64_t stride = p.values.token / static_cast<int64_t>(sizeof(Raw));
-  std::fill_n(out, p.group() * width, 0.0f);
-  int64_t token = 0;
-  for (int64_t i = span.first; i < span.last; ++i) {
-    const int32_t next = span.pages[std::min(i + 1, span.last - 1)], count = span.count(p, i);
-    const Raw* value = p.values.at<T>(span.pages[i], head, 0);
-    const Raw* ahead = p.values.at<T>(next, head, 0);
-    for_blocks(p.group(), [&](auto queries, int32_t g) {
-      constexpr int G = decltype(queries)::value, C = kRegisters / 2 / G;
-      const float* weights = w.numbers + g * w.stride + token * G;
-      float* sums = out + g * width;
-      int32_t d = 0;
-      for (; d + C * kLanes <= width; d += C * kLanes) {
-        add_columns<T, G, C>(weights, count, value + d, ahead + d, stride, width, sums + d);
-      }
-      for (; d + kLanes <= width; d += kLanes) {
-        add_columns<T, G, 1>(weights, count, value + d, ahead + d, stride, width, sums + d);
-      }
-      for (; d < width; ++d) {
-        for (int32_t t = 0; t < count; ++t) {
-          const float x = T::one(value[t * stride + d]);
-          for (int j = 0; j < G; ++j) sums[j * width + d] += weights[t * G + j] * x;
-        }
-      }
-    });
-    token += count;
+// The same for all columns.
+template <typename T, int G>
+void add_tokens(const float* weights, const typename T::Raw* const* values, int64_t distance,
+                int32_t tokens, int32_t width, float* out) {
+  using P = Parts<T>;
+  constexpr int C = std::max(kRegisters / 2 / G, P::kCount);
+  int32_t d = 0;
+  for (; d + C * kLanes <= width; d += C * kLanes) {
+    add_columns<T, G, C, P>(weights, values, distance, tokens, d, width, out + d);
+  }
+  for (; d + P::kCount * kLanes <= width; d += P::kCount * kLanes) {
+    add_columns<T, G, P::kCount, P>(weights, values, distance, tokens, d, width, out + d);
+  }
+  for (; d + kLanes <= width; d += kLanes) {
+    add_columns<T, G, 1, InOrder<T>>(weights, values, distance, tokens, d, width, out + d);
+  }
+  for (; d < width; ++d) {
+    for (int32_t t = 0; t < tokens; ++t) {
+      const float x = T::one(values[t][d]);
+      for (int j = 0; j < G; ++j) out[j * width + d] += weights[t * G + j] * x;
+    }
   }
 }
+
+// out [group, Dv], part by part, = weights . values
+template <typename T>
+void add_values(const AttentionParams& p, const typename T::Raw* const* values, int64_t count,
+                const Weights& w, float* out) {
+  const int32_t width = p.values.width;
+  std::fill_n(out, p.group() * width, 0.0f);
+  for (int64_t first = 0; first < count; first += kTokensPerBlock) {
+    const auto tokens = static_cast<int32_t>(std::min(kTokensPerBlock, count - first));
+    for_blocks(p.group(), [&](auto queries, int32_t g) {
+      constexpr int G = decltype(queries)::value;
+      add_tokens<T, G>(w.numbers + g * w.stride + first * G, values + first,
+                       g == 0 ? kTokensAhead : 0, tokens, width, out + g * width);
+    });
+  }
+}
+
+// Memory that a thread keeps from task to task.
+template <typename T>
+struct Room {
+  std::vector<float> weights, query, sums, totals;
+  std::vector<const typename T::Raw*> keys, values;
+};
 
 // One split of one head of a row: out [group, Dv], lse [group]. False if a page id is not a page.
 template <typename T>
 bool attend_split(const AttentionParams& p, int64_t row, int64_t head, int64_t split, float* out,
-                  float* lse) {
-  thread_local std::vector<float> room;
+                  float* lse, Room<T>& room) {
   const int64_t tokens = p.seq_lens[row];
   Span span{p.page_table[row], split * p.pages_per_split, 0, tokens};
   span.last = std::min(span.first + p.pages_per_split, (tokens + p.page_size - 1) / p.page_size);
   for (int64_t i = span.first; i < span.last; ++i) {
     if (span.pages[i] < 0 || span.pages[i] >= p.num_pages) return false;
   }
-  const int32_t group = p.group(), width = p.values.width;
+  const int32_t group = p.group(), dim = p.keys.width, width = p.values.width;
   if (span.first >= span.last) {
     std::fill_n(out, group * width, 0.0f);
     std::fill_n(lse, group, -INFINITY);
     return true;
   }
-  const int64_t count = std::min(tokens, span.last * p.page_size) - span.first * p.page_size;
+  find_tokens<T>(p, p.keys, span, head, room.keys);
+  find_tokens<T>(p, p.values, span, head, room.values);
+  const auto count = static_cast<int64_t>(room.keys.size());
+  // The first values come after the last keys.
+  for (int64_t t = 0; t < kTokensAhead; ++t) {
+    room.keys.push_back(room.values[std::min(t, count - 1)]);
+  }
+  room.values.resize(count + kTokensAhead, room.values.back());
   const int64_t stride = (count + kLanes - 1) / kLanes * kLanes;
-  if (room.size() < static_cast<size_t>(group * stride)) room.resize(group * stride);
-  const Weights w{room.data(), stride};
-  const float* q = p.query + (row * p.queries + head * group) * p.keys.width;
-  score_keys<T>(p, span, head, q, w);
+  room.weights.resize(group * stride);
+  room.query.resize(group * dim);
+  room.sums.resize(group * width);
+  room.totals.resize(group);
+  const Weights w{room.weights.data(), stride};
+  const float* q = p.query + (row * p.queries + head * group) * dim;
+  split_in_parts<Parts<T>>(q, group, dim, room.query.data());
+  group_dots<T>(room.query.data(), group, room.keys.data(), kTokensAhead, count, dim, w.numbers,
+                stride);
   apply_scales(p, span, head, 0, w);
-  std::vector<float> totals(group);
   for_blocks(group, [&](auto queries, int32_t g) {
     constexpr int G = decltype(queries)::value;
-    exponentiate<G>(w.numbers + g * stride, count, lse + g, &totals[g]);
+    exponentiate<G>(w.numbers + g * stride, count, lse + g, &room.totals[g]);
   });
   apply_scales(p, span, head, 1, w);
-  add_values<T>(p, span, head, w, out);
+  add_values<T>(p, room.values.data(), count, w, room.sums.data());
   for (int32_t g = 0; g < group; ++g) {
-    const float scale = 1.0f / totals[g];
-    for (int32_t d = 0; d < width; ++d) out[g * width + d] *= scale;
-    lse[g] += std::log(totals[g]);
+    const float scale = 1.0f / room.totals[g];
+    for_parts<Parts<T>>(width, [&](int32_t place, int32_t element) HISPARSE_INLINED {
+      out[g * width + element] = room.sums[g * width + place] * scale;
+    });
+    lse[g] += std::log(room.totals[g]);
   }
   return true;
 }
@@ -231,7 +267,10 @@ bool run(const AttentionParams& p) {
     // Items are [row, split, head]; the output is [R, splits, Q, Dv].
     const int64_t row = task / p.heads / p.splits, split = task / p.heads % p.splits;
     float* to = out + task * group * p.values.width;
-    if (!attend_split<T>(p, row, task % p.heads, split, to, lse + task * group)) in_range = false;
+    thread_local Room<T> room;
+    if (!attend_split<T>(p, row, task % p.heads, split, to, lse + task * group, room)) {
+      in_range = false;
+    }
   });
   if (!in_range) return false;
   for (int64_t i = 0; !whole && i < p.num_rows * p.queries; ++i) {
