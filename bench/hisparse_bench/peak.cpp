@@ -47,21 +47,24 @@ int64_t multiply_add(int64_t items, int64_t rounds, int64_t threads) {
   return total;
 }
 
-// Reads a contiguous tensor in blocks that the threads claim; returns the exclusive or of all words.
+// Reads a contiguous tensor in blocks that the threads claim, four parts of a block at a time: the
+// fastest way found, in cache and out of it. Returns the exclusive or of all words.
 int64_t read(const TensorView& data, int64_t threads) {
-  constexpr int64_t kBlock = 1 << 17, kStep = 8 * kVectorBytes;
+  constexpr int kStreams = 4, kVectors = 2;
+  constexpr int64_t kBlock = 1 << 17, kStep = kVectors * kVectorBytes;
   const auto* bytes = static_cast<const char*>(data.data_ptr());
-  const int64_t size = data.numel() * data.dtype().bits / 8 / kStep * kStep;
+  const int64_t size = data.numel() * data.dtype().bits / 8 / (kStreams * kStep) * (kStreams * kStep);
   std::atomic<int64_t> total{0};
   const int64_t blocks = (size + kBlock - 1) / kBlock;
   hisparse::parallel_for(blocks, static_cast<int>(threads), [&](int64_t block) {
-    const int64_t end = std::min((block + 1) * kBlock, size);
-    Words found[8] = {};
-    for (int64_t at = block * kBlock; at < end; at += kStep) {
+    const char* first = bytes + block * kBlock;
+    const int64_t part = std::min(kBlock, size - block * kBlock) / kStreams;
+    Words found[kStreams * kVectors] = {};
+    for (int64_t at = 0; at < part; at += kStep) {
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < kStreams * kVectors; ++i) {
         Words x;
-        std::memcpy(&x, bytes + at + i * kVectorBytes, sizeof(x));
+        std::memcpy(&x, first + i / kVectors * part + at + i % kVectors * kVectorBytes, sizeof(x));
         found[i] ^= x;
       }
     }

@@ -61,6 +61,7 @@ _STEP = {
 _KERNELS = {
     "context": (32768, "tokens whose pages are scored"),
     "budget": (2048, "tokens attended"),
+    "footprint": (1024, "MiB of all copies of a kernel's inputs, at least"),
 } | _MODEL
 _PREFILL = {
     "context": (8192, "tokens of the prefix"),

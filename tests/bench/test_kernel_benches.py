@@ -126,6 +126,7 @@ def test_a_bench_starts_again_restricted_to_an_instruction_set(
 
 
 LIMITS = ["--context", "256", "--budget", "64", "--head-dim", "16", "--steps", "4"]
+LIMITS += ["--footprint", "1"]
 
 
 def test_kernels_beside_the_limits_of_the_processor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,6 +154,7 @@ def test_kernels_beside_the_limits_of_the_processor(capsys: pytest.CaptureFixtur
     by_name = {case["name"]: case["params"] for case in cases}
     assert by_name["page_score"]["multiply_adds"] == 32 * 4 * 16 * 32
     assert by_name["paged_attention"]["bytes"] == 8 * 64 * 16 * 2 * 4
+    assert by_name["paged_attention"]["layers"] == 2**20 / by_name["paged_attention"]["bytes"]
     assert torch.get_num_threads() == before
 
 
