@@ -165,7 +165,7 @@ class KernelsBench(ModelShape):
         return _Work(
             name="page_score",
             dtype=str(dtype).removeprefix("torch."),
-            run=lambda copy, impl: page_score(query, *summaries[copy], table, count, impl=impl),
+            run=lambda copy, impl: page_score(query, summaries[copy][0], table, count, impl=impl),
             inputs=summaries,
             multiply_adds=2 * self.head_dim * self.q_heads * pages * _RANGES,
         )
@@ -184,7 +184,7 @@ class KernelsBench(ModelShape):
             name="sketch_score",
             dtype="uint8",
             run=lambda copy, impl: sketch_score(
-                query, *sketches[copy], table, count, layout, impl=impl
+                query, sketches[copy][0], table, count, layout, impl=impl
             ),
             inputs=sketches,
             multiply_adds=self.q_heads * pages * (self.head_dim + layout.num_channels * size),
@@ -202,7 +202,7 @@ class KernelsBench(ModelShape):
             name="paged_attention",
             dtype=str(dtype).removeprefix("torch."),
             run=lambda copy, impl: paged_attention(
-                query, PagedKV(*pools[copy]), table, lens, impl=impl
+                query, PagedKV(pools[copy][0], pools[copy][1]), table, lens, impl=impl
             )[0],
             inputs=pools,
             multiply_adds=2 * self.head_dim * self.q_heads * self.budget,
@@ -257,7 +257,8 @@ class KernelsReport(Report):
             )
         console.print(table)
         console.print(
-            "read: a plain read of as many bytes, equally cold. peak: multiply-adds in registers. %: of the "
-            "limit that binds. Medians; all checks against the reference ran on these inputs.",
+            "read: a plain read of as many bytes, equally cold. peak: multiply-adds in registers. "
+            "%: of the limit that binds. Medians; all checks against the reference ran on these "
+            "inputs.",
             highlight=False,
         )

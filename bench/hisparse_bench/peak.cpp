@@ -53,7 +53,8 @@ int64_t read(const TensorView& data, int64_t threads) {
   constexpr int kStreams = 4, kVectors = 2;
   constexpr int64_t kBlock = 1 << 17, kStep = kVectors * kVectorBytes;
   const auto* bytes = static_cast<const char*>(data.data_ptr());
-  const int64_t size = data.numel() * data.dtype().bits / 8 / (kStreams * kStep) * (kStreams * kStep);
+  constexpr int64_t kRound = kStreams * kStep;
+  const int64_t size = data.numel() * data.dtype().bits / 8 / kRound * kRound;
   std::atomic<int64_t> total{0};
   const int64_t blocks = (size + kBlock - 1) / kBlock;
   hisparse::parallel_for(blocks, static_cast<int>(threads), [&](int64_t block) {

@@ -65,8 +65,8 @@ void split_in_parts(const float* rows, int64_t count, int32_t dim, float* out) {
 }
 
 // q [G, dim], part by part, times vectors x [R], each [dim] from `offset` on -> out [R, G]. Vectors
-// `ahead` [R], to be read later, are brought into the second cache meanwhile: a few lines at a time,
-// as more would wait for each other. Never inlined: loops around it would take its registers.
+// `ahead` [R], to be read later, are brought into the second cache meanwhile: a few lines at a
+// time, as more would wait for each other. Never inlined: loops around it would take its registers.
 template <typename T, int G, int R, typename P = Parts<T>>
 HISPARSE_NOINLINE void dots_of(const float* q, const typename T::Raw* const* vectors,
                                const typename T::Raw* const* ahead, int64_t offset, int32_t dim,
@@ -136,9 +136,9 @@ HISPARSE_INLINE void for_blocks(int32_t group, Body&& body) {
 // are brought into the cache. The products of a block of G queries, g to g + G - 1, are [count, G]
 // at out + g * room.
 template <typename T, typename P = Parts<T>>
-HISPARSE_INLINE void group_dots(const float* q, int32_t group, const typename T::Raw* const* vectors,
-                                int64_t distance, int64_t count, int32_t dim, float* out,
-                                int64_t room) {
+HISPARSE_INLINE void group_dots(const float* q, int32_t group,
+                                const typename T::Raw* const* vectors, int64_t distance,
+                                int64_t count, int32_t dim, float* out, int64_t room) {
   const auto take = [&](auto number, int64_t t) {
     constexpr int R = decltype(number)::value;
     for_blocks(group, [&](auto queries, int32_t g) {
@@ -152,8 +152,8 @@ HISPARSE_INLINE void group_dots(const float* q, int32_t group, const typename T:
   for (; t < count; ++t) take(std::integral_constant<int, 1>(), t);
 }
 
-// q [group, dim], in order, times the tokens of a page, `stride` apart, while those of a later page,
-// `ahead`, are brought into the cache. The products of a block of G queries, g to g + G - 1, are
+// q [group, dim], in order, times the tokens of a page, `stride` apart, while those of a later
+// page, `ahead`, are brought into the cache. The products of a block of G queries, g to g + G - 1, are
 // [tokens, G] at out + g * room.
 template <typename T>
 HISPARSE_INLINE void page_dots(const float* q, int32_t group, const typename T::Raw* page,

@@ -277,8 +277,8 @@ HISPARSE_INLINE Floats exp2_of_nonpositive(Floats x) {
   return bit_cast<Floats>(bit_cast<Ints>(poly) + (bit_cast<Ints>(shifted) << 23));
 }
 
-// Turns logits [count, G] into weights that are e^(logit - top), where top [G] is the maximum, and 0
-// below 2^-126; sums them in total [G]. `logits` is padded to whole vectors; G divides kLanes.
+// Turns logits [count, G] into weights e^(logit - top), where top [G] is the maximum, and 0 below
+// 2^-126; sums them in total [G]. `logits` is padded to whole vectors; G divides kLanes.
 template <int G = 1>
 inline void exponentiate(float* logits, int64_t count, float* top, float* total) {
   static_assert(kLanes % G == 0);
