@@ -11,6 +11,7 @@ from torch import Tensor
 from hisparse.adapters import TorchAdapter
 from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, build_algorithm
 from hisparse.cache import HostKVPool
+from hisparse.cache.allocate import zeros
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import PoolSizes, build, make_policy
 from hisparse.engine.capabilities import check_capabilities, check_indexer, choose_scope
@@ -225,10 +226,14 @@ class RandomRequests:
         return out
 
     def contiguous(self, layer: int) -> PagedKV:
-        """K and V of the contexts, without decoded tokens, ``[B, Hkv, S, D]`` on the device."""
+        """K and V of the contexts, without decoded tokens, ``[B, Hkv, S, D]`` on the device.
+
+        They lie in the same kind of memory as hisparse's pages do.
+        """
         index = self.table[:, : self.context // self.kv.page_size].cpu().long()
-        k, v = (
-            pool[index].transpose(1, 2).flatten(2, 3).contiguous().to(self.device)
-            for pool in self.host.layer(layer)
-        )
-        return PagedKV(k, v)
+
+        def gather(pool: Tensor) -> Tensor:
+            found = pool[index].transpose(1, 2).flatten(2, 3)
+            return zeros(found.shape, found.dtype, self.device).copy_(found)
+
+        return PagedKV(*map(gather, self.host.layer(layer)))
