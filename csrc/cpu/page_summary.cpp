@@ -36,33 +36,71 @@ typename T::Raw round_outward(float x, bool up) {
   }
 }
 
+template <typename T, bool up>
+HISPARSE_INLINE void store_outward(typename T::Raw* p, Floats x) {
+  if constexpr (std::is_same_v<T, Float32>) {
+    store(p, x);
+  } else {
+    const Words bits = bit_cast<Words>(x);
+    // True is -1.
+    const Words away = bit_cast<Words>(((bits & 0xffffu) != 0) & (up ? x > 0 : x < 0));
+    store_halves(p, (bits >> 16) - away);
+  }
+}
+
+// Keys of one head in a page.
+template <typename K>
+struct HeadKeys {
+  const char* data;
+  int64_t token;  // stride in bytes
+  int32_t page_size;
+
+  const typename K::Raw* at(int32_t t, int32_t d) const {
+    return reinterpret_cast<const typename K::Raw*>(data + t * token) + d;
+  }
+};
+
+// Maxima and minima of C vectors of channels, from d on.
+template <typename K, typename T, int C>
+HISPARSE_INLINE void summarize_columns(const HeadKeys<K>& keys, int32_t d, typename T::Raw* maxima,
+                                       typename T::Raw* minima) {
+  Floats high[C], negated_low[C];
+  unroll<C>([&](auto c) HISPARSE_INLINED {
+    high[c] = K::load(keys.at(0, d + c * kLanes));
+    negated_low[c] = -high[c];
+  });
+  for (int32_t t = 1; t < keys.page_size; ++t) {
+    unroll<C>([&](auto c) HISPARSE_INLINED {
+      const Floats x = K::load(keys.at(t, d + c * kLanes));
+      high[c] = maximum(high[c], x);
+      negated_low[c] = maximum(negated_low[c], -x);
+    });
+  }
+  unroll<C>([&](auto c) HISPARSE_INLINED {
+    store_outward<T, true>(maxima + d + c * kLanes, high[c]);
+    store_outward<T, false>(minima + d + c * kLanes, -negated_low[c]);
+  });
+}
+
 template <typename K, typename T>
 void summarize(const PageSummaryParams& p, int64_t page, int32_t head, typename T::Raw* out) {
-  const char* keys = p.keys + page * p.page + head * p.head;
-  const auto key = [&](int32_t t, int32_t d) {
-    return reinterpret_cast<const typename K::Raw*>(keys + t * p.token) + d;
-  };
+  // Tokens lie apart, so a few neighbouring lines of each are read at a time.
+  constexpr int C = 4;
+  const HeadKeys<K> keys{p.keys + page * p.page + head * p.head, p.token, p.page_size};
+  typename T::Raw* minima = out + p.dim;
   int32_t d = 0;
-  for (; d + kLanes <= p.dim; d += kLanes) {
-    Floats high = K::load(key(0, d)), low = high;
-    for (int32_t t = 1; t < p.page_size; ++t) {
-      const Floats x = K::load(key(t, d));
-      high = maximum(high, x);
-      low = -maximum(-low, -x);
-    }
-    for (int lane = 0; lane < kLanes; ++lane) {
-      out[d + lane] = round_outward<T>(high[lane], true);
-      out[p.dim + d + lane] = round_outward<T>(low[lane], false);
-    }
+  for (; d + C * kLanes <= p.dim; d += C * kLanes) {
+    summarize_columns<K, T, C>(keys, d, out, minima);
   }
+  for (; d + kLanes <= p.dim; d += kLanes) summarize_columns<K, T, 1>(keys, d, out, minima);
   for (; d < p.dim; ++d) {
-    float high = K::one(*key(0, d)), low = high;
+    float high = K::one(*keys.at(0, d)), low = high;
     for (int32_t t = 1; t < p.page_size; ++t) {
-      high = std::max(high, K::one(*key(t, d)));
-      low = std::min(low, K::one(*key(t, d)));
+      high = std::max(high, K::one(*keys.at(t, d)));
+      low = std::min(low, K::one(*keys.at(t, d)));
     }
     out[d] = round_outward<T>(high, true);
-    out[p.dim + d] = round_outward<T>(low, false);
+    minima[d] = round_outward<T>(low, false);
   }
 }
 

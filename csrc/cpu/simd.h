@@ -133,6 +133,38 @@ HISPARSE_INLINE Words load_halves(const void* p) {
 #endif
 }
 
+// Integers that fit 16 or 8 bits, narrowed.
+HISPARSE_INLINE void store_halves(uint16_t* p, Words x) {
+#if defined(__AVX512F__)
+  const __m256i narrow = _mm512_cvtepi32_epi16(bit_cast<__m512i>(x));
+#elif defined(__AVX2__)
+  struct Halves { __m128i low, high; };
+  const auto [low, high] = bit_cast<Halves>(x);
+  const __m128i narrow = _mm_packus_epi32(low, high);
+#elif defined(__aarch64__)
+  const uint16x4_t narrow = vmovn_u32(bit_cast<uint32x4_t>(x));
+#else
+  const auto narrow = __builtin_convertvector(x, Vec<uint16_t>);
+#endif
+  std::memcpy(p, &narrow, sizeof(narrow));
+}
+
+HISPARSE_INLINE void store_bytes(uint8_t* p, Words x) {
+#if defined(__AVX512F__)
+  const __m128i narrow = _mm512_cvtepi32_epi8(bit_cast<__m512i>(x));
+#elif defined(__AVX2__)
+  struct Halves { __m128i low, high; };
+  const auto [low, high] = bit_cast<Halves>(x);
+  const __m128i halves = _mm_packus_epi32(low, high), narrow = _mm_packus_epi16(halves, halves);
+#elif defined(__aarch64__)
+  const uint16x4_t halves = vmovn_u32(bit_cast<uint32x4_t>(x));
+  const uint8x8_t narrow = vmovn_u16(vcombine_u16(halves, halves));
+#else
+  const auto narrow = __builtin_convertvector(x, Vec<uint8_t>);
+#endif
+  std::memcpy(p, &narrow, kLanes);
+}
+
 // Vectors of float16 need F16C on x86, which all processors with AVX2 have.
 #if defined(__F16C__) || defined(__aarch64__)
 #define HISPARSE_HAS_FLOAT16
