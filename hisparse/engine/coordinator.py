@@ -16,6 +16,7 @@ from hisparse.engine.step import (
     DecodeBatch,
     DecodeForward,
     DecodePart,
+    FilledTails,
     PrefillBatch,
     PrefillChunk,
     divide,
@@ -191,13 +192,17 @@ class SparseCoordinator:
             self.manager.append(layer_id, step.tail_slots[layer_id], step.host_slots, k, v)
         out = self._decode.attention(layer_id, q, parts)
         if step.filled is not None:
-            tails = self.manager.finish(layer_id, step.whole.rows, step.filled.rows)
-            keys, values = (x.transpose(1, 2) for x in tails)
-            host_pages = step.filled.host_pages
-            self.algorithm.update_representations(keys, layer_id, host_pages, step.whole.view)
-            for extension in self.extensions:
-                extension.store_pages(layer_id, keys, values, host_pages)
+            with serial_operators(q.device):
+                self._finish(layer_id, step, step.filled)
         return out
+
+    def _finish(self, layer_id: int, step: DecodeForward, filled: FilledTails) -> None:
+        """Move full tail pages into the LRU, and store their representations."""
+        tails = self.manager.finish(layer_id, step.whole.rows, filled.rows)
+        keys, values = (x.transpose(1, 2) for x in tails)
+        self.algorithm.update_representations(keys, layer_id, filled.host_pages, step.whole.view)
+        for extension in self.extensions:
+            extension.store_pages(layer_id, keys, values, filled.host_pages)
 
     def _before_layer(self, layer_id: int, parts: tuple[DecodePart, ...]) -> None:
         for extension in self.extensions:
