@@ -36,6 +36,7 @@ SUITES = {
         "test_select.py",
         "test_page_summary.py",
         "test_page_sketch.py",
+        "test_outline.py",
     ],
     "fp8": ["test_fp8.py", "test_fp8_transfer.py"],
     "adapters": ["../adapters/test_against_torch.py"],

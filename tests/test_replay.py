@@ -10,6 +10,7 @@ import torch
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.algorithms.streaming import Streaming
 from hisparse.algorithms.topp import TopP
@@ -73,6 +74,7 @@ SETTINGS = pytest.mark.parametrize(
     "settings",
     [
         pytest.param({}, id="sketch"),
+        pytest.param({"algorithm": Sketch(economy=True)}, id="sketch-economy"),
         pytest.param({"algorithm": Quest()}, id="quest"),
         pytest.param({"algorithm": Quest(summary_dtype="bfloat16")}, id="quest-bfloat16"),
         pytest.param({"fp8": True, "min_sparse_context": 80}, id="fp8-dense-beyond-the-budget"),

@@ -20,6 +20,7 @@ __all__ = [
     "ALGORITHMS",
     "BaseSparseAlgorithm",
     "Representation",
+    "RepresentationMemory",
     "RepresentationOwner",
     "build_algorithm",
     "entry_bytes",
@@ -28,6 +29,9 @@ __all__ = [
 
 #: The owner of one entry of a representation.
 RepresentationOwner = Literal["page", "request", "layer"]
+
+#: Where a representation is stored.
+RepresentationMemory = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,23 @@ class Representation:
             its page. "request": each request slot, ``[L, request slots, *shape]``, zeroed when a
             request begins. "layer": the layer, ``[L, *shape]``, constants of the model.
         saved: whether a saved context includes the tensor; otherwise it is zero after loading.
+        memory: where the tensor lies. "host" is for what owners of "page" need a few entries of in
+            a step: page-locked on a machine with a GPU, which reads and writes it over the link as
+            a tensor of its own. It takes its room from ``host_memory``, and from no device memory.
+
+    Raises:
+        ValueError: ``memory`` is "host" and the owner is not a page.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     per: RepresentationOwner = "page"
     saved: bool = True
+    memory: RepresentationMemory = "device"
+
+    def __post_init__(self) -> None:
+        if self.memory == "host" and self.per != "page":
+            raise ValueError(f"memory: got 'host' for each {self.per}, expected it per 'page' only")
 
     @property
     def num_bytes(self) -> int:
@@ -55,9 +70,13 @@ class Representation:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-def entry_bytes(kinds: Mapping[str, Representation], per: RepresentationOwner) -> int:
-    """Bytes of all entries of one owner in one layer."""
-    return sum(kind.num_bytes for kind in kinds.values() if kind.per == per)
+def entry_bytes(
+    kinds: Mapping[str, Representation],
+    per: RepresentationOwner,
+    memory: RepresentationMemory = "device",
+) -> int:
+    """Bytes of all entries of one owner in one layer and one memory."""
+    return sum(x.num_bytes for x in kinds.values() if (x.per, x.memory) == (per, memory))
 
 
 class BaseSparseAlgorithm(ABC):

@@ -139,6 +139,7 @@ def _memory(cls: type[Any]) -> dict[str, float]:
     from hisparse.algorithms import entry_bytes
     from hisparse.config import HiSparseConfig
     from hisparse.engine.build import kept_tensors, make_policy
+    from hisparse.memory.costs import host_token_bytes
     from hisparse.types import KVSpec
 
     algorithm, shape = cls(), _DEEPSEEK if cls.indexer else _LLAMA
@@ -152,5 +153,5 @@ def _memory(cls: type[Any]) -> dict[str, float]:
         "bytes_per_token": of_token,
         "kv_ratio": of_token / kv.token_bytes,
         "bytes_per_request": entry_bytes(kinds, "request") * kv.num_layers,
-        "host_bytes_per_token": algorithm.host_token_bytes(kv),
+        "host_bytes_per_token": host_token_bytes(algorithm, kinds, kv),
     }

@@ -20,7 +20,12 @@ from hisparse.engine.modes import AttentionModes
 from hisparse.engine.parts import EngineParts
 from hisparse.engine.representations import Representations
 from hisparse.memory import sizing as sizing_formula
-from hisparse.memory.costs import Resources, make_sizing_request, tile_pages
+from hisparse.memory.costs import (
+    Resources,
+    host_token_bytes,
+    make_sizing_request,
+    tile_pages,
+)
 from hisparse.memory.sizing import Sizing
 from hisparse.types import HostLayout, KVSpec, SelectionScope
 
@@ -154,12 +159,13 @@ def make_setup(
             for table in _extension_type(name).attended_tables(policy, **limits)
         ]
 
+    kept = kept_tensors(config, algorithm, policy)
     request = make_sizing_request(
         config,
         policy,
         resources,
-        kept=kept_tensors(config, algorithm, policy),
-        host_token_bytes=algorithm.host_token_bytes(spec),
+        kept=kept,
+        host_token_bytes=host_token_bytes(algorithm, kept, spec),
         adapter=ADAPTERS.get(adapter.name),
         extra_tables=extra_tables,
     )

@@ -22,7 +22,7 @@ class Representations:
         num_layers: L.
         host_pages: pages of the host pool, including the padding page.
         num_slots: request slots.
-        device: device of the tensors.
+        device: device of the tensors. Those in host memory are page-locked and mapped for a GPU.
         index_bytes: host memory for indexes; None: unlimited.
 
     Attributes:
@@ -48,7 +48,7 @@ class Representations:
         }
         self._saved = {n: kind for n, kind in kinds.items() if kind.per != "layer" and kind.saved}
         self.tensors = {
-            name: zeros((num_layers, *entries[r.per], *r.shape), r.dtype, device)
+            name: _zeros(r, (num_layers, *entries[r.per], *r.shape), device)
             for name, r in kinds.items()
         }
         self._request_state = [self.tensors[n] for n, r in kinds.items() if r.per == "request"]
@@ -107,4 +107,25 @@ class Representations:
         return {
             name: f"{kind.per} {list(kind.shape)} {kind.dtype}"
             for name, kind in self._saved.items()
+        }
+
+
+def _zeros(kind: Representation, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    if kind.memory == "device" or device.type == "cpu":
+        return zeros(shape, kind.dtype, device)
+    num_bytes = torch.Size(shape).numel() * kind.dtype.itemsize
+    mapped = _Mapped(zeros([num_bytes], torch.uint8, pin=True))
+    return torch.as_tensor(mapped, device=device).view(kind.dtype).view(shape)
+
+
+class _Mapped:
+    """Page-locked host memory, ``[bytes] uint8``, as a GPU addresses it."""
+
+    def __init__(self, pinned: Tensor) -> None:
+        self._pinned = pinned  # The tensor that PyTorch makes of this object keeps it alive.
+        self.__cuda_array_interface__ = {
+            "shape": tuple(pinned.shape),
+            "typestr": "|u1",
+            "data": (pinned.data_ptr(), False),
+            "version": 2,
         }

@@ -1,7 +1,7 @@
 """The operations on pages: checked wrappers with several implementations each.
 
-``round_outward`` alone has no implementations to choose from: algorithms that store bounds of keys
-in narrow dtypes call PyTorch's.
+``round_outward`` and ``page_outline`` have no implementations to choose from: algorithms call
+PyTorch's.
 """
 
 from hisparse.kernels.attention import paged_attention
@@ -10,9 +10,11 @@ from hisparse.kernels.fp8 import decode_fp8, encode_fp8
 from hisparse.kernels.graph_score import GraphSearch, KeyGraphs, graph_score
 from hisparse.kernels.key_score import key_score
 from hisparse.kernels.lru_diff import lru_diff
+from hisparse.kernels.outline import outline_bytes, outline_score
 from hisparse.kernels.page_summary import page_summary
 from hisparse.kernels.page_table import page_table, page_tables
 from hisparse.kernels.rebalance import promote_tail, rebalance, reset_rows
+from hisparse.kernels.reference.outline import page_outline
 from hisparse.kernels.reference.summary import round_outward
 from hisparse.kernels.row_state import LruDiff, PageTables, RowState
 from hisparse.kernels.select import SelectRule, page_score, select
@@ -37,6 +39,9 @@ __all__ = [
     "graph_score",
     "key_score",
     "lru_diff",
+    "outline_bytes",
+    "outline_score",
+    "page_outline",
     "page_score",
     "page_sketch",
     "page_summary",

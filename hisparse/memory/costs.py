@@ -6,12 +6,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hisparse.adapters import BackendAdapter, TableLimits
-from hisparse.algorithms import Representation, SelectionPolicy, entry_bytes
+from hisparse.algorithms import (
+    BaseSparseAlgorithm,
+    Representation,
+    SelectionPolicy,
+    entry_bytes,
+)
 from hisparse.config import HiSparseConfig
 from hisparse.memory.sizing import SizingRequest
 from hisparse.types import KVSpec
 
-__all__ = ["ExtraTables", "Resources", "attended_tables", "make_sizing_request", "tile_pages"]
+__all__ = [
+    "ExtraTables",
+    "Resources",
+    "attended_tables",
+    "host_token_bytes",
+    "make_sizing_request",
+    "tile_pages",
+]
 
 #: Maps ``(max_requests, context_pages)`` to the tables that extensions attend over.
 ExtraTables = Callable[[int, int], Sequence[TableLimits]]
@@ -56,7 +68,7 @@ def make_sizing_request(
         policy: shapes of the model and the rules of selections.
         resources: memory and limits.
         kept: tensors of the algorithm and of the extensions.
-        host_token_bytes: host memory of the algorithm for one token, beside K and V.
+        host_token_bytes: host memory for one token beside K and V, see :func:`host_token_bytes`.
         adapter: the attention backend.
         extra_tables: tables that extensions attend over.
     """
@@ -95,6 +107,20 @@ def make_sizing_request(
 
     by_power = tuple(workspace(1 << power) for power in range(_WORKSPACES))
     return replace(request, workspace_bytes=by_power)
+
+
+def host_token_bytes(
+    algorithm: BaseSparseAlgorithm, kept: Mapping[str, Representation], kv: KVSpec
+) -> int:
+    """The most host memory for one token beside its K and V, in bytes, all layers.
+
+    Args:
+        algorithm: may keep indexes of requests.
+        kept: tensors of the algorithm and of the extensions.
+        kv: shapes of the model.
+    """
+    pages = entry_bytes(kept, "page", "host") * kv.num_layers
+    return algorithm.host_token_bytes(kv) - (-pages // kv.page_size)
 
 
 def attended_tables(

@@ -21,6 +21,7 @@ from hisparse.types import SelectionScope
 __all__ = ["declarations", "find_class_faults", "options"]
 
 _OWNERS = ("page", "request", "layer")
+_MEMORIES = ("device", "host")
 
 _SCOPES = get_args(SelectionScope)
 
@@ -132,7 +133,7 @@ def _representations_faults(case: Case) -> Iterator[str]:
     policy = replace(case, scope=case.make().scopes[0]).start().sim.policy
     found = case.make().representations(policy)
     for name, kind in found.items():
-        valid = type(kind) is Representation and kind.per in _OWNERS
+        valid = type(kind) is Representation and kind.per in _OWNERS and kind.memory in _MEMORIES
         if not valid or any(type(n) is not int or n < 1 for n in kind.shape):
             yield (
                 f"representations: got {name!r}: {kind!r}, expected Representation(shape, dtype, "

@@ -11,9 +11,17 @@ import torch
 from hisparse.algorithms import build_algorithm
 from hisparse.cache import HostKVPool
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import EngineSetup, Resources, build_engine, make_setup
-from hisparse.engine.capabilities import stored_spec
+from hisparse.engine.build import (
+    EngineSetup,
+    Resources,
+    build_engine,
+    kept_tensors,
+    make_policy,
+    make_setup,
+)
+from hisparse.engine.capabilities import choose_scope, stored_spec
 from hisparse.errors import CapacityError, ConfigError
+from hisparse.memory.costs import host_token_bytes
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
 from hisparse.transformers.model_shape import read_model_shape, text_config
@@ -88,7 +96,9 @@ def build_store(
     row_pages = -(-max_length // spec.page_size)
     num_pages = _num_pages(config, limits, row_pages)
     needed = (num_pages + 1) * spec.page_size
-    needed *= spec.token_bytes + algorithm.host_token_bytes(spec)
+    scope = choose_scope(config, latent=spec.latent)
+    kept = kept_tensors(config, algorithm, make_policy(config, algorithm, spec, scale, scope))
+    needed *= spec.token_bytes + host_token_bytes(algorithm, kept, spec)
     host_bytes, device_bytes = _memory(config, needed, device)
     setup = make_setup(
         config,

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hisparse.kernels.triton import attention as triton_attention
 from hisparse.kernels.triton import fp8 as triton_fp8
+from hisparse.kernels.triton import outline as triton_outline
 from hisparse.kernels.triton import sketch as triton_sketch
 
 # The package offers a function of the same name.
@@ -35,6 +36,7 @@ SUMMARY = {"SIZE": 16, "SIZE_BLOCK": 16, "DIM": 128, "DIM_BLOCK": 128}
 SCORE = {"RANGES": 4, "SCALED": True}
 SKETCH = {"SIZE": 16, "DIM": 128, "COUNT": 40, "BLOCKS": 16, "CODE_BYTES": 4}
 SKETCH_MLA = {"SIZE": 64, "DIM": 576, "COUNT": 180, "BLOCKS": 72, "CODE_BYTES": 16}
+OUTLINE = {"QUERIES": 16, "PAGES": 16, "DIM_BLOCK": 32}
 POINTERS = {
     "query": "*fp32",
     "out": "*fp32",
@@ -133,6 +135,16 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
         triton_sketch._score_kernel,
         SKETCH_MLA | {"DIM_BLOCK": 32, "GROUP": 128, "QUERIES": 16, "PARTS": 8, "PAGES": 16},
         {"sketches": "*u8"},
+    ),
+    "outline score": (
+        triton_outline._score_kernel,
+        OUTLINE | {"GROUP": 4, "PARTS": 1, "DIM": 128, "HALF": 64},
+        {"outlines": "*u8"},
+    ),
+    "outline score MLA": (
+        triton_outline._score_kernel,
+        OUTLINE | {"GROUP": 128, "PARTS": 8, "DIM": 576, "HALF": 288},
+        {"outlines": "*u8"},
     ),
     "share": (
         triton_select._share_kernel,

@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "oracle": {"algorithm": "oracle", "selection_scope": "query_head"},
     "oracle-token-wise": {"algorithm": "oracle", "page_size": 1, "selection_scope": "layer"},
     "sketch": {"algorithm": "sketch", "tail_estimate": True},
+    # Fewer candidates than the longest contexts have pages.
+    "sketch-economy": {"algorithm_config": {"economy": True}},
     "reuse-layers": {"algorithm": "quest", "reuse_layers": 2, "dense_layers": [0]},
     "prefetch": {"algorithm": "quest", "prefetch": {"min_cosine": 0.5}},
 }

@@ -20,6 +20,10 @@ FINE = {
     "device_buffer_size": 256,
     "algorithm_config": {"index": "fine", "capacity_threshold": 8},
 }
+ECONOMY = {"budget": 80, "algorithm_config": {"economy": True}}
+SETTINGS = pytest.mark.parametrize(
+    "settings", [SNAPKV, FINE, ECONOMY], ids=["snapkv", "fine", "economy"]
+)
 
 
 @pytest.fixture
@@ -49,14 +53,14 @@ def steps(net: Any, cache: HiSparseCache, count: int) -> list[list[list[int]]]:
     return seen
 
 
-@pytest.mark.parametrize("settings", [SNAPKV, FINE], ids=["snapkv", "fine"])
+@SETTINGS
 def test_forks_go_on_as_their_parent(net: Any, settings: dict[str, Any]) -> None:
     ids = prompt(600, 3)
     alone = steps(net, read(net, ids, settings), 5)
     assert steps(net, read(net, ids, settings).fork(2), 5) == alone
 
 
-@pytest.mark.parametrize("settings", [SNAPKV, FINE], ids=["snapkv", "fine"])
+@SETTINGS
 def test_cropped_tokens_have_no_effect(net: Any, settings: dict[str, Any]) -> None:
     """A question is asked and cropped, then a second one is asked: as if only the second were."""
     ids, question = prompt(600, 4), prompt(9, 5)
@@ -74,7 +78,7 @@ def test_cropped_tokens_have_no_effect(net: Any, settings: dict[str, Any]) -> No
     assert steps(net, cache, 4) == steps(net, fresh, 4)
 
 
-@pytest.mark.parametrize("settings", [SNAPKV, FINE], ids=["snapkv", "fine"])
+@SETTINGS
 def test_a_file_of_the_same_settings_goes_on_alike(
     net: Any, settings: dict[str, Any], tmp_path: Path
 ) -> None:

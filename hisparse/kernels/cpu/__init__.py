@@ -5,6 +5,7 @@ from hisparse.kernels.cpu.fp8 import encode_fp8
 from hisparse.kernels.cpu.graph_score import graph_score
 from hisparse.kernels.cpu.key_score import key_score
 from hisparse.kernels.cpu.lru import lru_diff, page_table, page_tables, promote_tail, rebalance
+from hisparse.kernels.cpu.outline import outline_score
 from hisparse.kernels.cpu.select import page_score, page_summary, select
 from hisparse.kernels.cpu.sketch import page_sketch, sketch_score
 from hisparse.kernels.cpu.transfer import gather_pages, gather_tokens, scatter_tokens
@@ -20,6 +21,7 @@ __all__ = [
     "graph_score",
     "key_score",
     "lru_diff",
+    "outline_score",
     "page_score",
     "page_sketch",
     "page_summary",

@@ -43,6 +43,7 @@ __all__ = [
 #: Operations of ``hisparse.kernels.triton``.
 IN_TRITON = (
     "encode_fp8",
+    "outline_score",
     "page_score",
     "page_sketch",
     "page_summary",

@@ -6,6 +6,7 @@ from hisparse.kernels.reference.fp8 import decode_fp8, encode_fp8
 from hisparse.kernels.reference.graph_score import graph_score
 from hisparse.kernels.reference.key_score import key_score
 from hisparse.kernels.reference.lru import lru_diff, promote_tail, rebalance, reset_rows
+from hisparse.kernels.reference.outline import outline_score
 from hisparse.kernels.reference.page_table import page_table, page_tables
 from hisparse.kernels.reference.select import page_score, select
 from hisparse.kernels.reference.sketch import page_sketch, sketch_score
@@ -21,6 +22,7 @@ __all__ = [
     "graph_score",
     "key_score",
     "lru_diff",
+    "outline_score",
     "page_score",
     "page_sketch",
     "page_summary",

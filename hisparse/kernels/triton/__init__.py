@@ -2,11 +2,13 @@
 
 from hisparse.kernels.triton.attention import paged_attention
 from hisparse.kernels.triton.fp8 import encode_fp8
+from hisparse.kernels.triton.outline import outline_score
 from hisparse.kernels.triton.select import page_score, page_summary, select
 from hisparse.kernels.triton.sketch import page_sketch, sketch_score
 
 __all__ = [
     "encode_fp8",
+    "outline_score",
     "page_score",
     "page_sketch",
     "page_summary",

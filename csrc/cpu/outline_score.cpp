@@ -1,0 +1,143 @@
+// outline_score: q.k of every page, with one k for the page, straight from the outlines by host
+// page. hisparse/kernels/outline.py describes their bytes.
+#include "dots.h"
+#include "parallel.h"
+#include "simd.h"
+#include "sketch.h"
+#include "tensors.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <vector>
+
+namespace hisparse {
+namespace {
+
+struct OutlineScoreParams {
+  const float* query;              // [B, Hq, D]
+  const uint8_t* outlines;         // [host pages, Hkv, bytes]
+  Rows<const int32_t> host_pages;  // [B, P]
+  const int32_t* num_pages;        // [B]
+  float* scores;                   // [B, Hq, P]
+  int64_t batch, width, num_host_pages;
+  int32_t q_heads, kv_heads, dim, half, num_bytes;
+};
+
+constexpr int64_t kPagesPerItem = 64;
+constexpr int64_t kPagesAhead = 8;
+
+// The scales of kLanes channels, of which the first begins a block.
+HISPARSE_INLINE Floats spread_scales(const uint8_t* codes) {
+  if constexpr (kLanes <= kBlock) {
+    return splat(scale_of(codes[0]));
+  } else {
+    Ints lanes;
+    for (int i = 0; i < kLanes; ++i) lanes[i] = i < kBlock ? i : kLanes + i;
+    return __builtin_shuffle(splat(scale_of(codes[0])), splat(scale_of(codes[1])), lanes);
+  }
+}
+
+// What four bits stand for, before the scale.
+HISPARSE_INLINE Floats values_of(Ints fours) {
+  const Floats v = __builtin_convertvector(fours, Floats);
+  return v * (bit_cast<Floats>(bit_cast<Ints>(v) & 0x7fffffff) * 1.4f + 8.4f);
+}
+
+HISPARSE_INLINE float value_of(int32_t fours) {
+  return static_cast<float>(fours) * (static_cast<float>(std::abs(fours)) * 1.4f + 8.4f);
+}
+
+// Decodes an outline to [2 * half].
+HISPARSE_NOINLINE void decode(const OutlineScoreParams& p, const uint8_t* outline, float* out) {
+  const uint8_t* scales = outline + p.half;
+  const int32_t half = p.half, last = p.num_bytes - half - 1;  // of the scales
+  int32_t i = 0;
+  // A vector of the high half must not read scales behind the last one.
+  const int32_t whole = p.dim % (2 * kBlock) == 0 ? half : 0;
+  for (; i + kLanes <= whole; i += kLanes) {
+    const Ints fours = load_signed_bytes(outline + i);
+    store(out + i, values_of(fours << 28 >> 28) * spread_scales(scales + i / kBlock));
+    store(out + half + i, values_of(fours >> 4) * spread_scales(scales + (half + i) / kBlock));
+  }
+  for (; i < half; ++i) {
+    const int32_t fours = static_cast<int8_t>(outline[i]);
+    out[i] = value_of(fours << 28 >> 28) * scale_of(scales[std::min(i / kBlock, last)]);
+    out[half + i] = value_of(fours >> 4) * scale_of(scales[std::min((half + i) / kBlock, last)]);
+  }
+}
+
+// One run of pages for the query heads of one KV head; false if a page has no outline.
+bool score_run(const OutlineScoreParams& p, int64_t b, int64_t kv_head, int64_t first) {
+  const int64_t last = std::min(first + kPagesPerItem, p.width);
+  const int64_t present = std::clamp<int64_t>(p.num_pages[b], first, last);
+  const int32_t group = p.q_heads / p.kv_heads;
+  const int64_t row = b * p.q_heads + kv_head * group;
+  const int32_t* host_pages = p.host_pages[b];
+  for (int64_t page = first; page < present; ++page) {
+    if (host_pages[page] < 0 || host_pages[page] >= p.num_host_pages) return false;
+  }
+  const auto outline_of = [&](int64_t page) {
+    const int64_t host_page = host_pages[std::min(page, present - 1)];
+    return p.outlines + (host_page * p.kv_heads + kv_head) * p.num_bytes;
+  };
+  thread_local std::vector<float> decoded;
+  decoded.resize(static_cast<size_t>(kVectors) * 2 * p.half);
+  const float* vectors[kVectors];
+  for (int r = 0; r < kVectors; ++r) vectors[r] = decoded.data() + r * 2 * p.half;
+  for (int64_t page = first; page < present; page += kVectors) {
+    for (int r = 0; r < kVectors; ++r) {
+      prefetch(outline_of(page + kPagesAhead + r), p.num_bytes);
+      decode(p, outline_of(page + r), decoded.data() + r * 2 * p.half);
+    }
+    const int64_t count = std::min<int64_t>(kVectors, present - page);
+    for_blocks(group, [&](auto queries, int32_t g) {
+      constexpr int G = decltype(queries)::value;
+      float found[kVectors * G];
+      dots_of<Float32, G, kVectors>(p.query + (row + g) * p.dim, vectors, 0, p.dim, found);
+      for (int64_t r = 0; r < count; ++r) {
+        for (int j = 0; j < G; ++j) p.scores[(row + g + j) * p.width + page + r] = found[r * G + j];
+      }
+    });
+  }
+  for (int64_t g = row; g < row + group; ++g) {
+    std::fill(p.scores + g * p.width + present, p.scores + g * p.width + last, -INFINITY);
+  }
+  return true;
+}
+
+void outline_score(TensorView query, TensorView outlines, TensorView host_page_table,
+                   TensorView num_pages, TensorView scores) {
+  OutlineScoreParams p;
+  p.query = vector_of<const float>(query, "query");
+  p.outlines = vector_of<const uint8_t>(outlines, "outlines");
+  p.host_pages = rows_of<const int32_t>(host_page_table, "host_page_table");
+  p.num_pages = vector_of<const int32_t>(num_pages, "num_pages");
+  p.scores = vector_of<float>(scores, "scores");
+  p.batch = query.size(0);
+  p.width = scores.size(2);
+  p.num_host_pages = outlines.size(0);
+  p.q_heads = static_cast<int32_t>(query.size(1));
+  p.kv_heads = static_cast<int32_t>(outlines.size(1));
+  p.dim = static_cast<int32_t>(query.size(2));
+  p.half = (p.dim + 2 * kBlock - 1) / (2 * kBlock) * kBlock;
+  p.num_bytes = static_cast<int32_t>(outlines.size(2));
+  const int64_t runs = (p.width + kPagesPerItem - 1) / kPagesPerItem;
+  const int64_t items = p.batch * p.kv_heads * runs;
+  // Decoding a value takes about as long as multiplying it twice.
+  const double work = static_cast<double>(p.batch * p.width) * (p.q_heads + 2 * p.kv_heads) * p.dim;
+  std::atomic<bool> in_range{true};
+  parallel_for(items, num_threads(items, work / 20), [&](int64_t item) {
+    const int64_t b = item / runs / p.kv_heads, kv_head = item / runs % p.kv_heads;
+    if (!score_run(p, b, kv_head, item % runs * kPagesPerItem)) in_range = false;
+  });
+  if (!in_range) {
+    TVM_FFI_THROW(ValueError) << "host_page_table: a page is outside [0, " << p.num_host_pages
+                              << "), the outlines' pages";
+  }
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(outline_score, outline_score);
+
+}  // namespace
+}  // namespace hisparse
