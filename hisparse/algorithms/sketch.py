@@ -148,7 +148,7 @@ class Sketch(BaseSparseAlgorithm):
             ),
             lengths,
             SelectRule(heads=1, max_pages=policy.max_pages),
-            forced=step.forced_pages.gather(1, place).view_as(pages) & (pages >= 0),
+            forced=step.forced_pages.gather(1, place).view_as(pages),
             rest=None if rest is None else rest.view(len(pages), -1),
         )
         chosen = pages.gather(1, found.pages[:, 0].clamp(min=0).long())
