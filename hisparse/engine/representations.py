@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import Representation, RepresentationOwner
+from hisparse.algorithms import Representation, RepresentationMemory, RepresentationOwner
 from hisparse.algorithms.request_indexes import RequestIndexes
 from hisparse.cache.allocate import zeros
 
@@ -46,6 +46,7 @@ class Representations:
             "request": (num_slots,),
             "layer": (),
         }
+        self._memories = {name: kind.memory for name, kind in kinds.items()}
         self._saved = {n: kind for n, kind in kinds.items() if kind.per != "layer" and kind.saved}
         self.tensors = {
             name: _zeros(r, (num_layers, *entries[r.per], *r.shape), device)
@@ -55,6 +56,12 @@ class Representations:
         self.indexes = RequestIndexes(num_layers, num_slots, index_bytes)
         self._begun: set[int] = set()
         self._ended: set[int] = set()
+
+    def num_bytes(self, memory: RepresentationMemory) -> int:
+        """Bytes of the tensors in one memory."""
+        return sum(
+            self.tensors[name].nbytes for name, own in self._memories.items() if own == memory
+        )
 
     def begin(self, slot: int) -> None:
         """Start a request in a slot; the next forward zeroes the slot's state."""

@@ -39,6 +39,7 @@ _GAUGES = {
     "max_selected_tokens": "Maximum number of tokens in a selection and its tail page",
     "host_kv_bytes": "Host memory of the KV cache, in bytes",
     "host_index_bytes": "Host memory of the requests' indexes, in bytes",
+    "host_representation_bytes": "Host memory of the algorithm's representations, in bytes",
     "device_kv_bytes": "Device memory of keys and values, staging included, in bytes",
     "device_representation_bytes": "Device memory of the algorithm's representations, in bytes",
     "device_table_bytes": "Device memory of LRU tables and free lists, in bytes",
@@ -131,10 +132,9 @@ class MetricsReporter:
             * size,
             "host_kv_bytes": manager.host.num_bytes,
             "host_index_bytes": coordinator.representations.indexes.num_bytes,
+            "host_representation_bytes": coordinator.representations.num_bytes("host"),
             "device_kv_bytes": manager.device.num_bytes + manager.staging_bytes,
-            "device_representation_bytes": sum(
-                t.nbytes for t in coordinator.representations.tensors.values()
-            ),
+            "device_representation_bytes": coordinator.representations.num_bytes("device"),
             "device_table_bytes": manager.device.table_bytes,
         }
 

@@ -125,6 +125,13 @@ def test_two_percent_on_the_device_and_the_rest_in_host_memory() -> None:
     assert economy.max_requests > 1.15 * default.max_requests
 
 
+def test_bytes_are_counted_where_they_lie() -> None:
+    sim = Simulator(algorithm=Economy())
+    found = sim.representations
+    assert found.num_bytes("host") == found.tensors["sketch"].nbytes
+    assert found.num_bytes("device") == found.tensors["outline"].nbytes
+
+
 def test_only_pages_are_kept_in_host_memory() -> None:
     with pytest.raises(ValueError, match="memory: got 'host' for each request"):
         Representation((4,), torch.uint8, per="request", memory="host")
