@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hisparse.algorithms import DecodeStep, Representation, build_algorithm, entry_bytes, sketch
 from hisparse.algorithms.sketch import Sketch
-from hisparse.algorithms.tail import tail_logits
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.plan.fit import Machine, fit
@@ -55,7 +54,7 @@ def test_candidates_that_are_all_pages_change_nothing(
             default = replace(self, economy=False)
             expected = Sketch._select(default, query, layer_id, step)
             shared = step.policy.heads < step.policy.kv.num_q_heads
-            rest = tail_logits(query, layer_id, step).logsumexp(-1) if shared else None
+            rest = step.tail_lse(layer_id, query) if shared else None
             monkeypatch.setattr(sketch, "_CANDIDATES", 100)
             seen.append((expected, self._select_candidates(query, rest, layer_id, step)))
             return expected
