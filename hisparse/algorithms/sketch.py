@@ -80,15 +80,17 @@ class Sketch(BaseSparseAlgorithm):
     def update_representations(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
     ) -> None:
-        self._store(keys, layer_id, host_pages, step)
+        with serial_operators(keys.device):
+            self._store(keys, layer_id, host_pages, step)
 
     def _store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
         sketches = step.representations[_SKETCH][layer_id]
-        layout, where = self.layout(step.policy.kv), host_pages.long()
+        layout = self.layout(step.policy.kv)
         page_sketch(keys, sketches, host_pages, layout)
         if self.economy:
+            where = host_pages.long()
             step.representations[_OUTLINE][layer_id, where] = page_outline(sketches[where], layout)
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
