@@ -67,41 +67,49 @@ HISPARSE_NOINLINE void decode(const OutlineScoreParams& p, const uint8_t* outlin
   }
 }
 
-// One run of pages for the query heads of one KV head; false if a page has no outline.
-bool score_run(const OutlineScoreParams& p, int64_t b, int64_t kv_head, int64_t first) {
+// Scores a run of pages; false if one of them has no outline.
+bool score_run(const OutlineScoreParams& p, int64_t b, int64_t first) {
   const int64_t last = std::min(first + kPagesPerItem, p.width);
   const int64_t present = std::clamp<int64_t>(p.num_pages[b], first, last);
-  const int32_t group = p.q_heads / p.kv_heads;
-  const int64_t row = b * p.q_heads + kv_head * group;
+  const int32_t group = p.q_heads / p.kv_heads, padded = 2 * p.half;
   const int32_t* host_pages = p.host_pages[b];
   for (int64_t page = first; page < present; ++page) {
     if (host_pages[page] < 0 || host_pages[page] >= p.num_host_pages) return false;
   }
-  const auto outline_of = [&](int64_t page) {
-    const int64_t host_page = host_pages[std::min(page, present - 1)];
-    return p.outlines + (host_page * p.kv_heads + kv_head) * p.num_bytes;
+  const int64_t page_bytes = static_cast<int64_t>(p.kv_heads) * p.num_bytes;
+  const auto outlines_of = [&](int64_t page) {
+    return p.outlines + host_pages[std::min(page, present - 1)] * page_bytes;
   };
-  thread_local std::vector<float> decoded;
-  decoded.resize(static_cast<size_t>(kVectors) * 2 * p.half);
+  thread_local std::vector<float> decoded, scores;
+  decoded.resize(static_cast<size_t>(kVectors) * padded);
+  // Rows of scores may be a power of two apart. Written page by page, they would compete for one
+  // set of the cache.
+  scores.assign(static_cast<size_t>(p.q_heads) * kPagesPerItem, -INFINITY);
   const float* vectors[kVectors];
-  for (int r = 0; r < kVectors; ++r) vectors[r] = decoded.data() + r * 2 * p.half;
+  for (int r = 0; r < kVectors; ++r) vectors[r] = decoded.data() + r * padded;
   for (int64_t page = first; page < present; page += kVectors) {
-    for (int r = 0; r < kVectors; ++r) {
-      prefetch(outline_of(page + kPagesAhead + r), p.num_bytes);
-      decode(p, outline_of(page + r), decoded.data() + r * 2 * p.half);
-    }
     const int64_t count = std::min<int64_t>(kVectors, present - page);
-    for_blocks(group, [&](auto queries, int32_t g) {
-      constexpr int G = decltype(queries)::value;
-      float found[kVectors * G];
-      dots_of<Float32, G, kVectors>(p.query + (row + g) * p.dim, vectors, 0, p.dim, found);
-      for (int64_t r = 0; r < count; ++r) {
-        for (int j = 0; j < G; ++j) p.scores[(row + g + j) * p.width + page + r] = found[r * G + j];
+    for (int r = 0; r < kVectors; ++r) prefetch(outlines_of(page + kPagesAhead + r), page_bytes);
+    for (int32_t head = 0; head < p.kv_heads; ++head) {
+      for (int r = 0; r < kVectors; ++r) {
+        decode(p, outlines_of(page + r) + head * p.num_bytes, decoded.data() + r * padded);
       }
-    });
+      for_blocks(group, [&](auto queries, int32_t g) {
+        constexpr int G = decltype(queries)::value;
+        const int32_t row = head * group + g;
+        float found[kVectors * G];
+        dots_of<Float32, G, kVectors>(p.query + (b * p.q_heads + row) * p.dim, vectors, 0, p.dim,
+                                      found);
+        float* out = scores.data() + row * kPagesPerItem + (page - first);
+        for (int64_t r = 0; r < count; ++r) {
+          for (int j = 0; j < G; ++j) out[j * kPagesPerItem + r] = found[r * G + j];
+        }
+      });
+    }
   }
-  for (int64_t g = row; g < row + group; ++g) {
-    std::fill(p.scores + g * p.width + present, p.scores + g * p.width + last, -INFINITY);
+  for (int32_t h = 0; h < p.q_heads; ++h) {
+    float* out = p.scores + (b * p.q_heads + h) * p.width + first;
+    std::copy_n(scores.data() + h * kPagesPerItem, last - first, out);
   }
   return true;
 }
@@ -123,13 +131,11 @@ void outline_score(TensorView query, TensorView outlines, TensorView host_page_t
   p.half = (p.dim + 2 * kBlock - 1) / (2 * kBlock) * kBlock;
   p.num_bytes = static_cast<int32_t>(outlines.size(2));
   const int64_t runs = (p.width + kPagesPerItem - 1) / kPagesPerItem;
-  const int64_t items = p.batch * p.kv_heads * runs;
   // Decoding a value takes about as long as multiplying it twice.
   const double work = static_cast<double>(p.batch * p.width) * (p.q_heads + 2 * p.kv_heads) * p.dim;
   std::atomic<bool> in_range{true};
-  parallel_for(items, num_threads(items, work / 20), [&](int64_t item) {
-    const int64_t b = item / runs / p.kv_heads, kv_head = item / runs % p.kv_heads;
-    if (!score_run(p, b, kv_head, item % runs * kPagesPerItem)) in_range = false;
+  parallel_for(p.batch * runs, num_threads(p.batch * runs, work / 20), [&](int64_t item) {
+    if (!score_run(p, item / runs, item % runs * kPagesPerItem)) in_range = false;
   });
   if (!in_range) {
     TVM_FFI_THROW(ValueError) << "host_page_table: a page is outside [0, " << p.num_host_pages
