@@ -74,7 +74,9 @@ gpu-wheels:
 # Results that docs/quality.md shows, in this order.
 results := bench/results/2026-11-21
 quality := $(foreach name,qwen-4k qwen-8k qwen-8k-seeds4 smollm2-4k qwen1.5b-4k, \
-	--from $(results)-eval-$(name)-2e9299e.json)
+	--from $(results)-eval-$(name)-2e9299e.json) \
+	$(foreach name,qwen-4k smollm2-4k, \
+	--from bench/results/2026-11-22-eval-economy-$(name)-15d92ff.json)
 
 docs: setup
 	$(python) -m scripts.make_reference docs/configuration.md
