@@ -89,7 +89,10 @@ bool score_run(const OutlineScoreParams& p, int64_t b, int64_t first) {
   for (int r = 0; r < kVectors; ++r) vectors[r] = decoded.data() + r * padded;
   for (int64_t page = first; page < present; page += kVectors) {
     const int64_t count = std::min<int64_t>(kVectors, present - page);
-    for (int r = 0; r < kVectors; ++r) prefetch(outlines_of(page + kPagesAhead + r), page_bytes);
+    for (int r = 0; r < kVectors; ++r) {
+      const uint8_t* later = outlines_of(page + kPagesAhead + r);
+      for (int64_t at = 0; at < page_bytes; at += 64) prefetch(later + at);
+    }
     for (int32_t head = 0; head < p.kv_heads; ++head) {
       for (int r = 0; r < kVectors; ++r) {
         decode(p, outlines_of(page + r) + head * p.num_bytes, decoded.data() + r * padded);

@@ -121,7 +121,7 @@ def _zeros(kind: Representation, shape: tuple[int, ...], device: torch.device) -
     if kind.memory == "device" or device.type == "cpu":
         return zeros(shape, kind.dtype, device)
     num_bytes = torch.Size(shape).numel() * kind.dtype.itemsize
-    mapped = _Mapped(zeros([num_bytes], torch.uint8, pin=True))
+    mapped = _Mapped(zeros([num_bytes], torch.uint8, torch.device("cpu"), pin=True))
     return torch.as_tensor(mapped, device=device).view(kind.dtype).view(shape)
 
 
