@@ -111,7 +111,7 @@ HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, 
     const int64_t block = tile.heads[i] * queries.blocks + done / kQueries;
     // A little at a time: a processor waits if many reads are under way.
     const uint8_t* ahead = tile.sketches[i + kTile];
-    for (int32_t at = 0; at < bytes; at += 64) __builtin_prefetch(ahead + at);
+    for (int32_t at = 0; at < bytes; at += 64) __builtin_prefetch(ahead + at, 0, 2);
     // Two sums for each query, or each product waits for the one before.
     Floats even[kQueries] = {}, odd[G] = {};
     const float* q = queries.floats.data() + (tile.heads[i] * tile.group + done) * width;
