@@ -17,7 +17,13 @@ namespace hisparse {
 // Sketches that are scored together, step by step: the steps of one alone wait for each other.
 constexpr int32_t kTile = 8;
 constexpr int32_t kQueries = 4;  // of a group, at a time
-constexpr int32_t kChosen = 32;  // queries are padded to whole multiples of so many channels
+constexpr float kLog2E = 1.44269504f;
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI2__) && defined(__AVX512VL__)
+#define HISPARSE_SKETCH_AVX512
+constexpr int32_t kChannels = 64, kPlaces = 64;  // of queries, and of what is chosen, in a register
+#else
+constexpr int32_t kChannels = 32, kPlaces = kLanes;
+#endif
 
 constexpr int32_t round_up(int32_t count, int32_t unit) { return (count + unit - 1) / unit * unit; }
 
@@ -53,71 +59,37 @@ struct Tile {
   int64_t heads[kTile];                // the KV head, counted over requests
   float *tops, *totals;                // [count, stride], of the head's queries
   float unit[kTile];                   // times `levels` the scales
-  float powers[kTile][kQueries];       // times `sums` the logits, for base 2
-  Buffer<float>      base;             // [kTile, width]
-  Buffer<float>      block_scales;     // [width / kBlock], of one sketch
-  Buffer<uint8_t>      levels;         // [kTile, places]: scales of detailed channels
-  Buffer<uint8_t>      multiples;      // [kTile, places, 4]: levels times 0 to 3
-  Buffer<Bytes>      codes;            // [kTile, registers, quads]: codes times levels
-  Buffer<uint8_t>      chosen;         // [kTile, places in quads, kQueries, kQuad], signed
-  Buffer<Ints>      sums;              // [kTile, registers, kQueries]
+  float units[kTile][kQueries];        // times `sums` the logits
+  Buffer<float> base;                  // [kTile, width], if a float each
+  Buffer<uint8_t> levels;         // [kTile, places]: scales of detailed channels
+  Buffer<uint8_t> multiples;      // [kTile, places, 4]: levels times 0 to 3
+  Buffer<Bytes> codes;            // [kTile, registers, quads]: codes times levels
+  Buffer<uint8_t> chosen;         // [kTile, chosen_stride], signed: see start_scores
+  Buffer<Ints> sums;              // [kTile, registers, kQueries]
 
   Tile(const Layout& layout, int32_t group)
-      : of_layout(layout), group(group), base(kTile * width()),
-        block_scales(round_up(width() / kBlock, kLanes)), levels(kTile * places()),
+      : of_layout(layout), group(group), base(kTile * width()), levels(kTile * places()),
         multiples(kTile * places() * 4), codes(size_t{kTile} * registers() * quads()),
         chosen(kTile * chosen_stride()), sums(kTile * registers() * kQueries) {}
 
   SketchLayout layout() const { return of_layout.get(); }
   // Queries of a KV head, in whole blocks.
   int32_t stride() const { return round_up(group, kQueries); }
-  // Channels, a multiple of kChosen.
-  int32_t width() const { return round_up(layout().dim, kChosen); }
-  // For detailed channels, in whole registers.
-  int32_t places() const { return round_up(layout().num_channels, kLanes); }
+  // Channels, padded.
+  int32_t width() const { return round_up(layout().dim, kChannels); }
+  // For detailed channels, in whole registers of `chosen`.
+  int32_t places() const { return round_up(layout().num_channels, kPlaces); }
   // Of detailed channels.
   int32_t quads() const { return (layout().num_channels + kQuad - 1) / kQuad; }
   // That hold a number for each token.
   int32_t registers() const { return (layout().page_size + kTokens - 1) / kTokens * kVectors; }
   // Room for the last register that is written, wherever it begins.
-  int32_t chosen_stride() const { return kQueries * (places() + kLanes); }
+  int32_t chosen_stride() const { return kQueries * (places() + kPlaces); }
 };
 
 HISPARSE_INLINE Floats scales_at(const uint8_t* codes) {
   const Words words = bit_cast<Words>(load_signed_bytes(codes)) & 255u;
   return bit_cast<Floats>((words + static_cast<uint32_t>(kScaleOffset)) << 20);
-}
-
-// The scales of kLanes channels from d on.
-HISPARSE_INLINE Floats spread_scales(const float* block_scales, int32_t d) {
-  if constexpr (kLanes > kBlock) {
-    Ints half;
-    for (int i = 0; i < kLanes; ++i) half[i] = i / kBlock;
-    const float* some = block_scales + d / kBlock / kLanes * kLanes;
-    return __builtin_shuffle(Float32::load(some), half + d / kBlock % kLanes);
-  } else {
-    return splat(block_scales[d / kBlock]);
-  }
-}
-
-template <typename Layout>
-HISPARSE_NOINLINE void decode_base(Tile<Layout>& tile) {
-  const SketchLayout l = tile.layout();
-  const int32_t blocks = l.blocks(), width = tile.width(), count = tile.count;
-  float *base = tile.base.data(), *scales = tile.block_scales.data();
-  // Reads what lies behind the scales, but not behind the sketch.
-  const int32_t readable = std::min(blocks, l.num_bytes() - l.block_scales() - kLanes + 1);
-  for (int32_t i = 0; i < count; ++i, base += width) {
-    const uint8_t *sketch = tile.sketches[i], *codes = sketch + l.block_scales();
-    int32_t block = 0, d = 0;
-    for (; block < readable; block += kLanes) store(scales + block, scales_at(codes + block));
-    for (; block < blocks; ++block) scales[block] = scale_of(codes[block]);
-    for (; d + kLanes <= l.dim; d += kLanes) {
-      const Floats whole = __builtin_convertvector(load_signed_bytes(sketch + d), Floats);
-      store(base + d, whole * spread_scales(scales, d));
-    }
-    for (; d < l.dim; ++d) base[d] = static_cast<int8_t>(sketch[d]) * scales[d / kBlock];
-  }
 }
 
 // The largest of `count` bytes.

@@ -1,5 +1,5 @@
-// Products of a sketch's codes with queries, in integers of 8 bits: processors multiply bytes faster
-// than floats.
+// Products of a sketch's codes with queries, in integers of 8 bits: processors multiply bytes
+// faster than floats.
 #pragma once
 
 #include "simd.h"
@@ -77,8 +77,8 @@ HISPARSE_INLINE Bytes multiples(Ints x) {
   return bit_cast<Bytes>(twice * bit_cast<Halves>(0x03020100 - Ints{}));
 }
 
-// The codes of four channels, four bytes each, as the channels' levels [4 channels, 4 codes]: lane i
-// of the registers together has a byte for each channel, of token i % 4 * 4 + i / 4.
+// The codes of four channels, four bytes each, as the channels' levels [4 channels, 4 codes]. Lane
+// i of the registers together has a byte for each channel, of token i % 4 * 4 + i / 4.
 HISPARSE_INLINE void decode_quad(const uint8_t* packed, const uint8_t* levels, Bytes* out) {
   const Words bytes = bit_cast<Words>(transpose_sixteens(repeat_sixteen(packed)));
   const Bytes table = repeat_sixteen(levels);
@@ -161,6 +161,19 @@ HISPARSE_INLINE Vec<T, 4> join_fours(Vec<T, N> x) {
     const auto [low, high] = bit_cast<Halves>(x);
     return join_fours<T, N / 2>(low + high);
   }
+}
+
+// Lanes of four vectors, summed: lane g of the result is the sum of x[g].
+HISPARSE_INLINE Vec<float, 4> reduce_four(const Floats* x) {
+  Ints low, left;
+  for (int i = 0; i < kLanes; ++i) {
+    low[i] = i / 4 * 4 + i % 4 / 2 + i % 2 * kLanes;
+    left[i] = i / 4 * 4 + i % 2 + i % 4 / 2 * kLanes;
+  }
+  const auto ab = __builtin_shuffle(x[0], x[1], low) + __builtin_shuffle(x[0], x[1], low + 2);
+  const auto cd = __builtin_shuffle(x[2], x[3], low) + __builtin_shuffle(x[2], x[3], low + 2);
+  const Floats all = __builtin_shuffle(ab, cd, left) + __builtin_shuffle(ab, cd, left + 2);
+  return join_fours<float, kLanes>(all);
 }
 
 }  // namespace hisparse

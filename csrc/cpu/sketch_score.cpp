@@ -1,14 +1,15 @@
 // sketch_score: log-sum-exp of a page's logits, straight from the sketches by host page.
 //
-// A token's logit is q.base plus, for each detailed channel, q * scale * (code - 1.5). The latter sum
-// is of integers: queries are rounded to 8 bits, and a page's scales to kTopLevel levels, which
+// A token's logit is q.base plus, for each detailed channel, q * scale * (code - 1.5). The latter
+// sum is of integers: queries are rounded to 8 bits, and a page's scales to kTopLevel levels, which
 // changes logits by much less than the two bits of a code do.
 #include "parallel.h"
 #include "simd.h"
 #include "sketch.h"
 #include "sketch_decode.h"
 #include "sketch_dot.h"
-#include "sketch_queries.h"
+#include "sketch_start.h"
+#include "sketch_start_avx512.h"
 #include "tensors.h"
 
 #include <algorithm>
@@ -35,19 +36,6 @@ constexpr int64_t kPagesPerItem = 64;
 // Exponents of weights stay within these bounds, and a total with one at a bound is not used.
 constexpr float kLeast = -126, kMost = 120;
 constexpr float kLeastTotal = 0x1p-90f, kMostTotal = 0x1p119f;
-constexpr float kLog2E = 1.44269504f;
-
-// Lanes of four vectors, summed: lane g of the result is the sum of x[g].
-HISPARSE_INLINE Vec<float, 4> reduce_four(const Floats* x) {
-  Ints low, left;
-  for (int i = 0; i < kLanes; ++i) {
-    low[i] = i / 4 * 4 + i % 4 / 2 + i % 2 * kLanes;
-    left[i] = i / 4 * 4 + i % 2 + i % 4 / 2 * kLanes;
-  }
-  const auto ab = __builtin_shuffle(x[0], x[1], low) + __builtin_shuffle(x[0], x[1], low + 2);
-  const auto cd = __builtin_shuffle(x[2], x[3], low) + __builtin_shuffle(x[2], x[3], low + 2);
-  return join_fours<float, kLanes>(__builtin_shuffle(ab, cd, left) + __builtin_shuffle(ab, cd, left + 2));
-}
 
 // 2^x, relative error about 1e-4. Where it is far from 1, it is inf, 0 or within the bounds above.
 HISPARSE_INLINE Floats power_of_two(Floats x) {
@@ -91,55 +79,6 @@ HISPARSE_INLINE Floats log_of(Floats x) {
 
 // The steps below take G queries, from `done` on, of each head in a tile.
 
-// Their values in the detailed channels, and tops: the scores of the base values, less 1.5 times the
-// detailed channels' products, because codes stand for levels around 0.
-template <int G, typename Layout>
-HISPARSE_NOINLINE void start_scores(const Queries& queries, Tile<Layout>& tile, int32_t done) {
-  const int32_t places = tile.places(), width = tile.width(), count = tile.count;
-  const int32_t stride = tile.chosen_stride(), blocks = tile.layout().blocks();
-  const int32_t mask = tile.layout().mask(), bytes = done == 0 ? tile.layout().num_bytes() : 0;
-  const float* base = tile.base.data();
-  const uint8_t* levels = tile.levels.data();
-  uint8_t* chosen = tile.chosen.data();
-  for (int32_t i = 0; i < count; ++i, chosen += stride) {
-    const int64_t block = tile.heads[i] * queries.blocks + done / kQueries;
-    const int8_t* rows = queries.rows.data() + block * width * kQueries;
-    choose(tile.sketches[i] + mask, blocks, rows, chosen);
-  }
-  chosen = tile.chosen.data();
-  for (int32_t i = 0; i < count; ++i, chosen += stride, levels += places, base += width) {
-    const int64_t block = tile.heads[i] * queries.blocks + done / kQueries;
-    // A little at a time: a processor waits if many reads are under way.
-    const uint8_t* ahead = tile.sketches[i + kTile];
-    for (int32_t at = 0; at < bytes; at += 64) __builtin_prefetch(ahead + at, 0, 2);
-    // Two sums for each query, or each product waits for the one before.
-    Floats even[kQueries] = {}, odd[G] = {};
-    const float* q = queries.floats.data() + (tile.heads[i] * tile.group + done) * width;
-    for (int32_t d = 0; d < width; d += 2 * kLanes) {
-      const Floats x = Float32::load(base + d), y = Float32::load(base + d + kLanes);
-      for (int g = 0; g < G; ++g) {
-        even[g] += Float32::load(q + g * width + d) * x;
-        odd[g] += Float32::load(q + g * width + d + kLanes) * y;
-      }
-    }
-    for (int g = 0; g < G; ++g) even[g] += odd[g];
-    Ints middles = {};
-    for (int32_t place = 0; place < places; place += kLanes) {
-      // Four channels of each query side by side.
-      const Bytes x = transpose_sixteens(load_vector<Bytes>(chosen + kQueries * place));
-      std::memcpy(chosen + kQueries * place, &x, sizeof(x));
-      middles = dot_bytes(middles, repeat_lanes(levels + place), x);
-    }
-    using Four = Vec<float, kQueries>;
-    const Four units = load_vector<Four>(queries.units.data() + block * kQueries) * tile.unit[i];
-    const Four middle = __builtin_convertvector(join_fours<int32_t, kLanes>(middles), Four);
-    const Four top = reduce_four(even) - middle * units * 1.5f;
-    const Four powers = units * kLog2E;
-    std::memcpy(tile.powers[i], &powers, sizeof(powers));
-    std::memcpy(tile.tops + i * tile.stride() + done, &top, sizeof(top));
-  }
-}
-
 // Sums of products of queries and codes.
 template <int G, typename Layout>
 HISPARSE_NOINLINE void add_codes(Tile<Layout>& tile) {
@@ -154,7 +93,7 @@ HISPARSE_NOINLINE void add_codes(Tile<Layout>& tile) {
       for (int32_t quad = 0; quad < quads; ++quad) {
         const Bytes some = codes[quad];
         for (int g = 0; g < G; ++g) {
-          sums[g] = dot_bytes(sums[g], some, repeat_four(chosen + 16 * quad + 4 * g));
+          sums[g] = dot_bytes(sums[g], some, repeat_four(chosen_by(chosen, tile, g, quad)));
         }
       }
       for (int g = 0; g < G; ++g) out[g] = sums[g];
@@ -169,7 +108,7 @@ HISPARSE_NOINLINE void add_weights(Tile<Layout>& tile, int32_t done) {
   const Ints* sums = tile.sums.data();
   for (int32_t i = 0; i < count; ++i) {
     Floats weights[kQueries] = {};
-    const float* powers = tile.powers[i];
+    const auto powers = load_vector<Vec<float, kQueries>>(tile.units[i]) * kLog2E;
     for (int32_t t = 0; t < page_size; t += kTokens) {
       for (int v = 0; v < kVectors; ++v, sums += kQueries) {
         for (int g = 0; g < G; ++g) {
@@ -204,7 +143,6 @@ void score_some(int32_t left, const Queries& queries, Tile<Layout>& tile, int32_
 
 template <typename Layout>
 void score_tile(const Queries& queries, Tile<Layout>& tile) {
-  decode_base(tile);
   decode_levels(tile);
   decode_codes(tile);
   for (int32_t done = 0; done < tile.group; done += kQueries) {
@@ -280,7 +218,7 @@ void score_sketches(const SketchScoreParams& p, const Layout& layout, const Quer
 }
 
 // Replaces those scores of a run whose totals are of no use.
-void score_again(const SketchScoreParams& p, const Queries& queries, const Run& run) {
+void score_again(const SketchScoreParams& p, const Run& run) {
   const int64_t pages = run.present - run.first, row = p.kv_heads * run.stride;
   const int32_t group = p.q_heads / p.kv_heads;
   for (int32_t h = 0; h < p.q_heads; ++h) {
@@ -289,14 +227,14 @@ void score_again(const SketchScoreParams& p, const Queries& queries, const Run& 
     for (int64_t i = 0; i < pages; ++i, total += row) {
       if (*total > kLeastTotal && *total < kMostTotal) continue;
       const uint8_t* page = p.sketches[p.host_pages[run.request][run.first + i]];
-      const float* q = queries.floats.data() + query * queries.width;
+      const float* q = p.query + query * p.layout.dim;
       p.scores[query * p.num_columns + run.first + i] =
           score_any(p.layout, q, page + h / group * p.layout.num_bytes());
     }
   }
 }
 
-void write_scores(const SketchScoreParams& p, const Queries& queries, Run& run) {
+void write_scores(const SketchScoreParams& p, Run& run) {
   const int64_t pages = run.present - run.first, row = p.kv_heads * run.stride;
   Ints lost = {};  // -1 where a total is of no use
   for (int64_t i = 0; i < pages * row; i += kLanes) {
@@ -314,7 +252,7 @@ void write_scores(const SketchScoreParams& p, const Queries& queries, Run& run) 
   }
   bool any = false;
   for (int lane = 0; lane < kLanes; ++lane) any |= lost[lane] != 0;
-  if (any) score_again(p, queries, run);
+  if (any) score_again(p, run);
 }
 
 // Scores all pages; false if one of them is not among the host pages.
@@ -331,7 +269,7 @@ bool score_all(const SketchScoreParams& p, const Layout& layout, const Queries& 
     }
     if (!in_range) return;
     if (run.present > run.first) score_sketches(p, layout, queries, run);
-    write_scores(p, queries, run);
+    write_scores(p, run);
   });
   return in_range;
 }
