@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_type_hints
 
-from hisparse.errors import ConfigError, unknown_name
-from hisparse.options import check_type, from_options
+from hisparse.errors import ConfigError, quoted, unknown_name
+from hisparse.options import check_type, from_options, parse_object
 from hisparse.registry import Registry
 from hisparse.types import HostLayout, SelectionScope
 from hisparse.units import MemorySize, parse_memory
@@ -255,24 +253,16 @@ class HiSparseConfig:
             return cls()
         source = "--hisparse-config"
         if text.startswith("@"):
-            source = text[1:]
+            source, reason = text[1:], ""
             try:
                 text = Path(source).expanduser().read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                reason = getattr(error, "strerror", None) or "not UTF-8 text"
-                raise ConfigError(f"--hisparse-config: cannot read {source!r}: {reason}") from None
-        try:
-            value = json.loads(text, object_pairs_hook=_unique_keys)
-        except json.JSONDecodeError as error:
-            raise ConfigError(
-                f"{source}: not JSON at line {error.lineno} column {error.colno}: {error.msg}; "
-                'expected an object such as {"budget": 2048}, or @file.json'
-            ) from None
-        if not isinstance(value, dict):
-            raise ConfigError(
-                f"{source}: got {reprlib.repr(value)} ({type(value).__name__}), "
-                'expected an object such as {"budget": 2048}'
-            )
+            except UnicodeDecodeError:
+                reason = "not UTF-8 text"
+            except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such user.
+                reason = getattr(error, "strerror", None) or str(error)
+            if reason:
+                raise ConfigError(f"--hisparse-config: cannot read {quoted(source)}: {reason}")
+        value = parse_object(text, source, '{"budget": 2048}, or @file.json')
         return cls.from_dict(value)
 
     def effective(self) -> dict[str, Any]:
@@ -302,16 +292,7 @@ def _read_extensions(given: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not False and value is not None:
             choices = ", ".join(f.name for f in fields(options_type)) or "none"
             raise ConfigError(
-                f"{name}: got {reprlib.repr(value)} ({type(value).__name__}), expected true, false "
+                f"{name}: got {quoted(value)} ({type(value).__name__}), expected true, false "
                 f"or an object of options (options: {choices})"
             )
     return enabled
-
-
-def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ConfigError(f"config key {twice!r} is given more than once; expected it once")
-    return result

@@ -15,6 +15,7 @@ Every message is one line with the value it got, the value it expected, and the 
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "KernelError",
     "PluginError",
     "one_line",
+    "quoted",
     "unknown_name",
 ]
 
@@ -48,12 +50,23 @@ class KernelError(HiSparseError, ValueError):
     """A kernel argument has the wrong shape, dtype, device or stride."""
 
 
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+
+
+def quoted(value: object) -> str:
+    """What was given, for a message: its ``repr``, without the middle if that is long."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
+    return _short.repr(value)
+
+
 def unknown_name(kind: str, got: str, choices: Iterable[str]) -> str:
     """One line for an unknown name: the closest ``choices`` first, then all of them."""
     known = sorted(choices)
     close = difflib.get_close_matches(got, known, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-    return f"unknown {kind} {got!r}{hint} (choices: {', '.join(known) or 'none'})"
+    return f"unknown {kind} {quoted(got)}{hint} (choices: {', '.join(known) or 'none'})"
 
 
 def one_line(error: Exception) -> str:

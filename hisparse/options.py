@@ -1,19 +1,81 @@
-"""Checks options from JSON against the types of a frozen dataclass."""
+"""Reads options from JSON, and checks them against the types of a frozen dataclass."""
 
 from __future__ import annotations
 
 import json
-import reprlib
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hisparse.errors import ConfigError, unknown_name
+from hisparse.errors import ConfigError, quoted, unknown_name
 
-__all__ = ["check_type", "from_options", "matches", "type_words"]
+__all__ = ["check_type", "from_options", "matches", "parse_object", "type_words"]
 
 T = TypeVar("T")
+
+#: Numbers of settings fit into 64 bits, as in most languages that write JSON.
+_LARGEST = 2**63 - 1
+
+
+def parse_object(text: str, source: str, example: str) -> dict[str, Any]:
+    """Parse a JSON object that a user wrote.
+
+    Args:
+        text: the text.
+        source: the flag or file that it is from, for messages.
+        example: such an object, for messages.
+
+    Raises:
+        ConfigError: the text is not JSON or no object, has a key twice or a number beyond 64 bits,
+            or is nested too deep.
+    """
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_unique_keys,
+            parse_int=_parse_int,
+            parse_float=_parse_float,
+            parse_constant=_parse_float,
+        )
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{source}: not JSON at line {error.lineno} column {error.colno}: {error.msg}; "
+            f"expected an object such as {example}"
+        ) from None
+    except RecursionError:
+        raise ConfigError(
+            f"{source}: nested too deep; expected an object such as {example}"
+        ) from None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{source}: got {quoted(value)} ({type(value).__name__}), expected an object such as "
+            f"{example}"
+        )
+    return value
+
+
+def _parse_int(text: str) -> int:
+    # int() refuses more than 4,300 digits in an error of its own.
+    if len(text) > 20 or abs(int(text)) > _LARGEST:
+        raise ConfigError(f"got the number {quoted(text)}, expected one that fits into 64 bits")
+    return int(text)
+
+
+def _parse_float(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ConfigError(f"got the number {quoted(text)}, expected a finite one")
+    return float(text)
+
+
+def _unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ConfigError(f"key {quoted(twice)} is given more than once; expected it once")
+    return result
 
 
 def from_options(cls: type[T], owner: str, key: str, options: Mapping[str, Any]) -> T:
@@ -54,8 +116,10 @@ def check_type(key: str, value: object, hint: Any) -> None:
         ConfigError: it does not; the message names the key, the value and the expected type.
     """
     if not matches(value, hint):
-        got = f"{reprlib.repr(value)} ({type(value).__name__})"
+        got = f"{quoted(value)} ({type(value).__name__})"
         raise ConfigError(f"{key}: got {got}, expected {type_words(hint)}")
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise ConfigError(f"{key}: got {quoted(value)}, expected a number that fits into 64 bits")
 
 
 def matches(value: object, hint: Any) -> bool:

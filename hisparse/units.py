@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import Final
 
-from hisparse.errors import ConfigError
+from hisparse.errors import ConfigError, quoted
 
 __all__ = ["MemorySize", "format_bytes", "parse_memory", "resolve_memory"]
 
@@ -17,7 +18,7 @@ _UNITS: Final = {"B": 1} | {
     for suffix, base in (("iB", 1024), ("B", 1000))
     for power, prefix in enumerate("KMGT", start=1)
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+_SIZE = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]+)\s*")
 
 
 def parse_memory(key: str, value: MemorySize) -> int | float:
@@ -28,21 +29,21 @@ def parse_memory(key: str, value: MemorySize) -> int | float:
         value: the setting.
 
     Raises:
-        ConfigError: the value is neither a size nor a fraction.
+        ConfigError: the value is neither a size below 8 EiB nor a fraction.
     """
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         units = {unit.lower(): factor for unit, factor in _UNITS.items()}
         if match is None or match[2].lower() not in units:
             raise ConfigError(
-                f"{key}: got {value!r}, expected a size such as '64GiB' "
+                f"{key}: got {quoted(value)}, expected a size such as '64GiB' "
                 f"(units: {', '.join(_UNITS)})"
             )
-        value = int(float(match[1]) * units[match[2].lower()])
+        value = int(Fraction(match[1]) * units[match[2].lower()])
     if isinstance(value, float) and not 0 < value < 1:
         raise ConfigError(f"{key}: got {value}, expected a fraction in (0, 1) or whole bytes")
-    if value <= 0:
-        raise ConfigError(f"{key}: got {value} bytes, expected more than 0")
+    if not 0 < value < 2**63:
+        raise ConfigError(f"{key}: got {quoted(value)} bytes, expected more than 0, below 8 EiB")
     return value
 
 
@@ -61,8 +62,9 @@ def resolve_memory(value: MemorySize, free_bytes: int, key: str) -> int:
     num_bytes = int(size * free_bytes) if isinstance(size, float) else size
     if num_bytes > free_bytes:
         raise ConfigError(
-            f"{key}: got {value!r} = {format_bytes(num_bytes)}, but {format_bytes(free_bytes)} "
-            "is free; expected a smaller size, or a fraction in (0, 1) of the free memory"
+            f"{key}: got {quoted(value)} = {format_bytes(num_bytes)}, but "
+            f"{format_bytes(free_bytes)} is free; expected a smaller size, or a fraction in (0, 1) "
+            "of the free memory"
         )
     return num_bytes
 

@@ -147,12 +147,29 @@ def test_parse_text_and_file(tmp_path: Path) -> None:
         ("[1]", ["got [1] (list)", "expected an object"]),
         ("@/nowhere/x.json", ["'/nowhere/x.json'", "No such file"]),
         ('{"budget": 512, "budget": 512}', ["'budget'", "more than once"]),
+        ("[" * 50_000, ["nested too deep"]),
+        ('{"algorithm_config":' * 50_000, ["nested too deep"]),
+        ('{"budget": ' + "9" * 5_000 + "}", ["expected one that fits into 64 bits"]),
+        ('{"budget": ' + "9" * 401 + "}", ["expected one that fits into 64 bits"]),
+        ('{"host_memory": 1e999}', ["'1e999'", "expected a finite one"]),
+        ('{"host_memory": NaN}', ["'NaN'", "expected a finite one"]),
+        ('{"host_memory": "' + "9" * 309 + 'GB"}', ["host_memory: got '999", "such as '64GiB'"]),
+        ('{"host_memory": "99999999999GB"}', ["below 8 EiB"]),
+        ("@~no-such-user/x.json", ["'~no-such-user/x.json'", "home directory"]),
+        ("@a\0b", ["'a\\x00b'", "null"]),
+        ("@" + "x" * 5_000, ["cannot read", "File name too long"]),
+        ('{"' + "x" * 5_000 + '": 1}', ["unknown config key 'xxx"]),
+        ('{"algorithm": "' + "x" * 5_000 + '"}', ["unknown algorithm 'xxx"]),
+        ('{"algorithm_config": {"' + "x" * 5_000 + '": 1}}', ["unknown sketch option 'xxx"]),
+        ('{"host_memory": "' + "x" * 5_000 + '"}', ["host_memory: got 'xxx"]),
     ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_parse_refused(text: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        HiSparseConfig.parse(text)
+        build_algorithm(HiSparseConfig.parse(text))
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1_500
     for word in words:
         assert word in str(caught.value)
 

@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from hisparse.kernels.build.cuda import build_all
+    from hisparse.kernels.build.ahead import build_all
 
     archs = [arch for arch in arguments.arch.split(",") if arch]
     for arch in archs:

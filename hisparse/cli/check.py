@@ -17,7 +17,7 @@ from rich.text import Text
 from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.errors import ConfigError, one_line
-from hisparse.options import from_options
+from hisparse.options import from_options, parse_object
 from hisparse.testing import CHECKS, CheckResult, report_class, run_checks
 
 __all__ = ["add_parser"]
@@ -48,7 +48,10 @@ def add_parser(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    cls, options = _load(arguments.algorithm), _parse(arguments.options)
+    cls, options = (
+        _load(arguments.algorithm),
+        parse_object(arguments.options, "--options", '{"beta": 2.0}'),
+    )
     name = cls.__name__
 
     def make() -> BaseSparseAlgorithm:
@@ -110,19 +113,6 @@ def _load(name: str) -> type[BaseSparseAlgorithm]:
             "BaseSparseAlgorithm"
         )
     return found
-
-
-def _parse(text: str) -> dict[str, Any]:
-    try:
-        options = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"--options: not JSON at column {error.colno}: {error.msg}; expected an object such "
-            'as {"beta": 2.0}'
-        ) from None
-    if not isinstance(options, dict):
-        raise ConfigError(f'--options: got {text}, expected an object such as {{"beta": 2.0}}')
-    return options
 
 
 def _as_json(

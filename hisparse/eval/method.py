@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
+from hisparse.options import parse_object
 
 __all__ = ["DENSE", "Method", "identity", "parse_methods"]
 
@@ -75,12 +75,7 @@ def parse_methods(
         {"algorithm": name, "budget": budget} for name in algorithms for budget in budgets
     ]
     for text in configs:
-        try:
-            settings = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"--config: got {text!r}, which is not JSON: {error.msg}") from None
-        if not isinstance(settings, dict):
-            raise ConfigError(f"--config: got {text!r}, expected a JSON object of settings")
+        settings = parse_object(text, "--config", '{"budget": 256}')
         given: dict[str, object] = (
             {} if {"budget", "top_k"} & settings.keys() else {"budget": budgets[0]}
         )

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any
 
 from hisparse.errors import HiSparseError, PluginError
+from hisparse.kernels.build.ahead import build_kernels
 from hisparse.sglang import compat, dsa_indexer, hooks
 from hisparse.sglang.names import HOOKS
 from hisparse.sglang.server_args import (
@@ -122,6 +123,7 @@ def _around_resolve_once(original: Callable[..., Any], server_args: Any) -> Any:
         with dsa_indexer.fake_device_capability():
             result = original(server_args)
         _exit_on_error(lambda: check_after_resolution(server_args))
+        _exit_on_error(lambda: build_kernels(server_args.device))
         return result
     return original(server_args)
 

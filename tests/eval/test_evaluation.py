@@ -195,9 +195,9 @@ def test_an_algorithm_is_compared_under_several_budgets() -> None:
     [
         (["qest"], [], "unknown algorithm 'qest'; did you mean 'quest'"),
         (["quest", "quest"], [], "method 'quest' is given more than once"),
-        (["quest"], ["{"], "--config: got '{', which is not JSON"),
+        (["quest"], ["{"], "--config: not JSON at line 1 column 2"),
         (["quest"], ['{"budgt": 64}'], "unknown config key 'budgt'"),
-        (["quest"], ["[1]"], "--config: got '[1]', expected a JSON object"),
+        (["quest"], ["[1]"], "--config: got [1] (list), expected an object"),
         (["quest"], ['{"algorithm_config": 5}'], "algorithm_config: got 5"),
     ],
 )

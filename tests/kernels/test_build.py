@@ -18,6 +18,7 @@ import torch
 from hisparse.errors import KernelError
 from hisparse.kernels import dispatch as _impl
 from hisparse.kernels import reference
+from hisparse.kernels.build import compiler as _compiler
 from hisparse.kernels.build import cpu as _build
 from tests.kernels.world import World
 
@@ -110,17 +111,74 @@ def test_a_source_that_changes_is_compiled_alone(
 def test_objects_that_no_build_uses_are_removed(sources: Path) -> None:
     _build.build_cpu()
     folder = sources.parent / "cache" / "objects"
-    (old,) = folder.iterdir()
+    (old,) = folder.glob("*.o")
     os.utime(old, (0, 0))
     (sources / "answer.cpp").write_text(SOURCE + "\n")
     _build.build_cpu()
-    (new,) = folder.iterdir()
+    (new,) = folder.glob("*.o")
     assert new != old
     # One that is used again is new again.
     os.utime(new, (0, 0))
     (sources / "other.cpp").write_text("")
     _build.build_cpu()
     assert new in folder.iterdir()
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_bit,
+        lambda path: path.write_bytes(b"no library"),
+        lambda path: path.write_bytes(path.read_bytes()[:4096]),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.with_name(path.name + ".sha256").write_text("no digest"),
+        lambda path: path.with_name(path.name + ".sha256").unlink(),
+    ],
+    ids=["bit", "garbage", "truncated", "empty", "digest", "no-digest"],
+)
+def test_a_damaged_library_is_built_again(
+    sources: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    """To load it could end the process, or run something else."""
+    library = _build.build_cpu()
+    whole = library.read_bytes()
+    (item,) = (sources.parent / "cache" / "objects").glob("*.o")
+    damage(library)
+    damage(item)
+    with caplog.at_level(logging.WARNING):
+        assert _build.cpu_library().forty_two() == 42
+    assert [record.message for record in caplog.records] == [
+        f"{library} is damaged, so it is built again"
+    ]
+    assert library.read_bytes() == whole
+
+
+def test_the_cache_is_for_this_user_alone(
+    sources: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = sources.parent / "cache"
+    cache.mkdir(mode=0o777)
+    _build.build_cpu()
+    assert cache.stat().st_mode & 0o777 == 0o700
+    (sources / "answer.cpp").write_text(SOURCE + "\n")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert _build.cpu_library() is None
+    assert f"{cache} belongs to another user" in caplog.text
+
+
+def test_a_long_build_says_how_far_it_is(
+    sources: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_compiler, "_PROGRESS_S", -1.0)
+    (sources / "other.cpp").write_text("int other() { return 1; }")
+    _build.build_cpu()
+    assert "hisparse: 1 of 2 files of CPU kernels compiled\n" in capsys.readouterr().err
 
 
 def break_the_source(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:

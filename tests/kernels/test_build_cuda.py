@@ -14,6 +14,8 @@ from hisparse.kernels import cpu, cuda, reference
 from hisparse.kernels import dispatch as _impl
 from hisparse.kernels.build import compiler as _compile
 from hisparse.kernels.build import cuda as _build_cuda
+from hisparse.kernels.build.ahead import build_all
+from hisparse.kernels.build.cache import put
 from scripts.compile_cuda import ARCHS, parse
 from tests.sizes import sized
 
@@ -43,15 +45,19 @@ def test_without_nvcc_a_library_of_these_sources_will_do(no_nvcc: Path) -> None:
     with pytest.raises(_compile.CannotBuildError, match="no nvcc found"):
         _build_cuda.build_cuda("sm_90")
     name = f"cuda-sm_90-{_compile.digest_of(_build_cuda.cuda_sources()[1])}-0123456789abcdef.so"
-    (no_nvcc / name).write_bytes(b"")
     (no_nvcc / name.replace(".so", ".partial.so")).write_bytes(b"")
+    (no_nvcc / name).write_bytes(b"damaged")
+    with pytest.raises(_compile.CannotBuildError, match="no nvcc found"):
+        _build_cuda.build_cuda("sm_90")
+    (no_nvcc / "built").write_bytes(b"")
+    put(no_nvcc / "built", no_nvcc / name)
     assert _build_cuda.build_cuda("sm_90") == no_nvcc / name
     with pytest.raises(_compile.CannotBuildError, match="no nvcc found"):
         _build_cuda.build_cuda("sm_80")
 
 
 def test_building_ahead_says_what_cannot_be_built(no_nvcc: Path) -> None:
-    built = _build_cuda.build_all(["sm_90"])
+    built = build_all(["sm_90"])
     assert isinstance(built["cpu"], Path)
     assert "no nvcc found" in str(built["cuda sm_90"])
 

@@ -54,6 +54,16 @@ def refusal(resolve: Resolve, *flags: str, **options: object) -> str:
     return message
 
 
+def test_kernels_are_built_before_the_model_loads(
+    resolve: Resolve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that says it is ready has nothing left to compile."""
+    built = list[str]()
+    monkeypatch.setattr("hisparse.kernels.build.ahead.cpu_library", lambda: built.append("cpu"))
+    resolve()
+    assert built == ["cpu"]
+
+
 def test_what_can_be_served_is_not_refused(resolve: Resolve) -> None:
     resolve()
     resolve("--page-size", "64", config={"top_k": 512})

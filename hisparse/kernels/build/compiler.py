@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -14,8 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from hisparse.kernels.build.cache import is_intact, locked, private_folder, put
+
 __all__ = [
-    "CACHE",
     "SOURCES",
     "CannotBuildError",
     "binding_flags",
@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 # In a checkout hisparse/_csrc is a link to csrc/; a wheel holds the files themselves.
 SOURCES = (Path(__file__).resolve().parents[2] / "_csrc").resolve()
-CACHE = Path.home() / ".cache" / "hisparse" / "kernels"
+# Seconds between lines that say how far a build is.
+_PROGRESS_S = 10.0
 
 
 class CannotBuildError(Exception):
@@ -82,19 +83,23 @@ def produce_from_objects(
 
     def compile_one(item: tuple[Path, list[str]]) -> None:
         path, command = item
-        if path.exists():
+        if is_intact(path):
             path.touch()
             return
         # The target's name, because builders of other libraries may compile the same object.
         partial = path.with_name(f"{target.stem}-{path.stem}.partial.o")
         _run(command, partial)
-        partial.replace(path)
+        put(partial, path)
 
     def build(partial: Path) -> None:
         for folder in {path.parent for path in compilations}:
-            folder.mkdir(parents=True, exist_ok=True)
+            private_folder(folder)
+        said = time.monotonic()
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(compile_one, compilations.items()))
+            for done, _ in enumerate(pool.map(compile_one, compilations.items()), start=1):
+                if time.monotonic() - said > _PROGRESS_S:
+                    said = time.monotonic()
+                    _say(f"{done} of {len(compilations)} files of {what} compiled")
         _run(link, partial)
         _remove_old({path.parent for path in compilations})
 
@@ -102,20 +107,24 @@ def produce_from_objects(
 
 
 def _produce(what: str, target: Path, build: Callable[[Path], None]) -> None:
-    if target.exists():
+    if is_intact(target):
         return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with open(target.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.exists():  # Another process has just built it.
+    private_folder(target.parent)
+    with locked(target):
+        if is_intact(target):  # Another process has just built it.
             return
-        print(f"hisparse: building {what} into {target.parent} ...", file=sys.stderr)
+        if target.exists():
+            logger.warning("%s is damaged, so it is built again", target)
+        _say(f"building {what} into {target.parent} ...")
         start = time.perf_counter()
-        # Never a half-written library under the final name.
         partial = target.with_suffix(".partial.so")
         build(partial)
-        partial.replace(target)
+        put(partial, target)
         logger.info("built %s in %.1f s", target, time.perf_counter() - start)
+
+
+def _say(line: str) -> None:
+    print(f"hisparse: {line}", file=sys.stderr, flush=True)
 
 
 def _run(command: list[str], output: Path) -> None:
@@ -138,3 +147,4 @@ def _remove_old(folders: Iterable[Path]) -> None:
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_mtime < oldest:
                     path.unlink()
+                    path.with_name(path.name + ".sha256").unlink()

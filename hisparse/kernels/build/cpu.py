@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from hisparse.errors import KernelError
+from hisparse.kernels.build.cache import CACHE
 from hisparse.kernels.build.compiler import (
-    CACHE,
     SOURCES,
     CannotBuildError,
     binding_flags,
@@ -54,7 +54,7 @@ def cpu_library() -> Any | None:
         import tvm_ffi
 
         return tvm_ffi.load_module(str(build_cpu()))
-    except (ImportError, OSError, CannotBuildError) as error:
+    except (ImportError, OSError, RuntimeError, CannotBuildError) as error:
         logger.warning("C++ kernels are off, PyTorch's operators do their work: %s", error)
         return None
 

@@ -7,24 +7,29 @@ import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hisparse.errors import KernelError
+from hisparse.kernels.build.cache import CACHE, is_intact
 from hisparse.kernels.build.compiler import (
-    CACHE,
     SOURCES,
     CannotBuildError,
     binding_flags,
     digest_of,
     produce,
 )
-from hisparse.kernels.build.cpu import build_cpu
 
-__all__ = ["build_all", "build_cuda", "call_cuda", "cuda_library", "cuda_sources", "find_nvcc"]
+__all__ = [
+    "build_cuda",
+    "call_cuda",
+    "cuda_library",
+    "cuda_sources",
+    "device_arch",
+    "find_nvcc",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +43,7 @@ def cuda_library() -> Any | None:
         import tvm_ffi
 
         return tvm_ffi.load_module(str(build_cuda()))
-    except (ImportError, OSError, CannotBuildError) as error:
+    except (ImportError, OSError, RuntimeError, CannotBuildError) as error:
         logger.warning("CUDA kernels are off, PyTorch's operators do their work: %s", error)
         return None
 
@@ -83,12 +88,12 @@ def build_cuda(arch: str | None = None) -> Path:
     Raises:
         CannotBuildError: there is neither a compiler nor a library, or the compiler fails.
     """
-    arch = arch or _device_arch()
+    arch = arch or device_arch()
     files, parts = cuda_sources()
     name = f"cuda-{arch}-{digest_of(parts)}"
     nvcc = find_nvcc()
     if nvcc is None:
-        built = sorted(CACHE.glob(f"{name}-*[0-9a-f].so"))
+        built = [path for path in sorted(CACHE.glob(f"{name}-*[0-9a-f].so")) if is_intact(path)]
         if built:
             return built[-1]
         raise CannotBuildError("no nvcc found (looked in CUDA_HOME, /usr/local/cuda and PATH)")
@@ -103,29 +108,12 @@ def build_cuda(arch: str | None = None) -> Path:
     return target
 
 
-def build_all(archs: Sequence[str] = ()) -> dict[str, Path | str]:
-    """Build all libraries ahead of time: "cpu", and "cuda sm_XX" for each of ``archs``.
+def device_arch() -> str:
+    """Architecture of the current device, such as "sm_90".
 
-    Args:
-        archs: such as "sm_90"; that of the current device, if there is one, when empty.
-
-    Returns:
-        For each library its path, or one line that says why there is none.
+    Raises:
+        CannotBuildError: there is no device.
     """
-    if not archs and torch.cuda.is_available():
-        archs = [_device_arch()]
-    builds: dict[str, Callable[[], Path]] = {"cpu": build_cpu}
-    builds |= {f"cuda {arch}": functools.partial(build_cuda, arch) for arch in archs}
-    built: dict[str, Path | str] = {}
-    for name, build in builds.items():
-        try:
-            built[name] = build()
-        except (ImportError, OSError, CannotBuildError) as error:
-            built[name] = str(error)
-    return built
-
-
-def _device_arch() -> str:
     if not torch.cuda.is_available():
         raise CannotBuildError("no CUDA device found")
     major, minor = torch.cuda.get_device_capability()

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hisparse.kernels.build.compiler import CACHE, SOURCES, binding_flags, digest_of, produce
+from hisparse.kernels.build.cache import CACHE
+from hisparse.kernels.build.compiler import SOURCES, binding_flags, digest_of, produce
 from hisparse.kernels.build.cpu import cxx_compiler
 
 HEADERS = Path(__file__).parent

@@ -11,7 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from hisparse.kernels.build import cpu as _build
-from hisparse.kernels.build.compiler import CACHE, SOURCES, binding_flags, digest_of, produce
+from hisparse.kernels.build.cache import CACHE
+from hisparse.kernels.build.compiler import SOURCES, binding_flags, digest_of, produce
 from tests.kernels.isa.calls import Call, Result, read_results, write_calls
 
 __all__ = ["ARM_TOOLS", "BUILDS", "NATIVE", "Build"]
