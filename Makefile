@@ -84,9 +84,8 @@ docs: setup
 	$(python) -m hisparse.eval.quality_plot \
 		$(results)-eval-qwen-4k-2e9299e.json docs/images/quality.svg
 	$(python) -m hisparse_bench.speed_plot \
-		$(results)-decode-32k-float32-ea366e4.json $(results)-decode-32k-bfloat16-ea366e4.json \
-		$(results)-decode-4k-resident-float32-ea366e4.json \
-		$(results)-decode-4k-resident-bfloat16-ea366e4.json docs/images/speed.svg
+		$(foreach case,32k-float32 32k-bfloat16 4k-resident-float32 4k-resident-bfloat16, \
+		bench/results/2026-11-22-decode-$(case)-avx512-596dc40.json) docs/images/speed.svg
 
 clean:
 	rm -rf .venv build dist *.egg-info cpu_standins/build cpu_standins/*.egg-info
