@@ -98,7 +98,7 @@ HISPARSE_INLINE Ints token_of(int32_t v) {
 }
 
 // The level of the largest scale: three times as much has to fit beside a signed byte in dot_bytes.
-// It is the same for all processors, and so are their scores.
+// All processors have the same, so that their scores hardly differ.
 constexpr int32_t kTopLevel = 42;
 
 // sum + products of bytes, the first unsigned and at most 3 * kTopLevel, the second signed; four to

@@ -153,9 +153,8 @@ def test_a_damaged_library_is_built_again(
     damage(item)
     with caplog.at_level(logging.WARNING):
         assert _build.cpu_library().forty_two() == 42
-    assert [record.message for record in caplog.records] == [
-        f"{library} is damaged, so it is built again"
-    ]
+    warnings = [x.message for x in caplog.records if x.levelno >= logging.WARNING]
+    assert warnings == [f"{library} is damaged, so it is built again"]
     assert library.read_bytes() == whole
 
 

@@ -17,12 +17,18 @@ __all__ = ["TOLERANCE", "difference"]
 #: of its weight. A product that is left out or counted twice differs by 1e-3 and more.
 TOLERANCE = 2e-5
 
+#: Kernels that compute in another precision where a processor has the instructions for it.
+#:
+#: ``sketch_score`` rounds queries to 16 bits with AVX-512 before it multiplies base values, and its
+#: exponentials, good to 1e-4, split at other points. Both together are 2e-4 in this suite.
+_TOLERANCES = {"sketch_score": 2e-4}
+
 
 def difference(call: Call, expected: Result, got: Result) -> str | None:
     """The first difference in one line, or None.
 
     Integers, flags, codes and floats of less than 32 bits are compared exactly, and so is memory
-    between the rows of a tensor; float32 within ``TOLERANCE``.
+    between the rows of a tensor; float32 within the kernel's tolerance.
     """
     if got.outcome != expected.outcome:
         return f"got {got.outcome!r}, expected {expected.outcome!r}"
@@ -31,12 +37,13 @@ def difference(call: Call, expected: Result, got: Result) -> str | None:
         return None
     got = got._replace(buffers=[bytearray(memory) for memory in got.buffers])
     for i, view in enumerate(call.arguments):
-        if isinstance(view, View) and (line := _compare(view, expected, got)):
+        tolerance = _TOLERANCES.get(call.name, TOLERANCE)
+        if isinstance(view, View) and (line := _compare(view, expected, got, tolerance)):
             return f"argument {i}: {line}"
     return None if got.buffers == expected.buffers else "got a write between rows, expected none"
 
 
-def _compare(view: View, expected: Result, got: Result) -> str | None:
+def _compare(view: View, expected: Result, got: Result, tolerance: float) -> str | None:
     ours, theirs = view.of(got.buffers), view.of(expected.buffers)
     if view.dtype != torch.float32:
         ours, theirs = _exact(ours), _exact(theirs)
@@ -45,7 +52,7 @@ def _compare(view: View, expected: Result, got: Result) -> str | None:
     if sizes.ndim and sizes.numel():
         sizes = sizes.amax(-1, keepdim=True)
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    close = same | ((ours - theirs).abs() <= TOLERANCE * (1 + sizes))
+    close = same | ((ours - theirs).abs() <= tolerance * (1 + sizes))
     line = _first(ours, theirs, ~close)
     ours.copy_(theirs)  # What is left to compare is exact.
     return line
