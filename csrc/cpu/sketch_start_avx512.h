@@ -34,14 +34,16 @@ struct Queries {
       for (int32_t d = 0; d < dim; ++d) top = std::max(top, std::abs(query[d]));
       const int64_t own = i / group * blocks * kQueries + i % group;
       units.data()[own] = top / 127;
-      const float scale = top > 0 ? 127 * 256 / top : 0;
+      const float scale = top > 0 ? 127 / top : 0;
+      const auto rounded = [](float x) { return static_cast<int32_t>(x + (x < 0 ? -0.5f : 0.5f)); };
       for (int32_t d = 0; d < dim; ++d) {
+        // The high byte as other processors round it; the low one may then miss by one.
         const float exact = query[d] * scale;
-        const auto whole = static_cast<int32_t>(exact + (exact < 0 ? -0.5f : 0.5f));
-        const int32_t upper = (whole + 128) >> 8;
+        const int32_t upper = rounded(exact);
+        const int32_t lower = std::clamp(rounded(exact * 256) - 256 * upper, -128, 127);
         high.data()[own * width + d] = static_cast<int8_t>(upper);
-        low.data()[own * width + d] = static_cast<int8_t>(whole - 256 * upper);
-        zero.data()[(own * width + d) / 4] -= 128 * whole;
+        low.data()[own * width + d] = static_cast<int8_t>(lower);
+        zero.data()[(own * width + d) / 4] -= 128 * (256 * upper + lower);
       }
     }
   }
