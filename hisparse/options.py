@@ -44,6 +44,8 @@ def parse_object(text: str, source: str, example: str) -> dict[str, Any]:
             f"{source}: not JSON at line {error.lineno} column {error.colno}: {error.msg}; "
             f"expected an object such as {example}"
         ) from None
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
     except RecursionError:
         raise ConfigError(
             f"{source}: nested too deep; expected an object such as {example}"

@@ -152,7 +152,7 @@ def test_parse_text_and_file(tmp_path: Path) -> None:
         ('{"budget": ' + "9" * 5_000 + "}", ["expected one that fits into 64 bits"]),
         ('{"budget": ' + "9" * 401 + "}", ["expected one that fits into 64 bits"]),
         ('{"host_memory": 1e999}', ["'1e999'", "expected a finite one"]),
-        ('{"host_memory": NaN}', ["'NaN'", "expected a finite one"]),
+        ('{"host_memory": NaN}', ["--hisparse-config: got the number 'NaN'", "a finite one"]),
         ('{"host_memory": "' + "9" * 309 + 'GB"}', ["host_memory: got '999", "such as '64GiB'"]),
         ('{"host_memory": "99999999999GB"}', ["below 8 EiB"]),
         ("@~no-such-user/x.json", ["'~no-such-user/x.json'", "home directory"]),

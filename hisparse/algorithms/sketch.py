@@ -80,8 +80,7 @@ class Sketch(BaseSparseAlgorithm):
     def update_representations(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
     ) -> None:
-        with serial_operators(keys.device):
-            self._store(keys, layer_id, host_pages, step)
+        self._store(keys, layer_id, host_pages, step)
 
     def _store(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: PrefillStep | DecodeStep
