@@ -6,6 +6,8 @@
 # make test-all PART=isa       the CPU kernels built for SSE, AVX2, this processor, NEON and SVE, and what
 #                              their tests call on this processor called again in each build
 # make test-all PART=quality   the quality of all algorithms, at the size of the committed table
+# make test-all PART=soak      make soak with 400 requests
+# make soak    5,000 requests to the real server, from 32 clients at once: every answer, every leak
 # make lint    what takes seconds of make test
 # make setup   .venv/, which the others make themselves
 # make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
@@ -16,8 +18,8 @@
 # make clean   delete what the others made in this folder (models stay in ~/.cache/hisparse)
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-all test-range test-sweeps test-isa test-quality \
-	lint setup lm-eval gpu-check gpu-wheels docs clean
+.PHONY: demo test test-all test-range test-sweeps test-isa test-quality test-soak \
+	soak lint setup lm-eval gpu-check gpu-wheels docs clean
 
 export PYTHONUNBUFFERED := 1
 python := .venv/bin/python
@@ -28,7 +30,7 @@ demo: setup
 test: setup lm-eval
 	@$(python) scripts/run_tests.py
 
-parts := range sweeps isa quality
+parts := range sweeps isa quality soak
 
 test-all:
 	$(if $(filter $(PART),$(parts)),,$(error PART is '$(PART)', expected one of: $(parts)))
@@ -47,6 +49,16 @@ test-isa: setup
 
 test-quality: setup
 	PART=quality $(python) -m pytest tests/eval/test_quality.py
+
+soak := PYTHONPATH=tests/server $(python) -W ignore -m soak
+
+soak: setup
+	@$(python) -m tests.prepare
+	@$(soak)
+
+test-soak: setup
+	@$(python) -m tests.prepare
+	@$(soak) --requests 400
 
 lint: setup
 	$(python) -m ruff check .

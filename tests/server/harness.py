@@ -255,6 +255,11 @@ class Server:
     def _end(self) -> str:
         return f"; its log ends:\n{self.log()[-_LOG_END:]}"
 
+    @property
+    def pid(self) -> int:
+        """Process id of the running server."""
+        return self._process.pid
+
     def log(self) -> str:
         """What the server has printed."""
         return self._log.read_text(errors="replace")
@@ -296,6 +301,12 @@ class Server:
         if top_logprobs:
             request |= {"return_logprob": True, "top_logprobs_num": top_logprobs}
         return _answer(self._post("/generate", request).json())
+
+    def samples(self, prompt: Sequence[int], max_new_tokens: int, count: int) -> list[Answer]:
+        """Several greedy continuations of one prompt, asked for in one request."""
+        request = _request(prompt, max_new_tokens, True)
+        request["sampling_params"] |= {"n": count}
+        return [_answer(reply) for reply in self._post("/generate", request).json()]
 
     def generate_many(
         self,

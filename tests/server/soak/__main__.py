@@ -1,0 +1,206 @@
+"""``make soak``: thousands of requests to the real server, and what it must have afterwards.
+
+Every scenario starts a server, asks each prompt alone, sends its share of the requests from many
+clients at once, and compares. Then nothing may be held, no memory may have grown, no error may be
+in the log, and no process may be left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+from harness import Server
+from soak.clients import Difference, send_all
+from soak.scenarios import SCENARIOS, Scenario
+from soak.traffic import Traffic, answer_alone, is_rounding
+
+#: Prompts of a scenario, each sent again and again; conversations for each hundred requests.
+_PROMPTS, _TALKS = 40, 4
+_FLAGS = ("--max-total-tokens", "40000", "--max-running-requests", "16")
+#: Memory may grow by this much after the first part of the requests: allocators' slack. Shorter
+#: runs are not judged, for pools grow at their first use.
+_GROWTH_BYTES, _JUDGED = 64 << 20, 200
+
+
+@dataclass
+class Result:
+    """A scenario's row of the report.
+
+    Attributes:
+        scenario: its name.
+        counts: see :class:`clients.Outcome`.
+        faults: a line for each thing that is wrong.
+        seconds: the time under load.
+        grown_bytes: memory of the server's processes after the load, less that after the first
+            two fifths of it.
+    """
+
+    scenario: str
+    counts: dict[str, int] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    grown_bytes: int = 0
+
+    def count(self, differences: list[Difference], server: Server) -> None:
+        """Count the different answers that rounding explains; the others are wrong."""
+        for found in differences:
+            rounding = is_rounding(server, found.turns, found.ids, found.cached)
+            name = "rounding" if rounding else "wrong"
+            self.counts[name] = self.counts.get(name, 0) + 1
+            if not rounding:
+                self.faults.append(f"{found.what}: got {found.ids}, expected {found.expected}")
+
+
+def run(scenario: Scenario, num_requests: int, concurrency: int, seed: int, log: Path) -> Result:
+    """One scenario, from the start of its server to its end."""
+    talks = max(1, num_requests * _TALKS // 100)
+    count = min(_PROMPTS, max(8, num_requests // 5))
+    traffic = Traffic.make(count, talks, scenario.longest, seed)
+    result = Result(scenario.name)
+    flags = (*_FLAGS, *scenario.flags)
+    config, env = scenario.config, {"TORCHDYNAMO_DISABLE": "1"} | scenario.env
+    shared = _shared_memory()
+    with Server(scenario.folder, log, *flags, config=config, env=env, forked=False) as server:
+        group = _processes(server)
+        answer_alone(server, traffic)
+        # SGLang's own start logs errors of connections that it tries too early.
+        began, started = time.monotonic(), len(server.log())
+        _load(server, traffic, scenario, num_requests, concurrency, group, result)
+        result.seconds = time.monotonic() - began
+        result.faults += _held(server)
+    result.faults += [f"the log has {line!r}" for line in _errors(server.log()[started:])]
+    if left := [p.pid for p in group if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        result.faults.append(f"processes left: {left}")
+    if left := sorted(_shared_memory() - shared):
+        result.faults.append(f"shared memory left: {left}")
+    return result
+
+
+def _load(
+    server: Server,
+    traffic: Traffic,
+    scenario: Scenario,
+    num_requests: int,
+    concurrency: int,
+    group: list[psutil.Process],
+    result: Result,
+) -> None:
+    """Two fifths of the requests, then the others; memory is read after each part."""
+    first = max(len(traffic.conversations) * 2 // 5, 1)
+    parts = (traffic.conversations[:first], traffic.conversations[first:])
+    sizes = (num_requests * 2 // 5, num_requests - num_requests * 2 // 5)
+    memory = []
+    for talks, size in zip(parts, sizes, strict=True):
+        part = Traffic(traffic.prompts, talks, traffic.expected)
+        outcome = send_all(server, part, scenario, size, concurrency)
+        for name, number in outcome.counts.items():
+            result.counts[name] = result.counts.get(name, 0) + number
+        result.faults += outcome.errors
+        result.count(outcome.differences, server)
+        server.flush_cache()
+        memory.append(sum(process.memory_info().rss for process in group))
+    result.grown_bytes = memory[1] - memory[0]
+    if result.grown_bytes > _GROWTH_BYTES and num_requests >= _JUDGED:
+        result.faults.append(f"memory grew by {result.grown_bytes} bytes")
+
+
+def _held(server: Server) -> list[str]:
+    """What the idle server still holds."""
+    names = ("host_tokens_used", "device_tokens_used")
+    end = time.monotonic() + 10
+    while any(held := server.counted(*names)) and time.monotonic() < end:
+        time.sleep(0.2)
+    running = server.metrics()["sglang:num_running_reqs"]
+    found = dict(zip((*names, "running requests"), (*held, running), strict=True))
+    return [f"{name}: {value:g} at the end" for name, value in found.items() if value]
+
+
+def _errors(log: str) -> list[str]:
+    """The last line of each traceback."""
+    ends = re.findall(r"Traceback \(most recent call last\):\n(?:.*\n)*?(\S.*)", log)
+    return list(dict.fromkeys(ends))
+
+
+def _processes(server: Server) -> list[psutil.Process]:
+    leader = psutil.Process(server.pid)
+    return [leader, *leader.children(recursive=True)]
+
+
+def _shared_memory() -> set[str]:
+    """Names of shared memory; without the file that SGLang leaves there whatever its backend."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sglang_loads_")}
+
+
+def _print_row(result: Result) -> None:
+    counts = result.counts
+    sent = f"{counts.get('requests', 0)} requests in {result.seconds:.0f} s"
+    ended = f"{counts.get('abort', 0)} aborted, {counts.get('disconnect', 0)} hung up"
+    verdicts = ", ".join(
+        f"{counts.get(name, 0)} {name}"
+        for name in ("equal", "tie", "rounding", "not compared", "wrong")
+    )
+    retracted, grown = counts.get("retracted", 0), result.grown_bytes / 2**20
+    print(
+        f"{result.scenario:28s} {sent}; {ended}, {retracted} retracted; {verdicts}; "
+        f"{grown:+.0f} MiB; {len(result.faults)} faults",
+        flush=True,
+    )
+    for fault in result.faults[:5]:
+        print(f"  {fault[:300]}", flush=True)
+
+
+def _report(results: list[Result], arguments: argparse.Namespace) -> dict[str, Any]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "command": "soak",
+        "requests": arguments.requests,
+        "concurrency": arguments.concurrency,
+        "seed": arguments.seed,
+        "commit": commit,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {name: version(name) for name in ("sglang", "torch")},
+        "scenarios": [vars(result) for result in results],
+    }
+
+
+def main() -> int:
+    """Run the scenarios and print a row for each; 1 if anything is wrong."""
+    parser = argparse.ArgumentParser(prog="soak", description=__doc__)
+    parser.add_argument("--requests", type=int, default=5000, help="of all scenarios together")
+    parser.add_argument("--concurrency", type=int, default=32, help="clients at once")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=[s.name for s in SCENARIOS], help="one scenario")
+    parser.add_argument("--json", type=Path, help="file for the report")
+    arguments = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory(prefix="hisparse-soak-") as logs:
+        for number, scenario in enumerate(SCENARIOS):
+            if arguments.only not in (None, scenario.name):
+                continue
+            requests = round(scenario.part * arguments.requests)
+            log = Path(logs) / f"{number}.log"
+            result = run(scenario, requests, arguments.concurrency, arguments.seed + number, log)
+            results.append(result)
+            _print_row(result)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(_report(results, arguments), indent=1) + "\n")
+    return 1 if any(result.faults for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

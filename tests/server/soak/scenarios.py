@@ -1,0 +1,152 @@
+"""What the soak serves: models, algorithms and flags, and how many of the requests each gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tiny_models import INDEX_TOP_K, tiny_model
+
+from hisparse.eval.models import fetch
+
+__all__ = ["SCENARIOS", "Scenario"]
+
+_BUDGET = 128
+#: Rows hold less than most contexts, so pages are loaded and evicted in most steps.
+_SMALL = {
+    "budget": _BUDGET,
+    "device_buffer_size": 2 * _BUDGET,
+    "max_row_capacity": 4 * _BUDGET,
+    "host_memory": "1GiB",
+    "device_memory": "200MB",
+}
+#: Every context is within the budget.
+_WHOLE = {"budget": 8192, "host_memory": "1GiB", "device_memory": "600MB"}
+#: Every tenth forward sends running requests back to the queue.
+_RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
+#: As DeepSeek-V3.2 selects: single tokens, as many as the model's indexer keeps.
+_DSA = {
+    "algorithm": "dsa",
+    "algorithm_config": {"index_dtype": "float32"},
+    "page_size": 1,
+    "num_sink_pages": 0,
+    "num_recent_pages": 0,
+    "budget": INDEX_TOP_K,
+    "device_buffer_size": 2 * INDEX_TOP_K,
+    "max_row_capacity": 4 * INDEX_TOP_K,
+    "host_memory": "1GiB",
+    "device_memory": "600MB",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One server.
+
+    Attributes:
+        name: of the row in the report.
+        model: a kind of ``tiny_models``, or a model that ``hisparse eval`` fetches.
+        config: value of ``--hisparse-config``.
+        flags: more of SGLang's flags.
+        env: environment variables.
+        part: share of all requests.
+        whole: whether the budget holds every context. Only then has a request that was retracted
+            the answer of one that was not: it computes anew what it had generated, as a prompt.
+        longest: tokens of the longest prompt.
+        lead: a token counts as equal if the best one led the second best by less than this, in
+            logprob, when the request ran alone: sums of another order may choose either.
+    """
+
+    name: str
+    model: str
+    config: Mapping[str, Any]
+    flags: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    part: float
+    whole: bool = False
+    longest: int = 3000
+    lead: float = 1e-3
+
+    @property
+    def folder(self) -> Path:
+        """The model's folder, made or fetched if needed."""
+        return fetch(self.model) if "smollm" in self.model else tiny_model(self.model)
+
+
+_CHUNKS = ("--chunked-prefill-size", "256")
+
+#: Later work adds rows here.
+SCENARIOS = (
+    Scenario(
+        name="whole context, retractions",
+        model="llama",
+        config=_WHOLE | {"algorithm": "quest"},
+        flags=_CHUNKS,
+        env=_RETRACT,
+        whole=True,
+        part=0.18,
+    ),
+    Scenario(
+        name="sketch",
+        model="llama",
+        config=_SMALL,
+        flags=_CHUNKS,
+        part=0.18,
+    ),
+    Scenario(
+        name="sketch, retractions",
+        model="llama",
+        config=_SMALL,
+        env=_RETRACT,
+        part=0.10,
+    ),
+    Scenario(
+        name="quest, prefetch",
+        model="qwen2",
+        config=_SMALL | {"algorithm": "quest", "prefetch": {"min_cosine": 0.5}},
+        flags=_CHUNKS,
+        part=0.12,
+    ),
+    Scenario(
+        name="dipr",
+        model="llama",
+        config=_SMALL
+        | {
+            "algorithm": "dipr",
+            "algorithm_config": {"alpha": 0.5, "index": "fine", "capacity_threshold": 8},
+        },
+        part=0.08,
+    ),
+    Scenario(
+        name="sketch, fp8",
+        model="llama",
+        config=_SMALL,
+        flags=("--kv-cache-dtype", "fp8_e4m3", *_CHUNKS),
+        # Eight bits magnify float32 noise.
+        lead=0.2,
+        part=0.12,
+    ),
+    Scenario(
+        name="sketch, MLA",
+        model="deepseek_v2",
+        config=_SMALL,
+        flags=_CHUNKS,
+        part=0.08,
+    ),
+    Scenario(
+        name="dsa",
+        model="deepseek_v32",
+        config=_DSA,
+        flags=_CHUNKS,
+        part=0.08,
+    ),
+    Scenario(
+        name="sketch, SmolLM2",
+        model="smollm2-135m",
+        config=_SMALL | {"host_memory": "4GiB", "device_memory": "2GiB"},
+        longest=800,
+        part=0.06,
+    ),
+)

@@ -1,0 +1,160 @@
+"""The requests of a soak: what each sends, what it must get, and what it got."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from harness import Answer, Server
+from workload import tokens
+
+__all__ = ["Conversation", "Expected", "Prompt", "Traffic", "answer_alone", "is_rounding"]
+
+#: Tokens of the prefixes that half of the prompts begin with.
+_PREFIXES = (160, 500, 1000, 1500)
+_TURNS = 3
+#: Ways to divide a prompt, and batches, tried for an answer that differs.
+_PIECES = 12
+_COPIES = (1, 6, 12)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a request gets when it runs alone.
+
+    Attributes:
+        ids: its tokens.
+        leads: of each token, logprob over that of the second best.
+        cached: prompt tokens from the radix cache.
+    """
+
+    ids: list[int]
+    leads: list[float]
+    cached: int
+
+    @classmethod
+    def of(cls, answer: Answer) -> Expected:
+        """From an answer with the two best logprobs of each token."""
+        pairs = (sorted(top.values()) for top in answer.top_logprobs)
+        return cls(answer.ids, [best - second for second, best in pairs], answer.cached)
+
+    def differs(self, ids: Sequence[int]) -> int | None:
+        """The first place where an answer, or the beginning of one, differs; None: nowhere."""
+        pairs = enumerate(zip(ids, self.ids, strict=False))
+        return next((i for i, (got, expected) in pairs if got != expected), None)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, and how many tokens follow it."""
+
+    ids: list[int]
+    new_tokens: int
+
+
+@dataclass
+class Conversation:
+    """Turns that each begin with the turn before and its answer.
+
+    Attributes:
+        first: the first turn.
+        replies: tokens that the user adds for each later turn.
+        expected: of each turn, when the conversation runs alone.
+    """
+
+    first: Prompt
+    replies: list[list[int]]
+    expected: list[Expected] = field(default_factory=list)
+
+    def turn(self, number: int, before: Sequence[int], answer: Sequence[int]) -> Prompt:
+        """The prompt of a turn after the first, from the prompt and the answer before it."""
+        ids = [*before, *answer, *self.replies[number - 1]]
+        return Prompt(ids, self.first.new_tokens)
+
+
+@dataclass
+class Traffic:
+    """Prompts that many requests share, and conversations that one client has each.
+
+    Attributes:
+        prompts: each used by several requests.
+        conversations: each used once. So the K/V of a turn's answer, which later turns attend, are
+            those of its own decode steps.
+        expected: of each prompt.
+    """
+
+    prompts: list[Prompt]
+    conversations: list[Conversation]
+    expected: list[Expected] = field(default_factory=list)
+
+    @classmethod
+    def make(cls, num_prompts: int, num_conversations: int, longest: int, seed: int) -> Traffic:
+        """Random tokens; half of the prompts begin with one of a few prefixes."""
+        rng = random.Random(seed)
+        prefixes = [tokens(n, seed=n) for n in _PREFIXES if n < longest]
+
+        def prompt(longest: int) -> Prompt:
+            prefix = rng.choice(prefixes) if rng.random() < 0.5 else []
+            # As many short ones as long ones, on a scale of factors.
+            own = int(20 * (max(longest - len(prefix), 40) / 20) ** rng.random())
+            ids = (prefix + tokens(own, seed=rng.randrange(2**30)))[:longest]
+            return Prompt(ids, rng.randrange(8, 64))
+
+        def conversation() -> Conversation:
+            later = [tokens(rng.randrange(5, 100), rng.randrange(2**30)) for _ in range(_TURNS - 1)]
+            return Conversation(prompt(longest // 2), later)
+
+        return cls(
+            [prompt(longest) for _ in range(num_prompts)],
+            [conversation() for _ in range(num_conversations)],
+        )
+
+
+def answer_alone(server: Server, traffic: Traffic) -> None:
+    """Fill in what each prompt and turn gets when nothing else runs and nothing else is cached."""
+    for prompt in traffic.prompts:
+        server.flush_cache()
+        traffic.expected.append(_ask(server, prompt))
+    for talk in traffic.conversations:
+        server.flush_cache()
+        prompt = talk.first
+        talk.expected.append(_ask(server, prompt))
+        for number in range(1, _TURNS):
+            prompt = talk.turn(number, prompt.ids, talk.expected[-1].ids)
+            talk.expected.append(_ask(server, prompt))
+    server.flush_cache()
+
+
+def is_rounding(server: Server, turns: Sequence[Prompt], ids: Sequence[int], cached: int) -> bool:
+    """Whether the request alone gives ``ids`` too if its sums are added in another order.
+
+    The length of a piece of the prompt and the size of the batch decide how matrix products add.
+    Keys and queries then differ in the last bits, a quantised one now and then by a whole step,
+    and a page may take the place of another whose score is the same but for that. So an answer
+    that differs is asked for again with a part of the prompt in the radix cache, alone or beside
+    copies of itself. What the pages of another request would give, none of these gives.
+
+    Args:
+        server: idle.
+        turns: the prompt; of a conversation those of the turns before it too.
+        ids: the answer, up to the first token that differs.
+        cached: tokens of the first prompt that the radix cache had.
+    """
+    first = turns[0].ids
+    rng = random.Random(len(first))
+    cuts = [cached, *(rng.randrange(1, max(len(first) // 16, 2)) * 16 for _ in range(_PIECES))]
+    for cut, copies in itertools.product(dict.fromkeys(cuts), _COPIES):
+        server.flush_cache()
+        if cut:
+            server.generate(first[:cut], 1)
+        for prompt in turns:
+            answers = server.generate_many([prompt.ids] * copies, prompt.new_tokens)
+        if any(answer.ids[: len(ids)] == list(ids) for answer in answers):
+            return True
+    return False
+
+
+def _ask(server: Server, prompt: Prompt) -> Expected:
+    return Expected.of(server.generate(prompt.ids, prompt.new_tokens, top_logprobs=2))
