@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_type_hints
 
 from hisparse.errors import ConfigError, quoted, unknown_name
-from hisparse.options import check_type, from_options, parse_object
+from hisparse.options import check_type, from_options, parse_object, read_object
 from hisparse.registry import Registry
 from hisparse.types import HostLayout, SelectionScope
 from hisparse.units import MemorySize, parse_memory
@@ -251,19 +250,10 @@ class HiSparseConfig:
         text = (text or "").strip()
         if not text:
             return cls()
-        source = "--hisparse-config"
+        flag, example = "--hisparse-config", '{"budget": 2048}, or @file.json'
         if text.startswith("@"):
-            source, reason = text[1:], ""
-            try:
-                text = Path(source).expanduser().read_text(encoding="utf-8")
-            except UnicodeDecodeError:
-                reason = "not UTF-8 text"
-            except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such user.
-                reason = getattr(error, "strerror", None) or str(error)
-            if reason:
-                raise ConfigError(f"--hisparse-config: cannot read {quoted(source)}: {reason}")
-        value = parse_object(text, source, '{"budget": 2048}, or @file.json')
-        return cls.from_dict(value)
+            return cls.from_dict(read_object(text[1:], flag, example))
+        return cls.from_dict(parse_object(text, flag, example))
 
     def effective(self) -> dict[str, Any]:
         """Every key and its value, ready for JSON and for the log at start.

@@ -6,17 +6,60 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from hisparse.errors import ConfigError, quoted, unknown_name
 
-__all__ = ["check_type", "from_options", "matches", "parse_object", "type_words"]
+__all__ = [
+    "check_fields",
+    "check_type",
+    "from_options",
+    "matches",
+    "parse_object",
+    "read_object",
+    "read_text",
+    "type_words",
+]
 
 T = TypeVar("T")
 
 #: Numbers of settings fit into 64 bits, as in most languages that write JSON.
 _LARGEST = 2**63 - 1
+
+
+def read_text(file: str | Path, flag: str) -> str:
+    """Read a text file that a user named.
+
+    Args:
+        file: the file; ``~`` is the user's home.
+        flag: the flag that named it, for messages.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not UTF-8 text.
+    """
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        reason = "not UTF-8 text"
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such user.
+        reason = getattr(error, "strerror", None) or str(error)
+    raise ConfigError(f"{flag}: cannot read {quoted(str(file))}: {reason}")
+
+
+def read_object(file: str | Path, flag: str, example: str) -> dict[str, Any]:
+    """Read a JSON object from a file that a user named; see :func:`parse_object`."""
+    return parse_object(read_text(file, flag), f"{flag} {quoted(str(file))}", example)
 
 
 def parse_object(text: str, source: str, example: str) -> dict[str, Any]:
@@ -124,6 +167,32 @@ def check_type(key: str, value: object, hint: Any) -> None:
         raise ConfigError(f"{key}: got {quoted(value)}, expected a number that fits into 64 bits")
 
 
+def check_fields(where: str, value: object, kind: type) -> None:
+    """Check an object from JSON against a ``TypedDict``. Other keys may be there.
+
+    Args:
+        where: the place of the object, for messages ("summary[3]").
+        value: the object.
+        kind: a ``TypedDict``, whose fields may be lists of others.
+
+    Raises:
+        ConfigError: the value is no object, lacks a key, or a value has another type.
+    """
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: got {quoted(value)}, expected an object")
+    hints = get_type_hints(kind)
+    if absent := sorted(hints.keys() - value.keys()):
+        raise ConfigError(f"{where} lacks {', '.join(absent)}")
+    for name, hint in hints.items():
+        inner: Any = get_args(hint)[0] if get_origin(hint) is list else None
+        if not is_typeddict(inner):
+            check_type(f"{where}: {name}", value[name], hint)
+            continue
+        check_type(f"{where}: {name}", value[name], list[Any])
+        for i, item in enumerate(value[name]):
+            check_fields(f"{where}: {name}[{i}]", item, inner)
+
+
 def matches(value: object, hint: Any) -> bool:
     """Whether a value from JSON fits a type; a bool is not a number."""
     origin, args = get_origin(hint), get_args(hint)
@@ -131,8 +200,10 @@ def matches(value: object, hint: Any) -> bool:
         return any(matches(value, arg) for arg in args)
     if origin is Literal:
         return any(value == arg and type(value) is type(arg) for arg in args)
-    if origin is tuple:
+    if origin in (tuple, list):
         return isinstance(value, list | tuple) and all(matches(v, args[0]) for v in value)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(matches(v, args[1]) for v in value.values())
     if hint in (int, float):
         number = int if hint is int else int | float
         return isinstance(value, number) and not isinstance(value, bool)
@@ -146,8 +217,8 @@ def type_words(hint: Any) -> str:
         return " or ".join(type_words(arg) for arg in args)
     if origin is Literal:
         return " or ".join(json.dumps(arg) for arg in args)
-    if origin is tuple:
-        return f"a list of {type_words(args[0])}"
+    if origin in (tuple, list):
+        return "a list" if args[0] is Any else f"a list of {type_words(args[0])}"
     if hint is NoneType:
         return "null"
     if hint is bool:

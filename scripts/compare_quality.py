@@ -7,15 +7,29 @@ may hold more methods, budgets or contexts than the other; what both have is com
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
+
+from hisparse.options import check_fields, read_object
 
 #: Growth that is rounding: kernels may add in another order, which changes a few close choices.
 _ROUNDING = 0.02
 _DENSE = "dense"
+
+
+class _Line(TypedDict):
+    method: str
+    budget: int | None
+    context: int
+    kl: float
+    ppl: float
+
+
+class _Result(TypedDict):
+    model: str
+    dtype: str
+    summary: list[_Line]
 
 
 class Pair(NamedTuple):
@@ -62,14 +76,20 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> list[Pair]:
     return pairs
 
 
+def _read(file: str) -> dict[str, Any]:
+    result = read_object(file, "RESULT", '{"command": "eval", ...}')
+    check_fields(repr(file), result, _Result)
+    return result
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print a line for each method; 1 if one is worse, 2 if the files cannot be compared."""
     if len(arguments) != 2:
         print("usage: python -m scripts.compare_quality BEFORE.json AFTER.json", file=sys.stderr)
         return 2
     try:
-        pairs = compare(*(json.loads(Path(name).read_text("utf-8")) for name in arguments))
-    except (OSError, KeyError, ValueError) as error:
+        pairs = compare(*map(_read, arguments))
+    except ValueError as error:
         print(f"compare_quality: error: {error}", file=sys.stderr)
         return 2
     for pair in pairs:

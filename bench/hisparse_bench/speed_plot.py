@@ -7,14 +7,14 @@ results.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from hisparse.errors import ConfigError, HiSparseError, one_line
 from hisparse.eval.svg_chart import Axis, Chart, Color
+from hisparse.options import check_fields, read_object
 
 __all__ = ["draw", "main"]
 
@@ -27,6 +27,27 @@ _IMPLS: dict[str, tuple[str, Color]] = {
 _LABELS, _LEFT, _RIGHT, _VALUES = 24, 230, 690, 700
 _TOP, _ROW, _GAP = 66, 20, 34
 _TICKS_MS = (1, 3, 10, 30, 100, 300)
+
+
+class _Timing(TypedDict):
+    impl: str
+    median_us: float
+    p10_us: float
+    p90_us: float
+
+
+class _Case(TypedDict):
+    name: str
+    params: dict[str, Any]
+    gate: str
+    results: list[_Timing]
+
+
+class _Report(TypedDict):
+    command: Literal["bench decode"]
+    machine: str
+    commit: str
+    cases: list[_Case]
 
 
 def draw(reports: Sequence[dict[str, Any]]) -> str:
@@ -107,17 +128,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HiSparseError as error:
         print(f"hisparse: error: {error}", file=sys.stderr)
         return 1
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        # A report may have the right types and still be none that a benchmark printed.
+        print(f"hisparse: error: a report contradicts itself: {one_line(error)}", file=sys.stderr)
+        return 1
     Path(names[-1]).write_text(svg, encoding="utf-8")
     return 0
 
 
 def _read(file: Path) -> dict[str, Any]:
+    report = read_object(file, "RESULT", '{"command": "bench decode", ...}')
     try:
-        report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {str(file)!r}: {one_line(error)}") from None
-    if not isinstance(report, dict) or report.get("command") != "bench decode":
-        raise ConfigError(f"{str(file)!r}: expected output of `hisparse bench decode --json`")
+        check_fields(f"{str(file)!r}", report, _Report)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; expected output of `hisparse bench decode --json`") from None
     return report
 
 

@@ -14,6 +14,7 @@ from hisparse.cli.lists import number
 from hisparse.cli.output import without_sglang_warnings
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
+from hisparse.options import read_text
 
 __all__ = ["add_parser"]
 
@@ -143,11 +144,7 @@ def _prompt(model: str, text: Path | None, num_tokens: int) -> list[int]:
 
     from hisparse.demo import document
 
-    try:
-        words = document.text() if text is None else text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"--text: cannot read {str(text)!r}: {reason}") from None
+    words = document.text() if text is None else read_text(text, "--text")
     ids: list[int] = AutoTokenizer.from_pretrained(model)(words)["input_ids"]
     if len(ids) < num_tokens:
         raise ConfigError(

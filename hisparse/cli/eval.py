@@ -23,6 +23,7 @@ from hisparse.eval import TASKS, Evaluation, Method, make_cells, make_summary, p
 from hisparse.eval.models import MODELS, resolve
 from hisparse.eval.report import check_reports, read_result, write_reports
 from hisparse.eval.tables import Cell, make_short_tables
+from hisparse.options import read_text
 
 __all__ = ["add_parser"]
 
@@ -160,7 +161,8 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     _check_different("--context", arguments.context)
     _check_different("--text", [file.stem for file in arguments.text])
-    texts = {"texts": {file.stem: _read(file) for file in arguments.text}} if arguments.text else {}
+    given = {file.stem: read_text(file, "--text") for file in arguments.text}
+    texts = {"texts": given} if given else {}
     model, tokenizer, folder = _load(arguments.model, arguments.dtype)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -267,14 +269,6 @@ def _check_different(flag: str, names: Sequence[object]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"{flag}: got {name} more than once, expected it once")
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"--text: cannot read {str(file)!r}: {reason}") from None
 
 
 def _find(name: str) -> str:

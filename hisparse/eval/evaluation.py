@@ -17,12 +17,15 @@ from hisparse.errors import ConfigError
 from hisparse.eval.documents import CONTINUE, TASKS, Document, Item, make_document
 from hisparse.eval.memory import rows_that_fit, with_smallest_buffer
 from hisparse.eval.method import DENSE, Method
-from hisparse.eval.records import RecordKey, Records, model_digest
+from hisparse.eval.records import RecordKey, Records
 from hisparse.eval.selection_stats import SelectionStats
 from hisparse.eval.teacher_forcing import ItemScores, score_items
 from hisparse.eval.texts import TEXTS, read_text
 
 __all__ = ["Evaluation", "Progress"]
+
+#: Format of the files with the dense model's distributions.
+_DISTRIBUTIONS = "hisparse distributions 1"
 
 #: Called with a description, the steps done, and the number of steps.
 Progress = Callable[[str, int, int], None]
@@ -56,9 +59,11 @@ class Evaluation:
     progress: Progress = lambda _description, _done, _total: None
 
     def __post_init__(self) -> None:
+        from hisparse.transformers.fingerprint import model_fingerprint
+
         dtype = str(self.model.dtype).removeprefix("torch.")
         self._folder = self.folder.with_name(
-            f"{self.folder.name}-{dtype}-{model_digest(self.model)}"
+            f"{self.folder.name}-{dtype}-{model_fingerprint(self.model)}"
         )
 
     def run(self) -> list[dict[str, Any]]:
@@ -110,11 +115,8 @@ class Evaluation:
     def _record(self, document: Document, method: Method) -> dict[str, Any]:
         stats = SelectionStats(method.config.budget // method.config.page_size)
         scores, bytes_per_token = self._score(document, method, stats)
-        distributions = self._folder / f"{document.name}.dense.pt"
         continued = torch.cat([s.distributions for s in scores if s.distributions is not None])
-        if method.name == DENSE:
-            torch.save(continued, distributions)
-        dense: Tensor = torch.load(distributions)
+        dense = self._dense(document, method, continued)
         return {
             "context": document.context,
             "algorithm": method.config.algorithm,
@@ -130,6 +132,23 @@ class Evaluation:
             ],
             **stats.summary(),
         }
+
+    def _dense(self, document: Document, method: Method, continued: Tensor) -> Tensor:
+        """The dense model's distributions ``[T, V]``, from or into their file.
+
+        Args:
+            document: the document.
+            method: the method that runs; dense attention runs first and writes the file.
+            continued: the method's own distributions ``[T, V]``.
+        """
+        from hisparse.transformers.tensor_file import TensorFile, write_tensors
+
+        path = self._folder / f"{document.name}.dense.safetensors"
+        if method.name == DENSE:
+            write_tensors(path, _DISTRIBUTIONS, {}, {"log_probs": continued.cpu().contiguous()})
+        expected = f"what an evaluation in {str(self._folder)!r} wrote; delete the folder"
+        with TensorFile(path, _DISTRIBUTIONS, expected) as file:
+            return file.read("log_probs", continued.dtype, continued.shape).to(continued.device)
 
     def _score(
         self, document: Document, method: Method, stats: SelectionStats

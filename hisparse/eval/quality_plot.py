@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hisparse.errors import ConfigError, HiSparseError
+from hisparse.errors import ConfigError, HiSparseError, one_line
 from hisparse.eval.method import DENSE
 from hisparse.eval.report import read_result
 from hisparse.eval.svg_chart import Axis, Chart, Color
@@ -175,6 +175,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         svg = draw(read_result(Path(names[0])))
     except HiSparseError as error:
         print(f"hisparse: error: {error}", file=sys.stderr)
+        return 1
+    except (ArithmeticError, LookupError, ValueError) as error:
+        # Such as a result without dense attention, or without questions.
+        print(f"hisparse: error: nothing to draw: {one_line(error)}", file=sys.stderr)
         return 1
     Path(names[1]).write_text(svg, encoding="utf-8")
     return 0

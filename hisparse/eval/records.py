@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hisparse.algorithms import build_algorithm
+from hisparse.errors import ConfigError
 from hisparse.eval.method import Method
+from hisparse.eval.result_types import RecordLine
+from hisparse.options import check_fields, parse_object, read_text
 
-__all__ = ["RecordKey", "Records", "model_digest"]
+__all__ = ["RecordKey", "Records"]
 
 
 class RecordKey(NamedTuple):
@@ -47,34 +51,34 @@ class Records:
         self._path = folder / "records.jsonl"
 
     def read(self) -> dict[RecordKey, dict[str, Any]]:
-        """Read all records; truncate the file if its last line is incomplete."""
+        """Read all records; cut off the last line if it is incomplete.
+
+        Raises:
+            ConfigError: the file cannot be read, or a line is no record.
+        """
         if not self._path.exists():
             return {}
-        whole, _, torn = self._path.read_text(encoding="utf-8").rpartition("\n")
+        whole, _, torn = read_text(self._path, "--out").rpartition("\n")
         if torn:
-            self._path.write_text(whole + "\n" if whole else "", encoding="utf-8")
-        records = map(json.loads, whole.splitlines())
+            os.truncate(self._path, len(f"{whole}\n".encode()) if whole else 0)
+        lines = whole.split("\n") if whole else []
+        records = [self._parse(number, line) for number, line in enumerate(lines, 1)]
         return {
             RecordKey(*(record[name] for name in RecordKey._fields)): record for record in records
         }
+
+    def _parse(self, number: int, line: str) -> dict[str, Any]:
+        where = f"{str(self._path)!r} line {number}"
+        try:
+            record = parse_object(line, where, '{"document": "", ...}')
+            check_fields(where, record, RecordLine)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; delete this line to evaluate its document and method again"
+            ) from None
+        return record
 
     def append(self, record: dict[str, Any]) -> None:
         """Append a record, which includes the fields of its key."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-
-
-def model_digest(model: Any) -> str:
-    """A digest of the configuration and the first weights of each tensor.
-
-    It distinguishes models of the same name.
-
-    Args:
-        model: a transformers model.
-    """
-    digest = zlib.crc32(model.config.to_json_string().encode())
-    for name, weight in model.named_parameters():
-        digest = zlib.crc32(name.encode(), digest)
-        first = weight.detach().flatten()[:64].float().cpu()
-        digest = zlib.crc32(first.numpy().tobytes(), digest)
-    return f"{digest:08x}"

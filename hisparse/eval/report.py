@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hisparse.errors import ConfigError
+from hisparse.errors import ConfigError, one_line, quoted
+from hisparse.eval.method import DENSE
 from hisparse.eval.pareto import pareto_lines
-from hisparse.eval.tables import Cell, Table, make_tables
+from hisparse.eval.result_types import Result
+from hisparse.eval.tables import FIGURES, Cell, Table, make_tables
+from hisparse.options import check_fields, read_object
 
 __all__ = ["check_reports", "read_result", "to_markdown", "write_reports"]
 
 _SUFFIXES = (".md", ".html")
-#: Keys that a result needs, and keys of its summary lines that older releases did not write.
-_RESULT_KEYS = {"model", "line", "date", "machine", "versions", "commit", "cells", "summary"}
-_SUMMARY_KEYS = {"intervals", "resampled", "kept_by_head", "hit_ratio", "selection_scope"}
 _INTRODUCTION = (
     "Each section compares methods of sparse attention with dense attention on one model: correct "
     "answers, divergence and perplexity, the attention that a budget keeps, and cache hits."
@@ -49,7 +48,23 @@ def write_reports(files: Sequence[Path], results: Sequence[dict[str, Any]], line
         files: accepted by :func:`check_reports`.
         results: objects that ``hisparse eval --json`` printed, a section for each.
         line: the command that writes the report.
+
+    Raises:
+        ConfigError: figures contradict each other, or a file cannot be written.
     """
+    try:
+        _write_reports(files, results, line)
+    except OSError as error:
+        raise ConfigError(f"--report: cannot write {error.filename!r}: {error.strerror}") from None
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        # A result may have the right types and still be none that an evaluation printed.
+        raise ConfigError(
+            f"--report: the figures of a result contradict each other ({one_line(error)}); "
+            "expected results that `hisparse eval --json` printed"
+        ) from error
+
+
+def _write_reports(files: Sequence[Path], results: Sequence[dict[str, Any]], line: str) -> None:
     for file in files:
         if file.suffix == ".html":
             from hisparse.eval.html_page import to_html
@@ -66,31 +81,27 @@ def read_result(file: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or is not such a result.
     """
+    result = read_object(file, "--from", '{"command": "eval", ...}')
+    where = f"--from {str(file)!r}"
     try:
-        result = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--from: cannot read {str(file)!r}: {error.strerror}") from None
-    except ValueError:
-        result = None
-    if (
-        not isinstance(result, dict)
-        or result.get("command") != "eval"
-        or _RESULT_KEYS - result.keys()
-    ):
+        check_fields(where, result, Result)
+        for name in ("cells", "summary"):
+            for i, line in enumerate(result[name]):
+                _check_line(f"{where}: {name}[{i}]", line)
+    except ConfigError as error:
         raise ConfigError(
-            f"--from: {str(file)!r} is no result of an evaluation; expected what "
-            "`hisparse eval --json` prints of its own tasks"
-        )
-    summary = result["summary"]
-    if not isinstance(summary, list) or not all(isinstance(line, dict) for line in summary):
-        raise ConfigError(f"--from: {str(file)!r}: its summary is no list of objects")
-    absent = {key for line in summary for key in _SUMMARY_KEYS - line.keys()}
-    if absent:
-        raise ConfigError(
-            f"--from: {str(file)!r} lacks {', '.join(sorted(absent))}: an older hisparse made it; "
-            "run the evaluation again"
-        )
+            f"{error}; expected what `hisparse eval --json` of this release prints of its own tasks"
+        ) from None
     return result
+
+
+def _check_line(where: str, line: dict[str, Any]) -> None:
+    if line["budget"] is None and line["method"] != DENSE:
+        raise ConfigError(f"{where}: got no budget for {quoted(line['method'])}")
+    for name in FIGURES.keys() & line.keys():
+        interval = line["intervals"].get(name)
+        if line[name] is not None and (interval is None or len(interval) != 2):
+            raise ConfigError(f"{where}: got {interval} as interval of {name}, not low and high")
 
 
 def to_markdown(results: Sequence[dict[str, Any]], line: str) -> str:

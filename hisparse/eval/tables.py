@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 __all__ = [
+    "FIGURES",
     "Cell",
     "Table",
     "describe",
@@ -34,7 +35,8 @@ class Table(NamedTuple):
     rows: list[list[Cell]]
 
 
-_FIGURES = {
+#: Fields of a summary line that have intervals, and their heads.
+FIGURES = {
     "kl": "KL",
     "kl_ratio": "KL / oracle",
     "ppl": "ppl",
@@ -144,9 +146,9 @@ def _divergence(lines: Sequence[Line]) -> Table:
         "perplexity of repeated passages. / dense: over the dense model's. Ratios compare the same "
         "documents and are resampled in pairs. "
         f"95% bootstrap intervals over {'; '.join(drawn.values())}.",
-        list(_FIGURES.values()),
+        list(FIGURES.values()),
         lines,
-        lambda line: [with_interval(line, name) for name in _FIGURES],
+        lambda line: [with_interval(line, name) for name in FIGURES],
     )
 
 

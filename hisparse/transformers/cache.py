@@ -20,7 +20,6 @@ from hisparse.transformers.build import Limits, build_store, read_config
 from hisparse.transformers.check_inputs import check_layer, read_mask
 from hisparse.transformers.context_file import StoredRows, read_rows, write_rows
 from hisparse.transformers.forward import Forward, begin_forward
-from hisparse.transformers.model_shape import text_config
 from hisparse.transformers.rows import RowStore
 
 __all__ = ["HiSparseCache"]
@@ -59,13 +58,13 @@ class HiSparseCache(BaseCache):
     ) -> None:
         limits = Limits(max_rows=max_batch_size, max_length=max_length, max_tokens=max_tokens)
         store, columns = build_store(model, read_config(config, settings), limits, device)
-        self._set_up(store, columns, text_config(model).model_type)
+        self._set_up(store, columns, model)
 
-    def _set_up(self, store: RowStore, max_length: int, model_type: str) -> None:
+    def _set_up(self, store: RowStore, max_length: int, model: Any) -> None:
         super().__init__()
         self._store = store
         self._max_length = max_length
-        self._model_type = model_type
+        self._model = model
         self._slots = np.zeros(0, dtype=np.int64)
         self._lengths = np.zeros(0, dtype=np.int64)
         self._is_token = np.zeros((0, 0), dtype=np.bool_)
@@ -223,7 +222,7 @@ class HiSparseCache(BaseCache):
         """Free all rows. The next forward may have another batch size."""
         self._recover()
         self._store.close(self._slots, self._lengths)
-        self._set_up(self._store, self._max_length, self._model_type)
+        self._set_up(self._store, self._max_length, self._model)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some rows, in the given order, and free the others.
@@ -264,7 +263,7 @@ class HiSparseCache(BaseCache):
             raise HiSparseError(f"fork: got {count} rows for each row, expected at least 1")
         self._recover()
         child = HiSparseCache.__new__(HiSparseCache)
-        child._set_up(self._store, self._max_length, self._model_type)
+        child._set_up(self._store, self._max_length, self._model)
         slots = self._store.fork(self._slots, self._lengths, count)
         ids = None if self.token_ids is None else self.token_ids.repeat_interleave(count, dim=0)
         child._adopt(slots, self._is_token[:, : self._columns].repeat(count, axis=0), ids)
@@ -300,7 +299,7 @@ class HiSparseCache(BaseCache):
         ]
         joined, first = cls.__new__(cls), caches[0]
         for cache in (joined, *caches):
-            cache._set_up(first._store, first._max_length, first._model_type)
+            cache._set_up(first._store, first._max_length, first._model)
         joined._adopt(slots, np.concatenate(is_token), None)
         return joined
 
@@ -330,7 +329,7 @@ class HiSparseCache(BaseCache):
         self.token_ids = ids
         is_token = self._is_token[:, : self._columns]
         rows = StoredRows(slots=self._slots, is_token=is_token, token_ids=ids)
-        write_rows(Path(path), self._store, rows, self._model_type)
+        write_rows(Path(path), self._store, rows, self._model)
 
     @classmethod
     def load(
@@ -358,7 +357,7 @@ class HiSparseCache(BaseCache):
             CapacityError: the rows do not fit.
         """
         cache = cls(model, config, **options)
-        rows = read_rows(Path(path), cache._store, cache._model_type, cache._max_length, columns)
+        rows = read_rows(Path(path), cache._store, cache._model, cache._max_length, columns)
         cache._adopt(rows.slots, rows.is_token, rows.token_ids)
         return cache
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hisparse.algorithms import ALGORITHMS, PageScoreAlgorithm
 from hisparse.errors import CapacityError, ConfigError, HiSparseError
-from hisparse.transformers import HiSparseCache, context_file, disable, enable
+from hisparse.transformers import HiSparseCache, disable, enable, tensor_file
 from hisparse.types import KVSpec
 from tests.server.tiny_models import tiny_model
 from tests.transformers.hf_models import SMALL, continuation, left_padded, model, prompt
@@ -226,12 +226,8 @@ def test_a_file_of_another_format_is_refused(net: Any, tmp_path: Path) -> None:
     path = tmp_path / "file"
     with pytest.raises(ConfigError, match="No such file.*expected a file that HiSparseCache.save"):
         HiSparseCache.load(path, net, SMALL, max_length=400)
-    path.write_bytes(b"not safetensors")
-    with pytest.raises(ConfigError, match="expected a file that HiSparseCache.save wrote") as error:
-        HiSparseCache.load(path, net, SMALL, max_length=400)
-    assert "\n" not in str(error.value)
     save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(ConfigError, match="got format None, expected 'hisparse context 1'"):
+    with pytest.raises(ConfigError, match="got format None, not 'hisparse context 2'"):
         HiSparseCache.load(path, net, SMALL, max_length=400)
 
 
@@ -264,9 +260,9 @@ def test_a_save_that_fails_leaves_the_old_file(
         Path(path).write_bytes(b"half")
         raise OSError("no space left")
 
-    monkeypatch.setattr(context_file, "save_file", fail)
+    monkeypatch.setattr(tensor_file, "save_file", fail)
     cache = HiSparseCache.load(stored, net, SMALL, max_length=400)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(HiSparseError, match="cannot write .*no space left"):
         cache.save(stored)
     assert stored.read_bytes() == before
     assert [p.name for p in stored.parent.iterdir()] == [stored.name]
