@@ -5,6 +5,7 @@
 #                              and page sizes, many more examples of hypothesis
 # make test-all PART=isa       the CPU kernels built for SSE, AVX2, this processor, NEON and SVE, and what
 #                              their tests call on this processor called again in each build
+# make test-all PART=hostile   100,000 configurations and 10,000 damaged files at random
 # make test-all PART=quality   the quality of all algorithms, at the size of the committed table
 # make test-all PART=soak      make soak with 400 requests
 # make soak    5,000 requests to the real server, from 32 clients at once: every answer, every leak
@@ -18,7 +19,7 @@
 # make clean   delete what the others made in this folder (models stay in ~/.cache/hisparse)
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-all test-range test-sweeps test-isa test-quality test-soak \
+.PHONY: demo test test-all test-range test-sweeps test-isa test-quality test-hostile test-soak \
 	soak lint setup lm-eval gpu-check gpu-wheels docs clean
 
 export PYTHONUNBUFFERED := 1
@@ -30,7 +31,7 @@ demo: setup
 test: setup lm-eval
 	@$(python) scripts/run_tests.py
 
-parts := range sweeps isa quality soak
+parts := range sweeps isa quality hostile soak
 
 test-all:
 	$(if $(filter $(PART),$(parts)),,$(error PART is '$(PART)', expected one of: $(parts)))
@@ -46,6 +47,10 @@ test-sweeps: setup
 
 test-isa: setup
 	@OMP_NUM_THREADS=2 $(python) -m tests.kernels.isa
+
+test-hostile: setup
+	@$(python) -m tests.prepare
+	PART=hostile OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -s tests/hostile
 
 test-quality: setup
 	PART=quality $(python) -m pytest tests/eval/test_quality.py

@@ -247,7 +247,7 @@ class HiSparseConfig:
         Raises:
             ConfigError: the file cannot be read, or the text is not a valid object of settings.
         """
-        text = (text or "").strip()
+        text = (text or "").strip(" \t\r\n")  # What JSON calls white space.
         if not text:
             return cls()
         flag, example = "--hisparse-config", '{"budget": 2048}, or @file.json'

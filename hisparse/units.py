@@ -18,7 +18,7 @@ _UNITS: Final = {"B": 1} | {
     for suffix, base in (("iB", 1024), ("B", 1000))
     for power, prefix in enumerate("KMGT", start=1)
 }
-_SIZE = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]+)\s*")
+_SIZE = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]+)\s*", re.ASCII)
 
 
 def parse_memory(key: str, value: MemorySize) -> int | float:

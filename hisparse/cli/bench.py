@@ -103,7 +103,7 @@ def _run_prefetch(arguments: argparse.Namespace) -> int:
 
     folder = models.resolve(arguments.model)
     bench = PrefetchBench(
-        model=AutoModelForCausalLM.from_pretrained(folder).eval(),
+        model=models.load(AutoModelForCausalLM, folder).eval(),
         ids=_prompt(folder, arguments.text, arguments.context + arguments.steps + WARMUPS),
         context=arguments.context,
         budget=arguments.budget,
@@ -143,9 +143,10 @@ def _prompt(model: str, text: Path | None, num_tokens: int) -> list[int]:
     from transformers import AutoTokenizer
 
     from hisparse.demo import document
+    from hisparse.eval.models import load
 
     words = document.text() if text is None else read_text(text, "--text")
-    ids: list[int] = AutoTokenizer.from_pretrained(model)(words)["input_ids"]
+    ids: list[int] = load(AutoTokenizer, model)(words)["input_ids"]
     if len(ids) < num_tokens:
         raise ConfigError(
             f"--context: got {num_tokens}, the text has {len(ids)} tokens; give a longer --text"

@@ -18,9 +18,9 @@ from hisparse.cli.lists import names, numbers
 from hisparse.cli.output import make_table, print_figures, print_paragraph
 from hisparse.config import HiSparseConfig
 from hisparse.doctor import provenance
-from hisparse.errors import ConfigError, one_line
+from hisparse.errors import ConfigError
 from hisparse.eval import TASKS, Evaluation, Method, make_cells, make_summary, parse_methods
-from hisparse.eval.models import MODELS, resolve
+from hisparse.eval.models import MODELS, load, resolve
 from hisparse.eval.report import check_reports, read_result, write_reports
 from hisparse.eval.tables import Cell, make_short_tables
 from hisparse.options import read_text
@@ -286,17 +286,10 @@ def _load(name: str, dtype: str) -> tuple[Any, Any, str]:
         raise ConfigError(
             "hisparse eval needs transformers: pip install 'hisparse[eval]'"
         ) from None
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    except OSError as error:
-        raise ConfigError(
-            f"model {name!r}: cannot be read: {one_line(error)}; expected one of "
-            f"{', '.join(MODELS)}, a folder with a model, or the id of one on a hub that is "
-            "reachable"
-        ) from None
+    model = load(AutoModelForCausalLM, folder, dtype=dtype).eval()
     if torch.cuda.is_available():
         model = model.cuda()
-    return model, AutoTokenizer.from_pretrained(folder), folder
+    return model, load(AutoTokenizer, folder), folder
 
 
 def _print_tables(result: dict[str, Any]) -> None:

@@ -17,11 +17,11 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, unknown_name
 
-__all__ = ["MODELS", "PackagedModel", "default_cache", "fetch", "main", "resolve"]
+__all__ = ["MODELS", "PackagedModel", "default_cache", "fetch", "load", "main", "resolve"]
 
 #: Called with a line of text at the start of each slow step.
 Progress = Callable[[str], None]
@@ -95,6 +95,28 @@ def resolve(name: str, *, progress: Progress | None = None) -> str:
     raise ConfigError(
         unknown_name("model", name, MODELS) + ", or a folder with a model, or a hub id 'owner/name'"
     )
+
+
+def load(loader: Any, folder: str, **options: Any) -> Any:
+    """Load a model or a tokenizer from a folder or a hub.
+
+    Args:
+        loader: a class of transformers, such as ``AutoTokenizer``.
+        folder: what :func:`resolve` returned.
+        options: arguments of ``loader.from_pretrained``.
+
+    Raises:
+        ConfigError: a file is absent or damaged, or the hub is out of reach.
+    """
+    try:
+        return loader.from_pretrained(folder, **options)
+    except Exception as error:
+        # Each library that reads a part of a model raises its own errors.
+        raise ConfigError(
+            f"model {folder!r}: cannot be read: {one_line(error)}; expected one of "
+            f"{', '.join(MODELS)}, a folder with a model, or the id of one on a hub that is "
+            "reachable"
+        ) from None
 
 
 def fetch(name: str, *, cache: Path | None = None, progress: Progress | None = None) -> Path:

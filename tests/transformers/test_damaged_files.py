@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hisparse.errors import ConfigError, HiSparseError
+from hisparse.eval.models import load
 from hisparse.transformers import HiSparseCache, disable, enable, tensor_file
 from hisparse.transformers.context_file import read_rows
 from hisparse.transformers.fingerprint import model_fingerprint
 from hisparse.transformers.rows import RowStore
+from tests.server.tiny_models import tiny_model
 from tests.transformers.hf_models import SMALL, left_padded, model
 
 COLUMNS = 40
@@ -244,3 +248,15 @@ def test_metadata_are_json_objects(saved: Saved) -> None:
         metadata = file.metadata()
         assert set(json.loads(metadata["checksums"])) == set(file.keys())
     assert json.loads(metadata["shape"])["head_dim"] == 32
+
+
+def test_a_model_with_a_damaged_file_is_one_line(tmp_path: Path) -> None:
+    shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    weights = next((tmp_path / "model").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="cannot be read: SafetensorError: ") as caught:
+        load(AutoModelForCausalLM, str(tmp_path / "model"))
+    assert "\n" not in str(caught.value)
+    (tmp_path / "model" / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="cannot be read: "):
+        load(AutoConfig, str(tmp_path / "model"))

@@ -1,0 +1,168 @@
+"""Every reader of a file that a user may name, each with a file that it accepts."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hisparse.config import HiSparseConfig
+from hisparse.errors import HiSparseError
+from hisparse.eval import quality_plot
+from hisparse.eval.records import Records
+from hisparse.eval.report import read_result, write_reports
+from hisparse.options import read_text
+from hisparse.transformers import HiSparseCache, disable, enable
+from hisparse.transformers.context_file import read_rows
+from hisparse.transformers.tensor_file import TensorFile, write_tensors
+from hisparse_bench import speed_plot
+from scripts import compare_quality
+from tests.eval.synthetic_records import record
+from tests.eval.test_eval_report import result
+from tests.transformers.hf_models import SMALL, model, prompt
+
+__all__ = ["Reader", "Refused", "readers"]
+
+_RESULTS = Path(__file__).parents[2] / "bench" / "results"
+_TOKENS = 40
+
+
+class Refused(Exception):
+    """The reader refused the file with this line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """A way to read a file.
+
+    Attributes:
+        name: what reads.
+        content: a file that is accepted.
+        read: reads the file with this path, and raises ``HiSparseError`` or ``Refused``.
+        verified: whether any change of a byte must be refused.
+        weight: how often the reader's turn comes, compared with others.
+    """
+
+    name: str
+    content: bytes
+    read: Callable[[Path], object]
+    verified: bool = False
+    weight: int = 4
+
+    def line_for(self, path: Path) -> str | None:
+        """The line of the refusal, or None if the file is accepted."""
+        try:
+            self.read(path)
+        except (HiSparseError, Refused) as error:
+            return str(error)
+        return None
+
+
+def _command(main: Callable[[list[str]], int], capture: Any, *after: str) -> Callable[[Path], None]:
+    """Reads by a command line; what it says on standard error is the refusal."""
+
+    def read(path: Path) -> None:
+        code = main([str(path), *after])
+        said = capture.readouterr().err
+        if code:
+            assert said.endswith("\n")
+            raise Refused(said.removesuffix("\n"))
+
+    return read
+
+
+@contextmanager
+def _context(folder: Path) -> Iterator[Reader]:
+    net, path = model("llama"), folder / "context"
+    cache = enable(net, SMALL, max_length=_TOKENS)
+    with torch.no_grad():
+        net(prompt(_TOKENS, seed=1), past_key_values=cache)
+    cache.save(path, prompt(_TOKENS, seed=1))
+    disable(net)
+    cache.reset()
+
+    def read(path: Path) -> None:
+        rows = read_rows(path, cache._store, net, _TOKENS, None)
+        cache._store.close(rows.slots, rows.lengths)
+
+    free = cache._store.pages.num_free
+    yield Reader(name="context", content=path.read_bytes(), read=read, verified=True, weight=12)
+    assert cache._store.pages.num_free == free, "a refused file left pages behind"
+    HiSparseCache.load(path, net, SMALL, max_length=_TOKENS)
+
+
+def _distributions(folder: Path) -> Reader:
+    path = folder / "distributions"
+    write_tensors(path, "test 1", {"a": "b"}, {"log_probs": torch.randn(5, 64)})
+
+    def read(path: Path) -> None:
+        with TensorFile(path, "test 1", "a file of this test") as file:
+            file.read("log_probs", torch.float32, (5, 64))
+
+    return Reader(name="tensors", content=path.read_bytes(), read=read, verified=True)
+
+
+def _records() -> Reader:
+    lines = [
+        record(document, method, kl=[0.1], continued=[-1.0]) | {"config": "00000000"}
+        for document in "ab"
+        for method in ("dense", "quest")
+    ]
+    content = "".join(json.dumps(line) + "\n" for line in lines)
+    return _reader("records", content.encode(), lambda path: Records(path.parent).read())
+
+
+def _page(folder: Path) -> Callable[[Path], None]:
+    def read(path: Path) -> None:
+        with warnings.catch_warnings():
+            # Matplotlib warns about figures that cannot be drawn to scale.
+            warnings.simplefilter("ignore")
+            write_reports([folder / "page.html"], [read_result(path)], "")
+
+    return read
+
+
+@contextmanager
+def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
+    """All readers.
+
+    Args:
+        folder: for files that they write.
+        capture: pytest's ``capsys``.
+    """
+    quality = json.dumps(result() | {"dtype": "float32"}).encode()
+    bench_file = min(_RESULTS.glob("*-decode-4k-resident-float32-avx512-*.json"))
+    bench = json.dumps(json.loads(bench_file.read_bytes())).encode()
+    svg = str(folder / "plot.svg")
+    settings = {"algorithm": "quest", "budget": 512, "algorithm_config": {"ranges": 2}}
+    settings |= {"prefetch": {"min_cosine": 0.5}}
+    found = [
+        _distributions(folder),
+        _records(),
+        _reader("settings", json.dumps(settings).encode(), lambda p: HiSparseConfig.parse(f"@{p}")),
+        _reader("text", "Straße 😀\n".encode(), lambda path: read_text(path, "--text")),
+        _reader(
+            "report", quality, lambda p: write_reports([folder / "x.md"], [read_result(p)], "")
+        ),
+        _reader("page", quality, _page(folder), weight=1),
+        _reader("quality plot", quality, _command(quality_plot.main, capture, svg)),
+        _reader("speed plot", bench, _command(speed_plot.main, capture, svg)),
+        _reader("compare_quality", quality, _command(_compare, capture)),
+    ]
+    with _context(folder) as context:
+        yield [context, *found]
+
+
+def _reader(name: str, content: bytes, read: Callable[[Path], object], weight: int = 4) -> Reader:
+    return Reader(name=name, content=content, read=read, weight=weight)
+
+
+def _compare(names: list[str]) -> int:
+    """2 if the files cannot be compared; 1 means that a divergence grew."""
+    return int(compare_quality.main([*names, names[0]]) == 2)

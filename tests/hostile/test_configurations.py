@@ -1,0 +1,135 @@
+"""Configurations at random: each is accepted, or refused with one line; none that the docs rule out
+is accepted. ``make test-all PART=hostile`` tries 100,000 of them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hisparse.algorithms import build_algorithm
+from hisparse.config import HiSparseConfig
+from hisparse.engine.build import Resources, make_setup
+from hisparse.errors import HiSparseError
+from hisparse.types import KVSpec
+from tests.hostile.mutations import hostile_value, mutated_object, mutated_text
+from tests.hostile.validator import is_documented
+from tests.sizes import PART
+
+COUNT = 100_000 if PART == "hostile" else 1_000
+
+#: Values that go together, by key.
+SENSIBLE: dict[str, tuple[Any, ...]] = {
+    "algorithm": ("sketch", "quest", "snapkv", "topp", "streaming", "oracle", "dipr", "dsa"),
+    "algorithm_config": (
+        {}, {"detail": 0.5}, {"economy": True}, {"ranges": 2}, {"summary_dtype": "float32"},
+        {"window": 8}, {"mass": 0.9}, {"reduce": "max"}, {"beta": 3.0},
+        {"alpha": 0.01, "index": "flat"}, {"index_dtype": "float32"},
+        {"expected_new_tokens": 10, "capacity_threshold": 9},
+    ),
+    "budget": (96, 128, 512, 2048, 4096),
+    "top_k": (128, 2048),
+    "device_buffer_size": (None, 2048, 4096, 8192),
+    "max_row_capacity": (None, 8192, 65536),
+    "page_size": (1, 8, 16, 32, 64),
+    "num_sink_pages": (0, 1, 2),
+    "num_recent_pages": (0, 1, 2, 4),
+    "selection_scope": (None, "layer", "kv_head", "query_head"),
+    "min_sparse_context": (0, 1000, 4096),
+    "dense_layers": (None, [], [0], [0, 3], [5]),
+    "reuse_layers": (1, 2),
+    "overlap": (True, False),
+    "host_memory": (0.5, "64GiB", 1 << 34, "1.5 TB"),
+    "device_memory": (None, 0.5, "8GiB"),
+    "host_layout": (None, "layer_first", "page_first", "page_head"),
+    "staging_bytes": (None, 1 << 24),
+    "kv_cache_dtype": ("auto", "fp8_e4m3"),
+    "adapter": (None, "torch"),
+    "checked": (True, False),
+    "cuda_graph": (True, False),
+    "prefetch": (True, False, {"min_cosine": 0.8}, {}),
+    "tail_estimate": (True, False, {}),
+}  # fmt: skip
+
+SPEC = KVSpec(
+    num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=64, v_head_dim=64, dtype=torch.bfloat16,
+    page_size=16,
+)  # fmt: skip
+MACHINE = Resources(
+    host_bytes=1 << 36, device_bytes=1 << 34, context_length=32768, max_requests=64,
+    device_type="cpu",
+)  # fmt: skip
+
+
+def configuration(rng: random.Random) -> str:
+    """A text: sensible settings, most of them with something wrong."""
+    keys = rng.sample(list(SENSIBLE), rng.choice((0, 1, 1, 2, 3, 5)))
+    settings: dict[str, Any] = {key: rng.choice(SENSIBLE[key]) for key in keys}
+    way = rng.randrange(6)
+    if way == 1:
+        settings[rng.choice(list(SENSIBLE))] = hostile_value(rng)
+    elif way == 2:
+        settings = mutated_object(rng, settings)
+    elif way == 3:
+        settings[rng.choice(("", "budgte", "x" * 3000, "\0", "numa_node", "extensions"))] = (
+            hostile_value(rng)
+        )
+    text = json.dumps(settings)
+    return mutated_text(rng, text) if way == 4 else text
+
+
+def outcome(text: str) -> str:
+    """ "accepted", or the line of the refusal; anything else that is raised is a fault."""
+    try:
+        config = HiSparseConfig.parse(text)
+        spec = KVSpec(**{**vars(SPEC), "page_size": config.page_size, "fp8": config.stores_fp8})
+        make_setup(config, build_algorithm(config), spec, 0.125, MACHINE)
+    except HiSparseError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_configurations_at_random_are_accepted_or_refused_with_one_line() -> None:
+    counted: Counter[str] = Counter()
+    for seed in range(COUNT):
+        text = configuration(random.Random(seed))
+        try:
+            line = outcome(text)
+        except Exception as error:
+            pytest.fail(f"configuration({seed}) {text[:300]!r} raises {error!r}")
+        assert "\n" not in line and 0 < len(line.encode()) < 1_500, (seed, text[:300], line)
+        allowed = is_documented(text)
+        assert allowed or line != "accepted", f"configuration({seed}) {text[:300]!r} is accepted"
+        counted["accepted" if line == "accepted" else "refused" if allowed else "ruled out"] += 1
+    print(f"{COUNT} configurations: {dict(counted)}")
+    # Both are common, or this test says little.
+    assert min(counted["accepted"], counted["ruled out"]) > COUNT / 10
+
+
+def test_files_of_settings_at_random(tmp_path: Path) -> None:
+    """What ``@`` names: a file of any bytes, a folder, a name that cannot be."""
+    paths = [
+        str(tmp_path),
+        "/dev/null",
+        "~nobody-here/x",
+        "a\0b",
+        "x" * 5000,
+        "\ud800",
+        "",
+        "@",
+        " ",
+    ]
+    for path in paths:
+        assert outcome(f"@{path}") != ""
+    file = tmp_path / "settings.json"
+    for seed in range(COUNT // 100):
+        rng = random.Random(seed)
+        content = configuration(rng).encode("utf-8", "surrogatepass")
+        file.write_bytes(content if rng.random() < 0.5 else rng.randbytes(rng.randrange(200)))
+        assert "\n" not in outcome(f"@{file}"), seed
