@@ -81,7 +81,7 @@ def _section(result: dict[str, Any], styles: dict[str, Style], name: str) -> str
 def _provenance(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     shown = {
-        "model": result.get("model_source") or result["model"],
+        "model": result["model_source"] or result["model"],
         "command": result["line"],
         "date": result["date"],
         "commit": result["commit"],

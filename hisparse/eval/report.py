@@ -98,9 +98,11 @@ def read_result(file: Path) -> dict[str, Any]:
 def _check_line(where: str, line: dict[str, Any]) -> None:
     if line["budget"] is None and line["method"] != DENSE:
         raise ConfigError(f"{where}: got no budget for {quoted(line['method'])}")
-    for name in FIGURES.keys() & line.keys():
+    for name in FIGURES:
+        if line.get(name) is None:  # A cell has none of these figures.
+            continue
         interval = line["intervals"].get(name)
-        if line[name] is not None and (interval is None or len(interval) != 2):
+        if interval is None or len(interval) != 2:
             raise ConfigError(f"{where}: got {interval} as interval of {name}, not low and high")
 
 
@@ -111,7 +113,7 @@ def to_markdown(results: Sequence[dict[str, Any]], line: str) -> str:
         parts.append(f"Made by `{line}`.")
     for result in results:
         versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        source = f" ({result['model_source']})" if result.get("model_source") else ""
+        source = f" ({result['model_source']})" if result["model_source"] else ""
         parts += [
             f"## {result['model']}{source}",
             f"`{result['line']}`",

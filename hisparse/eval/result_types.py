@@ -61,6 +61,7 @@ class Result(TypedDict):
     versions: dict[str, str]
     commit: str
     model: str
+    model_source: str | None
     context: list[int]
     cells: list[ResultCell]
     summary: list[SummaryLine]
