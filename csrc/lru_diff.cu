@@ -24,13 +24,15 @@ void lru_diff(TensorView selection, TensorView host_page_table, TensorView capac
               TensorView num_real_rows, TensorView slot_pages, TensorView lru_order,
               TensorView rows, TensorView curr_device_slots, TensorView load_host_pages,
               TensorView load_device_slots, TensorView num_hits, TensorView num_misses,
-              TensorView scratch) {
+              TensorView page_limits, TensorView scratch) {
   const int64_t num_rows = selection.size(0);
   if (num_rows == 0) return;
   const bool in_shared = scratch.size(1) == 0;
   LruDiffParams p;
   p.selection = data_of<const int32_t>(selection, "selection");
   p.host_page_table = data_of<const int32_t>(host_page_table, "host_page_table");
+  p.page_limits =
+      page_limits.size(0) == 0 ? nullptr : data_of<const int32_t>(page_limits, "num_pages");
   p.capacity = data_of<const int32_t>(capacity, "capacity");
   p.num_real_rows = data_of<const int32_t>(num_real_rows, "num_real_rows");
   p.rows = data_of<const int64_t>(rows, "rows");

@@ -27,9 +27,12 @@ void page_table(TensorView device_pages, TensorView rows, TensorView slots, Tens
 }
 
 void page_tables(TensorView device_pages, TensorView rows, TensorView slots, TensorView load_slots,
-                 TensorView lengths, TensorView tail_pages, TensorView attended,
-                 TensorView loads) {
+                 TensorView lengths, TensorView tail_pages, TensorView attended, TensorView loads,
+                 TensorView num_hits, TensorView num_misses, TensorView num_real_rows,
+                 TensorView malformed) {
   if (attended.numel() == 0) return;
+  // An empty tensor stands for none.
+  const bool guarded = malformed.size(0) != 0;
   const PageTablesParams p{pages_of(device_pages),
                            data_of<const int64_t>(rows, "rows"),
                            data_of<const int32_t>(slots, "curr_device_slots"),
@@ -38,6 +41,10 @@ void page_tables(TensorView device_pages, TensorView rows, TensorView slots, Ten
                            data_of<const int32_t>(tail_pages, "tail_pages"),
                            data_of<int32_t>(attended, "attended"),
                            data_of<int32_t>(loads, "loads"),
+                           data_of<const int32_t>(num_hits, "num_hits"),
+                           data_of<const int32_t>(num_misses, "num_misses"),
+                           data_of<const int32_t>(num_real_rows, "num_real_rows"),
+                           guarded ? data_of<unsigned long long>(malformed, "malformed") : nullptr,
                            slots.stride(0),
                            load_slots.stride(0),
                            attended.stride(0),

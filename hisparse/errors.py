@@ -6,6 +6,7 @@
     ├── ConfigError        a setting is invalid (also a ValueError)
     ├── CapacityError      host or device memory is too small for one request
     ├── PluginError        a hook into SGLang has no effect
+    ├── AlgorithmError     an algorithm or an extension raised, or returned what it must not
     └── KernelError        a kernel argument has the wrong shape, dtype, device or stride
                            (also a ValueError)
 
@@ -16,14 +17,19 @@ from __future__ import annotations
 
 import difflib
 import reprlib
+import sys
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 __all__ = [
+    "AlgorithmError",
     "CapacityError",
     "ConfigError",
     "HiSparseError",
     "KernelError",
     "PluginError",
+    "explain",
     "one_line",
     "quoted",
     "unknown_name",
@@ -44,6 +50,14 @@ class CapacityError(HiSparseError):
 
 class PluginError(HiSparseError):
     """A hook into SGLang has no effect."""
+
+
+class AlgorithmError(HiSparseError):
+    """An algorithm or an extension raised an exception, or returned what it must not.
+
+    The message names its class and module, the layer and the method. Only the requests of the
+    current batch are affected.
+    """
 
 
 class KernelError(HiSparseError, ValueError):
@@ -73,3 +87,11 @@ def one_line(error: Exception) -> str:
     """One line of at most 200 characters for an exception of another package."""
     first = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {first}"[:200]
+
+
+def explain(error: Exception, owner: type) -> str:
+    """An exception and the line that raised it, if possible a line of the file of ``owner``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    source = getattr(sys.modules.get(owner.__module__), "__file__", None)
+    frame = ([f for f in frames if f.filename == source] or frames)[-1]
+    return f"{one_line(error)} ({Path(frame.filename).name}, line {frame.lineno})"

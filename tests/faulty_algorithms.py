@@ -186,7 +186,7 @@ class KeepsOneRecentPage(Right):
         return without(pages, lengths, unwanted & beyond_budget(step))
 
 
-@finds("budget")
+@finds("budget", "replays")
 class KeepsOnePageTooMany(Right):
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         pages, lengths = select(self, queries, layer_id, step)

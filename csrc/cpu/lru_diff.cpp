@@ -12,6 +12,7 @@ namespace {
 struct LruDiffParams {
   Rows<const int32_t> selection;    // [R, K]
   Rows<const int32_t> host_pages;   // [T, Pmax]
+  const int32_t* page_limits;       // [T], or null: num_pages for each
   const int32_t* capacity;          // [R]
   const int64_t* rows;              // [R]
   Rows<int32_t> slot_pages;         // [NR, C]
@@ -23,6 +24,11 @@ struct LruDiffParams {
   int32_t* num_misses;              // [R]
   int64_t num_rows, num_real_rows, num_states, rows_per_table;
   int32_t width, slots, num_pages;
+
+  // Pages that row r may select.
+  int32_t limit(int64_t r) const {
+    return page_limits == nullptr ? num_pages : page_limits[r / rows_per_table];
+  }
 };
 
 enum class Fault : int { kNone, kStateRow, kCapacity, kPage, kOrder, kTooMany };
@@ -113,7 +119,7 @@ Fault step_row(const LruDiffParams& p, int64_t r, Scratch<Slot>& scratch) {
   const int32_t* selection = p.selection[r];
   int32_t largest = -1;
   for (int32_t i = 0; i < p.width; ++i) largest = std::max(largest, selection[i]);
-  if (largest >= p.num_pages) return Fault::kPage;
+  if (largest >= p.limit(r)) return Fault::kPage;
 
   scratch.fit(p);
   map_pages(selection, p.width, p.slot_pages[row], p.slots, p.num_pages, scratch.slot_of.data());
@@ -143,7 +149,7 @@ void raise(const LruDiffParams& p, Fault fault, int64_t r) {
     case Fault::kPage:
       TVM_FFI_THROW(ValueError) << "selection: got page "
                                 << *std::max_element(p.selection[r], p.selection[r] + p.width)
-                                << " in row " << r << ", expected -1 to " << p.num_pages - 1;
+                                << " in row " << r << ", expected -1 to " << p.limit(r) - 1;
     case Fault::kOrder:
       TVM_FFI_THROW(ValueError) << "lru_order: got a slot beyond 0 to " << p.slots - 1
                                 << " within the capacity of state row " << p.rows[r];
@@ -177,12 +183,15 @@ void run(const LruDiffParams& p) {
 void lru_diff(TensorView selection, TensorView host_page_table, TensorView capacity,
               TensorView num_real_rows, TensorView slot_pages, TensorView lru_order,
               TensorView rows, TensorView entries_current, TensorView entries_host,
-              TensorView entries_slots, TensorView num_hits, TensorView num_misses) {
+              TensorView entries_slots, TensorView num_hits, TensorView num_misses,
+              TensorView page_limits) {
   LruDiffParams p;
   p.num_rows = selection.size(0);
   if (p.num_rows == 0) return;
   p.selection = rows_of<const int32_t>(selection, "selection");
   p.host_pages = rows_of<const int32_t>(host_page_table, "host_page_table");
+  p.page_limits = page_limits.size(0) == 0 ? nullptr
+                                           : vector_of<const int32_t>(page_limits, "num_pages");
   p.capacity = vector_of<const int32_t>(capacity, "capacity");
   p.rows = vector_of<const int64_t>(rows, "rows");
   p.slot_pages = rows_of<int32_t>(slot_pages, "slot_pages");

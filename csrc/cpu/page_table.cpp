@@ -44,10 +44,19 @@ void page_table(TensorView device_pages, TensorView rows, TensorView slots, Tens
   }
 }
 
-// slots, load_slots [R, K]; attended [R, K + 1] has the tail page at entry lengths[r].
+// Whether the first `length` slots are those of different pages and the others are none.
+bool well_formed(const int32_t* slots, int64_t width, int64_t length, int32_t num_pages) {
+  bool right = num_pages == length;
+  for (int64_t i = 0; i < width; ++i) right &= (slots[i] >= 0) == (i < length);
+  return right;
+}
+
+// slots, load_slots [R, K]; attended [R, K + 1] has the tail page at entry lengths[r]. `malformed`
+// counts rows before num_real_rows; it may be empty.
 void page_tables(TensorView device_pages, TensorView rows, TensorView slots, TensorView load_slots,
-                 TensorView lengths, TensorView tail_pages, TensorView attended,
-                 TensorView loads) {
+                 TensorView lengths, TensorView tail_pages, TensorView attended, TensorView loads,
+                 TensorView num_hits, TensorView num_misses, TensorView num_real_rows,
+                 TensorView malformed) {
   const DevicePages pages(device_pages);
   const int64_t* row_of = vector_of<const int64_t>(rows, "rows");
   const int32_t* tail_at = vector_of<const int32_t>(lengths, "lengths");
@@ -56,7 +65,12 @@ void page_tables(TensorView device_pages, TensorView rows, TensorView slots, Ten
   const auto missing = rows_of<const int32_t>(load_slots, "load_device_slots");
   const auto attended_to = rows_of<int32_t>(attended, "attended");
   const auto loads_to = rows_of<int32_t>(loads, "loads");
+  const int32_t* hits = vector_of<const int32_t>(num_hits, "num_hits");
+  const int32_t* misses = vector_of<const int32_t>(num_misses, "num_misses");
   const int64_t width = slots.size(1);
+  const int64_t guarded = malformed.size(0) == 0
+                              ? 0
+                              : *vector_of<const int32_t>(num_real_rows, "num_real_rows");
   for (int64_t r = 0; r < slots.size(0); ++r) {
     const int32_t* own = pages.row(row_of[r]);
     if (tail_at[r] < 0 || tail_at[r] > width) {
@@ -66,6 +80,9 @@ void page_tables(TensorView device_pages, TensorView rows, TensorView slots, Ten
     pages.look_up(own, missing[r], width, loads_to[r], "load_device_slots");
     attended_to[r][width] = -1;
     attended_to[r][tail_at[r]] = tails[r];
+    if (r < guarded && !well_formed(selected[r], width, tail_at[r], hits[r] + misses[r])) {
+      ++*vector_of<int64_t>(malformed, "malformed");
+    }
   }
 }
 

@@ -21,6 +21,7 @@ struct SelectParams {
   const int32_t* num_pages;  // [B]
   int32_t* pages;            // [B, H, K]
   int32_t* lengths;          // [B, H]
+  int64_t* invalid_scores;   // [1], or null: selections with a score that is NaN or +inf
   int64_t batch, heads, width;
   int32_t out_heads, max_pages;
   float mass, within;        // negative: the rule does not use it
@@ -40,56 +41,72 @@ Floats finite(Floats score) {
 
 int32_t whole_vectors(int32_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
-// Copies a head's scores, `finite`, and pads them to whole vectors with -inf.
-void copy_finite(const float* scores, int32_t count, float* out) {
+// Copies a head's scores, `finite`, and pads them to whole vectors with -inf. Returns whether one of
+// them was NaN or +inf.
+bool copy_finite(const float* scores, int32_t count, float* out) {
+  Ints invalid = {};
   int32_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(out + i, finite(Float32::load(scores + i)));
-  for (; i < count; ++i) out[i] = finite(scores[i]);
+  for (; i + kLanes <= count; i += kLanes) {
+    const Floats score = Float32::load(scores + i);
+    invalid |= ~(score <= kLargest);
+    store(out + i, finite(score));
+  }
+  bool found = signs(invalid) != 0;
+  for (; i < count; ++i) {
+    found |= !(scores[i] <= kLargest);
+    out[i] = finite(scores[i]);
+  }
   std::fill(out + count, out + whole_vectors(count), -INFINITY);
+  return found;
 }
 
 // Adds one head's vote to `out`: the pages' shares of its softmax or, with `within`, the distance
-// of each page to the head's best score. `out` is padded to whole vectors.
-void vote(const SelectParams& p, const float* scores, float rest, int32_t count, float* out) {
+// of each page to the head's best score. `out` is padded to whole vectors. Returns whether a score
+// was NaN or +inf.
+bool vote(const SelectParams& p, const float* scores, float rest, int32_t count, float* out) {
   const int32_t whole = whole_vectors(count);
   thread_local std::vector<float> weights;
   if (weights.size() < static_cast<size_t>(whole)) weights.resize(whole);
   float* own = weights.data();
-  copy_finite(scores, count, own);
+  const bool invalid = copy_finite(scores, count, own);
   if (p.within >= 0) {
     const float best = std::max(rest, *std::max_element(own, own + count));
-    if (best == -INFINITY) return;
+    if (best == -INFINITY) return invalid;
     for (int32_t i = 0; i < whole; i += kLanes) {
       store(out + i, maximum(Float32::load(out + i), Float32::load(own + i) - best));
     }
-    return;
+    return invalid;
   }
   float top, total;
   exponentiate(own, count, &top, &total);
-  if (top == -INFINITY) return;
+  if (top == -INFINITY) return invalid;
   const float highest = std::max(top, rest);
   const float here = std::exp(top - highest);
   const float scale = here / (total * here + std::exp(rest - highest));
   for (int32_t i = 0; i < whole; i += kLanes) {
     store(out + i, Float32::load(out + i) + Float32::load(own + i) * scale);
   }
+  return invalid;
 }
 
 // One score per page for the heads that share a selection: a single head's scores if only ranks
-// matter, else the sum of the heads' votes. `out` is padded to whole vectors.
-void combine(const SelectParams& p, int64_t b, int64_t head, int32_t count, float* out) {
+// matter, else the sum of the heads' votes. `out` is padded to whole vectors. Returns whether a score
+// was NaN or +inf.
+bool combine(const SelectParams& p, int64_t b, int64_t head, int32_t count, float* out) {
   const int64_t group = std::max<int64_t>(1, p.heads / p.out_heads);
   // Fewer heads score than select: the heads of a group share their scores.
   const int64_t first = b * p.heads + head * p.heads / p.out_heads;
   if (group == 1 && !p.varies()) {
-    copy_finite(p.scores + first * p.width, count, out);
-    return;
+    return copy_finite(p.scores + first * p.width, count, out);
   }
   std::fill_n(out, whole_vectors(count), p.within >= 0 ? -INFINITY : 0.0f);
+  bool invalid = false;
   for (int64_t source = first; source < first + group; ++source) {
-    const float rest = p.rest == nullptr ? -INFINITY : finite(p.rest[source]);
-    vote(p, p.scores + source * p.width, rest, count, out);
+    const float rest = p.rest == nullptr ? -INFINITY : p.rest[source];
+    invalid |= !(rest <= kLargest);
+    invalid |= vote(p, p.scores + source * p.width, finite(rest), count, out);
   }
+  return invalid;
 }
 
 // Gives forced pages an infinite score. Returns how many there are.
@@ -199,7 +216,9 @@ void select_row(const SelectParams& p, int64_t b, int64_t head) {
     const size_t whole = static_cast<size_t>(whole_vectors(count));
     if (combined.size() < whole) combined.resize(whole);
     float* scores = combined.data();
-    combine(p, b, head, count, scores);
+    if (combine(p, b, head, count, scores) && p.invalid_scores != nullptr) {
+      __atomic_fetch_add(p.invalid_scores, 1, __ATOMIC_RELAXED);
+    }
     for (size_t i = 0; i < whole; i += kLanes) {
       store(scores + i, maximum(Float32::load(scores + i), splat(-kLargest)));
     }
@@ -224,7 +243,8 @@ void run(const SelectParams& p) {
 }
 
 void select(TensorView scores, TensorView num_pages, TensorView forced, TensorView rest,
-            TensorView pages, TensorView lengths, double mass, double within) {
+            TensorView pages, TensorView lengths, TensorView invalid_scores, double mass,
+            double within) {
   SelectParams p;
   p.scores = vector_of<const float>(scores, "scores");
   p.forced = forced.size(0) == 0 ? nullptr : vector_of<const bool>(forced, "forced");
@@ -234,6 +254,9 @@ void select(TensorView scores, TensorView num_pages, TensorView forced, TensorVi
   p.num_pages = vector_of<const int32_t>(num_pages, "num_pages");
   p.pages = vector_of<int32_t>(pages, "pages");
   p.lengths = vector_of<int32_t>(lengths, "lengths");
+  p.invalid_scores = invalid_scores.size(0) == 0
+                         ? nullptr
+                         : vector_of<int64_t>(invalid_scores, "invalid_scores");
   p.batch = scores.size(0);
   p.heads = scores.size(1);
   p.width = scores.size(2);

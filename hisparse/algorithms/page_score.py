@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
+from hisparse.errors import AlgorithmError
 from hisparse.kernels import select, serial_operators
 from hisparse.types import KVSpec, Selection
 
@@ -65,7 +66,15 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
         with serial_operators(queries.device):
             query = queries * step.policy.scale
         # A subclass may score with large operators, which gain from PyTorch's threads.
-        scores = self.score_pages(query, layer_id, step).float()
+        scores = self.score_pages(query, layer_id, step)
+        if not isinstance(scores, Tensor) or scores.shape[::2] != (len(queries), step.max_pages):
+            got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise AlgorithmError(
+                f"{type(self).__name__} ({type(self).__module__}), layer {layer_id}: got scores "
+                f"{got}, expected [{len(queries)}, heads, {step.max_pages}] for B requests and "
+                "step.max_pages pages"
+            )
+        scores = scores.float()
         with serial_operators(queries.device):
             return select(scores, step.num_pages, step.policy.rule, forced=step.forced_pages)
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.kernels import (
-    SelectRule,
     SketchLayout,
     outline_bytes,
     outline_score,
@@ -148,7 +147,7 @@ class Sketch(BaseSparseAlgorithm):
                 self.layout(policy.kv),
             ),
             lengths,
-            SelectRule(heads=1, max_pages=policy.max_pages),
+            replace(policy.rule, heads=1),
             forced=step.forced_pages.gather(1, place).view_as(pages),
             rest=None if rest is None else rest.view(len(pages), -1),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -32,6 +32,8 @@ class SelectionPolicy:
         num_sink_pages: first pages of the sequence that are always selected.
         num_recent_pages: last full pages that are always selected.
         scale: softmax scale: an attention logit is ``scale`` times q.k.
+        invalid_scores: ``[1] int64``, where the engine counts selections with a score that is NaN
+            or +inf; None outside of an engine.
     """
 
     kv: KVSpec
@@ -41,6 +43,7 @@ class SelectionPolicy:
     num_sink_pages: int
     num_recent_pages: int
     scale: float
+    invalid_scores: Tensor | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def heads(self) -> int:
@@ -50,7 +53,9 @@ class SelectionPolicy:
     @cached_property
     def rule(self) -> SelectRule:
         """The policy as :func:`hisparse.kernels.select` takes it."""
-        return SelectRule(heads=self.heads, max_pages=self.max_pages)
+        return SelectRule(
+            heads=self.heads, max_pages=self.max_pages, invalid_scores=self.invalid_scores
+        )
 
     def forced_pages(self, num_pages: Tensor, width: int) -> Tensor:
         """Sink pages and recent pages, which every selection has, whatever their scores.

@@ -1,6 +1,7 @@
 """The KV cache: host pool, device pages, and the transfers between them."""
 
 from hisparse.cache.capacity import RowCapacities
+from hisparse.cache.checking import check_selection
 from hisparse.cache.counters import Counters
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HOST_LAYOUTS, HostKVPool
@@ -19,4 +20,5 @@ __all__ = [
     "SparseKVCacheManager",
     "StepRows",
     "Tile",
+    "check_selection",
 ]

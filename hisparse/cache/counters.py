@@ -11,7 +11,14 @@ from torch import Tensor
 __all__ = ["Counters"]
 
 #: Counters that every engine sums on the device.
-_ON_DEVICE = ("hit_pages", "miss_pages", "prefetched_pages", "capped_selections")
+_ON_DEVICE = (
+    "hit_pages",
+    "miss_pages",
+    "prefetched_pages",
+    "capped_selections",
+    "invalid_scores",
+    "malformed_selections",
+)
 
 
 class Counters:
@@ -33,6 +40,11 @@ class Counters:
     def count(self, name: str, values: Tensor) -> None:
         """Add a tensor of numbers or bools of any shape; :meth:`publish` sums it."""
         self._waiting[name].append(values.flatten())
+
+    def total(self, name: str) -> Tensor:
+        """``[1] int64`` on the device: the sum itself, for kernels that add to it."""
+        at = self._names.index(name)
+        return self._totals[at : at + 1]
 
     def add(self, name: str, number: int) -> None:
         """Add a number on the host."""

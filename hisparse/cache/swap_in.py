@@ -17,6 +17,7 @@ from hisparse.cache.rows import StepRows
 from hisparse.cache.streams import Lane, Pending, SideStreams
 from hisparse.kernels import (
     LruDiff,
+    SelectionGuard,
     lru_diff,
     page_table,
     page_tables,
@@ -84,6 +85,7 @@ class SwapIn:
         self._counters = counters
         self._checked = checked
         self._overlaps = overlaps
+        self._malformed = counters.total("malformed_selections")
         self._early: dict[int, _Early] = {}
         self._prefetches: dict[int, list[Pending[_Loaded]]] = {}
 
@@ -149,6 +151,7 @@ class SwapIn:
             rows.num_real_rows,
             state,
             rows=rows.rows,
+            num_pages=rows.num_pages,
         )
         if self._checked:
             verify_diff(diff, rows.capacity)
@@ -158,6 +161,7 @@ class SwapIn:
             diff,
             selection.lengths.flatten(),
             rows.tail_pages[layer_id],
+            guard=SelectionGuard(rows.num_real_rows, self._malformed),
         )
         self._gather(layer_id, diff, loads, self._host.stored(layer_id))
         return diff, attended

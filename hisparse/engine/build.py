@@ -14,6 +14,7 @@ from hisparse.cache import Counters, DevicePool, HostKVPool, RowCapacities, Spar
 from hisparse.cache.streams import SideStreams, make_streams
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.engine.capabilities import check_capabilities, check_dense_layers, choose_scope
+from hisparse.engine.contract import call
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.extensions.base import Extension, ExtensionContext
 from hisparse.engine.modes import AttentionModes
@@ -113,7 +114,7 @@ def kept_tensors(
     config: HiSparseConfig, algorithm: BaseSparseAlgorithm, policy: SelectionPolicy
 ) -> dict[str, Representation]:
     """Tensors that the algorithm and the extensions keep beside K and V, by name."""
-    kept = dict(algorithm.representations(policy))
+    kept = dict(call(algorithm.representations, None, policy))
     for name, options in config.extensions.items():
         kept |= _extension_type(name).state(options, policy)
     return kept
@@ -142,7 +143,9 @@ def make_setup(
     check_capabilities(config, resources.device_type)
     scope = choose_scope(config, latent=spec.latent)
     policy = make_policy(config, algorithm, spec, scale, scope)
-    algorithm = algorithm.resolved(
+    algorithm = call(
+        algorithm.resolved,
+        None,
         policy,
         context_length=resources.context_length,
         host_bytes=resources.host_bytes,
@@ -235,6 +238,7 @@ def build(
     counters = Counters(device, [name for cls in types.values() for name in cls.counters])
     if config.overlap and streams is None:
         streams = make_streams(device)
+    policy = replace(policy, invalid_scores=counters.total("invalid_scores"))
     manager = _make_manager(config, policy, host, sizes, device, counters, streams)
     representations = Representations(
         kept_tensors(config, algorithm, policy),
@@ -244,7 +248,7 @@ def build(
         device=device,
         index_bytes=sizes.index_bytes,
     )
-    algorithm.initialize(representations.tensors, policy)
+    call(algorithm.initialize, None, representations.tensors, policy)
     modes = _make_modes(config, policy, algorithm)
     parts = EngineParts(
         policy=policy,

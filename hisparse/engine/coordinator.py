@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from hisparse.engine.contract import call
 from hisparse.engine.decode import DecodeAttention, SelectionObserver
 from hisparse.engine.metrics import CacheStats
 from hisparse.engine.modes import ModeMasks
@@ -200,15 +201,16 @@ class SparseCoordinator:
         """Move full tail pages into the LRU, and store their representations."""
         tails = self.manager.finish(layer_id, step.whole.rows, filled.rows)
         keys, values = (x.transpose(1, 2) for x in tails)
-        self.algorithm.update_representations(keys, layer_id, filled.host_pages, step.whole.view)
+        update = self.algorithm.update_representations
+        call(update, layer_id, keys, layer_id, filled.host_pages, step.whole.view)
         for extension in self.extensions:
-            extension.store_pages(layer_id, keys, values, filled.host_pages)
+            call(extension.store_pages, layer_id, layer_id, keys, values, filled.host_pages)
 
     def _before_layer(self, layer_id: int, parts: tuple[DecodePart, ...]) -> None:
         for extension in self.extensions:
             for part in parts:
                 if part.mode == "sparse":
-                    extension.before_layer(layer_id, part)
+                    call(extension.before_layer, layer_id, layer_id, part)
 
     def build_representations(
         self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor
@@ -227,6 +229,11 @@ class SparseCoordinator:
             self.manager.residency.mark_warm(c.slot for c in self._prefill_batch.chunks)
         self.manager.end_forward()
         self.manager.counters.publish()
+
+    def forward_abort(self) -> None:
+        """End a forward that a layer's exception ended; its requests must not go on."""
+        self._prefill.abort()
+        self.manager.end_forward()
 
     def stats(self) -> CacheStats:
         """Totals since the start, as of the last forward that the device has finished."""

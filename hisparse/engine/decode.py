@@ -10,9 +10,11 @@ from torch import Tensor
 from hisparse.adapters import Attended
 from hisparse.algorithms import DecodeStep
 from hisparse.cache import PageTable
+from hisparse.engine.contract import blame, call, named, require_selection
 from hisparse.engine.parts import EngineParts
 from hisparse.engine.staged import StagedAttention
 from hisparse.engine.step import DecodePart
+from hisparse.errors import AlgorithmError
 from hisparse.kernels import serial_operators
 from hisparse.types import Selection
 
@@ -63,12 +65,19 @@ class DecodeAttention:
         assert selection is not None, "the first layer of a group selects"
         queries = self._row_queries(q)
         with serial_operators(q.device):
-            table = self._parts.manager.swap_in(
-                layer_id, selection, part.rows, self._tail_lens(selection, part), followers
-            )
+            tail_lens = self._tail_lens(selection, part)
+            try:
+                table = self._parts.manager.swap_in(
+                    layer_id, selection, part.rows, tail_lens, followers
+                )
+            except Exception as error:
+                algorithm = self._parts.algorithm
+                raise blame(error, layer_id, selection, part.rows, algorithm) from error
             attended = self._attend_pages(layer_id, queries, table)
         for extension in self._parts.extensions:
-            attended = extension.after_attention(layer_id, queries, selection, part, attended)
+            attended = call(
+                extension.after_attention, layer_id, layer_id, queries, selection, part, attended
+            )
         return self._request_outputs(attended.out)
 
     def _attend_resident(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
@@ -83,15 +92,35 @@ class DecodeAttention:
 
     def _select(self, layer_id: int, q: Tensor, part: DecodePart) -> Selection:
         """Select pages for ``q [B, Hq, D]``; a dense request gets all of its pages."""
-        selection = self._parts.algorithm.retrieve_topk(q, layer_id, part.view)
+        selection = self._retrieve(layer_id, q, part)
         self._count_capped(selection, part)
         for extension in self._parts.extensions:
-            selection = extension.refine_selection(layer_id, q, selection, part)
+            refined = call(extension.refine_selection, layer_id, layer_id, q, selection, part)
+            selection = require_selection(
+                refined, extension, "refine_selection", layer_id, self._parts.policy, len(q)
+            )
         if self.observer is not None:
             self.observer(layer_id, q, part.view, selection)
         if part.dense is None:
             return selection
         return _all_where(part.dense, selection, part.view, self._parts.modes.dense_width)
+
+    def _retrieve(self, layer_id: int, q: Tensor, part: DecodePart) -> Selection:
+        """The algorithm's selection; ``checked`` waits for the count of invalid scores."""
+        algorithm, manager = self._parts.algorithm, self._parts.manager
+        invalid = manager.counters.total("invalid_scores")
+        before = int(invalid) if manager.checked else 0
+        found = call(algorithm.retrieve_topk, layer_id, q, layer_id, part.view)
+        selection = require_selection(
+            found, algorithm, "retrieve_topk", layer_id, self._parts.policy, len(q)
+        )
+        if manager.checked and int(invalid) > before:
+            raise AlgorithmError(
+                f"{named(algorithm, 'retrieve_topk', layer_id)}: got NaN or +inf among the scores "
+                f"of {int(invalid) - before} of {selection.lengths.numel()} selections, expected "
+                "numbers or -inf"
+            )
+        return selection
 
     def _count_capped(self, selection: Selection, part: DecodePart) -> None:
         """Count selections of varying length that ``max_pages`` cut short."""

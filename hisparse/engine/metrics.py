@@ -20,6 +20,9 @@ class CacheStats:
         prefetched_pages: pages that were loaded before a query selected them.
         capped_selections: selections of varying length that filled ``device_buffer_size`` and left
             pages out.
+        invalid_scores: selections for which the algorithm scored a page with NaN or +inf.
+        malformed_selections: selections with a duplicate page, a gap, a page that the request does
+            not have, or another length than stated; summed over the layers that attend them.
         decode_read_bytes: bytes from host to device during decode steps.
         prefill_read_bytes: bytes from host to device during prefill.
         written_bytes: bytes from device to host.
@@ -32,6 +35,8 @@ class CacheStats:
     selections: int
     prefetched_pages: int
     capped_selections: int
+    invalid_scores: int
+    malformed_selections: int
     decode_read_bytes: int
     prefill_read_bytes: int
     written_bytes: int
@@ -65,6 +70,8 @@ class CacheStats:
             selections=totals.get("selections", 0),
             prefetched_pages=prefetched,
             capped_selections=totals.get("capped_selections", 0),
+            invalid_scores=totals.get("invalid_scores", 0),
+            malformed_selections=totals.get("malformed_selections", 0),
             decode_read_bytes=read,
             prefill_read_bytes=totals.get("prefill_read_bytes", 0),
             written_bytes=totals.get("written_bytes", 0),

@@ -13,6 +13,7 @@ from hisparse.algorithms import PrefillStep
 from hisparse.cache import Tile
 from hisparse.cache.codec import as_read, encode
 from hisparse.cache.streams import Lane, Pending
+from hisparse.engine.contract import call, check_positions
 from hisparse.engine.parts import EngineParts
 from hisparse.engine.step import PrefillBatch, PrefillChunk
 from hisparse.types import IndexerInputs, PagedKV
@@ -56,11 +57,17 @@ class Prefill:
             pages = self._page_aligned(layer_id, chunk, chunk_k, chunk_v)
             chunk_indexer = None if indexer is None else indexer.take(tokens)
             step = self.summarize(layer_id, chunk, chunk_q, pages, chunk_indexer)
-            positions = self._parts.algorithm.select_prefill(layer_id, step)
+            algorithm = self._parts.algorithm
+            positions = call(algorithm.select_prefill, layer_id, layer_id, step)
+            check_positions(positions, algorithm, layer_id, chunk.length)
             out = self._attend(layer_id, chunk, chunk_q, chunk_k, chunk_v, positions, next_tile)
             outputs.append(out.to(q.dtype))
             self._place(layer_id, chunk, pages)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def abort(self) -> None:
+        """Join the moves of a forward that ended early."""
+        self._join_moves()
 
     def _move(self, lane: Lane, work: Callable[[], None]) -> None:
         self._moving.append(self._manager.streams.start(lane, work))
@@ -137,9 +144,10 @@ class Prefill:
             read_context=lambda layer: self._read_context(layer, chunk),
             indexes=self._parts.representations.indexes,
         )
-        self._parts.algorithm.construct_representations(keys, q, layer_id, step)
+        construct = self._parts.algorithm.construct_representations
+        call(construct, layer_id, keys, q, layer_id, step)
         for extension in self._parts.extensions:
-            extension.store_pages(layer_id, keys, values, step.host_pages)
+            call(extension.store_pages, layer_id, layer_id, keys, values, step.host_pages)
         return step
 
     def _tile(self, layer_id: int, chunk: PrefillChunk, first: int, end: int) -> Tile:

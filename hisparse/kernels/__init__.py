@@ -16,7 +16,7 @@ from hisparse.kernels.page_table import page_table, page_tables
 from hisparse.kernels.rebalance import promote_tail, rebalance, reset_rows
 from hisparse.kernels.reference.outline import page_outline
 from hisparse.kernels.reference.summary import round_outward
-from hisparse.kernels.row_state import LruDiff, PageTables, RowState
+from hisparse.kernels.row_state import LruDiff, PageTables, RowState, SelectionGuard
 from hisparse.kernels.select import SelectRule, page_score, select
 from hisparse.kernels.sketch import SketchLayout, page_sketch, sketch_score
 from hisparse.kernels.threads import serial_operators
@@ -30,6 +30,7 @@ __all__ = [
     "PageTables",
     "RowState",
     "SelectRule",
+    "SelectionGuard",
     "SketchLayout",
     "chunk_attention",
     "decode_fp8",

@@ -23,6 +23,7 @@ def lru_diff(
     state: RowState,
     *,
     rows: Tensor | None = None,
+    num_pages: Tensor | None = None,
     out: LruDiff | None = None,
     impl: str = "auto",
 ) -> LruDiff:
@@ -30,7 +31,8 @@ def lru_diff(
 
     The tables of ``state`` are updated in place: the order becomes survivors in their old order,
     then slots just loaded in load order, then hits in their old order. A CUDA kernel leaves a row
-    that cannot be served as it is; :func:`hisparse.kernels.verify_diff` reports such rows.
+    that cannot be served as it is, with -1 misses; :func:`hisparse.kernels.verify_diff` reports
+    such rows, and :class:`hisparse.kernels.SelectionGuard` counts them.
 
     Args:
         selection: ``[R, K] int32``, page indices; -1 and duplicates may stand anywhere.
@@ -40,6 +42,8 @@ def lru_diff(
         num_real_rows: ``[1] int32``; rows from there on are padding: -1 out, nothing changed.
         state: tables of the layer.
         rows: ``[R] int64``, state row of each row, no row twice; the first R state rows if None.
+        num_pages: ``[T] int32``, pages of each request; a row that selects others cannot be
+            served. None: Pmax for each.
         out: tensors to write the result to; None: they are allocated.
         impl: "auto", or an implementation's name.
 
@@ -50,10 +54,10 @@ def lru_diff(
     if rows is None:
         rows = _first_rows(selection, state)
     inputs = (selection, host_page_table, capacity, num_real_rows, *state, rows)
-    check_once(_check, *inputs, *(out or ()))
+    check_once(_check, *inputs, num_pages, *(out or ()))
     ops = implementation(impl, selection.device)
     diff: LruDiff = ops.lru_diff(
-        selection, host_page_table, capacity, num_real_rows, state, rows, out
+        selection, host_page_table, capacity, num_real_rows, state, rows, out, num_pages
     )
     return diff
 
@@ -75,6 +79,7 @@ def _check(
     lru_order: Tensor,
     device_pages: Tensor,
     rows: Tensor,
+    num_pages: Tensor | None,
     *out: Tensor,
 ) -> None:
     device = selection.device
@@ -93,6 +98,8 @@ def _check(
     check_tensor("lru_order", lru_order, _I32, tables, device)
     check_tensor("device_pages", device_pages, _I32, tables, device)
     check_tensor("rows", rows, _I64, (num_rows,), device)
+    if num_pages is not None:
+        check_tensor("num_pages", num_pages, _I32, (requests,), device)
     for name, tensor in zip(LruDiff._fields, out, strict=False):
         shape = selection.shape[:1] if name.startswith("num_") else selection.shape
         check_tensor(name, tensor, _I32, shape, device)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hisparse.kernels.checks import check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
-from hisparse.kernels.row_state import LruDiff, PageTables
+from hisparse.kernels.row_state import LruDiff, PageTables, SelectionGuard
 
 __all__ = ["page_table", "page_tables"]
 
@@ -41,6 +41,7 @@ def page_tables(
     lengths: Tensor,
     tail_pages: Tensor,
     *,
+    guard: SelectionGuard | None = None,
     impl: str = "auto",
 ) -> PageTables:
     """Look up both page tables of a decode step in one launch: what to attend, where to load.
@@ -51,15 +52,20 @@ def page_tables(
         diff: what ``lru_diff`` found for the selection; its slots are ``[R, K] int32``.
         lengths: ``[R] int32``, 0 to K: the entry of ``attended`` that becomes the tail page.
         tail_pages: ``[R] int32``, device page of each row's tail.
+        guard: counts rows whose selection was not ``lengths`` different pages, then nothing but
+            -1, and rows that ``lru_diff`` refused. None: they are not counted.
         impl: "auto", or an implementation's name.
 
     Raises:
         KernelError: a tensor has another shape, dtype or device.
     """
     attended, loads = diff.curr_device_slots, diff.load_device_slots
-    check_once(_check_diff, device_pages, rows, attended, loads, lengths, tail_pages)
+    counts = (diff.num_hits, diff.num_misses)
+    check_once(
+        _check_diff, device_pages, rows, attended, loads, lengths, tail_pages, *counts, *guard or ()
+    )
     module = implementation(impl, attended.device)
-    tables: PageTables = module.page_tables(device_pages, rows, diff, lengths, tail_pages)
+    tables: PageTables = module.page_tables(device_pages, rows, diff, lengths, tail_pages, guard)
     return tables
 
 
@@ -77,6 +83,10 @@ def _check_diff(
     loads: Tensor,
     lengths: Tensor,
     tail_pages: Tensor,
+    num_hits: Tensor,
+    num_misses: Tensor,
+    num_real_rows: Tensor | None = None,
+    malformed: Tensor | None = None,
 ) -> None:
     device, count = attended.device, rows.shape[0]
     check_tensor("device_pages", device_pages, _I32, (None, None), device)
@@ -85,3 +95,8 @@ def _check_diff(
     check_tensor("load_device_slots", loads, _I32, attended.shape, device)
     check_tensor("lengths", lengths, _I32, (count,), device)
     check_tensor("tail_pages", tail_pages, _I32, (count,), device)
+    check_tensor("num_hits", num_hits, _I32, (count,), device)
+    check_tensor("num_misses", num_misses, _I32, (count,), device)
+    if num_real_rows is not None and malformed is not None:
+        check_tensor("num_real_rows", num_real_rows, _I32, (1,), device)
+        check_tensor("malformed", malformed, _I64, (1,), device)

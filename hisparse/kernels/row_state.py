@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["LruDiff", "PageTables", "RowState"]
+__all__ = ["LruDiff", "PageTables", "RowState", "SelectionGuard"]
 
 
 class RowState(NamedTuple):
@@ -51,3 +51,15 @@ class PageTables(NamedTuple):
 
     attended: Tensor
     loads: Tensor
+
+
+class SelectionGuard(NamedTuple):
+    """Where :func:`hisparse.kernels.page_tables` counts rows whose selection is malformed.
+
+    Attributes:
+        num_real_rows: ``[1] int32``; rows from there on are padding and are not counted.
+        malformed: ``[1] int64``, the counter.
+    """
+
+    num_real_rows: Tensor
+    malformed: Tensor

@@ -70,7 +70,9 @@ def select(
 
     Args:
         scores: ``[B, heads', P] float32``, in units of attention logits, higher is kept; of equal
-            scores the first. NaN counts as -inf. Entries without a page are ignored.
+            scores the first. -inf is allowed. NaN and +inf are faults, which
+            ``rule.invalid_scores`` counts; they are taken as -inf and as the largest number.
+            Entries without a page are ignored.
         num_pages: ``[B] int32``, at most P.
         rule: how many pages are kept.
         forced: ``[B, P] bool``, pages that are selected whatever their score, such as
@@ -87,7 +89,8 @@ def select(
     Raises:
         KernelError: a tensor has another shape, dtype or device.
     """
-    check_once(_check_select, scores, num_pages, forced, rest, values=(rule.heads,))
+    tensors = (scores, num_pages, forced, rest, rule.invalid_scores)
+    check_once(_check_select, *tensors, values=(rule.heads,))
     module = implementation(impl, scores.device)
     return Selection(*module.select(scores, num_pages, forced, rest, rule))
 
@@ -110,7 +113,12 @@ def _check_score(
 
 
 def _check_select(
-    scores: Tensor, num_pages: Tensor, forced: Tensor | None, rest: Tensor | None, heads: int
+    scores: Tensor,
+    num_pages: Tensor,
+    forced: Tensor | None,
+    rest: Tensor | None,
+    invalid_scores: Tensor | None,
+    heads: int,
 ) -> None:
     check_tensor("scores", scores, _F32, (None, None, None))
     batch, given, width = scores.shape
@@ -119,5 +127,7 @@ def _check_select(
         check_tensor("forced", forced, torch.bool, (batch, width), scores.device)
     if rest is not None:
         check_tensor("rest", rest, _F32, (batch, given), scores.device)
+    if invalid_scores is not None:
+        check_tensor("invalid_scores", invalid_scores, torch.int64, (1,), scores.device)
     if given == 0 or (given % heads and heads % given):
         raise KernelError(f"scores: got {given} heads, expected a multiple or a divisor of {heads}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from hisparse.errors import KernelError
 
@@ -21,6 +23,8 @@ class SelectRule:
         within: distance to the head's best score, in units of attention logits, 0 or more; pages
             within it in some head of the group are selected (DIPR,
             https://arxiv.org/abs/2504.10326).
+        invalid_scores: ``[1] int64``, on the device of the scores; selections that a NaN or +inf
+            may have changed are added to it. None: they are not counted.
 
     Raises:
         KernelError: both ``mass`` and ``within`` are given, or a value is out of range.
@@ -30,6 +34,7 @@ class SelectRule:
     max_pages: int
     mass: float | None = None
     within: float | None = None
+    invalid_scores: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         mass, within = self.mass, self.within

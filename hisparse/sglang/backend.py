@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
 from hisparse.engine.graphs import CapturedSteps
 from hisparse.engine.step import DecodeBatch, PrefillBatch, PrefillChunk
-from hisparse.errors import HiSparseError
+from hisparse.errors import AlgorithmError, HiSparseError
 from hisparse.sglang import compat
+from hisparse.sglang.failed_batch import fail_requests, reason_to_stop
 from hisparse.sglang.metrics import MetricsReporter
 from hisparse.sglang.session import require_session
 from hisparse.sglang.setup import build_coordinator
 
 __all__ = ["HiSparseAttnBackend"]
+
+logger = logging.getLogger("hisparse")
 
 
 class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
@@ -41,6 +46,9 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._shared_read_ends = compat.shared_read_ends()
         self._graphs: CapturedSteps | None = None
         self._in_graph = False
+        #: Requests of failed forwards, until SGLang drops them.
+        self._failed_requests: WeakSet[Any] = WeakSet()
+        self._failed = False
 
     def _begin_requests(self, slots: list[int]) -> None:
         for slot in slots:
@@ -60,6 +68,11 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         if mode.is_idle():
             return
         self._in_graph = False
+        # SGLang may run another step of requests that have failed, before it ends them.
+        requests = self._session.requests
+        self._failed = bool(requests) and all(r in self._failed_requests for r in requests)
+        if self._failed:
+            return
         if mode.is_decode():
             batch = self._decode_batch(forward_batch, forward_batch.batch_size)
             self.coordinator.forward_begin(batch)
@@ -163,6 +176,8 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         width = layer.tp_q_head_num * layer.v_head_dim
         if forward_batch.forward_mode.is_idle():
             return q.new_empty(q.shape[0], width)
+        if self._failed:
+            return q.new_zeros(q.shape[0], width)
         if not save_kv_cache or k is None:
             raise HiSparseError(
                 f"layer {layer.layer_id}: got save_kv_cache={save_kv_cache} and "
@@ -178,20 +193,43 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
             )
         spec, tokens = self._spec, k.shape[0]
         keys = k.reshape(tokens, spec.num_kv_heads, spec.head_dim)
-        out = self.coordinator.attention(
-            layer.layer_id - self._first_layer,
-            q.reshape(tokens, spec.num_q_heads, spec.head_dim),
-            keys,
+        values = (
             keys[..., : spec.v_head_dim]
             if spec.latent
-            else v.reshape(tokens, spec.num_kv_heads, spec.v_head_dim),
-            indexer,
+            else v.reshape(tokens, spec.num_kv_heads, spec.v_head_dim)
         )
+        queries = q.reshape(tokens, spec.num_q_heads, spec.head_dim)
+        try:
+            out = self.coordinator.attention(
+                layer.layer_id - self._first_layer, queries, keys, values, indexer
+            )
+        except AlgorithmError as error:
+            self._end_requests(error)
+            return q.new_zeros(q.shape[0], width)
         if layer.layer_id == self._last_layer:
             self.coordinator.forward_end()
             if not self._in_graph:
                 self._metrics.report()
         return out.reshape(-1, width)
+
+    def _end_requests(self, error: AlgorithmError) -> None:
+        """Answer the requests of this forward with an error and skip its other layers.
+
+        Raises:
+            AlgorithmError: the server cannot go on, which ends it.
+        """
+        requests = self._session.requests
+        reason = reason_to_stop(requests, self._session.chunked_request_id)
+        if self._in_graph:
+            reason = "it happened while a CUDA graph was captured"
+        if reason is not None:
+            logger.error("hisparse: error: %s; the server stops, since %s", error, reason)
+            raise error
+        self.coordinator.forward_abort()
+        fail_requests(requests, f"hisparse: {error}")
+        self._failed_requests.update(requests)
+        self._failed = True
+        logger.error("hisparse: error: %s; %d requests end with it", error, len(requests))
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Sequence length that SGLang fills in for padding requests, in tokens."""

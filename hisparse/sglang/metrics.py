@@ -26,10 +26,14 @@ _COUNTERS = {
     "selections": "Selections that the algorithm made, summed over layers and rows",
     "prefetched_pages": "Pages loaded from host memory before the step's query selected them",
     "capped_selections": "Selections of variable length that reached device_buffer_size",
+    "invalid_scores": "Selections for which the algorithm scored a page with NaN or +inf",
+    "malformed_selections": "Selections with a duplicate page, a gap, or a page that is not there",
     "decode_read_bytes": "Bytes that decode steps read from host memory",
     "prefill_read_bytes": "Bytes that prefill read from host memory",
     "written_bytes": "Bytes written to host memory",
 }
+#: Counters of faults of the algorithm; each rise is logged.
+_FAULTS = ("invalid_scores", "malformed_selections")
 _GAUGES = {
     "hit_ratio": "Share of the selected pages that were on the device, since the start",
     "host_tokens_used": "Tokens in the host pool",
@@ -65,6 +69,7 @@ class MetricsReporter:
         self._published: dict[str, int] = dict.fromkeys(self._counter_texts, 0)
         self._last_log = time.monotonic()
         self._last_publish = 0.0
+        self._last_faults = dict.fromkeys(_FAULTS, 0)
         self._counters: dict[str, Any] = {}
         self._gauges: dict[str, Any] = {}
         if model_runner.server_args.enable_metrics:
@@ -101,12 +106,34 @@ class MetricsReporter:
             now: publish at once; set when a request ends.
         """
         time_s = time.monotonic()
-        if self._gauges and (now or time_s - self._last_publish >= _PUBLISH_INTERVAL_S):
+        if now or time_s - self._last_publish >= _PUBLISH_INTERVAL_S:
             self._last_publish = time_s
-            self._publish(self._coordinator.stats())
+            stats = self._coordinator.stats()
+            self._warn(stats)
+            if self._gauges:
+                self._publish(stats)
         if time_s - self._last_log >= _LOG_INTERVAL_S:
             self._last_log = time_s
             self._log(self._coordinator.stats())
+
+    def _warn(self, stats: CacheStats) -> None:
+        """Log what the algorithm did wrong since the last call."""
+        for name, before in self._last_faults.items():
+            total = getattr(stats, name)
+            if total > before:
+                self._last_faults[name] = total
+                cls = type(self._coordinator.algorithm)
+                logger.warning(
+                    "hisparse: algorithm %s (%s): got %d more %s (%s), expected none; "
+                    "find them with `hisparse check %s:%s`",
+                    cls.__name__,
+                    cls.__module__,
+                    total - before,
+                    name,
+                    _COUNTERS[name],
+                    cls.__module__,
+                    cls.__name__,
+                )
 
     def _publish(self, stats: CacheStats) -> None:
         values = vars(stats) | dict(stats.extensions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ class Session(EngineSetup):
 
     Attributes:
         slots_cpu: ``[B] int64``, request slots of the next forward, on the host.
+        requests: SGLang's ``Req`` of the next forward.
         chunked_request_id: id of the request with a prompt that continues after the next forward.
         req_to_token_pool: SGLang's ``ReqToTokenPool``.
         coordinator: the engine; None until the attention backend is built.
@@ -30,6 +31,7 @@ class Session(EngineSetup):
     """
 
     slots_cpu: torch.Tensor | None = None
+    requests: Sequence[Any] = ()
     chunked_request_id: str | None = None
     req_to_token_pool: Any = None
     coordinator: SparseCoordinator | None = None

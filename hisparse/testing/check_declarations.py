@@ -12,10 +12,10 @@ from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any, get_args, get_type_hints
 
 from hisparse.algorithms import BaseSparseAlgorithm, Representation
-from hisparse.errors import ConfigError, one_line
+from hisparse.errors import ConfigError, explain, one_line
 from hisparse.options import from_options
 from hisparse.testing.case import Case
-from hisparse.testing.violation import Violation, explain
+from hisparse.testing.violation import Violation
 from hisparse.types import SelectionScope
 
 __all__ = ["declarations", "find_class_faults", "options"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hisparse.algorithms import BaseSparseAlgorithm
+from hisparse.errors import AlgorithmError, explain
 from hisparse.testing import (
     check_declarations,
     check_decode_path,
@@ -14,7 +15,7 @@ from hisparse.testing import (
     check_selections,
 )
 from hisparse.testing.case import Case
-from hisparse.testing.violation import Violation, explain
+from hisparse.testing.violation import Violation
 
 __all__ = [
     "CHECKS",
@@ -180,5 +181,8 @@ def _run(check: Check, case: Case) -> tuple[str, ...]:
     except Violation as violation:
         return violation.findings
     except Exception as error:
-        return (explain(error, type(case.make())),)
+        # The case says more than the engine's own message: not the recorder but the algorithm.
+        cause = error.__cause__ if isinstance(error, AlgorithmError) else None
+        found = cause if isinstance(cause, Exception) else error
+        return (explain(found, type(case.make())),)
     return ()

@@ -52,5 +52,5 @@ def test_kernels_compile_without_spills(arch: int) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     lines = done.stdout.split("\n")[:-1]
-    assert len(lines) == 21
+    assert len(lines) == 22
     assert all(line.endswith(": 0 bytes spilled") for line in lines), done.stdout

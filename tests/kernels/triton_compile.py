@@ -36,6 +36,7 @@ SUMMARY = {"SIZE": 16, "SIZE_BLOCK": 16, "DIM": 128, "DIM_BLOCK": 128}
 SCORE = {"RANGES": 4, "SCALED": True}
 SKETCH = {"SIZE": 16, "DIM": 128, "COUNT": 40, "BLOCKS": 16, "CODE_BYTES": 4}
 SKETCH_MLA = {"SIZE": 64, "DIM": 576, "COUNT": 180, "BLOCKS": 72, "CODE_BYTES": 16}
+COUNT = {"COUNTED": True, "MAX_PAGES": 128, "SELECTIONS": 1}
 OUTLINE = {"QUERIES": 16, "PAGES": 16, "DIM_BLOCK": 32}
 POINTERS = {
     "query": "*fp32",
@@ -50,6 +51,7 @@ POINTERS = {
     "host_page_table": "*i32",
     "num_pages": "*i32",
     "rest": "*fp32",
+    "invalid_scores": "*i64",
     "host_pages": "*i64",
 }
 # What a block may take: a launch that asks for more fails.
@@ -148,17 +150,22 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
     ),
     "share": (
         triton_select._share_kernel,
-        {"NEAR": False, "GROUP": 4, "GROUP_BLOCK": 4, "STEP": 256},
+        COUNT | {"NEAR": False, "GROUP": 4, "GROUP_BLOCK": 4, "STEP": 256},
         {},
     ),
     "share MLA": (
         triton_select._share_kernel,
-        {"NEAR": False, "GROUP": 128, "GROUP_BLOCK": 128, "STEP": 16},
+        COUNT | {"NEAR": False, "GROUP": 128, "GROUP_BLOCK": 128, "STEP": 16},
         {},
     ),
     "near": (
         triton_select._share_kernel,
-        {"NEAR": True, "GROUP": 4, "GROUP_BLOCK": 4, "STEP": 256},
+        COUNT | {"NEAR": True, "GROUP": 4, "GROUP_BLOCK": 4, "STEP": 256},
+        {},
+    ),
+    "count": (
+        triton_select._count_kernel,
+        {"MAX_PAGES": 128, "SELECTIONS": 1, "STEP": 1024},
         {},
     ),
 }

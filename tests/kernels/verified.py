@@ -42,7 +42,7 @@ def _page_table(device_pages: Any, rows: Any, slots: Any) -> None:
     verify_indices("slots", slots, -1, device_pages.shape[1])
 
 
-def _page_tables(device_pages: Any, rows: Any, diff: Any, lengths: Any, tail_pages: Any) -> None:
+def _page_tables(device_pages: Any, rows: Any, diff: Any, lengths: Any, *others: Any) -> None:
     _page_table(device_pages, rows, diff.curr_device_slots)
     _page_table(device_pages, rows, diff.load_device_slots)
     verify_indices("lengths", lengths, 0, diff.curr_device_slots.shape[1] + 1)

@@ -32,7 +32,7 @@ class Runner:
         sim = self.sim
         sizing = SimpleNamespace(request=SimpleNamespace(context_length=CONTEXT))
         self.session = SimpleNamespace(
-            spec=sim.spec, sizing=sizing, coordinator=None, slots_cpu=None
+            spec=sim.spec, sizing=sizing, coordinator=None, slots_cpu=None, requests=()
         )
         self.reports = 0
         reporter = SimpleNamespace(report=lambda: setattr(self, "reports", self.reports + 1))

@@ -14,6 +14,7 @@ namespace hisparse {
 struct LruDiffParams {
   const int32_t* selection;        // [R, K]
   const int32_t* host_page_table;  // [T, Pmax]
+  const int32_t* page_limits;      // [T], pages that may be selected; null: num_pages for each
   const int32_t* capacity;         // [R]
   const int32_t* num_real_rows;    // [1]
   const int64_t* rows;             // [R]
@@ -102,9 +103,9 @@ struct LruRow {
   BlockRank rank;
   const int32_t* selection;
   int32_t *slot_pages, *lru_order;
-  int32_t capacity;
+  int32_t capacity, limit;
 
-  // Hashes the selected pages. Returns true in a thread that saw a page beyond the table.
+  // Hashes the selected pages. Returns true in a thread that saw a page beyond the row's limit.
   __device__ bool index_selection() {
     for (int32_t i = threadIdx.x; i < work.hash_size; i += num_threads()) {
       work.keys[i] = -1;
@@ -116,7 +117,7 @@ struct LruRow {
     bool bad = false;
     for (int32_t i = threadIdx.x; i < p.width; i += num_threads()) {
       const int32_t page = selection[i];
-      bad |= page >= p.num_pages;
+      bad |= page >= limit;
       work.entry_at[i] = page >= 0 && page < p.num_pages ? work.insert(page, i) : -1;
     }
     __syncthreads();  // The hash is full.
@@ -263,7 +264,8 @@ __global__ void __launch_bounds__(kMaxThreads)
               p.selection + r * p.selection_stride,
               p.slot_pages + row * p.slot_pages_stride,
               p.lru_order + row * p.lru_order_stride,
-              capacity};
+              capacity,
+              p.page_limits == nullptr ? p.num_pages : p.page_limits[r / p.rows_per_table]};
   const bool bad = step.index_selection();
   if (!step.find_resident(bad)) return write_nothing(p, r, -1);
   const int32_t num_misses = step.number_misses();

@@ -45,6 +45,11 @@ struct PageTablesParams {
   const int32_t* tail_pages;  // [R]
   int32_t* attended;          // [R, K + 1]
   int32_t* loads;             // [R, K]
+  const int32_t* num_hits;    // [R]
+  const int32_t* num_misses;  // [R]
+  const int32_t* num_real_rows;   // [1]
+  unsigned long long* malformed;  // [1], counts rows with another selection than `lengths` pages,
+                                  // each once, and nothing behind them; or null
   int64_t slots_stride, load_slots_stride, attended_stride, loads_stride;  // elements
   int32_t width;                                                           // K
 };
@@ -54,15 +59,19 @@ __global__ void __launch_bounds__(kMaxThreads)
     page_tables_kernel(const __grid_constant__ PageTablesParams p) {
   const int64_t r = blockIdx.x, row = p.rows[r];
   const int32_t tail_at = p.lengths[r];
+  bool malformed = p.num_hits[r] + p.num_misses[r] != tail_at;
   for (int32_t i = threadIdx.x; i <= p.width; i += num_threads()) {
     int32_t page = -1;
     if (i < p.width) {
+      malformed |= (p.slots[r * p.slots_stride + i] >= 0) != (i < tail_at);
       page = p.device_pages.at(row, p.slots[r * p.slots_stride + i]);
       p.loads[r * p.loads_stride + i] =
           p.device_pages.at(row, p.load_slots[r * p.load_slots_stride + i]);
     }
     p.attended[r * p.attended_stride + i] = i == tail_at ? p.tail_pages[r] : page;
   }
+  if (p.malformed == nullptr || r >= *p.num_real_rows) return;
+  if (__syncthreads_or(malformed) && threadIdx.x == 0) atomicAdd(p.malformed, 1ull);
 }
 
 }  // namespace hisparse

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels.build.cpu import call_cpu, dense_rows
-from hisparse.kernels.row_state import LruDiff, PageTables, RowState
+from hisparse.kernels.row_state import LruDiff, PageTables, RowState, SelectionGuard
 
 __all__ = ["lru_diff", "page_table", "page_tables", "promote_tail", "rebalance"]
 
@@ -19,6 +19,7 @@ def lru_diff(
     state: RowState,
     rows: Tensor,
     out: LruDiff | None = None,
+    num_pages: Tensor | None = None,
 ) -> LruDiff:
     """See :func:`hisparse.kernels.lru_diff`; the tables of a row with an error are unchanged."""
     selection, capacity = dense_rows(selection), dense_rows(capacity)
@@ -30,7 +31,9 @@ def lru_diff(
     slot_pages, lru_order, _ = state
     table, rows = dense_rows(host_page_table), dense_rows(rows)
     inputs = (selection, table, capacity, num_real_rows)
-    call_cpu("lru_diff", *inputs, slot_pages, lru_order, rows, *out)
+    # An empty tensor stands for None.
+    limits = capacity.new_empty(0) if num_pages is None else dense_rows(num_pages)
+    call_cpu("lru_diff", *inputs, slot_pages, lru_order, rows, *out, limits)
     return out
 
 
@@ -43,14 +46,22 @@ def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
 
 
 def page_tables(
-    device_pages: Tensor, rows: Tensor, diff: LruDiff, lengths: Tensor, tail_pages: Tensor
+    device_pages: Tensor,
+    rows: Tensor,
+    diff: LruDiff,
+    lengths: Tensor,
+    tail_pages: Tensor,
+    guard: SelectionGuard | None = None,
 ) -> PageTables:
     """See :func:`hisparse.kernels.page_tables`."""
     slots, loads = dense_rows(diff.curr_device_slots), dense_rows(diff.load_device_slots)
     attended = slots.new_empty(slots.shape[0], slots.shape[1] + 1)
     tables = PageTables(attended, torch.empty_like(loads))
     inputs = (device_pages, rows, slots, loads, lengths, tail_pages)
-    call_cpu("page_tables", *(dense_rows(x) for x in inputs), *tables)
+    # Empty tensors stand for None.
+    counted = guard or SelectionGuard(lengths.new_empty(0), lengths.new_empty(0))
+    counts = (dense_rows(diff.num_hits), dense_rows(diff.num_misses))
+    call_cpu("page_tables", *(dense_rows(x) for x in inputs), *tables, *counts, *counted)
     return tables
 
 

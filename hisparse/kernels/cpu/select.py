@@ -52,6 +52,7 @@ def select(
     # An empty tensor stands for None.
     beside = scores.new_empty(0, 0) if rest is None else rest.contiguous()
     always = num_pages.new_empty(0, 0, dtype=torch.bool) if forced is None else forced.contiguous()
+    counter = rule.invalid_scores
     call_cpu(
         "select",
         scores.contiguous(),
@@ -60,6 +61,7 @@ def select(
         beside,
         pages,
         lengths,
+        num_pages.new_empty(0, dtype=torch.int64) if counter is None else counter,
         -1.0 if rule.mass is None else rule.mass,
         -1.0 if rule.within is None else rule.within,
     )

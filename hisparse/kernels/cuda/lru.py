@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hisparse.kernels.build.cpu import dense_rows
 from hisparse.kernels.build.cuda import call_cuda
-from hisparse.kernels.row_state import LruDiff, PageTables, RowState
+from hisparse.kernels.row_state import LruDiff, PageTables, RowState, SelectionGuard
 
 __all__ = ["lru_diff", "page_table", "page_tables", "promote_tail", "rebalance", "reset_rows"]
 
@@ -20,10 +20,11 @@ def lru_diff(
     state: RowState,
     rows: Tensor,
     out: LruDiff | None = None,
+    num_pages: Tensor | None = None,
 ) -> LruDiff:
     """See :func:`hisparse.kernels.lru_diff`.
 
-    A row that cannot be served (more unique pages than capacity, a page beyond the table, a state
+    A row that cannot be served (more unique pages than capacity, a page beyond its limit, a state
     row or slot that does not exist) comes out as -1 with ``num_hits`` 0 and ``num_misses`` -1, and
     its tables stay as they are.
     """
@@ -38,7 +39,9 @@ def lru_diff(
     scratch_bytes = call_cuda("lru_diff_scratch_bytes", selection, state.slot_pages)
     scratch = selection.new_empty((selection.shape[0], scratch_bytes), dtype=torch.uint8)
     inputs = (selection, dense_rows(host_page_table), capacity, num_real_rows)
-    call_cuda("lru_diff", *inputs, *tables, dense_rows(rows), *out, scratch)
+    # An empty tensor stands for None.
+    limits = capacity.new_empty(0) if num_pages is None else dense_rows(num_pages)
+    call_cuda("lru_diff", *inputs, *tables, dense_rows(rows), *out, limits, scratch)
     return out
 
 
@@ -51,14 +54,22 @@ def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
 
 
 def page_tables(
-    device_pages: Tensor, rows: Tensor, diff: LruDiff, lengths: Tensor, tail_pages: Tensor
+    device_pages: Tensor,
+    rows: Tensor,
+    diff: LruDiff,
+    lengths: Tensor,
+    tail_pages: Tensor,
+    guard: SelectionGuard | None = None,
 ) -> PageTables:
     """See :func:`hisparse.kernels.page_tables`; an index outside the table gives -1."""
     slots, loads = dense_rows(diff.curr_device_slots), dense_rows(diff.load_device_slots)
     attended = slots.new_empty((slots.shape[0], slots.shape[1] + 1))
     tables = PageTables(attended, torch.empty_like(loads))
     inputs = (device_pages, rows, slots, loads, lengths, tail_pages)
-    call_cuda("page_tables", *(dense_rows(x) for x in inputs), *tables)
+    # Empty tensors stand for None.
+    counted = guard or SelectionGuard(lengths.new_empty(0), lengths.new_empty(0))
+    counts = (dense_rows(diff.num_hits), dense_rows(diff.num_misses))
+    call_cuda("page_tables", *(dense_rows(x) for x in inputs), *tables, *counts, *counted)
     return tables
 
 

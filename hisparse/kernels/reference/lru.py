@@ -30,8 +30,9 @@ def lru_diff(
     state: RowState,
     rows: Tensor,
     out: LruDiff | None = None,
+    num_pages: Tensor | None = None,
 ) -> LruDiff:
-    """See :func:`hisparse.kernels.lru_diff`.
+    """See :func:`hisparse.kernels.lru_diff`; a row with a page beyond its limit is refused.
 
     Every phase scatters and gathers in tables with one more column than needed. What does not
     apply goes to the extra column, so that no shape depends on the data.
@@ -39,11 +40,16 @@ def lru_diff(
     num_rows = selection.shape[0]
     row = torch.arange(num_rows, device=selection.device)
     real = row < num_real_rows
-    pages = torch.where(real[:, None], selection, -1).long()
+    served = real
+    if num_pages is not None:
+        limit = num_pages.repeat_interleave(num_rows // max(len(num_pages), 1))
+        served = real & (selection < limit[:, None]).all(1)
+    pages = torch.where(served[:, None], selection, -1).long()
     slot_pages, order = state.slot_pages[rows], state.lru_order[rows].long()
     found = _intersect(pages, slot_pages, host_page_table.shape[1])
     victims, order = _evict(order, capacity, found)
     diff, load_pages = _map_loads(pages, host_page_table, found, victims)
+    diff = diff._replace(num_misses=diff.num_misses.masked_fill(real & ~served, -1))
 
     loaded_slots = torch.where(load_pages >= 0, diff.load_device_slots, slot_pages.shape[1])
     slot_pages = torch.nn.functional.pad(slot_pages, (0, 1))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hisparse.kernels.row_state import LruDiff, PageTables
+from hisparse.kernels.row_state import LruDiff, PageTables, SelectionGuard
 
 __all__ = ["page_table", "page_tables"]
 
@@ -16,9 +17,25 @@ def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
 
 
 def page_tables(
-    device_pages: Tensor, rows: Tensor, diff: LruDiff, lengths: Tensor, tail_pages: Tensor
+    device_pages: Tensor,
+    rows: Tensor,
+    diff: LruDiff,
+    lengths: Tensor,
+    tail_pages: Tensor,
+    guard: SelectionGuard | None = None,
 ) -> PageTables:
     """See :func:`hisparse.kernels.page_tables`."""
+    if guard is not None:
+        guard.malformed.add_(_malformed(diff, lengths, guard.num_real_rows).sum())
     attended = pad(page_table(device_pages, rows, diff.curr_device_slots), (0, 1), value=-1)
     attended.scatter_(1, lengths[:, None].long(), tail_pages[:, None])
     return PageTables(attended, page_table(device_pages, rows, diff.load_device_slots))
+
+
+def _malformed(diff: LruDiff, lengths: Tensor, num_real_rows: Tensor) -> Tensor:
+    """``[R] bool``, real rows with a duplicate, a gap, a page too many, or that were refused."""
+    rows, width = diff.curr_device_slots.shape
+    entry = torch.arange(width, device=lengths.device)
+    misplaced = (diff.curr_device_slots >= 0) != (entry < lengths[:, None])
+    wrong = misplaced.any(1) | (diff.num_hits + diff.num_misses != lengths)
+    return wrong & (torch.arange(rows, device=lengths.device) < num_real_rows)

@@ -38,6 +38,8 @@ def select(
     rule: SelectRule,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.select`."""
+    if rule.invalid_scores is not None:
+        rule.invalid_scores.add_(_has_invalid_score(scores, num_pages, rest, rule).sum())
     scores = _finite(scores).masked_fill(_absent(scores, num_pages), -torch.inf)
     combined = _combine_heads(scores, None if rest is None else _finite(rest), rule)
     return best_pages(combined, num_pages, forced, rule, scores.shape[1])
@@ -103,6 +105,22 @@ def _ascending(scores: Tensor, best: Tensor, lengths: Tensor, max_pages: int) ->
     entry = torch.where(chosen, chosen.cumsum(-1) - 1, max_pages)
     page = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
     return pages.scatter_(-1, entry, page.expand_as(entry))[..., :-1]
+
+
+def _has_invalid_score(
+    scores: Tensor, num_pages: Tensor, rest: Tensor | None, rule: SelectRule
+) -> Tensor:
+    """``[B, H] bool``, selections that a NaN or +inf among the scores may have changed."""
+    heads, varies = scores.shape[1], rule.mass is not None or rule.within is not None
+    largest = torch.finfo(scores.dtype).max
+    invalid = (~(scores <= largest)).masked_fill(_absent(scores, num_pages), False).any(-1)
+    if rest is not None and (varies or heads > rule.heads):
+        invalid |= ~(rest <= largest)
+    if heads > rule.heads:
+        invalid = invalid.unflatten(1, (rule.heads, -1)).any(-1)
+    invalid = invalid.repeat_interleave(rule.heads // invalid.shape[1], dim=1)
+    # Otherwise all pages are selected, whatever their scores.
+    return invalid if varies else invalid & (num_pages > rule.max_pages)[:, None]
 
 
 def _finite(scores: Tensor) -> Tensor:

@@ -90,7 +90,19 @@ def select(
     """See :func:`hisparse.kernels.select`; heads agree in Triton, PyTorch chooses."""
     batch, given, width = scores.shape
     near = rule.within is not None
+    counter = rule.invalid_scores
     if given <= rule.heads and not near and rule.mass is None:
+        if counter is not None and scores.numel():
+            _count_kernel[(given, batch)](
+                scores.contiguous(),
+                num_pages,
+                counter,
+                width,
+                given,
+                MAX_PAGES=rule.max_pages,
+                SELECTIONS=rule.heads // given,
+                STEP=_SCORES_PER_STEP,
+            )
         combined = scores.repeat_interleave(rule.heads // given, dim=1)
         return best_pages(combined, num_pages, forced, rule, given)
     heads = min(given, rule.heads)
@@ -102,8 +114,14 @@ def select(
             scores.new_full((batch, given), -torch.inf) if rest is None else rest.contiguous(),
             num_pages,
             combined,
+            # Not written to where there is no counter.
+            num_pages if counter is None else counter,
             width,
             heads,
+            COUNTED=counter is not None,
+            # A selection of fixed length has all pages of a request that has no more than that.
+            MAX_PAGES=rule.max_pages if rule.mass is None and not near else 0,
+            SELECTIONS=rule.heads // heads,
             NEAR=near,
             GROUP=given // heads,
             GROUP_BLOCK=group_block,
@@ -221,13 +239,48 @@ def _finite(x):
 
 
 @triton.jit
+def _is_invalid(x):
+    """NaN or +inf."""
+    return (x <= 3.4028234663852886e38) == 0
+
+
+@triton.jit
+def _count_kernel(
+    scores,  # [B, H, P]
+    num_pages,  # [B]
+    invalid_scores,  # [1]
+    width,
+    heads,
+    MAX_PAGES: tl.constexpr,
+    SELECTIONS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Add SELECTIONS if a score of a head is NaN or +inf and its request has a choice of pages."""
+    head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    count = tl.load(num_pages + request)
+    if count <= MAX_PAGES:
+        return
+    at = tl.arange(0, STEP)
+    source = scores + (request * heads + head) * width
+    invalid = tl.zeros((STEP,), tl.int32)
+    for start in range(0, width, STEP):
+        x = tl.load(source + start + at, mask=start + at < count, other=0.0)
+        invalid |= _is_invalid(x).to(tl.int32)
+    tl.atomic_add(invalid_scores, SELECTIONS, mask=tl.max(invalid, axis=0) > 0)
+
+
+@triton.jit
 def _share_kernel(
     scores,  # [B, H * GROUP, P]
     rest,  # [B, H * GROUP]
     num_pages,  # [B]
     combined,  # [B, H, P]
+    invalid_scores,  # [1], if COUNTED
     width,
     heads,
+    COUNTED: tl.constexpr,
+    MAX_PAGES: tl.constexpr,
+    SELECTIONS: tl.constexpr,
     NEAR: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
@@ -245,17 +298,23 @@ def _share_kernel(
     source = scores + (row * GROUP + member[:, None]) * width
     present = (member < GROUP)[:, None]
     beside = tl.load(rest + row * GROUP + member, mask=member < GROUP, other=-float("inf"))
+    invalid = _is_invalid(beside).to(tl.int32)
     highest = _finite(beside)
     total = tl.where(highest == -float("inf"), 0.0, 1.0)
     # -inf everywhere: there is no maximum to subtract.
     top = tl.where(highest == -float("inf"), 0.0, highest)
     for start in range(0, width, STEP):
         page = start + at[None, :]
-        x = _finite(tl.load(source + page, mask=present & (page < count), other=-float("inf")))
+        x = tl.load(source + page, mask=present & (page < count), other=-float("inf"))
+        invalid |= tl.max(_is_invalid(x).to(tl.int32), axis=1)
+        x = _finite(x)
         higher = tl.maximum(highest, tl.max(x, axis=1))
         top = tl.where(higher == -float("inf"), 0.0, higher)
         total = total * tl.exp(highest - top) + tl.sum(tl.exp(x - top[:, None]), axis=1)
         highest = higher
+    if COUNTED:
+        changed = (tl.max(invalid, axis=0) > 0) & (count > MAX_PAGES)
+        tl.atomic_add(invalid_scores, SELECTIONS, mask=changed)
     scale = 1.0 / tl.where(total > 0, total, 1.0)
     for start in range(0, width, STEP):
         page = start + at

@@ -1,0 +1,127 @@
+"""Calls of algorithms and extensions: an error names the part, the layer, and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from hisparse.algorithms import SelectionPolicy
+from hisparse.cache import StepRows, check_selection
+from hisparse.errors import AlgorithmError, ConfigError, HiSparseError, explain
+from hisparse.types import Selection
+
+__all__ = ["blame", "call", "check_positions", "named", "require_selection"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def named(part: object, method: str, layer_id: int | None = None) -> str:
+    """``"algorithm KNorm (hisparse_knorm), layer 3, retrieve_topk"``."""
+    cls = type(part)
+    where = "" if layer_id is None else f", layer {layer_id}"
+    return f"{cls.__name__} ({cls.__module__}){where}, {method}"
+
+
+def call(method: Callable[P, R], layer_id: int | None, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a method of an algorithm or an extension.
+
+    Args:
+        method: bound to the algorithm or extension.
+        layer_id: layer number; None: the call is not one of a layer.
+        args, kwargs: the method's arguments.
+
+    Raises:
+        AlgorithmError: the method raised an exception, which is the cause of the error.
+        ConfigError: the method refused a setting.
+    """
+    try:
+        return method(*args, **kwargs)
+    except (AlgorithmError, ConfigError, torch.AcceleratorError):
+        # A fault of the device need not come from this method.
+        raise
+    except Exception as error:
+        owner: object = getattr(method, "__self__", None)
+        name = named(owner, getattr(method, "__name__", "call"), layer_id)
+        raise AlgorithmError(
+            f"{name}: got {explain(error, type(owner))}, expected no exception"
+        ) from error
+
+
+def require_selection(
+    selection: object, part: object, method: str, layer_id: int, policy: SelectionPolicy, batch: int
+) -> Selection:
+    """A selection of the right type, shapes and dtypes; nothing is read from the device.
+
+    Args:
+        selection: what ``method`` of ``part``, an algorithm or an extension, returned.
+        part, method, layer_id: for the message.
+        policy: the rules of selections.
+        batch: B.
+
+    Raises:
+        AlgorithmError: the selection has another type, shape or dtype.
+    """
+    if type(selection) is Selection:
+        pages, lengths = selection
+        shape = (batch, policy.heads)
+        if (
+            isinstance(pages, Tensor)
+            and isinstance(lengths, Tensor)
+            and pages.dtype == lengths.dtype == torch.int32
+            and lengths.shape == shape
+            and pages.shape[:-1] == shape
+            and pages.shape[-1] <= policy.max_pages
+        ):
+            return selection
+    shape_text = f"[{batch}, {policy.heads}"
+    raise AlgorithmError(
+        f"{named(part, method, layer_id)}: got {_described(selection)}, expected Selection(pages "
+        f"{shape_text}, K] int32 with K at most {policy.max_pages}, lengths {shape_text}] int32)"
+    )
+
+
+def check_positions(positions: object, part: object, layer_id: int, num_tokens: int) -> None:
+    """Raise AlgorithmError unless ``select_prefill`` returned None or ``[T, K] int32``."""
+    if positions is None:
+        return
+    if isinstance(positions, Tensor) and positions.dim() == 2:
+        if len(positions) == num_tokens and positions.dtype == torch.int32:
+            return
+    raise AlgorithmError(
+        f"{named(part, 'select_prefill', layer_id)}: got {_described(positions)}, expected "
+        f"positions [{num_tokens}, K] int32, or None"
+    )
+
+
+def blame(
+    error: Exception, layer_id: int, selection: Selection, rows: StepRows, algorithm: object
+) -> Exception:
+    """The error to raise if swapping in a selection failed: that of the selection, if it is wrong.
+
+    Args:
+        error: what was raised.
+        layer_id: layer number.
+        selection: the selection.
+        rows: the rows that attend.
+        algorithm: selected the pages.
+    """
+    try:
+        check_selection(layer_id, selection, rows)
+    except HiSparseError as wrong:
+        cls = type(algorithm)
+        return AlgorithmError(f"{cls.__name__} ({cls.__module__}), {wrong}")
+    return error
+
+
+def _described(value: Any) -> str:
+    """Type, or shape and dtype, of what a method returned."""
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple):
+        name = "" if type(value) is tuple else type(value).__name__
+        return f"{name}({', '.join(map(_described, value))})"
+    return "None" if value is None else type(value).__name__
