@@ -23,6 +23,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -174,13 +175,15 @@ class ForkServer:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._asking = threading.Lock()
         self._read()
 
     def ask(self, request: Mapping[str, Any]) -> Any:
-        """The answer to a request."""
-        self._process.stdin.write(f"{json.dumps(request)}\n")
-        self._process.stdin.flush()
-        return self._read()
+        """The answer to a request; threads may ask at the same time."""
+        with self._asking:
+            self._process.stdin.write(f"{json.dumps(request)}\n")
+            self._process.stdin.flush()
+            return self._read()
 
     def start(
         self,

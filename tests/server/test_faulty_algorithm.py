@@ -41,7 +41,7 @@ SOURCE = """
         def retrieve_topk(self, queries, layer_id, step):
             pages, lengths = super().retrieve_topk(queries, layer_id, step)
             of = {701: None, 702: (pages, lengths), 703: Selection(pages, lengths[:, :1])}
-            of[704] = Selection(torch.where(pages == 1, 99, pages), lengths)
+            of[704] = Selection(torch.where(pages == 42, 43, pages), lengths)
             of[705] = Selection(torch.where(pages > 0, pages[..., :1], pages), lengths)
             for length in step.seq_lens.tolist() if layer_id == 1 else ():
                 if length in of:
