@@ -44,6 +44,34 @@ def test_more_pages_than_slots_are_refused_before_anything_changes(impl: str) ->
     assert [t.tolist() for t in state] == [t.tolist() for t in example()]
 
 
+def test_a_page_that_the_request_does_not_have_is_not_loaded(impl: str) -> None:
+    """The table is as wide as the longest request needs: behind a shorter one are others' pages."""
+    state, limit = example(), i32([6])
+    args = (TABLE, i32([4]), i32([1]), state)
+    if impl == "reference":
+        diff = lru_diff(i32([[4, 6]]), *args, num_pages=limit, impl=impl)
+        assert (diff.num_hits.tolist(), diff.num_misses.tolist()) == ([0], [-1])
+    else:
+        with pytest.raises(KernelError, match="selection: "):
+            lru_diff(i32([[4, 6]]), *args, num_pages=limit, impl=impl)
+    assert [t.tolist() for t in state] == [t.tolist() for t in example()]
+    diff = lru_diff(i32([[4, 5]]), *args, num_pages=limit, impl=impl)
+    assert (diff.num_hits.tolist(), diff.num_misses.tolist()) == ([1], [1])
+
+
+def test_each_request_has_its_own_number_of_pages(impl: str) -> None:
+    """Two rows a request; the second request has fewer pages than the table has columns."""
+    state = RowState(*(t.repeat(4, 1) for t in example()))
+    table, limits, selection = (
+        TABLE.repeat(2, 1),
+        i32([10, 5]),
+        i32([[9, 8], [9, 1], [3, 4], [0, 4]]),
+    )
+    real, capacity = i32([4]), i32([4] * 4)
+    diff = lru_diff(selection, table, capacity, real, state, num_pages=limits, impl=impl)
+    assert (diff.num_hits + diff.num_misses).tolist() == [2, 2, 2, 2]
+
+
 @settings(max_examples=sized(30, 240), deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), num_rows=st.integers(1, 6), slots=st.integers(1, 9))
 def test_any_trace_agrees_with_an_ordered_dict(

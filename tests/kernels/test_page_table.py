@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels import LruDiff, PageTables, page_table, page_tables
+from hisparse.kernels import LruDiff, PageTables, SelectionGuard, page_table, page_tables
 from tests.kernels.world import i32
 
 PAGES = i32([[10, 11, 12, -1], [20, 21, 22, 23], [30, 31, -1, -1]])
@@ -55,6 +55,36 @@ def test_tables_equal_entry_by_entry_lookups(impl: str, width: int) -> None:
         assert tables.attended[r].tolist() == attended
         assert tables.loads[r].tolist() == [own[slot] for slot in loaded[r].tolist()]
     assert torch.equal(page_table(pages, rows, loaded, impl=impl), tables.loads)
+
+
+@pytest.mark.parametrize(
+    ("slots", "length", "hits", "misses", "wrong"),
+    [
+        pytest.param([2, 0, 1, -1], 3, 2, 1, False, id="well-formed"),
+        pytest.param([-1, -1, -1, -1], 0, 0, 0, False, id="empty"),
+        pytest.param([2, 0, 1, 3], 4, 0, 4, False, id="full"),
+        pytest.param([2, 0, 2, -1], 3, 1, 1, True, id="twice"),
+        pytest.param([2, -1, 1, 3], 3, 3, 0, True, id="gap"),
+        pytest.param([2, 2, 1, -1], 2, 2, 0, True, id="twice-and-one-more"),
+        pytest.param([2, 0, 1, -1], 2, 3, 0, True, id="too-short-a-length"),
+        pytest.param([2, 0, -1, -1], 3, 2, 0, True, id="too-long-a-length"),
+        pytest.param([-1, -1, -1, -1], 3, 0, -1, True, id="refused"),
+    ],
+)
+def test_malformed_selections_are_counted(
+    impl: str, slots: list[int], length: int, hits: int, misses: int, wrong: bool
+) -> None:
+    """Among good rows, in wide tables too, and not in rows of padding."""
+    for width in (4, 300):
+        good = [0, 1, 2] + [-1] * (width - 3)
+        rows = [good, [*slots, *[-1] * (width - 4)], good]
+        table = i32([rows[r] for r in (0, 1, 2, 1)])
+        counts = [i32([2, hits, 1, hits]), i32([1, misses, 2, misses])]
+        diff = LruDiff(table, table, torch.full_like(table, -1), *counts)
+        guard = SelectionGuard(i32([3]), torch.tensor([2**40]))
+        lengths, states = i32([3, length, 3, length]), torch.tensor([1, 1, 1, 1])
+        page_tables(PAGES, states, diff, lengths, i32([7] * 4), guard=guard, impl=impl)
+        assert guard.malformed.tolist() == [2**40 + wrong]
 
 
 def test_inputs_may_be_strided(impl: str) -> None:

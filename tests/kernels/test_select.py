@@ -202,6 +202,45 @@ def test_scores_that_are_no_numbers_choose_pages_that_there_are(
         assert length == len(set(chosen[:length])) == (3 if rule else 6)
 
 
+def number(value: float) -> bool:
+    return value == value and value < math.inf
+
+
+@pytest.mark.parametrize("rule", [{}, {"mass": 0.5}, {"within": 1.0}], ids=["top", "mass", "near"])
+@pytest.mark.parametrize("given", [1, 2, 4], ids=lambda h: f"{h}-given")
+@pytest.mark.parametrize("heads", [1, 2, 4], ids=lambda h: f"select{h}")
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
+def test_selections_that_a_score_may_have_spoilt_are_counted(
+    impl: str, value: float, heads: int, given: int, rule: dict[str, float]
+) -> None:
+    """Once each, whichever of their heads it was; a place without a page does not count."""
+    counter, batch, width = torch.tensor([40]), 6, 37
+    limits = SelectRule(heads=heads, max_pages=6, invalid_scores=counter, **rule)
+    scores = torch.randn(batch, given, width)
+    num_pages = torch.tensor([37, 37, 37, 36, 6, 37], dtype=torch.int32)
+    # Two of one head, one of the last head, none; one without a page; one where all are selected.
+    scores[0, 0, [3, 36]] = scores[1, -1, 17] = scores[3, 0, 36] = scores[4, 0, 2] = value
+    select(scores, num_pages, limits, impl=impl)
+    spoilt = 0
+    for row, count in enumerate(num_pages.tolist()):
+        for head in range(heads):
+            seen = group_of(scores[row, :, :count], head, heads).flatten().tolist()
+            choice = bool(rule) or count > 6
+            spoilt += choice and not all(map(number, seen))
+    assert spoilt > 0 or number(value)
+    assert counter.tolist() == [40 + spoilt]
+
+
+@pytest.mark.parametrize("heads", [1, 2], ids=lambda h: f"select{h}")
+def test_the_score_of_the_rest_counts_where_it_is_used(impl: str, heads: int) -> None:
+    counter, rest = torch.tensor([0]), torch.tensor([[0.0, math.nan], [0.0, 0.0]])
+    limits = SelectRule(heads=heads, max_pages=2, invalid_scores=counter)
+    num_pages = torch.tensor([9, 9], dtype=torch.int32)
+    select(torch.randn(2, 2, 9), num_pages, limits, rest=rest, impl=impl)
+    # Two heads that select for themselves rank pages alone.
+    assert counter.tolist() == [heads == 1]
+
+
 def first_of_the_best(scores: list[list[float]], forced: list[bool], rule: SelectRule) -> list[int]:
     """The rule in plain Python, for the heads ``[heads, pages]`` that share one selection."""
     heads = [[-math.inf if x != x else min(x, FLOAT32.max) for x in head] for head in scores]
@@ -295,15 +334,17 @@ COUNT = torch.tensor([3], dtype=torch.int32)
         ({"forced": torch.zeros(1, 4)}, "forced: got dtype torch.float32, expected torch.bool"),
         ({"rest": torch.zeros(1, 3)}, r"rest: got shape \[1, 3\], expected \[1, 2\]"),
         ({"rest": torch.zeros(1, 2, device="meta")}, "rest: got device meta, expected cpu"),
+        ({"counter": torch.zeros(1)}, "invalid_scores: got dtype torch.float32, expected torch.i"),
     ],
-    ids=["heads", "dtype", "shape", "device", "forced", "marks", "rest", "rest-device"],
+    ids=["heads", "dtype", "shape", "device", "forced", "marks", "rest", "rest-device", "counter"],
 )
 def test_tensors_that_select_cannot_use_are_named(
     impl: str, changed: dict[str, Tensor], message: str
 ) -> None:
     inputs = {"scores": torch.zeros(1, 2, 4), "num_pages": COUNT} | changed
+    rule = SelectRule(heads=2, max_pages=2, invalid_scores=inputs.pop("counter", None))
     with pytest.raises(KernelError, match=message):
-        select(**inputs, rule=SelectRule(heads=2, max_pages=2), impl=impl)
+        select(**inputs, rule=rule, impl=impl)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def _wrap(name: str, written: Callable[..., Iterable[Tensor]]) -> Callable[..., 
 # By the operation's own arguments, which of them it writes to.
 lru_diff = _wrap("lru_diff", lambda *a: (*a[4][:2], *(a[6] or ())))
 page_table = _wrap("page_table", lambda *a: ())
-page_tables = _wrap("page_tables", lambda *a: ())
+page_tables = _wrap("page_tables", lambda *a: a[5][1:] if len(a) > 5 and a[5] else ())
 promote_tail = _wrap("promote_tail", lambda *a: (*a[4], a[5]))
 reset_rows = _wrap("reset_rows", lambda *a: a[2])
 rebalance = _wrap("rebalance", lambda *a: (a[2], *a[3], a[4], a[5]))
