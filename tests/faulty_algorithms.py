@@ -141,6 +141,19 @@ class SelectsTheTailPage(Right):
         return Selection(torch.where(beyond_budget(step), other, pages), lengths)
 
 
+@finds("scores")
+class DividesByTheNormOfAKey(Right):
+    def score(self, query: Tensor, summaries: Tensor) -> Tensor:
+        return super().score(query, summaries / summaries.norm(dim=-1, keepdim=True))
+
+
+@finds("scores")
+class SelectsAPageByInfinity(Right):
+    def score(self, query: Tensor, summaries: Tensor) -> Tensor:
+        scores = super().score(query, summaries)
+        return torch.cat([torch.full_like(scores[..., :1], torch.inf), scores[..., 1:]], dim=-1)
+
+
 @finds("well formed")
 class SelectsAPageTwice(Right):
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:

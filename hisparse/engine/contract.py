@@ -86,11 +86,11 @@ def require_selection(
 
 def check_positions(positions: object, part: object, layer_id: int, num_tokens: int) -> None:
     """Raise AlgorithmError unless ``select_prefill`` returned None or ``[T, K] int32``."""
-    if positions is None:
-        return
+    right = positions is None
     if isinstance(positions, Tensor) and positions.dim() == 2:
-        if len(positions) == num_tokens and positions.dtype == torch.int32:
-            return
+        right = positions.shape[0] == num_tokens and positions.dtype == torch.int32
+    if right:
+        return
     raise AlgorithmError(
         f"{named(part, 'select_prefill', layer_id)}: got {_described(positions)}, expected "
         f"positions [{num_tokens}, K] int32, or None"
@@ -100,7 +100,7 @@ def check_positions(positions: object, part: object, layer_id: int, num_tokens: 
 def blame(
     error: Exception, layer_id: int, selection: Selection, rows: StepRows, algorithm: object
 ) -> Exception:
-    """The error to raise if swapping in a selection failed: that of the selection, if it is wrong.
+    """The error to raise if a selection could not be attended: the selection's, if it is wrong.
 
     Args:
         error: what was raised.

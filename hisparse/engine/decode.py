@@ -70,10 +70,10 @@ class DecodeAttention:
                 table = self._parts.manager.swap_in(
                     layer_id, selection, part.rows, tail_lens, followers
                 )
+                attended = self._attend_pages(layer_id, queries, table)
             except Exception as error:
                 algorithm = self._parts.algorithm
                 raise blame(error, layer_id, selection, part.rows, algorithm) from error
-            attended = self._attend_pages(layer_id, queries, table)
         for extension in self._parts.extensions:
             attended = call(
                 extension.after_attention, layer_id, layer_id, queries, selection, part, attended

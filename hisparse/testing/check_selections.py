@@ -6,12 +6,13 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from hisparse.testing.case import Case
 from hisparse.testing.recorder import Retrieved
 from hisparse.testing.violation import Violation
 
-__all__ = ["budget", "dense", "runs", "sinks_and_recents", "well_formed"]
+__all__ = ["budget", "dense", "runs", "scores", "sinks_and_recents", "well_formed"]
 
 
 def runs(case: Case) -> None:
@@ -57,6 +58,37 @@ def well_formed(case: Case) -> None:
         return None
 
     _require(case, rule)
+
+
+def scores(case: Case) -> None:
+    """No score is NaN or +inf, also for keys and queries that are zero, equal or a thousandfold.
+
+    Only scores that the algorithm passes to ``select`` are seen.
+    """
+    case = (case.smaller() or [case])[0]
+    for name, change in _HARD_STREAMS.items():
+        run = case.start()
+        request = run.sim.request(1, case.prompt + 2, case.seed, prompt=case.prompt)
+        for stream in (request.q, request.k, *request.indexer):
+            change(stream)
+        run.sim.prefill((request, case.prompt))
+        run.finish(request, steps=2)
+        stats = run.sim.coordinator.stats()
+        if stats.invalid_scores:
+            raise Violation(
+                f"{name} keys and queries: got NaN or +inf among the scores of "
+                f"{stats.invalid_scores} of {stats.selections} selections, expected numbers or "
+                "-inf; to select pages in any case, pass forced to select"
+            )
+
+
+#: By name: changes the queries or keys of a request, ``[L, n, ...]``, in place.
+_HARD_STREAMS: dict[str, Callable[[Tensor], object]] = {
+    "random": lambda stream: None,
+    "zero": torch.Tensor.zero_,
+    "equal": lambda stream: stream.copy_(stream[:, :1].clone().expand_as(stream)),
+    "thousandfold": lambda stream: stream.mul_(1000),
+}
 
 
 def sinks_and_recents(case: Case) -> None:

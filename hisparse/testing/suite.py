@@ -62,6 +62,7 @@ CHECKS: tuple[Check, ...] = (
     Check("options", check_declarations.options, once=True),
     Check("runs", check_selections.runs),
     Check("well formed", check_selections.well_formed),
+    Check("scores", check_selections.scores),
     Check("sinks and recents", check_selections.sinks_and_recents),
     Check("budget", check_selections.budget),
     Check("dense", check_selections.dense),
