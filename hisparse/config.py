@@ -78,7 +78,7 @@ class HiSparseConfig:
             bits with a scale for each token and head. In a server the same as
             ``--kv-cache-dtype``.
         adapter: name of the adapter, the attention library. None: chosen and logged.
-        checked: verify selections and resident bytes in every step. Slow, for tests and new
+        checked: verify scores, selections and resident bytes in every step. Slow, for tests and new
             algorithms.
         cuda_graph: capture SGLang's decode steps in CUDA graphs. Not yet run on a GPU.
         extensions: options by the name of the extension (``tail_estimate``, ``prefetch``). In JSON

@@ -24,10 +24,6 @@ def reason_to_stop(requests: Sequence[Any], chunked_request_id: str | None) -> s
         return "other ranks go on with the batch"
     if not requests:
         return "the forward is not of requests"
-    if any(request.session is not None for request in requests):
-        return "a session keeps the KV cache of a request"
-    if any(getattr(request, "beam_group", None) is not None for request in requests):
-        return "a request is one beam of several"
     continues = any(request.rid == chunked_request_id for request in requests)
     if continues and not compat.since("0.5.23"):
         return "SGLang before 0.5.23 cannot end a request in the middle of its prompt"
