@@ -46,9 +46,11 @@ void page_table(TensorView device_pages, TensorView rows, TensorView slots, Tens
 
 // Whether the first `length` slots are those of different pages and the others are none.
 bool well_formed(const int32_t* slots, int64_t width, int64_t length, int32_t num_pages) {
-  bool right = num_pages == length;
-  for (int64_t i = 0; i < width; ++i) right &= (slots[i] >= 0) == (i < length);
-  return right;
+  // Only -1 is negative, so a sign bit survives "or" if one slot is none, and "and" if all are.
+  int32_t within = 0, behind = -1;
+  for (int64_t i = 0; i < length; ++i) within |= slots[i];
+  for (int64_t i = length; i < width; ++i) behind &= slots[i];
+  return num_pages == length && within >= 0 && behind < 0;
 }
 
 // slots, load_slots [R, K]; attended [R, K + 1] has the tail page at entry lengths[r]. `malformed`

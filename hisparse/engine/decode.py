@@ -106,20 +106,21 @@ class DecodeAttention:
         return _all_where(part.dense, selection, part.view, self._parts.modes.dense_width)
 
     def _retrieve(self, layer_id: int, q: Tensor, part: DecodePart) -> Selection:
-        """The algorithm's selection; ``checked`` waits for the count of invalid scores."""
+        """The algorithm's selection; with ``checked``, wait for the count of invalid scores."""
         algorithm, manager = self._parts.algorithm, self._parts.manager
-        invalid = manager.counters.total("invalid_scores")
-        before = int(invalid) if manager.checked else 0
+        before = int(manager.counters.total("invalid_scores")) if manager.checked else 0
         found = call(algorithm.retrieve_topk, layer_id, q, layer_id, part.view)
         selection = require_selection(
             found, algorithm, "retrieve_topk", layer_id, self._parts.policy, len(q)
         )
-        if manager.checked and int(invalid) > before:
-            raise AlgorithmError(
-                f"{named(algorithm, 'retrieve_topk', layer_id)}: got NaN or +inf among the scores "
-                f"of {int(invalid) - before} of {selection.lengths.numel()} selections, expected "
-                "numbers or -inf"
-            )
+        if manager.checked:
+            invalid = int(manager.counters.total("invalid_scores")) - before
+            if invalid:
+                raise AlgorithmError(
+                    f"{named(algorithm, 'retrieve_topk', layer_id)}: got NaN or +inf among the "
+                    f"scores of {invalid} of {selection.lengths.numel()} selections, expected "
+                    "numbers or -inf"
+                )
         return selection
 
     def _count_capped(self, selection: Selection, part: DecodePart) -> None:

@@ -60,7 +60,7 @@ def page_tables(
     inputs = (device_pages, rows, slots, loads, lengths, tail_pages)
     # Empty tensors stand for None.
     counted = guard or SelectionGuard(lengths.new_empty(0), lengths.new_empty(0))
-    counts = (dense_rows(diff.num_hits), dense_rows(diff.num_misses))
+    counts = (diff.num_hits, diff.num_misses)
     call_cpu("page_tables", *(dense_rows(x) for x in inputs), *tables, *counts, *counted)
     return tables
 
