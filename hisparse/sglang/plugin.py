@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pkgutil
 import sys
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from hisparse.sglang.server_args import (
 from hisparse.sglang.session import require_session
 
 __all__ = ["installed_hooks", "register", "verify_hooks"]
+
+logger = logging.getLogger("hisparse")
 
 #: SGLang's functions before the hooks wrapped them, by dotted name.
 _originals: dict[str, object] = {}
@@ -97,7 +100,11 @@ def _make_backend(model_runner: Any) -> Any:
     if require_session().spec.latent:
         use_absorbed_mla()
         dsa_indexer.return_indexer_inputs(model_runner.model)
-    return HiSparseAttnBackend(model_runner)
+    try:
+        return HiSparseAttnBackend(model_runner)
+    except HiSparseError as error:
+        logger.error("hisparse: error: %s", error)
+        raise
 
 
 def _exit_on_error(check: Callable[[], None]) -> None:

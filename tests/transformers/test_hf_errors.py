@@ -24,8 +24,9 @@ from transformers import (
     T5Config,
 )
 
+from hisparse.algorithms.quest import Quest
 from hisparse.config import HiSparseConfig
-from hisparse.errors import CapacityError, ConfigError, HiSparseError
+from hisparse.errors import AlgorithmError, CapacityError, ConfigError, HiSparseError
 from hisparse.transformers import HiSparseCache, disable, enable
 from hisparse.transformers.model_shape import read_model_shape
 from tests.transformers.hf_models import GREEDY, ROOMY, SMALL, continuation, model, prompt
@@ -240,3 +241,36 @@ def test_a_cache_of_another_model(net: Any) -> None:
     with pytest.raises(HiSparseError, match="heads and width of q .4, 32., expected .2, 16.") as e:
         continuation(net, prompt(9, seed=1), 3, cache)
     _one_line(e)
+
+
+@torch.no_grad()
+def test_a_failing_algorithm_is_named_and_the_cache_goes_on_as_if_it_had_not_failed(
+    net: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that failed leaves nothing behind, neither columns nor half-loaded pages."""
+    config = SMALL | {"algorithm": "quest", "checked": False}
+    ids = torch.cat([prompt(150, seed=seed) for seed in (1, 2)])
+
+    def decode(fail_at: int | None) -> list[list[int]]:
+        retrieve, chosen = Quest.retrieve_topk, []
+        with enable(net, config, max_batch_size=2, max_length=256) as cache:
+            logits = net(ids, past_key_values=cache).logits
+            for step in range(10):
+                chosen.append(logits[:, -1].argmax(-1).tolist())
+                token = torch.tensor(chosen[-1])[:, None]
+                if step == fail_at:
+
+                    def wrong(self: Quest, queries: Any, layer_id: int, view: Any) -> Any:
+                        pages, lengths = retrieve(self, queries, layer_id, view)
+                        if layer_id == 1:
+                            pages[1, 0, -1] = 999
+                        return type(retrieve(self, queries, layer_id, view))(pages, lengths)
+
+                    monkeypatch.setattr(Quest, "retrieve_topk", wrong)
+                    with pytest.raises(AlgorithmError, match="Quest .*, layer 1, request 1, head"):
+                        net(token, past_key_values=cache)
+                    monkeypatch.setattr(Quest, "retrieve_topk", retrieve)
+                logits = net(token, past_key_values=cache).logits
+        return chosen
+
+    assert decode(fail_at=4) == decode(fail_at=None)

@@ -1,0 +1,89 @@
+"""When the server can go on after a failed forward, and what it does to the requests."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.distributed import parallel_state
+
+from hisparse.errors import AlgorithmError
+from hisparse.sglang import compat, failed_batch
+from hisparse.sglang.backend import HiSparseAttnBackend
+
+
+def request(rid: str = "a", *, finished: bool = False) -> Any:
+    return SimpleNamespace(
+        rid=rid,
+        finished=lambda: finished,
+        output_ids=[5, 6],
+        finished_len=None,
+        to_finish=None,
+        skip_radix_cache_insert=False,
+    )
+
+
+@pytest.fixture(autouse=True)
+def world(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The group of all ranks: one."""
+    group = SimpleNamespace(world_size=1)
+    monkeypatch.setattr(parallel_state, "get_world_group", lambda: group)
+    return group
+
+
+def test_a_server_of_one_rank_goes_on() -> None:
+    assert failed_batch.reason_to_stop([request("a"), request("b")], "b") is None
+
+
+def test_a_server_stops_where_something_would_be_left_behind(
+    world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert failed_batch.reason_to_stop([], None) == "the forward is not of requests"
+    monkeypatch.setattr(compat, "since", lambda release: False)
+    assert failed_batch.reason_to_stop([request("a")], "b") is None
+    reason = failed_batch.reason_to_stop([request("a")], "a")
+    assert reason == "SGLang before 0.5.23 cannot end a request in the middle of its prompt"
+    world.world_size = 2
+    assert failed_batch.reason_to_stop([request()], None) == "other ranks go on with the batch"
+
+
+def test_failed_requests_end_with_an_error_and_keep_nothing() -> None:
+    running, ended = request(), request(finished=True)
+    failed_batch.fail_requests([running, ended], "what went wrong")
+    assert running.skip_radix_cache_insert
+    assert running.finished_len == 2
+    assert running.to_finish.to_json() == {
+        "type": "abort",
+        "message": "what went wrong",
+        "status_code": 500,
+        "err_type": "InternalServerError",
+    }
+    assert ended.to_finish is None
+
+
+def test_a_server_that_stops_says_why_in_one_line(
+    world: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.world_size = 2
+    backend = HiSparseAttnBackend.__new__(HiSparseAttnBackend)
+    backend._session = SimpleNamespace(requests=[request()], chunked_request_id=None)
+    backend._spec = SimpleNamespace(num_kv_heads=1, num_q_heads=1, head_dim=4, v_head_dim=4)
+    backend._spec.latent = False
+    backend._first_layer, backend._in_graph, backend._failed = 0, False, False
+
+    def attention(*args: Any) -> None:
+        raise AlgorithmError("Mine (mine), layer 0, retrieve_topk: got None, expected a selection")
+
+    backend.coordinator = SimpleNamespace(attention=attention)
+    layer = SimpleNamespace(layer_id=0, tp_q_head_num=1, v_head_dim=4)
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False))
+    with caplog.at_level(logging.ERROR), pytest.raises(AlgorithmError, match="Mine"):
+        backend.forward(*(torch.zeros(1, 4) for _ in range(3)), layer, batch)
+    assert caplog.messages == [
+        "hisparse: error: Mine (mine), layer 0, retrieve_topk: got None, expected a selection; "
+        "the server stops, since other ranks go on with the batch"
+    ]
+    assert backend._session.requests[0].to_finish is None
