@@ -61,9 +61,10 @@ HISPARSE_NOINLINE void decode(const OutlineScoreParams& p, const uint8_t* outlin
     store(out + half + i, values_of(fours >> 4) * spread_scales(scales + (half + i) / kBlock));
   }
   for (; i < half; ++i) {
-    const int32_t fours = static_cast<int8_t>(outline[i]);
-    out[i] = value_of(fours << 28 >> 28) * scale_of(scales[std::min(i / kBlock, last)]);
-    out[half + i] = value_of(fours >> 4) * scale_of(scales[std::min((half + i) / kBlock, last)]);
+    const int32_t low = static_cast<int8_t>(outline[i] << 4) >> 4;
+    const int32_t high = static_cast<int8_t>(outline[i]) >> 4;
+    out[i] = value_of(low) * scale_of(scales[std::min(i / kBlock, last)]);
+    out[half + i] = value_of(high) * scale_of(scales[std::min((half + i) / kBlock, last)]);
   }
 }
 

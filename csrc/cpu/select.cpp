@@ -212,7 +212,7 @@ void select_row(const SelectParams& p, int64_t b, int64_t head) {
   const int32_t count = p.num_pages[b];
   int32_t length = std::min(count, p.max_pages);
   int32_t* pages = p.pages + (b * p.out_heads + head) * p.max_pages;
-  if (p.varies() || count > length) {
+  if (count > 0 && (p.varies() || count > length)) {
     const size_t whole = static_cast<size_t>(whole_vectors(count));
     if (combined.size() < whole) combined.resize(whole);
     float* scores = combined.data();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -178,6 +179,16 @@ def test_within_takes_what_is_near_the_best_of_some_head(
                 ranked = sorted(near - forced, key=lambda p: -behind[p].item())
                 near = forced | set(ranked[: most - len(forced)])
             assert chosen == sorted(near)
+
+
+def test_a_thread_whose_first_request_has_no_page(impl: str) -> None:
+    """A thread's scratch memory is empty until its first request with pages."""
+    scores, none = torch.zeros(1, 2, 4), torch.zeros(1, dtype=torch.int32)
+    rule = SelectRule(heads=1, max_pages=3, within=1.0)
+    with ThreadPoolExecutor(1) as new_thread:
+        pages, lengths = new_thread.submit(select, scores, none, rule, impl=impl).result()
+    assert pages.tolist() == [[[-1, -1, -1]]]
+    assert lengths.tolist() == [[0]]
 
 
 @pytest.mark.parametrize(
