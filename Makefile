@@ -5,6 +5,8 @@
 #                              and page sizes, many more examples of hypothesis
 # make test-all PART=isa       the CPU kernels built for SSE, AVX2, this processor, NEON and SVE, and what
 #                              their tests call on this processor called again in each build
+# make test-all PART=sanitizers   the same calls in builds that find access out of bounds, undefined
+#                                 behaviour, leaks and races
 # make test-all PART=hostile   100,000 configurations and 10,000 damaged files at random
 # make test-all PART=quality   the quality of all algorithms, at the size of the committed table
 # make test-all PART=soak      make soak with 400 requests
@@ -19,8 +21,8 @@
 # make clean   delete what the others made in this folder (models stay in ~/.cache/hisparse)
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-all test-range test-sweeps test-isa test-quality test-hostile test-soak \
-	soak lint setup lm-eval gpu-check gpu-wheels docs clean
+.PHONY: demo test test-all test-range test-sweeps test-isa test-sanitizers test-quality \
+	test-hostile test-soak soak lint setup lm-eval gpu-check gpu-wheels docs clean
 
 export PYTHONUNBUFFERED := 1
 python := .venv/bin/python
@@ -31,7 +33,7 @@ demo: setup
 test: setup lm-eval
 	@$(python) scripts/run_tests.py
 
-parts := range sweeps isa quality hostile soak
+parts := range sweeps isa sanitizers quality hostile soak
 
 test-all:
 	$(if $(filter $(PART),$(parts)),,$(error PART is '$(PART)', expected one of: $(parts)))
@@ -51,6 +53,9 @@ test-isa: setup
 test-hostile: setup
 	@$(python) -m tests.prepare
 	PART=hostile OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -s tests/hostile
+
+test-sanitizers: setup
+	@OMP_NUM_THREADS=2 $(python) -m tests.kernels.sanitizers
 
 test-quality: setup
 	PART=quality $(python) -m pytest tests/eval/test_quality.py

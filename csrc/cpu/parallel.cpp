@@ -129,7 +129,11 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(release_openmp, release_openmp);
 }  // namespace
 
 int num_threads(int64_t items, double total_ns) {
+#ifdef HISPARSE_WORTH_A_THREAD_NS
+  constexpr double kWorthAThreadNs = HISPARSE_WORTH_A_THREAD_NS;
+#else
   constexpr double kWorthAThreadNs = 25000;
+#endif
   const auto useful = std::min<int64_t>(items, static_cast<int64_t>(total_ns / kWorthAThreadNs));
   const int most = threads_while_held > 0 ? threads_while_held : omp_get_max_threads();
   return static_cast<int>(std::clamp<int64_t>(useful, 1, most));

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.kernels.isa.calls import Call, Result, read_results, write_calls
 __all__ = ["ARM_TOOLS", "BUILDS", "NATIVE", "Build"]
 
 _RERUN = Path(__file__).with_name("rerun.cpp")
+_PARALLEL = SOURCES / "cpu" / "parallel.cpp"
 # GCC 12 warns of its own header of AVX-512, and of vectors that only inlined functions return.
 _WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized", "-Wno-psabi")
 #: By program, the package of Debian that has it.
@@ -34,12 +36,20 @@ class Build:
         march: the compiler's ``-march``.
         emulator: command in front of a program for ARM; empty for a program for x86.
         float16: the kernels read float16; on x86 this needs F16C.
+        flags: more flags of the compiler, for the kernels and for ``rerun.cpp``.
+        parallel: takes the place of ``csrc/cpu/parallel.cpp``.
+        environment: more variables for the program that reruns.
+        callers: threads that each rerun all calls, at the same time.
     """
 
     name: str
     march: str
     emulator: tuple[str, ...] = ()
     float16: bool = True
+    flags: tuple[str, ...] = ()
+    parallel: Path = _PARALLEL
+    environment: Mapping[str, str] = field(default_factory=dict)
+    callers: int = 1
 
     def kernels(self) -> Path:
         """Compile the kernels unless the cache has them.
@@ -48,14 +58,15 @@ class Build:
             CannotBuildError: the compiler fails or warns; its first error.
         """
         folder = SOURCES / "cpu"
-        sources, headers = sorted(folder.glob("*.cpp")), folder.glob("*.h")
+        sources = [x if x != _PARALLEL else self.parallel for x in sorted(folder.glob("*.cpp"))]
+        headers = folder.glob("*.h")
         command, link = self._compiler(_build._FLAGS)
         prefix, what = CACHE / f"kernels-{self.name}", f"kernels for {self.name}"
         return _build.compile_library(prefix, what, command, sources, headers, link)
 
     def program(self) -> Path:
         """Compile ``rerun.cpp`` unless the cache has it; raises as ``kernels``."""
-        command, link = self._compiler(["-std=c++17", "-O1"])
+        command, link = self._compiler(["-std=c++17", "-O1", "-pthread"])
         command += [str(_RERUN), *link]
         path = CACHE / f"rerun-{self.name}-{digest_of([_RERUN], *command)}.so"
         produce(f"rerun for {self.name}", command, path)
@@ -70,18 +81,24 @@ class Build:
             folder: for files.
 
         Raises:
-            RuntimeError: a call stopped the program, or a result is missing; one line.
+            RuntimeError: a call stopped the program, or a result is missing; one line. A
+                sanitizer's report goes to standard error.
         """
         write_calls(calls, folder / "calls")
-        command = [*self.emulator, str(self.program()), str(kernels)]
-        command += [str(folder / "calls"), str(folder / "results")]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        outputs = [folder / f"results{i}" for i in range(self.callers)]
+        command = [*self.emulator, str(self.program()), str(kernels), str(folder / "calls")]
+        ended = subprocess.run(
+            [*command, *map(str, outputs)],
+            env=os.environ | self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if ended.returncode != 0:
-            lines = [line for line in ended.stderr.splitlines() if line.startswith(("call", "rer"))]
-            raise RuntimeError(f"exit code {ended.returncode} at {(lines or ['the start'])[-1]}")
-        results = read_results(calls, folder / "results")
-        if len(results) < len(calls):
-            raise RuntimeError(f"got {len(results)} results, expected {len(calls)}")
+            raise RuntimeError(f"exit code {ended.returncode} at {_what_stopped(ended.stderr)}")
+        results = [result for path in outputs for result in read_results(calls, path)]
+        if len(results) < len(calls) * self.callers:
+            raise RuntimeError(f"got {len(results)} results, expected {len(calls) * self.callers}")
         return results
 
     def _compiler(self, flags: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -90,7 +107,8 @@ class Build:
         includes, link = _arm_binding_flags() if self.emulator else binding_flags()
         # Warnings of the binding's headers are not ours.
         includes = [flag.replace("-I", "-isystem", 1) for flag in includes]
-        return [compiler, *flags, f"-march={self.march}", *includes, *_WARNINGS], link
+        command = [compiler, *flags, f"-march={self.march}", *includes, *_WARNINGS, *self.flags]
+        return command, [*link, *self.flags]
 
 
 NATIVE = Build("native", "native")
@@ -102,6 +120,16 @@ BUILDS = (
     # What "native" means on a Grace host, whose vectors have 16 bytes.
     Build("sve", "armv8.6-a+sve2", (*_QEMU, "-cpu", "max,sve-default-vector-length=16")),
 )
+
+
+def _what_stopped(told: str) -> str:
+    """The last call that began, and a sanitizer's summary; prints the sanitizer's report."""
+    lines = told.splitlines()
+    calls = [line for line in lines if line.startswith(("call", "rerun"))] or ["the start"]
+    report = [line for line in lines if line not in calls]
+    print(*report, sep="\n", file=sys.stderr)
+    summaries = [line for line in report if line.startswith("SUMMARY: ")]
+    return "; ".join([calls[-1], *summaries[:1]])
 
 
 @functools.cache

@@ -1,7 +1,8 @@
-// Reruns recorded calls of CPU kernels: rerun LIBRARY CALLS RESULTS
+// Reruns recorded calls of CPU kernels: rerun LIBRARY CALLS RESULTS...
 //
-// `calls.py` describes both files. A call's memory ends where its pages end, and the page behind it
-// may not be touched: a kernel that reads or writes beyond a tensor stops this program.
+// `calls.py` describes the files. For each file of results a thread reruns all calls, with memory of
+// its own, all threads at the same time. A call's memory ends where its pages end, and the page
+// behind it may not be touched: a kernel that reads or writes beyond a tensor stops this program.
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/extra/module.h>
 #include <tvm/ffi/function.h>
@@ -10,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -18,7 +20,15 @@
 #include <iostream>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, bytes)
+#define ASAN_UNPOISON_MEMORY_REGION(address, bytes)
+#endif
 
 namespace {
 
@@ -36,14 +46,19 @@ class Buffer {
     pages_ = static_cast<uint8_t*>(pages);
     mprotect(pages_ + room_, page, PROT_NONE);
     std::fill(pages_, data(), kUntouched);
+    ASAN_POISON_MEMORY_REGION(pages_, room_ - bytes_);
   }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { munmap(pages_, mapped_); }
+  ~Buffer() {
+    ASAN_UNPOISON_MEMORY_REGION(pages_, room_ - bytes_);
+    munmap(pages_, mapped_);
+  }
 
   uint8_t* data() const { return pages_ + room_ - bytes_; }
   size_t bytes() const { return bytes_; }
   bool untouched_before() const {
+    ASAN_UNPOISON_MEMORY_REGION(pages_, room_ - bytes_);
     return std::all_of(pages_, data(), [](uint8_t byte) { return byte == kUntouched; });
   }
 
@@ -142,8 +157,10 @@ std::string run(const tvm::ffi::Module& library, Call& call) {
   return outcome;
 }
 
-void rerun(const char* library_path, std::istream& in, std::ostream& out) {
-  const auto library = tvm::ffi::Module::LoadFromFile(library_path);
+void rerun(const tvm::ffi::Module& library, const char* calls, const char* results) {
+  std::ifstream in(calls, std::ios::binary);
+  std::ofstream out(results, std::ios::binary);
+  if (!in || !out) throw std::runtime_error("cannot open the files");
   std::string word;
   for (int64_t number = 0; in >> word && word == "call"; ++number) {
     Call call;
@@ -161,18 +178,26 @@ void rerun(const char* library_path, std::istream& in, std::ostream& out) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 4) {
-    std::cerr << "usage: rerun LIBRARY CALLS RESULTS\n";
+  if (argc < 4) {
+    std::cerr << "usage: rerun LIBRARY CALLS RESULTS...\n";
     return 2;
   }
-  try {
-    std::ifstream in(argv[2], std::ios::binary);
-    std::ofstream out(argv[3], std::ios::binary);
-    if (!in || !out) throw std::runtime_error("cannot open the files");
-    rerun(argv[1], in, out);
-  } catch (const std::exception& error) {
-    std::cerr << "rerun: error: " << error.what() << '\n';
-    return 1;
-  }
-  return 0;
+  std::atomic<int> code{0};
+  const auto guarded = [&](const auto& work) {
+    try {
+      work();
+    } catch (const std::exception& error) {
+      std::cerr << "rerun: error: " << error.what() << '\n';
+      code = 1;
+    }
+  };
+  guarded([&] {
+    const auto library = tvm::ffi::Module::LoadFromFile(argv[1]);
+    std::vector<std::thread> threads;
+    for (int i = 3; i < argc; ++i) {
+      threads.emplace_back([&, i] { guarded([&] { rerun(library, argv[2], argv[i]); }); });
+    }
+    for (std::thread& thread : threads) thread.join();
+  });
+  return code;
 }
