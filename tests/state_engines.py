@@ -1,0 +1,72 @@
+"""The engines that the state machine drives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hisparse.algorithms.dsa import DSA
+from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.sketch import Sketch
+
+__all__ = ["ENGINES", "LONGEST", "NUM_SLOTS", "SMALL"]
+
+#: Request slots, that of the padding included.
+NUM_SLOTS = 5
+#: Settings that others change: few device pages and few host pages.
+SMALL: dict[str, Any] = {
+    "page_size": 4,
+    "budget": 20,
+    "device_buffer": 24,
+    "max_row": 48,
+    "device_pages": 2 * 4 * 8,
+    "num_slots": NUM_SLOTS,
+    "host_pages": 50,
+    "staging_pages": 3,
+}
+#: By page size, the tokens of every request: more pages than a row may hold on the device.
+LONGEST = {1: 40, 4: 80, 16: 160}
+
+_MLA = {"scope": "layer", "kv_heads": 1, "head_dim": 24, "latent_rank": 16, "device_pages": 4 * 8}
+_TOKENS = {
+    "page_size": 1,
+    "budget": 8,
+    "device_buffer": 10,
+    "max_row": 24,
+    "device_pages": 2 * 4 * 12,
+    "host_pages": 200,
+    "num_sink_pages": 0,
+    "num_recent_pages": 0,
+}
+_PAGES_OF_16 = {
+    "page_size": 16,
+    "budget": 64,
+    "device_buffer": 64,
+    "max_row": 96,
+    "device_pages": 2 * 4 * 5,
+    "host_pages": 26,
+}
+_PREFETCH = {"extensions": {"prefetch": {"min_cosine": 0.3}}}
+_WHOLE = {"budget": 88, "device_buffer": 88, "max_row": 88, "device_pages": 2 * 4 * 24}
+
+#: By name, settings of the engine and a function that makes the algorithm.
+ENGINES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
+    "quest": ({"dense_layers": (1,)}, Quest),
+    "quest-page-16-fp8": (_PAGES_OF_16 | {"fp8": True, "layout": "page_first"}, Quest),
+    "quest-token-page": (_TOKENS, Quest),
+    "sketch-layer-fp8": (
+        {"scope": "layer", "fp8": True, "layout": "layer_first", "device_pages": 4 * 8},
+        Sketch,
+    ),
+    "sketch-economy-page-16": (_PAGES_OF_16, lambda: Sketch(economy=True)),
+    "sketch-query-head-prefetch": (
+        _PREFETCH | {"scope": "query_head", "device_pages": 4 * 4 * 8},
+        Sketch,
+    ),
+    "quest-tail-estimate": ({"extensions": {"tail_estimate": True}}, Quest),
+    "quest-mla": (_MLA | {"min_sparse_context": 40}, Quest),
+    "dsa-mla": (_TOKENS | _MLA | {"device_pages": 4 * 12}, DSA),
+    "sketch-whole-context": (_WHOLE, Sketch),
+    "quest-overlap": (_PREFETCH | {"side_streams": 3}, Quest),
+    "quest-reference": ({}, Quest),
+}
