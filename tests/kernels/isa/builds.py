@@ -16,10 +16,10 @@ from hisparse.kernels.build.cache import CACHE
 from hisparse.kernels.build.compiler import SOURCES, binding_flags, digest_of, produce
 from tests.kernels.isa.calls import Call, Result, read_results, write_calls
 
-__all__ = ["ARM_TOOLS", "BUILDS", "NATIVE", "Build"]
+__all__ = ["ARM_TOOLS", "BUILDS", "NATIVE", "PARALLEL", "Build", "what_stopped"]
 
 _RERUN = Path(__file__).with_name("rerun.cpp")
-_PARALLEL = SOURCES / "cpu" / "parallel.cpp"
+PARALLEL = SOURCES / "cpu" / "parallel.cpp"
 # GCC 12 warns of its own header of AVX-512, and of vectors that only inlined functions return.
 _WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-maybe-uninitialized", "-Wno-psabi")
 #: By program, the package of Debian that has it.
@@ -47,7 +47,7 @@ class Build:
     emulator: tuple[str, ...] = ()
     float16: bool = True
     flags: tuple[str, ...] = ()
-    parallel: Path = _PARALLEL
+    parallel: Path = PARALLEL
     environment: Mapping[str, str] = field(default_factory=dict)
     callers: int = 1
 
@@ -58,7 +58,7 @@ class Build:
             CannotBuildError: the compiler fails or warns; its first error.
         """
         folder = SOURCES / "cpu"
-        sources = [x if x != _PARALLEL else self.parallel for x in sorted(folder.glob("*.cpp"))]
+        sources = [x if x != PARALLEL else self.parallel for x in sorted(folder.glob("*.cpp"))]
         headers = folder.glob("*.h")
         command, link = self._compiler(_build._FLAGS)
         prefix, what = CACHE / f"kernels-{self.name}", f"kernels for {self.name}"
@@ -66,10 +66,15 @@ class Build:
 
     def program(self) -> Path:
         """Compile ``rerun.cpp`` unless the cache has it; raises as ``kernels``."""
-        command, link = self._compiler(["-std=c++17", "-O1", "-pthread"])
-        command += [str(_RERUN), *link]
-        path = CACHE / f"rerun-{self.name}-{digest_of([_RERUN], *command)}.so"
-        produce(f"rerun for {self.name}", command, path)
+        return self.compiled([_RERUN])
+
+    def compiled(self, sources: Sequence[Path]) -> Path:
+        """Compile a program unless the cache has it; raises as ``kernels``."""
+        command, link = self._compiler(["-std=c++17", "-O1", "-fopenmp"])
+        command += [f"-I{SOURCES / 'cpu'}", *map(str, sources), *link]
+        name = sources[0].stem
+        path = CACHE / f"{name}-{self.name}-{digest_of(sources, *command)}.so"
+        produce(f"{name} for {self.name}", command, path)
         return path
 
     def rerun(self, calls: Sequence[Call], kernels: Path, folder: Path) -> list[Result]:
@@ -95,7 +100,7 @@ class Build:
             check=False,
         )
         if ended.returncode != 0:
-            raise RuntimeError(f"exit code {ended.returncode} at {_what_stopped(ended.stderr)}")
+            raise RuntimeError(f"exit code {ended.returncode} at {what_stopped(ended.stderr)}")
         results = [result for path in outputs for result in read_results(calls, path)]
         if len(results) < len(calls) * self.callers:
             raise RuntimeError(f"got {len(results)} results, expected {len(calls) * self.callers}")
@@ -122,7 +127,7 @@ BUILDS = (
 )
 
 
-def _what_stopped(told: str) -> str:
+def what_stopped(told: str) -> str:
     """The last call that began, and a sanitizer's summary; prints the sanitizer's report."""
     lines = told.splitlines()
     calls = [line for line in lines if line.startswith(("call", "rerun"))] or ["the start"]
