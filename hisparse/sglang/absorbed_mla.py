@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hisparse.sglang.server_args import BACKEND
+from hisparse.sglang.requested import BACKEND
 
 __all__ = ["use_absorbed_mla"]
 

@@ -49,6 +49,7 @@ def find_problems() -> list[str]:
     """
     from hisparse.sglang import names, plugin
 
+    plugin.install_hooks()
     problems = []
     try:
         plugin.verify_hooks()

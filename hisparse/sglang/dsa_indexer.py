@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from hisparse.sglang.server_args import is_requested
+from hisparse.sglang.requested import is_requested
 from hisparse.types import IndexerInputs
 
 __all__ = [

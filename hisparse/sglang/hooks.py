@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from hisparse.errors import HiSparseError
-from hisparse.sglang.server_args import is_requested
+from hisparse.sglang.requested import is_requested
 from hisparse.sglang.session import current_session, start_session
 from hisparse.sglang.setup import make_session
 

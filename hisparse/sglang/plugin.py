@@ -1,29 +1,31 @@
-"""Registers the attention backend and the hooks, and verifies that each hook is installed."""
+"""Registers the attention backend and the hooks, and verifies that each hook is installed.
+
+SGLang loads this module in each process of each server, also of those that do not use hisparse.
+They get the two hooks that see a server's arguments. The other hooks, and all imports that take
+time, wait until the arguments ask for hisparse.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import Any
 
 from hisparse.errors import HiSparseError, PluginError
-from hisparse.kernels.build.ahead import build_kernels
-from hisparse.sglang import compat, dsa_indexer, hooks
+from hisparse.sglang import compat
 from hisparse.sglang.names import HOOKS
-from hisparse.sglang.server_args import (
-    BACKEND,
-    check_after_resolution,
-    is_requested,
-    prepare_before_resolution,
-)
-from hisparse.sglang.session import require_session
+from hisparse.sglang.requested import BACKEND, is_requested
 
-__all__ = ["installed_hooks", "register", "verify_hooks"]
+__all__ = ["install_hooks", "installed_hooks", "register", "verify_hooks"]
 
 logger = logging.getLogger("hisparse")
+
+#: Tells the processes that a server starts to install all hooks: it is set in their environment.
+_IN_USE = "HISPARSE_IN_USE"
 
 #: SGLang's functions before the hooks wrapped them, by dotted name.
 _originals: dict[str, object] = {}
@@ -31,7 +33,9 @@ _launched_by_command_line = False
 
 
 def register() -> None:
-    """Register the backend and all hooks. :func:`verify_hooks` reports names that do not exist.
+    """Register the backend and hooks: those on server arguments, or all if hisparse is in use.
+
+    :func:`verify_hooks` reports names that do not exist.
 
     SGLang only logs exceptions of a plugin. If the command line asks for hisparse, a failure
     therefore ends the process: the server would otherwise run without hisparse.
@@ -50,15 +54,40 @@ def _does_not_fit(what: str) -> str:
 
 def _register() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     known, add = compat.backend_choices()
     if BACKEND not in known:
         add([BACKEND])
     register_attention_backend(BACKEND)(_make_backend)
-    for target in HOOKS:
-        _originals[target] = _resolve(target)
-        HookRegistry.register(target, _WRAPPERS[target.rpartition(".")[2]], HookType.AROUND)
+    _register_hooks(HOOKS if os.environ.get(_IN_USE) else _ARGUMENT_HOOKS)
+
+
+def _register_hooks(targets: Iterable[str]) -> None:
+    """Register the hooks that are not yet; SGLang's ``apply_hooks`` installs them."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target in targets:
+        if target not in _originals:
+            _originals[target] = _resolve(target)
+            HookRegistry.register(target, _wrapper(target), HookType.AROUND)
+
+
+def install_hooks() -> None:
+    """Install all hooks in this process, after :func:`register`."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    _register_hooks(HOOKS)
+    HookRegistry.apply_hooks()
+
+
+def _wrapper(target: str) -> Callable[..., Any]:
+    """The wrapper of the function that a dotted name ends with."""
+    name = target.rpartition(".")[2]
+    if target in _ARGUMENT_HOOKS:
+        return _ARGUMENT_WRAPPERS[name]
+    from hisparse.sglang.wrappers import WRAPPERS
+
+    return WRAPPERS[name]
 
 
 def _resolve(target: str) -> object:
@@ -73,7 +102,7 @@ def _resolve(target: str) -> object:
 
 def installed_hooks() -> list[tuple[str, Any, Callable[..., Any]]]:
     """Name, original function and wrapper of each hook on an existing function."""
-    triples = ((t, _originals.get(t), _WRAPPERS[t.rpartition(".")[2]]) for t in HOOKS)
+    triples = ((t, _originals.get(t), _wrapper(t)) for t in HOOKS)
     return [(target, before, wrapper) for target, before, wrapper in triples if before is not None]
 
 
@@ -94,8 +123,10 @@ def verify_hooks() -> None:
 def _make_backend(model_runner: Any) -> Any:
     verify_hooks()
     compat.enable_page_allocator(model_runner.device)
+    from hisparse.sglang import dsa_indexer
     from hisparse.sglang.absorbed_mla import use_absorbed_mla
     from hisparse.sglang.backend import HiSparseAttnBackend
+    from hisparse.sglang.session import require_session
 
     if require_session().spec.latent:
         use_absorbed_mla()
@@ -124,33 +155,28 @@ def _around_prepare_server_args(original: Callable[..., Any], *args: Any, **kwar
 
 
 def _around_resolve_once(original: Callable[..., Any], server_args: Any) -> Any:
-    if is_requested(server_args) and not compat.is_resolved(server_args):
-        _exit_on_error(verify_hooks)
-        _exit_on_error(lambda: prepare_before_resolution(server_args))
-        with dsa_indexer.fake_device_capability():
-            result = original(server_args)
-        _exit_on_error(lambda: check_after_resolution(server_args))
-        _exit_on_error(lambda: build_kernels(server_args.device))
-        return result
-    return original(server_args)
+    if not is_requested(server_args) or compat.is_resolved(server_args):
+        return original(server_args)
+    os.environ[_IN_USE] = "1"
+    install_hooks()
+    _exit_on_error(verify_hooks)
+
+    from hisparse.kernels.build.ahead import build_kernels
+    from hisparse.sglang.dsa_indexer import fake_device_capability
+    from hisparse.sglang.server_args import check_after_resolution, prepare_before_resolution
+
+    _exit_on_error(lambda: prepare_before_resolution(server_args))
+    with fake_device_capability():
+        result = original(server_args)
+    _exit_on_error(lambda: check_after_resolution(server_args))
+    _exit_on_error(lambda: build_kernels(server_args.device))
+    return result
 
 
-#: Wrappers by the last part of the hooked name.
-_WRAPPERS: dict[str, Callable[..., Any]] = {
+#: Wrappers of the functions that see a server's arguments, by name.
+_ARGUMENT_WRAPPERS: dict[str, Callable[..., Any]] = {
     "prepare_server_args": _around_prepare_server_args,
     "resolve_once": _around_resolve_once,
     "__post_init__": _around_resolve_once,
-    "_profile_available_bytes": hooks.around_profile_available_bytes,
-    "resolve_max_num_reqs": hooks.around_resolve_max_num_reqs,
-    "get_kv_pool_cls": hooks.around_get_kv_pool_cls,
-    "_build_token_to_kv_pool": hooks.around_build_token_to_kv_pool,
-    "free_rows": hooks.around_free_rows,
-    "free": hooks.around_free,
-    "flush_cache": hooks.around_flush_cache,
-    "enable_fused_set_kv_buffer": hooks.around_enable_fused_set_kv_buffer,
-    "init_new": hooks.around_init_new,
-    "_compute_max_prefix_len": hooks.around_compute_max_prefix_len,
-    "_dsa_kv_cache_dtype_default": dsa_indexer.around_kv_cache_dtype_default,
-    "_compute_cell_size": dsa_indexer.around_compute_cell_size,
-    "_compute_dsa_indexer_cell_size": dsa_indexer.around_compute_indexer_cell_size,
 }
+_ARGUMENT_HOOKS = tuple(t for t in HOOKS if t.rpartition(".")[2] in _ARGUMENT_WRAPPERS)

@@ -16,19 +16,15 @@ from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.sglang import compat
 from hisparse.sglang.check_model import check_model
+from hisparse.sglang.requested import BACKEND
 from hisparse.units import resolve_memory
 
 __all__ = [
-    "BACKEND",
     "check_after_resolution",
-    "is_requested",
     "prepare_before_resolution",
     "read_config",
     "server_page_size",
 ]
-
-#: Name of the attention backend in SGLang.
-BACKEND = "hisparse"
 
 #: SGLang's default page size, tokens, for algorithms that select single tokens.
 _TOKEN_WISE_PAGE_SIZE = 16
@@ -68,12 +64,6 @@ _SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
 def server_page_size(config: HiSparseConfig) -> int:
     """Default for SGLang's ``--page-size``, in tokens."""
     return config.page_size if config.page_size > 1 else _TOKEN_WISE_PAGE_SIZE
-
-
-def is_requested(server_args: Any) -> bool:
-    """Whether one of SGLang's three attention backend flags names hisparse."""
-    flags = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    return any(getattr(server_args, flag, None) == BACKEND for flag in flags)
 
 
 def read_config(server_args: Any) -> HiSparseConfig:

@@ -19,6 +19,7 @@ def plugins_loaded() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+    plugin.install_hooks()
 
 
 @pytest.mark.parametrize("name", [*names.HOOKS, *names.USED])

@@ -12,7 +12,7 @@ from sglang.srt.models import utils
 from sglang.srt.plugins import load_plugins
 
 from hisparse.errors import HiSparseError
-from hisparse.sglang import session
+from hisparse.sglang import plugin, session
 from hisparse.sglang.kv_pool import HiSparseMHAPool
 from hisparse.types import KVSpec
 
@@ -46,6 +46,7 @@ def pool(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> HiS
 def test_models_do_not_write_into_the_pool_on_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's answer on CUDA with a bf16 pool, without and with hisparse."""
     load_plugins()
+    plugin.install_hooks()
     monkeypatch.setattr(utils, "_is_cuda", True)
     monkeypatch.setattr(
         utils, "get_token_to_kv_pool", lambda: SimpleNamespace(dtype=torch.bfloat16)

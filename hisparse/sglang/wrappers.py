@@ -1,0 +1,26 @@
+"""Wrappers of SGLang's functions in a server that uses hisparse, by the function's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hisparse.sglang import dsa_indexer, hooks
+
+__all__ = ["WRAPPERS"]
+
+WRAPPERS: dict[str, Callable[..., Any]] = {
+    "_profile_available_bytes": hooks.around_profile_available_bytes,
+    "resolve_max_num_reqs": hooks.around_resolve_max_num_reqs,
+    "get_kv_pool_cls": hooks.around_get_kv_pool_cls,
+    "_build_token_to_kv_pool": hooks.around_build_token_to_kv_pool,
+    "free_rows": hooks.around_free_rows,
+    "free": hooks.around_free,
+    "flush_cache": hooks.around_flush_cache,
+    "enable_fused_set_kv_buffer": hooks.around_enable_fused_set_kv_buffer,
+    "init_new": hooks.around_init_new,
+    "_compute_max_prefix_len": hooks.around_compute_max_prefix_len,
+    "_dsa_kv_cache_dtype_default": dsa_indexer.around_kv_cache_dtype_default,
+    "_compute_cell_size": dsa_indexer.around_compute_cell_size,
+    "_compute_dsa_indexer_cell_size": dsa_indexer.around_compute_indexer_cell_size,
+}
