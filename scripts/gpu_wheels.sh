@@ -10,7 +10,7 @@ packages=(apache-tvm-ffi pytest hypothesis iniconfig pluggy packaging sortedcont
     markdown-it-py mdurl Pygments psutil numpy typing_extensions)
 wanted=()
 for package in "${packages[@]}"; do
-    wanted+=("$(grep -i "^${package}==" requirements/cpu.txt)")
+    wanted+=("$(grep -io "^${package}==[^ ]*" requirements/cpu.txt)")
 done
 platforms=()
 for tag in manylinux_2_28 manylinux_2_27 manylinux_2_26 manylinux_2_24 manylinux_2_17 manylinux2014 manylinux_2_12 manylinux2010; do

@@ -10,8 +10,8 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv="$root/.venv"
-sglang="sglang==0.5.23"
 cd "$root"
+sglang=$(grep -o '^sglang==[^ ]*' requirements/sglang.txt)
 
 die() { echo "setup: error: $*" >&2; exit 1; }
 step() { echo "setup: [$1/5] $2"; }
@@ -78,10 +78,11 @@ setup_cpu() {
             die "torch 2.13.0 could not be installed; pip's message is above"
     fi
     step 3 "the pinned packages of requirements/cpu.txt"
-    pip_install --no-deps -r requirements/cpu.txt ||
+    pip_install --no-deps --require-hashes -r requirements/cpu.txt ||
         die "a package of requirements/cpu.txt could not be installed; pip's message is above"
     step 4 "$sglang, without its requirements"
-    pip_install --no-deps "$sglang" || die "$sglang could not be installed; pip's message is above"
+    pip_install --no-deps --require-hashes -r requirements/sglang.txt ||
+        die "$sglang could not be installed; pip's message is above"
     real=$(real_ones)
     if [ -n "$real" ]; then
         echo "setup: $real is installed, so the stand-ins of cpu_standins/ stay out"
