@@ -16,13 +16,17 @@
 # make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
 # make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, sanitizers, speed
 # make gpu-wheels  what gpu-check needs besides, as wheels for such a machine without an index
+# make pins    the hashes in requirements/, after a version there has changed
+# make wheel   dist/*.whl from the last commit: the same commit gives the same bytes
+# make audit   known vulnerabilities of the pinned packages
+# make licences   docs/licences.md, the licences of the packages that hisparse needs
 # make docs    docs/configuration.md from the code; docs/quality.md, docs/quality.html and the plots
 #              from bench/results
 # make clean   delete what the others made in this folder (models stay in ~/.cache/hisparse)
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-all test-range test-sweeps test-isa test-sanitizers test-quality \
-	test-hostile test-soak soak lint setup lm-eval gpu-check gpu-wheels docs clean
+	test-hostile test-soak soak lint setup lm-eval gpu-check gpu-wheels pins audit licences wheel docs clean
 
 export PYTHONUNBUFFERED := 1
 python := .venv/bin/python
@@ -81,7 +85,7 @@ setup:
 lm-eval: setup
 	@cmp -s requirements/lm-eval.txt .venv/lm-eval/pins.txt || { \
 		$(python) -m pip install --quiet --no-deps --upgrade --target .venv/lm-eval \
-			-r requirements/lm-eval.txt && \
+			--require-hashes -r requirements/lm-eval.txt && \
 		cp requirements/lm-eval.txt .venv/lm-eval/pins.txt; }
 
 # The GPU machine's own Python, which has PyTorch: GPU_PYTHON=/path/to/python to choose.
@@ -92,6 +96,29 @@ gpu-check:
 
 gpu-wheels:
 	@scripts/gpu_wheels.sh
+
+pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt)
+
+# Apart from .venv, whose packages are pinned.
+release_python := .venv/release/bin/python
+
+$(release_python): pyproject.toml
+	@$(python) -m venv .venv/release
+	@$@ -m pip install --quiet $(shell sed -n 's/^release = \[\(.*\)\]/\1/p' pyproject.toml | sed 's|", "|" "|g')
+	@touch $@
+
+pins: setup $(release_python)
+	$(release_python) -m scripts.pin_hashes $(pinned)
+
+audit: setup $(release_python)
+	$(release_python) -m pip_audit --disable-pip --no-deps \
+		$(addprefix -r ,$(pinned) requirements/constraints.txt)
+
+licences: setup
+	$(python) -m scripts.make_licences docs/licences.md
+
+wheel: setup
+	@scripts/build_wheel.sh
 
 # Results that docs/quality.md shows, in this order.
 results := bench/results/2026-11-21

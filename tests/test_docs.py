@@ -24,7 +24,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 REFERENCE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 #: Pages that people write; docs/quality.md is made from results, CHANGELOG.md names the past.
 PAGES = sorted(
-    {ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")}
+    {
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / f"{x}.md" for x in ("README", "CONTRIBUTING", "SECURITY")),
+    }
     - {ROOT / "docs" / "quality.md"}
 )
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
 
@@ -23,7 +24,8 @@ def _pins(lines: list[str]) -> dict[str, str]:
 
 def _file(name: str) -> dict[str, str]:
     lines = (ROOT / "requirements" / name).read_text().splitlines()
-    return _pins([line for line in lines if line and not line.startswith("#")])
+    pins = [line for line in lines if line and not line.startswith(("#", " "))]
+    return _pins([line.removesuffix(" \\") for line in pins])
 
 
 CPU, CONSTRAINTS = _file("cpu.txt"), _file("constraints.txt")
@@ -45,10 +47,36 @@ def test_the_set_up_brings_neither_cuda_nor_what_the_stand_ins_stand_for() -> No
     assert not [name for name in names if name.startswith("nvidia") or "-cu1" in name]
 
 
+@pytest.mark.parametrize("name", ["cpu.txt", "sglang.txt", "lm-eval.txt"])
+def test_every_pin_has_hashes_of_its_files(name: str) -> None:
+    """``make pins`` writes them. pip then refuses a file that has another one."""
+    text = (ROOT / "requirements" / name).read_text()
+    pins = re.findall(r"^[^#\s].*(?:\n +.*)*", text, re.MULTILINE)
+    assert len(pins) == len(_file(name))
+    digest = r" \\\n    --hash=sha256:[0-9a-f]{64}"
+    assert [pin for pin in pins if not re.fullmatch(rf"\S+==\S+(?:{digest})+", pin)] == []
+
+
+def test_the_set_up_installs_nothing_whose_hash_is_not_pinned() -> None:
+    scripts = (ROOT / "scripts" / "setup.sh").read_text() + (ROOT / "Makefile").read_text()
+    for name in ("cpu.txt", "sglang.txt", "lm-eval.txt"):
+        assert f"--require-hashes -r requirements/{name}" in scripts
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="the page is of the CPU set-up")
+def test_licences_are_those_of_the_installed_packages() -> None:
+    from scripts.make_licences import make_licences
+
+    page = (ROOT / "docs" / "licences.md").read_text(encoding="utf-8")
+    assert make_licences() == page, "make licences"
+    listed = set(re.findall(r"^\| ([\w-]+) \|", page, re.MULTILINE))
+    assert {"torch", "numpy", "psutil", "rich", "sglang", "faiss-cpu", "transformers"} <= listed
+
+
 def test_one_range_of_sglang() -> None:
     """The set-up takes the newest that the extra allows, and the doctor says the same."""
     from hisparse.sglang.compat import NEWEST, OLDEST
 
     assert EXTRAS["sglang"] == [f"sglang>={OLDEST},<={NEWEST}"]
-    assert f'sglang="sglang=={NEWEST}"' in (ROOT / "scripts" / "setup.sh").read_text()
+    assert _file("sglang.txt") == {"sglang": NEWEST}
     assert f"{OLDEST} to {NEWEST}" in (ROOT / "docs" / "operations.md").read_text()

@@ -81,7 +81,9 @@ def forward_batch(make: Callable[..., ForwardBatch], *args: Any, **options: Any)
     """The kit's batch, with what SGLang's scheduler adds and what the hook takes from there."""
     batch = make(*args, **options)
     batch.rids = [str(row) for row in range(batch.batch_size)]
-    scheduled = SimpleNamespace(req_pool_indices_cpu=batch.req_pool_indices, chunked_req=None)
+    scheduled = SimpleNamespace(
+        reqs=[], req_pool_indices_cpu=batch.req_pool_indices, chunked_req=None
+    )
     for slot in batch.req_pool_indices.tolist():
         session.require_session().coordinator.on_request_begin(slot)
     return hooks.around_init_new(lambda cls, _: batch, ForwardBatch, scheduled)
