@@ -93,6 +93,7 @@ _USED: tuple[_Name, ...] = (
     ("0.5.22", "", "sglang.srt.mem_cache.allocator.paged.alloc_decode_kernel"),
     ("0.5.22", "", "sglang.srt.mem_cache.allocator.paged.alloc_extend_kernel"),
     ("0.5.22", "", "sglang.srt.model_executor.forward_batch_info.support_triton"),
+    "sglang.srt.managers.schedule_batch.FINISH_ABORT",
     "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers",
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers",
