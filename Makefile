@@ -26,7 +26,8 @@
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-all test-range test-sweeps test-isa test-sanitizers test-quality \
-	test-hostile test-soak soak lint setup lm-eval gpu-check gpu-wheels pins audit licences wheel docs clean
+	test-hostile test-soak soak lint setup lm-eval gpu-check gpu-wheels pins audit licences wheel \
+	docs clean
 
 export PYTHONUNBUFFERED := 1
 python := .venv/bin/python
