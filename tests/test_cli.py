@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import warnings
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -134,3 +136,17 @@ def test_what_ends_a_command(
 def test_the_installed_command_is_this_one() -> None:
     (script,) = entry_points(group="console_scripts", name="hisparse")
     assert script.load() is main
+
+
+def test_output_to_a_full_disk() -> None:
+    """One line and no success: a result that was not written looks like an empty one."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "hisparse", "algorithms", "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "hisparse: error: OSError: [Errno 28] No space left on device\n"

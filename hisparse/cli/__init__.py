@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 from collections.abc import Sequence
 
 from hisparse.cli import algorithms, bench, build, check, doctor, eval, plan
-from hisparse.errors import HiSparseError
+from hisparse.errors import HiSparseError, one_line
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; bad input is one line on stderr and code 2."""
+    """Run one command and return its exit code.
+
+    An error is one line on standard error: code 2 for bad input, 1 for a file or a pipe that cannot
+    be read or written, such as on a full disk.
+    """
     parser = argparse.ArgumentParser(
         prog="hisparse", description="Hierarchical sparse attention for SGLang."
     )
@@ -26,10 +31,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         result: int = arguments.run(arguments)
+        sys.stdout.flush()
     except HiSparseError as error:
         print(f"hisparse: error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"hisparse: error: {one_line(error)}", file=sys.stderr)
+        _drop_output()
+        return 1
     except KeyboardInterrupt:
         print("hisparse: interrupted", file=sys.stderr)
         return 130
     return result
+
+
+def _drop_output() -> None:
+    """Drop what standard output does not take: Python would report it once more at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()

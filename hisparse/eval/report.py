@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,19 @@ def _write_reports(files: Sequence[Path], results: Sequence[dict[str, Any]], lin
             page = to_html(results, line)
         else:
             page = to_markdown(results, line)
-        file.write_text(page, encoding="utf-8")
+        _write(file, page)
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file that takes the place of an older one only when it is whole."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(file)
+    except OSError as error:
+        raise ConfigError(f"--report: cannot write {str(file)!r}: {error.strerror}") from None
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_result(file: Path) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from hisparse.errors import HiSparseError
 from hisparse.sglang.requested import is_requested
-from hisparse.sglang.session import current_session, start_session
+from hisparse.sglang.session import current_session, errors_logged, start_session
 from hisparse.sglang.setup import make_session
 
 __all__ = [
@@ -39,11 +38,8 @@ def around_profile_available_bytes(
     device_bytes = original(configurator, pre_model_load_memory)
     if not is_requested(configurator.server_args):
         return device_bytes
-    try:
+    with errors_logged():
         session = make_session(configurator, device_bytes)
-    except HiSparseError as error:
-        logger.error("hisparse: error: %s", error)
-        raise
     start_session(session)
     logger.info("hisparse: %s", session.sizing.describe())
     # SGLang divides by its own bytes per token, which do not account for fp8 and its scales.

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.memory_pool import (
 from hisparse.cache import HostKVPool
 from hisparse.cache.codec import encode, write_tokens
 from hisparse.errors import HiSparseError
-from hisparse.sglang.session import require_session
+from hisparse.sglang.session import errors_logged, require_session
 
 __all__ = ["POOLS", "HiSparseDSAPool", "HiSparseMHAPool", "HiSparseMLAPool"]
 
@@ -48,7 +48,8 @@ class _HostPool:
         spec = session.spec
         num_pages = (self.size + self.page_size) // spec.page_size
         pin = torch.device(self.device).type == "cuda"
-        self.host = HostKVPool(spec, num_pages, session.layout, pin=pin)
+        with errors_logged():
+            self.host = HostKVPool(spec, num_pages, session.layout, pin=pin)
 
     def _clear_buffers(self) -> None:
         del self.host

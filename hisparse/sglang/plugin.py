@@ -126,16 +126,13 @@ def _make_backend(model_runner: Any) -> Any:
     from hisparse.sglang import dsa_indexer
     from hisparse.sglang.absorbed_mla import use_absorbed_mla
     from hisparse.sglang.backend import HiSparseAttnBackend
-    from hisparse.sglang.session import require_session
+    from hisparse.sglang.session import errors_logged, require_session
 
     if require_session().spec.latent:
         use_absorbed_mla()
         dsa_indexer.return_indexer_inputs(model_runner.model)
-    try:
+    with errors_logged():
         return HiSparseAttnBackend(model_runner)
-    except HiSparseError as error:
-        logger.error("hisparse: error: %s", error)
-        raise
 
 
 def _exit_on_error(check: Callable[[], None]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,9 @@ from hisparse.engine.build import EngineSetup
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import HiSparseError
 
-__all__ = ["Session", "current_session", "require_session", "start_session"]
+__all__ = ["Session", "current_session", "errors_logged", "require_session", "start_session"]
+
+logger = logging.getLogger("hisparse")
 
 
 @dataclass(kw_only=True)
@@ -73,3 +77,13 @@ def require_session() -> Session:
             "--attention-backend hisparse"
         )
     return _session
+
+
+@contextmanager
+def errors_logged() -> Iterator[None]:
+    """Log an error of hisparse as one line: SGLang ends the server with a traceback alone."""
+    try:
+        yield
+    except HiSparseError as error:
+        logger.error("hisparse: error: %s", error)
+        raise

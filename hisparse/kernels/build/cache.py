@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["CACHE", "is_intact", "locked", "private_folder", "put"]
+__all__ = ["CACHE", "is_intact", "locked", "private_folder", "put", "unfinished"]
 
 CACHE = Path.home() / ".cache" / "hisparse" / "kernels"
 
@@ -22,13 +24,12 @@ def is_intact(path: Path) -> bool:
         return False
 
 
-def put(partial: Path, path: Path) -> None:
+def put(finished: Path, path: Path) -> None:
     """Move a finished file to its place; a reader never sees it half-written or without digest."""
-    digest = partial.with_name(partial.name + ".sha256")
-    digest.write_text(_digest(partial))
-    path.unlink(missing_ok=True)
+    digest = _digest_path(finished)
+    digest.write_text(_digest(finished))
     digest.replace(_digest_path(path))
-    partial.replace(path)
+    finished.replace(path)
 
 
 def private_folder(path: Path) -> None:
@@ -44,10 +45,35 @@ def private_folder(path: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Keep other processes and threads from producing the same file; a killed one lets go."""
+def unfinished(path: Path) -> Iterator[Path]:
+    """A folder for what is not finished of a file that this process has locked; removed at the end.
+
+    What a killed builder left is removed first. Its compilers, which may still run, cannot write
+    here: each builder has a folder of its own.
+    """
+    for old in path.parent.glob(f"{path.stem}.unfinished-*"):
+        shutil.rmtree(old, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=f"{path.stem}.unfinished-", dir=path.parent)
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Keep other processes and threads from producing the same file; a killed one lets go.
+
+    Args:
+        path: the file.
+        on_wait: called if another one is producing it.
+    """
     with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

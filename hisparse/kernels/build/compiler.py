@@ -6,14 +6,17 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from hisparse.kernels.build.cache import is_intact, locked, private_folder, put
+from hisparse.kernels.build.cache import is_intact, locked, private_folder, put, unfinished
 
 __all__ = [
     "SOURCES",
@@ -30,6 +33,8 @@ logger = logging.getLogger(__name__)
 SOURCES = (Path(__file__).resolve().parents[2] / "_csrc").resolve()
 # Seconds between lines that say how far a build is.
 _PROGRESS_S = 10.0
+# What the lines of a compiler hold that say why it failed; a linker says it so.
+_REASONS = "error|failed:|cannot "
 
 
 class CannotBuildError(Exception):
@@ -60,7 +65,7 @@ def produce(what: str, command: list[str], target: Path) -> None:
         CannotBuildError: the compiler fails; its first error.
         OSError: the folder cannot be written to.
     """
-    _produce(what, target, lambda partial: _run(command, partial))
+    _produce(what, target, lambda folder: _run(command, folder / target.name))
 
 
 def produce_from_objects(
@@ -81,26 +86,24 @@ def produce_from_objects(
         OSError: a folder cannot be written to.
     """
 
-    def compile_one(item: tuple[Path, list[str]]) -> None:
-        path, command = item
+    def compile_one(folder: Path, path: Path, command: list[str]) -> None:
         if is_intact(path):
             path.touch()
             return
-        # The target's name, because builders of other libraries may compile the same object.
-        partial = path.with_name(f"{target.stem}-{path.stem}.partial.o")
-        _run(command, partial)
-        put(partial, path)
+        _run(command, folder / path.name)
+        put(folder / path.name, path)
 
-    def build(partial: Path) -> None:
-        for folder in {path.parent for path in compilations}:
-            private_folder(folder)
+    def build(folder: Path) -> None:
+        for parent in {path.parent for path in compilations}:
+            private_folder(parent)
         said = time.monotonic()
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            for done, _ in enumerate(pool.map(compile_one, compilations.items()), start=1):
+            compiled = pool.map(partial(compile_one, folder), compilations, compilations.values())
+            for done, _ in enumerate(compiled, start=1):
                 if time.monotonic() - said > _PROGRESS_S:
                     said = time.monotonic()
                     _say(f"{done} of {len(compilations)} files of {what} compiled")
-        _run(link, partial)
+        _run(link, folder / target.name)
         _remove_old({path.parent for path in compilations})
 
     _produce(what, target, build)
@@ -110,16 +113,16 @@ def _produce(what: str, target: Path, build: Callable[[Path], None]) -> None:
     if is_intact(target):
         return
     private_folder(target.parent)
-    with locked(target):
+    with locked(target, lambda: _say(f"waiting for another process that builds {what} ...")):
         if is_intact(target):  # Another process has just built it.
             return
         if target.exists():
             logger.warning("%s is damaged, so it is built again", target)
         _say(f"building {what} into {target.parent} ...")
         start = time.perf_counter()
-        partial = target.with_suffix(".partial.so")
-        build(partial)
-        put(partial, target)
+        with unfinished(target) as folder:
+            build(folder)
+            put(folder / target.name, target)
         logger.info("built %s in %.1f s", target, time.perf_counter() - start)
 
 
@@ -133,8 +136,10 @@ def _run(command: list[str], output: Path) -> None:
     )
     if result.returncode != 0:
         logger.debug("%s", result.stderr)
-        errors = [line for line in result.stderr.splitlines() if "error" in line]
-        first = errors[0] if errors else f"exit code {result.returncode}"
+        errors = [line for line in result.stderr.splitlines() if re.search(_REASONS, line)]
+        code = result.returncode
+        end = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+        first = errors[0] if errors else end
         raise CannotBuildError(f"{command[0]} failed: {first}")
 
 

@@ -1,0 +1,128 @@
+"""Limits and killed processes: one line or a clean end, nothing left, and the next start works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import Answer, Server
+from plugins import make_plugin
+from tiny_models import tiny_model
+from workload import tokens
+
+CONFIG = {
+    "budget": 128,
+    "device_buffer_size": 128,
+    "host_memory": "1GiB",
+    "device_memory": "14MB",
+}
+FLAGS = ("--max-total-tokens", "40000", "--max-running-requests", "8")
+PROMPTS = [tokens(500, seed=s) for s in range(700, 706)]
+
+
+def test_a_limit_of_addresses_ends_the_start_with_one_line(tmp_path: Path) -> None:
+    """As `ulimit -v` or a batch system sets it: free memory is there, and the kernel refuses it."""
+    log = tmp_path / "log"
+    config = CONFIG | {"host_memory": 0.5}
+    limit = """
+        import os, resource
+
+        def limit() -> None:
+            pages = int(open("/proc/self/statm").read().split()[0])
+            mapped = pages * os.sysconf("SC_PAGE_SIZE")
+            resource.setrlimit(resource.RLIMIT_AS, (mapped + (3 << 28), resource.RLIM_INFINITY))
+    """
+    folder = make_plugin(
+        tmp_path / "plugin", "limit", "sglang.srt.plugins", "l = limit:limit", limit
+    )
+    server = Server(tiny_model("llama"), log, config=config, python_path=[folder])
+    with pytest.raises(RuntimeError, match="the server ended with"):
+        server.__enter__()
+    assert server._process.returncode != 0
+    lines = [line for line in server.log().splitlines() if "hisparse: error: " in line]
+    assert len(lines) == 1
+    assert "host memory: " in lines[0] and " (ulimit -v)" in lines[0]
+
+
+def shared_memory() -> set[str]:
+    """Files in shared memory; SGLang leaves one of each server that is killed, with any backend."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sglang_loads_")}
+
+
+def process_of(server: Server, role: str) -> psutil.Process:
+    """The process of a server that a role names; the first one is the tokenizer manager."""
+    first = psutil.Process(server._process.pid)
+    if role == "tokenizer":
+        return first
+    found = [x for x in first.children(recursive=True) if role in " ".join(x.cmdline())]
+    assert len(found) == 1, [x.cmdline() for x in first.children(recursive=True)]
+    return found[0]
+
+
+def under_load(server: Server, pool: ThreadPoolExecutor) -> list[Future[Answer]]:
+    """Requests that run for long, after each has begun."""
+    waiting = [pool.submit(server.generate, prompt, 4000) for prompt in PROMPTS]
+    end = time.monotonic() + 60
+    while server.counted("device_tokens_used")[0] < len(PROMPTS) * CONFIG["budget"]:
+        assert time.monotonic() < end, "the requests did not begin"
+        time.sleep(0.1)
+    return waiting
+
+
+@pytest.fixture(scope="module")
+def right(log_dir: Path) -> list[int]:
+    with Server(tiny_model("llama"), log_dir / "right.log", *FLAGS, config=CONFIG) as server:
+        return server.generate(PROMPTS[0], 20).ids
+
+
+@pytest.mark.parametrize("role", ["tokenizer", "scheduler", "detokenizer"])
+def test_a_process_that_is_killed_under_load(role: str, right: list[int], log_dir: Path) -> None:
+    model, log, before = tiny_model("llama"), log_dir / f"killed-{role}.log", shared_memory()
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        with Server(model, log, *FLAGS, config=CONFIG) as server:
+            waiting = under_load(server, pool)
+            first = psutil.Process(server._process.pid)
+            all_processes = [first, *first.children(recursive=True)]
+            process_of(server, role).send_signal(signal.SIGKILL)
+            end = time.monotonic() + 60
+            while left := [x for x in all_processes if runs(x)]:
+                server._process.poll()
+                assert time.monotonic() < end, f"still there: {left}"
+                time.sleep(0.1)
+        assert all(future.exception() is not None for future in waiting)
+    assert shared_memory() <= before
+    with Server(model, log, *FLAGS, config=CONFIG) as server:
+        assert server.generate(PROMPTS[0], 20).ids == right
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_clock_that_jumps_while_requests_run(
+    tmp_path: Path, right: list[int], log_dir: Path
+) -> None:
+    """Each reading of the clock on the wall is up to an hour off, in all processes."""
+    jump = """
+        import random, time
+
+        def jump() -> None:
+            now, rng = time.time, random.Random(0)
+            time.time = lambda: now() + rng.uniform(-3600, 3600)
+    """
+    folder = make_plugin(tmp_path, "jump", "sglang.srt.plugins", "j = jump:jump", jump)
+    log = log_dir / "clock.log"
+    with Server(tiny_model("llama"), log, *FLAGS, config=CONFIG, python_path=[folder]) as server:
+        assert server.generate(PROMPTS[0], 20).ids == right
+        answers = server.generate_many(PROMPTS, 20)
+        assert answers[0].ids == right
+        server.flush_cache()
+        assert server.counted("host_tokens_used", "device_tokens_used") == (0, 0)

@@ -1,0 +1,77 @@
+"""Odd and broken requests are answered as with SGLang's own backend, and nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import requests
+from harness import Server
+from hostile_requests import ENDS_SGLANG, REQUESTS, model_with_tokenizer
+from workload import tokens
+
+CONFIG = {
+    "budget": 128,
+    "device_buffer_size": 128,
+    "host_memory": "1GiB",
+    "device_memory": "14MB",
+}
+FLAGS = ("--max-total-tokens", "40000", "--max-running-requests", "8")
+PROMPT = tokens(400, seed=8)
+
+
+def statuses(server: Server) -> dict[str, int]:
+    """The HTTP status of each request; the server answers a good one after each."""
+    found = {}
+    for name, (path, body) in REQUESTS.items():
+        data = body if isinstance(body, (str, bytes)) else json.dumps(body)
+        headers = {"Content-Type": "application/json"}
+        reply = requests.post(f"{server.url}{path}", data=data, headers=headers, timeout=120)
+        found[name] = reply.status_code
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_with_tokenizer(tmp_path_factory.mktemp("model") / "words")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, log_dir: Path) -> dict[str, int]:
+    log = log_dir / "http-native.log"
+    with Server(model, log, *FLAGS, backend="torch_native", tokenizer=True) as server:
+        return statuses(server)
+
+
+def test_requests_are_answered_as_with_torch_native(
+    model: Path, log_dir: Path, expected: dict[str, int]
+) -> None:
+    assert not ENDS_SGLANG.keys() & REQUESTS.keys()
+    assert {200, 400, 404, 500} == set(expected.values())
+    log = log_dir / "http.log"
+    with Server(model, log, *FLAGS, config=CONFIG, tokenizer=True) as server:
+        right = server.generate(PROMPT, 20).ids
+        assert statuses(server) == expected
+        server.flush_cache()
+        assert server.generate(PROMPT, 20).ids == right
+        server.flush_cache()
+        end = time.monotonic() + 60
+        while any(held := server.counted("host_tokens_used", "device_tokens_used")):
+            assert time.monotonic() < end, f"host and device tokens still used: {held}"
+            time.sleep(0.2)
+
+
+def test_a_flush_under_load_is_refused_and_changes_nothing(model: Path, log_dir: Path) -> None:
+    log = log_dir / "http-flush.log"
+    with Server(model, log, *FLAGS, config=CONFIG, tokenizer=True) as server:
+        right = server.generate(PROMPT, 60).ids
+        server.flush_cache()
+        found = []
+        with server.stream(PROMPT, 60) as events:
+            for event in events:
+                reply = requests.post(f"{server.url}/flush_cache", timeout=60)
+                found.append((reply.status_code, event["output_ids"]))
+        assert found[0][0] != 200
+        assert found[-1][1] == right
