@@ -8,6 +8,7 @@
 # make test-all PART=sanitizers   the same calls in builds that find access out of bounds, undefined
 #                                 behaviour, leaks and races
 # make test-all PART=hostile   100,000 configurations and 10,000 damaged files at random
+# make test-all PART=faults    killed processes and compilers, limits of memory and disk, odd requests
 # make test-all PART=quality   the quality of all algorithms, at the size of the committed table
 # make test-all PART=soak      make soak with 400 requests
 # make soak    5,000 requests to the real server, from 32 clients at once: every answer, every leak
@@ -26,8 +27,8 @@
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-all test-range test-sweeps test-isa test-sanitizers test-quality \
-	test-hostile test-soak soak lint setup lm-eval gpu-check gpu-wheels pins audit licences wheel \
-	docs clean
+	test-hostile test-faults test-soak soak lint setup lm-eval gpu-check gpu-wheels pins audit \
+	licences wheel docs clean
 
 export PYTHONUNBUFFERED := 1
 python := .venv/bin/python
@@ -38,7 +39,7 @@ demo: setup
 test: setup lm-eval
 	@$(python) scripts/run_tests.py
 
-parts := range sweeps isa sanitizers quality hostile soak
+parts := range sweeps isa sanitizers quality hostile faults soak
 
 test-all:
 	$(if $(filter $(PART),$(parts)),,$(error PART is '$(PART)', expected one of: $(parts)))
@@ -61,6 +62,12 @@ test-hostile: setup
 
 test-sanitizers: setup
 	@OMP_NUM_THREADS=2 $(python) -m tests.kernels.sanitizers
+
+test-faults: setup
+	@$(python) -m tests.prepare
+	PART=faults OMP_NUM_THREADS=1 $(python) -m pytest tests/server/test_faults.py \
+		tests/server/test_http.py tests/kernels/test_build_faults.py tests/cache/test_allocate.py \
+		tests/eval/test_full_disk.py tests/test_memory.py
 
 test-quality: setup
 	PART=quality $(python) -m pytest tests/eval/test_quality.py

@@ -77,13 +77,17 @@ def _write_reports(files: Sequence[Path], results: Sequence[dict[str, Any]], lin
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file that takes the place of an older one only when it is whole."""
+    """Write a file that takes the place of an older one only when it is whole.
+
+    Raises:
+        OSError: names the file.
+    """
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")
         partial.replace(file)
     except OSError as error:
-        raise ConfigError(f"--report: cannot write {str(file)!r}: {error.strerror}") from None
+        raise OSError(error.errno, error.strerror, str(file)) from None
     finally:
         partial.unlink(missing_ok=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,8 @@ from plugins import make_plugin
 from tiny_models import tiny_model
 from workload import tokens
 
+from tests.sizes import PART
+
 CONFIG = {
     "budget": 128,
     "device_buffer_size": 128,
@@ -22,6 +25,8 @@ CONFIG = {
     "device_memory": "14MB",
 }
 FLAGS = ("--max-total-tokens", "40000", "--max-running-requests", "8")
+LONG = PART == "faults"
+ROLES = ["scheduler", "tokenizer", "detokenizer"]
 PROMPTS = [tokens(500, seed=s) for s in range(700, 706)]
 
 
@@ -54,14 +59,11 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sglang_loads_")}
 
 
-def process_of(server: Server, role: str) -> psutil.Process:
-    """The process of a server that a role names; the first one is the tokenizer manager."""
+def processes_of(server: Server) -> dict[str, psutil.Process]:
+    """The processes of a server by role; SGLang starts them in this order."""
     first = psutil.Process(server._process.pid)
-    if role == "tokenizer":
-        return first
-    found = [x for x in first.children(recursive=True) if role in " ".join(x.cmdline())]
-    assert len(found) == 1, [x.cmdline() for x in first.children(recursive=True)]
-    return found[0]
+    children = sorted(first.children(recursive=True), key=lambda x: x.pid)
+    return dict(zip(("tokenizer", "scheduler", "detokenizer"), [first, *children], strict=True))
 
 
 def under_load(server: Server, pool: ThreadPoolExecutor) -> list[Future[Answer]]:
@@ -80,17 +82,16 @@ def right(log_dir: Path) -> list[int]:
         return server.generate(PROMPTS[0], 20).ids
 
 
-@pytest.mark.parametrize("role", ["tokenizer", "scheduler", "detokenizer"])
+@pytest.mark.parametrize("role", ROLES if LONG else ROLES[:1])
 def test_a_process_that_is_killed_under_load(role: str, right: list[int], log_dir: Path) -> None:
     model, log, before = tiny_model("llama"), log_dir / f"killed-{role}.log", shared_memory()
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         with Server(model, log, *FLAGS, config=CONFIG) as server:
             waiting = under_load(server, pool)
-            first = psutil.Process(server._process.pid)
-            all_processes = [first, *first.children(recursive=True)]
-            process_of(server, role).send_signal(signal.SIGKILL)
+            processes = processes_of(server)
+            processes[role].send_signal(signal.SIGKILL)
             end = time.monotonic() + 60
-            while left := [x for x in all_processes if runs(x)]:
+            while left := [x for x in processes.values() if runs(x)]:
                 server._process.poll()
                 assert time.monotonic() < end, f"still there: {left}"
                 time.sleep(0.1)
@@ -105,6 +106,34 @@ def runs(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.mark.skipif(not LONG, reason="builds all kernels: make test-all PART=faults")
+def test_two_servers_that_start_at_once_with_an_empty_kernel_cache(
+    tmp_path: Path, right: list[int]
+) -> None:
+    """One builds while the other waits, or both do; the kernels are slow ones, built in seconds."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("g++")} "$@" -O1\n')
+    compiler.chmod(0o755)
+    env = {"HOME": str(tmp_path), "CXX": str(compiler)}
+    model = tiny_model("llama")
+    servers = [
+        Server(model, tmp_path / f"log{i}", *FLAGS, config=CONFIG, env=env) for i in range(2)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        started = [pool.submit(server.__enter__) for server in servers]
+        try:
+            assert [x.result().generate(PROMPTS[0], 20).ids for x in started] == [right] * 2
+        finally:
+            for server in servers:
+                server.stop()
+    cache = tmp_path / ".cache" / "hisparse" / "kernels"
+    assert len(list(cache.glob("cpu-*.so"))) == 1
+    assert not list(cache.glob("*.unfinished-*"))
+    said = "".join(server.log() for server in servers)
+    assert said.count("hisparse: building CPU kernels") == 1
+    assert "kernels are off" not in said
 
 
 def test_a_clock_that_jumps_while_requests_run(
