@@ -67,7 +67,7 @@ test-faults: setup
 	@$(python) -m tests.prepare
 	PART=faults OMP_NUM_THREADS=1 $(python) -m pytest tests/server/test_faults.py \
 		tests/server/test_http.py tests/kernels/test_build_faults.py tests/cache/test_allocate.py \
-		tests/eval/test_full_disk.py tests/test_memory.py
+		tests/eval/test_eval_full_disk.py tests/transformers/test_hf_full_disk.py tests/test_memory.py
 
 test-quality: setup
 	PART=quality $(python) -m pytest tests/eval/test_quality.py
