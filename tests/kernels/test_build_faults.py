@@ -17,6 +17,7 @@ import pytest
 
 from hisparse.kernels.build import compiler
 from hisparse.kernels.build import cpu as build
+from hisparse.kernels.build.cache import is_intact
 from tests.full_disk import largest_file
 from tests.kernels.test_build import SOURCE
 
@@ -76,11 +77,13 @@ def use_compiler(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> 
 
 
 def only_whole_files(cache: Path) -> bool:
-    """Whether each file of a cache is a library, an object, its digest or an empty lock file."""
-    files = [path for path in cache.rglob("*") if path.is_file()]
-    kept = {".so", ".o", ".sha256"}
-    assert all(x.suffix in kept or (x.suffix == ".lock" and x.stat().st_size == 0) for x in files)
-    return not list(cache.glob("*.unfinished-*"))
+    """Whether a cache holds libraries and objects with their digests and empty locks alone."""
+    files = {path for path in cache.rglob("*") if path.is_file()}
+    whole = {path for path in files if path.suffix in (".so", ".o") and is_intact(path)}
+    digests = {path.with_name(f"{path.name}.sha256") for path in whole}
+    locks = {path for path in files if path.suffix == ".lock" and path.stat().st_size == 0}
+    folders = {path for path in cache.rglob("*") if path.is_dir()}
+    return files == whole | digests | locks and folders <= {cache / "objects"}
 
 
 def test_a_compiler_that_is_killed(
@@ -108,7 +111,7 @@ def test_a_builder_that_is_killed_while_its_compiler_goes_on(
         if mkdir first 2>/dev/null; then
             echo half > $out; touch waiting
             while [ ! -e go ]; do sleep .05; done
-            (echo other half >> $out) 2>/dev/null; touch done
+            (echo other half > $out) 2>/dev/null; touch done
             exit
         fi
         if mkdir second 2>/dev/null; then
