@@ -7,7 +7,6 @@ time, wait until the arguments ask for hisparse.
 
 from __future__ import annotations
 
-import logging
 import os
 import pkgutil
 import sys
@@ -22,7 +21,6 @@ from hisparse.sglang.requested import BACKEND, is_requested
 
 __all__ = ["install_hooks", "installed_hooks", "register", "verify_hooks"]
 
-logger = logging.getLogger("hisparse")
 
 #: Tells the processes that a server starts to install all hooks: it is set in their environment.
 _IN_USE = "HISPARSE_IN_USE"
