@@ -58,14 +58,15 @@ class Result:
 
     def judge(self, differences: list[Difference], server: Server) -> None:
         """Count the different answers that rounding explains; the others are wrong."""
-        wrong = 0
+        judged: dict[tuple[int, ...], bool] = {}
         for found in differences:
+            answer = (len(found.turns[-1].ids), *found.ids)
             # A few wrong answers are enough to look for the cause.
-            tried = wrong < _WRONG_TRIED
-            if tried and is_rounding(server, found.turns, found.ids, found.cached):
+            if answer not in judged and list(judged.values()).count(False) < _WRONG_TRIED:
+                judged[answer] = is_rounding(server, found.turns, found.ids, found.cached)
+            if judged.get(answer):
                 self.add("rounding", 1)
                 continue
-            wrong += 1
             self.add("wrong", 1)
             self.faults.append(f"{found.what}: got {found.ids}, expected {found.expected}")
 

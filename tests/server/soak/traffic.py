@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,8 +14,9 @@ __all__ = ["Conversation", "Expected", "Prompt", "Traffic", "answer_alone", "is_
 #: Tokens of the prefixes that half of the prompts begin with.
 _PREFIXES = (160, 500, 1000, 1500)
 _TURNS = 3
-#: Ways to divide a prompt, and batches, tried for an answer that differs.
-_PIECES = 12
+#: Ways to divide a prompt that are tried for an answer that differs: alone, and the first ones
+#: also beside copies of the request.
+_PARTITIONS, _WITH_COPIES = 40, 10
 _COPIES = (1, 6, 12)
 
 
@@ -142,18 +142,25 @@ def is_rounding(server: Server, turns: Sequence[Prompt], ids: Sequence[int], cac
         ids: the answer, up to the first token that differs.
         cached: tokens of the first prompt that the radix cache had.
     """
-    first = turns[0].ids
-    rng = random.Random(len(first))
-    cuts = [cached, *(rng.randrange(1, max(len(first) // 16, 2)) * 16 for _ in range(_PIECES))]
-    for cut, copies in itertools.product(dict.fromkeys(cuts), _COPIES):
-        server.flush_cache()
-        if cut:
-            server.generate(first[:cut], 1)
-        for prompt in turns:
-            answers = server.generate_many([prompt.ids] * copies, prompt.new_tokens)
-        if any(answer.ids[: len(ids)] == list(ids) for answer in answers):
-            return True
+    first, rng = turns[0].ids, random.Random(len(turns[0].ids))
+    # The radix cache of the answer first: it ends one piece for certain.
+    partitions = [[cached]] + [_cuts(len(first), rng) for _ in range(_PARTITIONS)]
+    for number, cuts in enumerate(partitions):
+        for copies in _COPIES if number < _WITH_COPIES else _COPIES[:1]:
+            server.flush_cache()
+            for cut in filter(None, cuts):
+                server.generate(first[:cut], 1)
+            for prompt in turns:
+                answers = server.generate_many([prompt.ids] * copies, prompt.new_tokens)
+            if any(answer.ids[: len(ids)] == list(ids) for answer in answers):
+                return True
     return False
+
+
+def _cuts(length: int, rng: random.Random) -> list[int]:
+    """Whole pages at which a prompt is divided, ascending; at most five."""
+    pages = range(1, max(length // 16, 2))
+    return sorted(16 * page for page in rng.sample(pages, min(rng.randrange(1, 6), len(pages))))
 
 
 def _ask(server: Server, prompt: Prompt) -> Expected:
