@@ -28,8 +28,8 @@ void page_table(TensorView device_pages, TensorView rows, TensorView slots, Tens
 
 void page_tables(TensorView device_pages, TensorView rows, TensorView slots, TensorView load_slots,
                  TensorView lengths, TensorView tail_pages, TensorView attended, TensorView loads,
-                 TensorView num_hits, TensorView num_misses, TensorView num_real_rows,
-                 TensorView malformed) {
+                 TensorView attended_lengths, TensorView num_hits, TensorView num_misses,
+                 TensorView num_real_rows, TensorView malformed) {
   if (attended.numel() == 0) return;
   // An empty tensor stands for none.
   const bool guarded = malformed.size(0) != 0;
@@ -41,6 +41,7 @@ void page_tables(TensorView device_pages, TensorView rows, TensorView slots, Ten
                            data_of<const int32_t>(tail_pages, "tail_pages"),
                            data_of<int32_t>(attended, "attended"),
                            data_of<int32_t>(loads, "loads"),
+                           data_of<int32_t>(attended_lengths, "attended_lengths"),
                            data_of<const int32_t>(num_hits, "num_hits"),
                            data_of<const int32_t>(num_misses, "num_misses"),
                            data_of<const int32_t>(num_real_rows, "num_real_rows"),

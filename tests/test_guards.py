@@ -11,9 +11,12 @@ import torch
 from faulty_algorithms import Right
 from torch import Tensor
 
+from hisparse.adapters.torch import TorchAdapter
 from hisparse.algorithms import DecodeStep, Representation, SelectionPolicy
+from hisparse.cache import Counters
 from hisparse.engine.extensions.prefetch import Prefetch
 from hisparse.errors import AlgorithmError, KernelError
+from hisparse.kernels import dispatch
 from hisparse.testing import Simulator
 from hisparse.testing.replaying_simulator import ReplayingSimulator
 from hisparse.types import Selection
@@ -99,6 +102,38 @@ def test_malformed_selections_are_counted_and_an_error_if_checked(change: Retrie
         AlgorithmError, match=r"Changed \(test_guards\), layer 1, request 0, head 0"
     ):
         decode(Changed(change=change), checked=True)
+
+
+@pytest.mark.parametrize("change", NO_PAGE.values(), ids=NO_PAGE)
+def test_where_nothing_raises_the_row_attends_its_tail_alone(
+    change: Retrieve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: attention reads no page -1, which would be memory of another request."""
+    monkeypatch.setattr(dispatch, "cpu_library", lambda: None)
+    attended = []
+
+    def attend(self: TorchAdapter, q: Tensor, kv: Any, table: Tensor, *others: Any) -> Any:
+        attended.append((table, others[0]))
+        return original(self, q, kv, table, *others)
+
+    original = TorchAdapter.attend
+    monkeypatch.setattr(TorchAdapter, "attend", attend)
+    stats = decode(Changed(change=change), 3).coordinator.stats()
+    assert stats.malformed_selections == 3
+    for table, seq_lens in attended:
+        entry = torch.arange(table.shape[1])
+        assert (table[entry * 8 < seq_lens[:, None]] >= 0).all()
+    # Two rows for each request; its tail page has one token.
+    assert [seq_lens[0] for _, seq_lens in attended[:2]] == [7 * 8 + 1, 1]
+    assert attended[1][1][1] == 7 * 8 + 1
+
+
+def test_a_refused_row_does_not_lower_the_count_of_misses() -> None:
+    """``/metrics`` takes no total that became smaller."""
+    counters = Counters(torch.device("cpu"))
+    counters.count("miss_pages", torch.tensor([3, -1, 0, -1]))
+    counters.publish()
+    assert counters.totals()["miss_pages"] == 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,8 @@ class Counters:
         """Start copying the device's sums to the host on the current stream, without waiting."""
         for total, waiting in zip(self._totals, self._waiting.values(), strict=True):
             if waiting:
-                total.add_(torch.cat(waiting).sum())
+                # A row that lru_diff refused has -1 misses.
+                total.add_(torch.cat(waiting).clamp(min=0).sum())
                 waiting.clear()
         self._published.copy_(self._totals, non_blocking=True)
 

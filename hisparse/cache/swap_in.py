@@ -17,6 +17,7 @@ from hisparse.cache.rows import StepRows
 from hisparse.cache.streams import Lane, Pending, SideStreams
 from hisparse.kernels import (
     LruDiff,
+    PageTables,
     SelectionGuard,
     lru_diff,
     page_table,
@@ -41,8 +42,8 @@ class PageTable(NamedTuple):
     seq_lens: Tensor
 
 
-#: Hits and misses, and ``[R, K + 1] int32``: the device pages of the selection, then the tail page.
-_Loaded = tuple[LruDiff, Tensor]
+#: Hits and misses, and the device pages of the selection, then the tail page.
+_Loaded = tuple[LruDiff, PageTables]
 
 
 class _Early(NamedTuple):
@@ -104,9 +105,9 @@ class SwapIn:
         early = self._early.get(layer_id)
         if early is not None and early.selection is selection:
             del self._early[layer_id]
-            diff, attended = early.loaded.join()
+            diff, tables = early.loaded.join()
         else:
-            diff, attended = self._load(layer_id, selection, rows)
+            diff, tables = self._load(layer_id, selection, rows)
         if self._overlaps:
             for later in followers:
                 # Both work on the LRU tables of that layer, on lanes without a common order.
@@ -115,11 +116,10 @@ class SwapIn:
         self._counters.count("hit_pages", diff.num_hits)
         self._counters.count("miss_pages", diff.num_misses)
         if self._checked:
-            pages = attended[:, :-1]
+            pages = tables.attended[:, :-1]
             check_resident(layer_id, selection, pages, rows, self._host, self._device)
-        lengths = selection.lengths.flatten()
-        seq_lens = torch.add(tail_lens, lengths, alpha=self._host.kv.page_size)
-        return PageTable(attended, seq_lens)
+        seq_lens = torch.add(tail_lens, tables.lengths, alpha=self._host.kv.page_size)
+        return PageTable(tables.attended, seq_lens)
 
     def prefetch(self, layer_id: int, selection: Selection, rows: StepRows) -> None:
         """Start loading pages for a layer that has not begun."""
@@ -155,7 +155,7 @@ class SwapIn:
         )
         if self._checked:
             verify_diff(diff, rows.capacity)
-        attended, loads = page_tables(
+        tables = page_tables(
             state.device_pages,
             rows.rows,
             diff,
@@ -163,8 +163,8 @@ class SwapIn:
             rows.tail_pages[layer_id],
             guard=SelectionGuard(rows.num_real_rows, self._malformed),
         )
-        self._gather(layer_id, diff, loads, self._host.stored(layer_id))
-        return diff, attended
+        self._gather(layer_id, diff, tables.loads, self._host.stored(layer_id))
+        return diff, tables
 
     def _gather(self, layer_id: int, diff: LruDiff, loads: Tensor, source: StoredKV) -> None:
         """Copy pages ``diff.load_host_pages`` of ``source`` to device pages ``loads [R, K]``."""

@@ -53,7 +53,8 @@ def page_tables(
         lengths: ``[R] int32``, 0 to K: the entry of ``attended`` that becomes the tail page.
         tail_pages: ``[R] int32``, device page of each row's tail.
         guard: counts rows whose selection was not ``lengths`` different pages, then nothing but
-            -1, and rows that ``lru_diff`` refused. None: they are not counted.
+            -1, and rows that ``lru_diff`` refused. A GPU then attends the tail page alone in rows
+            without a page at one of the first ``lengths`` entries. None: neither.
         impl: "auto", or an implementation's name.
 
     Raises:

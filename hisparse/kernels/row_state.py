@@ -47,10 +47,12 @@ class PageTables(NamedTuple):
     Attributes:
         attended: ``[R, K + 1]``, page of each selected page, then the row's tail page.
         loads: ``[R, K]``, page that each miss is copied to, in the order of ``load_host_pages``.
+        lengths: ``[R]``, pages of ``attended`` before the tail page.
     """
 
     attended: Tensor
     loads: Tensor
+    lengths: Tensor
 
 
 class SelectionGuard(NamedTuple):

@@ -87,6 +87,33 @@ def test_malformed_selections_are_counted(
         assert guard.malformed.tolist() == [2**40 + wrong]
 
 
+@pytest.mark.parametrize(
+    ("slots", "length"),
+    [
+        pytest.param([-1, -1, -1, -1], 3, id="refused"),
+        pytest.param([2, -1, 1, 3], 3, id="gap"),
+        pytest.param([2, 0, -1, -1], 3, id="too-long-a-length"),
+    ],
+)
+def test_a_row_without_a_page_attends_its_tail_alone(
+    impl: str, slots: list[int], length: int
+) -> None:
+    """Attention reads all entries before the length: a -1 there is memory before the pool."""
+    good = [0, 1, 2, -1]
+    table = i32([good, slots, good])
+    guard = SelectionGuard(i32([3]), torch.tensor([0]))
+    lengths, states, tails = i32([3, length, 2]), torch.tensor([1, 1, 1]), i32([7, 8, 9])
+    tables = page_tables(
+        PAGES, states, diff_of(table, table), lengths, tails, guard=guard, impl=impl
+    )
+    assert tables.attended[[0, 2]].tolist() == [[20, 21, 22, 7, -1], [20, 21, 9, -1, -1]]
+    if impl == "cpu":
+        assert tables.lengths.tolist() == [3, length, 2], "attention raises an error"
+        return
+    assert tables.attended[1].tolist() == [8, -1, -1, -1, -1]
+    assert tables.lengths.tolist() == [3, 0, 2]
+
+
 def test_inputs_may_be_strided(impl: str) -> None:
     slots = i32([[1, 0], [0, 1]]).t()
     rows = torch.tensor([1, 9, 0])[::2]
@@ -102,7 +129,7 @@ def test_no_rows_give_empty_tables(impl: str) -> None:
     none = i32([[]]).view(0, 3)
     rows, empty = torch.zeros(0, dtype=torch.int64), i32([])
     tables = page_tables(PAGES, rows, diff_of(none, none), empty, empty, impl=impl)
-    assert [tuple(t.shape) for t in tables] == [(0, 4), (0, 3)]
+    assert [tuple(t.shape) for t in tables] == [(0, 4), (0, 3), (0,)]
 
 
 @pytest.mark.parametrize(("rows", "slot"), [(3, 0), (0, 4)], ids=["row", "slot"])

@@ -45,6 +45,7 @@ struct PageTablesParams {
   const int32_t* tail_pages;  // [R]
   int32_t* attended;          // [R, K + 1]
   int32_t* loads;             // [R, K]
+  int32_t* attended_lengths;  // [R], pages of `attended` before the tail page
   const int32_t* num_hits;    // [R]
   const int32_t* num_misses;  // [R]
   const int32_t* num_real_rows;   // [1]
@@ -58,18 +59,24 @@ struct PageTablesParams {
 __global__ void __launch_bounds__(kMaxThreads)
     page_tables_kernel(const __grid_constant__ PageTablesParams p) {
   const int64_t r = blockIdx.x, row = p.rows[r];
-  const int32_t tail_at = p.lengths[r];
-  bool malformed = p.num_hits[r] + p.num_misses[r] != tail_at;
+  const int32_t* slots = p.slots + r * p.slots_stride;
+  const int32_t length = p.lengths[r];
+  bool malformed = p.num_hits[r] + p.num_misses[r] != length;
+  bool absent = length < 0 || length > p.width;
+  for (int32_t i = threadIdx.x; i < p.width; i += num_threads()) {
+    malformed |= (slots[i] >= 0) != (i < length);
+    absent |= i < length && p.device_pages.at(row, slots[i]) < 0;
+    p.loads[r * p.loads_stride + i] =
+        p.device_pages.at(row, p.load_slots[r * p.load_slots_stride + i]);
+  }
+  // Attention would read page -1, which is memory before the pool.
+  const bool tail_alone = p.malformed != nullptr && __syncthreads_or(absent);
+  const int32_t tail_at = tail_alone ? 0 : length;
   for (int32_t i = threadIdx.x; i <= p.width; i += num_threads()) {
-    int32_t page = -1;
-    if (i < p.width) {
-      malformed |= (p.slots[r * p.slots_stride + i] >= 0) != (i < tail_at);
-      page = p.device_pages.at(row, p.slots[r * p.slots_stride + i]);
-      p.loads[r * p.loads_stride + i] =
-          p.device_pages.at(row, p.load_slots[r * p.load_slots_stride + i]);
-    }
+    const int32_t page = tail_alone || i == p.width ? -1 : p.device_pages.at(row, slots[i]);
     p.attended[r * p.attended_stride + i] = i == tail_at ? p.tail_pages[r] : page;
   }
+  if (threadIdx.x == 0) p.attended_lengths[r] = tail_at;
   if (p.malformed == nullptr || r >= *p.num_real_rows) return;
   if (__syncthreads_or(malformed) && threadIdx.x == 0) atomicAdd(p.malformed, 1ull);
 }

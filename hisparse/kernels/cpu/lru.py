@@ -53,16 +53,19 @@ def page_tables(
     tail_pages: Tensor,
     guard: SelectionGuard | None = None,
 ) -> PageTables:
-    """See :func:`hisparse.kernels.page_tables`."""
+    """See :func:`hisparse.kernels.page_tables`.
+
+    A row that lacks a page keeps its length: attention refuses the -1.
+    """
     slots, loads = dense_rows(diff.curr_device_slots), dense_rows(diff.load_device_slots)
     attended = slots.new_empty(slots.shape[0], slots.shape[1] + 1)
-    tables = PageTables(attended, torch.empty_like(loads))
+    tables = (attended, torch.empty_like(loads))
     inputs = (device_pages, rows, slots, loads, lengths, tail_pages)
     # Empty tensors stand for None.
     counted = guard or SelectionGuard(lengths.new_empty(0), lengths.new_empty(0))
     counts = (diff.num_hits, diff.num_misses)
     call_cpu("page_tables", *(dense_rows(x) for x in inputs), *tables, *counts, *counted)
-    return tables
+    return PageTables(*tables, lengths)
 
 
 def promote_tail(

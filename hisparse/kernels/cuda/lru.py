@@ -64,7 +64,7 @@ def page_tables(
     """See :func:`hisparse.kernels.page_tables`; an index outside the table gives -1."""
     slots, loads = dense_rows(diff.curr_device_slots), dense_rows(diff.load_device_slots)
     attended = slots.new_empty((slots.shape[0], slots.shape[1] + 1))
-    tables = PageTables(attended, torch.empty_like(loads))
+    tables = PageTables(attended, torch.empty_like(loads), torch.empty_like(lengths))
     inputs = (device_pages, rows, slots, loads, lengths, tail_pages)
     # Empty tensors stand for None.
     counted = guard or SelectionGuard(lengths.new_empty(0), lengths.new_empty(0))

@@ -25,11 +25,21 @@ def page_tables(
     guard: SelectionGuard | None = None,
 ) -> PageTables:
     """See :func:`hisparse.kernels.page_tables`."""
+    pages = page_table(device_pages, rows, diff.curr_device_slots)
     if guard is not None:
         guard.malformed.add_(_malformed(diff, lengths, guard.num_real_rows).sum())
-    attended = pad(page_table(device_pages, rows, diff.curr_device_slots), (0, 1), value=-1)
+        absent = _lacks_page(pages, lengths)
+        pages, lengths = pages.masked_fill(absent[:, None], -1), lengths.masked_fill(absent, 0)
+    attended = pad(pages, (0, 1), value=-1)
     attended.scatter_(1, lengths[:, None].long(), tail_pages[:, None])
-    return PageTables(attended, page_table(device_pages, rows, diff.load_device_slots))
+    return PageTables(attended, page_table(device_pages, rows, diff.load_device_slots), lengths)
+
+
+def _lacks_page(pages: Tensor, lengths: Tensor) -> Tensor:
+    """``[R] bool``, rows without a page at one of the first ``lengths`` entries."""
+    entry = torch.arange(pages.shape[1], device=lengths.device)
+    absent = ((pages < 0) & (entry < lengths[:, None])).any(1)
+    return absent | (lengths < 0) | (lengths > pages.shape[1])
 
 
 def _malformed(diff: LruDiff, lengths: Tensor, num_real_rows: Tensor) -> Tensor:

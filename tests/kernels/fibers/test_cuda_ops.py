@@ -118,7 +118,7 @@ def test_indices_out_of_range_touch_nothing(unverified: str) -> None:
     diff = LruDiff(slots, slots, slots, counts, counts)
     tails = (i32([2, 0]), i32([8, 9]))
     tables = page_tables(i32([[5]]), torch.tensor([0, 2]), diff, *tails, impl=unverified)
-    assert [t.tolist() for t in tables] == [[[-1, -1], [9, -1]], [[-1], [-1]]]
+    assert [t.tolist() for t in tables] == [[[-1, -1], [9, -1]], [[-1], [-1]], [2, 0]]
 
 
 def test_verification_names_what_is_out_of_range(fibers: str) -> None:
