@@ -224,7 +224,7 @@ class Requests(RuleBasedStateMachine):
             outs = run()
         except Broken:
             # The scheduler answers the batch's requests with an error.
-            self.sim.manager.end_forward()
+            self.sim.coordinator.forward_abort()
         finally:
             self.sim.coordinator.attention = attention
         self.new.clear()

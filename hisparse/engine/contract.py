@@ -99,8 +99,8 @@ def check_positions(positions: object, part: object, layer_id: int, num_tokens: 
 
 def blame(
     error: Exception, layer_id: int, selection: Selection, rows: StepRows, algorithm: object
-) -> Exception:
-    """The error to raise if a selection could not be attended: the selection's, if it is wrong.
+) -> None:
+    """Raise the error of a selection that could not be attended, if the selection is wrong.
 
     Args:
         error: what was raised.
@@ -108,13 +108,15 @@ def blame(
         selection: the selection.
         rows: the rows that attend.
         algorithm: selected the pages.
+
+    Raises:
+        AlgorithmError: the selection is wrong.
     """
     try:
         check_selection(layer_id, selection, rows)
     except HiSparseError as wrong:
         cls = type(algorithm)
-        return AlgorithmError(f"{cls.__name__} ({cls.__module__}), {wrong}")
-    return error
+        raise AlgorithmError(f"{cls.__name__} ({cls.__module__}), {wrong}") from error
 
 
 def _described(value: Any) -> str:

@@ -72,8 +72,8 @@ class DecodeAttention:
                 )
                 attended = self._attend_pages(layer_id, queries, table)
             except Exception as error:
-                algorithm = self._parts.algorithm
-                raise blame(error, layer_id, selection, part.rows, algorithm) from error
+                blame(error, layer_id, selection, part.rows, self._parts.algorithm)
+                raise
         for extension in self._parts.extensions:
             attended = call(
                 extension.after_attention, layer_id, layer_id, queries, selection, part, attended

@@ -62,15 +62,14 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         """Copy the page tables from SGLang's tables and begin the forward.
 
         Raises:
-            HiSparseError: the forward mode is neither EXTEND nor DECODE.
+            HiSparseError: the forward mode is neither EXTEND nor DECODE, or a failed request cannot
+                end.
         """
         mode = forward_batch.forward_mode
         if mode.is_idle():
             return
         self._in_graph = False
-        # SGLang may run another step of requests that have failed, before it ends them.
-        requests = self._session.requests
-        self._failed = bool(requests) and all(r in self._failed_requests for r in requests)
+        self._failed = self._all_have_failed()
         if self._failed:
             return
         if mode.is_decode():
@@ -80,6 +79,24 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
             self.coordinator.forward_begin(self._prefill_batch(forward_batch))
         else:
             raise HiSparseError(f"forward mode: got {mode.name}, expected EXTEND or DECODE")
+
+    def _all_have_failed(self) -> bool:
+        """Whether SGLang runs another step of requests that have failed, before it ends them.
+
+        Raises:
+            HiSparseError: SGLang would repeat a chunk of one of them for ever.
+        """
+        if not self._failed_requests:
+            return False
+        session = self._session
+        failed = [request for request in session.requests if request in self._failed_requests]
+        # A request that was retracted after it failed computes its prompt again.
+        reason = reason_to_stop(failed, session.chunked_request_id) if failed else None
+        if reason is not None:
+            message = f"a failed request was retracted; the server stops, since {reason}"
+            logger.error("hisparse: error: %s", message)
+            raise HiSparseError(message)
+        return bool(failed) and len(failed) == len(session.requests)
 
     # SGLang's CUDA graph runner calls these in place of `init_forward_metadata`.
 

@@ -252,6 +252,18 @@ def test_the_score_of_the_rest_counts_where_it_is_used(impl: str, heads: int) ->
     assert counter.tolist() == [heads == 1]
 
 
+@pytest.mark.parametrize("rule", [{"mass": 0.5}, {"within": 1.0}], ids=["mass", "within"])
+def test_the_score_of_the_rest_of_no_pages_is_not_counted(
+    impl: str, rule: dict[str, float]
+) -> None:
+    """As in a row of padding, whose tail page may hold anything."""
+    counter, rest = torch.tensor([0]), torch.tensor([[math.nan], [math.nan]])
+    limits = SelectRule(heads=1, max_pages=2, invalid_scores=counter, **rule)
+    num_pages = torch.tensor([0, 9], dtype=torch.int32)
+    select(torch.randn(2, 1, 9), num_pages, limits, rest=rest, impl=impl)
+    assert counter.tolist() == [1]
+
+
 def first_of_the_best(scores: list[list[float]], forced: list[bool], rule: SelectRule) -> list[int]:
     """The rule in plain Python, for the heads ``[heads, pages]`` that share one selection."""
     heads = [[-math.inf if x != x else min(x, FLOAT32.max) for x in head] for head in scores]

@@ -140,6 +140,7 @@ def test_a_streamed_answer_ends_with_the_error_and_without_the_failed_steps_toke
 ) -> None:
     idle(server)
     right = server.generate(PROMPT[:704], 15).ids
+    idle(server)
     with server.stream(PROMPT[:704], 40) as events:
         *_, last = events
     assert last["meta_info"]["finish_reason"]["type"] == "abort"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 from sglang.srt.distributed import parallel_state
 
-from hisparse.errors import AlgorithmError
+from hisparse.errors import AlgorithmError, HiSparseError
 from hisparse.sglang import compat, failed_batch
 from hisparse.sglang.backend import HiSparseAttnBackend
 
@@ -24,6 +25,13 @@ def request(rid: str = "a", *, finished: bool = False) -> Any:
         to_finish=None,
         skip_radix_cache_insert=False,
     )
+
+
+class Request:
+    """As SGLang's ``Req``: equal to itself alone."""
+
+    def __init__(self, rid: str) -> None:
+        self.rid = rid
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +70,24 @@ def test_failed_requests_end_with_an_error_and_keep_nothing() -> None:
         "err_type": "InternalServerError",
     }
     assert ended.to_finish is None
+
+
+def test_a_failed_request_runs_on_only_if_it_can_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a retraction it computes its prompt again, which older releases would never end."""
+    backend = HiSparseAttnBackend.__new__(HiSparseAttnBackend)
+    failed, other = Request("a"), Request("b")
+    backend._session = SimpleNamespace(requests=[failed], chunked_request_id="a")
+    backend._failed_requests = WeakSet()
+    assert not backend._all_have_failed()
+    backend._failed_requests.add(failed)
+    assert backend._all_have_failed()
+    backend._session.requests = [failed, other]
+    assert not backend._all_have_failed()
+    monkeypatch.setattr(compat, "since", lambda release: False)
+    with pytest.raises(HiSparseError, match=r"SGLang before 0\.5\.23 cannot end a request"):
+        backend._all_have_failed()
+    backend._session.chunked_request_id = "b"
+    assert not backend._all_have_failed()
 
 
 def test_a_server_that_stops_says_why_in_one_line(

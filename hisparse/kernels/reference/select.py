@@ -115,7 +115,7 @@ def _has_invalid_score(
     largest = torch.finfo(scores.dtype).max
     invalid = (~(scores <= largest)).masked_fill(_absent(scores, num_pages), False).any(-1)
     if rest is not None and (varies or heads > rule.heads):
-        invalid |= ~(rest <= largest)
+        invalid |= ~(rest <= largest) & (num_pages > 0)[:, None]
     if heads > rule.heads:
         invalid = invalid.unflatten(1, (rule.heads, -1)).any(-1)
     invalid = invalid.repeat_interleave(rule.heads // invalid.shape[1], dim=1)
