@@ -60,7 +60,8 @@ class Records:
             return {}
         whole, _, torn = read_text(self._path, "--out").rpartition("\n")
         if torn:
-            os.truncate(self._path, len(f"{whole}\n".encode()) if whole else 0)
+            # Counted in the file: reading has converted line ends, which an editor may have changed.
+            os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
         lines = whole.split("\n") if whole else []
         records = [self._parse(number, line) for number, line in enumerate(lines, 1)]
         return {

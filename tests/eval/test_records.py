@@ -33,6 +33,9 @@ def test_a_torn_line_is_cut_off_and_the_others_stay(records: Records, tmp_path: 
     assert file.read_bytes() == whole
     file.write_bytes(whole[:70])
     assert records.read() == {} and file.read_bytes() == b""
+    file.write_bytes(whole.replace(b"\n", b"\r\n") + whole[:70])
+    assert [key.document for key in records.read()] == ["a", "b"]
+    assert file.read_bytes() == whole.replace(b"\n", b"\r\n")
 
 
 @pytest.mark.parametrize(
