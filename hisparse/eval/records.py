@@ -60,7 +60,7 @@ class Records:
             return {}
         whole, _, torn = read_text(self._path, "--out").rpartition("\n")
         if torn:
-            # Counted in the file: reading has converted line ends, which an editor may have changed.
+            # Counted in the file: reading converts line ends, which an editor may have changed.
             os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
         lines = whole.split("\n") if whole else []
         records = [self._parse(number, line) for number, line in enumerate(lines, 1)]

@@ -117,7 +117,8 @@ def test_the_client_reads_what_failed_and_nothing_is_left_behind(
 def test_other_requests_go_on(server: Server) -> None:
     """Requests that run beside a failing one, but not in its batch, get their tokens."""
     idle(server)
-    prompts = [tokens(n, seed=n) for n in (300, 450, 600)]
+    # Older releases run a step more than they need, so no request may come to 640 tokens.
+    prompts = [tokens(n, seed=n) for n in (300, 450, 560)]
     alone = [server.generate(prompt, 40).ids for prompt in prompts]
     idle(server)
     with ThreadPoolExecutor(4) as threads:
