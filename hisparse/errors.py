@@ -19,7 +19,7 @@ import difflib
 import reprlib
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "explain",
     "one_line",
     "quoted",
+    "shorten",
     "unknown_name",
 ]
 
@@ -64,6 +65,8 @@ class KernelError(HiSparseError, ValueError):
     """A kernel argument has the wrong shape, dtype, device or stride."""
 
 
+#: Numbers of a list that a message shows.
+_NUM_SHOWN = 16
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
 
@@ -73,6 +76,12 @@ def quoted(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 128:
         return f"a number of {value.bit_length()} bits"
     return _short.repr(value)
+
+
+def shorten(numbers: Sequence[int]) -> str:
+    """The first 16 numbers of a list, for a message."""
+    more = ", ..." if len(numbers) > _NUM_SHOWN else ""
+    return f"[{', '.join(map(str, numbers[:_NUM_SHOWN]))}{more}]"
 
 
 def unknown_name(kind: str, got: str, choices: Iterable[str]) -> str:

@@ -225,7 +225,9 @@ def test_scores_of_the_wrong_shape_are_an_error(
     scores: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Right, "score", lambda self, query, summaries: scores)
-    with pytest.raises(AlgorithmError, match=r"Right .*, layer 0: got scores .*\[2, heads, 47\]"):
+    with pytest.raises(
+        AlgorithmError, match=r"Right .*, layer 0, score_pages: got .*\[2, heads, 47\]"
+    ):
         decode(Right())
 
 

@@ -70,8 +70,8 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
         if not isinstance(scores, Tensor) or scores.shape[::2] != (len(queries), step.max_pages):
             got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise AlgorithmError(
-                f"{type(self).__name__} ({type(self).__module__}), layer {layer_id}: got scores "
-                f"{got}, expected [{len(queries)}, heads, {step.max_pages}] for B requests and "
+                f"{type(self).__name__} ({type(self).__module__}), layer {layer_id}, score_pages: "
+                f"got {got}, expected [{len(queries)}, heads, {step.max_pages}] for B requests and "
                 "step.max_pages pages"
             )
         scores = scores.float()

@@ -9,7 +9,7 @@ from hisparse.cache.codec import decode
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.rows import StepRows
-from hisparse.errors import HiSparseError
+from hisparse.errors import HiSparseError, shorten
 from hisparse.types import Selection, StoredKV
 
 __all__ = ["check_resident", "check_selection"]
@@ -30,9 +30,10 @@ def check_selection(layer_id: int, selection: Selection, rows: StepRows) -> None
     good = torch.where(used, in_range & ascending, pages == -1)
     if not bool(good.all()):
         request, head, _ = (~good).nonzero()[0].tolist()
+        got = shorten(pages[request, head].tolist())
         raise HiSparseError(
             f"layer {layer_id}, request {request}, head {head}: got a selection of pages "
-            f"{pages[request, head].tolist()} with length {int(lengths[request, head])}, expected "
+            f"{got} with length {int(lengths[request, head])}, expected "
             f"ascending pages below {int(rows.num_pages[request])}, then -1"
         )
 

@@ -102,6 +102,8 @@ def blame(
 ) -> None:
     """Raise the error of a selection that could not be attended, if the selection is wrong.
 
+    A CUDA graph that is being captured does not allow to read the selection.
+
     Args:
         error: what was raised.
         layer_id: layer number.
@@ -112,6 +114,8 @@ def blame(
     Raises:
         AlgorithmError: the selection is wrong.
     """
+    if selection.pages.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
     try:
         check_selection(layer_id, selection, rows)
     except HiSparseError as wrong:

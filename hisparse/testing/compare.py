@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hisparse.errors import shorten
 from hisparse.testing.case import Run
 from hisparse.testing.recorder import Trace
 from hisparse.testing.simulator import Request
-from hisparse.testing.violation import Violation, shorten
+from hisparse.testing.violation import Violation
 
 __all__ = ["page_representations", "require_same_pages", "require_same_trace"]
 

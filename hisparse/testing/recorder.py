@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, PrefillStep
-from hisparse.testing.violation import Violation, shorten
+from hisparse.errors import shorten
+from hisparse.testing.violation import Violation
 from hisparse.types import Selection
 
 __all__ = ["Call", "Guard", "Recorder", "Retrieved", "Trace"]

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hisparse.errors import AlgorithmError
 
-__all__ = ["Violation", "shorten"]
-
-#: Numbers of a list that a message shows.
-_NUM_SHOWN = 16
+__all__ = ["Violation"]
 
 
 class Violation(AlgorithmError):
@@ -22,9 +17,3 @@ class Violation(AlgorithmError):
     def __init__(self, *findings: str) -> None:
         super().__init__("; ".join(findings))
         self.findings = findings
-
-
-def shorten(numbers: Sequence[int]) -> str:
-    """The first 16 numbers of a list, for a message."""
-    more = ", ..." if len(numbers) > _NUM_SHOWN else ""
-    return f"[{', '.join(map(str, numbers[:_NUM_SHOWN]))}{more}]"
