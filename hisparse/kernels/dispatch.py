@@ -17,6 +17,9 @@ __all__ = ["IMPLEMENTATIONS", "implementation"]
 
 _Devices = tuple[torch.device, ...]
 
+#: The devices of an operation's tensors, one or two of them, if all are in host memory.
+_ON_CPU = {(torch.device("cpu"),) * count for count in (1, 2)}
+
 
 @functools.cache
 def _module(name: str) -> ModuleType:
@@ -24,7 +27,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _cpu(devices: _Devices) -> ModuleType | str:
-    if not _on_cpu(devices):
+    if devices not in _ON_CPU:
         return _places(devices)
     if cpu_library() is None:
         return "the library cannot be built"
@@ -70,7 +73,10 @@ def implementation(impl: str, *devices: torch.device) -> ModuleType:
         KernelError: no such implementation, or it cannot run here.
     """
     if impl == "auto":
-        module = (_cpu if _on_cpu(devices) else _cuda)(devices)
+        # Every kernel of a step on a CPU comes here, so this is a look-up.
+        if devices in _ON_CPU:
+            return reference if cpu_library() is None else _module("cpu")
+        module = _cuda(devices)
         return reference if isinstance(module, str) else module
     if impl not in _LOADERS:
         raise KernelError(unknown_name("implementation", impl, ("auto", *IMPLEMENTATIONS)))
@@ -78,10 +84,6 @@ def implementation(impl: str, *devices: torch.device) -> ModuleType:
     if isinstance(module, str):
         raise KernelError(f"implementation {impl!r}: {module} (choices: auto, reference)")
     return module
-
-
-def _on_cpu(devices: _Devices) -> bool:
-    return {device.type for device in devices} == {"cpu"}
 
 
 def _on_cuda(devices: _Devices) -> bool:
