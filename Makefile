@@ -7,7 +7,8 @@
 #                              their tests call on this processor called again in each build
 # make test-all PART=sanitizers   the same calls in builds that find access out of bounds, undefined
 #                                 behaviour, leaks and races
-# make test-all PART=hostile   100,000 configurations and 10,000 damaged files at random
+# make test-all PART=hostile   100,000 configurations and 10,000 damaged files at random, and
+#                              every reader of files under a fuzzer that looks for new code
 # make test-all PART=faults    killed processes and compilers, limits of memory and disk, odd requests
 # make test-all PART=quality   the quality of all algorithms, at the size of the committed table
 # make test-all PART=soak      make soak with 400 requests
@@ -15,6 +16,7 @@
 # make lint    what takes seconds of make test
 # make setup   .venv/, which the others make themselves
 # make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
+# make fuzz-tools   .venv/fuzz/, 130 MB, which PART=hostile makes itself where atheris has a wheel
 # make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, sanitizers, speed
 # make gpu-wheels  what gpu-check needs besides, as wheels for such a machine without an index
 # make pins    the hashes in requirements/, after a version there has changed
@@ -27,8 +29,8 @@
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-all test-range test-sweeps test-isa test-sanitizers test-quality \
-	test-hostile test-faults test-soak soak lint setup lm-eval gpu-check gpu-wheels pins audit \
-	licences wheel docs clean
+	test-hostile test-faults test-soak soak lint setup lm-eval fuzz-tools gpu-check gpu-wheels pins \
+	audit licences wheel docs clean
 
 export PYTHONUNBUFFERED := 1
 python := .venv/bin/python
@@ -59,6 +61,8 @@ test-isa: setup
 test-hostile: setup
 	@$(python) -m tests.prepare
 	PART=hostile OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -s tests/hostile
+	-@$(MAKE) --no-print-directory fuzz-tools
+	PYTHONPATH=bench:.venv/fuzz OMP_NUM_THREADS=1 $(python) -m tests.hostile.fuzz --seconds 20
 
 test-sanitizers: setup
 	@OMP_NUM_THREADS=2 $(python) -m tests.kernels.sanitizers
@@ -96,6 +100,12 @@ lm-eval: setup
 			--require-hashes -r requirements/lm-eval.txt && \
 		cp requirements/lm-eval.txt .venv/lm-eval/pins.txt; }
 
+fuzz-tools: setup
+	@cmp -s requirements/fuzz.txt .venv/fuzz/pins.txt || { \
+		$(python) -m pip install --quiet --no-deps --upgrade --target .venv/fuzz \
+			--only-binary :all: --require-hashes -r requirements/fuzz.txt && \
+		cp requirements/fuzz.txt .venv/fuzz/pins.txt; }
+
 # The GPU machine's own Python, which has PyTorch: GPU_PYTHON=/path/to/python to choose.
 GPU_PYTHON ?= python3
 
@@ -105,7 +115,7 @@ gpu-check:
 gpu-wheels:
 	@scripts/gpu_wheels.sh
 
-pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt)
+pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt fuzz.txt)
 
 # Apart from .venv, whose packages are pinned.
 release_python := .venv/release/bin/python

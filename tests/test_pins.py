@@ -47,7 +47,7 @@ def test_the_set_up_brings_neither_cuda_nor_what_the_stand_ins_stand_for() -> No
     assert not [name for name in names if name.startswith("nvidia") or "-cu1" in name]
 
 
-@pytest.mark.parametrize("name", ["cpu.txt", "sglang.txt", "lm-eval.txt"])
+@pytest.mark.parametrize("name", ["cpu.txt", "sglang.txt", "lm-eval.txt", "fuzz.txt"])
 def test_every_pin_has_hashes_of_its_files(name: str) -> None:
     """``make pins`` writes them. pip then refuses a file that has another one."""
     text = (ROOT / "requirements" / name).read_text()
@@ -59,7 +59,7 @@ def test_every_pin_has_hashes_of_its_files(name: str) -> None:
 
 def test_the_set_up_installs_nothing_whose_hash_is_not_pinned() -> None:
     scripts = (ROOT / "scripts" / "setup.sh").read_text() + (ROOT / "Makefile").read_text()
-    for name in ("cpu.txt", "sglang.txt", "lm-eval.txt"):
+    for name in ("cpu.txt", "sglang.txt", "lm-eval.txt", "fuzz.txt"):
         assert f"--require-hashes -r requirements/{name}" in scripts
 
 

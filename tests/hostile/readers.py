@@ -87,13 +87,16 @@ def _context(folder: Path) -> Iterator[Reader]:
     disable(net)
     cache.reset()
 
-    def read(path: Path) -> None:
-        rows = read_rows(path, cache._store, net, _TOKENS, None)
-        cache._store.close(rows.slots, rows.lengths)
-
     free = cache._store.pages.num_free
+
+    def read(path: Path) -> None:
+        try:
+            rows = read_rows(path, cache._store, net, _TOKENS, None)
+            cache._store.close(rows.slots, rows.lengths)
+        finally:
+            assert cache._store.pages.num_free == free, "a refused file left pages behind"
+
     yield Reader(name="context", content=path.read_bytes(), read=read, verified=True, weight=12)
-    assert cache._store.pages.num_free == free, "a refused file left pages behind"
     HiSparseCache.load(path, net, SMALL, max_length=_TOKENS)
 
 
