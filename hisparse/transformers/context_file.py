@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hisparse.cache.codec import decode
 from hisparse.engine.step import PrefillChunk
-from hisparse.errors import CapacityError, ConfigError
+from hisparse.errors import CapacityError, ConfigError, quoted
 from hisparse.options import parse_object
 from hisparse.transformers.fingerprint import model_fingerprint
 from hisparse.transformers.model_shape import text_config
@@ -160,15 +160,15 @@ def _check_metadata(
     for name, value in shape.items():
         if stored.get(name) != value:
             raise ConfigError(
-                f"{path}: got {name} {stored.get(name)!r}, expected {value!r} of this model and "
-                "configuration"
+                f"{path}: got {name} {quoted(stored.get(name))}, expected {value!r} of this model "
+                "and configuration"
             )
     saved = metadata.get("model", "")
     # A cache of a configuration knows no weights.
     if saved and fingerprint and saved != fingerprint:
         raise ConfigError(
-            f"{path}: got a context of another model (fingerprint {saved}), expected one of this "
-            f"model's weights and configuration ({fingerprint})"
+            f"{path}: got a context of another model (fingerprint {quoted(saved)}), expected "
+            f"one of this model's weights and configuration ({fingerprint!r})"
         )
 
 

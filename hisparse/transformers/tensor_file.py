@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hisparse.errors import ConfigError, HiSparseError, one_line
+from hisparse.errors import ConfigError, HiSparseError, one_line, quoted, shorten
 from hisparse.options import parse_object
 
 __all__ = ["TensorFile", "write_tensors"]
@@ -80,7 +80,7 @@ class TensorFile:
         except (OSError, SafetensorError) as error:
             raise self._error(one_line(error)) from None
         if entries.get("format") != format_name:
-            raise self._error(f"got format {entries.get('format')!r}, not {format_name!r}")
+            raise self._error(f"got format {quoted(entries.get('format'))}, not {format_name!r}")
         if entries.get("digest") != _digest(entries) or "checksums" not in entries:
             raise self._error("its metadata do not match their digest: the file is damaged")
         self._checksums = parse_object(entries["checksums"], f"{self._name}: checksums", "{}")
@@ -123,7 +123,7 @@ class TensorFile:
         if not fits or any(n not in (None, m) for n, m in zip(shape, tensor.shape, strict=True)):
             sizes = ", ".join("any" if n is None else str(n) for n in shape)
             raise self._error(
-                f"tensor {name!r}: got {tensor.dtype} {list(tensor.shape)}, expected {dtype} "
+                f"tensor {name!r}: got {tensor.dtype} {shorten(tensor.shape)}, expected {dtype} "
                 f"[{sizes}]"
             )
         return tensor
@@ -142,9 +142,11 @@ class TensorFile:
             tensor: Tensor = self._file.get_tensor(name)
             checksum = _checksum(tensor)
         except (SafetensorError, RuntimeError, ValueError, TypeError) as error:
-            raise self._error(f"tensor {name!r}: {one_line(error)}") from None
+            raise self._error(f"tensor {quoted(name)}: {one_line(error)}") from None
         if checksum != self._checksums[name]:
-            raise self._error(f"tensor {name!r} does not match its checksum: the file is damaged")
+            raise self._error(
+                f"tensor {quoted(name)} does not match its checksum: the file is damaged"
+            )
         self._unread.discard(name)
         return tensor
 

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # What is imported before atheris watches imports has no coverage.
     from tests.hostile.readers import Reader
@@ -82,7 +82,7 @@ def changed(rng: random.Random, data: bytes, mutate: Callable[[bytes], bytes]) -
     way = rng.randrange(4)
     with contextlib.suppress(ValueError, RecursionError):  # Not JSON, or nested too deep.
         if way > 1 and (found := parts(data)):
-            header = mutated_object(rng, found[0])
+            header = _changed_header(rng, found[0])
             if isinstance(header, dict):
                 return sealed(header, found[1], checksums=rng.random() < 0.5)
         elif way == 3:
@@ -94,6 +94,21 @@ def changed(rng: random.Random, data: bytes, mutate: Callable[[bytes], bytes]) -
         text = data.decode("utf-8", "surrogateescape")
         return mutated_text(rng, text).encode("utf-8", "surrogatepass")
     return damaged(rng, data) if way == 1 and data else mutate(data)
+
+
+def _changed_header(rng: random.Random, header: dict[str, Any]) -> Any:
+    """The header of a file of tensors with a change in one text of its metadata, or anywhere."""
+    from tests.hostile.mutations import mutated_object, mutated_text
+
+    texts = header["__metadata__"]
+    if not texts or rng.random() < 0.3:
+        return mutated_object(rng, header)
+    name = rng.choice(sorted(texts))
+    try:
+        text = json.dumps(mutated_object(rng, json.loads(texts[name])))
+    except (ValueError, RecursionError):
+        text = mutated_text(rng, texts[name])
+    return header | {"__metadata__": texts | {name: text}}
 
 
 def _fuzz(name: str, seconds: int, folder: Path) -> None:

@@ -57,7 +57,7 @@ def test_changed_metadata_get_past_their_checksums(tmp_path: Path) -> None:
     """Files of tensors whose digests fit reach the code that reads metadata; none breaks it."""
     path = tmp_path / "file"
     metadata = {"shape": '{"a": 1}'}
-    write_tensors(path, "test 1", metadata, {"x": torch.randn(3, 4)})
+    write_tensors(path, "test 1", metadata, {"x": torch.zeros(3, 4)})
     content, reached = path.read_bytes(), 0
 
     def read(path: Path) -> None:
@@ -73,5 +73,5 @@ def test_changed_metadata_get_past_their_checksums(tmp_path: Path) -> None:
         rng = random.Random(seed)
         variant = changed(rng, content, lambda data, rng=rng: damaged(rng, data))
         read_checked(reader, path, variant, io.StringIO())
-    assert reached > 0
+    assert reached > 10
     assert is_sealed(content) and not is_sealed(content[:-1] + b"?")

@@ -51,7 +51,7 @@ class Saved:
         free = self.store.pages.num_free
         with pytest.raises(ConfigError) as caught:
             self.read(columns)
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 1_500
         assert str(self.path) in str(caught.value)
         assert self.store.pages.num_free == free
         assert self.store.open(2).size == 2
@@ -152,7 +152,11 @@ def rewritten(saved: Saved, **changes: Any) -> bytes:
         ({"token_ids": torch.zeros(2, 39).long()}, "[2, 39], expected torch.int64 [2, 40]"),
         ({"shape": "[" * 5000}, "nested too deep"),
         ({"shape": "{}"}, "got model_type None, expected 'llama'"),
-        ({"model": "0" * 32}, "got a context of another model (fingerprint 000"),
+        ({"shape": '{"model_type": "' + "x" * 5000 + '"}'}, "got model_type 'xxx"),
+        ({"model": "0" * 32}, "got a context of another model (fingerprint '000"),
+        ({"model": "0" * 5000}, "got a context of another model (fingerprint '000"),
+        ({"format": "x" * 5000}, "got format 'xxx"),
+        ({"real": torch.ones([1] * 999)}, "[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, ...]"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
