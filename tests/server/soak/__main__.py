@@ -96,11 +96,7 @@ def run(scenario: Scenario, num_requests: int, concurrency: int, seed: int, log:
     result.faults += [f"the log has {line!r}" for line in _errors(server.log()[started:])]
     if left := [p.pid for p in group if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
         result.faults.append(f"processes left: {left}")
-    end = time.monotonic() + 10
-    # Other programs' semaphores have a name for a moment.
-    while (left := sorted(_shared_memory() - shared)) and time.monotonic() < end:
-        time.sleep(0.5)
-    if left:
+    if left := sorted(_shared_memory() - shared):
         result.faults.append(f"shared memory left: {left}")
     return result
 
@@ -156,8 +152,13 @@ def _processes(server: Server) -> list[psutil.Process]:
 
 
 def _shared_memory() -> set[str]:
-    """Names of shared memory; without the file that SGLang leaves there whatever its backend."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sglang_loads_")}
+    """Names of shared memory, without those that have nothing to do with hisparse.
+
+    SGLang leaves a file of loads, whatever its backend. Semaphores of Python's multiprocessing,
+    which hisparse does not use, may be those of any program on the machine.
+    """
+    foreign = ("sglang_loads_", "sem.mp-")
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(foreign)}
 
 
 def _print_row(result: Result) -> None:
