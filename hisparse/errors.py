@@ -68,7 +68,7 @@ class KernelError(HiSparseError, ValueError):
 #: Numbers of a list that a message shows.
 _NUM_SHOWN = 16
 _short = reprlib.Repr()
-_short.maxstring = _short.maxother = 80
+_short.maxstring = _short.maxother = 200
 
 
 def quoted(value: object) -> str:

@@ -298,30 +298,31 @@ def _share_kernel(
     source = scores + (row * GROUP + member[:, None]) * width
     present = (member < GROUP)[:, None]
     beside = tl.load(rest + row * GROUP + member, mask=member < GROUP, other=-float("inf"))
-    invalid = _is_invalid(beside).to(tl.int32)
+    invalid = tl.zeros((STEP,), tl.int32) + tl.max(_is_invalid(beside).to(tl.int32), axis=0)
     highest = _finite(beside)
     total = tl.where(highest == -float("inf"), 0.0, 1.0)
     # -inf everywhere: there is no maximum to subtract.
     top = tl.where(highest == -float("inf"), 0.0, highest)
     for start in range(0, width, STEP):
         page = start + at[None, :]
-        x = tl.load(source + page, mask=present & (page < count), other=-float("inf"))
-        invalid |= tl.max(_is_invalid(x).to(tl.int32), axis=1)
-        x = _finite(x)
+        x = _finite(tl.load(source + page, mask=present & (page < count), other=-float("inf")))
         higher = tl.maximum(highest, tl.max(x, axis=1))
         top = tl.where(higher == -float("inf"), 0.0, higher)
         total = total * tl.exp(highest - top) + tl.sum(tl.exp(x - top[:, None]), axis=1)
         highest = higher
-    if COUNTED:
-        changed = (tl.max(invalid, axis=0) > 0) & (count > MAX_PAGES)
-        tl.atomic_add(invalid_scores, SELECTIONS, mask=changed)
     scale = 1.0 / tl.where(total > 0, total, 1.0)
     for start in range(0, width, STEP):
         page = start + at
         seen = present & (page < count)[None, :]
-        x = _finite(tl.load(source + page[None, :], mask=seen, other=-float("inf")))
+        x = tl.load(source + page[None, :], mask=seen, other=-float("inf"))
+        # Here, for the loop above has no registers left.
+        invalid |= tl.max(_is_invalid(x).to(tl.int32), axis=0)
+        x = _finite(x)
         if NEAR:
             found = tl.max(x - top[:, None], axis=0)
         else:
             found = tl.sum(tl.exp(x - top[:, None]) * scale[:, None], axis=0)
         tl.store(combined + row * width + page, found, mask=page < width)
+    if COUNTED:
+        changed = (tl.max(invalid, axis=0) > 0) & (count > MAX_PAGES)
+        tl.atomic_add(invalid_scores, SELECTIONS, mask=changed)
