@@ -33,9 +33,9 @@ _PROMPTS, _TALKS = 40, 4
 _FLAGS = ("--max-total-tokens", "40000", "--max-running-requests", "16")
 #: Wrong answers after which a different one is not asked for again.
 _WRONG_TRIED = 3
-#: Memory may grow by this much after the first part of the requests: allocators' slack. Shorter
-#: runs are not judged, for pools grow at their first use.
-_GROWTH_BYTES, _JUDGED = 64 << 20, 200
+#: Memory may grow by this part after the first requests: allocators keep what the largest batch
+#: took. Shorter runs are not judged, for pools grow at their first use.
+_GROWTH, _JUDGED = 0.1, 200
 
 
 @dataclass
@@ -125,7 +125,7 @@ def _load(
         server.flush_cache()
         memory.append(sum(process.memory_info().rss for process in group))
     result.grown_bytes = memory[1] - memory[0]
-    if result.grown_bytes > _GROWTH_BYTES and num_requests >= _JUDGED:
+    if result.grown_bytes > _GROWTH * memory[0] and num_requests >= _JUDGED:
         result.faults.append(f"memory grew by {result.grown_bytes} bytes")
 
 
