@@ -15,7 +15,8 @@ _THREAD = (*_DEBUG, "-fsanitize=thread", "-Wno-tsan", "-DHISPARSE_WORTH_A_THREAD
 _ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_stack_use_after_return=1",
     "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1:print_summary=1",
-    "TSAN_OPTIONS": "halt_on_error=1",
+    # Nothing here handles signals.
+    "TSAN_OPTIONS": "halt_on_error=1:report_signal_unsafe=0",
     "OMP_NUM_THREADS": "4",
 }
 
