@@ -143,23 +143,21 @@ def make_setup(
     check_capabilities(config, resources.device_type)
     scope = choose_scope(config, latent=spec.latent)
     policy = make_policy(config, algorithm, spec, scale, scope)
-    algorithm = call(
-        algorithm.resolved,
-        None,
-        policy,
-        context_length=resources.context_length,
-        host_bytes=resources.host_bytes,
-        device_bytes=resources.device_bytes,
-    )
+    limits = {
+        "context_length": resources.context_length,
+        "host_bytes": resources.host_bytes,
+        "device_bytes": resources.device_bytes,
+    }
+    algorithm = call(algorithm.resolved, None, policy, **limits)
     check_dense_layers(config, spec)
     adapter = choose_adapter(resources.device_type, spec, scope, config.adapter)
 
     def extra_tables(max_requests: int, context_pages: int) -> Sequence[TableLimits]:
-        limits = {"max_requests": max_requests, "context_pages": context_pages}
+        most = {"max_requests": max_requests, "context_pages": context_pages}
         return [
             table
             for name in config.extensions
-            for table in _extension_type(name).attended_tables(policy, **limits)
+            for table in _extension_type(name).attended_tables(policy, **most)
         ]
 
     kept = kept_tensors(config, algorithm, policy)

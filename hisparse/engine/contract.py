@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 def named(part: object, method: str, layer_id: int | None = None) -> str:
-    """``"algorithm KNorm (hisparse_knorm), layer 3, retrieve_topk"``."""
+    """The method, for a message: ``"KNorm (hisparse_knorm), layer 3, retrieve_topk"``."""
     cls = type(part)
     where = "" if layer_id is None else f", layer {layer_id}"
     return f"{cls.__name__} ({cls.__module__}){where}, {method}"
