@@ -19,7 +19,7 @@ def served_by_cuda(fibers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [name for name in cpu.__all__ if name not in cuda.__all__]
     ops = {name: getattr(cpu, name) for name in names}
     ops |= {name: getattr(cuda, name) for name in cuda.__all__}
-    monkeypatch.setattr(dispatch, "_cpu", lambda devices: SimpleNamespace(**ops))
+    monkeypatch.setattr(dispatch, "_module", lambda name: SimpleNamespace(**ops))
 
 
 def decode_with_a_broken_order(sim: Simulator, request: Request) -> None:
