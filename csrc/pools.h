@@ -1,6 +1,8 @@
 // Pools of pages for the transfers: bytes, strides, and blocks as contiguous runs.
 #pragma once
 
+#include "hisparse/transfer.cuh"
+
 #include "launch.h"
 
 #include <initializer_list>
@@ -112,5 +114,35 @@ struct Runs {
 
   int64_t count() const { return dims[0].count * dims[1].count * dims[2].count; }
 };
+
+struct Names {
+  const char *first, *second;
+};
+
+// Bytes that one load may move: a divisor of all addresses and strides of both sides.
+inline int64_t unit_bytes(const Pool* a, const Names& a_names, const Pool* b, int64_t num_pools) {
+  int64_t unit = 16;
+  for (int64_t i = 0; i < num_pools; ++i) {
+    const uint64_t bits = a[i].alignment_bits() | b[i].alignment_bits();
+    while (bits % static_cast<uint64_t>(unit) != 0) unit /= 2;
+    if (unit < 2) {
+      TVM_FFI_THROW(ValueError) << (i == 0 ? a_names.first : a_names.second) << ": got rows of "
+                                << a[i].row_bytes << " bytes whose addresses, strides or widths "
+                                << "are odd, expected multiples of 8 (2 or 4 are slow)";
+    }
+  }
+  return unit;
+}
+
+inline BlockShape shape_of(const Runs& runs, int64_t unit) {
+  const int64_t run_units = runs.bytes / unit;
+  return {static_cast<int32_t>(run_units * runs.count()),
+          static_cast<int32_t>(std::max<int64_t>(run_units, 1)),
+          static_cast<int32_t>(std::max<int64_t>(runs.dims[0].count, 1)),
+          runs.dims[0].src_stride,
+          runs.dims[1].src_stride,
+          runs.dims[0].dst_stride,
+          runs.dims[1].dst_stride};
+}
 
 }  // namespace hisparse

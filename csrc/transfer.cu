@@ -7,45 +7,17 @@
 namespace hisparse {
 namespace {
 
-struct Names {
-  const char *first, *second;
-};
-
-// Bytes that one load may move: a divisor of all addresses and strides of both sides.
-int64_t unit_bytes(const Pool* a, const Names& a_names, const Pool* b, int64_t num_pools) {
-  int64_t unit = 16;
-  for (int64_t i = 0; i < num_pools; ++i) {
-    const uint64_t bits = a[i].alignment_bits() | b[i].alignment_bits();
-    while (bits % static_cast<uint64_t>(unit) != 0) unit /= 2;
-    if (unit < 2) {
-      TVM_FFI_THROW(ValueError) << (i == 0 ? a_names.first : a_names.second) << ": got rows of "
-                                << a[i].row_bytes << " bytes whose addresses, strides or widths "
-                                << "are odd, expected multiples of 8 (2 or 4 are slow)";
-    }
-  }
-  return unit;
-}
-
-BlockShape shape_of(const Runs& runs, int64_t unit) {
-  const int64_t run_units = runs.bytes / unit;
-  return {static_cast<int32_t>(run_units * runs.count()),
-          static_cast<int32_t>(std::max<int64_t>(run_units, 1)),
-          static_cast<int32_t>(std::max<int64_t>(runs.dims[0].count, 1)),
-          runs.dims[0].src_stride,
-          runs.dims[1].src_stride,
-          runs.dims[0].dst_stride,
-          runs.dims[1].dst_stride};
-}
-
 int32_t chunks_of(const BlockShape& shape) {
   return (shape.units + kChunkUnits - 1) / kChunkUnits;
 }
 
+bool in_host_memory(const TensorView& tensor) { return tensor.device().device_type != kDLCUDA; }
+
+// `crosses` says whether the transfer reads or writes host memory.
 template <typename Params>
-void launch(const OnDevice& on, const char* name, int64_t unit, const Params& p) {
+void launch(const OnDevice& on, const char* name, int64_t unit, bool crosses, const Params& p) {
   if (p.num_items == 0) return;
-  // Enough warps to cover the latency of host memory, and no more than there is work.
-  const int64_t most = 8 * on.attribute(cudaDevAttrMultiProcessorCount);
+  const int64_t most = crosses ? kLinkBlocks : 8 * on.attribute(cudaDevAttrMultiProcessorCount);
   const int64_t warps = kTransferThreads / kWarp;
   const dim3 grid(static_cast<unsigned>(std::min(most, (p.num_items + warps - 1) / warps)));
   void (*kernel)(Params) = unit == 16  ? transfer_kernel<uint4, Params>
@@ -81,7 +53,8 @@ void move_tokens(const TensorView (&tokens)[2], const Names& names, const Tensor
   p.chunks0 = chunks_of(p.shape[0]);
   p.num_items = pool[0].layers * p.num_tokens * p.chunks;
   p.into_pages = into_pages;
-  launch(OnDevice(slots), into_pages ? "scatter_tokens" : "gather_tokens", unit, p);
+  const bool crosses = in_host_memory(tokens[0]) || in_host_memory(pools[0]);
+  launch(OnDevice(slots), into_pages ? "scatter_tokens" : "gather_tokens", unit, crosses, p);
 }
 
 }  // namespace
@@ -113,7 +86,8 @@ void gather_pages(TensorView src_k, TensorView src_v, TensorView src_pages, Tens
   p.src_heads = src[0].heads == dst[0].heads ? 0 : static_cast<int32_t>(src[0].heads);
   p.chunks0 = chunks_of(p.shape[0]);
   p.num_items = dst[0].layers * p.num_entries * p.chunks;
-  launch(OnDevice(src_pages), "gather_pages", unit, p);
+  const bool crosses = in_host_memory(src_k) || in_host_memory(dst_k);
+  launch(OnDevice(src_pages), "gather_pages", unit, crosses, p);
 }
 
 void scatter_tokens(TensorView k, TensorView v, TensorView dst_k, TensorView dst_v,
@@ -126,6 +100,47 @@ void gather_tokens(TensorView k, TensorView v, TensorView src_k, TensorView src_
   move_tokens({k, v}, {"k", "v"}, {src_k, src_v}, {"src.k", "src.v"}, slots, num_pools, false);
 }
 
+// K and V [T, H, D] to host pages [P, H, S, D] and device pages [N, Hr, S, D]; Hr is H, or 1.
+void append_tokens(TensorView k, TensorView v, TensorView host_k, TensorView host_v,
+                   TensorView host_slots, TensorView device_k, TensorView device_v,
+                   TensorView tail_slots, int64_t num_pools) {
+  const int64_t num_tokens = host_slots.size(0);
+  if (num_tokens == 0) return;
+  const Pool token[2] = {Pool::of_tokens(k, "k"), Pool::of_tokens(v, "v")};
+  const Pool host[2] = {Pool::of_pages(host_k, "host.k"), Pool::of_pages(host_v, "host.v")};
+  const Pool device[2] = {Pool::of_pages(device_k, "device.k"),
+                          Pool::of_pages(device_v, "device.v")};
+  const int64_t unit =
+      std::min(unit_bytes(token, {"k or host.k", "v or host.v"}, host, num_pools),
+               unit_bytes(token, {"k or device.k", "v or device.v"}, device, num_pools));
+  AppendTokensParams p{};
+  for (int64_t i = 0; i < num_pools; ++i) {
+    p.pool[i] = {token[i].data,          host[i].data,        device[i].data,
+                 token[i].token_stride,  token[i].head_stride, host[i].page_stride,
+                 host[i].token_stride,   device[i].page_stride, device[i].token_stride};
+    const Runs whole({{host[i].heads, token[i].head_stride, host[i].head_stride}},
+                     host[i].row_bytes);
+    const Runs part({{device[i].heads, token[i].head_stride, device[i].head_stride}},
+                    device[i].row_bytes);
+    p.shape[i] = shape_of(whole, unit);
+    p.shape[2 + i] = shape_of(part, unit);
+    p.host_chunks += chunks_of(p.shape[i]);
+    p.row_chunks += chunks_of(p.shape[2 + i]);
+  }
+  p.host_slots = data_of<const int64_t>(host_slots, "host_slots");
+  p.tail_slots = data_of<const int64_t>(tail_slots, "tail_slots");
+  p.num_host_slots = host[0].pages * host[0].size;
+  p.num_device_slots = device[0].pages * device[0].size;
+  p.heads = static_cast<int32_t>(tail_slots.size(0) / num_tokens);
+  p.token_heads = device[0].heads == token[0].heads ? 0 : static_cast<int32_t>(token[0].heads);
+  p.page_size = static_cast<int32_t>(std::max<int64_t>(host[0].size, 1));
+  p.host_chunks0 = chunks_of(p.shape[0]);
+  p.row_chunks0 = chunks_of(p.shape[2]);
+  p.num_items = num_tokens * (p.host_chunks + p.heads * p.row_chunks);
+  launch(OnDevice(tail_slots), "append_tokens", unit, in_host_memory(host_k), p);
+}
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_tokens, append_tokens);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_pages, gather_pages);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter_tokens, scatter_tokens);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_tokens, gather_tokens);

@@ -47,7 +47,7 @@ def play(sim: Simulator) -> tuple[list[torch.Tensor], list[Request]]:
 def state_of(sim: Simulator) -> dict[str, torch.Tensor]:
     """The state after a step, without the pages and rows of the padding."""
     device, heads = sim.manager.device, sim.policy.heads
-    found = dict(device.states._asdict())
+    found = {n: x for n, x in device.states._asdict().items() if x is not None}
     found |= {"capacity": device.capacity, "tail_pages": device.tail_pages}
     found |= {f"kept {name}": x for name, x in sim.representations.tensors.items()}
     own = {name: x[heads:] if x.dim() == 1 else x[:, heads:] for name, x in found.items()}

@@ -120,7 +120,7 @@ class _LruDiffWorkload:
         """``impl`` on the loaded selection; a step returns its results."""
         rows, device = self._chain.shape[1], self._chain.device
         slot = torch.arange(self._slots, dtype=torch.int32, device=device).repeat(rows, 1)
-        state = RowState(torch.full_like(slot, -1), slot.clone(), slot.clone())
+        state = RowState.empty(slot.clone(), slot.clone(), self._table.shape[1])
         capacity = torch.full((rows,), self._slots, dtype=torch.int32, device=device)
         real = torch.full((1,), rows, dtype=torch.int32, device=device)
         inputs = (self._selection, self._table, capacity)

@@ -151,6 +151,7 @@ class RandomRequests:
             device_pages=self.batch * rows * row_pages + (self.batch + 1) * rows,
             min_row_pages=row_pages,
             max_row_pages=row_pages,
+            context_pages=self.table.shape[1],
             staging_pages=self.staging_pages,
         )
 

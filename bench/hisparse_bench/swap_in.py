@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hisparse.cache import HostKVPool
 from hisparse.errors import ConfigError
-from hisparse.kernels import RowState, gather_pages, lru_diff, page_tables
+from hisparse.kernels import DecodeRows, RowState, diff_tables, gather_pages
 from hisparse.types import KVSpec, PagedKV
 from hisparse_bench.lru_diff import drifting_selections
 from hisparse_bench.options import Options
@@ -123,19 +123,19 @@ class _SwapInWorkload:
         rows, device = self._chain.shape[1], self._chain.device
         slot = torch.arange(self._slots, dtype=torch.int32, device=device).repeat(rows, 1)
         pages = torch.arange(slot.numel(), dtype=torch.int32, device=device).view_as(slot)
-        state = RowState(torch.full_like(slot, -1), slot, pages)
+        state = RowState.empty(slot, pages, self._table.shape[1])
         capacity = torch.full((rows,), self._slots, dtype=torch.int32, device=device)
         real = torch.full((1,), rows, dtype=torch.int32, device=device)
         index = torch.arange(rows, device=device)
         # Every selected token is a page of its own: no tail page is attended here.
         lengths, tails = torch.full_like(capacity, self._chain.shape[2]), torch.zeros_like(capacity)
+        counts = torch.full_like(capacity, self._table.shape[1])
+        own = DecodeRows(index, capacity, real, self._table, counts, tails, tails)
         k = torch.zeros(slot.numel(), *self._host.k.shape[1:], dtype=torch.float64, device=device)
 
         def step(number: int) -> tuple[Tensor, Tensor]:
-            inputs = (self._selection, self._table, capacity, real, state)
-            diff = lru_diff(*inputs, rows=index, impl=impl)
-            tables = page_tables(pages, index, diff, lengths, tails, impl=impl)
-            gather_pages(self._host, diff.load_host_pages, PagedKV(k, k), tables.loads, impl=impl)
+            tables = diff_tables(self._selection, lengths, own, state, page_size=1, impl=impl)
+            gather_pages(self._host, tables.load_host_pages, PagedKV(k, k), tables.loads, impl=impl)
             return tables.attended[:, :-1], k
 
         return Candidate(step, self._load)

@@ -1,6 +1,7 @@
 // Changes to rows outside lru_diff: full tail pages, and capacity.
 #include "tensors.h"
 
+#include <algorithm>
 #include <vector>
 
 namespace hisparse {
@@ -14,14 +15,14 @@ void require_index(int64_t got, int64_t size, const char* name) {
 
 struct PromoteTailParams {
   const int64_t* rows;        // [R]
-  const int32_t* page_index;  // [R]
+  const int32_t* page_index;  // [T]
   const bool* filled;         // [R]
   const int32_t* capacity;    // [R]
   Rows<int32_t> slot_pages;   // [NR, C]
   Rows<int32_t> lru_order;    // [NR, C]
   Rows<int32_t> device_pages; // [NR, C]
   int32_t* tail_pages;        // [NR]
-  int64_t num_rows, num_states, slots;
+  int64_t num_rows, num_states, slots, heads;  // heads: R / T
 };
 
 void run(const PromoteTailParams& p) {
@@ -36,7 +37,7 @@ void run(const PromoteTailParams& p) {
     require_index(coldest, p.slots, "lru_order");
     std::rotate(order, order + 1, order + capacity);
     std::swap(p.device_pages[row][coldest], p.tail_pages[row]);
-    p.slot_pages[row][coldest] = p.page_index[r];
+    p.slot_pages[row][coldest] = p.page_index[r / p.heads];
   }
 }
 
@@ -116,7 +117,8 @@ void promote_tail(TensorView rows, TensorView page_index, TensorView filled, Ten
                         vector_of<int32_t>(tail_pages, "tail_pages"),
                         rows.size(0),
                         slot_pages.size(0),
-                        slot_pages.size(1)});
+                        slot_pages.size(1),
+                        rows.size(0) / std::max<int64_t>(page_index.size(0), 1)});
 }
 
 void rebalance(TensorView rows, TensorView new_capacity, TensorView capacity,

@@ -8,7 +8,7 @@ from hisparse.cache.host_pool import HOST_LAYOUTS, HostKVPool
 from hisparse.cache.manager import SparseKVCacheManager
 from hisparse.cache.rows import StepRows
 from hisparse.cache.staging import Tile
-from hisparse.cache.swap_in import PageTable
+from hisparse.cache.swap_in import PageTable, Selected
 
 __all__ = [
     "HOST_LAYOUTS",
@@ -17,6 +17,7 @@ __all__ = [
     "HostKVPool",
     "PageTable",
     "RowCapacities",
+    "Selected",
     "SparseKVCacheManager",
     "StepRows",
     "Tile",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hisparse import kernels
 from hisparse.kernels import decode_fp8, encode_fp8, gather_pages, gather_tokens, scatter_tokens
 from hisparse.types import KVSpec, PagedKV, StoredKV
 
 __all__ = [
+    "append_tokens",
     "as_read",
     "decode",
     "encode",
@@ -58,6 +60,17 @@ def write_tokens(new: StoredKV, dst: StoredKV, slots: Tensor) -> None:
     scatter_tokens(new.k, new.v, dst.kv, slots)
     if new.scales is not None and dst.scales is not None:
         scatter_tokens(new.scales, new.scales, PagedKV(dst.scales, dst.scales), slots)
+
+
+def append_tokens(
+    new: StoredKV, host: StoredKV, host_slots: Tensor, device: StoredKV, tail_slots: Tensor
+) -> None:
+    """Write tokens ``[B, H, D]`` to both pools; see :func:`hisparse.kernels.append_tokens`."""
+    kernels.append_tokens(new.k, new.v, host.kv, host_slots, device.kv, tail_slots)
+    if new.scales is not None and host.scales is not None and device.scales is not None:
+        to_host = PagedKV(host.scales, host.scales)
+        to_device = PagedKV(device.scales, device.scales)
+        kernels.append_tokens(new.scales, new.scales, to_host, host_slots, to_device, tail_slots)
 
 
 def read_tokens(src: StoredKV, slots: Tensor) -> StoredKV:

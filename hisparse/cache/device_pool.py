@@ -25,6 +25,7 @@ class DevicePool:
         num_slots: request slots.
         num_pages: N, pages of one layer, the rows' tail pages included.
         max_row_pages: C, the most device slots that a row may have.
+        context_pages: pages of the longest sequence.
         device: device of the pages and tables.
 
     Attributes:
@@ -44,6 +45,7 @@ class DevicePool:
         num_slots: int,
         num_pages: int,
         max_row_pages: int,
+        context_pages: int,
         device: torch.device,
     ) -> None:
         self.kv = kv
@@ -67,8 +69,9 @@ class DevicePool:
         scales = zeros(shape, torch.uint8, device) if kv.fp8 else None
         self._layers = split_layers(self._k, self._v, scales)
         tables = (layers, num_rows, max_row_pages)
-        self.states = RowState(table(*tables), table(*tables), table(*tables))
-        self._layer_states = [RowState(*each) for each in zip(*self.states, strict=True)]
+        page_slots = None if device.type == "cpu" else table(layers, num_rows, context_pages)
+        self.states = RowState(table(*tables), table(*tables), table(*tables), page_slots)
+        self._layer_states = [self.states.layer(layer) for layer in range(layers)]
         self.capacity = torch.zeros(num_rows, dtype=torch.int32, device=device)
         page_ids = torch.arange(num_pages, dtype=torch.int32, device=device)
         self.tail_pages = page_ids[:num_rows].repeat(layers, 1)
@@ -87,7 +90,7 @@ class DevicePool:
     def table_bytes(self) -> int:
         """Bytes of the rows' tables and of the free lists."""
         tables = (*self.states, self.capacity, self.tail_pages, self.free_pages, self.num_free)
-        return sum(t.nbytes for t in tables)
+        return sum(t.nbytes for t in tables if t is not None)
 
     @property
     def page_bytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hisparse.cache.codec import decode, encode, read_tokens, write_tokens
+from hisparse.cache.codec import append_tokens, decode, encode, read_tokens, write_tokens
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.rows import StepRows
@@ -39,11 +39,10 @@ class KVReadWrite:
     ) -> None:
         """Write new tokens to tail pages and host slots: ``SparseKVCacheManager.append``."""
         self._verify(host_slots)
-        new, heads = encode(self._host.kv, k, v), self._device.heads
-        write_tokens(new, self._host.stored(layer_id), host_slots)
-        if heads > 1:
-            new = StoredKV(*(_row_tokens(x, heads) for x in new.tensors))
-        write_tokens(new, self._device.stored(layer_id), tail_slots)
+        new = encode(self._host.kv, k, v)
+        append_tokens(
+            new, self._host.stored(layer_id), host_slots, self._device.stored(layer_id), tail_slots
+        )
 
     def write_tail(self, layer_id: int, slot: int, k: Tensor, v: Tensor) -> None:
         """Fill the first tokens of a request's tail pages: ``k, v [t, Hkv, D]``, t < S."""
@@ -96,10 +95,3 @@ class KVReadWrite:
         if self._checked:
             num_pages, _, size, _ = self._host.stored(0).k.shape
             verify_indices("slots", host_slots, 0, num_pages * size)
-
-
-def _row_tokens(tokens: Tensor, heads: int) -> Tensor:
-    """``[B, Hkv, D]`` -> ``[B * heads, 1, D]``: the KV head of each row."""
-    copies = heads // tokens.shape[1]
-    each = tokens if copies == 1 else tokens.repeat_interleave(copies, dim=1)
-    return each.reshape(-1, 1, each.shape[-1])

@@ -16,9 +16,9 @@ from hisparse.cache.residency import Residency
 from hisparse.cache.rows import StepRows
 from hisparse.cache.staging import Staging
 from hisparse.cache.streams import InlineStreams, SideStreams
-from hisparse.cache.swap_in import PageTable, SwapIn
+from hisparse.cache.swap_in import PageTable, Selected, SwapIn
 from hisparse.kernels import promote_tail
-from hisparse.types import PagedKV, Selection
+from hisparse.types import PagedKV
 
 __all__ = ["SparseKVCacheManager"]
 
@@ -113,42 +113,58 @@ class SparseKVCacheManager:
     def swap_in(
         self,
         layer_id: int,
-        selection: Selection,
+        selected: Selected,
         rows: StepRows,
-        tail_lens: Tensor | None = None,
         followers: Sequence[int] = (),
     ) -> PageTable:
         """Make the selected pages resident, and return their device pages.
 
         Args:
             layer_id: layer number.
-            selection: the selected pages.
+            selected: the selected pages, or all pages.
             rows: the rows that attend.
-            tail_lens: ``[R] int32``, tokens of the tail page to attend; None: all of them.
             followers: later layers that share the selection. With overlap, their transfers start
                 here, after those of this layer.
         """
-        tail_lens = rows.tail_lens if tail_lens is None else tail_lens
-        return self._swap_in.swap_in(layer_id, selection, rows, tail_lens, followers)
+        return self._swap_in.swap_in(layer_id, selected, rows, followers)
 
-    def finish(self, layer_id: int, rows: StepRows, filled: Tensor) -> PagedKV:
+    def finish(
+        self, layer_id: int, rows: StepRows, filled: Tensor, *, with_values: bool
+    ) -> tuple[Tensor, ...]:
         """Move full tail pages into the LRU, as the hottest pages.
 
         Args:
             layer_id: layer number.
             rows: all rows of the step.
             filled: ``[R] bool``, rows with a full tail page.
+            with_values: whether to return values too.
 
         Returns:
-            K and V of all tail pages before the move, each ``[B, Hkv, S, D]``.
+            K, or K and V, of the full tail pages, each ``[B, Hkv, S, D]``; the entries of other
+            requests mean nothing.
         """
-        tails = self.kv_io.read_tails(layer_id, rows)
-        promote_tail(
+        pools, tails = self._tails(layer_id, rows, with_values=with_values)
+        copies = promote_tail(
             rows.rows,
-            rows.num_pages.repeat_interleave(rows.heads),
+            rows.num_pages,
             filled,
             rows.capacity,
             self.device.state(layer_id),
             self.device.tail_pages[layer_id],
+            pools=pools,
+            kv_heads=self.host.kv.num_kv_heads,
         )
-        return tails
+        if tails is not None:
+            return tails if with_values else tails[:1]
+        if self.host.kv.latent and with_values:
+            return (*copies, copies[0][..., : self.host.kv.v_head_dim])
+        return copies
+
+    def _tails(
+        self, layer_id: int, rows: StepRows, *, with_values: bool
+    ) -> tuple[tuple[Tensor, ...], PagedKV | None]:
+        """Pools whose tail pages can be copied as they are, or else the decoded tail pages."""
+        if self.host.kv.fp8:
+            return (), self.kv_io.read_tails(layer_id, rows)
+        k, v = self.device.layer(layer_id)
+        return ((k, v) if with_values and not self.host.kv.latent else (k,)), None

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
+
+from hisparse.kernels import DecodeRows
+from hisparse.types import Selection
 
 __all__ = ["StepRows"]
 
@@ -32,6 +36,37 @@ class StepRows:
     num_real_rows: Tensor
     tail_pages: Tensor
     tail_lens: Tensor
+
+    def of_layer(
+        self, layer_id: int, *, dense: Tensor | None = None, malformed: Tensor | None = None
+    ) -> DecodeRows:
+        """The rows in one layer.
+
+        Args:
+            layer_id: layer number.
+            dense: ``[B] bool``, requests that attend every page; None: no request does.
+            malformed: ``[1] int64``, counter of malformed selections; None: none are counted.
+        """
+        return DecodeRows(
+            self.rows,
+            self.capacity,
+            self.num_real_rows,
+            self.host_page_table,
+            self.num_pages,
+            self.tail_pages[layer_id],
+            self.tail_lens,
+            dense,
+            malformed,
+        )
+
+    def every_page(self, width: int) -> Selection:
+        """A selection of every full page, ``width`` entries wide."""
+        pages = torch.arange(max(width, 1), dtype=torch.int32, device=self.num_pages.device)
+        pages = torch.where(pages < self.num_pages[:, None], pages, -1)
+        return Selection(
+            pages[:, None].expand(-1, self.heads, -1),
+            self.num_pages[:, None].expand(-1, self.heads),
+        )
 
     def take(self, index: Tensor) -> StepRows:
         """The rows of the requests ``index [n] int64``."""

@@ -16,18 +16,16 @@ from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.rows import StepRows
 from hisparse.cache.streams import Lane, Pending, SideStreams
 from hisparse.kernels import (
-    LruDiff,
-    PageTables,
-    SelectionGuard,
+    DiffTables,
+    diff_tables,
     lru_diff,
     page_table,
-    page_tables,
     verify_diff,
     verify_indices,
 )
 from hisparse.types import Selection, StoredKV
 
-__all__ = ["PageTable", "SwapIn"]
+__all__ = ["PageTable", "Selected", "SwapIn"]
 
 
 class PageTable(NamedTuple):
@@ -42,20 +40,32 @@ class PageTable(NamedTuple):
     seq_lens: Tensor
 
 
-#: Hits and misses, and the device pages of the selection, then the tail page.
-_Loaded = tuple[LruDiff, PageTables]
+class Selected(NamedTuple):
+    """What a part of a step attends over.
+
+    Attributes:
+        selection: the selected pages; None: every page of every request.
+        dense: ``[B] bool``, requests that attend every page besides; None: no request does.
+        max_pages: the most pages of a request; None: those of the selection.
+        tail_below: the tail page is attended beside fewer pages than this; None: always.
+    """
+
+    selection: Selection | None
+    dense: Tensor | None = None
+    max_pages: int | None = None
+    tail_below: int | None = None
 
 
 class _Early(NamedTuple):
     """A swap-in that was started before its layer.
 
     Attributes:
-        selection: the selected pages.
-        loaded: result of the swap-in.
+        selected: what it loads.
+        loaded: its result.
     """
 
-    selection: Selection
-    loaded: Pending[_Loaded]
+    selected: Selected
+    loaded: Pending[DiffTables]
 
 
 class SwapIn:
@@ -88,42 +98,41 @@ class SwapIn:
         self._overlaps = overlaps
         self._malformed = counters.total("malformed_selections")
         self._early: dict[int, _Early] = {}
-        self._prefetches: dict[int, list[Pending[_Loaded]]] = {}
+        self._prefetches: dict[int, list[Pending[DiffTables]]] = {}
 
     def swap_in(
         self,
         layer_id: int,
-        selection: Selection,
+        selected: Selected,
         rows: StepRows,
-        tail_lens: Tensor,
         followers: Sequence[int] = (),
     ) -> PageTable:
         """Make the selected pages resident: ``SparseKVCacheManager.swap_in``."""
-        if self._checked:
-            check_selection(layer_id, selection, rows)
+        if self._checked and selected.selection is not None:
+            check_selection(layer_id, selected.selection, rows)
         self._join_prefetches(layer_id)
         early = self._early.get(layer_id)
-        if early is not None and early.selection is selection:
+        if early is not None and early.selected.selection is selected.selection:
             del self._early[layer_id]
-            diff, tables = early.loaded.join()
+            tables = early.loaded.join()
         else:
-            diff, tables = self._load(layer_id, selection, rows)
+            tables = self._load(layer_id, selected, rows)
         if self._overlaps:
             for later in followers:
                 # Both work on the LRU tables of that layer, on lanes without a common order.
                 self._join_prefetches(later)
-                self._early[later] = _Early(selection, self._start("read", later, selection, rows))
-        self._counters.count("hit_pages", diff.num_hits)
-        self._counters.count("miss_pages", diff.num_misses)
+                self._early[later] = _Early(selected, self._start("read", later, selected, rows))
+        self._counters.count("hit_pages", tables.num_hits)
+        self._counters.count("miss_pages", tables.num_misses)
         if self._checked:
             pages = tables.attended[:, :-1]
+            selection = selected.selection or rows.every_page(pages.shape[1])
             check_resident(layer_id, selection, pages, rows, self._host, self._device)
-        seq_lens = torch.add(tail_lens, tables.lengths, alpha=self._host.kv.page_size)
-        return PageTable(tables.attended, seq_lens)
+        return PageTable(tables.attended, tables.seq_lens)
 
     def prefetch(self, layer_id: int, selection: Selection, rows: StepRows) -> None:
         """Start loading pages for a layer that has not begun."""
-        pending = self._start("early_read", layer_id, selection, rows)
+        pending = self._start("early_read", layer_id, Selected(selection), rows)
         self._prefetches.setdefault(layer_id, []).append(pending)
 
     def join(self) -> None:
@@ -134,49 +143,35 @@ class SwapIn:
 
     def _join_prefetches(self, layer_id: int) -> None:
         for pending in self._prefetches.pop(layer_id, ()):
-            self._counters.count("prefetched_pages", pending.join()[0].num_misses)
+            self._counters.count("prefetched_pages", pending.join().num_misses)
 
     def _start(
-        self, lane: Lane, layer_id: int, selection: Selection, rows: StepRows
-    ) -> Pending[_Loaded]:
-        return self._streams.start(lane, lambda: self._load(layer_id, selection, rows))
+        self, lane: Lane, layer_id: int, selected: Selected, rows: StepRows
+    ) -> Pending[DiffTables]:
+        return self._streams.start(lane, lambda: self._load(layer_id, selected, rows))
 
-    def _load(self, layer_id: int, selection: Selection, rows: StepRows) -> _Loaded:
+    def _load(self, layer_id: int, selected: Selected, rows: StepRows) -> DiffTables:
         """Load the missing pages of a selection."""
-        state = self._device.state(layer_id)
-        diff = lru_diff(
-            selection.pages.reshape(rows.rows.numel(), -1),
-            rows.host_page_table,
-            rows.capacity,
-            rows.num_real_rows,
-            state,
-            rows=rows.rows,
-            num_pages=rows.num_pages,
+        selection = selected.selection
+        tables = diff_tables(
+            None if selection is None else selection.pages.flatten(0, 1),
+            None if selection is None else selection.lengths.flatten(),
+            rows.of_layer(layer_id, dense=selected.dense, malformed=self._malformed),
+            self._device.state(layer_id),
+            page_size=self._host.kv.page_size,
+            width=selected.max_pages,
+            tail_below=selected.tail_below,
         )
         if self._checked:
-            verify_diff(diff, rows.capacity)
-        tables = page_tables(
-            state.device_pages,
-            rows.rows,
-            diff,
-            selection.lengths.flatten(),
-            rows.tail_pages[layer_id],
-            guard=SelectionGuard(rows.num_real_rows, self._malformed),
-        )
-        self._gather(layer_id, diff, tables.loads, self._host.stored(layer_id))
-        return diff, tables
+            verify_diff(tables.num_misses, rows.capacity)
+        self._gather(layer_id, tables.load_host_pages, tables.loads, self._host.stored(layer_id))
+        return tables
 
-    def _gather(self, layer_id: int, diff: LruDiff, loads: Tensor, source: StoredKV) -> None:
-        """Copy pages ``diff.load_host_pages`` of ``source`` to device pages ``loads [R, K]``."""
+    def _gather(self, layer_id: int, pages: Tensor, loads: Tensor, source: StoredKV) -> None:
+        """Copy ``pages [R, K]`` of ``source`` to device pages ``loads [R, K]``."""
         if self._checked:
-            verify_indices("src_pages", diff.load_host_pages, -1, source.k.shape[0])
-        move_pages(
-            source,
-            diff.load_host_pages,
-            self._device.stored(layer_id),
-            loads,
-            heads=self._device.heads,
-        )
+            verify_indices("src_pages", pages, -1, source.k.shape[0])
+        move_pages(source, pages, self._device.stored(layer_id), loads, heads=self._device.heads)
 
     def place(
         self, layer_id: int, slot: int, first: int, last: int, source: StoredKV, table: Tensor
@@ -206,6 +201,6 @@ class SwapIn:
             rows=rows,
         )
         if self._checked:
-            verify_diff(diff, capacity)
+            verify_diff(diff.num_misses, capacity)
         loads = page_table(state.device_pages, rows, diff.load_device_slots)
-        self._gather(layer_id, diff, loads, source)
+        self._gather(layer_id, diff.load_host_pages, loads, source)

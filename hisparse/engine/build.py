@@ -76,6 +76,7 @@ class PoolSizes:
         max_requests: requests that may run at once.
         device_pages: device pages of each layer, including tail pages.
         min_row_pages, max_row_pages: smallest and largest capacity of a row, in device pages.
+        context_pages: pages of the longest sequence.
         staging_pages: pages of one staging tile.
         index_bytes: host memory for the indexes of requests; None: unlimited.
     """
@@ -85,6 +86,7 @@ class PoolSizes:
     device_pages: int
     min_row_pages: int
     max_row_pages: int
+    context_pages: int
     staging_pages: int
     index_bytes: int | None = None
 
@@ -200,6 +202,7 @@ def build_engine(
         device_pages=sizing.num_device_pages,
         min_row_pages=setup.config.min_row_tokens // spec.page_size,
         max_row_pages=sizing.max_row_capacity // spec.page_size,
+        context_pages=sizing.request.context_pages,
         staging_pages=tile_pages(setup.config, spec, sizing.staging_bytes),
         index_bytes=setup.algorithm.host_token_bytes(spec) * host.num_pages * spec.page_size,
     )
@@ -294,6 +297,7 @@ def _make_manager(
         num_slots=sizes.num_slots,
         num_pages=sizes.device_pages,
         max_row_pages=sizes.max_row_pages,
+        context_pages=sizes.context_pages,
         device=device,
     )
     capacities = RowCapacities(

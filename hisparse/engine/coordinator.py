@@ -199,8 +199,10 @@ class SparseCoordinator:
 
     def _finish(self, layer_id: int, step: DecodeForward, filled: FilledTails) -> None:
         """Move full tail pages into the LRU, and store their representations."""
-        tails = self.manager.finish(layer_id, step.whole.rows, filled.rows)
-        keys, values = (x.transpose(1, 2) for x in tails)
+        tails = self.manager.finish(
+            layer_id, step.whole.rows, filled.rows, with_values=bool(self.extensions)
+        )
+        keys, values = tails[0].transpose(1, 2), tails[-1].transpose(1, 2)
         update = self.algorithm.update_representations
         call(update, layer_id, keys, layer_id, filled.host_pages, step.whole.view)
         for extension in self.extensions:

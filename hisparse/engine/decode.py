@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hisparse.adapters import Attended
 from hisparse.algorithms import DecodeStep
-from hisparse.cache import PageTable
+from hisparse.cache import PageTable, Selected, StepRows
 from hisparse.engine.contract import blame, call, named, require_selection
 from hisparse.engine.parts import EngineParts
 from hisparse.engine.staged import StagedAttention
@@ -65,11 +65,9 @@ class DecodeAttention:
         assert selection is not None, "the first layer of a group selects"
         queries = self._row_queries(q)
         with serial_operators(q.device):
-            tail_lens = self._tail_lens(selection, part)
+            selected = self._selected(selection, part)
             try:
-                table = self._parts.manager.swap_in(
-                    layer_id, selection, part.rows, tail_lens, followers
-                )
+                table = self._parts.manager.swap_in(layer_id, selected, part.rows, followers)
                 attended = self._attend_pages(layer_id, queries, table)
             except Exception as error:
                 blame(error, layer_id, selection, part.rows, self._parts.algorithm)
@@ -84,14 +82,25 @@ class DecodeAttention:
         """Attend over the whole context, which fits the row's device pages."""
         manager = self._parts.manager
         # A context that fits has at most as many pages as the largest row.
-        width = min(part.view.max_pages, manager.device.max_row_pages)
+        width = max(1, min(part.view.max_pages, manager.device.max_row_pages))
         with serial_operators(q.device):
-            table = manager.swap_in(layer_id, _all_pages(part.view, width), part.rows)
+            table = manager.swap_in(layer_id, Selected(None, max_pages=width), part.rows)
             attended = self._attend_pages(layer_id, self._row_queries(q), table)
         return self._request_outputs(attended.out)
 
+    def _selected(self, selection: Selection, part: DecodePart) -> Selected:
+        """What a sparse part attends over, its dense requests included."""
+        policy, modes = self._parts.policy, self._parts.modes
+        return Selected(
+            selection,
+            dense=part.dense,
+            max_pages=None if part.dense is None else modes.dense_width,
+            # A selection that fills the budget excludes the tail page.
+            tail_below=policy.max_pages if self._parts.algorithm.ranks_tail else None,
+        )
+
     def _select(self, layer_id: int, q: Tensor, part: DecodePart) -> Selection:
-        """Select pages for ``q [B, Hq, D]``; a dense request gets all of its pages."""
+        """Select pages for ``q [B, Hq, D]``."""
         selection = self._retrieve(layer_id, q, part)
         self._count_capped(selection, part)
         for extension in self._parts.extensions:
@@ -101,9 +110,10 @@ class DecodeAttention:
             )
         if self.observer is not None:
             self.observer(layer_id, q, part.view, selection)
-        if part.dense is None:
+        if part.dense is None or not self._parts.extensions:
             return selection
-        return _all_where(part.dense, selection, part.view, self._parts.modes.dense_width)
+        # Extensions see what dense requests attend.
+        return _all_where(part.dense, selection, part.rows, self._parts.modes.dense_width)
 
     def _retrieve(self, layer_id: int, q: Tensor, part: DecodePart) -> Selection:
         """The algorithm's selection; with ``checked``, wait for the count of invalid scores."""
@@ -133,16 +143,6 @@ class DecodeAttention:
             capped = capped & ~part.dense[:, None]
         self._parts.manager.counters.count("capped_selections", capped)
 
-    def _tail_lens(self, selection: Selection, part: DecodePart) -> Tensor:
-        """Tokens of the tail page to attend, ``[R] int32``."""
-        tail_lens = part.rows.tail_lens
-        if not self._parts.algorithm.ranks_tail:
-            return tail_lens
-        # A selection that fills the budget excludes the tail page.
-        has_room = selection.lengths < self._parts.policy.max_pages
-        has_room = has_room if part.dense is None else has_room | part.dense[:, None]
-        return tail_lens * has_room.flatten()
-
     def _attend_pages(self, layer_id: int, queries: Tensor, table: PageTable) -> Attended:
         """Attend ``queries [R, Q, D]`` over the device pages of each row."""
         kv = self._parts.manager.device.stored(layer_id)
@@ -161,19 +161,9 @@ class DecodeAttention:
         return out.reshape(-1, self._parts.policy.kv.num_q_heads, out.shape[-1])
 
 
-def _all_pages(step: DecodeStep, width: int) -> Selection:
-    """A selection of every full page, ``width`` entries wide."""
-    pages = torch.arange(max(width, 1), dtype=torch.int32, device=step.num_pages.device)
-    pages = torch.where(pages < step.num_pages[:, None], pages, -1)
-    heads = step.policy.heads
-    return Selection(
-        pages[:, None].expand(-1, heads, -1), step.num_pages[:, None].expand(-1, heads)
-    )
-
-
-def _all_where(dense: Tensor, selection: Selection, step: DecodeStep, width: int) -> Selection:
+def _all_where(dense: Tensor, selection: Selection, rows: StepRows, width: int) -> Selection:
     """Replace ``selection`` by all pages for the requests ``dense [B] bool``."""
-    everything = _all_pages(step, width)
+    everything = rows.every_page(width)
     pages = torch.nn.functional.pad(
         selection.pages, (0, width - selection.pages.shape[-1]), value=-1
     )

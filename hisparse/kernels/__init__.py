@@ -6,34 +6,37 @@ PyTorch's.
 
 from hisparse.kernels.attention import paged_attention
 from hisparse.kernels.chunk_attention import chunk_attention
+from hisparse.kernels.diff_tables import diff_tables
 from hisparse.kernels.fp8 import decode_fp8, encode_fp8
 from hisparse.kernels.graph_score import GraphSearch, KeyGraphs, graph_score
 from hisparse.kernels.key_score import key_score
 from hisparse.kernels.lru_diff import lru_diff
 from hisparse.kernels.outline import outline_bytes, outline_score
 from hisparse.kernels.page_summary import page_summary
-from hisparse.kernels.page_table import page_table, page_tables
+from hisparse.kernels.page_table import page_table
 from hisparse.kernels.rebalance import promote_tail, rebalance, reset_rows
 from hisparse.kernels.reference.outline import page_outline
 from hisparse.kernels.reference.summary import round_outward
-from hisparse.kernels.row_state import LruDiff, PageTables, RowState, SelectionGuard
+from hisparse.kernels.row_state import DecodeRows, DiffTables, LruDiff, RowState
 from hisparse.kernels.select import SelectRule, page_score, select
 from hisparse.kernels.sketch import SketchLayout, page_sketch, sketch_score
 from hisparse.kernels.threads import serial_operators
-from hisparse.kernels.transfer import gather_pages, gather_tokens, scatter_tokens
+from hisparse.kernels.transfer import append_tokens, gather_pages, gather_tokens, scatter_tokens
 from hisparse.kernels.verify import verify_capacity, verify_diff, verify_indices
 
 __all__ = [
+    "DecodeRows",
+    "DiffTables",
     "GraphSearch",
     "KeyGraphs",
     "LruDiff",
-    "PageTables",
     "RowState",
     "SelectRule",
-    "SelectionGuard",
     "SketchLayout",
+    "append_tokens",
     "chunk_attention",
     "decode_fp8",
+    "diff_tables",
     "encode_fp8",
     "gather_pages",
     "gather_tokens",
@@ -47,7 +50,6 @@ __all__ = [
     "page_sketch",
     "page_summary",
     "page_table",
-    "page_tables",
     "paged_attention",
     "promote_tail",
     "rebalance",

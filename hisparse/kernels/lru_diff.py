@@ -32,7 +32,7 @@ def lru_diff(
     The tables of ``state`` are updated in place: the order becomes survivors in their old order,
     then slots just loaded in load order, then hits in their old order. A CUDA kernel leaves a row
     that cannot be served as it is, with -1 misses; :func:`hisparse.kernels.verify_diff` reports
-    such rows, and :class:`hisparse.kernels.SelectionGuard` counts them.
+    such rows.
 
     Args:
         selection: ``[R, K] int32``, page indices; -1 and duplicates may stand anywhere.
@@ -78,6 +78,7 @@ def _check(
     slot_pages: Tensor,
     lru_order: Tensor,
     device_pages: Tensor,
+    page_slots: Tensor | None,
     rows: Tensor,
     num_pages: Tensor | None,
     *out: Tensor,
@@ -97,6 +98,8 @@ def _check(
     tables = slot_pages.shape
     check_tensor("lru_order", lru_order, _I32, tables, device)
     check_tensor("device_pages", device_pages, _I32, tables, device)
+    if page_slots is not None:
+        check_tensor("page_slots", page_slots, _I32, (tables[0], None), device)
     check_tensor("rows", rows, _I64, (num_rows,), device)
     if num_pages is not None:
         check_tensor("num_pages", num_pages, _I32, (requests,), device)

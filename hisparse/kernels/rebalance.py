@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from hisparse.kernels.checks import check_once, check_tensor
+from hisparse.errors import KernelError
+from hisparse.kernels.checks import check_device, check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
 from hisparse.kernels.row_state import RowState
 
@@ -22,27 +25,40 @@ def promote_tail(
     state: RowState,
     tail_pages: Tensor,
     *,
+    pools: tuple[Tensor, ...] = (),
+    kv_heads: int = 1,
     impl: str = "auto",
-) -> None:
+) -> tuple[Tensor, ...]:
     """Let full tail pages enter the LRU as hottest, in place of the coldest slot's page.
 
     Device page ids are exchanged: the evicted page's memory becomes the row's next tail page.
 
     Args:
-        rows: ``[R] int64``, state rows, unique.
-        page_index: ``[R] int32``, index of the tail page in its sequence.
+        rows: ``[R] int64``, state rows, unique; row r belongs to request ``r // (R // T)``.
+        page_index: ``[T] int32``, index of each request's tail page in its sequence.
         filled: ``[R] bool``; other rows stay as they are, as do rows without capacity.
         capacity: ``[R] int32``.
         state: tables of the layer.
         tail_pages: ``[NR] int32``, device page of each state row's tail.
+        pools: none, keys, or keys and values of the device pages ``[N, Hr, S, D]``; Hr is the
+            number of KV heads, or 1 if a row has one head.
+        kv_heads: Hkv, with ``pools``.
         impl: "auto", or an implementation's name.
+
+    Returns:
+        copies of the full tail pages, ``[T, Hkv, S, D]`` for each pool; a GPU leaves the entries of
+        requests whose tail page is not full uninitialised.
 
     Raises:
         KernelError: a tensor has another shape, dtype or device.
     """
-    check_once(_check_promote, rows, page_index, filled, capacity, *state, tail_pages)
+    tensors = (rows, page_index, filled, capacity, *state, tail_pages, *pools)
+    check_once(_check_promote, *tensors, values=(kv_heads,))
     ops = implementation(impl, rows.device)
-    ops.promote_tail(rows, page_index, filled, capacity, state, tail_pages)
+    copies: tuple[Tensor, ...] = ops.promote_tail(
+        rows, page_index, filled, capacity, state, tail_pages, pools, kv_heads
+    )
+    return copies
 
 
 def reset_rows(rows: Tensor, capacity: Tensor, states: RowState, *, impl: str = "auto") -> None:
@@ -111,28 +127,53 @@ def _check_promote(
     slot_pages: Tensor,
     lru_order: Tensor,
     device_pages: Tensor,
+    page_slots: Tensor | None,
     tail_pages: Tensor,
+    *pools_and_heads: Any,
 ) -> None:
     num_rows, device = rows.shape[0], rows.device
     check_tensor("rows", rows, _I64, (num_rows,))
-    check_tensor("page_index", page_index, _I32, (num_rows,), device)
+    check_tensor("page_index", page_index, _I32, (None,), device)
+    requests = page_index.shape[0]
+    if (num_rows % requests if requests else num_rows) != 0:
+        raise KernelError(
+            f"page_index: got {requests} requests, expected a divisor of the {num_rows} rows"
+        )
     check_tensor("filled", filled, torch.bool, (num_rows,), device)
     check_tensor("capacity", capacity, _I32, (num_rows,), device)
     check_tensor("slot_pages", slot_pages, _I32, (None, None), device)
-    check_tensor("lru_order", lru_order, _I32, slot_pages.shape, device)
-    check_tensor("device_pages", device_pages, _I32, slot_pages.shape, device)
+    _check_tables(slot_pages, lru_order, device_pages, page_slots)
     check_tensor("tail_pages", tail_pages, _I32, slot_pages.shape[:1], device)
+    *pools, kv_heads = pools_and_heads
+    for pool in pools:
+        heads = num_rows // max(requests, 1)
+        check_tensor("pools", pool, pool.dtype, (None, kv_heads if heads == 1 else 1, None, None))
+        check_device("pools", pool, device)
 
 
 def _check_rows(
-    rows: Tensor, capacity: Tensor, slot_pages: Tensor, lru_order: Tensor, device_pages: Tensor
+    rows: Tensor,
+    capacity: Tensor,
+    slot_pages: Tensor,
+    lru_order: Tensor,
+    device_pages: Tensor,
+    page_slots: Tensor | None,
 ) -> None:
     device = rows.device
     check_tensor("rows", rows, _I64, (None,))
     check_tensor("slot_pages", slot_pages, _I32, (None, None, None), device)
-    check_tensor("lru_order", lru_order, _I32, slot_pages.shape, device)
-    check_tensor("device_pages", device_pages, _I32, slot_pages.shape, device)
+    _check_tables(slot_pages, lru_order, device_pages, page_slots)
     check_tensor("capacity", capacity, _I32, slot_pages.shape[1:2], device)
+
+
+def _check_tables(
+    slot_pages: Tensor, lru_order: Tensor, device_pages: Tensor, page_slots: Tensor | None
+) -> None:
+    shape, device = slot_pages.shape, slot_pages.device
+    check_tensor("lru_order", lru_order, _I32, shape, device)
+    check_tensor("device_pages", device_pages, _I32, shape, device)
+    if page_slots is not None:
+        check_tensor("page_slots", page_slots, _I32, (*shape[:-1], None), device)
 
 
 def _check_plan(

@@ -15,7 +15,7 @@ from hisparse.kernels.checks import check_device, check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
 from hisparse.types import PagedKV
 
-__all__ = ["gather_pages", "gather_tokens", "scatter_tokens"]
+__all__ = ["append_tokens", "gather_pages", "gather_tokens", "scatter_tokens"]
 
 _I32, _I64 = torch.int32, torch.int64
 _CPU = torch.device("cpu")
@@ -73,6 +73,38 @@ def scatter_tokens(
     ops = implementation(impl, k.device, dst.k.device)
     shared = _shares_memory(dst)
     ops.scatter_tokens((k,) if shared else (k, v), _pools(dst, shared), slots)
+
+
+def append_tokens(
+    k: Tensor,
+    v: Tensor,
+    host: PagedKV,
+    host_slots: Tensor,
+    device: PagedKV,
+    tail_slots: Tensor,
+    *,
+    impl: str = "auto",
+) -> None:
+    """Write each request's new token to its host slot and to the tail pages of its rows.
+
+    Args:
+        k: ``[T, H, Dk]``, any strides.
+        v: ``[T, H, Dv]``, any strides; not read where ``host.v`` is a view of ``host.k``.
+        host: ``[P, H, S, D]`` pages, any strides. Written to.
+        host_slots: ``[T] int64``, page times S, plus the offset in it.
+        device: ``[N, Hr, S, D]`` pages, any strides. Written to. Hr is H, or 1: then row r of R
+            gets head ``r % (R // T) * H // (R // T)``.
+        tail_slots: ``[R] int64``, as ``host_slots``; no slot twice.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    check_once(_check_append, k, v, *host, host_slots, *device, tail_slots)
+    ops = implementation(impl, host.k.device, device.k.device)
+    shared = _shares_memory(host) and _shares_memory(device)
+    new = (k,) if shared else (k, v)
+    ops.append_tokens(new, _pools(host, shared), host_slots, _pools(device, shared), tail_slots)
 
 
 def gather_tokens(src: PagedKV, slots: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
@@ -135,6 +167,30 @@ def _check_scatter(k: Tensor, v: Tensor, dst_k: Tensor, dst_v: Tensor, slots: Te
         *layers, _, heads, _, width = pages.shape
         check_tensor(name, new, pages.dtype, (*layers, tokens, heads, width), k.device)
     check_device("dst.v", dst_v, dst_k.device)
+
+
+def _check_append(
+    k: Tensor,
+    v: Tensor,
+    host_k: Tensor,
+    host_v: Tensor,
+    host_slots: Tensor,
+    device_k: Tensor,
+    device_v: Tensor,
+    tail_slots: Tensor,
+) -> None:
+    _check_scatter(k, v, host_k, host_v, host_slots)
+    check_tensor("tail_slots", tail_slots, _I64, (None,), device_k.device)
+    rows, (tokens, heads, _) = tail_slots.shape[0], k.shape
+    each = rows // max(tokens, 1)
+    if (rows % tokens if tokens else rows) != 0 or (each > 1 and each % heads):
+        raise KernelError(
+            f"tail_slots: got {rows} for {tokens} tokens of {heads} heads, expected one each, or a "
+            "multiple of the heads"
+        )
+    for name, pages, of in (("device.k", device_k, host_k), ("device.v", device_v, host_v)):
+        shape = (None, heads if each <= 1 else 1, of.shape[2], of.shape[3])
+        check_tensor(name, pages, of.dtype, shape, device_k.device)
 
 
 def _check_tokens(src_k: Tensor, src_v: Tensor, slots: Tensor) -> None:

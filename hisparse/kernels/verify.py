@@ -10,7 +10,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels.row_state import LruDiff
 
 __all__ = ["verify_capacity", "verify_diff", "verify_indices"]
 
@@ -32,14 +31,14 @@ def verify_indices(name: str, index: Tensor, low: int, size: int) -> None:
         raise KernelError(f"{name}: got {got}, expected {low} to {size - 1}")
 
 
-def verify_diff(diff: LruDiff, capacity: Tensor) -> None:
-    """Raise ``KernelError`` if ``lru_diff`` refused a row.
+def verify_diff(num_misses: Tensor, capacity: Tensor) -> None:
+    """Raise ``KernelError`` if ``lru_diff`` or ``diff_tables`` refused a row.
 
     Args:
-        diff: its result; ``num_misses`` is -1 for a refused row.
-        capacity: ``[R] int32``, as given to ``lru_diff``.
+        num_misses: ``[R] int32``, as returned; -1 for a refused row.
+        capacity: ``[R] int32``, as given.
     """
-    refused = (diff.num_misses < 0).nonzero().flatten().tolist()
+    refused = (num_misses < 0).nonzero().flatten().tolist()
     if refused:
         row = refused[0]
         raise KernelError(

@@ -92,6 +92,7 @@ def make_sizing_request(
         request_state_bytes=entry_bytes(kept, "request") * spec.num_layers,
         layer_state_bytes=entry_bytes(kept, "layer") * spec.num_layers,
         captured=config.cuda_graph,
+        indexed=resources.device_type != "cpu",
     )
 
     def workspace(max_requests: int) -> int:

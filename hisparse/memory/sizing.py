@@ -45,6 +45,7 @@ class SizingRequest:
         workspace_bytes: the adapter's workspace for steps of up to 1, 2, 4, 8, ... requests; the
             last value holds for all larger steps; empty: no workspace.
         captured: whether decode steps are captured, with static input tensors.
+        indexed: whether each row has an index of its pages, as on a GPU.
     """
 
     kv_token_bytes: int
@@ -64,6 +65,12 @@ class SizingRequest:
     layer_state_bytes: int = 0
     workspace_bytes: tuple[int, ...] = ()
     captured: bool = False
+    indexed: bool = False
+
+    @property
+    def context_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.context_length // self.page_size)
 
     @property
     def min_row_pages(self) -> int:
@@ -112,17 +119,18 @@ class SizingRequest:
         slots = max_requests + 1
         rows = slots * self.rows_per_request
         lru = slots * self.slot_table_bytes * row_pages
+        index = 4 * rows * self.num_layers * self.context_pages * self.indexed
         page_ids = 4 * self.num_layers * (device_pages + 1)
-        host_pages = 4 * slots * -(-self.context_length // self.page_size)
+        host_pages = 4 * slots * self.context_pages
         state = slots * self.request_state_bytes + self.layer_state_bytes
-        return lru + page_ids + 4 * rows + host_pages + state
+        return lru + index + page_ids + 4 * rows + host_pages + state
 
     def captured_bytes(self, max_requests: int) -> int:
         """Memory of :class:`~hisparse.engine.graphs.StaticBatch`, if steps are captured.
 
         Three int64 and an int32 page table per request, and an int32 count.
         """
-        each = 3 * 8 + 4 * -(-self.context_length // self.page_size)
+        each = 3 * 8 + 4 * self.context_pages
         return (max_requests * each + 4) * self.captured
 
     def fixed_bytes(self, max_requests: int, row_pages: int) -> int:

@@ -132,6 +132,7 @@ class World:
             device_pages=(self.device_pages or rows * max_pages) + rows,
             min_row_pages=self.device_buffer // self.page_size,
             max_row_pages=max_pages,
+            context_pages=self.host_pages,
             staging_pages=self.staging_pages,
         )
 

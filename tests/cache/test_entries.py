@@ -30,9 +30,9 @@ def test_a_decode_layer_enters_three_times(scope: str, monkeypatch: pytest.Monke
     counts: Counter[str] = Counter()
     for name in ("append", "swap_in", "finish"):
         count(monkeypatch, SparseKVCacheManager, name, counts)
-    for name in ("lru_diff", "page_tables", "move_pages"):
+    for name in ("diff_tables", "move_pages"):
         count(monkeypatch, swap_in, name, counts)
-    once = dict.fromkeys(("append", "swap_in", "lru_diff", "page_tables", "move_pages"), 3)
+    once = dict.fromkeys(("append", "swap_in", "diff_tables", "move_pages"), 3)
     sim.decode(request)
     assert counts == once
     counts.clear()

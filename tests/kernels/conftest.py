@@ -23,6 +23,8 @@ ON_FIBERS = "cuda-on-cpu"
 UNVERIFIED = "cuda-on-cpu-unverified"
 # The tests whose operations are CUDA C++; the others' are in Triton.
 _CUDA_TESTS = {
+    "test_append_tokens",
+    "test_diff_tables",
     "test_fp8_transfer",
     "test_lru_diff",
     "test_page_table",

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from hisparse.errors import KernelError
 from hisparse.kernels import LruDiff, RowState, lru_diff
-from tests.kernels.world import World, i32
+from tests.kernels.world import World, i32, indexed
 from tests.sizes import sized
 
 
 def example() -> RowState:
     """Capacity 4 of 6, order (cold to hot) slots 2:p7, 0:p1, 3:p4, 1:p9."""
-    return RowState(
+    return indexed(
         i32([[1, 9, 7, 4, -1, -1]]), i32([[2, 0, 3, 1, -1, -1]]), i32([[10, 11, 12, 13, -1, -1]])
     )
 
@@ -41,7 +41,7 @@ def test_more_pages_than_slots_are_refused_before_anything_changes(impl: str) ->
     state = example()
     with pytest.raises((KernelError, RuntimeError)):
         lru_diff(i32([[4, 5, 9, 3, 2]]), TABLE, i32([4]), i32([1]), state, impl=impl)
-    assert [t.tolist() for t in state] == [t.tolist() for t in example()]
+    assert [t.tolist() for t in state[:3]] == [t.tolist() for t in example()[:3]]
 
 
 def test_a_page_that_the_request_does_not_have_is_not_loaded(impl: str) -> None:
@@ -54,14 +54,14 @@ def test_a_page_that_the_request_does_not_have_is_not_loaded(impl: str) -> None:
     else:
         with pytest.raises(KernelError, match="selection: "):
             lru_diff(i32([[4, 6]]), *args, num_pages=limit, impl=impl)
-    assert [t.tolist() for t in state] == [t.tolist() for t in example()]
+    assert [t.tolist() for t in state[:3]] == [t.tolist() for t in example()[:3]]
     diff = lru_diff(i32([[4, 5]]), *args, num_pages=limit, impl=impl)
     assert (diff.num_hits.tolist(), diff.num_misses.tolist()) == ([1], [1])
 
 
 def test_each_request_has_its_own_number_of_pages(impl: str) -> None:
     """Two rows a request; the second request has fewer pages than the table has columns."""
-    state = RowState(*(t.repeat(4, 1) for t in example()))
+    state = indexed(*(t.repeat(4, 1) for t in example()[:3]))
     table, limits, selection = (
         TABLE.repeat(2, 1),
         i32([10, 5]),
@@ -160,7 +160,7 @@ def test_inputs_may_be_strided(impl: str) -> None:
         diff = lru_diff(
             *map(change, inputs), world.layer(0), rows=change(torch.tensor([1, 0])), impl=impl
         )
-        results.append([t.tolist() for t in (*diff, *world.states)])
+        results.append([t.tolist() for t in (*diff, *world.states[:3])])
     assert results[0] == results[1]
 
 
@@ -196,7 +196,7 @@ def test_padding_alone_changes_nothing(impl: str) -> None:
         impl=impl,
     )
     assert [t.tolist() for t in diff] == [[[-1, -1]] * 2] * 3 + [[0, 0]] * 2
-    assert [t.tolist() for t in state] == [t.tolist() for t in example()]
+    assert [t.tolist() for t in state[:3]] == [t.tolist() for t in example()[:3]]
 
 
 @pytest.mark.parametrize(

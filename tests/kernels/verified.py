@@ -31,7 +31,9 @@ class Verified:
             _BEFORE.get(name, lambda *args: None)(*args)
             result = op(*args)
             if name == "lru_diff":
-                verify_diff(result, args[2])
+                verify_diff(result.num_misses, args[2])
+            if name == "diff_tables":
+                verify_diff(result.num_misses, args[2].capacity)
             return result
 
         return run
@@ -40,12 +42,6 @@ class Verified:
 def _page_table(device_pages: Any, rows: Any, slots: Any) -> None:
     verify_indices("rows", rows, 0, device_pages.shape[0])
     verify_indices("slots", slots, -1, device_pages.shape[1])
-
-
-def _page_tables(device_pages: Any, rows: Any, diff: Any, lengths: Any, *others: Any) -> None:
-    _page_table(device_pages, rows, diff.curr_device_slots)
-    _page_table(device_pages, rows, diff.load_device_slots)
-    verify_indices("lengths", lengths, 0, diff.curr_device_slots.shape[1] + 1)
 
 
 def _promote_tail(rows: Any, page_index: Any, filled: Any, capacity: Any, *state: Any) -> None:
@@ -70,7 +66,6 @@ def _slots(slots: Any, pool: Any) -> None:
 
 _BEFORE: dict[str, Callable[..., None]] = {
     "page_table": _page_table,
-    "page_tables": _page_tables,
     "promote_tail": _promote_tail,
     "reset_rows": _changed_rows,
     "rebalance": _changed_rows,

@@ -10,11 +10,27 @@ import torch
 from hisparse.kernels import LruDiff, RowState, lru_diff, promote_tail, rebalance, reset_rows
 from tests.kernels.lru_oracle import LruOracle
 
-__all__ = ["World", "i32"]
+__all__ = ["World", "i32", "indexed"]
+
+#: Pages of the index of each row.
+INDEXED = 5000
 
 
 def i32(values: object) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def indexed(slot_pages: torch.Tensor, lru_order: torch.Tensor, *more: torch.Tensor) -> RowState:
+    """Tables whose index is right for resident pages, and random elsewhere, as it may be."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (*slot_pages.shape[:-1], INDEXED)
+    page_slots = torch.randint(-9, 99, shape, dtype=torch.int32, generator=generator)
+    for at in (slot_pages >= 0).nonzero().tolist():
+        page = int(slot_pages[tuple(at)])
+        if page < INDEXED:
+            page_slots[(*at[:-1], page)] = at[-1]
+    device_pages = more[0] if more else lru_order.clone()
+    return RowState(slot_pages, lru_order, device_pages, page_slots)
 
 
 @dataclass
@@ -30,7 +46,7 @@ class World:
 
     def __post_init__(self) -> None:
         tables = (self.layers, self.num_rows, self.slots)
-        self.states = RowState(*(torch.full(tables, -1, dtype=torch.int32) for _ in range(3)))
+        self.states = indexed(*(torch.full(tables, -1, dtype=torch.int32) for _ in range(3)))
         self.capacity = torch.zeros(self.num_rows, dtype=torch.int32)
         self.num_pages = self.num_rows * (self.slots + 1)
         ids = torch.arange(self.num_pages, dtype=torch.int32).repeat(self.layers, 1)
@@ -39,7 +55,7 @@ class World:
         self.oracles = [[LruOracle(0) for _ in range(self.num_rows)] for _ in range(self.layers)]
 
     def layer(self, layer: int) -> RowState:
-        return RowState(*(t[layer] for t in self.states))
+        return self.states.layer(layer)
 
     def capacity_of(self, row: int) -> int:
         return len(self.oracles[0][row].slots)

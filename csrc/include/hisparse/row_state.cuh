@@ -1,7 +1,7 @@
 // Changes to rows outside lru_diff, on the device: full tail pages, reuse, capacity.
 #pragma once
 
-#include "hisparse/block.cuh"
+#include "hisparse/transfer.cuh"
 
 namespace hisparse {
 
@@ -10,9 +10,10 @@ struct RowTables {
   int32_t* slot_pages;    // [L, NR, C]
   int32_t* lru_order;     // [L, NR, C]
   int32_t* device_pages;  // [L, NR, C]
-  int64_t slot_pages_layer, lru_order_layer, device_pages_layer;  // strides, elements
-  int64_t slot_pages_row, lru_order_row, device_pages_row;        // strides, elements
-  int32_t num_states, slots;
+  int32_t* page_slots;    // [L, NR, indexed], see lru_diff.cuh
+  int64_t slot_pages_layer, lru_order_layer, device_pages_layer, page_slots_layer;  // elements
+  int64_t slot_pages_row, lru_order_row, device_pages_row, page_slots_row;          // elements
+  int32_t num_states, slots, indexed;
 
   __device__ bool has(int64_t row, int32_t capacity) const {
     return row >= 0 && row < num_states && capacity >= 0 && capacity <= slots;
@@ -26,23 +27,62 @@ struct RowTables {
   __device__ int32_t* pages(int64_t layer, int64_t row) const {
     return device_pages + layer * device_pages_layer + row * device_pages_row;
   }
+  // A page of the sequence moves into a slot.
+  __device__ void put(int64_t layer, int64_t row, int32_t page, int32_t slot) const {
+    held(layer, row)[slot] = page;
+    if (page < 0 || page >= indexed) return;
+    page_slots[layer * page_slots_layer + row * page_slots_row + page] = slot;
+  }
+};
+
+// K or V of one layer's device pages, and where full tail pages are copied to.
+struct TailPool {
+  const char* src;  // [N, Hr, S, D]
+  char* dst;        // [T, Hkv, S, D]
+  int64_t src_page, dst_request, dst_head;  // strides, bytes
 };
 
 struct PromoteTailParams {
   const int64_t* rows;        // [R]
-  const int32_t* page_index;  // [R]
+  const int32_t* page_index;  // [T]
   const bool* filled;         // [R]
   const int32_t* capacity;    // [R]
   int32_t* tail_pages;        // [NR]
   RowTables tables;           // of one layer
+  TailPool pool[2];
+  BlockShape shape[2];                    // of a page
+  int32_t num_pools, heads, copies, num_pages;  // R / T, rows with one KV head, N
 };
 
-// One block per row. A row whose indices leave the tables is left alone.
-__global__ void __launch_bounds__(kMaxThreads)
+// All threads copy a full tail page of row r, unless another row of the same KV head does.
+template <typename Unit>
+__device__ void copy_tail(const PromoteTailParams& p, int32_t r, int32_t tail) {
+  const int32_t request = r / p.heads, head = r % p.heads;
+  if (head % p.copies != 0 || tail < 0 || tail >= p.num_pages) return;
+  for (int i = 0; i < p.num_pools; ++i) {
+    const TailPool& pool = p.pool[i];
+    const char* src = pool.src + tail * pool.src_page;
+    char* dst = pool.dst + request * pool.dst_request + head / p.copies * pool.dst_head;
+    const int32_t chunks = (p.shape[i].units + kChunkUnits - 1) / kChunkUnits;
+    for (int32_t chunk = warp_id(); chunk < chunks; chunk += num_threads() / kWarp) {
+      copy_chunk<Unit>(p.shape[i], src, dst, chunk);
+    }
+  }
+}
+
+// One block per row; it leaves at once unless the row's tail page is full. A row whose indices
+// leave the tables is left alone. Rows without capacity only copy.
+template <typename Unit>
+__global__ void __launch_bounds__(kTransferThreads)
     promote_tail_kernel(const __grid_constant__ PromoteTailParams p) {
-  const int64_t row = p.rows[blockIdx.x];
-  const int32_t capacity = p.capacity[blockIdx.x];
-  if (!p.filled[blockIdx.x] || capacity == 0 || !p.tables.has(row, capacity)) return;
+  const int32_t r = static_cast<int32_t>(blockIdx.x);
+  if (!p.filled[r]) return;
+  const int64_t row = p.rows[r];
+  const int32_t capacity = p.capacity[r];
+  if (!p.tables.has(row, capacity)) return;
+  const int32_t tail = p.tail_pages[row];
+  copy_tail<Unit>(p, r, tail);
+  if (capacity == 0) return;
   int32_t* order = p.tables.order(0, row);
   const int32_t coldest = order[0];
   if (coldest < 0 || coldest >= p.tables.slots) return;
@@ -55,10 +95,9 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
   if (threadIdx.x != 0) return;
   int32_t& page = p.tables.pages(0, row)[coldest];
-  const int32_t tail = p.tail_pages[row];
   p.tail_pages[row] = page;
   page = tail;
-  p.tables.held(0, row)[coldest] = p.page_index[blockIdx.x];
+  p.tables.put(0, row, p.page_index[r / p.heads], coldest);
 }
 
 struct ResetRowsParams {
@@ -122,7 +161,7 @@ __device__ inline void resize_row(const RebalanceParams& p, int64_t layer, int64
   __syncthreads();  // The row has been read.
   for (int32_t slot = threadIdx.x; slot < t.slots; slot += num_threads()) {
     const bool owned = slot < count;
-    held[slot] = owned ? new_held[slot] : -1;
+    t.put(layer, row, owned ? new_held[slot] : -1, slot);
     pages[slot] = owned ? new_pages[slot] : -1;
     order[slot] = owned ? slot : -1;
   }

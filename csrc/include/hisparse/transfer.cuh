@@ -14,6 +14,10 @@ constexpr int kLoads = 4;
 constexpr int kChunkUnits = kLoads * kWarp;
 constexpr int kTransferThreads = 256;
 
+// Blocks of a transfer that crosses the link: 512 KiB of loads in flight, five times what 55 GB/s
+// and 2 us of latency need. More would only take registers from kernels that run beside it.
+constexpr int kLinkBlocks = 32;
+
 // A block of bytes: up to two dimensions of contiguous runs. One load moves one unit.
 struct BlockShape {
   int32_t units, run_units, inner_runs;
@@ -84,6 +88,46 @@ struct MoveTokensParams {
     char* token = q.tokens + layer * q.tokens_layer + t * q.tokens_token;
     return {into_pages ? token : stored, into_pages ? stored : token, which,
             which ? chunk - chunks0 : chunk};
+  }
+};
+
+struct AppendPool {
+  char* tokens;        // [T, H, D]
+  char* host_pages;    // [P, H, S, D]
+  char* device_pages;  // [N, Hr, S, D]
+  int64_t tokens_token, tokens_head, host_page, host_token, device_page, device_token;  // bytes
+};
+
+// One new token for each of T requests, to its host slot and to the tail pages of its R rows.
+struct AppendTokensParams {
+  AppendPool pool[2];
+  BlockShape shape[4];  // of a token in host memory, then of a row's part of it; by pool
+  const int64_t* host_slots;  // [T]
+  const int64_t* tail_slots;  // [R], device page times S, plus the offset in it
+  int64_t num_items, num_host_slots, num_device_slots;
+  int32_t heads, token_heads;  // R / T; heads of a token, or 0 if a row takes all of them
+  int32_t page_size, host_chunks0, host_chunks, row_chunks0, row_chunks;
+
+  __device__ ChunkMove move(int64_t item) const {
+    const int32_t each = host_chunks + heads * row_chunks;
+    const int64_t t = item / each;
+    int32_t chunk = static_cast<int32_t>(item % each);
+    const bool to_host = chunk < host_chunks;
+    const int32_t head = to_host ? 0 : (chunk - host_chunks) / row_chunks;
+    if (!to_host) chunk = (chunk - host_chunks) % row_chunks;
+    const int64_t slot = to_host ? host_slots[t] : tail_slots[t * heads + head];
+    if (slot < 0 || slot >= (to_host ? num_host_slots : num_device_slots)) {
+      return {nullptr, nullptr, 0, 0};
+    }
+    const int32_t chunks0 = to_host ? host_chunks0 : row_chunks0;
+    const int32_t which = chunk < chunks0 ? 0 : 1;
+    const AppendPool& q = pool[which];
+    const int64_t page = slot / page_size, at = slot % page_size;
+    const int64_t part = to_host ? 0 : int64_t{head} * token_heads / heads;
+    return {q.tokens + t * q.tokens_token + part * q.tokens_head,
+            to_host ? q.host_pages + page * q.host_page + at * q.host_token
+                    : q.device_pages + page * q.device_page + at * q.device_token,
+            to_host ? which : 2 + which, which ? chunk - chunks0 : chunk};
   }
 };
 

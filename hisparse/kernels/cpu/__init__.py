@@ -4,17 +4,24 @@ from hisparse.kernels.cpu.attention import chunk_attention, paged_attention
 from hisparse.kernels.cpu.fp8 import encode_fp8
 from hisparse.kernels.cpu.graph_score import graph_score
 from hisparse.kernels.cpu.key_score import key_score
-from hisparse.kernels.cpu.lru import lru_diff, page_table, page_tables, promote_tail, rebalance
+from hisparse.kernels.cpu.lru import diff_tables, lru_diff, page_table, promote_tail, rebalance
 from hisparse.kernels.cpu.outline import outline_score
 from hisparse.kernels.cpu.select import page_score, page_summary, select
 from hisparse.kernels.cpu.sketch import page_sketch, sketch_score
-from hisparse.kernels.cpu.transfer import gather_pages, gather_tokens, scatter_tokens
+from hisparse.kernels.cpu.transfer import (
+    append_tokens,
+    gather_pages,
+    gather_tokens,
+    scatter_tokens,
+)
 from hisparse.kernels.reference.fp8 import decode_fp8
 from hisparse.kernels.reference.lru import reset_rows
 
 __all__ = [
+    "append_tokens",
     "chunk_attention",
     "decode_fp8",
+    "diff_tables",
     "encode_fp8",
     "gather_pages",
     "gather_tokens",
@@ -26,7 +33,6 @@ __all__ = [
     "page_sketch",
     "page_summary",
     "page_table",
-    "page_tables",
     "paged_attention",
     "promote_tail",
     "rebalance",

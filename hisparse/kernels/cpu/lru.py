@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels.build.cpu import call_cpu, dense_rows
-from hisparse.kernels.row_state import LruDiff, PageTables, RowState, SelectionGuard
+from hisparse.kernels.reference.diff_tables import with_dense_requests
+from hisparse.kernels.reference.lru import copy_tails
+from hisparse.kernels.row_state import DecodeRows, DiffTables, LruDiff, RowState
 
-__all__ = ["lru_diff", "page_table", "page_tables", "promote_tail", "rebalance"]
+__all__ = ["diff_tables", "lru_diff", "page_table", "promote_tail", "rebalance"]
 
 
 def lru_diff(
@@ -28,7 +30,7 @@ def lru_diff(
         entries = (torch.empty_like(selection) for _ in range(3))
         counts = (torch.empty_like(capacity) for _ in range(2))
         out = LruDiff(*entries, *counts)
-    slot_pages, lru_order, _ = state
+    slot_pages, lru_order = state[:2]
     table, rows = dense_rows(host_page_table), dense_rows(rows)
     inputs = (selection, table, capacity, num_real_rows)
     # An empty tensor stands for None.
@@ -45,27 +47,49 @@ def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
     return table
 
 
-def page_tables(
-    device_pages: Tensor,
-    rows: Tensor,
-    diff: LruDiff,
-    lengths: Tensor,
-    tail_pages: Tensor,
-    guard: SelectionGuard | None = None,
-) -> PageTables:
-    """See :func:`hisparse.kernels.page_tables`.
+def diff_tables(
+    selection: Tensor | None,
+    lengths: Tensor | None,
+    rows: DecodeRows,
+    state: RowState,
+    page_size: int,
+    width: int,
+    tail_below: int,
+) -> DiffTables:
+    """See :func:`hisparse.kernels.diff_tables`.
 
     A row that lacks a page keeps its length: attention refuses the -1.
     """
-    slots, loads = dense_rows(diff.curr_device_slots), dense_rows(diff.load_device_slots)
-    attended = slots.new_empty(slots.shape[0], slots.shape[1] + 1)
-    tables = (attended, torch.empty_like(loads))
-    inputs = (device_pages, rows, slots, loads, lengths, tail_pages)
     # Empty tensors stand for None.
-    counted = guard or SelectionGuard(lengths.new_empty(0), lengths.new_empty(0))
-    counts = (diff.num_hits, diff.num_misses)
-    call_cpu("page_tables", *(dense_rows(x) for x in inputs), *tables, *counts, *counted)
-    return PageTables(*tables, lengths)
+    none = rows.num_real_rows.new_empty(0)
+    dense = none
+    if selection is None or lengths is None or rows.dense is not None or selection.shape[1] < width:
+        selection, lengths, dense = with_dense_requests(selection, lengths, rows, width)
+    selection, capacity = dense_rows(selection), dense_rows(rows.capacity)
+    # empty_like is the cheapest way to make small tensors.
+    out = DiffTables(
+        selection.new_empty(selection.shape[0], width + 1),
+        torch.empty_like(capacity),
+        torch.empty_like(selection),
+        torch.empty_like(selection),
+        torch.empty_like(capacity),
+        torch.empty_like(capacity),
+    )
+    call_cpu(
+        "diff_tables",
+        selection,
+        *(dense_rows(x) for x in (lengths, rows.host_page_table, rows.num_pages)),
+        capacity,
+        rows.num_real_rows,
+        *(dense_rows(x) for x in (rows.rows, rows.tail_pages, rows.tail_lens)),
+        dense,
+        none if rows.malformed is None else rows.malformed,
+        *state[:3],
+        *out,
+        page_size,
+        tail_below,
+    )
+    return out
 
 
 def promote_tail(
@@ -75,10 +99,14 @@ def promote_tail(
     capacity: Tensor,
     state: RowState,
     tail_pages: Tensor,
-) -> None:
+    pools: tuple[Tensor, ...],
+    kv_heads: int,
+) -> tuple[Tensor, ...]:
     """See :func:`hisparse.kernels.promote_tail`."""
+    copies = copy_tails(pools, tail_pages[rows], len(page_index), kv_heads)
     inputs = (dense_rows(x) for x in (rows, page_index, filled, capacity))
-    call_cpu("promote_tail", *inputs, *state, tail_pages)
+    call_cpu("promote_tail", *inputs, *state[:3], tail_pages)
+    return copies
 
 
 def rebalance(
@@ -91,4 +119,4 @@ def rebalance(
 ) -> None:
     """See :func:`hisparse.kernels.rebalance`."""
     inputs = (dense_rows(rows), dense_rows(new_capacity))
-    call_cpu("rebalance", *inputs, capacity, *states, free_pages, num_free)
+    call_cpu("rebalance", *inputs, capacity, *states[:3], free_pages, num_free)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from hisparse.kernels.build.cpu import call_cpu, dense_rows
+from hisparse.kernels.reference.transfer import row_tokens
 
-__all__ = ["gather_pages", "gather_tokens", "scatter_tokens"]
+__all__ = ["append_tokens", "gather_pages", "gather_tokens", "scatter_tokens"]
 
 
 def gather_pages(
@@ -25,6 +26,18 @@ def gather_pages(
 def scatter_tokens(new: tuple[Tensor, ...], dst: tuple[Tensor, ...], slots: Tensor) -> None:
     """See :func:`hisparse.kernels.scatter_tokens`."""
     call_cpu("scatter_tokens", new[0], new[-1], dst[0], dst[-1], dense_rows(slots), len(new))
+
+
+def append_tokens(
+    new: tuple[Tensor, ...],
+    host: tuple[Tensor, ...],
+    host_slots: Tensor,
+    device: tuple[Tensor, ...],
+    tail_slots: Tensor,
+) -> None:
+    """See :func:`hisparse.kernels.append_tokens`."""
+    scatter_tokens(new, host, host_slots)
+    scatter_tokens(row_tokens(new, tail_slots.shape[0]), device, tail_slots)
 
 
 def gather_tokens(src: tuple[Tensor, ...], slots: Tensor) -> tuple[Tensor, ...]:

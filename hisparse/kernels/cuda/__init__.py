@@ -13,27 +13,33 @@ from types import ModuleType
 from typing import Any
 
 from hisparse.kernels.cuda.lru import (
+    diff_tables,
     lru_diff,
     page_table,
-    page_tables,
     promote_tail,
     rebalance,
     reset_rows,
 )
-from hisparse.kernels.cuda.transfer import gather_pages, gather_tokens, scatter_tokens
+from hisparse.kernels.cuda.transfer import (
+    append_tokens,
+    gather_pages,
+    gather_tokens,
+    scatter_tokens,
+)
 from hisparse.kernels.reference.chunk_attention import chunk_attention
 from hisparse.kernels.reference.fp8 import decode_fp8
 
 logger = logging.getLogger(__name__)
 
 __all__ = [
+    "append_tokens",
     "chunk_attention",
     "decode_fp8",
+    "diff_tables",
     "gather_pages",
     "gather_tokens",
     "lru_diff",
     "page_table",
-    "page_tables",
     "promote_tail",
     "rebalance",
     "reset_rows",

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from hisparse.kernels.build.cpu import dense_rows
 from hisparse.kernels.build.cuda import call_cuda
-from hisparse.kernels.row_state import LruDiff, PageTables, RowState, SelectionGuard
+from hisparse.kernels.row_state import DecodeRows, DiffTables, LruDiff, RowState
 
-__all__ = ["lru_diff", "page_table", "page_tables", "promote_tail", "rebalance", "reset_rows"]
+__all__ = ["diff_tables", "lru_diff", "page_table", "promote_tail", "rebalance", "reset_rows"]
 
 
 def lru_diff(
@@ -35,14 +35,66 @@ def lru_diff(
         out = LruDiff(*entries, *counts)
     if selection.shape[0] == 0:
         return out
-    tables = (state.slot_pages, state.lru_order)
-    scratch_bytes = call_cuda("lru_diff_scratch_bytes", selection, state.slot_pages)
-    scratch = selection.new_empty((selection.shape[0], scratch_bytes), dtype=torch.uint8)
-    inputs = (selection, dense_rows(host_page_table), capacity, num_real_rows)
     # An empty tensor stands for None.
     limits = capacity.new_empty(0) if num_pages is None else dense_rows(num_pages)
-    call_cuda("lru_diff", *inputs, *tables, dense_rows(rows), *out, limits, scratch)
+    inputs = (selection, dense_rows(host_page_table), limits, capacity, num_real_rows)
+    tables = (state.slot_pages, state.lru_order, state.page_slots)
+    scratch = _scratch(state, rows, selection.shape[1])
+    call_cuda("lru_diff", *inputs, dense_rows(rows), *tables, *out, scratch)
     return out
+
+
+def diff_tables(
+    selection: Tensor | None,
+    lengths: Tensor | None,
+    rows: DecodeRows,
+    state: RowState,
+    page_size: int,
+    width: int,
+    tail_below: int,
+) -> DiffTables:
+    """See :func:`hisparse.kernels.diff_tables`."""
+    count, every_page = rows.rows.shape[0], selection is None
+    capacity = rows.capacity
+    out = DiffTables(
+        capacity.new_empty(count, width + 1),
+        *(capacity.new_empty(shape) for shape in (count, (count, width), (count, width))),
+        *(capacity.new_empty(count) for _ in range(2)),
+    )
+    if count == 0:
+        return out
+    # Empty tensors stand for None.
+    selection = capacity.new_empty(count, 0) if selection is None else dense_rows(selection)
+    lengths = capacity if lengths is None else dense_rows(lengths)
+    none = capacity.new_empty(0)
+    call_cuda(
+        "diff_tables",
+        selection,
+        lengths,
+        *(dense_rows(x) for x in (rows.host_page_table, rows.num_pages, capacity)),
+        rows.num_real_rows,
+        *(dense_rows(x) for x in (rows.rows, rows.tail_pages, rows.tail_lens)),
+        none if rows.dense is None else dense_rows(rows.dense),
+        none if rows.malformed is None else rows.malformed,
+        *state,
+        out.attended,
+        out.loads,
+        out.seq_lens,
+        out.load_host_pages,
+        out.num_hits,
+        out.num_misses,
+        _scratch(state, rows.rows, width),
+        page_size,
+        tail_below,
+        every_page,
+    )
+    return out
+
+
+def _scratch(state: RowState, rows: Tensor, width: int) -> Tensor:
+    """``[R, bytes] uint8``; no bytes where shared memory is enough."""
+    num_bytes = call_cuda("lru_diff_scratch_bytes", state.slot_pages, width)
+    return rows.new_empty((rows.shape[0], num_bytes), dtype=torch.uint8)
 
 
 def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
@@ -53,26 +105,6 @@ def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
     return table
 
 
-def page_tables(
-    device_pages: Tensor,
-    rows: Tensor,
-    diff: LruDiff,
-    lengths: Tensor,
-    tail_pages: Tensor,
-    guard: SelectionGuard | None = None,
-) -> PageTables:
-    """See :func:`hisparse.kernels.page_tables`; an index outside the table gives -1."""
-    slots, loads = dense_rows(diff.curr_device_slots), dense_rows(diff.load_device_slots)
-    attended = slots.new_empty((slots.shape[0], slots.shape[1] + 1))
-    tables = PageTables(attended, torch.empty_like(loads), torch.empty_like(lengths))
-    inputs = (device_pages, rows, slots, loads, lengths, tail_pages)
-    # Empty tensors stand for None.
-    counted = guard or SelectionGuard(lengths.new_empty(0), lengths.new_empty(0))
-    counts = (diff.num_hits, diff.num_misses)
-    call_cuda("page_tables", *(dense_rows(x) for x in inputs), *tables, *counts, *counted)
-    return tables
-
-
 def promote_tail(
     rows: Tensor,
     page_index: Tensor,
@@ -80,10 +112,18 @@ def promote_tail(
     capacity: Tensor,
     state: RowState,
     tail_pages: Tensor,
-) -> None:
+    pools: tuple[Tensor, ...],
+    kv_heads: int,
+) -> tuple[Tensor, ...]:
     """See :func:`hisparse.kernels.promote_tail`."""
     inputs = (dense_rows(x) for x in (rows, page_index, filled, capacity))
-    call_cuda("promote_tail", *inputs, *state, tail_pages)
+    shape = (page_index.shape[0], kv_heads)
+    copies = tuple(pool.new_empty(*shape, *pool.shape[-2:]) for pool in pools)
+    # Without pools the kernel reads none of these.
+    given, to = pools or (tail_pages,), copies or (tail_pages,)
+    both = (given[0], given[-1], to[0], to[-1])
+    call_cuda("promote_tail", *inputs, *state, tail_pages, *both, len(pools))
+    return copies
 
 
 def reset_rows(rows: Tensor, capacity: Tensor, states: RowState) -> None:

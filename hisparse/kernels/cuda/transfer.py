@@ -9,7 +9,7 @@ from hisparse.kernels.build.cpu import dense_rows
 from hisparse.kernels.build.cuda import call_cuda
 from hisparse.kernels.cuda.crossover import MIN_COPY_BYTES
 
-__all__ = ["copy_pages", "gather_pages", "gather_tokens", "scatter_tokens"]
+__all__ = ["append_tokens", "copy_pages", "gather_pages", "gather_tokens", "scatter_tokens"]
 
 _Pools = tuple[Tensor, ...]
 
@@ -76,6 +76,14 @@ def scatter_tokens(new: _Pools, dst: _Pools, slots: Tensor) -> None:
     """See :func:`hisparse.kernels.scatter_tokens`."""
     slots = dense_rows(slots.to(_device(*new, *dst), non_blocking=True))
     call_cuda("scatter_tokens", new[0], new[-1], dst[0], dst[-1], slots, len(new))
+
+
+def append_tokens(
+    new: _Pools, host: _Pools, host_slots: Tensor, device: _Pools, tail_slots: Tensor
+) -> None:
+    """See :func:`hisparse.kernels.append_tokens`; a slot that a pool does not have is skipped."""
+    pools = (host[0], host[-1], dense_rows(host_slots), device[0], device[-1])
+    call_cuda("append_tokens", new[0], new[-1], *pools, dense_rows(tail_slots), len(new))
 
 
 def gather_tokens(src: _Pools, slots: Tensor) -> _Pools:

@@ -2,20 +2,28 @@
 
 from hisparse.kernels.reference.attention import paged_attention
 from hisparse.kernels.reference.chunk_attention import chunk_attention
+from hisparse.kernels.reference.diff_tables import diff_tables
 from hisparse.kernels.reference.fp8 import decode_fp8, encode_fp8
 from hisparse.kernels.reference.graph_score import graph_score
 from hisparse.kernels.reference.key_score import key_score
 from hisparse.kernels.reference.lru import lru_diff, promote_tail, rebalance, reset_rows
 from hisparse.kernels.reference.outline import outline_score
-from hisparse.kernels.reference.page_table import page_table, page_tables
+from hisparse.kernels.reference.page_table import page_table
 from hisparse.kernels.reference.select import page_score, select
 from hisparse.kernels.reference.sketch import page_sketch, sketch_score
 from hisparse.kernels.reference.summary import page_summary
-from hisparse.kernels.reference.transfer import gather_pages, gather_tokens, scatter_tokens
+from hisparse.kernels.reference.transfer import (
+    append_tokens,
+    gather_pages,
+    gather_tokens,
+    scatter_tokens,
+)
 
 __all__ = [
+    "append_tokens",
     "chunk_attention",
     "decode_fp8",
+    "diff_tables",
     "encode_fp8",
     "gather_pages",
     "gather_tokens",
@@ -27,7 +35,6 @@ __all__ = [
     "page_sketch",
     "page_summary",
     "page_table",
-    "page_tables",
     "paged_attention",
     "promote_tail",
     "rebalance",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hisparse.kernels.row_state import LruDiff, RowState
 
-__all__ = ["lru_diff", "promote_tail", "rebalance", "reset_rows"]
+__all__ = ["copy_tails", "lru_diff", "promote_tail", "rebalance", "reset_rows"]
 
 
 class _Intersection(NamedTuple):
@@ -167,8 +167,12 @@ def promote_tail(
     capacity: Tensor,
     state: RowState,
     tail_pages: Tensor,
-) -> None:
+    pools: tuple[Tensor, ...],
+    kv_heads: int,
+) -> tuple[Tensor, ...]:
     """See :func:`hisparse.kernels.promote_tail`."""
+    copies = copy_tails(pools, tail_pages[rows], len(page_index), kv_heads)
+    page_index = page_index.repeat_interleave(len(rows) // max(len(page_index), 1))
     order, slots = state.lru_order[rows], state.lru_order.shape[1]
     apply = filled & (capacity > 0)
     coldest = torch.where(apply, order[:, 0], 0).long()
@@ -183,6 +187,19 @@ def promote_tail(
     tail_pages[rows] = torch.where(apply, old_page, old_tail)
     held = state.slot_pages[rows, coldest]
     state.slot_pages[rows, coldest] = torch.where(apply, page_index, held)
+    return copies
+
+
+def copy_tails(
+    pools: tuple[Tensor, ...], tails: Tensor, num_requests: int, kv_heads: int
+) -> tuple[Tensor, ...]:
+    """Pages ``tails [R]`` of each pool ``[N, Hr, S, D]``, as ``[T, Hkv, S, D]``."""
+    copies = tuple(pool[tails.long()] for pool in pools)
+    heads = len(tails) // max(num_requests, 1)
+    if heads <= 1:
+        return copies
+    # Rows of one KV head have the same bytes.
+    return tuple(x.unflatten(0, (-1, kv_heads, heads // kv_heads))[:, :, 0, 0] for x in copies)
 
 
 def reset_rows(rows: Tensor, capacity: Tensor, states: RowState) -> None:
@@ -235,7 +252,7 @@ def rebalance(
         device_pages=torch.where(is_new, popped, pages.gather(2, at)),
     )
     changed = (dropped + gained > 0)[:, None]
-    for table, values in zip(states, renumbered, strict=True):
+    for table, values in zip(states[:3], renumbered[:3], strict=True):
         values = values.masked_fill(~owned, -1)
         table[:, rows] = torch.where(changed, values, table[:, rows])
     free_pages.copy_(stack[:, :stack_size])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["gather_pages", "gather_tokens", "scatter_tokens"]
+__all__ = ["append_tokens", "gather_pages", "gather_tokens", "row_tokens", "scatter_tokens"]
 
 
 def gather_pages(
@@ -36,6 +36,28 @@ def scatter_tokens(new: tuple[Tensor, ...], dst: tuple[Tensor, ...], slots: Tens
     for pages_kv, tokens in zip(dst, new, strict=True):
         size = pages_kv.shape[-2]
         pages_kv[..., slots // size, :, slots % size, :] = _token_first(tokens, pages_kv)
+
+
+def append_tokens(
+    new: tuple[Tensor, ...],
+    host: tuple[Tensor, ...],
+    host_slots: Tensor,
+    device: tuple[Tensor, ...],
+    tail_slots: Tensor,
+) -> None:
+    """See :func:`hisparse.kernels.append_tokens`."""
+    scatter_tokens(new, host, host_slots)
+    scatter_tokens(row_tokens(new, len(tail_slots)), device, tail_slots)
+
+
+def row_tokens(new: tuple[Tensor, ...], num_rows: int) -> tuple[Tensor, ...]:
+    """``[T, Hkv, D]`` -> ``[R, 1, D]``, the KV head of each row; with one row a request, as is."""
+    heads = num_rows // max(len(new[0]), 1)
+    if heads <= 1:
+        return new
+    copies = heads // new[0].shape[1]
+    each = new if copies == 1 else tuple(x.repeat_interleave(copies, dim=1) for x in new)
+    return tuple(x.reshape(-1, 1, x.shape[-1]) for x in each)
 
 
 def gather_tokens(src: tuple[Tensor, ...], slots: Tensor) -> tuple[Tensor, ...]:

@@ -85,6 +85,10 @@ T atomicMax(T* at, T value) {
   return fibers::atomic(at, [=](T old) { return std::max(old, value); });
 }
 template <typename T>
+T atomicOr(T* at, T value) {
+  return fibers::atomic(at, [=](T old) { return old | value; });
+}
+template <typename T>
 T atomicExch(T* at, T value) {
   return fibers::atomic(at, [=](T) { return value; });
 }

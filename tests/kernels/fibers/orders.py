@@ -57,11 +57,25 @@ def _wrap(name: str, written: Callable[..., Iterable[Tensor]]) -> Callable[..., 
     return run
 
 
+def promote_tail(*args: Any) -> tuple[Tensor, ...]:
+    """Zeros in place of what the operation leaves uninitialised."""
+
+    def call() -> tuple[Tensor, ...]:
+        copies = cuda.promote_tail(*args)
+        filled = args[2].view(len(args[1]), -1)[:, 0]
+        for copy in copies:
+            copy[~filled] = 0
+        return copies
+
+    copies: tuple[Tensor, ...] = in_all_orders(call, (*args[4], args[5]))
+    return copies
+
+
 # By the operation's own arguments, which of them it writes to.
 lru_diff = _wrap("lru_diff", lambda *a: (*a[4][:2], *(a[6] or ())))
 page_table = _wrap("page_table", lambda *a: ())
-page_tables = _wrap("page_tables", lambda *a: a[5][1:] if len(a) > 5 and a[5] else ())
-promote_tail = _wrap("promote_tail", lambda *a: (*a[4], a[5]))
+diff_tables = _wrap("diff_tables", lambda *a: (*a[3][:2], *(x for x in a[2][8:] if x is not None)))
+append_tokens = _wrap("append_tokens", lambda *a: (*a[1], *a[3]))
 reset_rows = _wrap("reset_rows", lambda *a: a[2])
 rebalance = _wrap("rebalance", lambda *a: (a[2], *a[3], a[4], a[5]))
 gather_pages = _wrap("gather_pages", lambda *a: a[2])

@@ -11,6 +11,7 @@ import torch
 from hisparse.errors import KernelError
 from hisparse.kernels import cpu, cuda, dispatch
 from hisparse.testing import Request, Simulator
+from tests.kernels.world import indexed
 
 
 @pytest.fixture
@@ -64,6 +65,10 @@ def test_nothing_is_verified_unless_checked() -> None:
 
 def running(*, checked: bool) -> tuple[Simulator, Request]:
     sim = Simulator(checked=checked)
+    device = sim.manager.device
+    # As on a GPU.
+    device.states = indexed(*device.states[:3])
+    device._layer_states = [device.states.layer(layer) for layer in range(sim.layers)]
     request = sim.request(1, 150, seed=1)
     sim.prefill((request, 100))
     assert sim.decode(request).isfinite().all()

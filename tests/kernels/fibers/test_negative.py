@@ -24,7 +24,11 @@ def test_the_kernels_as_they_are_pass(fibers: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        pytest.param("__syncthreads();  // The hash is full.", "", id="missing-barrier"),
+        pytest.param(
+            "__syncthreads();  // The index names an entry for every missing page.",
+            "",
+            id="missing-barrier",
+        ),
         pytest.param("cold < num_misses", "cold <= num_misses", id="off-by-one"),
     ],
 )
@@ -42,7 +46,7 @@ def test_a_planted_mistake_is_found(tmp_path: Path, old: str, new: str) -> None:
 # What goes wrong depends on how many pages the host page table has.
 PLANTS = [
     (
-        "__syncthreads();  // The hash is empty.",
+        "__syncthreads();  // The bits are clear.",
         """if (p.num_pages == 12 && threadIdx.x % 2) __syncthreads();
 else if (p.num_pages == 11 && threadIdx.x == 5)
   return false;
@@ -50,8 +54,9 @@ else
   __syncthreads();""",
     ),
     (
-        "__ballot_sync(kAllLanes, at >= 0)",
-        "p.num_pages != 13 || lane_id() < 9 ? __ballot_sync(kAllLanes, at >= 0) : 0u",
+        "if (hits != 0) atomicAdd(&shared.num_hits, hits);",
+        """if (p.num_pages != 13 || lane_id() < 9) __ballot_sync(kAllLanes, true);
+if (hits != 0) atomicAdd(&shared.num_hits, hits);""",
     ),
     (
         "if (threadIdx.x == 0) shared.num_hits = 0;",
@@ -86,7 +91,7 @@ def test_threads_that_stray_are_reported_and_the_next_launch_runs(
 ) -> None:
     def step(num_pages: int) -> list[int]:
         order = torch.arange(40, dtype=torch.int32)[None]
-        state = RowState(torch.full_like(order, -1), order.clone(), order.clone())
+        state = RowState.empty(order.clone(), order.clone(), 40)
         table = torch.arange(num_pages, dtype=torch.int32)[None]
         selection = i32([[3, 5, 3]])
         diff = lru_diff(selection, table, i32([40]), i32([1]), state, impl=misled)

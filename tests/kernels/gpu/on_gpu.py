@@ -17,7 +17,7 @@ from hisparse.kernels.cuda import IN_TRITON
 
 ON_GPU = "cuda-on-gpu"
 #: Position of the argument whose tensors stay in (pinned) host memory.
-_HOST_SIDE = {"gather_pages": 0, "scatter_tokens": 1, "gather_tokens": 0}
+_HOST_SIDE = {"append_tokens": 1, "gather_pages": 0, "scatter_tokens": 1, "gather_tokens": 0}
 
 
 class _Copies:

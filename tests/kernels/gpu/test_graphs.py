@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels import (
-    LruDiff,
+    DecodeRows,
     RowState,
     SelectRule,
+    diff_tables,
     gather_pages,
-    lru_diff,
     page_score,
-    page_tables,
     paged_attention,
     select,
 )
@@ -34,7 +33,7 @@ class Step:
         self.device = PagedKV(*(torch.zeros(shape, device="cuda") for _ in range(2)))
         slots = torch.arange(SLOTS, dtype=torch.int32, device="cuda").repeat(ROWS, 1)
         pages = torch.arange(ROWS * SLOTS, dtype=torch.int32, device="cuda").view(ROWS, SLOTS)
-        self.state = RowState(torch.full_like(slots, -1), slots, pages)
+        self.state = RowState.empty(slots, pages, PAGES)
         self.capacity = torch.full((ROWS,), SLOTS, dtype=torch.int32, device="cuda")
         self.real = torch.ones(1, dtype=torch.int32, device="cuda") * ROWS
         self.rows = torch.arange(ROWS, device="cuda")
@@ -44,26 +43,20 @@ class Step:
         self.table = torch.randperm(PAGES).int().cuda()[None]
         self.num_pages = torch.full((1,), PAGES, dtype=torch.int32, device="cuda")
         self.forced = torch.arange(PAGES, device="cuda")[None] >= PAGES - 2
-        entries = (torch.empty(ROWS, WIDTH, dtype=torch.int32, device="cuda") for _ in range(3))
-        self.out = LruDiff(*entries, *(torch.empty_like(self.capacity) for _ in range(2)))
 
     def run(self) -> tuple[Tensor, Tensor]:
         scores = page_score(self.query, self.summaries[:, None], self.table, self.num_pages)
         rule = SelectRule(heads=ROWS, max_pages=WIDTH)
         chosen = select(scores, self.num_pages, rule, forced=self.forced)
-        diff = lru_diff(
-            chosen.pages[0],
-            self.table,
-            self.capacity,
-            self.real,
-            self.state,
-            rows=self.rows,
-            out=self.out,
-        )
+        own = (self.rows, self.capacity, self.real, self.table, self.num_pages)
+        rows = DecodeRows(*own, self.tails, self.tails)
         lengths = chosen.lengths[0]
-        tables = page_tables(self.state.device_pages, self.rows, diff, lengths, self.tails)
-        gather_pages(self.host, diff.load_host_pages, self.device, tables.loads, heads=ROWS)
-        return paged_attention(self.query[0, :, None], self.device, tables.attended, lengths * SIZE)
+        tables = diff_tables(chosen.pages[0], lengths, rows, self.state, page_size=SIZE)
+        loads = (tables.load_host_pages, self.device, tables.loads)
+        gather_pages(self.host, *loads, heads=ROWS)
+        return paged_attention(
+            self.query[0, :, None], self.device, tables.attended, tables.seq_lens
+        )
 
 
 def test_a_captured_step_replays_bitwise() -> None:
