@@ -34,6 +34,7 @@ SUITES = {
         "test_mla.py",
         "test_splits.py",
         "test_select.py",
+        "test_select_inputs.py",
         "test_page_summary.py",
         "test_page_sketch.py",
         "test_outline.py",

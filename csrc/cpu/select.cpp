@@ -25,6 +25,7 @@ struct SelectParams {
   int64_t batch, heads, width;
   int32_t out_heads, max_pages;
   float mass, within;        // negative: the rule does not use it
+  bool drop_last;            // the last page is ranked, but left out of the selection
 
   bool varies() const { return mass >= 0 || within >= 0; }
 };
@@ -231,6 +232,7 @@ void select_row(const SelectParams& p, int64_t b, int64_t head) {
   } else {
     for (int32_t i = 0; i < count; ++i) pages[i] = i;
   }
+  if (p.drop_last && length > 0 && pages[length - 1] == count - 1) --length;
   std::fill_n(pages + length, p.max_pages - length, -1);
   p.lengths[b * p.out_heads + head] = length;
 }
@@ -244,13 +246,14 @@ void run(const SelectParams& p) {
 
 void select(TensorView scores, TensorView num_pages, TensorView forced, TensorView rest,
             TensorView pages, TensorView lengths, TensorView invalid_scores, double mass,
-            double within) {
+            double within, bool drop_last) {
   SelectParams p;
   p.scores = vector_of<const float>(scores, "scores");
   p.forced = forced.size(0) == 0 ? nullptr : vector_of<const bool>(forced, "forced");
   p.rest = rest.size(0) == 0 ? nullptr : vector_of<const float>(rest, "rest");
   p.mass = static_cast<float>(mass);
   p.within = static_cast<float>(within);
+  p.drop_last = drop_last;
   p.num_pages = vector_of<const int32_t>(num_pages, "num_pages");
   p.pages = vector_of<int32_t>(pages, "pages");
   p.lengths = vector_of<int32_t>(lengths, "lengths");

@@ -14,6 +14,7 @@ from hisparse.types import Selection
 __all__ = ["SelectRule", "page_score", "select"]
 
 _F32, _I32 = torch.float32, torch.int32
+_SCORE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SUMMARY_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 
 
@@ -69,10 +70,10 @@ def select(
     divergence from dense attention).
 
     Args:
-        scores: ``[B, heads', P] float32``, in units of attention logits, higher is kept; of equal
-            scores the first. -inf is allowed. NaN and +inf are faults, which
-            ``rule.invalid_scores`` counts; they are taken as -inf and as the largest number.
-            Entries without a page are ignored.
+        scores: ``[B, heads', P]`` in float32, bfloat16 or float16, of any strides, in units of
+            attention logits; higher is kept, of equal scores the first. -inf is allowed. NaN and
+            +inf are faults, which ``rule.invalid_scores`` counts; they are taken as -inf and as the
+            largest number. Entries without a page are ignored.
         num_pages: ``[B] int32``, at most P.
         rule: how many pages are kept.
         forced: ``[B, P] bool``, pages that are selected whatever their score, such as
@@ -120,7 +121,7 @@ def _check_select(
     invalid_scores: Tensor | None,
     heads: int,
 ) -> None:
-    check_tensor("scores", scores, _F32, (None, None, None))
+    check_tensor("scores", scores, _SCORE_DTYPES, (None, None, None))
     batch, given, width = scores.shape
     check_tensor("num_pages", num_pages, _I32, (batch,), scores.device)
     if forced is not None:

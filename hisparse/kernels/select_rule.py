@@ -25,6 +25,9 @@ class SelectRule:
             https://arxiv.org/abs/2504.10326).
         invalid_scores: ``[1] int64``, on the device of the scores; selections that a NaN or +inf
             may have changed are added to it. None: they are not counted.
+        drop_last: the last of a request's pages is ranked with the others and then left out: a
+            selection that has it is one page shorter. For scores of all tokens, the last of which
+            is attended in any case (DSA).
 
     Raises:
         KernelError: both ``mass`` and ``within`` are given, or a value is out of range.
@@ -35,6 +38,7 @@ class SelectRule:
     mass: float | None = None
     within: float | None = None
     invalid_scores: Tensor | None = field(default=None, compare=False, repr=False)
+    drop_last: bool = False
 
     def __post_init__(self) -> None:
         mass, within = self.mass, self.within

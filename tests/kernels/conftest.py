@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from hisparse.kernels import dispatch as _impl
+from hisparse.kernels import reference
 from hisparse.kernels.build import cuda as _build_cuda
+from hisparse.kernels.cuda import from_triton
 from tests.kernels.fibers import build, orders
 from tests.kernels.gpu import on_gpu
 from tests.kernels.verified import Verified
@@ -29,6 +31,8 @@ _CUDA_TESTS = {
     "test_lru_diff",
     "test_page_table",
     "test_rebalance",
+    "test_select",
+    "test_select_inputs",
     "test_transfer",
     "test_transfer_layers",
 }
@@ -45,7 +49,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "impl" not in metafunc.fixturenames or any(mark.args[0] == "impl" for mark in marks):
         return
     names = ["reference", "cpu"]
-    if metafunc.module.__name__.rpartition(".")[2] in _CUDA_TESTS:
+    in_triton = "page_score" in metafunc.definition.name
+    if metafunc.module.__name__.rpartition(".")[2] in _CUDA_TESTS and not in_triton:
         names.append(ON_FIBERS)
     if os.environ.get("TRITON_INTERPRET") == "1":
         names = ["triton"]
@@ -82,6 +87,8 @@ def run_on_fibers(patch: pytest.MonkeyPatch, library: Any = None) -> None:
     """Make implementations of a library on fibers; None: that of the real sources."""
     library = library or build.fiber_library()
     patch.setattr(_build_cuda, "cuda_library", lambda: library)
+    # Triton's kernels do not run on fibers.
+    patch.setattr(from_triton, "triton_ops", lambda: reference)
     patch.setitem(_impl._LOADERS, ON_FIBERS, lambda devices: Verified(orders))
     patch.setitem(_impl._LOADERS, UNVERIFIED, lambda devices: orders)
 

@@ -22,6 +22,7 @@ SUITE = [
     "test_page_sketch.py",
     "test_page_summary.py",
     "test_select.py",
+    "test_select_inputs.py",
     "test_splits.py",
 ]
 

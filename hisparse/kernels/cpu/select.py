@@ -50,12 +50,12 @@ def select(
     pages = num_pages.new_empty(scores.shape[0], rule.heads, rule.max_pages)
     lengths = num_pages.new_empty(scores.shape[0], rule.heads)
     # An empty tensor stands for None.
-    beside = scores.new_empty(0, 0) if rest is None else rest.contiguous()
+    beside = num_pages.new_empty(0, 0, dtype=torch.float32) if rest is None else rest.contiguous()
     always = num_pages.new_empty(0, 0, dtype=torch.bool) if forced is None else forced.contiguous()
     counter = rule.invalid_scores
     call_cpu(
         "select",
-        scores.contiguous(),
+        scores.float().contiguous(),
         num_pages,
         always,
         beside,
@@ -64,5 +64,6 @@ def select(
         num_pages.new_empty(0, dtype=torch.int64) if counter is None else counter,
         -1.0 if rule.mass is None else rule.mass,
         -1.0 if rule.within is None else rule.within,
+        rule.drop_last,
     )
     return pages, lengths

@@ -1,4 +1,4 @@
-"""Operations on CUDA devices: bookkeeping and transfers in CUDA C++, the others in Triton.
+"""Operations on CUDA devices: bookkeeping, transfers and selections in CUDA C++, others in Triton.
 
 ``__getattr__`` finds the Triton operations and imports them when the first is asked for: a machine
 that only moves pages needs no Triton.
@@ -6,12 +6,9 @@ that only moves pages needs no Triton.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import logging
-from types import ModuleType
 from typing import Any
 
+from hisparse.kernels.cuda.from_triton import triton_ops
 from hisparse.kernels.cuda.lru import (
     diff_tables,
     lru_diff,
@@ -20,6 +17,7 @@ from hisparse.kernels.cuda.lru import (
     rebalance,
     reset_rows,
 )
+from hisparse.kernels.cuda.select import select
 from hisparse.kernels.cuda.transfer import (
     append_tokens,
     gather_pages,
@@ -28,8 +26,6 @@ from hisparse.kernels.cuda.transfer import (
 )
 from hisparse.kernels.reference.chunk_attention import chunk_attention
 from hisparse.kernels.reference.fp8 import decode_fp8
-
-logger = logging.getLogger(__name__)
 
 __all__ = [
     "append_tokens",
@@ -44,6 +40,7 @@ __all__ = [
     "rebalance",
     "reset_rows",
     "scatter_tokens",
+    "select",
 ]
 
 #: Operations of ``hisparse.kernels.triton``.
@@ -54,7 +51,6 @@ IN_TRITON = (
     "page_sketch",
     "page_summary",
     "paged_attention",
-    "select",
     "sketch_score",
 )
 
@@ -62,14 +58,4 @@ IN_TRITON = (
 def __getattr__(name: str) -> Any:
     if name not in IN_TRITON:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_triton(), name)
-
-
-@functools.cache
-def _triton() -> ModuleType:
-    """The Triton operations, or, after a warning, PyTorch's if Triton cannot be imported."""
-    try:
-        return importlib.import_module("hisparse.kernels.triton")
-    except ImportError as error:
-        logger.warning("Triton kernels are off, PyTorch's operators do their work: %s", error)
-        return importlib.import_module("hisparse.kernels.reference")
+    return getattr(triton_ops(), name)

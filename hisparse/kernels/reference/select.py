@@ -38,6 +38,7 @@ def select(
     rule: SelectRule,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.select`."""
+    scores = scores.float()
     if rule.invalid_scores is not None:
         rule.invalid_scores.add_(_has_invalid_score(scores, num_pages, rest, rule).sum())
     scores = _finite(scores).masked_fill(_absent(scores, num_pages), -torch.inf)
@@ -82,7 +83,11 @@ def best_pages(
         spare = (1 - rule.mass) * max(1, given_heads // heads)
         kept &= (left_out + shares > spare) | (best.values == torch.inf)
     lengths = kept.sum(-1, keepdim=True)
-    return _ascending(scores, best.values, lengths, rule.max_pages), lengths[..., 0].int()
+    pages = _ascending(scores, best.values, lengths, rule.max_pages)
+    if rule.drop_last:
+        is_last = pages == (num_pages - 1).clamp(min=0)[:, None, None]
+        pages, lengths = pages.masked_fill(is_last, -1), lengths - is_last.sum(-1, keepdim=True)
+    return pages, lengths[..., 0].int()
 
 
 def _ascending(scores: Tensor, best: Tensor, lengths: Tensor, max_pages: int) -> Tensor:

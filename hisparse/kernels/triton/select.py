@@ -88,6 +88,7 @@ def select(
     rule: SelectRule,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.select`; heads agree in Triton, PyTorch chooses."""
+    scores = scores.float()
     batch, given, width = scores.shape
     near = rule.within is not None
     counter = rule.invalid_scores

@@ -35,6 +35,8 @@
 #define __shfl_sync(mask, x, lane) (::fibers::shuffle((mask), (x), (lane), FIBERS_HERE))
 #define __shfl_up_sync(mask, x, by) \
   (::fibers::shuffle((mask), (x), ::fibers::lane_above((by)), FIBERS_HERE))
+#define __shfl_xor_sync(mask, x, by) \
+  (::fibers::shuffle((mask), (x), ::fibers::running->lane() ^ (by), FIBERS_HERE))
 
 namespace fibers {
 
@@ -101,6 +103,16 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32);
+}
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
 }
 template <typename T>
 T __ldcs(const T* at) {

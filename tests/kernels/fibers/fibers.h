@@ -1,7 +1,7 @@
 // Runs the threads of a block as fibers on one CPU thread, in an order drawn from a seed.
 //
 // A fiber runs until it waits: at a barrier of its block or its warp, or, by chance, at an atomic.
-// Then any fiber that can run is next. A block that can never go on is an error, as are threads that
+// Then any fiber that can run is next; in half of the blocks one warp lags behind the others. A block that can never go on is an error, as are threads that
 // wait at different barriers, and writes behind the shared memory that was asked for.
 #pragma once
 
@@ -83,13 +83,17 @@ class Block {
     warps_.assign((num_threads + kWarpSize - 1) / kWarpSize, Warp());
     turns_.assign(num_threads, 0);
     ready_.clear();
+    const int lagging = random_below(2) == 0 ? random_below(warps_.size()) : -1;
     for (int i = 0; i < num_threads; ++i) {
       fibers_[i]->done = false;
       fibers_[i]->thread = {static_cast<unsigned>(i), 0, 0};
       ready_.push_back(i);
     }
     while (!ready_.empty() && failure.empty()) {
-      const size_t pick = random_below(ready_.size());
+      size_t pick = random_below(ready_.size());
+      for (int i = 0; i < 64 && ready_[pick] / kWarpSize == lagging; ++i) {
+        pick = random_below(ready_.size());
+      }
       current_ = ready_[pick];
       ready_[pick] = ready_.back();
       ready_.pop_back();

@@ -1,0 +1,74 @@
+"""Mistakes planted in ``select`` are found, and it is right without much shared memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hisparse.kernels import SelectRule, select
+from hisparse.kernels.build import cuda as _build_cuda
+from hisparse.kernels.build.compiler import SOURCES
+from tests.kernels.fibers.build import spoiled
+from tests.kernels.fibers.select_traces import NARROWEST, NUM_WIDTHS, is_right
+from tests.kernels.world import i32
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_kernel_as_it_is_passes(fibers: str) -> None:
+    assert all(is_right(fibers, NARROWEST + i, i) for i in range(NUM_WIDTHS))
+
+
+def test_each_missing_barrier_is_found(tmp_path: Path) -> None:
+    """One library, in which the width of the scores says which barrier is missing."""
+    text = (SOURCES / "include" / "hisparse" / "select.cuh").read_text()
+    vote = "__syncthreads_or(invalid)"
+    barriers = [line.strip() for line in text.split("\n") if "__syncthreads();" in line]
+    assert len(barriers) + text.count(vote) == NUM_WIDTHS
+    changes = [(line, f"if (p.width != {NARROWEST + i}) {line}") for i, line in enumerate(barriers)]
+    changes.append((vote, f"p.width != {NARROWEST + len(barriers)} ? {vote} : invalid"))
+    # One dtype is built in a third of the time.
+    others = [(f"launch<{name}>(on, grid, p);", ";") for name in ("BFloat16", "Float16")]
+    folder = spoiled(tmp_path, {"select.cuh": changes, "select.cu": others}, ["select.cu"])
+    command = [sys.executable, "-m", "tests.kernels.fibers.select_traces", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(NARROWEST + i) for i in range(NUM_WIDTHS)]
+
+
+def test_shares_of_more_pages_than_shared_memory_holds_use_scratch(fibers: str) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(3, 22, 300)
+    num_pages, rule = i32([300, 170, 5]), SelectRule(heads=2, max_pages=9)
+    inside = select(scores, num_pages, rule, impl=fibers)
+    assert _build_cuda.call_cuda("select_scratch_words", scores, 2) == 0
+    _build_cuda.call_cuda("set_shared_limit", 1024)
+    try:
+        assert _build_cuda.call_cuda("select_scratch_words", scores, 2) == 300
+        outside = select(scores, num_pages, rule, impl=fibers)
+        # A head that selects for itself needs none: its scores are read again.
+        assert _build_cuda.call_cuda("select_scratch_words", scores, 22) == 0
+        alone = SelectRule(heads=22, max_pages=9)
+        forced = torch.rand(3, 300) < 0.02
+        got, want = (
+            select(scores, num_pages, alone, forced=forced, impl=name)
+            for name in (fibers, "reference")
+        )
+    finally:
+        _build_cuda.call_cuda("set_shared_limit", -1)
+    assert torch.equal(inside.pages, outside.pages)
+    assert torch.equal(got.pages, want.pages)
+
+
+@pytest.mark.parametrize("count", [-1, -(2**31), 41, 2**31 - 1])
+def test_a_count_beyond_the_scores_reads_nothing_there(unverified: str, count: int) -> None:
+    """As 0 or as all pages."""
+    rule = SelectRule(heads=1, max_pages=3)
+    scores = torch.arange(40.0).repeat(1, 2, 1)
+    pages, lengths = select(scores, i32([count]), rule, impl=unverified)
+    assert pages.tolist() == [[[-1] * 3 if count < 0 else [37, 38, 39]]]
+    assert lengths.tolist() == [[0 if count < 0 else 3]]
