@@ -1,0 +1,175 @@
+"""An engine on the fake device, with the shapes of a real model and a context of 128k tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hisparse.adapters import ADAPTERS
+from hisparse.algorithms import BaseSparseAlgorithm
+from hisparse.cache import HostKVPool
+from hisparse.config import HiSparseConfig
+from hisparse.engine.build import PoolSizes, build, make_policy
+from hisparse.engine.graphs import StaticBatch
+from hisparse.engine.step import DecodeBatch, PrefillBatch, PrefillChunk
+from hisparse.types import IndexerInputs, KVSpec, SelectionScope
+from tests.fake_cuda.device import CUDA
+from tests.fake_cuda.launches import Launches
+
+#: Llama-3.1-8B, and DeepSeek-V3's latent attention, with an indexer's keys of V3.2.
+LLAMA = KVSpec(
+    num_layers=2,
+    num_q_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    v_head_dim=128,
+    dtype=torch.bfloat16,
+    page_size=16,
+)
+MLA = KVSpec(
+    num_layers=2,
+    num_q_heads=128,
+    num_kv_heads=1,
+    head_dim=576,
+    v_head_dim=512,
+    dtype=torch.bfloat16,
+    page_size=64,
+    latent=True,
+    index_head_dim=128,
+)
+MODELS = {"GQA": LLAMA, "MLA": MLA}
+CONTEXT = 131072
+#: Hi of DeepSeek-V3.2.
+INDEXER_HEADS = 64
+#: The layer whose launches are counted: not the first, which may make what all layers share.
+LAYER = 1
+
+
+@dataclass
+class FakeEngine:
+    """Runs prefills and decode steps of one engine, all requests alike.
+
+    Attributes:
+        launches: where launches are counted.
+        algorithm: selects pages.
+        spec: shapes of the model.
+        scope: selection scope.
+        batch: requests of a decode step.
+        context: tokens of a request, and of the longest sequence.
+        settings: more settings, by key of the configuration.
+    """
+
+    launches: Launches
+    algorithm: BaseSparseAlgorithm
+    spec: KVSpec
+    scope: SelectionScope
+    batch: int = 4
+    context: int = CONTEXT
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        size = self.spec.page_size
+        config = HiSparseConfig(
+            **{"page_size": size, "budget": 2048, "device_buffer_size": 4096}
+            | (self.settings or {})
+        )
+        self.policy = make_policy(config, self.algorithm, self.spec, 0.1, self.scope)
+        rows = (self.batch + 1) * self.policy.heads
+        self.pages = self.context // size
+        host = HostKVPool(
+            self.spec, self.batch * self.pages + 1, config.host_layout or "page_head", pin=True
+        )
+        pools = PoolSizes(
+            num_slots=self.batch + 1,
+            max_requests=self.batch,
+            device_pages=rows * (8192 // size + 1),
+            min_row_pages=config.min_row_tokens // size,
+            max_row_pages=8192 // size,
+            staging_pages=1024 // size,
+        )
+        self.coordinator = build(
+            config,
+            self.algorithm,
+            self.policy,
+            ADAPTERS.get("triton")(),
+            host=host,
+            sizes=pools,
+            device=CUDA,
+        )
+        for slot in range(1, self.batch + 1):
+            self.coordinator.on_request_begin(slot)
+
+    def prefill(self, tokens: int = 120, start: int = 2500) -> list[Tensor]:
+        """A chunk of ``tokens`` after a prefix of ``start``, in request slot 1."""
+        with self.launches.forward("a prefill"):
+            pages = torch.zeros(
+                -(-(start + tokens) // self.spec.page_size), dtype=torch.int32, device=CUDA
+            )
+            chunk = PrefillChunk(
+                slot=1, start=start, length=tokens, offset=0, host_pages=pages, is_last=True
+            )
+            host_slots = torch.zeros(tokens, dtype=torch.int64, device=CUDA)
+            self.coordinator.forward_begin(PrefillBatch(chunks=[chunk], host_slots=host_slots))
+            return self._layers(tokens)
+
+    def decode(self, length: int | None = None) -> list[Tensor]:
+        """An eager step; the tail pages are full after it if ``length`` is a multiple of S."""
+        with self.launches.forward("an eager step"):
+            self.coordinator.forward_begin(self._batch(length or self.context - 1))
+            return self._layers(self.batch)
+
+    def captured(self) -> list[Tensor]:
+        """A step as a CUDA graph captures it."""
+        batch = self._batch(self.context - 1)
+        static = StaticBatch(self.batch, self.pages, self.spec.page_size, CUDA)
+        assert self.coordinator.prepare_replay(batch)
+        static.load(batch)
+        with self.launches.forward("a captured step", captured=True):
+            self.coordinator.forward_begin(static.first(self.batch))
+            return self._layers(self.batch)
+
+    def _batch(self, length: int) -> DecodeBatch:
+        def rows(value: int) -> Tensor:
+            return torch.full((self.batch,), value, dtype=torch.int64, device=CUDA)
+
+        return DecodeBatch(
+            slots=rows(1),
+            slots_cpu=np.arange(1, self.batch + 1),
+            seq_lens=rows(length),
+            seq_lens_cpu=np.full(self.batch, length),
+            host_slots=rows(1),
+            host_page_table=torch.zeros(self.batch, self.pages, dtype=torch.int32, device=CUDA),
+        )
+
+    def _layers(self, tokens: int) -> list[Tensor]:
+        spec, kind = self.spec, {"dtype": self.spec.dtype, "device": CUDA}
+        outs = []
+        for layer in range(spec.num_layers):
+            q = torch.empty(tokens, spec.num_q_heads, spec.head_dim, **kind)
+            k = torch.empty(tokens, spec.num_kv_heads, spec.head_dim, **kind)
+            v = k[..., : spec.v_head_dim] if spec.latent else torch.empty_like(k)
+            width = spec.index_head_dim
+            indexer = IndexerInputs(
+                torch.empty(tokens, INDEXER_HEADS, width, **kind),
+                torch.empty(tokens, width, **kind),
+                torch.empty(tokens, INDEXER_HEADS, **kind),
+            )
+            with self.launches.layer(layer):
+                given = indexer if self.algorithm.indexer else None
+                out = self.coordinator.attention(layer, q, k, v, given)
+            assert out.device == CUDA and out.dtype == spec.dtype
+            assert out.shape == (tokens, spec.num_q_heads, spec.v_head_dim)
+            outs.append(out)
+        self.coordinator.forward_end()
+        return outs
+
+
+def model(name: str, page_size: int | None = None, **changes: Any) -> KVSpec:
+    """A model of ``MODELS``, with another page size or other fields."""
+    spec = MODELS[name]
+    return replace(spec, page_size=page_size or spec.page_size, **changes)

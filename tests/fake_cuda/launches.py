@@ -1,0 +1,204 @@
+"""Counts what a step launches on a GPU, by name.
+
+What counts as one launch:
+
+- a call of a CUDA operation or of a Triton kernel (``rebalance`` launches two kernels);
+- an operator of PyTorch that makes or changes a CUDA tensor with elements. The operator is the one
+  that reaches the device: composed ones count as their parts. It counts once, even if PyTorch's
+  implementation has several kernels (``sort``, ``topk``, ``cumsum``);
+- a copy between host and device.
+
+Views, allocations without values, and changes of metadata count nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Launch", "Launches", "WrongDevice"]
+
+#: Operators of PyTorch that launch nothing and are no views.
+_NOTHING = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+    *("detach", "lift", "lift_fresh", "alias", "_unsafe_view", "_reshape_alias", "set_", "resize_"),
+}
+_COPIES = {"_to_copy", "copy_"}
+#: CUDA operations that launch another number of kernels than one.
+_KERNELS = {"lru_diff_scratch_bytes": 0, "copy_pages": 1, "rebalance": 2}
+#: What an operation gives back to the host.
+_ANSWERS: dict[str, Any] = {"lru_diff_scratch_bytes": 16384, "copy_pages": True}
+#: Positions of the tensors that are in host memory: pools, and the lists of the copy engine.
+_HOST_POOLS = {"gather_pages": (0, 1), "scatter_tokens": (2, 3), "gather_tokens": (2, 3)}
+
+
+class WrongDevice(AssertionError):
+    """A launch got a tensor that lies where the kernel cannot read it."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch, or one operation that launches several kernels.
+
+    Attributes:
+        name: of the operation; "aten." before PyTorch's, "triton." before Triton's.
+        layer: the layer that it belongs to; None: outside of the layers.
+        count: kernels.
+        kernel: the Triton kernel; None for all others.
+        arguments: the Triton kernel's arguments and options by name.
+    """
+
+    name: str
+    layer: int | None
+    count: int = 1
+    kernel: Any = field(default=None, compare=False)
+    arguments: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+class Launches(TorchDispatchMode):
+    """Every launch within it, in order.
+
+    Args:
+        pinned: the tensors in page-locked memory.
+
+    Attributes:
+        all: the launches.
+        library: takes the place of the library of CUDA kernels.
+    """
+
+    def __init__(self, pinned: Any) -> None:
+        super().__init__()
+        self.pinned = pinned
+        self.all: list[Launch] = []
+        self.library = _Library(self)
+        self._layer: int | None = None
+        self._forward, self._captured = "a forward", False
+
+    @contextmanager
+    def layer(self, number: int) -> Iterator[None]:
+        """Count what is launched within it for a layer."""
+        self._layer = number
+        try:
+            yield
+        finally:
+            self._layer = None
+
+    @contextmanager
+    def forward(self, name: str, *, captured: bool = False) -> Iterator[None]:
+        """Count a forward anew; in a captured one, refuse copies from or to the host.
+
+        A graph would repeat such a copy with the values of the capture. Copies from or to
+        page-locked memory that do not wait are allowed.
+        """
+        self.all.clear()
+        self._forward, self._captured = name, captured
+        try:
+            yield
+        finally:
+            self._captured = False
+
+    def of_layer(self, number: int) -> Counter[str]:
+        """Kernels by name that one layer launched."""
+        found: Counter[str] = Counter()
+        for launch in self.all:
+            if launch.layer == number and launch.count:
+                found[launch.name] += launch.count
+        return found
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        name = func.overloadpacket.__name__
+        given = _tensors((args, options))
+        pins = options.get("pin_memory")
+        out = func(*args, **options)
+        made = _tensors(out)
+        if pins:
+            for tensor in made:
+                self.pinned.add(tensor)
+        if name in _COPIES:
+            self._check_copy(name, args, options, made)
+        else:
+            self._check_places(name, given)
+        on_device = any(x.is_cuda and x.numel() for x in made) or (
+            func._schema.is_mutable and any(x.is_cuda and x.numel() for x in given[:1])
+        )
+        copied_out = name in _COPIES and any(x.is_cuda and x.numel() for x in given)
+        if (on_device or copied_out) and name not in _NOTHING and not func.is_view:
+            self.add(Launch(f"aten.{name}", self._layer))
+        return out
+
+    def _check_places(self, name: str, given: list[Tensor]) -> None:
+        devices = {x.device.type for x in given if x.dim()}
+        if len(devices) > 1:
+            raise WrongDevice(f"aten.{name}: got tensors on {' and '.join(sorted(devices))}")
+
+    def _check_copy(
+        self, name: str, args: Sequence[Any], options: Mapping[str, Any], made: list[Tensor]
+    ) -> None:
+        source, target = (args[1], args[0]) if name == "copy_" else (args[0], made[0])
+        if source.device.type == target.device.type or not self._captured:
+            return
+        waits = not (args[2] if len(args) > 2 else options.get("non_blocking", False))
+        host = source if target.is_cuda else target
+        if waits or host not in self.pinned:
+            raise WrongDevice(
+                f"aten.{name}: got a copy from {source.device} to {target.device} in "
+                f"{self._forward}, expected none: a CUDA graph would repeat the same values"
+            )
+
+    def add(self, launch: Launch) -> None:
+        self.all.append(launch)
+
+    def call_cuda(self, name: str, *arguments: Any) -> Any:
+        """A call of the library of CUDA kernels."""
+        for at, argument in enumerate(arguments):
+            if not isinstance(argument, Tensor) or argument.is_cuda:
+                continue
+            on_host = at in _HOST_POOLS.get(name, ()) and argument in self.pinned
+            if name == "copy_pages":
+                on_host = argument in self.pinned or at in (2, 5)
+            if not on_host:
+                raise WrongDevice(
+                    f"{name}: argument {at} {list(argument.shape)} is on {argument.device}, "
+                    "expected CUDA memory"
+                )
+        self.add(Launch(name, self._layer, _KERNELS.get(name, 1)))
+        return _ANSWERS.get(name)
+
+    def run_triton(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        """In place of ``triton.JITFunction.run``."""
+        arguments = dict(zip(kernel.arg_names, args, strict=False)) | options
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and not value.is_cuda and value not in self.pinned:
+                raise WrongDevice(
+                    f"{kernel.__name__}: {name} {list(value.shape)} is on {value.device}, expected "
+                    "CUDA memory or page-locked memory"
+                )
+        module = kernel.__module__.rpartition(".")[2]
+        name = f"triton.{module}.{kernel.__name__.strip('_')}"
+        self.add(Launch(name, self._layer, kernel=kernel, arguments=arguments))
+
+
+class _Library:
+    def __init__(self, launches: Launches) -> None:
+        self._launches = launches
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *arguments: self._launches.call_cuda(name, *arguments)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
