@@ -25,7 +25,9 @@ from hisparse.kernels.triton import fp8 as triton_fp8
 from hisparse.kernels.triton import outline as triton_outline
 from hisparse.kernels.triton import sketch as triton_sketch
 
-# The package offers a function of the same name.
+# The package offers functions of the same names.
+triton_page_score = importlib.import_module("hisparse.kernels.triton.page_score")
+triton_page_summary = importlib.import_module("hisparse.kernels.triton.page_summary")
 triton_select = importlib.import_module("hisparse.kernels.triton.select")
 
 LLAMA = {"GROUP": 4, "QUERIES": 16, "WIDTH": 128, "FIRST": 128, "FIRST_BLOCK": 128}
@@ -94,27 +96,27 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
         {},
     ),
     "summary fp32": (
-        triton_select._summary_kernel,
+        triton_page_summary._summary_kernel,
         SUMMARY | {"NARROW": True},
         {"keys": "*fp32", "summaries": "*bf16"},
     ),
     "summary bf16": (
-        triton_select._summary_kernel,
+        triton_page_summary._summary_kernel,
         SUMMARY | {"NARROW": True},
         {"keys": "*bf16", "summaries": "*bf16"},
     ),
     "summary MLA": (
-        triton_select._summary_kernel,
+        triton_page_summary._summary_kernel,
         {"SIZE": 64, "SIZE_BLOCK": 64, "DIM": 576, "DIM_BLOCK": 128, "NARROW": True},
         {"keys": "*bf16", "summaries": "*bf16"},
     ),
     "score": (
-        triton_select._score_kernel,
+        triton_page_score._score_kernel,
         SCORE | {"GROUP": 4, "GROUP_BLOCK": 4, "DIM": 128, "DIM_BLOCK": 128, "PAGES": 16},
         {"summaries": "*bf16", "scales": "*fp32"},
     ),
     "score MLA": (
-        triton_select._score_kernel,
+        triton_page_score._score_kernel,
         SCORE | {"GROUP": 128, "GROUP_BLOCK": 128, "DIM": 576, "DIM_BLOCK": 1024, "PAGES": 4},
         {"summaries": "*bf16", "scales": "*fp32"},
     ),

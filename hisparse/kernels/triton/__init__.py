@@ -3,7 +3,9 @@
 from hisparse.kernels.triton.attention import paged_attention
 from hisparse.kernels.triton.fp8 import encode_fp8
 from hisparse.kernels.triton.outline import outline_score
-from hisparse.kernels.triton.select import page_score, page_summary, select
+from hisparse.kernels.triton.page_score import page_score
+from hisparse.kernels.triton.page_summary import page_summary
+from hisparse.kernels.triton.select import select
 from hisparse.kernels.triton.sketch import page_sketch, sketch_score
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Summarising, scoring and choosing pages in Triton."""
+"""Choosing pages in Triton."""
 
 from __future__ import annotations
 
@@ -10,74 +10,9 @@ from torch import Tensor
 from hisparse.kernels.reference.select import best_pages
 from hisparse.kernels.select_rule import SelectRule
 
-__all__ = ["page_score", "page_summary", "select"]
+__all__ = ["select"]
 
-#: Values of a tile; with more than 64 a thread of each kind, registers spill.
-_TILE = 8192
-_MOST_PAGES = 16
 _SCORES_PER_STEP = 1024
-
-
-def page_summary(keys: Tensor, summaries: Tensor, host_pages: Tensor) -> None:
-    """See :func:`hisparse.kernels.page_summary`; one program per page, head and block of D."""
-    pages, size, heads, dim = keys.shape
-    if pages == 0:
-        return
-    size_block = triton.next_power_of_2(size)
-    dim_block = min(triton.next_power_of_2(dim), max(16, _TILE // size_block))
-    _summary_kernel[(pages, heads, triton.cdiv(dim, dim_block))](
-        keys,
-        summaries,
-        host_pages,
-        *keys.stride(),
-        *summaries.stride()[:2],
-        summaries.shape[0],
-        SIZE=size,
-        SIZE_BLOCK=size_block,
-        DIM=dim,
-        DIM_BLOCK=dim_block,
-        NARROW=summaries.dtype == torch.bfloat16,
-    )
-
-
-def page_score(
-    query: Tensor,
-    summaries: Tensor,
-    host_page_table: Tensor,
-    num_pages: Tensor,
-    scales: Tensor | None,
-) -> Tensor:
-    """See :func:`hisparse.kernels.page_score`; the heads of a group share a loaded summary."""
-    batch, q_heads, dim = query.shape
-    (ranges, kv_heads), width = summaries.shape[1:3], host_page_table.shape[1]
-    scores = query.new_empty(batch, q_heads, width)
-    if scores.numel() == 0:
-        return scores
-    dim_block = triton.next_power_of_2(dim)
-    pages = max(1, min(_MOST_PAGES, _TILE // 2 // dim_block))
-    grid = (triton.cdiv(width, pages), kv_heads, batch)
-    _score_kernel[grid](
-        query.contiguous(),
-        summaries,
-        host_page_table,
-        num_pages,
-        scores,
-        # Not read where there are no scales.
-        query if scales is None else scales.contiguous(),
-        width,
-        *summaries.stride()[:3],
-        *host_page_table.stride(),
-        q_heads,
-        kv_heads,
-        GROUP=q_heads // kv_heads,
-        GROUP_BLOCK=triton.next_power_of_2(q_heads // kv_heads),
-        RANGES=ranges,
-        DIM=dim,
-        DIM_BLOCK=dim_block,
-        PAGES=pages,
-        SCALED=scales is not None,
-    )
-    return scores
 
 
 def select(
@@ -130,107 +65,6 @@ def select(
         )
     combined = combined.repeat_interleave(rule.heads // heads, dim=1)
     return best_pages(combined, num_pages, forced, rule, given)
-
-
-@triton.jit
-def _outward(x, NARROW: tl.constexpr, UP: tl.constexpr):
-    """Convert to float32, or to bfloat16 that is never below ``x`` if UP, else never above it."""
-    if NARROW:
-        # The upper half of a float32 is a bfloat16, rounded towards zero.
-        bits = x.to(tl.int32, bitcast=True)
-        away = ((bits & 0xFFFF) != 0) & ((x > 0) if UP else (x < 0))
-        half = (bits >> 16) + away.to(tl.int32)
-        rounded = half.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        rounded = x
-    return rounded
-
-
-@triton.jit
-def _summary_kernel(
-    keys,  # [P, S, Hkv, D]
-    summaries,  # [host pages, Hkv, 2D]
-    host_pages,  # [P]
-    stride_page,
-    stride_token,
-    stride_head,
-    stride_dim,
-    stride_out_page,
-    stride_out_head,
-    num_host_pages,
-    SIZE: tl.constexpr,
-    SIZE_BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    NARROW: tl.constexpr,
-):
-    page, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    target = tl.load(host_pages + page).to(tl.int64)
-    if target < 0 or target >= num_host_pages:
-        return
-    token = tl.arange(0, SIZE_BLOCK)[:, None]
-    dim = tl.program_id(2) * DIM_BLOCK + tl.arange(0, DIM_BLOCK)
-    source = keys + page * stride_page + head * stride_head
-    source += token * stride_token + dim[None, :] * stride_dim
-    there = (token < SIZE) & (dim[None, :] < DIM)
-    x = tl.load(source, mask=there, other=0.0).to(tl.float32)
-    high = tl.max(tl.where(token < SIZE, x, -float("inf")), axis=0)
-    low = tl.min(tl.where(token < SIZE, x, float("inf")), axis=0)
-    out = summaries + target * stride_out_page + head * stride_out_head + dim
-    tl.store(out, _outward(high, NARROW, True), mask=dim < DIM)
-    tl.store(out + DIM, _outward(low, NARROW, False), mask=dim < DIM)
-
-
-@triton.jit
-def _score_kernel(
-    query,  # [B, Hq, D]
-    summaries,  # [host pages, RANGES, Hkv, 2D]
-    host_page_table,  # [B, P]
-    num_pages,  # [B]
-    scores,  # [B, Hq, P]
-    scales,  # [host pages, RANGES, Hkv], if SCALED
-    width,
-    stride_page,
-    stride_range,
-    stride_head,
-    stride_table,
-    stride_entry,
-    q_heads,
-    kv_heads,
-    GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    RANGES: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    PAGES: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
-    dim = tl.arange(0, DIM_BLOCK)
-    present = page < tl.load(num_pages + request)
-    entry = host_page_table + request * stride_table + page * stride_entry
-    host_page = tl.load(entry, mask=present, other=0).to(tl.int64)
-    there = present[:, None] & (dim[None, :] < DIM)
-    source = summaries + host_page[:, None] * stride_page + head * stride_head + dim[None, :]
-    first = request * q_heads + head * GROUP
-    member = tl.arange(0, GROUP_BLOCK)[:, None]
-    best = tl.full((GROUP_BLOCK, PAGES), -float("inf"), tl.float32)
-    for part in range(RANGES):
-        high = tl.load(source + part * stride_range, mask=there, other=0.0).to(tl.float32)
-        low = tl.load(source + part * stride_range + DIM, mask=there, other=0.0).to(tl.float32)
-        scale = tl.full((PAGES,), 1.0, tl.float32)
-        if SCALED:
-            factor = (host_page * RANGES + part) * kv_heads + head
-            scale = tl.load(scales + factor, mask=present, other=0.0)
-        for g in range(GROUP):
-            q = tl.load(query + (first + g) * DIM + dim, mask=dim < DIM, other=0.0)
-            above, below = tl.maximum(q, 0.0), tl.minimum(q, 0.0)
-            bound = scale * tl.sum(high * above[None, :] + low * below[None, :], axis=1)
-            best = tl.where(member == g, tl.maximum(best, bound[None, :]), best)
-    best = tl.where(present[None, :], best, -float("inf"))
-    out = scores + (first + member) * width + page[None, :]
-    tl.store(out, best, mask=(member < GROUP) & (page < width)[None, :])
 
 
 @triton.jit
