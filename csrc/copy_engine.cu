@@ -2,6 +2,7 @@
 #include "pools.h"
 
 #include <climits>
+#include <cstdint>
 #include <vector>
 
 namespace hisparse {
@@ -60,37 +61,77 @@ int64_t num_calls(const Runs& runs) {
   return is_pitched(runs) ? runs.dims[1].count * runs.dims[2].count : runs.count();
 }
 
-void copy(const Runs& runs, const char* src, char* dst, cudaStream_t stream) {
-  const Dim &rows = runs.dims[0], &middle = runs.dims[1], &outer = runs.dims[2];
-  const size_t bytes = static_cast<size_t>(runs.bytes);
-  for (int64_t a = 0; a < outer.count; ++a) {
-    for (int64_t b = 0; b < middle.count; ++b) {
-      const char* from = src + a * outer.src_stride + b * middle.src_stride;
-      char* to = dst + a * outer.dst_stride + b * middle.dst_stride;
-      if (is_pitched(runs)) {
+// Page-locked memory is registered in pieces that end at multiples of `piece` in the address space
+// (hisparse/cache/page_lock.py). A call must not span two registrations.
+struct Copier {
+  int64_t piece;
+  cudaStream_t stream;
+
+  int64_t bytes_left(const char* at) const {
+    return piece - static_cast<int64_t>(reinterpret_cast<uintptr_t>(at) %
+                                        static_cast<uintptr_t>(piece));
+  }
+
+  // Rows of `bytes` from `at` on that lie in its piece.
+  int64_t rows_left(const char* at, int64_t stride, int64_t bytes) const {
+    const int64_t left = bytes_left(at);
+    return left < bytes ? 0 : (left - bytes) / stride + 1;
+  }
+
+  void copy_row(const char* from, char* to, int64_t bytes) const {
+    while (bytes > 0) {
+      const int64_t part = std::min({bytes, bytes_left(from), bytes_left(to)});
+      require_success(
+          cudaMemcpyAsync(to, from, static_cast<size_t>(part), cudaMemcpyDefault, stream),
+          "cudaMemcpyAsync");
+      from += part, to += part, bytes -= part;
+    }
+  }
+
+  void copy_rows(const char* from, char* to, const Dim& rows, int64_t bytes) const {
+    for (int64_t i = 0; i < rows.count;) {
+      const int64_t part =
+          std::min({rows.count - i, rows_left(from, rows.src_stride, bytes),
+                    rows_left(to, rows.dst_stride, bytes)});
+      if (part == 0) {
+        copy_row(from, to, bytes);
+      } else {
         require_success(cudaMemcpy2DAsync(to, static_cast<size_t>(rows.dst_stride), from,
-                                          static_cast<size_t>(rows.src_stride), bytes,
-                                          static_cast<size_t>(rows.count), cudaMemcpyDefault,
-                                          stream),
+                                          static_cast<size_t>(rows.src_stride),
+                                          static_cast<size_t>(bytes), static_cast<size_t>(part),
+                                          cudaMemcpyDefault, stream),
                         "cudaMemcpy2DAsync");
-        continue;
       }
-      for (int64_t c = 0; c < rows.count; ++c) {
-        require_success(cudaMemcpyAsync(to + c * rows.dst_stride, from + c * rows.src_stride,
-                                        bytes, cudaMemcpyDefault, stream),
-                        "cudaMemcpyAsync");
+      const int64_t done = std::max<int64_t>(part, 1);
+      from += done * rows.src_stride, to += done * rows.dst_stride, i += done;
+    }
+  }
+
+  void copy(const Runs& runs, const char* src, char* dst) const {
+    const Dim &rows = runs.dims[0], &middle = runs.dims[1], &outer = runs.dims[2];
+    for (int64_t a = 0; a < outer.count; ++a) {
+      for (int64_t b = 0; b < middle.count; ++b) {
+        const char* from = src + a * outer.src_stride + b * middle.src_stride;
+        char* to = dst + a * outer.dst_stride + b * middle.dst_stride;
+        if (is_pitched(runs)) {
+          copy_rows(from, to, rows, runs.bytes);
+          continue;
+        }
+        for (int64_t c = 0; c < rows.count; ++c) {
+          copy_row(from + c * rows.src_stride, to + c * rows.dst_stride, runs.bytes);
+        }
       }
     }
   }
-}
+};
 
 }  // namespace
 
 // Page lists are on the CPU. Copies nothing and returns false if a call to the copy engine would
-// move less than `min_call_bytes` on average.
+// move less than `min_call_bytes` on average. No call spans a multiple of `piece_bytes` on a side.
 bool copy_pages(TensorView src_k, TensorView src_v, TensorView src_pages, TensorView dst_k,
                 TensorView dst_v, TensorView dst_pages, int64_t heads, int64_t num_pools,
-                int64_t min_call_bytes) {
+                int64_t min_call_bytes, int64_t piece_bytes) {
   const Pool src[2] = {Pool::of_pages(src_k, "src.k"), Pool::of_pages(src_v, "src.v")};
   const Pool dst[2] = {Pool::of_pages(dst_k, "dst.k"), Pool::of_pages(dst_v, "dst.v")};
   const std::vector<PageRun> all = page_runs(src_pages, dst_pages, src[0], dst[0]);
@@ -104,16 +145,16 @@ bool copy_pages(TensorView src_k, TensorView src_v, TensorView src_pages, Tensor
   }
   if (bytes < min_call_bytes * calls) return false;
   const OnDevice on(src_k.device().device_type == kDLCUDA ? src_k : dst_k);
+  const Copier copier{piece_bytes, on.stream()};
   for (int64_t layer = 0; layer < dst[0].layers; ++layer) {
     for (const PageRun& run : all) {
       for (int64_t i = 0; i < num_pools; ++i) {
         const bool whole = src[i].heads == dst[i].heads;
         const int64_t head = whole ? 0 : run.row % heads * src[i].heads / heads;
-        copy(runs_of(src[i], dst[i], run.count),
-             src[i].data + layer * src[i].layer_stride + run.src_page * src[i].page_stride +
-                 head * src[i].head_stride,
-             dst[i].data + layer * dst[i].layer_stride + run.dst_page * dst[i].page_stride,
-             on.stream());
+        copier.copy(runs_of(src[i], dst[i], run.count),
+                    src[i].data + layer * src[i].layer_stride + run.src_page * src[i].page_stride +
+                        head * src[i].head_stride,
+                    dst[i].data + layer * dst[i].layer_stride + run.dst_page * dst[i].page_stride);
       }
     }
   }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import resource
 from collections.abc import Sequence
@@ -10,10 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hisparse.cache.page_lock import LockedMemory, is_readable_in_place, memlock_limit, page_lock
 from hisparse.errors import CapacityError, one_line
 from hisparse.units import format_bytes
 
 __all__ = ["zeros"]
+
+logger = logging.getLogger(__name__)
 
 
 def zeros(
@@ -30,27 +34,36 @@ def zeros(
         dtype: dtype of the elements.
         device: where the memory is.
         pin: page-lock the memory, so that a GPU can read it; memory is then touched at once.
+            Kept until the last tensor of it is gone.
 
     Raises:
         CapacityError: the memory is refused; names the limits that may be the reason.
     """
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     try:
-        if device.type != "cpu" or pin or num_bytes == 0:
-            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin)
-        return _map(num_bytes).view(dtype).view(shape)
+        if device.type != "cpu" or num_bytes == 0:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return _map(num_bytes, pin=pin).view(dtype).view(shape)
     except (OSError, RuntimeError) as error:
         raise CapacityError(_refused(num_bytes, device, pin, error)) from error
 
 
-def _map(num_bytes: int) -> Tensor:
+def _map(num_bytes: int, *, pin: bool) -> Tensor:
     """``[num_bytes] uint8``, mapped from the kernel."""
+    if pin and not is_readable_in_place():
+        logger.warning("CUDA cannot read mapped memory here: pinned memory may take twice its size")
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
     # Private: the kernel treats a shared mapping as a file, usually without huge pages.
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = LockedMemory(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # This kernel has no huge pages.
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    if pin:
+        # A forked child would get copies of pages, or take those that the device knows.
+        memory.madvise(mmap.MADV_DONTFORK)
+        page_lock(memory, tensor)
+    return tensor
 
 
 def _refused(num_bytes: int, device: torch.device, pin: bool, error: Exception) -> str:
@@ -58,7 +71,8 @@ def _refused(num_bytes: int, device: torch.device, pin: bool, error: Exception) 
     if device.type != "cpu":
         kind, remedy = f"{device} memory", "lower device_memory"
     elif pin:
-        kind, remedy = "page-locked host memory", "lower host_memory"
+        kind = "page-locked host memory"
+        remedy = f"lower host_memory; ulimit -l is {memlock_limit()}"
     else:
         kind, remedy = "host memory", f"lower host_memory, or raise {_limit()}"
     return f"{kind}: {format_bytes(num_bytes)} were refused ({one_line(error)}); {remedy}"

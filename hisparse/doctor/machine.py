@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-import resource
 from pathlib import Path
 
+from hisparse.cache.allocate import zeros
+from hisparse.cache.page_lock import memlock_limit
 from hisparse.config import HiSparseConfig
 from hisparse.doctor.check import Check
-from hisparse.errors import one_line
+from hisparse.errors import CapacityError
 from hisparse.memory.host import free_host_memory
 from hisparse.units import format_bytes, resolve_memory
 
@@ -42,16 +43,14 @@ def pinned_memory() -> list[Check]:
     """Whether host memory can be pinned for a GPU."""
     import torch
 
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
-    message = f"ulimit -l is {limit}"
+    message = f"ulimit -l is {memlock_limit()}"
     if not torch.cuda.is_available():
         message += "; without a GPU nothing is pinned"
         return [Check(name="pinned memory", status="ok", message=message)]
     try:
-        torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        message += f"; 64 MiB could not be pinned: {one_line(error)}"
+        zeros([2**26], torch.uint8, torch.device("cpu"), pin=True)
+    except CapacityError as error:
+        message += f"; 64 MiB could not be pinned: {error}"
         remedy = "ulimit -l unlimited; in a container --ulimit memlock=-1"
         return [Check(name="pinned memory", status="error", message=message, remedy=remedy)]
     message += "; 64 MiB could be pinned"

@@ -9,7 +9,19 @@ from hisparse.kernels.build.cpu import dense_rows
 from hisparse.kernels.build.cuda import call_cuda
 from hisparse.kernels.cuda.crossover import MIN_COPY_BYTES
 
-__all__ = ["append_tokens", "copy_pages", "gather_pages", "gather_tokens", "scatter_tokens"]
+__all__ = [
+    "PIECE_BYTES",
+    "append_tokens",
+    "copy_pages",
+    "gather_pages",
+    "gather_tokens",
+    "scatter_tokens",
+]
+
+#: Page-locked memory is registered with CUDA in pieces that end at multiples of this address. CUDA
+#: may refuse a copy from two registrations, so the copy engine never gets one. Drivers refuse a
+#: registration of 512 GiB or more.
+PIECE_BYTES = 64 * 2**30
 
 _Pools = tuple[Tensor, ...]
 
@@ -50,6 +62,7 @@ def copy_pages(
     dst_pages: Tensor,
     heads: int,
     min_copy_bytes: int = MIN_COPY_BYTES,
+    piece_bytes: int = PIECE_BYTES,
 ) -> bool:
     """``gather_pages`` by the copy engine: pages that follow each other go in one call.
 
@@ -60,6 +73,7 @@ def copy_pages(
         dst_pages: ``[R, K] int32`` on the CPU.
         heads: rows per request.
         min_copy_bytes: bytes that a call has to move on average; else nothing is copied.
+        piece_bytes: no call reads or writes on both sides of a multiple of this address.
 
     Returns:
         Whether the pages are being copied.
@@ -69,7 +83,7 @@ def copy_pages(
     """
     lists = (dense_rows(src_pages), dense_rows(dst_pages))
     pools = (src[0], src[-1], lists[0], dst[0], dst[-1], lists[1])
-    return bool(call_cuda("copy_pages", *pools, heads, len(src), min_copy_bytes))
+    return bool(call_cuda("copy_pages", *pools, heads, len(src), min_copy_bytes, piece_bytes))
 
 
 def scatter_tokens(new: _Pools, dst: _Pools, slots: Tensor) -> None:

@@ -22,6 +22,13 @@ namespace fibers {
 inline std::set<const void*> unpinned;  // addresses that tests say are not pinned
 inline size_t shared_limit = kSharedBytes;
 inline size_t shared_granted = 0;  // by the last cudaFuncSetAttribute
+inline uintptr_t piece_bytes = 0;  // pieces of page-locked memory end at multiples; 0: one piece
+
+// CUDA refuses a copy that begins in one registration and ends in another.
+inline bool in_one_piece(const void* at, size_t bytes) {
+  const auto first = reinterpret_cast<uintptr_t>(at);
+  return piece_bytes == 0 || first / piece_bytes == (first + bytes - 1) / piece_bytes;
+}
 
 inline cudaError_t fault(const std::string& what) {
   if (failure.empty()) failure = what;
@@ -60,6 +67,9 @@ inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, c
 }
 inline cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind,
                                    cudaStream_t) {
+  if (!fibers::in_one_piece(dst, bytes) || !fibers::in_one_piece(src, bytes)) {
+    return cudaErrorInvalidValue;
+  }
   std::memcpy(dst, src, bytes);
   return cudaSuccess;
 }
@@ -67,6 +77,10 @@ inline cudaError_t cudaMemcpy2DAsync(void* dst, size_t dst_pitch, const void* sr
                                      size_t src_pitch, size_t bytes, size_t rows, cudaMemcpyKind,
                                      cudaStream_t) {
   if (dst_pitch < bytes || src_pitch < bytes) return cudaErrorInvalidValue;
+  if (!fibers::in_one_piece(dst, (rows - 1) * dst_pitch + bytes) ||
+      !fibers::in_one_piece(src, (rows - 1) * src_pitch + bytes)) {
+    return cudaErrorInvalidValue;
+  }
   for (size_t i = 0; i < rows; ++i) {
     std::memcpy(static_cast<char*>(dst) + i * dst_pitch,
                 static_cast<const char*>(src) + i * src_pitch, bytes);

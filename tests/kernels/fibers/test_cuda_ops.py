@@ -178,6 +178,31 @@ def test_the_copy_engine_gives_the_kernel_s_bytes(
     assert_same_bytes(dst, expected)
 
 
+@pytest.fixture
+def small_pieces(fibers: str) -> Iterator[int]:
+    """CUDA refuses a copy that spans a multiple of so many bytes, which lies within some rows."""
+    _build_cuda.call_cuda("set_piece_bytes", 128)
+    yield 128
+    _build_cuda.call_cuda("set_piece_bytes", 0)
+
+
+@pytest.mark.parametrize("to", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("heads", [1, 3], ids=["whole", "per-head"])
+def test_a_copy_never_spans_two_pieces_of_page_locked_memory(
+    fibers: str, small_pieces: int, layout: str, to: str, heads: int
+) -> None:
+    """CUDA may refuse one that does: rows that lie in two pieces are split, others go together."""
+    src = pages(layout, 20, 3, 4, (20, 36))
+    dst, expected = (pages(to, 30, 3 if heads == 1 else 1, 4, (20, 36), fill=5.0) for _ in "ab")
+    ids = i32([[3, 4, 5, -1, 6, 9], [10, 11, 12, 0, 1, 2], [7, 8, 13, 14, -1, 19]])
+    with pytest.raises(RuntimeError, match="cudaMemcpy(2D)?Async"):
+        copy_pages(tuple(src), ids, tuple(dst), ids, heads, 0)
+    assert copy_pages(tuple(src), ids, tuple(dst), ids, heads, 0, small_pieces)
+    gather_pages(src, ids, expected, ids, heads=heads, impl=fibers)
+    assert_same_bytes(dst, expected)
+
+
 def test_the_copy_engine_is_left_alone_where_calls_are_small(fibers: str) -> None:
     src, dst = (pages("page_head", 9, 1, 4, (8, 8), fill=x) for x in (1.0, 2.0))
     ids, apart = i32([[0, 1, 2, 3]]), i32([[0, 2, 4, 6]])
