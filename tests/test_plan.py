@@ -205,6 +205,51 @@ def test_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert plan["dense"]["max_requests"] > 0
 
 
+def test_estimates_of_time(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["--model", model, "--context", "128,2048", "--budget", "256", "--gpu", "b200,h200"]
+    found = planned(capsys, *line, "--host", "c2c", "--batch", "1,4", "--hit-ratio", "0.5,1")
+    short, long = (plan["estimates"] for plan in found["plans"])
+    assert found["estimates"] == short
+    at = [(step["gpu"], step["batch"], step["hit_ratio"]) for step in long]
+    assert at == [(g, b, h) for g in ("b200", "h200") for b in (1, 4) for h in (0.5, 1.0)]
+    assert [step["hit_ratio"] for step in short] == [1.0] * 4, "the context is on the device"
+    first = long[0]
+    assert first["bytes_per_layer"]["dense"] == 2048 * 64
+    assert first["bytes_per_layer"]["misses"] == 15 * 16 * 64 // 2
+    for side in ("dense", "hisparse"):
+        us, ms = (first[side][key] for key in ("us_per_layer", "ms_per_token"))
+        assert ms == pytest.approx(2 * us / 1000, rel=1e-3)
+    ratio = first["dense"]["us_per_layer"] / first["hisparse"]["us_per_layer"]
+    assert first["ratio"] == pytest.approx(ratio, rel=1e-3)
+    assert first["hisparse"]["launches_per_layer"] == 8
+    about = found["estimate"]
+    assert (about["measured"], about["host"], list(about["gpus"])) == (
+        False,
+        "c2c",
+        ["b200", "h200"],
+    )
+    assert about["assumptions"]
+    assert about["unknowns"]
+    figure = about["gpus"]["b200"]["figures"]["read_gb_s"]
+    assert figure["value"] == 342
+    assert "nvbandwidth" in figure["source"]
+
+
+def test_the_table_says_that_its_times_are_estimates(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    line = ["--model", model, *MEMORY, "--budget", "256", "--gpu", "h100,h100-pcie"]
+    assert main(["plan", *line]) == 0
+    out = capsys.readouterr().out
+    for gpu in ("h100", "h100-pcie"):
+        assert f"Estimated, not measured: attention of a step, {gpu} with pcie5" in out
+    assert out.index("Assumed:") < out.index("Unknown:") < out.index("python -m sglang")
+    # Batches of 1 and 8, three hit ratios each.
+    assert len([line for line in out.splitlines() if line.split()[3:5] == ["8", "85%"]]) == 2
+    assert len([line for line in out.splitlines() if line.split()[3:5] == ["1", "100%"]]) == 2
+
+
 def test_defaults_are_the_models_own(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,7 +294,8 @@ def test_the_table_shows_why_an_algorithm_has_no_figures(
     line = ["--context", "1024,2048", "--algorithm", "dipr,quest", "--budget", "256"]
     assert main(["plan", "--model", model, *MEMORY, *line]) == 0
     out = capsys.readouterr().out
-    rows = [row.split() for row in out.splitlines() if row.split()[:1] in (["dipr"], ["quest"])]
+    first, times = out.split("Estimated")
+    rows = [row.split() for row in first.splitlines() if row.split()[:1] in (["dipr"], ["quest"])]
     assert [(row[0], row[2], row[-1]) for row in rows] == [
         ("dipr", "1,024", "[1]"),
         ("dipr", "2,048", "[1]"),
@@ -257,6 +303,7 @@ def test_the_table_shows_why_an_algorithm_has_no_figures(
         ("quest", "2,048", "device"),
     ]
     assert out.count("cannot do device cuda") == 1
+    assert "dipr " not in times
     assert out.count("python -m sglang.launch_server") == 2
 
 
@@ -280,6 +327,10 @@ def test_where_no_algorithm_can_be_served_each_reason_is_given_once(
         (["--algorithm", "dsa"], "asks the model's indexer, which llama does not have"),
         (["--algorithm", "quset"], "did you mean 'quest'"),
         (["--budget", "100"], "budget: got 100, expected a multiple of page_size"),
+        (["--gpu", "h300"], "--gpu: got 'h300', expected h100, h100-pcie, h200, b200"),
+        (["--gpu", ","], "--gpu: got '', expected h100, h100-pcie, h200, b200"),
+        (["--host", "nvl"], "--host: got 'nvl', expected pcie5, c2c"),
+        (["--gpu", "h100-pcie", "--host", "c2c"], "--host: got c2c for h100-pcie, expected pcie5"),
         (["--model", "no/where/here"], "unknown model 'no/where/here'"),
     ],
 )
@@ -291,6 +342,16 @@ def test_bad_input_is_one_line(
     assert out == ""
     assert len(err.splitlines()) == 1
     assert words in err
+
+
+@pytest.mark.parametrize("ratio", ["1.5", "-0.1", "nan", "", "most"])
+def test_a_hit_ratio_is_a_fraction(
+    ratio: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--model", model, *MEMORY, f"--hit-ratio={ratio}"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"--hit-ratio: got '{ratio}', expected fractions from 0 to 1" in last
 
 
 def test_without_a_gpu_its_memory_has_to_be_given(

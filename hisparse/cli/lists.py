@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["names", "number", "numbers"]
+__all__ = ["names", "number", "numbers", "ratios"]
 
 
 def names(text: str) -> list[str]:
@@ -35,4 +35,21 @@ def numbers(text: str) -> list[int]:
         found = []
     if not found or min(found) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers such as 4096 or 256,512")
+    return found
+
+
+def ratios(text: str) -> list[float]:
+    """``"0.85,1"`` -> ``[0.85, 1.0]``.
+
+    Raises:
+        ArgumentTypeError: a value is no number, or is not from 0 to 1.
+    """
+    try:
+        found = [float(number) for number in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 <= ratio <= 1 for ratio in found):
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected fractions from 0 to 1, such as 0.9 or 0.85,1"
+        )
     return found

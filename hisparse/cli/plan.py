@@ -1,4 +1,4 @@
-"""``hisparse plan``: how many long requests a machine serves, and the command to start."""
+"""``hisparse plan``: how many long requests fit a machine, how fast, and the command to start."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hisparse.algorithms import build_algorithm
+from hisparse.cli import plan_times
 from hisparse.cli.lists import names, numbers
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.config import HiSparseConfig
@@ -32,7 +33,10 @@ _MEM_FRACTION = 0.85
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
-    text = "compute how many requests fit, dense and with hisparse, and the command to start"
+    text = (
+        "compute how many requests fit, dense and with hisparse, and the command to start; "
+        "estimate the time of a decode step's attention"
+    )
     parser = commands.add_parser("plan", help=text, description=text)
     add = parser.add_argument
     add(
@@ -62,6 +66,7 @@ def add_parser(commands: Any) -> None:
     add("--weights", metavar="SIZE", help="size of the weights (computed from the configuration)")
     add("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), help="dtype of K and V (auto)")
     add("--tp", type=int, default=1, metavar="N", help="number of GPUs, all on one node (1)")
+    plan_times.add_flags(parser)
     add("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 
@@ -69,6 +74,7 @@ def add_parser(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from hisparse.eval.models import resolve
 
+    hardware = plan_times.read_hardware(arguments)
     folder = resolve(arguments.model, progress=lambda line: print(line, file=sys.stderr))
     try:
         import transformers
@@ -80,7 +86,12 @@ def _run(arguments: argparse.Namespace) -> int:
     from hisparse.transformers.model_config import read_model_config
 
     capacities, machine = _fit_all(arguments, read_model_config(folder))
-    rows = [_describe(capacity, machine, folder) for capacity in capacities]
+    rows = [
+        _describe(capacity, machine, folder)
+        | {"estimates": plan_times.describe_steps(capacity, hardware, arguments)}
+        for capacity in capacities
+    ]
+    estimate = plan_times.describe_hardware(hardware, arguments, machine)
     if arguments.json:
         about = {
             "model": arguments.model,
@@ -89,11 +100,12 @@ def _run(arguments: argparse.Namespace) -> int:
             "host_memory_bytes": machine.host_bytes,
             "weight_bytes": machine.weight_bytes,
             "mem_fraction_static": machine.mem_fraction,
+            "estimate": estimate,
         }
         first = next(row for row in rows if row["hisparse"]["limit"] is not None)
         print(json.dumps(about | first | {"plans": rows}, indent=2))
     else:
-        _print(rows, machine)
+        _print(rows, machine, estimate)
     return 0
 
 
@@ -229,8 +241,8 @@ def _launch_line(capacity: Capacity, machine: Machine, folder: str) -> str:
     return shlex.join(words)
 
 
-def _print(rows: list[dict[str, Any]], machine: Machine) -> None:
-    """The table, its notes and the commands; a row without a request has its reason in a note."""
+def _print(rows: list[dict[str, Any]], machine: Machine, estimate: dict[str, Any]) -> None:
+    """The tables, notes and commands; a row without a request has its reason in a note."""
     console = Console(highlight=False)
     figures = ("budget", "context", "dense", "hisparse", "device", "host")
     table = make_table("algorithm", *figures, "limit", right=figures)
@@ -255,6 +267,8 @@ def _print(rows: list[dict[str, Any]], machine: Machine) -> None:
     if notes:
         console.print()
     print_paragraph(console, _explain(rows, machine))
+    console.print()
+    plan_times.print_steps(console, rows, estimate)
     for row in rows:
         if row["command"]:
             title = f"{row['algorithm']}, budget {row['budget']:,}, context {row['context']:,}:"
