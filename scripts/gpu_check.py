@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -139,10 +139,11 @@ def main() -> int:
         return 2
     run_all(check)
     report = describe(torch) | {"steps": check.steps}
+    report["estimated_us"] = estimate_speeds(check.steps, report["device"])
     out = arguments.out or _default_out(report)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
-    print_speeds(check.steps)
+    print_speeds(check.steps, report["estimated_us"])
     print(f"wrote {out}")
     return 1 if any(step["status"] == "failed" for step in check.steps) else 0
 
@@ -171,16 +172,34 @@ def run_all(check: Check) -> None:
         check.run(f"bench {name}", [*command, "--device", "cuda", "--json"], 90)
 
 
-def print_speeds(steps: Sequence[dict[str, Any]]) -> None:
+def estimate_speeds(steps: Sequence[dict[str, Any]], device: str) -> dict[str, dict[str, float]]:
+    """Estimates of ``hisparse plan``, in us by step and implementation, where there are any."""
+    sys.path.insert(0, str(ROOT))
+    from hisparse.plan.bench_case import estimate_case
+
+    found = {}
+    for step in _passed_benches(steps):
+        for case in json.loads(step["output"])["cases"]:
+            found[step["step"]] = estimate_case(case, device)
+    return {name: estimates for name, estimates in found.items() if estimates}
+
+
+def print_speeds(
+    steps: Sequence[dict[str, Any]], estimated_us: Mapping[str, Mapping[str, float]]
+) -> None:
     """A line for each implementation in each benchmark that passed its own check."""
-    for step in steps:
-        if not step["step"].startswith("bench ") or step["status"] != "passed":
-            continue
+    for step in _passed_benches(steps):
         for case in json.loads(step["output"])["cases"]:
             for result in case["results"]:
                 speed = "" if result["gb_s"] is None else f"{result['gb_s']:8.1f} GB/s"
                 name, impl = step["step"], result["impl"]
+                guess = estimated_us.get(name, {}).get(impl)
+                speed += "" if guess is None else f"  estimated {guess:10.1f} us"
                 print(f"{name:26} {impl:14} {result['median_us']:10.1f} us {speed}")
+
+
+def _passed_benches(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [s for s in steps if s["step"].startswith("bench ") and s["status"] == "passed"]
 
 
 def describe(torch: Any) -> dict[str, Any]:

@@ -11,9 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.gpu_check import BENCHES, ROOT, SUITES, Check, print_speeds, run_all
+from hisparse_bench.decode import DecodeBench
+from scripts.gpu_check import (
+    BENCHES,
+    ROOT,
+    SUITES,
+    Check,
+    estimate_speeds,
+    print_speeds,
+    run_all,
+)
 
 PYTHON = sys.executable
+LONG = 131072
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to check")
@@ -62,9 +72,24 @@ def test_the_table_holds_only_what_passed(capsys: pytest.CaptureFixture[str]) ->
         {"step": "bench b", "status": "failed", "output": output},
         {"step": "lru", "status": "passed", "output": "7 passed"},
     ]
-    print_speeds(steps)
+    print_speeds(steps, {})
     (line,) = capsys.readouterr().out.splitlines()
     assert line.split() == ["bench", "a", "cuda", "12.5", "us", "33.0", "GB/s"]
+
+
+def test_an_estimate_stands_beside_each_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the parameters that the benchmark itself reports."""
+    bench = DecodeBench(context=LONG, batch=8, dtype=torch.bfloat16)
+    results = [{"impl": i, "median_us": 300.0, "gb_s": None} for i in ("cuda", "sdpa", "torch")]
+    case = {"name": "decode", "params": bench._params() | {"miss_ratio": 0.15}, "results": results}
+    steps = [{"step": "bench decode", "status": "passed", "output": json.dumps({"cases": [case]})}]
+    found = estimate_speeds(steps, "NVIDIA H100 80GB HBM3")
+    print_speeds(steps, found)
+    ours, dense, other = (line.split("us", 1)[1] for line in capsys.readouterr().out.splitlines())
+    assert ours.split() == ["estimated", f"{found['bench decode']['cuda']:.1f}", "us"]
+    assert float(dense.split()[1]) == pytest.approx(1430, rel=0.15)
+    assert not other.strip()
+    assert estimate_speeds(steps, "NVIDIA A100-SXM4-80GB") == {}
 
 
 def test_every_suite_names_files_that_are_there() -> None:
