@@ -95,6 +95,7 @@ def _describe(found: StepEstimate) -> dict[str, Any]:
             "ms_per_token": _round(found.hisparse_ms),
             "parts_us": {name: _round(us) for name, us in found.parts_us.items()},
             "launches_per_layer": found.launches,
+            "host_bound": found.host_bound,
         },
         "bytes_per_layer": asdict(found.bytes),
         "ratio": _round(found.ratio),
@@ -104,7 +105,7 @@ def _describe(found: StepEstimate) -> dict[str, Any]:
 def print_steps(console: Console, rows: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
     """A table for each GPU, then what it stands on in words."""
     settings = ("budget", "context", "batch", "hits")
-    figures = ("dense us", "us", "dense ms", "ms", "ratio")
+    figures = ("dense\nus", "ours\nus", "dense\nms", "ours\nms", "ratio")
     for gpu, facts in about["gpus"].items():
         table = make_table(
             "algorithm",
@@ -125,9 +126,10 @@ def print_steps(console: Console, rows: Sequence[dict[str, Any]], about: dict[st
         console.print()
     print_paragraph(
         console,
-        "us: attention of a layer with hisparse. ms: of all layers, for one token of each request. "
-        "hits: share of the selected pages that are on the device. ratio: dense time over that of "
-        "hisparse. A batch must fit: see dense and hisparse in the first table.",
+        "us: attention of a layer. ms: of all layers, for one token of each request. ours: with "
+        "hisparse; *: the host's launches take longer than the GPU (cuda_graph is false). hits: "
+        "share of the selected pages that are on the device. ratio: dense time over ours. A batch "
+        "must fit: see dense and hisparse in the first table.",
     )
     for title, lines in (("Assumed:", about["assumptions"]), ("Unknown:", about["unknowns"])):
         console.print(f"\n{title}")
@@ -145,7 +147,7 @@ def _cells(row: dict[str, Any], step: dict[str, Any]) -> tuple[str, ...]:
         f"{step['batch']:,}",
         f"{step['hit_ratio']:.0%}",
         f"{dense['us_per_layer']:,.0f}",
-        f"{ours['us_per_layer']:,.0f}",
+        f"{ours['us_per_layer']:,.0f}{'*' * ours['host_bound']}",
         f"{dense['ms_per_token']:,.1f}",
         f"{ours['ms_per_token']:,.1f}",
         f"{step['ratio']:.1f}",

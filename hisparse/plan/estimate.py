@@ -121,6 +121,7 @@ class StepEstimate:
         parts_us: parts of a layer that selects, by name.
         bytes: bytes that this layer moves.
         launches: kernels of this layer.
+        host_bound: whether the host's time for its launches is what a step takes.
     """
 
     batch: int
@@ -131,6 +132,7 @@ class StepEstimate:
     parts_us: Mapping[str, float]
     bytes: StepBytes
     launches: int
+    host_bound: bool
 
     @property
     def dense_ms(self) -> float:
@@ -174,8 +176,7 @@ def estimate_step(
     hit_ratio = 1.0 if is_resident(config, spec, context) else hit_ratio
     moved = step.bytes(context, batch, hit_ratio)
     total_us, launches = step.run(context, batch, moved)
-    if config.cuda_graph is False:
-        total_us = max(total_us, launches * hardware.gpu.host_launch_us.value)
+    host_us = launches * hardware.gpu.host_launch_us.value if config.cuda_graph is False else 0.0
     dense_us = _DENSE_LAUNCHES * hardware.gpu.launch_us.value + step.attention_us(moved.dense)
     sparse = not step.attends_all(context)
     return StepEstimate(
@@ -183,12 +184,13 @@ def estimate_step(
         hit_ratio=hit_ratio,
         num_layers=spec.num_layers,
         dense_us=dense_us,
-        hisparse_us=total_us / spec.num_layers,
+        hisparse_us=max(total_us, host_us) / spec.num_layers,
         parts_us=step.parts_us(moved, selects=True)
         if sparse
         else step.dense_parts_us(context, batch),
         bytes=moved,
         launches=step.launches(selects=sparse),
+        host_bound=host_us > total_us,
     )
 
 
