@@ -90,6 +90,7 @@ class FakeEngine:
             device_pages=rows * (8192 // size + 1),
             min_row_pages=config.min_row_tokens // size,
             max_row_pages=8192 // size,
+            context_pages=self.pages,
             staging_pages=1024 // size,
         )
         self.coordinator = build(

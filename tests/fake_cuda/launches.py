@@ -32,11 +32,20 @@ _NOTHING = {
 }
 _COPIES = {"_to_copy", "copy_"}
 #: CUDA operations that launch another number of kernels than one.
-_KERNELS = {"lru_diff_scratch_bytes": 0, "copy_pages": 1, "rebalance": 2}
+_KERNELS = {"lru_diff_scratch_bytes": 0, "select_scratch_words": 0, "copy_pages": 1, "rebalance": 2}
 #: What an operation gives back to the host.
-_ANSWERS: dict[str, Any] = {"lru_diff_scratch_bytes": 16384, "copy_pages": True}
+_ANSWERS: dict[str, Any] = {
+    "lru_diff_scratch_bytes": 16384,
+    "select_scratch_words": 4096,
+    "copy_pages": True,
+}
 #: Positions of the tensors that are in host memory: pools, and the lists of the copy engine.
-_HOST_POOLS = {"gather_pages": (0, 1), "scatter_tokens": (2, 3), "gather_tokens": (2, 3)}
+_HOST_POOLS = {
+    "append_tokens": (2, 3),
+    "gather_pages": (0, 1),
+    "scatter_tokens": (2, 3),
+    "gather_tokens": (2, 3),
+}
 
 
 class WrongDevice(AssertionError):
