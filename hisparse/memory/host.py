@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import psutil
 
@@ -13,21 +14,46 @@ __all__ = ["free_host_memory"]
 _GROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
-#: By the release of control groups: limit, usage, and the key of ``memory.stat`` for the part of
-#: the usage that is a cache of files which nobody has read lately.
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = ("memory.max", "memory.current", "inactive_file")
+
+class _Files(NamedTuple):
+    """Names of a control group's files, and of entries in its ``memory.stat``.
+
+    Attributes:
+        limits: limits of memory, the usage and the caches of files included.
+        usage: memory in use, caches of files included.
+        cached: entries with caches of files, such as weights that were just read.
+        unwritten: entries with the part of the caches that is not on disk yet.
+    """
+
+    limits: tuple[str, ...]
+    usage: str
+    cached: tuple[str, str]
+    unwritten: tuple[str, str]
+
+
+_V1 = _Files(
+    limits=("memory.limit_in_bytes",),
+    usage="memory.usage_in_bytes",
+    cached=("total_inactive_file", "total_active_file"),
+    unwritten=("total_dirty", "total_writeback"),
+)
+_V2 = _Files(
+    limits=("memory.max", "memory.high"),
+    usage="memory.current",
+    cached=("inactive_file", "active_file"),
+    unwritten=("file_dirty", "file_writeback"),
+)
 
 
 def free_host_memory() -> int:
     """Free bytes on this machine, or in a control group of this process if fewer."""
     free: int = psutil.virtual_memory().available
     for group, files in _memory_groups():
-        free = min(free, _free_in(group, *files, otherwise=free))
+        free = min(free, _free_in(group, files, otherwise=free))
     return max(0, free)
 
 
-def _memory_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
+def _memory_groups() -> Iterator[tuple[Path, _Files]]:
     """This process's control groups and those around them; a container may see only the root."""
     try:
         lines = _MEMBERSHIP.read_text().splitlines()
@@ -43,11 +69,31 @@ def _memory_groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
             yield mount / path, files
 
 
-def _free_in(group: Path, limit: str, usage: str, reclaimable: str, *, otherwise: int) -> int:
-    try:
-        most = int((group / limit).read_text())
-        used = int((group / usage).read_text())
-        lines = (group / "memory.stat").read_text().splitlines()
-    except (OSError, ValueError):  # No such group, or "max".
+def _free_in(group: Path, files: _Files, *, otherwise: int) -> int:
+    """What a group's limits leave; caches of files are free, since the kernel drops them first."""
+    most = [number for name in files.limits if (number := _number(group / name)) is not None]
+    used = _number(group / files.usage)
+    if not most or used is None:  # No such group, or no limit.
         return otherwise
-    return most - used + next((int(x.split()[1]) for x in lines if x.startswith(reclaimable)), 0)
+    stat = _stat(group)
+    cached = sum(stat.get(key, 0) for key in files.cached)
+    cached -= sum(stat.get(key, 0) for key in files.unwritten)
+    return min(most) - max(0, used - max(0, cached))
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None if there is no such file, or "max" in it."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _stat(group: Path) -> dict[str, int]:
+    """Bytes by name in ``memory.stat``."""
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+    except OSError:
+        return {}
+    entries = (line.split() for line in lines)
+    return {entry[0]: int(entry[1]) for entry in entries if len(entry) == 2 and entry[1].isdigit()}
