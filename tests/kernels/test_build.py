@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from hisparse.kernels import dispatch as _impl
 from hisparse.kernels import reference
 from hisparse.kernels.build import compiler as _compiler
 from hisparse.kernels.build import cpu as _build
+from hisparse.kernels.build.cache import is_intact
 from tests.kernels.world import World
 
 SOURCE = """
@@ -158,17 +160,81 @@ def test_a_damaged_library_is_built_again(
     assert library.read_bytes() == whole
 
 
+def refusal(caplog: pytest.LogCaptureFixture) -> str:
+    """The one line of a library that is not loaded."""
+    _build.cpu_library.cache_clear()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert _build.cpu_library() is None
+    (record,) = caplog.records
+    assert "\n" not in record.message
+    return record.message
+
+
 def test_the_cache_is_for_this_user_alone(
     sources: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = sources.parent / "cache"
-    cache.mkdir(mode=0o777)
+    cache.mkdir(mode=0o755)
     _build.build_cpu()
-    assert cache.stat().st_mode & 0o777 == 0o700
-    (sources / "answer.cpp").write_text(SOURCE + "\n")
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert _build.cpu_library() is None
-    assert f"{cache} belongs to another user" in caplog.text
+    assert {path.stat().st_mode & 0o777 for path in (cache, cache / "objects")} == {0o700}
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    assert f"{cache} belongs to another user (uid {uid}); expected your own" in refusal(caplog)
+
+
+def test_libraries_that_others_may_have_put_there_are_not_loaded(
+    sources: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With fitting digests, which others may write as well."""
+    cache = _build.build_cpu().parent
+    for mode in (0o775, 0o707, 0o1777):
+        cache.chmod(mode)
+        message = refusal(caplog)
+        assert f"{cache} can be written to by others (mode {mode:o})" in message
+        assert "expected mode 700: remove it" in message
+    shutil.rmtree(cache)
+    _build.cpu_library.cache_clear()
+    assert _build.cpu_library().forty_two() == 42
+
+
+@pytest.mark.parametrize("suffix", ["", ".sha256"], ids=["library", "digest"])
+def test_links_in_the_cache_are_not_followed(sources: Path, suffix: str) -> None:
+    """What they lead to may change after it was checked."""
+    library = _build.build_cpu()
+    path = library.with_name(library.name + suffix)
+    target = path.replace(sources.parent / f"elsewhere{suffix}")
+    path.symlink_to(target)
+    assert not is_intact(library)
+    assert _build.cpu_library().forty_two() == 42
+    assert not path.is_symlink(), "built again"
+    assert target.exists()
+
+
+def test_a_lock_that_leads_elsewhere_is_not_opened(
+    sources: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = _build.build_cpu()
+    library.unlink()
+    lock, precious = library.with_suffix(".lock"), sources.parent / "precious"
+    precious.write_text("text")
+    lock.unlink()
+    lock.symlink_to(precious)
+    assert str(lock) in refusal(caplog)
+    assert precious.read_text() == "text"
+
+
+def test_a_library_that_is_not_this_user_s_file_is_not_intact(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, uid = _build.build_cpu(), os.geteuid()
+    assert is_intact(library)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: uid + 1)
+        assert not is_intact(library)
+    library.unlink()
+    os.mkfifo(library)
+    assert not is_intact(library), "nor waited for, if it is a pipe"
 
 
 def test_a_long_build_says_how_far_it_is(

@@ -55,6 +55,9 @@ def test_without_nvcc_a_library_of_these_sources_will_do(no_nvcc: Path) -> None:
     assert _build_cuda.build_cuda("sm_90") == no_nvcc / name
     with pytest.raises(_compile.CannotBuildError, match="no nvcc found"):
         _build_cuda.build_cuda("sm_80")
+    no_nvcc.chmod(0o770)
+    with pytest.raises(PermissionError, match="can be written to by others"):
+        _build_cuda.build_cuda("sm_90")
 
 
 def test_building_ahead_says_what_cannot_be_built(no_nvcc: Path) -> None:

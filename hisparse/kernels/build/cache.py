@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,9 +19,9 @@ CACHE = Path.home() / ".cache" / "hisparse" / "kernels"
 
 
 def is_intact(path: Path) -> bool:
-    """Whether the file is there and has the digest that was stored with it."""
+    """Whether the file is there, is this user's, and has the digest that was stored with it."""
     try:
-        return _digest_path(path).read_text() == _digest(path)
+        return _read(_digest_path(path)) == _digest(path).encode()
     except OSError:
         return False
 
@@ -36,12 +38,24 @@ def private_folder(path: Path) -> None:
     """Make a folder that only this user can enter: its libraries are loaded and run.
 
     Raises:
-        OSError: another user owns it, or it cannot be made.
+        OSError: another user owns it or can write to it, or it cannot be made.
     """
-    path.mkdir(parents=True, exist_ok=True)
-    if path.stat().st_uid != os.geteuid():
-        raise PermissionError(f"{path} belongs to another user; expected your own folder")
-    path.chmod(0o700)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = path.stat()  # The folder may be a link to another disk; that disk's folder counts.
+    if about.st_uid != os.geteuid():
+        raise PermissionError(
+            f"{path} belongs to another user (uid {about.st_uid}); expected your own folder "
+            f"(uid {os.geteuid()}): remove it, or set HOME"
+        )
+    mode = stat.S_IMODE(about.st_mode)
+    if mode & 0o022:
+        raise PermissionError(
+            f"{path} can be written to by others (mode {mode:o}), who may have put libraries "
+            "there; expected mode 700: remove it, it is built again"
+        )
+    if mode != 0o700:
+        with contextlib.suppress(OSError):  # A file system that nobody writes to.
+            path.chmod(0o700)
 
 
 @contextmanager
@@ -68,7 +82,7 @@ def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
         path: the file.
         on_wait: called if another one is producing it.
     """
-    with open(path.with_suffix(".lock"), "w") as lock:
+    with open(path.with_suffix(".lock"), "w", opener=_open) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -82,4 +96,17 @@ def _digest_path(path: Path) -> Path:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256(_read(path)).hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    """Bytes of a file of this user; a link, which may lead to another's, is not followed."""
+    with open(path, "rb", opener=_open) as file:
+        if os.fstat(file.fileno()).st_uid != os.geteuid():
+            raise PermissionError(f"{path} is not a file of this user")
+        return file.read()
+
+
+def _open(path: str, flags: int) -> int:
+    # Without waiting: a pipe of this name would have no end.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)

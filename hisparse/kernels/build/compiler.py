@@ -110,9 +110,9 @@ def produce_from_objects(
 
 
 def _produce(what: str, target: Path, build: Callable[[Path], None]) -> None:
+    private_folder(target.parent)
     if is_intact(target):
         return
-    private_folder(target.parent)
     with locked(target, lambda: _say(f"waiting for another process that builds {what} ...")):
         if is_intact(target):  # Another process has just built it.
             return

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hisparse.errors import KernelError
-from hisparse.kernels.build.cache import CACHE, is_intact
+from hisparse.kernels.build.cache import CACHE, is_intact, private_folder
 from hisparse.kernels.build.compiler import (
     SOURCES,
     CannotBuildError,
@@ -87,12 +87,14 @@ def build_cuda(arch: str | None = None) -> Path:
 
     Raises:
         CannotBuildError: there is neither a compiler nor a library, or the compiler fails.
+        OSError: others own the cache or can write to it, or it cannot be written to.
     """
     arch = arch or device_arch()
     files, parts = cuda_sources()
     name = f"cuda-{arch}-{digest_of(parts)}"
     nvcc = find_nvcc()
     if nvcc is None:
+        private_folder(CACHE)
         built = [path for path in sorted(CACHE.glob(f"{name}-*[0-9a-f].so")) if is_intact(path)]
         if built:
             return built[-1]
