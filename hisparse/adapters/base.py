@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hisparse.adapters.masked_attention import attend_masked, mask_all_but
 from hisparse.errors import HiSparseError
+from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.registry import Registry
 from hisparse.types import KVSpec, PagedKV, SelectionScope, StoredKV
 
@@ -86,6 +87,11 @@ class BackendAdapter(ABC):
     @classmethod
     def widths_refused(cls, kv: KVSpec) -> str | None:
         """The supported head widths, in words, if the model's are not; None if they are."""
+        return None
+
+    @classmethod
+    def device_refused(cls, kv: KVSpec, device: DeviceLimits) -> str | None:
+        """Why this GPU cannot run the library's kernels for the model, in words; None if it can."""
         return None
 
     @classmethod

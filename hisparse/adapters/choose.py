@@ -8,6 +8,7 @@ import torch
 
 from hisparse.adapters.base import ADAPTERS, BackendAdapter
 from hisparse.errors import ConfigError
+from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.types import KVSpec, SelectionScope
 
 __all__ = ["ChosenAdapter", "choose_adapter"]
@@ -44,6 +45,7 @@ def choose_adapter(
     wanted: str | None = None,
     *,
     fp8: bool = False,
+    device: DeviceLimits | None = None,
 ) -> ChosenAdapter:
     """Choose the requested adapter, or else the first supported one for the device.
 
@@ -53,13 +55,14 @@ def choose_adapter(
         scope: selection scope; None if it is not known yet, which skips its check.
         wanted: name of the requested adapter; None for an automatic choice.
         fp8: whether K and V are stored in fp8, if ``kv`` is None.
+        device: the GPU; None if it is not known, which skips its check.
 
     Raises:
         ConfigError: the adapter does not exist or does not support the rest; names those that do.
     """
 
     def mismatch(name: str) -> str | None:
-        return _mismatch(ADAPTERS.get(name), device_type, kv, scope, fp8=fp8)
+        return _mismatch(ADAPTERS.get(name), device_type, kv, scope, fp8=fp8, device=device)
 
     if wanted is not None:
         reason = mismatch(wanted)
@@ -69,11 +72,14 @@ def choose_adapter(
         raise ConfigError(
             f"adapter {wanted!r} {reason} (adapters that can: {', '.join(others) or 'none'})"
         )
-    for name, why in _ORDER.get(device_type, _OTHER_DEVICES).items():
-        if mismatch(name) is None:
-            return ChosenAdapter(name, why)
+    order = _ORDER.get(device_type, _OTHER_DEVICES)
+    reasons = {name: mismatch(name) for name in order}
+    for name, reason in reasons.items():
+        if reason is None:
+            return ChosenAdapter(name, order[name])
+    each = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
     raise ConfigError(
-        f"device: got {device_type!r}, expected one that an adapter supports for {kv}"
+        f"no adapter serves this model on this device: {each}; expected another --dtype or model"
     )
 
 
@@ -84,6 +90,7 @@ def _mismatch(
     scope: SelectionScope | None,
     *,
     fp8: bool,
+    device: DeviceLimits | None,
 ) -> str | None:
     """Why an adapter cannot serve a model on this machine, in a few words; None if it can."""
     checks: list[_Check] = [("device", device_type, cls.device_types)]
@@ -104,6 +111,8 @@ def _mismatch(
     widths = None if kv is None else cls.widths_refused(kv)
     if kv is not None and widths is not None:
         return f"cannot do heads {kv.head_dim} and {kv.v_head_dim} wide, it takes {widths}"
+    if kv is not None and device is not None and (reason := cls.device_refused(kv, device)):
+        return reason
     missing = cls.missing()
     return None if missing is None else f"cannot be used here: {missing}"
 

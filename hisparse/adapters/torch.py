@@ -6,7 +6,9 @@ from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter
 from hisparse.kernels import chunk_attention, paged_attention
-from hisparse.types import PagedKV, SelectionScope, StoredKV
+from hisparse.kernels.device_limits import DeviceLimits, attention_shared_bytes
+from hisparse.types import KVSpec, PagedKV, SelectionScope, StoredKV
+from hisparse.units import format_bytes
 
 __all__ = ["TorchAdapter"]
 
@@ -17,6 +19,17 @@ class TorchAdapter(BackendAdapter):
 
     fp8 = True
     scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
+
+    @classmethod
+    def device_refused(cls, kv: KVSpec, device: DeviceLimits) -> str | None:
+        needed = attention_shared_bytes(kv)
+        if needed <= device.shared_bytes:
+            return None
+        return (
+            f"needs {format_bytes(needed)} of shared memory for {'MLA in ' if kv.latent else ''}"
+            f"{str(kv.dtype).removeprefix('torch.')}, {device.name} has "
+            f"{format_bytes(device.shared_bytes)}"
+        )
 
     def attend(
         self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float

@@ -152,7 +152,9 @@ def make_setup(
     }
     algorithm = call(algorithm.resolved, None, policy, **limits)
     check_dense_layers(config, spec)
-    adapter = choose_adapter(resources.device_type, spec, scope, config.adapter)
+    adapter = choose_adapter(
+        resources.device_type, spec, scope, config.adapter, device=resources.device
+    )
 
     def extra_tables(max_requests: int, context_pages: int) -> Sequence[TableLimits]:
         most = {"max_requests": max_requests, "context_pages": context_pages}

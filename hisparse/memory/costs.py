@@ -13,6 +13,7 @@ from hisparse.algorithms import (
     entry_bytes,
 )
 from hisparse.config import HiSparseConfig
+from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.memory.sizing import SizingRequest
 from hisparse.types import KVSpec
 
@@ -42,6 +43,7 @@ class Resources:
         context_length: tokens, the longest sequence.
         max_requests: concurrent requests; None: ``sizing.DEFAULT_MAX_REQUESTS``.
         device_type: "cuda" or "cpu", the device of the model.
+        device: the GPU, whose limits are then checked; None if it is not known.
     """
 
     host_bytes: int
@@ -49,6 +51,7 @@ class Resources:
     context_length: int
     max_requests: int | None
     device_type: str
+    device: DeviceLimits | None = None
 
 
 def make_sizing_request(

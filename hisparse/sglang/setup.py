@@ -13,6 +13,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Resources, build_engine, make_setup
 from hisparse.engine.capabilities import stored_spec
 from hisparse.engine.coordinator import SparseCoordinator
+from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
 from hisparse.sglang import compat
@@ -56,6 +57,7 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
             context_length=configurator.model_config.context_len,
             max_requests=_max_running_requests(),
             device_type=configurator.device,
+            device=device_limits(configurator.device),
         ),
     )
     return Session(**vars(setup))

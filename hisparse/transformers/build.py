@@ -21,6 +21,7 @@ from hisparse.engine.build import (
 )
 from hisparse.engine.capabilities import choose_scope, stored_spec
 from hisparse.errors import CapacityError, ConfigError
+from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.costs import host_token_bytes
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
@@ -111,6 +112,7 @@ def build_store(
             context_length=max_length,
             max_requests=limits.max_rows,
             device_type=device.type,
+            device=device_limits(device.type),
         ),
     )
     _check_sizes(setup, config, limits, num_pages)

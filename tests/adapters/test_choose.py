@@ -16,6 +16,7 @@ from hisparse.engine.build import Resources, make_setup
 from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
 from hisparse.kernels import encode_fp8
+from hisparse.kernels.device_limits import DeviceLimits, attention_shared_bytes
 from hisparse.types import KVSpec
 from tests.adapters.interpreter import Interpreter
 
@@ -34,6 +35,9 @@ def spec(**settings: Any) -> KVSpec:
     return KVSpec(**(defaults | settings))
 
 
+#: Two GPUs by their shared memory.
+L40S = DeviceLimits("NVIDIA L40S (sm_89)", 99 << 10)
+A100 = DeviceLimits("NVIDIA A100 (sm_80)", 163 << 10)
 LATENT = spec(num_kv_heads=1, head_dim=576, v_head_dim=512, latent=True)
 
 
@@ -56,6 +60,32 @@ def test_on_cuda_it_is_the_first_that_can_be_used(monkeypatch: pytest.MonkeyPatc
     assert without("triton") == ("flash_attention", "Triton cannot be used")
     assert without("triton", "flash_attention")[0] == "flashinfer"
     assert without("triton", "flash_attention", "flashinfer")[0] == "torch"
+
+
+@pytest.fixture
+def only_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("flash_attention", "flashinfer"):
+        monkeypatch.setattr(ADAPTERS.get(name), "missing", classmethod(lambda cls: "not there"))
+    monkeypatch.setattr(TritonAdapter, "missing", classmethod(lambda cls: None))
+
+
+def test_a_device_without_the_shared_memory_is_refused_at_start(only_triton: None) -> None:
+    """Triton would refuse the launch at the first decode step."""
+    wide, bfloat16 = spec(**vars(LATENT) | {"dtype": torch.float32}), LATENT
+    reason = "MLA in float32, NVIDIA L40S (sm_89) has 99 KiB"
+    for wanted in (None, "triton", "torch"):
+        with pytest.raises(ConfigError) as refused:
+            choose_adapter("cuda", wide, "layer", wanted, device=L40S)
+        assert f"{wanted or 'triton'} " in str(refused.value).replace("'", "")
+        assert reason in str(refused.value)
+        assert "\n" not in str(refused.value)
+        assert choose_adapter("cuda", wide, "layer", wanted, device=A100).name in ("triton", wanted)
+    assert choose_adapter("cuda", wide, "layer").name == "triton", "of a plan for another machine"
+    assert choose_adapter("cpu", wide, "layer").name == "torch"
+    for kv in (spec(), spec(dtype=torch.float32), spec(head_dim=256, v_head_dim=256), bfloat16):
+        fits = attention_shared_bytes(kv) <= L40S.shared_bytes
+        if fits:
+            assert choose_adapter("cuda", kv, "layer", device=L40S).name == "triton"
 
 
 @pytest.mark.parametrize("name", ["flash_attention", "flashinfer", "triton", "torch"])
