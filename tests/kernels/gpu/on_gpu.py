@@ -7,12 +7,13 @@ writes back what the operation wrote. What a tensor held in between is that of t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hisparse.kernels import cuda
+from hisparse.kernels import SelectRule, cuda
 from hisparse.kernels.cuda import IN_TRITON
 
 ON_GPU = "cuda-on-gpu"
@@ -32,6 +33,8 @@ class _Copies:
         if isinstance(value, tuple):
             parts = [self.of(x, pinned=pinned) for x in value]
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if isinstance(value, SelectRule):
+            return replace(value, invalid_scores=self.of(value.invalid_scores, pinned=pinned))
         return value
 
     @staticmethod
