@@ -7,6 +7,9 @@
 #                              their tests call on this processor called again in each build
 # make test-all PART=sanitizers   the same calls in builds that find access out of bounds, undefined
 #                                 behaviour, leaks and races
+# make test-all PART=compile   every variant of a Triton kernel that the engine launches, with the
+#                              Triton of .venv and with an older one, and the CUDA sources, for
+#                              sm_80, sm_90 and sm_100; registers, spills and instructions of each
 # make test-all PART=hostile   100,000 configurations and 10,000 damaged files at random, and
 #                              every reader of files under a fuzzer that looks for new code
 # make test-all PART=faults    killed processes and compilers, limits of memory and disk, odd requests
@@ -16,6 +19,7 @@
 # make lint    what takes seconds of make test
 # make setup   .venv/, which the others make themselves
 # make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
+# make older-triton   .venv/triton/, 600 MB, which PART=compile makes itself
 # make fuzz-tools   .venv/fuzz/, 130 MB, which PART=hostile makes itself where atheris has a wheel
 # make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, sanitizers, speed
 # make gpu-wheels  what gpu-check needs besides, as wheels for such a machine without an index
@@ -29,8 +33,8 @@
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-all test-range test-sweeps test-isa test-sanitizers test-quality \
-	test-hostile test-faults test-soak soak lint setup lm-eval fuzz-tools gpu-check gpu-wheels pins \
-	audit licences wheel docs clean
+	test-hostile test-faults test-soak test-compile soak lint setup lm-eval fuzz-tools \
+	older-triton gpu-check gpu-wheels pins audit licences wheel docs clean
 
 export PYTHONUNBUFFERED := 1
 python := .venv/bin/python
@@ -41,7 +45,7 @@ demo: setup
 test: setup lm-eval
 	@$(python) scripts/run_tests.py
 
-parts := range sweeps isa sanitizers quality hostile faults soak
+parts := range sweeps isa sanitizers compile quality hostile faults soak
 
 test-all:
 	$(if $(filter $(PART),$(parts)),,$(error PART is '$(PART)', expected one of: $(parts)))
@@ -66,6 +70,14 @@ test-hostile: setup
 
 test-sanitizers: setup
 	@OMP_NUM_THREADS=2 $(python) -m tests.kernels.sanitizers
+
+# All three run, whichever fails.
+test-compile: setup older-triton
+	@export OMP_NUM_THREADS=1; failed=0; \
+	$(python) -m scripts.compile_cuda || failed=1; \
+	PYTHONPATH=bench $(python) -m tests.kernels.triton_compile --whole || failed=1; \
+	PYTHONPATH=bench:.venv/triton $(python) -m tests.kernels.triton_compile --whole || failed=1; \
+	exit $$failed
 
 test-faults: setup
 	@$(python) -m tests.prepare
@@ -106,6 +118,12 @@ fuzz-tools: setup
 			--only-binary :all: --require-hashes -r requirements/fuzz.txt && \
 		cp requirements/fuzz.txt .venv/fuzz/pins.txt; }
 
+older-triton: setup
+	@cmp -s requirements/triton.txt .venv/triton/pins.txt || { \
+		$(python) -m pip install --quiet --no-deps --upgrade --target .venv/triton \
+			--only-binary :all: --require-hashes -r requirements/triton.txt && \
+		cp requirements/triton.txt .venv/triton/pins.txt; }
+
 # The GPU machine's own Python, which has PyTorch: GPU_PYTHON=/path/to/python to choose.
 GPU_PYTHON ?= python3
 
@@ -115,7 +133,7 @@ gpu-check:
 gpu-wheels:
 	@scripts/gpu_wheels.sh
 
-pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt fuzz.txt)
+pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt fuzz.txt triton.txt)
 
 # Apart from .venv, whose packages are pinned.
 release_python := .venv/release/bin/python

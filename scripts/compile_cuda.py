@@ -8,10 +8,12 @@ Warnings are errors. Nothing is linked or run, so no GPU is needed.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,23 +64,27 @@ def readable(kernel: str) -> str:
 
 
 def compile_all(nvcc: str, archs: tuple[str, ...]) -> list[Usage]:
-    """Compile each source once for all ``archs``.
+    """Compile each source once for all ``archs``, on all processors.
 
     Raises:
         SystemExit: nvcc fails; what it says.
     """
     includes = [f"-I{SOURCES}", f"-I{SOURCES / 'include'}", *binding_flags()[0]]
     codes = [f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}" for arch in archs]
-    usages: list[Usage] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for path in cuda_sources()[0]:
-            target = ["-o", str(Path(folder) / f"{path.stem}.o")]
-            command = [nvcc, *FLAGS, *codes, *includes, str(path), *target]
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-            if result.returncode != 0:
-                raise SystemExit(f"{path.name}:\n{result.stdout}{result.stderr}")
-            usages += parse(path.name, result.stdout + result.stderr)
-    return usages
+
+    def compile_one(path: Path) -> list[Usage]:
+        target = ["-o", str(Path(folder) / f"{path.stem}.o")]
+        command = [nvcc, *FLAGS, *codes, *includes, str(path), *target]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise SystemExit(f"{path.name}:\n{result.stdout}{result.stderr}")
+        return parse(path.name, result.stdout + result.stderr)
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+    ):
+        return [usage for found in pool.map(compile_one, cuda_sources()[0]) for usage in found]
 
 
 def main() -> int:

@@ -49,7 +49,7 @@ def test_the_set_up_brings_neither_cuda_nor_what_the_stand_ins_stand_for() -> No
     assert not [name for name in names if name.startswith("nvidia") or "-cu1" in name]
 
 
-@pytest.mark.parametrize("name", ["cpu.txt", "sglang.txt", "lm-eval.txt", "fuzz.txt"])
+@pytest.mark.parametrize("name", ["cpu.txt", "sglang.txt", "lm-eval.txt", "fuzz.txt", "triton.txt"])
 def test_every_pin_has_hashes_of_its_files(name: str) -> None:
     """``make pins`` writes them. pip then refuses a file that has another one."""
     text = (ROOT / "requirements" / name).read_text()

@@ -35,10 +35,13 @@ _GUARD = Path(__file__).parent / "guard.cpp"
 
 
 @contextmanager
-def fake_cuda() -> Iterator[Launches]:
+def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Launches]:
     """Within it, tensors are fake and may lie on ``cuda:0``; everything that launches is kept.
 
     Operators on tensors of several devices raise, and so does reading a tensor on the host.
+
+    Args:
+        capability: compute capability of the device.
     """
     from triton.runtime.jit import JITFunction
 
@@ -48,7 +51,7 @@ def fake_cuda() -> Iterator[Launches]:
     stand_ins = [
         patch.object(torch.cuda, "is_available", lambda: True),
         patch.object(torch.cuda, "get_device_properties", lambda *device: properties),
-        patch.object(torch.cuda, "get_device_capability", lambda *device: (9, 0)),
+        patch.object(torch.cuda, "get_device_capability", lambda *device: capability),
         patch.object(torch, "as_tensor", _as_tensor),
         # It would follow from is_available: constants would be put on a real device.
         patch.object(FakeTensorMode, "avoid_device_init", True),
@@ -105,8 +108,8 @@ class PinnedMemory:
 def address(tensor: Tensor) -> int:
     """In place of ``data_ptr``: views of one storage are as far apart as they would be."""
     storage = tensor.untyped_storage()._cdata
-    # A storage begins at a multiple of 256 bytes, as PyTorch's allocator for CUDA has it.
-    return (storage << 48) + tensor.storage_offset() * tensor.element_size()
+    # A storage begins at a multiple of 256 bytes, as those of PyTorch do on a GPU.
+    return (storage << 8) + tensor.storage_offset() * tensor.element_size()
 
 
 @functools.cache

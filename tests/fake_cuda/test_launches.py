@@ -8,33 +8,18 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
-from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm, PageScoreAlgorithm, build_algorithm
+from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm, build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.types import KVSpec, SelectionScope
+from hisparse.types import SelectionScope
+from tests.fake_cuda.custom import Custom
 from tests.fake_cuda.device import CUDA, fake_cuda
 from tests.fake_cuda.engine import CONTEXT, LAYER, MODELS, FakeEngine, model
 from tests.fake_cuda.launches import WrongDevice
-
-
-@dataclass(frozen=True, kw_only=True)
-class Custom(PageScoreAlgorithm):
-    """An algorithm as users write it: it has ``summarize`` and ``score`` alone."""
-
-    def summary_shape(self, kv: KVSpec) -> tuple[int, ...]:
-        return (kv.num_kv_heads,)
-
-    def summarize(self, keys: Tensor, mask: Tensor) -> Tensor:
-        return keys.norm(dim=-1).amin(dim=1)
-
-    def score(self, query: Tensor, summaries: Tensor) -> Tensor:
-        return summaries.transpose(1, 2)
 
 
 class Bound(NamedTuple):

@@ -1,212 +1,171 @@
-"""Compiles each of Triton's kernels for one architecture and prints what it spills; needs no GPU.
+"""Compiles the variants of Triton kernels that the engine launches, and prints what they take.
 
-.venv/bin/python tests/kernels/triton_compile.py 90
+    .venv/bin/python -m tests.kernels.triton_compile [--whole] [80 90 100]
+
+Needs no GPU. Exit code 1 if a kernel does not compile, spills registers, or asks for more shared
+memory than a block may have. Another version of Triton is used if it comes first in PYTHONPATH.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
+import multiprocessing
+import os
 import re
+import subprocess
 import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.fake_cuda.variants import SHORT, WHOLE, Variant, variants
+from tests.kernels.sass import Loop, blocks_per_sm, hot_loop
 
-from hisparse.kernels.triton import attention as triton_attention
-from hisparse.kernels.triton import fp8 as triton_fp8
-from hisparse.kernels.triton import outline as triton_outline
-from hisparse.kernels.triton import sketch as triton_sketch
-
-# The package offers functions of the same names.
-triton_page_score = importlib.import_module("hisparse.kernels.triton.page_score")
-triton_page_summary = importlib.import_module("hisparse.kernels.triton.page_summary")
-triton_select = importlib.import_module("hisparse.kernels.triton.select")
-
-LLAMA = {"GROUP": 4, "QUERIES": 16, "WIDTH": 128, "FIRST": 128, "FIRST_BLOCK": 128}
-LLAMA |= {"REST_BLOCK": 0, "VALUE": 128, "VALUE_BLOCK": 128, "SIZE": 16}
-MLA = {"GROUP": 128, "QUERIES": 32, "WIDTH": 576, "FIRST": 512, "FIRST_BLOCK": 512}
-MLA |= {"REST_BLOCK": 64, "VALUE": 512, "VALUE_BLOCK": 512, "SIZE": 64}
-SUMMARY = {"SIZE": 16, "SIZE_BLOCK": 16, "DIM": 128, "DIM_BLOCK": 128}
-SCORE = {"RANGES": 4, "SCALED": True}
-SKETCH = {"SIZE": 16, "DIM": 128, "COUNT": 40, "BLOCKS": 16, "CODE_BYTES": 4}
-SKETCH_MLA = {"SIZE": 64, "DIM": 576, "COUNT": 180, "BLOCKS": 72, "CODE_BYTES": 16}
-COUNT = {"COUNTED": True, "MAX_PAGES": 128, "SELECTIONS": 1}
-OUTLINE = {"QUERIES": 16, "PAGES": 16, "DIM_BLOCK": 32}
-POINTERS = {
-    "query": "*fp32",
-    "out": "*fp32",
-    "lse": "*fp32",
-    "lses": "*fp32",
-    "partial": "*fp32",
-    "scores": "*fp32",
-    "combined": "*fp32",
-    "page_table": "*i32",
-    "seq_lens": "*i32",
-    "host_page_table": "*i32",
-    "num_pages": "*i32",
-    "rest": "*fp32",
-    "invalid_scores": "*i64",
-    "host_pages": "*i64",
-}
-# What a block may take: a launch that asks for more fails.
+ARCHS = (80, 90, 100)
+#: Bytes of shared memory that a block may take: a launch that asks for more fails.
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-# What a launch finds out about its arguments decides how wide the loads are: without it the code is
-# another. Strides of whole rows are multiples of 16 elements, those of the last dimension 1.
-ALIGNED = ["key_page", "key_head", "key_token", "value_page", "value_head", "value_token"]
-ALIGNED += ["scale_page", "scale_head"]
-ALIGNED += ["stride_page", "stride_token", "stride_head", "stride_out_page", "stride_out_head"]
-ALIGNED += ["stride_range"]
-ONES = {"table_entry": 1, "stride_entry": 1, "stride_dim": 1}
-CASES: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
-    f"attend {name} {kind}": (
-        triton_attention._attend_kernel,
-        sizes
-        | {"EXACT": kind != "fp32" and name == "GQA", "FP8": kind == "u8", "WIDE": False}
-        | triton_attention.launch_options(sizes["FIRST"], getattr(torch, dtype)),
-        {"keys": f"*{kind}", "values": f"*{kind}", "scales": "*u8"},
-    )
-    for name, sizes, kind, dtype in (
-        ("GQA", LLAMA, "bf16", "bfloat16"),
-        ("GQA", LLAMA, "fp32", "float32"),
-        ("GQA", LLAMA, "u8", "float8_e4m3fn"),
-        ("MLA", MLA, "bf16", "bfloat16"),
-    )
-} | {
-    "encode": (
-        triton_fp8._encode_kernel,
-        {"WIDTH": 128, "WIDTH_BLOCK": 128, "VECTORS": 8},
-        {"vectors": "*bf16", "codes": "*u8", "scales": "*u8"},
-    ),
-    "merge": (
-        triton_attention._merge_kernel,
-        {"SPLITS": 16, "STEP": 16, "VALUE": 128, "VALUE_BLOCK": 128},
-        {},
-    ),
-    "merge 128k of MLA": (
-        triton_attention._merge_kernel,
-        {"SPLITS": 128, "STEP": 16, "VALUE": 512, "VALUE_BLOCK": 512},
-        {},
-    ),
-    "summary fp32": (
-        triton_page_summary._summary_kernel,
-        SUMMARY | {"NARROW": True},
-        {"keys": "*fp32", "summaries": "*bf16"},
-    ),
-    "summary bf16": (
-        triton_page_summary._summary_kernel,
-        SUMMARY | {"NARROW": True},
-        {"keys": "*bf16", "summaries": "*bf16"},
-    ),
-    "summary MLA": (
-        triton_page_summary._summary_kernel,
-        {"SIZE": 64, "SIZE_BLOCK": 64, "DIM": 576, "DIM_BLOCK": 128, "NARROW": True},
-        {"keys": "*bf16", "summaries": "*bf16"},
-    ),
-    "score": (
-        triton_page_score._score_kernel,
-        SCORE | {"GROUP": 4, "GROUP_BLOCK": 4, "DIM": 128, "DIM_BLOCK": 128, "PAGES": 16},
-        {"summaries": "*bf16", "scales": "*fp32"},
-    ),
-    "score MLA": (
-        triton_page_score._score_kernel,
-        SCORE | {"GROUP": 128, "GROUP_BLOCK": 128, "DIM": 576, "DIM_BLOCK": 1024, "PAGES": 4},
-        {"summaries": "*bf16", "scales": "*fp32"},
-    ),
-    "sketch": (
-        triton_sketch._sketch_kernel,
-        SKETCH | {"DIM_BLOCK": 128, "NUM_BYTES": 360},
-        {"keys": "*bf16", "sketches": "*u8"},
-    ),
-    "sketch MLA": (
-        triton_sketch._sketch_kernel,
-        SKETCH_MLA | {"DIM_BLOCK": 1024, "NUM_BYTES": 3780},
-        {"keys": "*bf16", "sketches": "*u8"},
-    ),
-    "sketch score": (
-        triton_sketch._score_kernel,
-        SKETCH | {"DIM_BLOCK": 32, "GROUP": 4, "QUERIES": 16, "PARTS": 1, "PAGES": 16},
-        {"sketches": "*u8"},
-    ),
-    "sketch score MLA": (
-        triton_sketch._score_kernel,
-        SKETCH_MLA | {"DIM_BLOCK": 32, "GROUP": 128, "QUERIES": 16, "PARTS": 8, "PAGES": 16},
-        {"sketches": "*u8"},
-    ),
-    "outline score": (
-        triton_outline._score_kernel,
-        OUTLINE | {"GROUP": 4, "PARTS": 1, "DIM": 128, "HALF": 64},
-        {"outlines": "*u8"},
-    ),
-    "outline score MLA": (
-        triton_outline._score_kernel,
-        OUTLINE | {"GROUP": 128, "PARTS": 8, "DIM": 576, "HALF": 288},
-        {"outlines": "*u8"},
-    ),
-    "share": (
-        triton_select._share_kernel,
-        COUNT | {"NEAR": False, "GROUP": 4, "GROUP_BLOCK": 4, "STEP": 256},
-        {},
-    ),
-    "share MLA": (
-        triton_select._share_kernel,
-        COUNT | {"NEAR": False, "GROUP": 128, "GROUP_BLOCK": 128, "STEP": 16},
-        {},
-    ),
-    "near": (
-        triton_select._share_kernel,
-        COUNT | {"NEAR": True, "GROUP": 4, "GROUP_BLOCK": 4, "STEP": 256},
-        {},
-    ),
-    "count": (
-        triton_select._count_kernel,
-        {"MAX_PAGES": 128, "SELECTIONS": 1, "STEP": 1024},
-        {},
-    ),
-}
 
 
-def spilled_bytes(kernel: Any, arch: int, sizes: dict[str, Any], types: dict[str, str]) -> int:
-    """Compile to machine code and read ptxas's report on it."""
-    options = {name: sizes.pop(name) for name in ("num_warps", "num_stages") if name in sizes}
-    sizes |= {name: one for name, one in ONES.items() if name in kernel.arg_names}
-    signature = {
-        name: "constexpr" if name in sizes else (POINTERS | types).get(name, "i32")
-        for name in kernel.arg_names
-    }
-    places = {(kernel.arg_names.index(name),): value for name, value in sizes.items()}
-    aligned = {
-        (at,): [["tt.divisibility", 16]]
-        for at, name in enumerate(kernel.arg_names)
-        if name in ALIGNED or signature[name].startswith("*")
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
+class Usage(NamedTuple):
+    """What a variant takes on one architecture.
+
+    Attributes:
+        variant: the kernel and its constants.
+        arch: such as 90.
+        registers: of a thread.
+        spills: bytes.
+        shared: bytes of shared memory.
+        warps: of a block.
+        instructions: of the whole program.
+        loop: its hottest loop, or else the program.
+        error: why it did not compile; empty: it did.
+    """
+
+    variant: str
+    arch: int
+    registers: int = 0
+    spills: int = 0
+    shared: int = 0
+    warps: int = 0
+    instructions: int = 0
+    loop: Loop = Loop(0, 0)
+    error: str = ""
+
+    @property
+    def fault(self) -> str:
+        """Why a GPU could not run it well; empty: it can."""
+        if self.error:
+            return self.error
+        if self.spills:
+            return f"spills {self.spills} bytes of registers"
+        if self.shared > SHARED_BYTES[self.arch]:
+            return (
+                f"asks for {self.shared} bytes of shared memory, at most {SHARED_BYTES[self.arch]}"
+            )
+        return ""
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"sm_{self.arch} {self.variant}: {self.error}"
+        blocks = blocks_per_sm(self.arch, self.registers, self.warps, self.shared)
+        per_kib = f"{self.loop.per_kib:9.1f}" if self.loop.load_bytes else f"{'-':>9}"
+        return (
+            f"sm_{self.arch:<4}{self.registers:5}{self.spills:7}{self.shared:8}{blocks:7}"
+            f"{self.instructions:7}{self.loop.instructions:6}{per_kib}  {self.variant}"
+        )
+
+
+HEADER = "arch    regs spills  shared blocks   sass  loop  per KiB"
+
+
+def compile_one(variant: Variant, arch: int) -> Usage:
+    """Compile to machine code, and read ptxas's report and the machine code."""
+    source = ASTSource(
+        fn=variant.kernel,
+        signature=dict(variant.signature),
+        constexprs={(at,): value for at, value in variant.constants},
+        attrs={(at,): [["tt.divisibility", by]] for at, by in variant.attributes},
+    )
     log = io.StringIO()
     # What a cache holds has no report.
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope():
         triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
-        with contextlib.redirect_stdout(log):
-            compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    assert compiled.asm["cubin"]
-    found = re.findall(r"(\d+) bytes spill (?:stores|loads)", log.getvalue())
-    assert len(found) == 2, log.getvalue()
-    assert compiled.metadata.shared <= SHARED_BYTES[arch], compiled.metadata.shared
-    return sum(map(int, found))
+        try:
+            with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+                compiled = triton.compile(
+                    source, target=GPUTarget("cuda", arch, 32), options=dict(variant.options)
+                )
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            return Usage(str(variant), arch, error=f"does not compile: {lines[-1]}")
+    report = log.getvalue()
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    assert len(spills) == 2, report
+    instructions, loop = hot_loop(disassembled(compiled.asm["cubin"]))
+    return Usage(
+        str(variant),
+        arch,
+        registers=int(re.findall(r"Used (\d+) registers", report)[0]),
+        spills=sum(map(int, spills)),
+        shared=compiled.metadata.shared,
+        warps=compiled.metadata.num_warps,
+        instructions=instructions,
+        loop=loop,
+    )
 
 
-def main() -> None:
-    arch = int(sys.argv[1])
-    for name, (kernel, sizes, types) in CASES.items():
-        print(f"{name} sm_{arch}: {spilled_bytes(kernel, arch, dict(sizes), types)} bytes spilled")
+def disassembled(cubin: bytes) -> str:
+    """Machine code as text, with labels."""
+    tool: Any = triton.knobs.nvidia.nvdisasm.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        command = [tool, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def compile_all(whole: bool, archs: Sequence[int]) -> list[Usage]:
+    """Derive the variants for each architecture, and compile them on all processors."""
+    jobs: list[tuple[Variant, int]] = []
+    for arch in archs:
+        found = variants(WHOLE if whole else SHORT, divmod(arch, 10))
+        if not whole:
+            # Alignments of tensors and widths move few registers: one variant for each constants.
+            found = list({str(each): each for each in found}.values())
+        jobs += [(each, arch) for each in found]
+    processors = len(os.sched_getaffinity(0))
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(processors, mp_context=context) as pool:
+        return list(pool.map(compile_one, *zip(*jobs, strict=True), chunksize=4))
+
+
+def main() -> int:
+    """Print a line for each variant, then the faults."""
+    # Triton says once in which release a default will change.
+    warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION")
+    asked = [text for text in sys.argv[1:] if text != "--whole"]
+    if unknown := [text for text in asked if not text.isdigit() or int(text) not in SHARED_BYTES]:
+        choices = ", ".join(map(str, SHARED_BYTES))
+        print(f"triton_compile: error: got {unknown[0]!r}, expected {choices}", file=sys.stderr)
+        return 2
+    usages = compile_all("--whole" in sys.argv, [*map(int, asked)] or ARCHS)
+    print(f"Triton {triton.__version__}: registers and blocks of a multiprocessor, bytes of spills")
+    print("and shared memory, instructions of program and hottest loop, per KiB that a warp loads")
+    print(HEADER)
+    for usage in sorted(usages, key=lambda u: (u.variant, u.arch)):
+        print(usage)
+    faults = [f"{u.variant}, sm_{u.arch}: {u.fault}" for u in usages if u.fault]
+    print(f"{len(usages)} compiled, {len(faults)} with a fault", *faults, sep="\n")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Every variant of a Triton kernel that the engine launches: constants, dtypes and alignments.
+
+A variant is what Triton compiles apart. It is derived from launches on the fake device, so no list
+has to follow the code.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from hisparse.algorithms import BaseSparseAlgorithm, build_algorithm
+from hisparse.config import HiSparseConfig
+from hisparse.types import SelectionScope
+from tests.fake_cuda.custom import Custom
+from tests.fake_cuda.device import fake_cuda
+from tests.fake_cuda.engine import FakeEngine, model
+from tests.fake_cuda.launches import Launch
+
+__all__ = ["SHORT", "WHOLE", "Setting", "Variant", "variants"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with its constants.
+
+    Attributes:
+        module, name: of the kernel.
+        signature: type of each parameter, "constexpr" for constants.
+        constants: values by position.
+        attributes: what is known of other parameters, by position.
+        options: warps and stages.
+    """
+
+    module: str
+    name: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[int, Any], ...]
+    attributes: tuple[tuple[int, int], ...]
+    options: tuple[tuple[str, int], ...]
+
+    @property
+    def kernel(self) -> Any:
+        """The function, to be compiled."""
+        return getattr(importlib.import_module(self.module), self.name)
+
+    def __str__(self) -> str:
+        """The kernel, the dtypes of its tensors, and the constants that its code names."""
+        given = [name for name, _ in self.signature]
+        named = {given[at]: value for at, value in self.constants}
+        upper = [
+            f"{n}={int(v)}" for n, v in named.items() if n.isupper() and v not in (False, None)
+        ]
+        dtypes = dict.fromkeys(t[1:] for _, t in self.signature if t[:1] == "*" and t != "*i32")
+        title = f"{self.module.rpartition('.')[2]}.{self.name.strip('_')}"
+        return " ".join([title, ",".join(dtypes), *upper])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """An engine whose launches are looked at.
+
+    Attributes:
+        algorithm: name; "custom" for one that has ``summarize`` and ``score`` alone.
+        options: of the algorithm.
+        kind: of model, a key of ``MODELS``.
+        page_size: S, tokens.
+        dtype: of keys, values and queries.
+        fp8: whether keys and values are stored in eight bits.
+        scope: selection scope.
+        batch: requests.
+        context: tokens of a request.
+        extensions: names.
+    """
+
+    algorithm: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = "GQA"
+    page_size: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    fp8: bool = False
+    scope: SelectionScope = "layer"
+    batch: int = 4
+    context: int = 6000
+    extensions: tuple[str, ...] = ()
+
+    def build(self) -> BaseSparseAlgorithm:
+        """The algorithm."""
+        if self.algorithm == "custom":
+            return Custom()
+        config = HiSparseConfig(algorithm=self.algorithm, algorithm_config=dict(self.options))
+        return build_algorithm(config)
+
+
+def _models(algorithm: str, *page_sizes: int, **changes: Any) -> Iterator[Setting]:
+    for size in page_sizes:
+        for scope in ("layer", "kv_head"):
+            yield Setting(algorithm=algorithm, page_size=size, scope=scope, **changes)
+        if not changes.get("fp8"):
+            yield Setting(algorithm=algorithm, page_size=size, kind="MLA", **changes)
+
+
+#: What ``make test`` compiles.
+SHORT = (
+    Setting(algorithm="quest"),
+    Setting(algorithm="quest", kind="MLA", page_size=64),
+    Setting(algorithm="quest", options={"summary_dtype": "bfloat16"}, fp8=True, scope="kv_head"),
+    Setting(algorithm="sketch", scope="kv_head"),
+    Setting(algorithm="sketch", kind="MLA", page_size=64),
+    Setting(algorithm="dsa", kind="MLA", page_size=1),
+)
+#: What ``make test-all PART=compile`` compiles.
+WHOLE = (
+    *(s for name in ("quest", "sketch") for fp8 in (False, True) for s in
+      _models(name, 1, 16, 64, fp8=fp8)),
+    *(s for dtype in ("bfloat16", "float32") for s in
+      _models("quest", 16, options={"summary_dtype": dtype})),
+    *(s for dtype in (torch.float16, torch.float32) for name in ("quest", "sketch") for s in
+      _models(name, 16, dtype=dtype)),
+    *_models("quest", 16, options={"ranges": 1}),
+    *_models("sketch", 16, options={"detail": 0.0}),
+    *_models("sketch", 16, options={"economy": True}, context=50000),
+    *(s for name in ("streaming", "topp", "oracle", "snapkv", "custom") for s in _models(name, 16)),
+    *(Setting(algorithm="dsa", kind="MLA", page_size=1, options={"index_dtype": dtype})
+      for dtype in ("float8_e4m3fn", "bfloat16", "float32")),
+    *(s for batch in (1, 32) for s in _models("sketch", 16, batch=batch, context=131072)),
+    *_models("sketch", 16, extensions=("tail_estimate",)),
+)  # fmt: skip
+
+
+def variants(settings: tuple[Setting, ...], capability: tuple[int, int]) -> list[Variant]:
+    """The variants that engines launch on a GPU of a compute capability; each once.
+
+    Each engine runs a prefill, eager steps and a captured step.
+    """
+    arch = 10 * capability[0] + capability[1]
+    found: dict[Variant, None] = {}
+    for setting in settings:
+        with fake_cuda(capability) as launches:
+            algorithm = setting.build()
+            engine = FakeEngine(
+                launches,
+                algorithm,
+                model(setting.kind, setting.page_size, dtype=setting.dtype, fp8=setting.fp8),
+                setting.scope,
+                batch=setting.batch,
+                context=setting.context,
+                settings={"extensions": {name: True for name in setting.extensions}},
+            )
+            size = setting.page_size
+            # A dense context, full tail pages, and widths that are no multiples of 16.
+            lengths = (engine.policy.budget_pages * size, setting.context // 64 * 64, None)
+            forwards = [partial(engine.decode, length) for length in lengths]
+            forwards += [engine.prefill, engine.captured]
+            for forward in forwards:
+                forward()
+                found |= {
+                    _variant(each, arch): None for each in launches.all if each.kernel is not None
+                }
+    return list(found)
+
+
+def _variant(launch: Launch, arch: int) -> Variant:
+    """As ``triton.JITFunction.run`` finds it."""
+    kernel, arguments = launch.kernel, dict(launch.arguments)
+    backend = make_backend(GPUTarget("cuda", arch, 32))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, _ = bind(**arguments)
+    _, signature, constants, attributes = kernel._pack_args(
+        backend, arguments, bound, specialization, None
+    )
+    return Variant(
+        kernel.__module__,
+        kernel.__name__,
+        tuple(signature.items()),
+        tuple((at, value) for (at,), value in constants.items()),
+        tuple((at, 16) for (at,), given in attributes.items() if given),
+        tuple((name, value) for name, value in arguments.items() if name not in signature),
+    )
