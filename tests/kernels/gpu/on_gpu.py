@@ -67,7 +67,9 @@ def _is_view(tensor: Tensor, of: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().flatten().view(torch.uint8)
+    # Cloned: a tensor of one element counts as contiguous whatever its strides, and a view as bytes
+    # is refused then.
+    return tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _back(result: Any) -> Any:
