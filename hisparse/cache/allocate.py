@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hisparse.cache.page_lock import LockedMemory, is_readable_in_place, memlock_limit, page_lock
+from hisparse.cache.shared_memory import NodeRanks, map_together
 from hisparse.errors import CapacityError, one_line
 from hisparse.units import format_bytes
 
@@ -21,7 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 def zeros(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, pin: bool = False
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    pin: bool = False,
+    ranks: NodeRanks | None = None,
 ) -> Tensor:
     """Zeroed memory; on the CPU, committed on first touch, in huge memory pages.
 
@@ -35,6 +41,7 @@ def zeros(
         device: where the memory is.
         pin: page-lock the memory, so that a GPU can read it; memory is then touched at once.
             Kept until the last tensor of it is gone.
+        ranks: processes that share this memory, each of which makes this call; None: not shared.
 
     Raises:
         CapacityError: the memory is refused; names the limits that may be the reason.
@@ -43,18 +50,29 @@ def zeros(
     try:
         if device.type != "cpu" or num_bytes == 0:
             return torch.zeros(shape, dtype=dtype, device=device)
-        return _map(num_bytes, pin=pin).view(dtype).view(shape)
+        return _map(num_bytes, pin, ranks).view(dtype).view(shape)
     except (OSError, RuntimeError) as error:
         raise CapacityError(_refused(num_bytes, device, pin, error)) from error
 
 
-def _map(num_bytes: int, *, pin: bool) -> Tensor:
+def _map(num_bytes: int, pin: bool, ranks: NodeRanks | None) -> Tensor:
     """``[num_bytes] uint8``, mapped from the kernel."""
     if pin and not is_readable_in_place():
         logger.warning("CUDA cannot read mapped memory here: pinned memory may take twice its size")
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+    if ranks is not None and ranks.size > 1:
+        return map_together(
+            num_bytes,
+            ranks,
+            lambda file: _prepare(LockedMemory(file, num_bytes, flags=mmap.MAP_SHARED), pin),
+        )
     # Private: the kernel treats a shared mapping as a file, usually without huge pages.
-    memory = LockedMemory(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return _prepare(LockedMemory(-1, num_bytes, flags=flags), pin)
+
+
+def _prepare(memory: LockedMemory, pin: bool) -> Tensor:
+    """``[bytes] uint8``: a mapping in huge pages if there are any, page-locked if asked."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # This kernel has no huge pages.
             memory.madvise(mmap.MADV_HUGEPAGE)

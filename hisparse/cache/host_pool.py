@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hisparse.cache.allocate import zeros
 from hisparse.cache.codec import split_layers
+from hisparse.cache.shared_memory import NodeRanks
 from hisparse.types import HostLayout, KVSpec, PagedKV, StoredKV
 
 __all__ = ["HOST_LAYOUTS", "HostKVPool"]
@@ -30,10 +31,22 @@ class HostKVPool:
         layout: ``layer_first`` and ``page_first`` keep a token's heads together, ``page_head``
             keeps each head's page contiguous, which suits selections per head.
         pin: page-lock the memory, so that a GPU can read it.
+        ranks: the processes of the node. Those of an MLA model share one pool, since they compute
+            the same latents. Each writes all tokens: two ranks write the same bytes to the same
+            place, and a rank reads what it has written itself, so no rank waits for another.
     """
 
-    def __init__(self, kv: KVSpec, num_pages: int, layout: HostLayout, *, pin: bool) -> None:
+    def __init__(
+        self,
+        kv: KVSpec,
+        num_pages: int,
+        layout: HostLayout,
+        *,
+        pin: bool,
+        ranks: NodeRanks | None = None,
+    ) -> None:
         self.kv = kv
+        self._ranks = ranks if kv.latent else None
         self.num_pages = num_pages
         self.layout = layout
         order, dtype = HOST_LAYOUTS[layout], kv.stored_dtype
@@ -57,13 +70,18 @@ class HostKVPool:
             "H": self.kv.num_kv_heads,
             "D": width,
         }
-        storage = zeros([sizes[x] for x in order], dtype, _CPU, pin=pin)
+        storage = zeros([sizes[x] for x in order], dtype, _CPU, pin=pin, ranks=self._ranks)
         return storage.permute([order.index(x) for x in _VIEW])
 
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values, scales included."""
         return self.num_pages * self.kv.page_size * self.kv.token_bytes
+
+    @property
+    def rank_bytes(self) -> int:
+        """This rank's share of ``num_bytes``: all of them, or a part of a shared pool."""
+        return self.num_bytes // (1 if self._ranks is None else self._ranks.size)
 
     def layer(self, layer_id: int) -> PagedKV:
         """Keys and values of one layer as stored, ``[P, Hkv, S, D]`` views."""

@@ -25,8 +25,8 @@ class DeviceLimits(NamedTuple):
 
 
 def device_limits(device_type: str) -> DeviceLimits | None:
-    """Properties of the current GPU; None if ``device_type`` is not "cuda"."""
-    if device_type != "cuda":
+    """Properties of the current GPU; None if ``device_type`` is not "cuda", or without a GPU."""
+    if device_type != "cuda" or not torch.cuda.is_available():
         return None
     # PyTorch's stubs lack the last property.
     about: Any = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -44,6 +44,7 @@ class Resources:
         max_requests: concurrent requests; None: ``sizing.DEFAULT_MAX_REQUESTS``.
         device_type: "cuda" or "cpu", the device of the model.
         device: the GPU, whose limits are then checked; None if it is not known.
+        node_ranks: ranks of the node, which share one copy of an MLA model's latents.
     """
 
     host_bytes: int
@@ -52,6 +53,7 @@ class Resources:
     max_requests: int | None
     device_type: str
     device: DeviceLimits | None = None
+    node_ranks: int = 1
 
 
 def make_sizing_request(
@@ -78,8 +80,9 @@ def make_sizing_request(
     spec = policy.kv
     stored_heads = spec.num_kv_heads if policy.heads == 1 else 1
     staging_bytes = config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes)
+    copies = resources.node_ranks if spec.latent else 1
     request = SizingRequest(
-        kv_token_bytes=spec.token_bytes + host_token_bytes,
+        kv_token_bytes=-(-spec.token_bytes // copies) + host_token_bytes,
         representation_page_bytes=entry_bytes(kept, "page") * spec.num_layers,
         page_size=spec.page_size,
         num_layers=spec.num_layers,

@@ -27,7 +27,8 @@ class SizingRequest:
     """Available memory, and the costs of a token, a page and a row, on one rank.
 
     Attributes:
-        kv_token_bytes: host memory of one token, all layers.
+        kv_token_bytes: host memory of one token, all layers; of a pool that ranks share, this
+            rank's part.
         representation_page_bytes: representations of one page, all layers.
         page_size: S, tokens.
         num_layers: L.

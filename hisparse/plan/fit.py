@@ -190,6 +190,7 @@ def _size_for_one(
         context_length=context,
         max_requests=1,
         device_type="cuda",
+        node_ranks=machine.tp,
     )
     algorithm = build_algorithm(config)
     return make_setup(config, algorithm, spec, spec.head_dim**-0.5, resources).sizing

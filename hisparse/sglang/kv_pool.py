@@ -49,7 +49,7 @@ class _HostPool:
         num_pages = (self.size + self.page_size) // spec.page_size
         pin = torch.device(self.device).type == "cuda"
         with errors_logged():
-            self.host = HostKVPool(spec, num_pages, session.layout, pin=pin)
+            self.host = HostKVPool(spec, num_pages, session.layout, pin=pin, ranks=session.ranks)
 
     def _clear_buffers(self) -> None:
         del self.host

@@ -157,7 +157,7 @@ class MetricsReporter:
             "device_tokens_total": manager.device.free_pages.shape[1] * size,
             "max_selected_tokens": (policy.max_pages + (not coordinator.algorithm.ranks_tail))
             * size,
-            "host_kv_bytes": manager.host.num_bytes,
+            "host_kv_bytes": manager.host.rank_bytes,
             "host_index_bytes": coordinator.representations.indexes.num_bytes,
             "host_representation_bytes": coordinator.representations.num_bytes("host"),
             "device_kv_bytes": manager.device.num_bytes + manager.staging_bytes,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hisparse.cache.shared_memory import NodeRanks
 from hisparse.engine.build import EngineSetup
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import HiSparseError
@@ -26,6 +27,7 @@ class Session(EngineSetup):
     SGLang creates the pools from it, after the model is loaded.
 
     Attributes:
+        ranks: the processes of this node.
         slots_cpu: ``[B] int64``, request slots of the next forward, on the host.
         requests: SGLang's ``Req`` of the next forward.
         chunked_request_id: id of the request with a prompt that continues after the next forward.
@@ -34,6 +36,7 @@ class Session(EngineSetup):
         report_metrics: publishes the metrics.
     """
 
+    ranks: NodeRanks | None = None
     slots_cpu: torch.Tensor | None = None
     requests: Sequence[Any] = ()
     chunked_request_id: str | None = None

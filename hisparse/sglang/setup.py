@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hisparse.algorithms import build_algorithm
+from hisparse.cache.shared_memory import NodeRanks
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Resources, build_engine, make_setup
 from hisparse.engine.capabilities import stored_spec
@@ -45,7 +46,8 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
     algorithm = build_algorithm(config)
     spec, scale = read_model_shape(configurator.model, dtype, config.page_size)
     spec = stored_spec(config, spec)
-    host_bytes, device_bytes = _memory(config, configurator, device_bytes)
+    ranks = _node_ranks(configurator.server_args.nnodes)
+    host_bytes, device_bytes = _memory(config, configurator, device_bytes, ranks.size)
     setup = make_setup(
         config,
         algorithm,
@@ -58,17 +60,32 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
             max_requests=_max_running_requests(),
             device_type=configurator.device,
             device=device_limits(configurator.device),
+            node_ranks=ranks.size,
         ),
     )
-    return Session(**vars(setup))
+    return Session(**vars(setup), ranks=ranks)
 
 
-def _memory(config: HiSparseConfig, configurator: Any, profiled: int) -> tuple[int, int]:
-    """Bytes of host and of device memory that this rank may use."""
+def _node_ranks(num_nodes: int) -> NodeRanks:
+    """The ranks of this node: SGLang numbers them node by node."""
     from sglang.srt.distributed.parallel_state import get_world_group
 
-    args = configurator.server_args
-    ranks = max(1, get_world_group().world_size // max(1, args.nnodes))
+    world = get_world_group()
+    size = max(1, world.world_size // max(1, num_nodes))
+    first = world.rank_in_group // size * size
+
+    def gather(text: str) -> list[str]:
+        texts = [""] * world.world_size
+        torch.distributed.all_gather_object(texts, text, group=world.cpu_group)
+        return texts[first : first + size]
+
+    return NodeRanks(rank=world.rank_in_group - first, size=size, gather=gather)
+
+
+def _memory(
+    config: HiSparseConfig, configurator: Any, profiled: int, ranks: int
+) -> tuple[int, int]:
+    """Bytes of host and of device memory that this rank may use; ``ranks`` are on this node."""
     free = free_host_memory()
     host = resolve_memory(config.host_memory, free, "host_memory") // ranks
     if configurator.device == "cpu":

@@ -29,7 +29,9 @@ SPEC = KVSpec(
 
 @pytest.fixture(params=["mla", "dsa"])
 def pool(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> HiSparseMLAPool:
-    monkeypatch.setattr(session, "_session", SimpleNamespace(spec=SPEC, layout="layer_first"))
+    monkeypatch.setattr(
+        session, "_session", SimpleNamespace(spec=SPEC, layout="layer_first", ranks=None)
+    )
     options = {} if request.param == "mla" else {"index_head_dim": 128, "kv_cache_dim": RANK + ROPE}
     made = POOLS[request.param](
         32,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.radix_attention import RadixAttention
-from transformers import LlamaConfig
+from transformers import DeepseekV2Config, LlamaConfig
 
 from hisparse.config import HiSparseConfig
+from hisparse.engine.build import kept_tensors
+from hisparse.memory.costs import host_token_bytes
 from hisparse.plan.fit import Machine, fit
 from hisparse.sglang import compat, hooks, session, setup
 from hisparse.transformers.model_config import shape_per_rank
@@ -32,6 +35,33 @@ def loaded(tp: int) -> torch.nn.Module:
         RadixAttention(16 // tp, 64, 0.125, num_kv_heads=4 // tp, layer_id=i) for i in range(4)
     ]
     return torch.nn.ModuleList(layers)
+
+
+def configurator(model: torch.nn.Module, config: str, kv_cache_dtype: str = "auto") -> Any:
+    """What SGLang's ``KVCacheConfigurator`` has of a loaded model."""
+    return SimpleNamespace(
+        server_args=SimpleNamespace(
+            attention_backend="hisparse",
+            hisparse_config=config,
+            kv_cache_dtype=kv_cache_dtype,
+            nnodes=1,
+        ),
+        model=model,
+        kv_cache_dtype=torch.bfloat16,
+        model_config=SimpleNamespace(context_len=32768),
+        device="cuda",
+    )
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, machine: Machine, max_requests: int) -> None:
+    """The last rank of ``machine.tp``, on a machine with the memory of ``machine``."""
+    schedule = SimpleNamespace(max_running_requests=max_requests)
+    monkeypatch.setattr(session, "_session", None)
+    monkeypatch.setattr(setup, "free_host_memory", lambda: machine.host_bytes)
+    monkeypatch.setattr(setup, "_min_over_ranks", lambda *sizes: sizes)
+    monkeypatch.setattr(compat, "schedule_and_serving", lambda: (schedule, None))
+    world = SimpleNamespace(world_size=machine.tp, rank_in_group=machine.tp - 1)
+    monkeypatch.setattr(parallel_state, "get_world_group", lambda: world)
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True], ids=["eager", "captured"])
@@ -60,30 +90,12 @@ def test_sizes_are_those_of_the_server(
     planned = fit(config, shape_per_rank(CONFIG, 16, tp), machine, 32768)
     assert planned.max_requests > 0
 
-    schedule = SimpleNamespace(max_running_requests=planned.max_requests)
-    monkeypatch.setattr(session, "_session", None)
-    monkeypatch.setattr(setup, "free_host_memory", lambda: machine.host_bytes)
-    monkeypatch.setattr(setup, "_min_over_ranks", lambda *sizes: sizes)
-    monkeypatch.setattr(compat, "schedule_and_serving", lambda: (schedule, None))
-    world = SimpleNamespace(world_size=tp)
-    monkeypatch.setattr(parallel_state, "get_world_group", lambda: world)
+    stand_in(monkeypatch, machine, planned.max_requests)
     text = f'{{"algorithm": "{algorithm}", "budget": 1024, '
     text += f'"host_memory": "{planned.config.host_memory}", '
     text += f'"cuda_graph": {str(cuda_graph).lower()}}}'
-    configurator = SimpleNamespace(
-        server_args=SimpleNamespace(
-            attention_backend="hisparse",
-            hisparse_config=text,
-            kv_cache_dtype=kv_cache_dtype,
-            nnodes=1,
-        ),
-        model=loaded(tp),
-        kv_cache_dtype=torch.bfloat16,
-        model_config=SimpleNamespace(context_len=32768),
-        device="cuda",
-    )
     pool_bytes = hooks.around_profile_available_bytes(
-        lambda *_: machine.cache_bytes, configurator, 0
+        lambda *_: machine.cache_bytes, configurator(loaded(tp), text, kv_cache_dtype), 0
     )
     served = session.require_session()
     assert served.spec == planned.spec
@@ -95,3 +107,50 @@ def test_sizes_are_those_of_the_server(
     assert pool_bytes == planned.sizing.kv_tokens * cell
     assert served.sizing.max_requests == planned.max_requests
     assert served.sizing.kv_tokens >= planned.max_requests * 32768
+
+
+#: 4 layers with latents of 512 and 64, and 16 query heads.
+MLA = DeepseekV2Config(
+    num_hidden_layers=4,
+    num_attention_heads=16,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    dtype="bfloat16",
+)
+MLA_TOKEN_BYTES = 4 * 576 * 2
+
+
+def loaded_mla(tp: int) -> torch.nn.Module:
+    """The attention layers of ``MLA`` on one rank: its query heads, and the whole latent."""
+    layers = [
+        RadixAttention(16 // tp, 576, 0.07, num_kv_heads=1, layer_id=i, v_head_dim=512)
+        for i in range(4)
+    ]
+    return torch.nn.ModuleDict({f"{i} attn_mqa": layer for i, layer in enumerate(layers)})
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("economy", [False, True], ids=["on-device", "in-host-memory"])
+def test_ranks_of_a_node_share_the_latents_of_mla(
+    tp: int, economy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pays for its part of one copy, and for all that its algorithm keeps in host memory."""
+    sizes = {"device_bytes": 80 * GIB, "host_bytes": 64 * GIB, "weight_bytes": GIB}
+    machine = Machine(tp=tp, mem_fraction=0.85, **sizes)
+    settings = {"algorithm": "sketch", "algorithm_config": {"economy": economy}, "budget": 1024}
+    config = HiSparseConfig.from_dict(settings | {"host_memory": "8GiB"})
+    planned = fit(config, shape_per_rank(MLA, 16, tp), machine, 32768)
+    stand_in(monkeypatch, machine, planned.max_requests)
+    text = json.dumps(settings | {"host_memory": planned.config.host_memory})
+    hooks.around_profile_available_bytes(
+        lambda *_: machine.cache_bytes, configurator(loaded_mla(tp), text), 0
+    )
+    served = session.require_session()
+    assert served.sizing == planned.sizing
+    kept = kept_tensors(served.config, served.algorithm, served.policy)
+    own = host_token_bytes(served.algorithm, kept, served.spec)
+    assert (own > 0) == economy
+    assert planned.host_bytes_per_token == MLA_TOKEN_BYTES // tp + own
+    node_bytes = served.sizing.kv_tokens * (MLA_TOKEN_BYTES + tp * own)
+    assert 0.99 * 8 * GIB < node_bytes <= 8 * GIB
+    assert (served.ranks.rank, served.ranks.size) == (tp - 1, tp)

@@ -1,0 +1,120 @@
+"""Two ranks on a CPU, joined by gloo: one rank's tokens, and host memory as it was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import requests
+from deepseek import HuggingFace
+from harness import Metrics, Server
+from plugins import make_plugin
+from tiny_models import INDEX_TOP_K, LAYERS, TOKEN_BYTES, tiny_model
+from workload import tokens
+
+from tests.sizes import SWEEPS
+
+NEW_TOKENS = 16
+POOL_TOKENS = 20000
+LATENT_BYTES = LAYERS * (64 + 16) * 4
+FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "256")
+MEMORY = {"host_memory": "1GiB", "device_memory": "600MB", "checked": True}
+SMALL = MEMORY | {"budget": 512, "device_buffer_size": 512, "max_row_capacity": 512}
+#: SGLang wants a CPU for each rank, or to be told.
+CPUS = {1: "0", 2: "0|0"}
+
+#: The algorithm dsa, writing down what the latents of each rank are.
+DIGESTS = """
+    import hashlib
+    import os
+    from dataclasses import dataclass
+    from pathlib import Path
+
+    import torch
+
+    from hisparse.algorithms.dsa import DSA
+
+
+    @dataclass(frozen=True, kw_only=True)
+    class Digests(DSA):
+        folder: str
+
+        def _write(self, keys, layer_id):
+            digest = hashlib.sha256(keys.contiguous().view(torch.uint8).numpy()).hexdigest()
+            with open(Path(self.folder) / str(os.getpid()), "a") as file:
+                print(layer_id, list(keys.shape), digest, file=file)
+
+        def construct_representations(self, keys, queries, layer_id, step):
+            self._write(keys, layer_id)
+            super().construct_representations(keys, queries, layer_id, step)
+
+        def update_representations(self, keys, layer_id, host_pages, step):
+            self._write(keys, layer_id)
+            super().update_representations(keys, layer_id, host_pages, step)
+"""
+
+
+@contextmanager
+def served(
+    kind: str, log_dir: Path, tp: int, config: dict[str, object], path: Sequence[Path] = ()
+) -> Iterator[Server]:
+    env = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": CPUS[tp]}
+    options = {"config": config, "env": env, "python_path": path}
+    log = log_dir / f"{kind}-of-{tp}.log"
+    with Server(tiny_model(kind), log, *FLAGS, "--tp-size", str(tp), **options) as server:
+        yield server
+
+
+def host_bytes(server: Server) -> list[float]:
+    """Host memory of each rank's part of the KV cache."""
+    page = requests.get(f"{server.url}/metrics", timeout=30).text
+    lines = [line for line in page.splitlines() if line.startswith("hisparse:host_kv_bytes{")]
+    return [Metrics(line)["hisparse:host_kv_bytes"] for line in lines]
+
+
+def test_ranks_of_dsa_share_latents_and_give_one_rank_s_tokens(
+    log_dir: Path, tmp_path: Path
+) -> None:
+    """Sparse in prefill and in decoding. The latents of both ranks are the same bytes, so either
+    may write them to the pool that they share.
+    """
+    package, folder = tmp_path / "package", tmp_path / "digests"
+    folder.mkdir()
+    make_plugin(package, "digests", "hisparse.algorithms", "digests = digests:Digests", DIGESTS)
+    options = {"index_dtype": "float32", "folder": str(folder)}
+    config = MEMORY | {"algorithm": "digests", "algorithm_config": options, "page_size": 1}
+    config |= {"num_sink_pages": 0, "num_recent_pages": 0, "budget": INDEX_TOP_K}
+    config |= {"device_buffer_size": 2 * INDEX_TOP_K, "max_row_capacity": 4 * INDEX_TOP_K}
+    prompts = [tokens(n, seed=n) for n in (30, 333, 801)]
+    with served("deepseek_v32", log_dir, 2, config, [package]) as server:
+        found = [answer.ids for answer in server.generate_many(prompts, NEW_TOKENS)]
+        # SGLang's pages are of 64 tokens for DSA; one is padding.
+        assert host_bytes(server) == [(POOL_TOKENS // 64 + 1) * 64 * LATENT_BYTES // 2] * 2
+    alone = HuggingFace("deepseek_v32")
+    assert found == [alone.greedy(prompt, NEW_TOKENS) for prompt in prompts]
+    first, second = (path.read_text() for path in folder.iterdir())
+    assert first == second, "the latents of a layer differ between the ranks"
+    assert len(first.splitlines()) > LAYERS * NEW_TOKENS
+
+
+@pytest.mark.sweeps
+@pytest.mark.skipif(not SWEEPS, reason="two more servers: make test-all PART=sweeps")
+@pytest.mark.parametrize(
+    ("kind", "token_bytes"), [("llama", TOKEN_BYTES), ("deepseek_v2", LATENT_BYTES)]
+)
+def test_two_ranks_give_one_rank_s_tokens(kind: str, token_bytes: int, log_dir: Path) -> None:
+    """Each rank holds its KV heads, or its part of the latents. A rank of an MLA model selects for
+    its own query heads, so contexts beyond the budget differ there.
+    """
+    lengths = (50, 333, 801) if kind == "llama" else (50, 160, 333)
+    prompts, found = [tokens(n, seed=n) for n in lengths], {}
+    for tp in (1, 2):
+        with served(kind, log_dir, tp, SMALL) as server:
+            answers = server.generate_many(prompts, NEW_TOKENS)
+            # The second time, prefixes come from the radix cache.
+            answers += server.generate_many(prompts, NEW_TOKENS)
+            found[tp] = [answer.ids for answer in answers]
+            assert host_bytes(server) == [(POOL_TOKENS + 16) * token_bytes // tp] * tp
+    assert found[1] == found[2]
