@@ -58,6 +58,7 @@ test-sweeps: setup
 	@$(python) -m tests.prepare
 	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m "sweeps or hypothesis" \
 		--ignore tests/server
+	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -m sweeps tests/server
 
 test-isa: setup
 	@OMP_NUM_THREADS=2 $(python) -m tests.kernels.isa

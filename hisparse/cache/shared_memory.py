@@ -57,7 +57,7 @@ def map_together(num_bytes: int, ranks: NodeRanks, use: Callable[[int], T]) -> T
             if ranks.rank != 0:
                 file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             result = use(file)
-    except (OSError, RuntimeError) as failure:
+    except (OSError, RuntimeError, ValueError) as failure:
         error = one_line(failure)
     errors = ranks.gather(error)
     if file >= 0:

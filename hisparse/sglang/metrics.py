@@ -41,7 +41,7 @@ _GAUGES = {
     "device_tokens_used": "Capacity of running requests' device pages, in tokens, over rows",
     "device_tokens_total": "Capacity of all device pages, in tokens, over rows",
     "max_selected_tokens": "Maximum number of tokens in a selection and its tail page",
-    "host_kv_bytes": "Host memory of the KV cache, in bytes",
+    "host_kv_bytes": "Host memory of the KV cache, in bytes; this rank's part of a shared one",
     "host_index_bytes": "Host memory of the requests' indexes, in bytes",
     "host_representation_bytes": "Host memory of the algorithm's representations, in bytes",
     "device_kv_bytes": "Device memory of keys and values, staging included, in bytes",

@@ -98,3 +98,11 @@ def test_if_one_rank_fails_all_say_so(monkeypatch: pytest.MonkeyPatch, where: st
     del errors, error
     gc.collect()
     assert not memory_files()
+
+
+def test_ranks_that_want_different_sizes_are_refused() -> None:
+    """A rank that maps more than there is would end at its first access."""
+    errors = on_all_ranks(
+        lambda ranks: zeros([5000 * (1 + ranks.rank)], torch.uint8, CPU, ranks=ranks)
+    )
+    assert all("rank 1: ValueError: mmap length is greater than" in str(e) for e in errors)
