@@ -18,7 +18,7 @@ from hisparse.engine.contract import call
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.extensions.base import Extension, ExtensionContext
 from hisparse.engine.modes import AttentionModes
-from hisparse.engine.parts import EngineParts
+from hisparse.engine.parts import EngineParts, GatherQueries
 from hisparse.engine.representations import Representations
 from hisparse.memory import sizing as sizing_formula
 from hisparse.memory.costs import (
@@ -186,7 +186,12 @@ def make_setup(
 
 
 def build_engine(
-    setup: EngineSetup, host: HostKVPool, *, num_slots: int, device: torch.device
+    setup: EngineSetup,
+    host: HostKVPool,
+    *,
+    num_slots: int,
+    device: torch.device,
+    gather_queries: GatherQueries | None = None,
 ) -> SparseCoordinator:
     """Allocate device memory for a setup and build its engine.
 
@@ -195,6 +200,8 @@ def build_engine(
         host: the KV pool.
         num_slots: request slots, including that of the padding.
         device: device of the device pages, representations and tables.
+        gather_queries: joins the query heads of ranks whose model has the same KV heads; None:
+            this is the only rank.
     """
     spec, sizing = setup.spec, setup.sizing
     logger.info("adapter %s: %s", *setup.adapter)
@@ -209,8 +216,17 @@ def build_engine(
         index_bytes=setup.algorithm.host_token_bytes(spec) * host.num_pages * spec.page_size,
     )
     adapter = ADAPTERS.get(setup.adapter.name)()
+    # A head that selects for itself needs no others, and a model's own indexer is on every rank.
+    shared = spec.latent and setup.policy.heads == 1 and not setup.algorithm.indexer
     return build(
-        setup.config, setup.algorithm, setup.policy, adapter, host=host, sizes=sizes, device=device
+        setup.config,
+        setup.algorithm,
+        setup.policy,
+        adapter,
+        host=host,
+        sizes=sizes,
+        device=device,
+        gather_queries=gather_queries if shared else None,
     )
 
 
@@ -224,6 +240,7 @@ def build(
     sizes: PoolSizes,
     device: torch.device,
     streams: SideStreams | None = None,
+    gather_queries: GatherQueries | None = None,
 ) -> SparseCoordinator:
     """Connect the parts of an engine.
 
@@ -236,6 +253,7 @@ def build(
         sizes: sizes of the allocations on the device.
         device: device of the device pages, representations and tables.
         streams: replaces the device's own side streams if ``config.overlap`` is true.
+        gather_queries: see :class:`EngineParts`.
     """
     types = {name: _extension_type(name) for name in config.extensions}
     counters = Counters(device, [name for cls in types.values() for name in cls.counters])
@@ -260,6 +278,7 @@ def build(
         adapter=adapter,
         representations=representations,
         modes=modes,
+        gather_queries=gather_queries,
     )
     context = ExtensionContext(
         policy=policy,

@@ -100,7 +100,8 @@ class DecodeAttention:
         )
 
     def _select(self, layer_id: int, q: Tensor, part: DecodePart) -> Selection:
-        """Select pages for ``q [B, Hq, D]``."""
+        """Select pages for ``q [B, Hq, D]``, the heads of this rank."""
+        q = self._parts.selecting_queries(q)
         selection = self._retrieve(layer_id, q, part)
         self._count_capped(selection, part)
         for extension in self._parts.extensions:

@@ -77,6 +77,7 @@ _USED: tuple[_Name, ...] = (
     ("0.5.20", "sglang.srt.configs.model_config.get_dsa_index_kpool", ""),
     "sglang.srt.configs.model_config.get_dsa_index_topk",
     "sglang.srt.configs.model_config.is_deepseek_dsa",
+    "sglang.srt.distributed.parallel_state.get_attn_tp_group",
     "sglang.srt.distributed.parallel_state.get_world_group",
     "sglang.srt.environ.envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
     "sglang.srt.layers.attention.attention_registry.register_attention_backend",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from hisparse.algorithms import build_algorithm
 from hisparse.cache.shared_memory import NodeRanks
@@ -132,4 +134,15 @@ def build_coordinator(session: Session, model_runner: Any) -> SparseCoordinator:
         pool.host,
         num_slots=rows.req_to_token.shape[0],
         device=torch.device(model_runner.device),
+        gather_queries=_gather_queries(),
     )
+
+
+def _gather_queries() -> Callable[[Tensor], Tensor] | None:
+    """Joins the query heads of the ranks that divide them."""
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group
+
+    group = get_attn_tp_group()
+    if group.world_size == 1:
+        return None
+    return lambda queries: cast(Tensor, group.all_gather(queries.contiguous(), dim=1))
