@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hisparse.engine.graphs import CapturedSteps
 from hisparse.engine.step import DecodeBatch, PrefillBatch, PrefillChunk
@@ -18,6 +19,7 @@ from hisparse.sglang.failed_batch import fail_requests, reason_to_stop
 from hisparse.sglang.metrics import MetricsReporter
 from hisparse.sglang.session import require_session
 from hisparse.sglang.setup import build_coordinator
+from hisparse.types import IndexerInputs
 
 __all__ = ["HiSparseAttnBackend"]
 
@@ -48,7 +50,8 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._in_graph = False
         #: Requests of failed forwards, until SGLang drops them.
         self._failed_requests: WeakSet[Any] = WeakSet()
-        self._failed = False
+        #: Tokens of this forward that attend; the others, which are padding, get zeros.
+        self._num_tokens = 0
 
     def _begin_requests(self, slots: list[int]) -> None:
         for slot in slots:
@@ -69,16 +72,19 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         if mode.is_idle():
             return
         self._in_graph = False
-        self._failed = self._all_have_failed()
-        if self._failed:
+        self._num_tokens = 0
+        # SGLang's warm-ups build batches by hand, without requests.
+        if forward_batch.rids is None or self._all_have_failed():
             return
+        batch: DecodeBatch | PrefillBatch
         if mode.is_decode():
-            batch = self._decode_batch(forward_batch, forward_batch.batch_size)
-            self.coordinator.forward_begin(batch)
+            batch = self._decode_batch(forward_batch)
         elif mode.is_extend() and not mode.is_mixed():
-            self.coordinator.forward_begin(self._prefill_batch(forward_batch))
+            batch = self._prefill_batch(forward_batch)
         else:
             raise HiSparseError(f"forward mode: got {mode.name}, expected EXTEND or DECODE")
+        self._num_tokens = batch.host_slots.shape[0]
+        self.coordinator.forward_begin(batch)
 
     def _all_have_failed(self) -> bool:
         """Whether SGLang runs another step of requests that have failed, before it ends them.
@@ -112,20 +118,22 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         if in_capture:
             self._graphs.before_capture()
             return
-        num_real = forward_batch.batch_size - forward_batch.num_padding
-        self._graphs.before_replay(self._decode_batch(forward_batch, num_real))
+        self._graphs.before_replay(self._decode_batch(forward_batch))
         self._metrics.report()
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Record the operations that run before the layers; called during a capture."""
         assert self._graphs is not None, "SGLang calls init_cuda_graph_state first"
         self._in_graph = True
+        self._num_tokens = forward_batch.batch_size
         self._graphs.begin(forward_batch.batch_size)
 
-    def _slots_cpu(self, forward_batch: Any) -> Tensor:
-        """``[B]`` request slots, read on the host without a device sync."""
-        slots: Tensor | None = getattr(forward_batch, "req_pool_indices_cpu", None)
-        slots = self._session.slots_cpu if slots is None else slots
+    def _slots_cpu(self) -> Tensor:
+        """``[B]`` request slots, read on the host without a device sync.
+
+        SGLang pads its own copy in the forward batch, where ranks exchange tokens of experts.
+        """
+        slots = self._session.slots_cpu
         assert slots is not None, "SGLang creates the forward batch before attention runs"
         return slots
 
@@ -140,13 +148,16 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         first_tokens: Tensor = self._req_to_token[slots, : num_pages * size : size]
         return first_tokens // size
 
-    def _decode_batch(self, forward_batch: Any, num_requests: int) -> DecodeBatch:
+    def _decode_batch(self, forward_batch: Any) -> DecodeBatch:
+        """The requests of a forward batch, without its padding."""
+        slots_cpu = self._slots_cpu().numpy()
+        num_requests = len(slots_cpu)
         seq_lens_cpu = forward_batch.seq_lens_cpu[:num_requests].numpy()
         slots = forward_batch.req_pool_indices[:num_requests].long()
         num_pages = -(-int(seq_lens_cpu.max()) // self._spec.page_size)
         return DecodeBatch(
             slots=slots,
-            slots_cpu=self._slots_cpu(forward_batch)[:num_requests].numpy(),
+            slots_cpu=slots_cpu,
             seq_lens=forward_batch.seq_lens[:num_requests].long(),
             seq_lens_cpu=seq_lens_cpu,
             host_slots=forward_batch.out_cache_loc[:num_requests].long(),
@@ -156,7 +167,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
     def _prefill_batch(self, forward_batch: Any) -> PrefillBatch:
         chunks = []
         offset = 0
-        for row, slot in enumerate(self._slots_cpu(forward_batch).tolist()):
+        for row, slot in enumerate(self._slots_cpu().tolist()):
             start = int(forward_batch.extend_prefix_lens_cpu[row])
             length = int(forward_batch.extend_seq_lens_cpu[row])
             if length:
@@ -193,7 +204,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         width = layer.tp_q_head_num * layer.v_head_dim
         if forward_batch.forward_mode.is_idle():
             return q.new_empty(q.shape[0], width)
-        if self._failed:
+        if not self._num_tokens:
             return q.new_zeros(q.shape[0], width)
         if not save_kv_cache or k is None:
             raise HiSparseError(
@@ -208,18 +219,8 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
                 f"layer {layer.layer_id}: got attention with {', '.join(unknown)}, expected plain "
                 "softmax attention over q, k and v"
             )
-        spec, tokens = self._spec, k.shape[0]
-        keys = k.reshape(tokens, spec.num_kv_heads, spec.head_dim)
-        values = (
-            keys[..., : spec.v_head_dim]
-            if spec.latent
-            else v.reshape(tokens, spec.num_kv_heads, spec.v_head_dim)
-        )
-        queries = q.reshape(tokens, spec.num_q_heads, spec.head_dim)
         try:
-            out = self.coordinator.attention(
-                layer.layer_id - self._first_layer, queries, keys, values, indexer
-            )
+            out = self._attend(layer, q, k, v, indexer)
         except AlgorithmError as error:
             self._end_requests(error)
             return q.new_zeros(q.shape[0], width)
@@ -227,7 +228,27 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
             self.coordinator.forward_end()
             if not self._in_graph:
                 self._metrics.report()
-        return out.reshape(-1, width)
+        return out
+
+    def _attend(
+        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, indexer: IndexerInputs | None
+    ) -> Tensor:
+        """The coordinator's attention of the real tokens, then zeros for the padding."""
+        spec, padded, tokens = self._spec, q.shape[0], self._num_tokens
+        if padded != tokens:
+            q, k = q[:tokens], k[:tokens]
+            v = v if spec.latent else v[:tokens]
+            indexer = indexer and indexer.take(slice(tokens))
+        keys = k.reshape(tokens, spec.num_kv_heads, spec.head_dim)
+        values = (
+            keys[..., : spec.v_head_dim]
+            if spec.latent
+            else v.reshape(tokens, spec.num_kv_heads, spec.v_head_dim)
+        )
+        queries = q.reshape(tokens, spec.num_q_heads, spec.head_dim)
+        layer_id = layer.layer_id - self._first_layer
+        out = self.coordinator.attention(layer_id, queries, keys, values, indexer).flatten(1)
+        return out if padded == tokens else pad(out, (0, 0, 0, padded - tokens))
 
     def _end_requests(self, error: AlgorithmError) -> None:
         """Answer the requests of this forward with an error and skip its other layers.
@@ -245,12 +266,15 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.coordinator.forward_abort()
         fail_requests(requests, f"hisparse: {error}")
         self._failed_requests.update(requests)
-        self._failed = True
+        self._num_tokens = 0
         logger.error("hisparse: error: %s; %d requests end with it", error, len(requests))
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Sequence length that SGLang fills in for padding requests, in tokens."""
         return 1
+
+    #: SGLang pads with it on a CPU.
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
 
     def support_triton(self) -> bool:
         """Whether SGLang may use its own Triton kernels alongside this backend."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-__all__ = ["make_plugin"]
+__all__ = ["make_dummy_runs", "make_plugin"]
 
 
 def make_plugin(folder: Path, name: str, group: str, entry: str, source: str) -> Path:
@@ -25,3 +25,10 @@ def make_plugin(folder: Path, name: str, group: str, entry: str, source: str) ->
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{group}]\n{entry}\n")
     return folder
+
+
+def make_dummy_runs(folder: Path) -> Path:
+    """``dummy_runs.py`` as a plugin of SGLang's."""
+    source = (Path(__file__).parent / "dummy_runs.py").read_text()
+    entry = "dummy-runs = dummy_runs_plugin:load"
+    return make_plugin(folder, "dummy_runs_plugin", "sglang.srt.plugins", entry, source)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepseek import RECORDED, Choices, HuggingFace, read_choices
 from harness import Answer, Server
-from plugins import make_plugin
+from plugins import make_dummy_runs, make_plugin
 from tiny_models import INDEX_TOP_K, LAYERS, tiny_model
 from torch.testing import assert_close
 from workload import tokens
@@ -29,10 +29,11 @@ LONG = tokens(801, seed=801)
 
 
 @pytest.fixture(scope="module")
-def mla(log_dir: Path) -> Iterator[Server]:
+def mla(log_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = MEMORY | {"budget": BUDGET, "device_buffer_size": BUDGET, "max_row_capacity": BUDGET}
     log = log_dir / "mla.log"
-    options = {"config": config, "env": QUICK, "forked": False}
+    plugin = make_dummy_runs(tmp_path_factory.mktemp("dummy-runs"))
+    options = {"config": config, "env": QUICK, "forked": False, "python_path": [plugin]}
     with Server(tiny_model("deepseek_v2"), log, *FLAGS, **options) as server:
         yield server
 

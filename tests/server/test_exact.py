@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import DenseTokens
 from harness import Refused, Server
+from plugins import make_dummy_runs
 from tiny_models import tiny_model
 from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
 
@@ -32,11 +34,15 @@ class Served:
     params=[("llama", "4096"), ("qwen2", "256")],
     ids=["llama", "qwen2 in chunks of 256"],
 )
-def served(request: pytest.FixtureRequest, log_dir: Path) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest, log_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     kind, chunk = request.param
     flags = ("--max-total-tokens", "40000", "--chunked-prefill-size", chunk)
     log = log_dir / f"exact-{kind}.log"
-    with Server(tiny_model(kind), log, *flags, config=ROOMY, forked=kind != "llama") as server:
+    plugin = make_dummy_runs(tmp_path_factory.mktemp("dummy-runs"))
+    options = {"config": ROOMY, "forked": kind != "llama", "python_path": [plugin]}
+    with Server(tiny_model(kind), log, *flags, **options) as server:
         yield Served(kind, server)
 
 
@@ -44,6 +50,13 @@ def served(request: pytest.FixtureRequest, log_dir: Path) -> Iterator[Served]:
 def roomy(served: Served) -> Served:
     served.server.flush_cache()
     return served
+
+
+def test_dummy_runs_alone_change_nothing(served: Served) -> None:
+    """SGLang makes them before it serves, to tune kernels, of batches without requests."""
+    for mode in ("DECODE", "EXTEND"):
+        run = rf"dummy run: {mode} of [1-9]\d* tokens by EagerRunner, 0 bytes written, 0 selections"
+        assert re.search(run, served.server.log())
 
 
 def test_each_prompt_alone(roomy: Served, dense_tokens: DenseTokens) -> None:

@@ -1,4 +1,4 @@
-"""The backend under SGLang's CUDA graph runner, with recorded operations in place of graphs."""
+"""The backend under SGLang's runners, with padding and with recorded operations for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
+from hisparse.engine.step import DecodeBatch
 from hisparse.errors import HiSparseError
 from hisparse.sglang import backend as module
 from hisparse.sglang.backend import HiSparseAttnBackend
@@ -32,7 +34,12 @@ class Runner:
         sim = self.sim
         sizing = SimpleNamespace(request=SimpleNamespace(context_length=CONTEXT))
         self.session = SimpleNamespace(
-            spec=sim.spec, sizing=sizing, coordinator=None, slots_cpu=None, requests=()
+            spec=sim.spec,
+            sizing=sizing,
+            coordinator=None,
+            slots_cpu=None,
+            requests=(),
+            chunked_request_id=None,
         )
         self.reports = 0
         reporter = SimpleNamespace(report=lambda: setattr(self, "reports", self.reports + 1))
@@ -97,45 +104,71 @@ class Runner:
             outs.append(self.backend.forward(q.flatten(1), k, v, layer, batch))
         return torch.stack(outs)
 
-    def decode(self, *requests: Request, eager: bool = False) -> Tensor:
-        """One step, ``[L, B, Hq * D]``."""
-        sim, b, count = self.sim, self.buffers, len(requests)
-        given = sim.next_tokens(*requests)
-        position = torch.arange(CONTEXT)
+    def batch(self, mode: ForwardMode, given: DecodeBatch, host_slots: Tensor) -> ForwardBatch:
+        """SGLang's batch of these requests, whose page tables become those of SGLang's."""
+        sim, position = self.sim, torch.arange(CONTEXT)
         for row, slot in enumerate(given.slots.tolist()):
             pages = given.host_page_table[row][
                 position // sim.page_size % len(given.host_page_table[row])
             ]
             self.req_to_token[slot] = pages * sim.page_size + position % sim.page_size
         self.session.slots_cpu = torch.from_numpy(np.array(given.slots_cpu))
-        fresh = SimpleNamespace(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=count,
+        tokens = len(host_slots)
+        return ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(given.slots),
+            input_ids=torch.zeros(tokens, dtype=torch.int64),
+            positions=torch.zeros(tokens, dtype=torch.int64),
             req_pool_indices=given.slots,
+            req_pool_indices_cpu=given.slots.clone(),
             seq_lens=given.seq_lens,
             seq_lens_cpu=given.seq_lens.clone(),
             seq_lens_sum=None,
-            out_cache_loc=given.host_slots,
-            **dict.fromkeys(
-                (
-                    "max_seq_len_host",
-                    "out_cache_loc_virtual",
-                    "kv_loc_plan",
-                    "kv_loc_cols",
-                    "max_seq_len_override",
-                    "spec_info",
-                    "lora_ids",
-                    "can_run_decode_cuda_graph",
-                )
-            ),
+            out_cache_loc=host_slots,
+            rids=[str(slot) for slot in given.slots.tolist()],
         )
+
+    def run(self, batch: ForwardBatch, streams: list[Tensor], padding: int) -> Tensor:
+        """An eager forward with rows of padding, as if ranks exchanged tokens of experts.
+
+        Args:
+            batch: without padding.
+            streams: q, k and v, ``[L, T, H, D]`` each.
+            padding: tokens; SGLang pads the requests of decode steps with them.
+        """
+        count = streams[0].shape[1]
+        if padding:
+            requests = batch.batch_size + padding * batch.forward_mode.is_decode()
+            runner = SimpleNamespace(attn_backend=self.backend)
+            batch._pad_inputs_to_size(runner, count + padding, requests)
+            batch.batch_size = requests
+            # K and V of padding may be anything.
+            streams = [pad(x, (0, 0, 0, 0, 0, padding), value=torch.nan) for x in streams]
+        self.backend.init_forward_metadata(batch)
+        out = self.layers(batch, streams)
+        assert not out[:, count:].any()
+        return out[:, :count]
+
+    def prefill(self, request: Request, count: int, padding: int) -> Tensor:
+        """The next tokens of a request, ``[L, count, Hq * D]``."""
+        start = request.done
+        steps = [self.sim.next_tokens(request) for _ in range(count)]
+        slots = torch.cat([step.host_slots for step in steps])
+        batch = self.batch(ForwardMode.EXTEND, steps[-1], slots)
+        batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu = [start], [count]
+        return self.run(batch, [x[:, start : request.done] for x in request.streams[:3]], padding)
+
+    def decode(self, *requests: Request, eager: bool = False, padding: int = 0) -> Tensor:
+        """One step, ``[L, B, Hq * D]``."""
+        b, count = self.buffers, len(requests)
+        given = self.sim.next_tokens(*requests)
+        fresh = self.batch(ForwardMode.DECODE, given, given.host_slots)
         tokens = [
             torch.stack([x[:, r.done - 1] for r, x in zip(requests, own, strict=True)], 1)
             for own in zip(*(r.streams[:3] for r in requests), strict=True)
         ]
         if eager:
-            self.backend.init_forward_metadata(fresh)
-            return self.layers(fresh, tokens)
+            return self.run(fresh, tokens, padding)
         size = min(size for size in BATCH_SIZES if size >= count)
         for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"):
             kept = getattr(b, name)
@@ -184,6 +217,22 @@ def test_graphs_of_several_sizes_and_eager_steps_give_the_eager_tokens(
         assert torch.equal(out, wanted), f"step {step}"
     assert runner.sim.coordinator.stats() == expected.coordinator.stats()
     assert runner.reports == 40
+
+
+def test_padding_of_eager_batches_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang pads the batches of a forward if ranks exchange tokens (--moe-a2a-backend)."""
+    runner, expected = Runner(monkeypatch), Simulator(checked=False)
+    mine, theirs = (
+        [sim.request(slot, 190, seed=slot) for slot in (1, 2)] for sim in (runner.sim, expected)
+    )
+    for one, other in zip(mine, theirs, strict=True):
+        for count, padding in ((37, 3), (63, 0), (20, 5)):
+            (wanted,) = expected.prefill((other, count))
+            assert torch.equal(runner.prefill(one, count, padding), wanted.flatten(2))
+    for step in range(20):
+        out = runner.decode(*mine, eager=True, padding=step % 3)
+        assert torch.equal(out, expected.decode(*theirs).flatten(2)), f"step {step}"
+    assert runner.sim.coordinator.stats() == expected.coordinator.stats()
 
 
 def test_a_request_that_a_graph_cannot_serve_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
