@@ -32,8 +32,9 @@ _INDEXER_HEADS = 2
 class Vocabulary:
     """K, V and query of every token, by the token's number.
 
-    Equal prefixes have equal K and V in a model. Here a token's number stands for its whole prefix:
-    two requests have the same number at a position if they share the prefix up to it.
+    A token's number, modulo ``TOKENS``, stands for its whole prefix: two requests have the same one
+    at a position if they share the prefix up to it. A model computes nearly the same K and V for a
+    prefix in every batch. Here two such computations give numbers, and K and V, that differ.
 
     Attributes:
         q: ``[N, L, Hq, D]``.
@@ -43,7 +44,8 @@ class Vocabulary:
         indexer: outputs of the model's own indexer, ``[N, L, ...]``.
     """
 
-    SIZE = 1024
+    TOKENS = 1024
+    SIZE = 2 * TOKENS
 
     def __init__(self, spec: KVSpec, *, has_indexer: bool) -> None:
         rng = torch.Generator().manual_seed(7)
@@ -63,7 +65,11 @@ class Vocabulary:
     def new(self, count: int) -> list[int]:
         """Numbers of ``count`` tokens that no request has had for a long time."""
         first, self._next = self._next, self._next + count
-        return [i % self.SIZE for i in range(first, first + count)]
+        return [i % self.TOKENS for i in range(first, first + count)]
+
+    def again(self, tokens: list[int]) -> list[int]:
+        """The same tokens, computed in another batch."""
+        return [(i + self.TOKENS) % self.SIZE for i in tokens]
 
     def sequence(self, slot: int, tokens: list[int], prompt: int) -> Sequence:
         """A request with these tokens, none of them computed."""
@@ -97,6 +103,10 @@ class Contents:
         self._vocabulary = vocabulary
         self.token_at: list[dict[int, int]] = [{} for _ in range(sim.layers)]
         self._unwritten = [_token_bytes(sim, layer) for layer in range(sim.layers)]
+
+    def tokens(self, sequence: Sequence, positions: range) -> tuple[int, ...]:
+        """Numbers of the tokens at positions of a request that every layer has computed."""
+        return tuple(self.token_at[0][slot] for slot in self.slots(sequence, positions))
 
     def slots(self, sequence: Sequence, positions: range) -> list[int]:
         """Host slots of positions."""
@@ -188,16 +198,18 @@ class PrefixCache:
 
     Attributes:
         live: requests that have begun and not ended.
+        replaced: slots of requests that got another page after their last forward.
     """
 
     def __init__(self, sim: Simulator) -> None:
         self._sim = sim
         self._pages: dict[tuple[int, ...], int] = {}
         self.live: list[Sequence] = []
+        self.replaced: set[int] = set()
 
     def _keys(self, tokens: list[int]) -> list[tuple[int, ...]]:
-        size = self._sim.page_size
-        return [tuple(tokens[: end * size]) for end in range(1, len(tokens) // size + 1)]
+        size, same = self._sim.page_size, tuple(i % Vocabulary.TOKENS for i in tokens)
+        return [same[: end * size] for end in range(1, len(tokens) // size + 1)]
 
     def match(self, tokens: list[int]) -> list[int]:
         """Pages of the longest cached prefix."""
@@ -213,6 +225,9 @@ class PrefixCache:
             own = sequence.host_pages[index]
             sequence.host_pages[index] = self._pages.setdefault(key, own)
             self.release([own])
+            if sequence.host_pages[index] != own:
+                self.replaced.add(sequence.slot)
+                self._sim.coordinator.on_pages_replaced(sequence.slot)
 
     def release(self, pages: list[int]) -> None:
         """Free those of the pages that nobody has; they are the first to be allocated again."""

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from hisparse.algorithms import DecodeStep
 from hisparse.testing import Request, Simulator
+from hisparse.testing.replaying_simulator import ReplayingSimulator
 from hisparse.types import Selection
 
 SCOPES = ["layer", "kv_head", "query_head"]
@@ -184,6 +185,33 @@ def test_resident_bytes_equal_host_bytes(scope: str) -> None:
         sim.decode(*([a, b] if 10 <= step < 30 else [a]))
         for request in [a, b] if 10 <= step < 30 else [a]:
             assert check_residents(sim, request) > 0
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_replaced_host_pages_replace_resident_pages(scope: str) -> None:
+    """Of pages that two requests computed, SGLang keeps one; both attend it, resident or not."""
+    sims = [
+        Simulator(scope=scope, max_row=192),
+        Simulator(scope=scope, device_buffer=40, max_row=40),
+        ReplayingSimulator(scope=scope, max_row=192),
+    ]
+    outs = []
+    for sim in sims:
+        a, b = sim.request(1, 150, seed=14), sim.request(2, 150, seed=15)
+        sim.prefill((a, 100), (b, 60))
+        sim.prefill((b, 40))
+        # As if SGLang's scheduler was a step ahead.
+        first = sim.decode(b)
+        before = sim.coordinator.stats().miss_pages
+        b.host_pages[:5] = a.host_pages[:5]
+        sim.coordinator.on_pages_replaced(2)
+        outs.append(torch.cat([first, *(sim.decode(a, b)[:, 1:] for _ in range(20))], 1))
+        check_residents(sim, b)
+        loaded = sim.coordinator.stats().miss_pages - before
+        if sim is not sims[1]:
+            assert 0 < loaded <= 5 * sim.policy.heads * sim.layers, "other pages stay resident"
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
 
 
 def check_residents(sim: Simulator, request: Request) -> int:

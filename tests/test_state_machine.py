@@ -118,7 +118,7 @@ class Requests(RuleBasedStateMachine):
         prompt = data.draw(st.integers(1, self.longest - 5))
         if share and self.known:
             tokens = data.draw(st.sampled_from(self.known))
-            tokens = tokens[: data.draw(st.integers(1, len(tokens) - 5))]
+            tokens = self.words.again(tokens[: data.draw(st.integers(1, len(tokens) - 5))])
             prompt = min(len(tokens) + data.draw(st.integers(0, 12)), self.longest - 5)
         self._admit(tokens + self.words.new(self.longest - len(tokens)), prompt)
 
@@ -126,7 +126,7 @@ class Requests(RuleBasedStateMachine):
     @rule()
     def readmit(self) -> None:
         """A retracted request: its generated tokens are a part of its prompt now."""
-        tokens = self.waiting.pop(0)
+        tokens = self.words.again(self.waiting.pop(0))
         self._admit(tokens + self.words.new(self.longest - len(tokens)), len(tokens))
 
     def _one_of(self, sequences: list[Sequence], data: st.DataObject) -> Sequence:
@@ -228,6 +228,7 @@ class Requests(RuleBasedStateMachine):
         finally:
             self.sim.coordinator.attention = attention
         self.new.clear()
+        self.cache.replaced.difference_update(x.slot for x in batch)
         for sequence, start in zip(batch, starts, strict=True):
             computed = range(start, sequence.done)
             self.contents.write(sequence, computed, 1 if breaks else self.sim.layers)
@@ -294,7 +295,7 @@ class Requests(RuleBasedStateMachine):
     @invariant()
     def resident_pages_are_their_host_pages(self) -> None:
         for sequence in self.live:
-            if sequence.slot not in self.new:
+            if sequence.slot not in self.new | self.cache.replaced:
                 for layer in range(self.sim.layers):
                     self._check_rows(sequence, layer)
 
@@ -346,7 +347,7 @@ class Requests(RuleBasedStateMachine):
         size, kept = self.sim.page_size, page_tensors(self.sim)
         for sequence in self.live:
             for index in range(sequence.done // size):
-                tokens = tuple(sequence.tokens[index * size : (index + 1) * size])
+                tokens = self.contents.tokens(sequence, range(index * size, (index + 1) * size))
                 for name, expected in self.pages.page(tokens).items():
                     got = kept[name][:, sequence.host_pages[index]]
                     assert torch.equal(bytes_of(got), bytes_of(expected)), f"{name}, page {index}"

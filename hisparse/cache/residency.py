@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hisparse.cache.capacity import RowCapacities
 from hisparse.cache.device_pool import DevicePool
-from hisparse.kernels import rebalance, reset_rows, verify_capacity
+from hisparse.kernels import drop_pages, rebalance, reset_rows, verify_capacity
 
 __all__ = ["Residency"]
 
@@ -19,8 +19,8 @@ class Residency:
     """Applies resets and capacity changes to the device tables.
 
     Requests come and go at schedule time, while an earlier forward may still be running.
-    :meth:`begin` and :meth:`end` therefore only note the change; :meth:`start_forward` applies all
-    of them on the forward stream.
+    :meth:`begin`, :meth:`end` and :meth:`replace_pages` therefore only note the change;
+    :meth:`start_forward` and :meth:`drop_replaced` apply them on the forward stream.
 
     Args:
         device: the device pages and the rows' tables.
@@ -43,6 +43,9 @@ class Residency:
         self._needs, self._covered, self._held = np.zeros((3, num_slots), dtype=np.int64)
         self._resets: set[int] = set()
         self._cold: set[int] = set()
+        # By request slot, the host pages of the last prefill, and slots where these may be others.
+        self._host_pages: dict[int, Tensor] = {}
+        self._replaced: set[int] = set()
         self._changed = False
 
     def begin(self, slot: int) -> None:
@@ -50,13 +53,43 @@ class Residency:
         self._resets.add(slot)
         self._needs[slot] = 0
         self._cold.add(slot)
+        self._host_pages.pop(slot, None)
         self.capacities.begin(slot)
         self._changed = True
 
     def end(self, slot: int) -> None:
         """End a request; the next forward returns its device pages to the pool."""
         self.capacities.end(slot)
+        self._host_pages.pop(slot, None)
         self._changed = True
+
+    def replace_pages(self, slot: int) -> None:
+        """Note that a request may have other host pages for tokens that are already computed."""
+        self._replaced.add(slot)
+
+    def keep_pages(self, slot: int, host_pages: Tensor) -> None:
+        """Keep the host pages ``[P] int32`` of a prefill, to see later which ones were replaced."""
+        self._host_pages[slot] = host_pages
+
+    def drop_replaced(self, slots: np.ndarray, host_pages: Sequence[Tensor] | Tensor) -> None:
+        """Drop resident pages whose host page was replaced, so that they are read from the new one.
+
+        Both host pages were computed from the same tokens, but not in the same batch: what a
+        request attends must not depend on which of its pages are resident.
+
+        Args:
+            slots: ``[B]``, request slots of this forward.
+            host_pages: for each request ``[P] int32``, the host pages now.
+        """
+        if not self._replaced:
+            return
+        for slot, now in zip(slots.tolist(), host_pages, strict=True):
+            before = self._host_pages.get(slot)
+            if slot in self._replaced and before is not None:
+                now = now[: len(before)].clone()
+                drop_pages(self._state_rows([slot]), before != now, self._device.states)
+                self._host_pages[slot] = now
+            self._replaced.discard(slot)
 
     def is_cold(self, slot: int) -> bool:
         """Whether a request has no resident pages because none of its prefills has ended."""

@@ -70,6 +70,14 @@ class SparseCoordinator:
         self.manager.residency.end(slot)
         self.representations.end(slot)
 
+    def on_pages_replaced(self, slot: int) -> None:
+        """Tell that a request may have other host pages for its computed tokens.
+
+        A server that keeps prefixes replaces pages that two requests have both computed. Safe
+        while an earlier forward is running.
+        """
+        self.manager.residency.replace_pages(slot)
+
     @property
     def not_capturable(self) -> str | None:
         """The reason why decode steps cannot be captured in a CUDA graph; None: they can."""
@@ -105,6 +113,7 @@ class SparseCoordinator:
         self.representations.apply_resets()
         slots, seq_lens = batch.slots_cpu, batch.seq_lens_cpu
         self.manager.start_forward(slots, seq_lens // self.policy.kv.page_size)
+        self.manager.residency.drop_replaced(slots, batch.host_page_table)
         held = self.manager.residency.held(slots)
         return self._modes.of(seq_lens, held), self._modes.of_dense_layers(seq_lens, held)
 
@@ -130,6 +139,9 @@ class SparseCoordinator:
         self.representations.apply_resets()
         slots, ends = np.array([(c.slot, c.end) for c in batch.chunks]).T
         self.manager.start_forward(slots, ends // kv.page_size)
+        self.manager.residency.drop_replaced(slots, [c.host_pages for c in batch.chunks])
+        for chunk in batch.chunks:
+            self.manager.residency.keep_pages(chunk.slot, chunk.host_pages)
         self.manager.counters.add("written_bytes", batch.host_slots.numel() * kv.token_bytes)
         self._prefill_batch = batch
 

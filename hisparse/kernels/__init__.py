@@ -1,7 +1,7 @@
 """The operations on pages: checked wrappers with several implementations each.
 
-``round_outward`` and ``page_outline`` have no implementations to choose from: algorithms call
-PyTorch's.
+``drop_pages``, ``round_outward`` and ``page_outline`` have no implementations to choose from: they
+are PyTorch's operations.
 """
 
 from hisparse.kernels.attention import paged_attention
@@ -14,7 +14,7 @@ from hisparse.kernels.lru_diff import lru_diff
 from hisparse.kernels.outline import outline_bytes, outline_score
 from hisparse.kernels.page_summary import page_summary
 from hisparse.kernels.page_table import page_table
-from hisparse.kernels.rebalance import promote_tail, rebalance, reset_rows
+from hisparse.kernels.rebalance import drop_pages, promote_tail, rebalance, reset_rows
 from hisparse.kernels.reference.outline import page_outline
 from hisparse.kernels.reference.summary import round_outward
 from hisparse.kernels.row_state import DecodeRows, DiffTables, LruDiff, RowState
@@ -37,6 +37,7 @@ __all__ = [
     "chunk_attention",
     "decode_fp8",
     "diff_tables",
+    "drop_pages",
     "encode_fp8",
     "gather_pages",
     "gather_tokens",

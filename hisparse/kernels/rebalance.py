@@ -12,7 +12,7 @@ from hisparse.kernels.checks import check_device, check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
 from hisparse.kernels.row_state import RowState
 
-__all__ = ["promote_tail", "rebalance", "reset_rows"]
+__all__ = ["drop_pages", "promote_tail", "rebalance", "reset_rows"]
 
 _I32, _I64 = torch.int32, torch.int64
 
@@ -75,6 +75,31 @@ def reset_rows(rows: Tensor, capacity: Tensor, states: RowState, *, impl: str = 
     """
     check_once(_check_rows, rows, capacity, *states)
     implementation(impl, rows.device).reset_rows(rows, capacity, states)
+
+
+def drop_pages(rows: Tensor, stale: Tensor, states: RowState) -> None:
+    """Empty the slots that hold certain pages, in all layers; these slots become the coldest.
+
+    Runs once after some prefills, so PyTorch's operations serve all devices.
+
+    Args:
+        rows: ``[M] int64``, state rows, unique.
+        stale: ``[P] bool``, the page indices to drop; pages from P on stay.
+        states: tables of all layers, ``[L, NR, C]`` each.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    check_tensor("rows", rows, _I64, (None,))
+    check_tensor("stale", stale, torch.bool, (None,), rows.device)
+    held, order = states.slot_pages[:, rows], states.lru_order[:, rows]
+    # The last entry is for empty slots and for pages that stay.
+    kept = torch.nn.functional.pad(~stale, (0, 1), value=True)
+    held = held.where(kept[held.long().clamp(-1, len(stale))], -1)
+    is_empty = held.gather(2, order.long().clamp(min=0)) < 0
+    rank = torch.where(order < 0, 2, torch.where(is_empty, 0, 1))
+    states.lru_order[:, rows] = order.gather(2, rank.argsort(dim=2, stable=True))
+    states.slot_pages[:, rows] = held
 
 
 def rebalance(

@@ -122,7 +122,8 @@ class SizingRequest:
         lru = slots * self.slot_table_bytes * row_pages
         index = 4 * rows * self.num_layers * self.context_pages * self.indexed
         page_ids = 4 * self.num_layers * (device_pages + 1)
-        host_pages = 4 * slots * self.context_pages
+        # The page tables of a step, and those of the requests' last prefills.
+        host_pages = 2 * 4 * slots * self.context_pages
         state = slots * self.request_state_bytes + self.layer_state_bytes
         return lru + index + page_ids + 4 * rows + host_pages + state
 

@@ -23,6 +23,7 @@ __all__ = [
     "around_init_new",
     "around_profile_available_bytes",
     "around_resolve_max_num_reqs",
+    "around_write",
 ]
 
 logger = logging.getLogger("hisparse")
@@ -97,6 +98,21 @@ def around_free(original: Callable[..., None], pool: Any, request: Any) -> None:
     original(pool, request)
     if session is not None and pool is session.req_to_token_pool:
         session.end_requests([slot])
+
+
+def around_write(original: Callable[..., None], pool: Any, indices: Any, values: Any) -> None:
+    """Report that a request's host slots may change.
+
+    Once a prompt is computed, the radix cache keeps one copy of the pages that several requests
+    have computed, and writes its host slots into the tables of all of them.
+    """
+    session = current_session()
+    original(pool, indices, values)
+    slot = indices[0]
+    # A decode step writes one slot of each request, with a tensor of request slots.
+    if session is not None and pool is session.req_to_token_pool and isinstance(slot, int):
+        assert session.coordinator is not None, "the backend is built before requests run"
+        session.coordinator.on_pages_replaced(slot)
 
 
 def around_flush_cache(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

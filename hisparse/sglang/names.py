@@ -42,6 +42,7 @@ _HOOKS: tuple[_Name, ...] = (
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free_rows",
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
     ),
+    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.write",
     "sglang.srt.managers.scheduler.Scheduler.flush_cache",
     "sglang.srt.models.utils.enable_fused_set_kv_buffer",
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",

@@ -16,6 +16,7 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "_build_token_to_kv_pool": hooks.around_build_token_to_kv_pool,
     "free_rows": hooks.around_free_rows,
     "free": hooks.around_free,
+    "write": hooks.around_write,
     "flush_cache": hooks.around_flush_cache,
     "enable_fused_set_kv_buffer": hooks.around_enable_fused_set_kv_buffer,
     "init_new": hooks.around_init_new,

@@ -68,6 +68,15 @@ def test_mla_sparse_steps_do_not_depend_on_others(mla: Server) -> None:
     assert alone.ids == mla.generate_many([*SHORT, LONG], NEW_TOKENS)[3].ids
 
 
+def test_mla_prefixes_that_are_computed_at_the_same_time(mla: Server) -> None:
+    """SGLang keeps one copy. Copies differ by rounding, and "checked" finds a byte that differs."""
+    mla.flush_cache()
+    prefix = tokens(200, seed=2)
+    prompts = [tokens(120, seed=3), *(prefix + tokens(n, seed=n) for n in (10, 15, 20, 25))]
+    answers = mla.generate_many(prompts, NEW_TOKENS)
+    assert [len(answer.ids) for answer in answers] == [NEW_TOKENS] * len(prompts)
+
+
 def test_mla_values_take_no_memory(mla: Server) -> None:
     (num_bytes,) = mla.counted("host_kv_bytes")
     assert num_bytes == (20000 + 16) * TOKEN_BYTES
