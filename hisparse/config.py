@@ -80,7 +80,9 @@ class HiSparseConfig:
         adapter: name of the adapter, the attention library. None: chosen and logged.
         checked: verify scores, selections and resident bytes in every step. Slow, for tests and new
             algorithms.
-        cuda_graph: capture SGLang's decode steps in CUDA graphs. Not yet run on a GPU.
+        cuda_graph: capture SGLang's decode steps in CUDA graphs. "auto" captures them on a GPU,
+            unless ``checked`` is true. Steps that a graph cannot serve run eagerly, such as those
+            of a dense context that does not fit its row. Not yet run on a GPU.
         extensions: options by the name of the extension (``tail_estimate``, ``prefetch``). In JSON
             each name is a key of its own: ``true`` for the defaults, or an object of options.
     """
@@ -105,7 +107,7 @@ class HiSparseConfig:
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     adapter: str | None = None
     checked: bool = False
-    cuda_graph: bool = False
+    cuda_graph: Literal["auto", True, False] = "auto"
     extensions: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -118,8 +120,11 @@ class HiSparseConfig:
             self._set("dense_layers", tuple(self.dense_layers))
         self._check_ranges()
         self._check_sizes()
-        if self.cuda_graph:
-            self._check_cuda_graph()
+        if self.cuda_graph is True and self.checked:
+            raise ConfigError(
+                'cuda_graph: got true and checked true, expected "auto" or false, because checks '
+                "wait for the device"
+            )
         self._set("extensions", MappingProxyType(_read_extensions(self.extensions)))
         for name, options in self.extensions.items():
             EXTENSIONS.get(name).check(options, self)
@@ -134,6 +139,18 @@ class HiSparseConfig:
     def stores_fp8(self) -> bool:
         """Whether K and V are stored in eight bits."""
         return self.kv_cache_dtype == "fp8_e4m3"
+
+    def not_captured(self, device_type: str) -> str | None:
+        """The reason why a server's decode steps are not captured in CUDA graphs; None: they are.
+
+        Args:
+            device_type: device of the model, such as "cuda" or "cpu".
+        """
+        if self.cuda_graph is False:
+            return "cuda_graph is false"
+        if device_type != "cuda":
+            return f"the device is {device_type}"
+        return "checked is true" if self.checked else None
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -184,20 +201,6 @@ class HiSparseConfig:
                 f"budget: got {self.budget}, expected at least {pages * page}: num_sink_pages "
                 f"({self.num_sink_pages}) + num_recent_pages ({self.num_recent_pages}) + the page "
                 f"being filled + 1 chosen page, of page_size ({page}) tokens each"
-            )
-
-    def _check_cuda_graph(self) -> None:
-        """Check settings of captured steps, which cannot read a dense context from host memory."""
-        for name, got, expected in (
-            ("checked", self.checked, "false, because checks wait for the device"),
-            ("dense_layers", list(self.dense_layers or ()), "none, because contexts may be long"),
-        ):
-            if got:
-                raise ConfigError(f"cuda_graph: got true and {name} {got}, expected {expected}")
-        if self.min_sparse_context > self.min_row_tokens:
-            raise ConfigError(
-                f"cuda_graph: got true and min_sparse_context {self.min_sparse_context}, expected "
-                f"at most device_buffer_size ({self.device_buffer_size})"
             )
 
     @classmethod

@@ -52,7 +52,7 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
     assert list(rows) == [f.name for f in fields(HiSparseConfig) if f.name != "extensions"]
     assert all(len(cells) == 4 and cells[3] for cells in rows.values())
     assert rows["budget"][1:3] == ["integer", "`2048`"]
-    assert rows["cuda_graph"][1:3] == ["`true`, `false`", "`false`"]
+    assert rows["cuda_graph"][1:3] == ['`"auto"`, `true`, `false`', '`"auto"`']
 
 
 @pytest.mark.parametrize("registry", [EXTENSIONS, ALGORITHMS], ids=lambda registry: registry.kind)

@@ -37,6 +37,8 @@ class DecodeAttention:
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._staged = StagedAttention(parts)
+        # A dense context that a captured step serves fits its row.
+        self._dense_width = min(parts.modes.dense_width, parts.manager.device.max_row_pages)
         self.observer: SelectionObserver | None = None
 
     def attention(self, layer_id: int, q: Tensor, parts: Sequence[DecodePart]) -> Tensor:
@@ -90,11 +92,11 @@ class DecodeAttention:
 
     def _selected(self, selection: Selection, part: DecodePart) -> Selected:
         """What a sparse part attends over, its dense requests included."""
-        policy, modes = self._parts.policy, self._parts.modes
+        policy = self._parts.policy
         return Selected(
             selection,
             dense=part.dense,
-            max_pages=None if part.dense is None else modes.dense_width,
+            max_pages=None if part.dense is None else self._dense_width,
             # A selection that fills the budget excludes the tail page.
             tail_below=policy.max_pages if self._parts.algorithm.ranks_tail else None,
         )
@@ -114,7 +116,7 @@ class DecodeAttention:
         if part.dense is None or not self._parts.extensions:
             return selection
         # Extensions see what dense requests attend.
-        return _all_where(part.dense, selection, part.rows, self._parts.modes.dense_width)
+        return _all_where(part.dense, selection, part.rows, self._dense_width)
 
     def _retrieve(self, layer_id: int, q: Tensor, part: DecodePart) -> Selection:
         """The algorithm's selection; with ``checked``, wait for the count of invalid scores."""

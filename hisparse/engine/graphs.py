@@ -10,7 +10,6 @@ import torch
 
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.step import DecodeBatch
-from hisparse.errors import HiSparseError
 
 __all__ = ["CapturedSteps", "StaticBatch"]
 
@@ -93,19 +92,16 @@ class CapturedSteps:
         """Load padding only, for a capture and for SGLang's warm-up steps before it."""
         self._batch.load(None)
 
-    def before_replay(self, batch: DecodeBatch) -> None:
+    def before_replay(self, batch: DecodeBatch) -> bool:
         """Apply resets, capacities and counts, and load the requests into the static tensors.
 
-        Raises:
-            HiSparseError: a request needs an attention mode that the graph lacks.
+        Returns:
+            False if the graph cannot serve these requests; begin an eager step instead.
         """
-        if not self._coordinator.prepare_replay(batch):
-            raise HiSparseError(
-                f"a captured decode step got contexts of {batch.seq_lens_cpu.tolist()} tokens in "
-                f"request slots {batch.slots_cpu.tolist()}, expected slots from 1 and dense "
-                "contexts that fit their rows"
-            )
-        self._batch.load(batch)
+        can_replay = self._coordinator.prepare_replay(batch)
+        if can_replay:
+            self._batch.load(batch)
+        return can_replay
 
     def begin(self, batch_size: int) -> None:
         """Begin the forward inside the graph, before the layers."""

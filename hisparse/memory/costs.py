@@ -97,7 +97,7 @@ def make_sizing_request(
         max_requests=resources.max_requests,
         request_state_bytes=entry_bytes(kept, "request") * spec.num_layers,
         layer_state_bytes=entry_bytes(kept, "layer") * spec.num_layers,
-        captured=config.cuda_graph,
+        captured=config.not_captured(resources.device_type) is None,
         indexed=resources.device_type != "cpu",
     )
 

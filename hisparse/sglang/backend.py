@@ -44,6 +44,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self._metrics = MetricsReporter(session, model_runner)
         session.report_metrics = partial(self._metrics.report, now=True)
+        session.can_replay = self._can_replay
         session.req_to_token_pool = model_runner.req_to_token_pool
         self._shared_read_ends = compat.shared_read_ends()
         self._graphs: CapturedSteps | None = None
@@ -113,13 +114,22 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._graphs = CapturedSteps(self.coordinator, max_bs, context_length, device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Prepare a capture, or fill the buffers with this step's requests before a replay."""
+        """Prepare a capture; before a replay, :meth:`_can_replay` has prepared everything."""
         assert self._graphs is not None, "SGLang calls init_cuda_graph_state first"
         if in_capture:
             self._graphs.before_capture()
-            return
-        self._graphs.before_replay(self._decode_batch(forward_batch))
-        self._metrics.report()
+        else:
+            self._metrics.report()
+
+    def _can_replay(self, forward_batch: Any) -> bool:
+        """Whether a graph serves this step. Fills the graph's buffers with the step's requests.
+
+        SGLang asks at the start of the forward, on its stream, and else runs the step eagerly.
+        """
+        assert self._graphs is not None, "SGLang calls init_cuda_graph_state first"
+        if self._all_have_failed():
+            return False
+        return self._graphs.before_replay(self._decode_batch(forward_batch))
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Record the operations that run before the layers; called during a capture."""

@@ -14,6 +14,7 @@ from hisparse.sglang.setup import make_session
 
 __all__ = [
     "around_build_token_to_kv_pool",
+    "around_can_run_graph",
     "around_compute_max_prefix_len",
     "around_enable_fused_set_kv_buffer",
     "around_flush_cache",
@@ -146,6 +147,13 @@ def around_init_new(
         session.slots_cpu = batch.req_pool_indices_cpu
         session.chunked_request_id = getattr(batch.chunked_req, "rid", None)
     return forward_batch
+
+
+def around_can_run_graph(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:
+    """Let a decode step run eagerly if the captured one cannot serve its requests."""
+    session = current_session()
+    can_run = original(runner, forward_batch)
+    return can_run if session is None else can_run and session.can_replay(forward_batch)
 
 
 def around_compute_max_prefix_len(

@@ -105,10 +105,18 @@ def prepare_before_resolution(server_args: Any) -> None:
         server_args.kv_cache_dtype = "auto"
     if server_args.page_size is None:
         server_args.page_size = server_page_size(config)
-    if config.cuda_graph:
+    if config.not_captured(_device_type(server_args)) is None:
         server_args.disable_prefill_cuda_graph = True
     else:
         server_args.disable_cuda_graph = True
+
+
+def _device_type(server_args: Any) -> str:
+    """The device that SGLang will use, such as "cuda"."""
+    from sglang.srt.utils.common import get_device
+
+    device: str = server_args.device or get_device()
+    return device.split(":")[0]
 
 
 def check_after_resolution(server_args: Any) -> None:
@@ -159,10 +167,11 @@ def check_after_resolution(server_args: Any) -> None:
 
 def _check_graphs(config: HiSparseConfig, view: Any) -> None:
     """Reject CUDA graph flags of SGLang that contradict ``cuda_graph``."""
-    if config.cuda_graph and view.device != "cuda":
-        raise ConfigError(f"cuda_graph: got true, but the device is {view.device}; expected cuda")
+    reason = config.not_captured(view.device)
+    if config.cuda_graph is True and reason is not None:
+        raise ConfigError(f"cuda_graph: got true, but {reason}; expected cuda")
     graphs = view.cuda_graph_config
-    allowed = ("full", "disabled") if config.cuda_graph else ("disabled",)
+    allowed = ("full", "disabled") if reason is None else ("disabled",)
     for phase, backend, choices in (
         ("decode", graphs.decode.backend, allowed),
         ("prefill", graphs.prefill.backend, ("disabled",)),
@@ -170,8 +179,7 @@ def _check_graphs(config: HiSparseConfig, view: Any) -> None:
         if backend not in choices:
             raise ConfigError(
                 f"--cuda-graph-backend-{phase} is {backend}; expected {' or '.join(choices)} "
-                '(hisparse captures only decode steps, with "cuda_graph": true in '
-                "--hisparse-config)"
+                f"(hisparse captures {'no steps: ' + reason if reason else 'only decode steps'})"
             )
 
 

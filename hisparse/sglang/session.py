@@ -34,6 +34,7 @@ class Session(EngineSetup):
         req_to_token_pool: SGLang's ``ReqToTokenPool``.
         coordinator: the engine; None until the attention backend is built.
         report_metrics: publishes the metrics.
+        can_replay: whether a CUDA graph can serve SGLang's forward batch, which is then prepared.
     """
 
     ranks: NodeRanks | None = None
@@ -43,6 +44,7 @@ class Session(EngineSetup):
     req_to_token_pool: Any = None
     coordinator: SparseCoordinator | None = None
     report_metrics: Callable[[], None] = lambda: None
+    can_replay: Callable[[Any], bool] = lambda forward_batch: False
 
     def end_requests(self, slots: Iterable[int]) -> None:
         """End the requests in ``slots``: their device pages become free."""

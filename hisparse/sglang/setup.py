@@ -48,6 +48,9 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
     algorithm = build_algorithm(config)
     spec, scale = read_model_shape(configurator.model, dtype, config.page_size)
     spec = stored_spec(config, spec)
+    reason = config.not_captured(configurator.device)
+    if reason is not None:
+        logger.info("hisparse: decode steps are not captured in CUDA graphs: %s", reason)
     ranks = _node_ranks(configurator.server_args.nnodes)
     host_bytes, device_bytes = _memory(config, configurator, device_bytes, ranks.size)
     setup = make_setup(

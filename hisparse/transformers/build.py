@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -102,7 +102,8 @@ def build_store(
     needed *= spec.token_bytes + host_token_bytes(algorithm, kept, spec)
     host_bytes, device_bytes = _memory(config, needed, device)
     setup = make_setup(
-        config,
+        # `generate` captures no steps.
+        replace(config, cuda_graph=False),
         algorithm,
         spec,
         scale,

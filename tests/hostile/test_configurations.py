@@ -52,7 +52,7 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
     "kv_cache_dtype": ("auto", "fp8_e4m3"),
     "adapter": (None, "torch"),
     "checked": (True, False),
-    "cuda_graph": (True, False),
+    "cuda_graph": ("auto", True, False),
     "prefetch": (True, False, {"min_cosine": 0.8}, {}),
     "tail_estimate": (True, False, {}),
 }  # fmt: skip

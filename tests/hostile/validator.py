@@ -59,5 +59,5 @@ def _keys_agree(settings: dict[str, Any]) -> bool:
         # Sinks, recent pages, the page being filled, and one that is chosen.
         and budget >= (kept + 2) * page
         and not (options.get("beta") is not None and options.get("alpha") is not None)
-        and not (settings.get("cuda_graph") and settings.get("checked"))
+        and not (settings.get("cuda_graph") is True and settings.get("checked"))
     )

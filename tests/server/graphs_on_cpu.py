@@ -7,6 +7,7 @@ when it calls the attention backend and with what, and what a model of experts c
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -16,13 +17,20 @@ BATCH_SIZES = [1, 4]
 
 logger = logging.getLogger("hisparse")
 
+_counts: Counter[str] = Counter()
+
+
+def _count(kind: str) -> None:
+    _counts[kind] += 1
+    if _counts[kind] in (1, 10, 100):
+        logger.info("%s decode steps: %d", kind, _counts[kind])
+
 
 class RecordedGraphs:
     """In place of SGLang's ``FullCudaGraphBackend``."""
 
     def __init__(self, runner: Any) -> None:
         self._graphs: dict[Any, tuple[Any, Any]] = {}
-        self.num_replays = 0
 
     @contextmanager
     def capture_session(self, stream: Any) -> Iterator[None]:
@@ -55,9 +63,7 @@ class RecordedGraphs:
     def replay(self, key: Any, forward_batch: Any, **kwargs: Any) -> Any:
         recording, out = self._graphs[key]
         recording.replay()
-        self.num_replays += 1
-        if self.num_replays in (1, 10, 100):
-            logger.info("replayed decode steps: %d", self.num_replays)
+        _count("replayed")
         return out
 
     def cleanup(self) -> None:
@@ -78,6 +84,16 @@ def load() -> None:
         _experts,
         HookType.AROUND,
     )
+    HookRegistry.register(
+        "sglang.srt.model_executor.runner.eager_runner.EagerRunner._execute_decode",
+        _eager,
+        HookType.AROUND,
+    )
+
+
+def _eager(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _count("eager")
+    return original(*args, **kwargs)
 
 
 def _experts(original: Callable[..., Any], method: Any, layer: Any, dispatch_output: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from harness import Server
-from plugins import make_plugin
+from plugins import make_dummy_runs, make_plugin
 from tiny_models import INDEX_TOP_K, tiny_model
 from workload import tokens
 
@@ -42,7 +42,13 @@ def serve(kind: str, log: Path, python_path: list[Path], config: dict[str, objec
     [
         pytest.param(
             "llama",
-            {"algorithm": "sketch", "budget": 128, "min_sparse_context": 200},
+            {
+                "algorithm": "sketch",
+                "budget": 128,
+                "min_sparse_context": 400,
+                "dense_layers": [1],
+                "max_row_capacity": 640,
+            },
             id="sketch-and-dense-contexts",
         ),
         pytest.param("deepseek_v32", TOKENS | {"algorithm": "dsa"}, id="dsa-and-experts"),
@@ -60,9 +66,14 @@ def test_replayed_steps_give_the_eager_tokens(
     )
     config = {"host_memory": "1GiB", "device_memory": "64MB"} | settings
     log = log_dir / f"graphs-{kind}.log"
-    replayed, counted = serve(kind, log, [graphs], config)
+    plugins = [graphs, make_dummy_runs(tmp_path / "dummy-runs")]
+    replayed, counted = serve(kind, log, plugins, config)
     eager, expected = serve(kind, log_dir / f"graphs-{kind}-eager.log", [], config)
     assert replayed == eager
     assert counted == expected
-    replays = re.findall(r"replayed decode steps: (\d+)", log.read_text())
-    assert int(replays[-1]) >= 100
+    text = log.read_text()
+    assert "replayed decode steps: 100" in text
+    # A dense layer that does not fit, or as many requests as no graph is for.
+    assert ("eager decode steps: 10\n" in text) == (kind == "llama")
+    for runner in ("EagerRunner", "DecodeCudaGraphRunner"):
+        assert re.search(rf"dummy run: EXTEND of \d+ tokens by {runner}, 0 bytes written", text)

@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
 from hisparse.engine.step import DecodeBatch
-from hisparse.errors import HiSparseError
 from hisparse.sglang import backend as module
 from hisparse.sglang.backend import HiSparseAttnBackend
 from hisparse.testing import Request, Simulator
@@ -41,7 +40,7 @@ class Runner:
             requests=(),
             chunked_request_id=None,
         )
-        self.reports = 0
+        self.reports = self.num_replays = 0
         reporter = SimpleNamespace(report=lambda: setattr(self, "reports", self.reports + 1))
         monkeypatch.setattr(module, "require_session", lambda: self.session)
         monkeypatch.setattr(module, "build_coordinator", lambda *_: sim.coordinator)
@@ -167,8 +166,9 @@ class Runner:
             torch.stack([x[:, r.done - 1] for r, x in zip(requests, own, strict=True)], 1)
             for own in zip(*(r.streams[:3] for r in requests), strict=True)
         ]
-        if eager:
+        if eager or not self.session.can_replay(fresh):
             return self.run(fresh, tokens, padding)
+        self.num_replays += 1
         size = min(size for size in BATCH_SIZES if size >= count)
         for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu", "out_cache_loc"):
             kept = getattr(b, name)
@@ -235,9 +235,27 @@ def test_padding_of_eager_batches_changes_nothing(monkeypatch: pytest.MonkeyPatc
     assert runner.sim.coordinator.stats() == expected.coordinator.stats()
 
 
-def test_a_request_that_a_graph_cannot_serve_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = Runner(monkeypatch, min_sparse_context=150, device_buffer=64, max_row=64)
-    request = runner.sim.request(1, 190, seed=1)
-    runner.sim.prefill((request, 100))
-    with pytest.raises(HiSparseError, match=r"contexts of \[101\] tokens in request slots \[1\]"):
-        runner.decode(request)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_sparse_context": 120, "device_buffer": 64, "max_row": 96},
+        {"dense_layers": (1,), "max_row": 128},
+    ],
+    ids=["dense-contexts", "dense-layers"],
+)
+def test_steps_that_a_graph_cannot_serve_run_eagerly(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dense context that is too long for its row is read in tiles, in that layer."""
+    runner, expected = Runner(monkeypatch, **settings), Simulator(checked=False, **settings)
+    pairs = []
+    for sim in (runner.sim, expected):
+        pairs.append([sim.request(slot, 190, seed=slot) for slot in (1, 2)])
+        sim.prefill((pairs[-1][0], 80), (pairs[-1][1], 105))
+    mine, theirs = pairs
+    for step in range(40):
+        some = slice(step % 4 == 3, 2)
+        out = runner.decode(*mine[some])
+        assert torch.equal(out, expected.decode(*theirs[some]).flatten(2)), f"step {step}"
+    assert 0 < runner.num_replays < 40
+    assert runner.sim.coordinator.stats() == expected.coordinator.stats()

@@ -64,7 +64,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, machine: Machine, max_requests: in
     monkeypatch.setattr(parallel_state, "get_world_group", lambda: world)
 
 
-@pytest.mark.parametrize("cuda_graph", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("cuda_graph", ["auto", False, True])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("algorithm", ["quest", "sketch", "snapkv"])
@@ -74,7 +74,7 @@ def test_sizes_are_those_of_the_server(
     algorithm: str,
     device_gib: int,
     kv_cache_dtype: Literal["auto", "fp8_e4m3"],
-    cuda_graph: bool,
+    cuda_graph: Literal["auto", True, False],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = Machine(
@@ -93,7 +93,7 @@ def test_sizes_are_those_of_the_server(
     stand_in(monkeypatch, machine, planned.max_requests)
     text = f'{{"algorithm": "{algorithm}", "budget": 1024, '
     text += f'"host_memory": "{planned.config.host_memory}", '
-    text += f'"cuda_graph": {str(cuda_graph).lower()}}}'
+    text += f'"cuda_graph": {json.dumps(cuda_graph)}}}'
     pool_bytes = hooks.around_profile_available_bytes(
         lambda *_: machine.cache_bytes, configurator(loaded(tp), text, kv_cache_dtype), 0
     )
@@ -101,7 +101,7 @@ def test_sizes_are_those_of_the_server(
     assert served.spec == planned.spec
     assert served.sizing == planned.sizing
     captured = served.sizing.max_requests * (24 + 4 * 32768 // 16) + 4
-    assert served.sizing.captured_bytes == captured * cuda_graph
+    assert served.sizing.captured_bytes == captured * (cuda_graph is not False)
     # SGLang divides by K and V of 4 layers in bfloat16, also when hisparse stores fp8.
     cell = 4 * 2 * (4 // tp) * 64 * 2
     assert pool_bytes == planned.sizing.kv_tokens * cell
