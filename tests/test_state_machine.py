@@ -309,7 +309,7 @@ class Requests(RuleBasedStateMachine):
             row = sequence.slot * heads + head
             own = slice(None) if heads == 1 else [head * self.sim.kv_heads // heads]
             assert device.capacity[row] == held
-            pages, order, places = (x[row].tolist() for x in state)
+            pages, order, places = (x[row].tolist() for x in state[:3])
             assert sorted(order[:held]) == list(range(held))
             assert {*pages[held:], *order[held:], *places[held:]} <= {-1}
             resident = {page: place for page, place in zip(pages, places, strict=True) if page >= 0}
