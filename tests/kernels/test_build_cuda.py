@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,24 @@ ptxas info    : Function properties for _Z1kv
     16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
 ptxas info    : Used 255 registers, used 1 barriers, 32 bytes smem"""
     assert parse("a.cu", log) == [("a.cu", "sm_90", "_Z1kv", 255, 12, 16, 32)]
+
+
+@pytest.mark.skipif(_build_cuda.find_nvcc() is None, reason="no nvcc")
+def test_a_library_is_linked_from_objects_and_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source is compiled again only if it changed; the library finds those that it needs."""
+    files = [tmp_path / "one.cu", tmp_path / "two.cu"]
+    for number, file in enumerate(files):
+        file.write_text(f'extern "C" int f{number}() {{ return {number}; }}\n')
+    monkeypatch.setattr(_build_cuda, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(_build_cuda, "cuda_sources", lambda: (files, files))
+    first = _build_cuda.build_cuda("sm_90")
+    files[1].write_text('extern "C" int f1() { return 7; }\n')
+    second = _build_cuda.build_cuda("sm_90")
+    assert ctypes.CDLL(str(first)).f1() == 1
+    assert ctypes.CDLL(str(second)).f1() == 7
+    assert len(list((tmp_path / "cache" / "objects").glob("*.o"))) == 3
 
 
 @pytest.mark.sweeps

@@ -19,7 +19,7 @@ from hisparse.kernels.build.compiler import (
     CannotBuildError,
     binding_flags,
     digest_of,
-    produce,
+    produce_from_objects,
 )
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_FLAGS = ["-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "-Werror", "all-warnings"]
+_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-Werror", "all-warnings"]
 
 
 @functools.cache
@@ -101,12 +101,21 @@ def build_cuda(arch: str | None = None) -> Path:
         raise CannotBuildError("no nvcc found (looked in CUDA_HOME, /usr/local/cuda and PATH)")
     headers, link = binding_flags()
     includes = [f"-I{SOURCES}", f"-I{SOURCES / 'include'}", *headers]
-    link = [*link[:2], "-Xcompiler", link[2]]
+    # nvcc divides what it passes on at commas.
+    link = [*link[:2], "-Xlinker", link[2].removeprefix("-Wl,")]
     code = f"-gencode=arch={arch.replace('sm', 'compute')},code={arch}"
-    command = [nvcc, *_FLAGS, code, *includes, *map(str, files), *link]
+    compiler = [nvcc, *_FLAGS, code]
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
-    target = CACHE / f"{name}-{digest_of([], *command, version.stdout)}.so"
-    produce(f"CUDA kernels for {arch}", command, target)
+    common = digest_of(set(parts) - set(files), *compiler, *includes, version.stdout)
+    compilations = {
+        CACHE / "objects" / f"{path.stem}-{digest_of([path], common)}.o": [
+            *compiler, *includes, "-c", str(path)
+        ]
+        for path in files
+    }  # fmt: skip
+    linking = [*compiler, "-shared", *map(str, compilations), *link]
+    target = CACHE / f"{name}-{digest_of([], *linking)}.so"
+    produce_from_objects(f"CUDA kernels for {arch}", compilations, linking, target)
     return target
 
 
