@@ -16,7 +16,7 @@ from hisparse.types import PagedKV
 from hisparse_bench.options import Options
 from hisparse_bench.parts import time_parts
 from hisparse_bench.peers import reason_to_leave_out
-from hisparse_bench.peers.flashinfer_decode import flashinfer_decode
+from hisparse_bench.peers.flashinfer_decode import as_pages, flashinfer_decode
 from hisparse_bench.peers.sglang_native import torch_native_decode
 from hisparse_bench.random_requests import RandomRequests
 from hisparse_bench.report import Case, Result
@@ -28,6 +28,8 @@ __all__ = ["DecodeBench", "DecodeWorkload"]
 #: Tokens decoded to find the drift of the queries that gives the requested miss ratio.
 _CALIBRATION_TOKENS = 40
 _WARMUPS = 8
+#: FlashInfer's two decode kernels: whether each uses tensor cores.
+_FLASHINFER = {"flashinfer": False, "flashinfer_tensor_cores": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class DecodeBench(ModelShape):
             name="decode",
             params=self._params()
             | {"miss_ratio": round(missed / selected, 4)}
-            | ({"left_out": f"flashinfer: {work.left_out}"} if work.left_out else {}),
+            | ({"left_out": work.left_out} if work.left_out else {}),
             gate=gate,
             results=[Result.of(impl, seconds) for impl, seconds in times.items()],
             parts=parts,
@@ -132,8 +134,8 @@ class DecodeWorkload:
 
     def __init__(self, requests: RandomRequests, misses: float) -> None:
         self.requests, self._misses = requests, misses
-        #: Why FlashInfer, which needs CUDA, is not among the peers.
-        self.left_out = ""
+        #: Why a peer that needs CUDA is left out, by its name.
+        self.left_out: dict[str, str] = {}
         kv = requests.kv
         shape = (kv.num_layers, requests.batch, kv.num_q_heads, kv.head_dim)
         self._queries = torch.randn(shape, device=requests.device)
@@ -220,18 +222,52 @@ class DecodeWorkload:
     def _flashinfer(
         self, contexts: list[PagedKV], queries: Tensor, sdpa: Callable[[int], Tensor]
     ) -> dict[str, Candidate]:
-        kv, scale = self.requests.kv, self.requests.policy.scale
-        by_layer: list[Callable[[Tensor], Tensor]] = []
+        """FlashInfer with and without tensor cores: which is faster depends on the GPU."""
+        pages = [as_pages(x, self.requests.kv.page_size) for x in contexts]
+        made = {}
+        for name, tensor_cores in _FLASHINFER.items():
+            peer = _FlashInfer(self.requests, pages, queries, tensor_cores)
+            self.left_out |= peer.reason_to_leave_out(name, sdpa)
+            if name not in self.left_out:
+                made[name] = Candidate(peer.run)
+        return made
+
+
+class _FlashInfer:
+    """One of FlashInfer's decode kernels, for all layers."""
+
+    def __init__(
+        self,
+        requests: RandomRequests,
+        pages: list[PagedKV],
+        queries: Tensor,
+        tensor_cores: bool,
+    ) -> None:
+        self._requests, self._pages, self._queries = requests, pages, queries
+        self._tensor_cores = tensor_cores
+        self._by_layer: list[Callable[[Tensor], Tensor]] = []
+
+    def run(self, step: int) -> Tensor:
+        """Dense attention of the step's layer."""
+        layer = step % len(self._by_layer)
+        return self._by_layer[layer](self._queries[layer])
+
+    def reason_to_leave_out(self, name: str, sdpa: Callable[[int], Tensor]) -> dict[str, str]:
+        """Plan it, and compare the first layer with SDPA's; empty if they agree."""
+        requests = self._requests
 
         def agrees() -> bool:
-            made = (flashinfer_decode(x, kv.num_q_heads, kv.page_size, scale) for x in contexts)
-            by_layer.extend(made)
-            got, expected = by_layer[0](queries[0]), sdpa(0).flatten(1, 2)
+            for pages in self._pages:
+                made = flashinfer_decode(
+                    pages,
+                    requests.batch,
+                    requests.kv.num_q_heads,
+                    requests.policy.scale,
+                    tensor_cores=self._tensor_cores,
+                )
+                self._by_layer.append(made)
+            got, expected = self.run(0), sdpa(0).flatten(1, 2)
             return torch.allclose(got.float(), expected.float(), atol=2e-2, rtol=2e-2)
 
-        def flashinfer(step: int) -> Tensor:
-            layer = step % len(by_layer)
-            return by_layer[layer](queries[layer])
-
-        self.left_out = reason_to_leave_out(agrees)
-        return {} if self.left_out else {"flashinfer": Candidate(flashinfer)}
+        reason = reason_to_leave_out(agrees)
+        return {name: reason} if reason else {}

@@ -24,6 +24,8 @@ __all__ = ["RandomRequests"]
 #: Tokens whose representations are built at once: K and V of a whole context may not fit twice.
 _CHUNK = 4096
 _UNLIMITED_BYTES = 2**50
+#: Bytes of random numbers that are drawn at once.
+_FILL_BYTES = 64 << 20
 
 
 @dataclass(kw_only=True)
@@ -78,8 +80,7 @@ class RandomRequests:
         self.host = HostKVPool(kv, self.batch * pages + 1, "page_head", pin=pin)
         for layer in range(kv.num_layers):
             for pool in self.host.layer(layer):
-                for page in pool:  # Page by page: a copy of the whole pool may not fit.
-                    page.normal_()
+                self._fill(pool)
         order = torch.randperm(self.batch * pages) + 1
         self.table = order.int().view(self.batch, pages).to(self.device)
         self.adapter = TorchAdapter()
@@ -98,6 +99,15 @@ class RandomRequests:
         for slot in range(1, self.batch + 1):
             for layer in range(kv.num_layers):
                 self._build_representations(slot, layer)
+
+    def _fill(self, pool: Tensor) -> None:
+        """Fill a pool with random numbers in blocks, for a copy of the whole pool may not fit."""
+        pages = max(1, _FILL_BYTES // (4 * pool[0].numel()))
+        for part in pool.split(pages):
+            if self.device.type == "cpu":
+                part.normal_()
+            else:  # A GPU draws them faster than the processor by far.
+                part.copy_(torch.randn(part.shape, dtype=pool.dtype, device=self.device))
 
     def _make_algorithm(self, config: HiSparseConfig) -> BaseSparseAlgorithm:
         """The algorithm, which from now on also stores its selections in ``last_selection``."""

@@ -44,6 +44,7 @@ _DECODE = {
     "budget": (2048, "tokens attended per step"),
     "misses": (0.15, "fraction of the selected pages that is not resident"),
     "batch": (1, "requests"),
+    "layers": (2, "layers of the model"),
     "q-heads": (32, "query heads"),
     "kv-heads": (8, "KV heads"),
     "head-dim": (128, "width of a head"),

@@ -50,5 +50,6 @@ def estimate_case(case: Mapping[str, Any], device_name: str) -> dict[str, float]
         batch=params["batch"],
         hit_ratio=1 - params["miss_ratio"],
     )
-    dense = dict.fromkeys(("sdpa", "flashinfer"), found.dense_us)
+    peers = ("sdpa", "flashinfer", "flashinfer_tensor_cores")
+    dense = dict.fromkeys(peers, found.dense_us)
     return dense | {"cuda": found.hisparse_us}

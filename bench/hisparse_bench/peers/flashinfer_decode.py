@@ -13,37 +13,41 @@ from torch import Tensor
 
 from hisparse.types import PagedKV
 
-__all__ = ["flashinfer_decode"]
+__all__ = ["as_pages", "flashinfer_decode"]
 
 _WORKSPACE_BYTES = 256 << 20
 
 
+def as_pages(kv: PagedKV, page_size: int) -> PagedKV:
+    """``[B, Hkv, S, D]`` as ``[B * P, page, Hkv, D]``: a request's pages one after the other."""
+    kv_heads, width = kv.k.shape[1], kv.k.shape[3]
+    return PagedKV(*(x.transpose(1, 2).reshape(-1, page_size, kv_heads, width) for x in kv))
+
+
 def flashinfer_decode(
-    kv: PagedKV, q_heads: int, page_size: int, scale: float
+    pages: PagedKV, batch: int, q_heads: int, scale: float, *, tensor_cores: bool
 ) -> Callable[[Tensor], Tensor]:
     """A function ``q [B, Hq, D] -> [B, Hq, D]`` over whole contexts.
 
     Args:
-        kv: ``[B, Hkv, S, D]``, S a multiple of ``page_size``.
+        pages: ``[B * P, page, Hkv, D]``, from :func:`as_pages`.
+        batch: B.
         q_heads: Hq.
-        page_size: tokens of a page.
         scale: softmax scale.
+        tensor_cores: whether queries that share a KV head are multiplied as a matrix.
 
     Raises:
         ImportError: FlashInfer is not installed.
     """
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-    batch, kv_heads, length, width = kv.k.shape
-    device, per_request = kv.k.device, length // page_size
-    # [B * P, page, Hkv, D]: "NHD", a request's pages one after the other.
-    pages = tuple(x.transpose(1, 2).reshape(-1, page_size, kv_heads, width) for x in kv)
-    ends = torch.arange(batch + 1, dtype=torch.int32, device=device) * per_request
-    indices = torch.arange(batch * per_request, dtype=torch.int32, device=device)
+    count, page_size, kv_heads, width = pages.k.shape
+    device, dtype = pages.k.device, pages.k.dtype
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=device) * (count // batch)
+    indices = torch.arange(count, dtype=torch.int32, device=device)
     full = torch.full((batch,), page_size, dtype=torch.int32, device=device)
     workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
-    dtype = kv.k.dtype
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
     wrapper.plan(
         ends,
         indices,
@@ -56,4 +60,4 @@ def flashinfer_decode(
         q_data_type=dtype,
         kv_data_type=dtype,
     )
-    return lambda q: wrapper.run(q, pages)
+    return lambda q: wrapper.run(q, tuple(pages))
