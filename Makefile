@@ -21,7 +21,9 @@
 # make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
 # make older-triton   .venv/triton/, 600 MB, which PART=compile makes itself
 # make fuzz-tools   .venv/fuzz/, 130 MB, which PART=hostile makes itself where atheris has a wheel
-# make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, sanitizers, speed
+# make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, speed, a served
+#                  SGLang, sanitizers; PART=kernels, engine, bench-kernels, bench-decode, bench-step,
+#                  serve or sanitizers for one of them alone, each below 8 minutes
 # make gpu-wheels  what gpu-check needs besides, as wheels for such a machine without an index
 # make pins    the hashes in requirements/, after a version there has changed
 # make wheel   dist/*.whl from the last commit: the same commit gives the same bytes
@@ -129,7 +131,7 @@ older-triton: setup
 GPU_PYTHON ?= python3
 
 gpu-check:
-	@$(GPU_PYTHON) scripts/gpu_check.py
+	@$(GPU_PYTHON) scripts/gpu_check.py $(if $(PART),--part $(PART))
 
 gpu-wheels:
 	@scripts/gpu_wheels.sh

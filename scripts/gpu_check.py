@@ -1,8 +1,11 @@
 """What ``make gpu-check`` runs: correctness first, then speed, on a machine with a CUDA GPU.
 
 Needs PyTorch with CUDA and nvcc; pytest, hypothesis, apache-tvm-ffi, rich and psutil are taken from
-where they are installed, or from wheels (see --wheels). What is missing is said and left out; a
-benchmark of a kernel whose tests failed is not run. Writes one JSON file and prints one table.
+where they are installed, or from wheels (see --wheels). What is missing is said and left out. The
+parts run one after the other, ``--part NAME`` runs one alone; each builds what it needs and takes
+less than 8 minutes. A part that fails stops no other. In a run of all parts a benchmark of a kernel
+whose tests failed is not run; alone, its own check decides. Writes one JSON file and prints one
+table.
 """
 
 from __future__ import annotations
@@ -44,26 +47,40 @@ SUITES = {
     "graphs": ["gpu/test_graphs.py", "gpu/test_algorithm_graphs.py", "gpu/test_step_graphs.py"],
     "overlap": ["gpu/test_overlap_graphs.py"],
 }
+_KERNELS = ["lru", "transfer", "attention"]
+_SWAP_IN = ["swap-in", "--pool-bytes", str(20 << 30)]
+_DECODE = ["decode", "--dtype", "bfloat16", "--steps", "40"]
+#: By name: the parts of the suite that a benchmark stands on, and its flags.
 BENCHES = {
     "lru-diff": (["lru"], ["lru-diff", "--rows", "32"]),
     "transfer": (
         ["transfer"],
         ["transfer", "--pool-bytes", str(20 << 30), "--page-bytes", "4096", "--pages", "4096"],
     ),
-    "swap-in 656 B x 1": (["lru", "transfer"], ["swap-in", "--row-bytes", "656"]),
-    "swap-in 1152 B x 1": (["lru", "transfer"], ["swap-in", "--row-bytes", "1152"]),
-    "swap-in 656 B x 64": (["lru", "transfer"], ["swap-in", "--row-bytes", "656", "--batch", "64"]),
-    "swap-in 1152 B x 64": (
-        ["lru", "transfer"],
-        ["swap-in", "--row-bytes", "1152", "--batch", "64"],
-    ),
-    "decode 32k": (["lru", "transfer", "attention"], ["decode", "--dtype", "bfloat16"]),
-    "decode 8k": (
-        ["lru", "transfer", "attention"],
-        ["decode", "--dtype", "bfloat16", "--context", "8192"],
+    # Tokens of DeepSeek's sparse attention, stored in eight bits and in bfloat16.
+    **{
+        f"swap-in {size} B x {batch}": (
+            ["lru", "transfer"],
+            [*_SWAP_IN, "--row-bytes", str(size), "--batch", str(batch)],
+        )
+        for batch in (1, 64)
+        for size in (656, 1152)
+    },
+    **{
+        f"decode {context >> 10}k x {batch}": (
+            _KERNELS,
+            [*_DECODE, "--context", str(context), "--batch", str(batch)]
+            # K and V of one layer, once for each dense peer, are 32 GiB.
+            + (["--layers", "1"] if batch == 32 else []),
+        )
+        for context, batch in ((8192, 1), (32768, 1), (131072, 1), (131072, 8), (131072, 32))
+    },
+    "decode 128k x 8 quest": (
+        _KERNELS,
+        [*_DECODE, "--context", "131072", "--batch", "8", "--algorithm", "quest"],
     ),
     "step 32k": (
-        ["lru", "transfer", "attention", "overlap"],
+        [*_KERNELS, "overlap"],
         ["step", "--dtype", "bfloat16", "--context", "32768", "--batch", "4"],
     ),
     "prefill 32k": (
@@ -71,17 +88,36 @@ BENCHES = {
         ["prefill", "--dtype", "bfloat16", "--context", "32768", "--chunk", "2048"],
     ),
 }
-SWAP_IN_POOL = str(20 << 30)
+#: Parts that run alone: what of SUITES, BENCHES and the rest belongs to each.
+PARTS = {
+    "kernels": ["lru", "transfer", "attention", "fp8"],
+    "engine": ["adapters", "graphs", "overlap"],
+    "bench-kernels": ["lru-diff", "transfer", *(n for n in BENCHES if n.startswith("swap-in"))],
+    "bench-decode": [n for n in BENCHES if n.startswith("decode") and not n.endswith("x 32")],
+    "bench-step": ["decode 128k x 32", "step 32k", "prefill 32k"],
+    "serve": ["served"],
+    "sanitizers": ["memcheck", "racecheck"],
+}
+#: Triton and PyTorch warn of what is theirs, which pyproject.toml would make errors.
+_PYTEST = ["--maxfail=5", "-p", "no:cacheprovider", "-W", "ignore::Warning"]
 SANITIZED = "tests/kernels/gpu/small_case.py"
 
 
 class Check:
-    """Runs the steps within a time limit and keeps what came of them."""
+    """Runs the steps of a part within a time limit and keeps what came of them.
 
-    def __init__(self, limit_s: float, env: dict[str, str]) -> None:
+    Args:
+        limit_s: for all steps together.
+        env: environment of the steps.
+        steps: what came of earlier parts; steps are added to it.
+    """
+
+    def __init__(
+        self, limit_s: float, env: dict[str, str], steps: list[dict[str, Any]] | None = None
+    ) -> None:
         self._end = time.monotonic() + limit_s
         self._env = env
-        self.steps: list[dict[str, Any]] = []
+        self.steps = [] if steps is None else steps
 
     def run(self, name: str, command: Sequence[str], limit_s: float) -> dict[str, Any]:
         """One step; it fails if it ends badly or not in time."""
@@ -111,16 +147,17 @@ class Check:
         print(f"{step['status']:8}{step['seconds']:7.1f} s  {step['step']}", *first, flush=True)
         return step
 
-    def passed(self, name: str) -> bool:
-        """Whether the step ``name`` ran and passed."""
-        return any(s["step"] == name and s["status"] == "passed" for s in self.steps)
+    def failed(self, name: str) -> bool:
+        """Whether the step ``name`` was asked for and did not pass."""
+        return any(s["step"] == name and s["status"] != "passed" for s in self.steps)
 
 
 def main() -> int:
     """Exit code 0 if whatever could run passed, 1 if not, 2 if there is nothing to check."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=PARTS, help="one part alone (all)")
     parser.add_argument("--out", type=Path, help="JSON file (bench/results/DATE-gpu-check-COMMIT)")
-    parser.add_argument("--limit", type=float, default=480, help="seconds for all of it (480)")
+    parser.add_argument("--limit", type=float, default=480, help="seconds for each part (480)")
     parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "gpu-wheels")
     arguments = parser.parse_args()
     import torch
@@ -128,7 +165,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("gpu-check: error: PyTorch finds no CUDA GPU here, expected one", file=sys.stderr)
         return 2
-    check = Check(arguments.limit, _environment(arguments.wheels))
+    env = _environment(arguments.wheels)
     missing = _missing()
     if missing:
         print(
@@ -137,39 +174,69 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    run_all(check)
-    report = describe(torch) | {"steps": check.steps}
-    report["estimated_us"] = estimate_speeds(check.steps, report["device"])
+    parts = [arguments.part] if arguments.part else list(PARTS)
+    report = describe(torch) | {"parts": parts, "steps": []}
     out = arguments.out or _default_out(report)
+    steps: list[dict[str, Any]] = []
     out.parent.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        run_part(part, Check(arguments.limit, env, steps))
+        # After each part, for a machine may be lent for minutes.
+        out.write_text(json.dumps(report | {"steps": steps}, indent=1) + "\n")
+    report |= {"steps": steps, "estimated_us": estimate_speeds(steps, report["device"])}
     out.write_text(json.dumps(report, indent=1) + "\n")
-    print_speeds(check.steps, report["estimated_us"])
+    print_speeds(steps, report["estimated_us"])
     print(f"wrote {out}")
-    return 1 if any(step["status"] == "failed" for step in check.steps) else 0
+    return 1 if any(step["status"] == "failed" for step in steps) else 0
 
 
-def run_all(check: Check) -> None:
-    """Build, tests by part, sanitizers, then the benchmarks of what is right."""
-    python = sys.executable
-    check.run("build", [python, "-m", "hisparse", "build"], 120)
-    for part, files in SUITES.items():
-        paths = [f"tests/kernels/{file}" for file in files]
-        check.run(part, [python, "-m", "pytest", "-q", "-x", *paths], 150)
+def run_part(part: str, check: Check) -> None:
+    """The steps of one part; the build comes first and takes no time if the cache has it."""
+    check.run(f"{part}: build", [sys.executable, "-m", "hisparse", "build"], 150)
+    for name in PARTS[part]:
+        if part in ("kernels", "engine"):
+            run_suite(name, check)
+        elif part == "sanitizers":
+            run_sanitizer(name, check)
+        elif part == "serve":
+            run_served(check)
+        else:
+            run_bench(name, check)
+
+
+def run_suite(name: str, check: Check) -> None:
+    """Tests of one part of the suite. Warnings of the libraries there are no errors."""
+    paths = [f"tests/kernels/{file}" for file in SUITES[name]]
+    check.run(name, [sys.executable, "-m", "pytest", "-q", *_PYTEST, *paths], 240)
+
+
+def run_sanitizer(tool: str, check: Check) -> None:
+    """A few small steps under compute-sanitizer."""
     sanitizer = shutil.which("compute-sanitizer")
-    for tool in ("memcheck", "racecheck"):
-        if sanitizer is None:
-            check.skip(tool, "compute-sanitizer is not installed")
-            continue
-        command = [sanitizer, "--tool", tool, "--error-exitcode", "9", python, SANITIZED]
-        check.run(tool, command, 90)
-    for name, (parts, arguments) in BENCHES.items():
-        wrong = [part for part in parts if not check.passed(part)]
-        if wrong:
-            check.skip(f"bench {name}", f"the tests of {', '.join(wrong)} did not pass")
-            continue
-        more = ["--pool-bytes", SWAP_IN_POOL] if arguments[0] == "swap-in" else []
-        command = [python, "-m", "hisparse", "bench", *arguments, *more]
-        check.run(f"bench {name}", [*command, "--device", "cuda", "--json"], 90)
+    if sanitizer is None:
+        check.skip(tool, "compute-sanitizer is not installed")
+        return
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, SANITIZED]
+    check.run(tool, command, 200)
+
+
+def run_served(check: Check) -> None:
+    """SGLang with hisparse, eager, captured and with overlap."""
+    if importlib.util.find_spec("sglang") is None:
+        check.skip("bench served", "sglang is not installed")
+        return
+    check.run("bench served", [sys.executable, "-m", "tests.kernels.gpu.served"], 440)
+
+
+def run_bench(name: str, check: Check) -> None:
+    """A benchmark, unless tests that it stands on have failed in this run."""
+    parts, arguments = BENCHES[name]
+    wrong = [part for part in parts if check.failed(part)]
+    if wrong:
+        check.skip(f"bench {name}", f"the tests of {', '.join(wrong)} did not pass")
+        return
+    command = [sys.executable, "-m", "hisparse", "bench", *arguments]
+    check.run(f"bench {name}", [*command, "--device", "cuda", "--json"], 150)
 
 
 def estimate_speeds(steps: Sequence[dict[str, Any]], device: str) -> dict[str, dict[str, float]]:

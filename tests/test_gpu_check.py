@@ -14,12 +14,13 @@ import torch
 from hisparse_bench.decode import DecodeBench
 from scripts.gpu_check import (
     BENCHES,
+    PARTS,
     ROOT,
     SUITES,
     Check,
     estimate_speeds,
     print_speeds,
-    run_all,
+    run_part,
 )
 
 PYTHON = sys.executable
@@ -42,7 +43,12 @@ def test_a_step_passes_fails_or_runs_out_of_time(capsys: pytest.CaptureFixture[s
     assert (bad["status"], bad["output"].strip()) == ("failed", "wrong")
     late = check.run("late", [PYTHON, "-c", "import time; time.sleep(60)"], 2)
     assert (late["status"], late["output"].strip()) == ("failed", "not done in 2 s")
-    assert [check.passed(name) for name in ("good", "bad", "late", "none")] == [True] + [False] * 3
+    assert [check.failed(name) for name in ("good", "bad", "late", "none")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
     assert Check(0, {}).run("no time", [PYTHON], 5)["status"] == "skipped"
     assert "wrong" in capsys.readouterr().out
 
@@ -58,10 +64,30 @@ def test_no_speed_of_a_kernel_whose_tests_failed(monkeypatch: pytest.MonkeyPatch
         return check._keep({"step": name, "status": status, "seconds": 0.0, "output": ""})
 
     monkeypatch.setattr(check, "run", run)
-    run_all(check)
-    assert [name for name in asked if name.startswith("bench")] == ["bench transfer"]
-    skipped = [s["step"] for s in check.steps if s["status"] == "skipped"]
-    assert {f"bench {name}" for name in BENCHES} - {"bench transfer"} <= set(skipped)
+    for part in PARTS:
+        run_part(part, check)
+    benches = {f"bench {name}" for name in BENCHES}
+    assert benches & set(asked) == {"bench transfer"}
+    skipped = {s["step"] for s in check.steps if s["status"] == "skipped"}
+    assert benches - {"bench transfer"} <= skipped
+    # Alone, a benchmark's own check decides.
+    alone = Check(30, {})
+    asked.clear()
+    monkeypatch.setattr(alone, "run", run)
+    run_part("bench-kernels", alone)
+    assert {f"bench {name}" for name in PARTS["bench-kernels"]} <= set(asked)
+
+
+def test_every_step_is_in_one_part() -> None:
+    steps = [name for names in PARTS.values() for name in names]
+    assert sorted(steps) == sorted([*SUITES, *BENCHES, "served", "memcheck", "racecheck"])
+
+
+def test_an_unknown_part_is_refused_with_the_choices() -> None:
+    command = [PYTHON, "scripts/gpu_check.py", "--part", "speed"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "'speed'" in done.stderr.splitlines()[-1] and "bench-decode" in done.stderr
 
 
 def test_the_table_holds_only_what_passed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +136,8 @@ def test_the_gpu_s_proxy_writes_back_what_an_operation_wrote(
 
     monkeypatch.setattr(on_gpu, "cuda", cpu)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(on_gpu._Copies, "_where", staticmethod(lambda pinned: {}))
+    monkeypatch.setattr(on_gpu, "DEVICE_MEMORY", {})
+    monkeypatch.setattr(on_gpu, "PINNED_MEMORY", {})
     monkeypatch.setitem(_impl._LOADERS, on_gpu.ON_GPU, lambda devices: on_gpu)
     src = PagedKV(*torch.randn(2, 5, 1, 4, 8))
     dst = PagedKV(*torch.zeros(2, 5, 1, 4, 8))
@@ -123,6 +150,16 @@ def test_the_gpu_s_proxy_writes_back_what_an_operation_wrote(
     k, v = copies.of(PagedKV(latent, latent[..., :6]), pinned=False)
     assert v.data_ptr() == k.data_ptr() != latent.data_ptr()
     assert torch.equal(v, latent[..., :6])
+
+
+def test_the_proxy_compares_tensors_of_one_element() -> None:
+    """They count as contiguous whatever their strides, but a view as bytes is refused."""
+    from tests.kernels.gpu.on_gpu import _bits
+
+    one = torch.empty_strided((1,), (4,))
+    assert one.is_contiguous()
+    assert torch.equal(_bits(one.fill_(1.0)), torch.ones(1).view(torch.uint8))
+    assert torch.equal(_bits(torch.arange(6).view(2, 3).T), _bits(torch.tensor([0, 3, 1, 4, 2, 5])))
 
 
 def test_wheels_are_named_by_the_pins() -> None:

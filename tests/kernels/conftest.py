@@ -1,7 +1,8 @@
 """Every kernel test runs once for each implementation that can run here.
 
-With HISPARSE_TEST_CUDA=1 (``make gpu-check``) it runs on the GPU instead, and with
-TRITON_INTERPRET=1 (``test_triton.py``) on Triton's interpreter.
+With HISPARSE_TEST_CUDA=1 (``make gpu-check``) it runs on the GPU instead. With
+HISPARSE_TEST_CUDA=proxy and TRITON_INTERPRET=1 (``test_triton.py``) it runs through the GPU's proxy
+too, but CUDA kernels run on fibers and Triton's on its interpreter.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _CUDA_TESTS = {
     "test_transfer",
     "test_transfer_layers",
 }
+_TRITON_SELECTS = {"test_select", "test_select_inputs"}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -52,10 +54,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     in_triton = "page_score" in metafunc.definition.name
     if metafunc.module.__name__.rpartition(".")[2] in _CUDA_TESTS and not in_triton:
         names.append(ON_FIBERS)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        names = ["triton"]
-    if os.environ.get("HISPARSE_TEST_CUDA") == "1":
+    if os.environ.get("HISPARSE_TEST_CUDA") in ("1", "proxy"):
         names = [on_gpu.ON_GPU]
+        # On a GPU selections are CUDA's; Triton's are for whoever cannot build those.
+        if metafunc.module.__name__.rpartition(".")[2] in _TRITON_SELECTS:
+            names += ["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else []
     metafunc.parametrize("impl", names, indirect=True, scope="session")
 
 
@@ -66,6 +69,8 @@ def impl(request: pytest.FixtureRequest) -> Iterator[str]:
         if name == ON_FIBERS:
             run_on_fibers(patch)
         elif name == on_gpu.ON_GPU:
+            if os.environ["HISPARSE_TEST_CUDA"] == "proxy":
+                run_proxy_on_fibers(patch)
             patch.setitem(_impl._LOADERS, on_gpu.ON_GPU, lambda devices: Verified(on_gpu))
         yield name
 
@@ -91,6 +96,14 @@ def run_on_fibers(patch: pytest.MonkeyPatch, library: Any = None) -> None:
     patch.setattr(from_triton, "triton_ops", lambda: reference)
     patch.setitem(_impl._LOADERS, ON_FIBERS, lambda devices: Verified(orders))
     patch.setitem(_impl._LOADERS, UNVERIFIED, lambda devices: orders)
+
+
+def run_proxy_on_fibers(patch: pytest.MonkeyPatch) -> None:
+    """Run the GPU's proxy without a GPU: its copies lie in host memory."""
+    patch.setattr(_build_cuda, "cuda_library", build.fiber_library)
+    patch.setattr(on_gpu, "DEVICE_MEMORY", {})
+    patch.setattr(on_gpu, "PINNED_MEMORY", {})
+    patch.setattr(torch.cuda, "synchronize", lambda: None)
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -17,6 +17,9 @@ from hisparse.kernels import SelectRule, cuda
 from hisparse.kernels.cuda import IN_TRITON
 
 ON_GPU = "cuda-on-gpu"
+#: Where copies are made; a test without a GPU changes both.
+DEVICE_MEMORY: dict[str, Any] = {"device": "cuda"}
+PINNED_MEMORY: dict[str, Any] = {"pin_memory": True}
 #: Position of the argument whose tensors stay in (pinned) host memory.
 _HOST_SIDE = {"append_tokens": 1, "gather_pages": 0, "scatter_tokens": 1, "gather_tokens": 0}
 
@@ -37,17 +40,14 @@ class _Copies:
             return replace(value, invalid_scores=self.of(value.invalid_scores, pinned=pinned))
         return value
 
-    @staticmethod
-    def _where(pinned: bool) -> dict[str, Any]:
-        return {"pin_memory": True} if pinned else {"device": "cuda"}
-
     def _copy(self, tensor: Tensor, *, pinned: bool) -> Tensor:
         for held, copy in self._made:
             # MLA's values are the first columns of its keys: they have to stay that.
             if _is_view(tensor, held):
                 return copy[..., : tensor.shape[-1]]
         shape, strides = tensor.shape, tensor.stride()
-        copy = torch.empty_strided(shape, strides, dtype=tensor.dtype, **self._where(pinned))
+        where = PINNED_MEMORY if pinned else DEVICE_MEMORY
+        copy = torch.empty_strided(shape, strides, dtype=tensor.dtype, **where)
         copy.copy_(tensor)
         self._made.append((tensor, copy))
         return copy
