@@ -162,6 +162,25 @@ def test_the_proxy_compares_tensors_of_one_element() -> None:
     assert torch.equal(_bits(torch.arange(6).view(2, 3).T), _bits(torch.tensor([0, 3, 1, 4, 2, 5])))
 
 
+def test_the_served_gate_compares_graphs_with_eager_steps() -> None:
+    from hisparse.config import HiSparseConfig
+    from hisparse_bench.server import Generation
+    from tests.kernels.gpu import served
+
+    def gate(**ids: list[int]) -> str:
+        runs = {
+            name: [Generation("", ids.get(name, [5, 6]), [1.0, 2.0, 2.5], 9, 0)] * 2
+            for name in served.SERVERS
+        }
+        return served.cases_of(runs)[0].gate
+
+    assert gate() == gate(sglang=[5, 9], dense=[5, 8]) == "passed"
+    assert gate(graphs=[5, 7]) == gate(graphs_overlap=[5, 7]) == gate(dense=[6]) == "failed"
+    for config in filter(None, served.SERVERS.values()):
+        flags = served.flags_of(config)
+        HiSparseConfig.from_dict(json.loads(flags[flags.index("--hisparse-config") + 1]))
+
+
 def test_wheels_are_named_by_the_pins() -> None:
     pins = Path(ROOT / "requirements" / "cpu.txt").read_text().lower()
     script = (ROOT / "scripts" / "gpu_wheels.sh").read_text()
