@@ -89,8 +89,12 @@ class PinnedMemory:
         device: torch.device,
         *,
         pin: bool = False,
+        ranks: object = None,
     ) -> Tensor:
-        """In place of ``hisparse.cache.allocate.zeros``: fake memory, however much."""
+        """In place of ``hisparse.cache.allocate.zeros``: fake memory, however much.
+
+        Memory that ranks share is that of one rank here.
+        """
         tensor = torch.zeros(shape, dtype=dtype, device=device)
         if pin:
             self.add(tensor)
