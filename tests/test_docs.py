@@ -17,6 +17,7 @@ from hisparse.cli import eval as eval_command
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.registry import Registry
 from hisparse.testing import Simulator
+from scripts.gpu_check import PARTS as GPU_PARTS
 from scripts.make_reference import make_reference
 
 ROOT = Path(__file__).parent.parent
@@ -120,10 +121,11 @@ def test_files_in_the_text_exist(page: Path) -> None:
 def test_make_commands_have_a_recipe() -> None:
     makefile = (ROOT / "Makefile").read_text()
     text = "\n".join(page.read_text() for page in PAGES)
-    targets = {f"test-{part}" for part in re.findall(r"\bPART=(\w+)", text)}
+    targets = {f"test-{part}" for part in re.findall(r"(?<!gpu-check )\bPART=(\w+)", text)}
     targets |= set(re.findall(r"^make ([\w-]+)", README, re.MULTILINE))
     for target in targets:
         assert re.search(rf"^{target}:.*\n\t", makefile, re.MULTILINE), target
+    assert set(re.findall(r"gpu-check PART=([\w-]+)", text)) <= set(GPU_PARTS)
 
 
 def test_the_algorithm_in_the_readme_is_the_example() -> None:
