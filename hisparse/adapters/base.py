@@ -22,7 +22,7 @@ class Attended(NamedTuple):
     """Attention over a part of the keys. :func:`merge_attended` merges two parts.
 
     Attributes:
-        out: ``[..., Dv] float32``, attention output.
+        out: ``[..., Dv]``, attention output, float32 or in the dtype of q.
         lse: ``[...] float32``, natural log-sum-exp of the logits.
     """
 
@@ -31,12 +31,15 @@ class Attended(NamedTuple):
 
 
 def merge_attended(a: Attended, b: Attended) -> Attended:
-    """Merge attention over two disjoint parts of the keys. A part without keys has lse -inf."""
+    """Merge attention over two disjoint parts of the keys, in float32.
+
+    A part without keys has lse -inf. Outputs may be in 16 bits; the merged one is float32.
+    """
     lse = torch.logaddexp(a.lse, b.lse)
     # For two empty parts -inf - -inf is NaN; their weights must be 0.
     weight_a = (a.lse - lse).exp().nan_to_num(0.0)[..., None]
     weight_b = (b.lse - lse).exp().nan_to_num(0.0)[..., None]
-    return Attended(a.out * weight_a + b.out * weight_b, lse)
+    return Attended((a.out * weight_a).addcmul_(b.out, weight_b), lse)
 
 
 class TableLimits(NamedTuple):

@@ -122,4 +122,4 @@ class FlashAttentionAdapter(TorchAdapter):
         tensors = (q.to(k.dtype)[None], k[None], v[None])
         options = {"softmax_scale": scale, "causal": causal, "return_softmax_lse": True}
         out, lse, *_ = self._attend(*tensors, **options)
-        return Attended(out[0].float(), lse[0].transpose(0, 1))
+        return Attended(out[0], lse[0].transpose(0, 1))

@@ -99,7 +99,7 @@ class FlashInferAdapter(TorchAdapter):
         out, lse = self._prefill(
             q.to(k.dtype), k, v, causal=causal, sm_scale=scale, backend="fa2", return_lse=True
         )
-        return Attended(out.float(), lse * math.log(2))
+        return Attended(out, lse * math.log(2))
 
 
 def _round_up(number: int) -> int:

@@ -34,16 +34,14 @@ class TorchAdapter(BackendAdapter):
     def attend(
         self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
     ) -> Attended:
-        query = q.float() * scale
-        return Attended(*paged_attention(query, kv, page_table, seq_lens))
+        return Attended(*paged_attention(q, kv, page_table, seq_lens, scale=scale))
 
     def attend_fp8(
         self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, scale: float
     ) -> Attended:
-        query = q.float() * scale
-        return Attended(*paged_attention(query, kv, page_table, seq_lens))
+        return Attended(*paged_attention(q, kv, page_table, seq_lens, scale=scale))
 
     def attend_prefill(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
     ) -> Attended:
-        return Attended(*chunk_attention(q.float() * scale, k, v, causal=causal))
+        return Attended(*chunk_attention(q, k, v, causal=causal, scale=scale))

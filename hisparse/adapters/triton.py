@@ -22,7 +22,8 @@ __all__ = ["TritonAdapter"]
 class TritonAdapter(TorchAdapter):
     """Decodes with the Triton version of :func:`hisparse.kernels.paged_attention`.
 
-    The kernel takes page tables, strides and lengths unchanged, entries of -1 included.
+    The kernel takes queries, page tables, strides and lengths unchanged, entries of -1 included.
+    All calls on a device have to run on one stream.
     """
 
     device_types = ("cuda",)
@@ -34,11 +35,11 @@ class TritonAdapter(TorchAdapter):
     def attend(
         self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
     ) -> Attended:
-        query = q.float() * scale
-        return Attended(*paged_attention(query, kv, page_table, seq_lens, impl="triton"))
+        attended = paged_attention(q, kv, page_table, seq_lens, scale=scale, impl="triton")
+        return Attended(*attended)
 
     def attend_fp8(
         self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, scale: float
     ) -> Attended:
-        query = q.float() * scale
-        return Attended(*paged_attention(query, kv, page_table, seq_lens, impl="triton"))
+        attended = paged_attention(q, kv, page_table, seq_lens, scale=scale, impl="triton")
+        return Attended(*attended)

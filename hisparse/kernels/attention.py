@@ -12,7 +12,7 @@ from hisparse.types import PagedKV, StoredKV
 
 __all__ = ["paged_attention"]
 
-_KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def paged_attention(
@@ -21,22 +21,25 @@ def paged_attention(
     page_table: Tensor,
     seq_lens: Tensor,
     *,
+    scale: float = 1.0,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attend one query token per row over the pages of that row; float32 throughout.
+    """Attend one query token per row over the pages of that row.
 
     Args:
-        query: ``[R, Q, Dk] float32``, times the softmax scale; Q is a multiple of Hr, query heads
-            of one KV head side by side.
+        query: ``[R, Q, Dk]`` float32, bfloat16 or float16; Q is a multiple of Hr, query heads of
+            one KV head side by side.
         kv: ``[N, Hr, S, D]`` pages; float8_e4m3fn if there are scales, else float32, bfloat16 or
             float16.
         page_table: ``[R, P] int32``, page ids; entries beyond ``seq_lens`` are not read.
         seq_lens: ``[R] int32``, tokens to attend; every page but the last one is full.
+        scale: softmax scale, which multiplies the logits in float32.
         impl: "auto", or an implementation's name.
 
     Returns:
-        out ``[R, Q, Dv] float32``, and the natural log of the sum of exponentials of the logits
-        ``[R, Q] float32``, -inf for a row without tokens.
+        out ``[R, Q, Dv]``, float32 or, on a GPU, in the query's dtype; and the natural log of the
+        sum of exponentials of the logits ``[R, Q] float32``, -inf for a row without tokens. A
+        float32 query is attended in float32 throughout.
 
     Raises:
         KernelError: a tensor has another shape, dtype or device, or a page is not in the pool.
@@ -44,7 +47,7 @@ def paged_attention(
     stored = StoredKV(*kv)
     check_once(_check, query, *stored.kv, stored.scales, page_table, seq_lens)
     module = implementation(impl, query.device, kv.k.device)
-    out, lse = module.paged_attention(query, stored, page_table, seq_lens)
+    out, lse = module.paged_attention(query, stored, page_table, seq_lens, scale)
     return out, lse
 
 
@@ -56,9 +59,9 @@ def _check(
     page_table: Tensor,
     seq_lens: Tensor,
 ) -> None:
-    check_tensor("query", query, torch.float32, (None, None, None))
+    check_tensor("query", query, _DTYPES, (None, None, None))
     (rows, queries, width), device = query.shape, query.device
-    dtypes = _KV_DTYPES if scales is None else torch.float8_e4m3fn
+    dtypes = _DTYPES if scales is None else torch.float8_e4m3fn
     check_tensor("kv.k", k, dtypes, (None, None, None, width), device)
     check_tensor("kv.v", v, k.dtype, (*k.shape[:3], None), device)
     if scales is not None:

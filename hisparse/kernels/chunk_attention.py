@@ -11,42 +11,50 @@ from hisparse.kernels.dispatch import implementation
 
 __all__ = ["chunk_attention"]
 
-_KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def chunk_attention(
-    query: Tensor, k: Tensor, v: Tensor, *, causal: bool, impl: str = "auto"
+    query: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float = 1.0,
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attend many query tokens over contiguous keys; float32 throughout.
+    """Attend many query tokens over contiguous keys.
 
     A prefill calls it once for the chunk itself and once for each tile of the prefix, and merges
     the parts by their log-sum-exp.
 
     Args:
-        query: ``[T, Hq, Dk] float32``, times the softmax scale; Hq is a multiple of Hkv, query
-            heads of one KV head side by side.
+        query: ``[T, Hq, Dk]`` float32, bfloat16 or float16; Hq is a multiple of Hkv, query heads
+            of one KV head side by side.
         k: ``[Tk, Hkv, Dk]`` float32, bfloat16 or float16; any strides, but Dk dense.
         v: ``[Tk, Hkv, Dv]``, dtype and strides as for ``k``.
         causal: query t attends keys 0 to t (T = Tk); if False, every query attends all.
+        scale: softmax scale, which multiplies the logits in float32.
         impl: "auto", or an implementation's name.
 
     Returns:
-        out ``[T, Hq, Dv] float32``, and the natural log of the sum of exponentials of the logits
-        ``[T, Hq] float32``, -inf without keys.
+        out ``[T, Hq, Dv]``, float32 or, on a GPU, in the query's dtype; and the natural log of the
+        sum of exponentials of the logits ``[T, Hq] float32``, -inf without keys. A float32 query
+        is attended in float32 throughout.
 
     Raises:
         KernelError: a tensor has another shape, dtype or device.
     """
     check_once(_check, query, k, v, values=(causal,))
     module = implementation(impl, query.device, k.device)
-    out, lse = module.chunk_attention(query, k, v, causal)
+    out, lse = module.chunk_attention(query, k, v, causal, scale)
     return out, lse
 
 
 def _check(query: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-    check_tensor("query", query, torch.float32, (None, None, None))
+    check_tensor("query", query, _DTYPES, (None, None, None))
     (tokens, heads, width), device = query.shape, query.device
-    check_tensor("k", k, _KV_DTYPES, (None, None, width), device)
+    check_tensor("k", k, _DTYPES, (None, None, width), device)
     check_tensor("v", v, k.dtype, (*k.shape[:2], None), device)
     check_divides("k", k.shape[1], heads)
     if causal and tokens != k.shape[0]:

@@ -23,6 +23,7 @@ __all__ = [
     "attended_tables",
     "host_token_bytes",
     "make_sizing_request",
+    "prefill_bytes",
     "tile_pages",
 ]
 
@@ -45,6 +46,7 @@ class Resources:
         device_type: "cuda" or "cpu", the device of the model.
         device: the GPU, whose limits are then checked; None if it is not known.
         node_ranks: ranks of the node, which share one copy of an MLA model's latents.
+        chunk_tokens: the most tokens of a prefill; 0: what they take is not charged.
     """
 
     host_bytes: int
@@ -54,6 +56,7 @@ class Resources:
     device_type: str
     device: DeviceLimits | None = None
     node_ranks: int = 1
+    chunk_tokens: int = 0
 
 
 def make_sizing_request(
@@ -79,6 +82,7 @@ def make_sizing_request(
     """
     spec = policy.kv
     stored_heads = spec.num_kv_heads if policy.heads == 1 else 1
+    prefill = prefill_bytes(spec, min(resources.chunk_tokens, resources.context_length))
     staging_bytes = config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes)
     copies = resources.node_ranks if spec.latent else 1
     request = SizingRequest(
@@ -110,10 +114,25 @@ def make_sizing_request(
             max_row_pages=request.max_row_pages,
             tile_pages=tile_pages(config, spec, request.staging_bytes),
         )
-        return adapter.workspace_bytes(spec, [*tables, *extra_tables(max_requests, context_pages)])
+        tables += extra_tables(max_requests, context_pages)
+        return prefill + adapter.workspace_bytes(spec, tables)
 
     by_power = tuple(workspace(1 << power) for power in range(_WORKSPACES))
     return replace(request, workspace_bytes=by_power)
+
+
+def prefill_bytes(kv: KVSpec, tokens: int) -> int:
+    """Device memory for outputs of a prefill while a tile of the prefix is merged, in bytes.
+
+    The merged output in float32, before and after, and the tile's in the model's dtype, with their
+    log-sum-exps. The kernels themselves keep logits in registers.
+
+    Args:
+        kv: shapes of the model.
+        tokens: tokens of the prefill.
+    """
+    value_bytes = 4 + 4 + kv.dtype.itemsize
+    return tokens * kv.num_q_heads * (kv.v_head_dim * value_bytes + 3 * 4)
 
 
 def host_token_bytes(

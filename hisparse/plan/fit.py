@@ -18,6 +18,8 @@ from hisparse.units import format_bytes, resolve_memory
 __all__ = ["Capacity", "Machine", "fit", "refuse"]
 
 _MIB = 2**20
+#: ``--chunked-prefill-size``, as SGLang sets it on a GPU of 80 GB.
+_CHUNK_TOKENS = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +193,7 @@ def _size_for_one(
         max_requests=1,
         device_type="cuda",
         node_ranks=machine.tp,
+        chunk_tokens=_CHUNK_TOKENS,
     )
     algorithm = build_algorithm(config)
     return make_setup(config, algorithm, spec, spec.head_dim**-0.5, resources).sizing

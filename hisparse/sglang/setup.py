@@ -66,9 +66,19 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
             device_type=configurator.device,
             device=device_limits(configurator.device),
             node_ranks=ranks.size,
+            chunk_tokens=_chunk_tokens(configurator),
         ),
     )
     return Session(**vars(setup), ranks=ranks)
+
+
+def _chunk_tokens(configurator: Any) -> int:
+    """The most tokens of a prefill on a GPU; 0 on a CPU, where host memory has room for them."""
+    args = configurator.server_args
+    if configurator.device == "cpu":
+        return 0
+    chunk = args.chunked_prefill_size
+    return int(chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens)
 
 
 def _node_ranks(num_nodes: int) -> NodeRanks:

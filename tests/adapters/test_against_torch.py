@@ -64,13 +64,14 @@ def libraries(request: pytest.FixtureRequest) -> None:
 def test_output_and_lse_are_those_of_torch(name: str, case: Case) -> None:
     q, kv, table, lens, scale = case.arguments()
     attended = ADAPTERS.get(name)().attend(q, kv, table, lens, scale)
-    assert attended.out.dtype == attended.lse.dtype == torch.float32
+    assert attended.out.dtype in (torch.float32, q.dtype)
+    assert attended.lse.dtype == torch.float32
     out, lse = (x.cpu() for x in attended)
     # Always on the CPU: on a GPU the adapter ``torch`` may use Triton's kernel.
     expected = TorchAdapter().attend(*replace(case, device="cpu").arguments())
     exact = case.dtype == torch.float32
     # Libraries round their output, the kernels for MLA their queries too, to the pages' dtype.
-    assert_close(out, expected.out, **({} if exact else {"rtol": 2e-2, "atol": 1e-2}))
+    assert_close(out.float(), expected.out, **({} if exact else {"rtol": 2e-2, "atol": 1e-2}))
     rounded: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-2}
     assert_close(lse, expected.lse, **({"rtol": 1e-5, "atol": 1e-5} if exact else rounded))
     empty = lens.cpu() == 0
@@ -89,5 +90,5 @@ def test_prefill(name: str, causal: bool) -> None:
     expected = TorchAdapter().attend_prefill(
         *(x.cpu().float() for x in (q, k, v)), 0.2, causal=causal
     )
-    assert_close(out.cpu(), expected.out, rtol=2e-2, atol=2e-2)
+    assert_close(out.cpu().float(), expected.out, rtol=2e-2, atol=2e-2)
     assert_close(lse.cpu(), expected.lse, rtol=1e-2, atol=1e-2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.adapters import ADAPTERS
+from hisparse.adapters import ADAPTERS, Attended, merge_attended
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import EngineSetup, Resources, make_setup
@@ -20,7 +20,7 @@ REQUESTS = 4
 CONTEXT = 1200 * 16
 
 
-def plan(adapter: str, **settings: Any) -> EngineSetup:
+def plan(adapter: str, chunk_tokens: int = 0, **settings: Any) -> EngineSetup:
     config = HiSparseConfig(adapter=adapter, budget=256, **settings)
     resources = Resources(
         host_bytes=1 << 30,
@@ -28,6 +28,7 @@ def plan(adapter: str, **settings: Any) -> EngineSetup:
         context_length=CONTEXT,
         max_requests=REQUESTS,
         device_type="cuda",
+        chunk_tokens=chunk_tokens,
     )
     return make_setup(config, build_algorithm(config), SPEC, 0.125, resources)
 
@@ -89,6 +90,19 @@ def test_a_tail_estimate_has_tables_of_the_whole_context(interpreter: Interprete
     ends = 3 * 4 * sum(3 * rows + 2 for rows in (2, 4, 8))
     more = 9 * (9 << 20) + lists + queries + ends
     assert planned.workspace_bytes == without.workspace_bytes + more
+
+
+@pytest.mark.parametrize("name", ["torch", "triton", "flash_attention"])
+def test_a_prefill_is_charged_for_its_outputs(
+    monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter, name: str
+) -> None:
+    """While a tile of the prefix is merged into what was attended before it."""
+    monkeypatch.setattr(ADAPTERS.get(name), "missing", classmethod(lambda cls: None))
+    tile = Attended(torch.ones(64, 8, 64, dtype=torch.bfloat16), torch.zeros(64, 8))
+    before = merge_attended(tile, tile)
+    after = merge_attended(tile, before)
+    held = sum(x.nbytes for attended in (tile, before, after) for x in attended)
+    assert plan(name, chunk_tokens=64).sizing.workspace_bytes == held
 
 
 @pytest.mark.parametrize("name", ["torch", "triton", "flash_attention"])

@@ -31,6 +31,8 @@ from tests.fake_cuda.launches import Launches
 CUDA = torch.device("cuda:0")
 #: An H100's; Triton's attention divides its work by it.
 PROCESSORS = 132
+#: Shared memory of a block, by compute capability.
+SHARED_BYTES = {(8, 0): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10}
 _GUARD = Path(__file__).parent / "guard.cpp"
 
 
@@ -47,7 +49,9 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Launches]:
 
     load_guard()
     launches = Launches(PinnedMemory())
-    properties = SimpleNamespace(multi_processor_count=PROCESSORS)
+    properties = SimpleNamespace(
+        multi_processor_count=PROCESSORS, shared_memory_per_block_optin=SHARED_BYTES[capability]
+    )
     stand_ins = [
         patch.object(torch.cuda, "is_available", lambda: True),
         patch.object(torch.cuda, "get_device_properties", lambda *device: properties),

@@ -59,6 +59,34 @@ def test_attends_exactly_the_tokens_of_a_row(
             assert_close(lse[row, query].double(), logits.logsumexp(0), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_raw_query_is_scaled_in_float32(
+    impl: str, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """Scaling a query in its own 16 bits, by what is no power of two, would round it."""
+    torch.manual_seed(1)
+    k, v = (torch.randn(40, 2, 16, 48).to(kv_dtype) for _ in range(2))
+    table = torch.randperm(40).view(2, 20).int()
+    lens = torch.tensor([313, 70], dtype=torch.int32)
+    # Rows of a larger tensor, as a model's projection gives them.
+    q = torch.randn(2, 8, 96).to(dtype)[..., :48]
+    kv, scale = PagedKV(k, v), 48**-0.5
+    out, lse = paged_attention(q, kv, table, lens, scale=scale, impl=impl)
+    assert out.dtype in (torch.float32, dtype)
+    assert lse.dtype == torch.float32
+    # What is rounded: weights of a 16-bit query, and the output.
+    coarse = out.dtype != torch.float32
+    close = {"rtol": 1e-2, "atol": 4e-3} if coarse else {"rtol": 1e-4, "atol": 1e-5}
+    for row, length in enumerate(lens.tolist()):
+        keys, values = (x[table[row].long()].transpose(0, 1).flatten(1, 2) for x in (k, v))
+        keys, values = (x[:, :length].double().repeat_interleave(4, 0) for x in (keys, values))
+        logits = torch.einsum("hd,htd->ht", q[row].double(), keys) * scale
+        expected = torch.einsum("ht,htd->hd", logits.softmax(-1), values)
+        assert_close(out[row].double(), expected, **close)
+        assert_close(lse[row].double(), logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
 def test_large_logits_neither_overflow_nor_vanish(impl: str) -> None:
     k = torch.zeros(3, 1, 4, 2)
     k[1, 0, 2, 0], k[2, 0, 1, 0] = 300.0, 299.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -71,6 +71,47 @@ def test_splits_change_nothing(
     torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance)
     assert not out[0].any()
     assert (lse[0] == -torch.inf).all()
+
+
+def test_whichever_split_ends_last_merges_to_the_same_bits(
+    impl: str, split_kernels: ModuleType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter runs splits in order; here it runs them in reverse, too, and again."""
+    if split_kernels is None:
+        return
+    from triton.runtime.interpreter import interpreter_builder
+
+    monkeypatch.setattr(split_kernels, "_num_splits", lambda *sizes: 5)
+    forward = _attend(impl, torch.bfloat16, None)[:2]
+    counters = split_kernels.arrival_counters(1, forward[0].device)
+    assert not counters.any()
+    place = interpreter_builder.set_grid_idx
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: place(4 - x, y, z))
+    backward = _attend(impl, torch.bfloat16, None)[:2]
+    assert not counters.any()
+    for one, other in zip(forward, backward, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_splits_are_one_wave_of_at_least_128_tokens(
+    impl: str, split_kernels: ModuleType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if split_kernels is None:
+        return
+    gpu = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    device, token_partials = torch.device("cuda"), 0.25
+
+    def splits(programs: int, tokens: int) -> int:
+        found: int = split_kernels._num_splits(device, programs, 2, tokens, token_partials)
+        return found
+
+    assert splits(8, 2048) == 16
+    assert splits(64, 2048) == 4
+    assert splits(100, 2048) == 2
+    # 264 programs at once: 150 rows of two splits each would be a wave and a bit.
+    assert splits(150, 2048) == splits(1000, 2048) == 1
+    assert splits(8, 100) == 1
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8], ids=lambda h: f"select{h}")

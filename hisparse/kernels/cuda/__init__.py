@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
+from hisparse.kernels.cuda.flash import flash_attention, takes_flash
 from hisparse.kernels.cuda.from_triton import triton_ops
 from hisparse.kernels.cuda.lru import (
     diff_tables,
@@ -24,7 +27,6 @@ from hisparse.kernels.cuda.transfer import (
     gather_tokens,
     scatter_tokens,
 )
-from hisparse.kernels.reference.chunk_attention import chunk_attention
 from hisparse.kernels.reference.fp8 import decode_fp8
 
 __all__ = [
@@ -53,6 +55,19 @@ IN_TRITON = (
     "paged_attention",
     "sketch_score",
 )
+
+
+def chunk_attention(
+    query: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """See :func:`hisparse.kernels.chunk_attention`: PyTorch's flash attention, or Triton's.
+
+    PyTorch's serves MHA and GQA in 16 bits. Triton's serves everything else, above all MLA.
+    """
+    if takes_flash(query, k, v):
+        return flash_attention(query, k, v, causal, scale)
+    out, lse = triton_ops().chunk_attention(query, k, v, causal, scale)
+    return out, lse
 
 
 def __getattr__(name: str) -> Any:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hisparse.kernels.reference.attention import scale_query
+
 __all__ = ["chunk_attention"]
 
 #: Queries per block, which limits the memory of the logits.
 _QUERY_BLOCK = 512
 
 
-def chunk_attention(query: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def chunk_attention(
+    query: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.chunk_attention`."""
+    query = scale_query(query, scale)
     tokens, num_keys = query.shape[0], k.shape[0]
     out = query.new_empty(*query.shape[:2], v.shape[-1])
     lse = query.new_empty(query.shape[:2])

@@ -1,6 +1,7 @@
 """The arithmetic operations in Triton; bookkeeping and transfers are CUDA C++."""
 
 from hisparse.kernels.triton.attention import paged_attention
+from hisparse.kernels.triton.chunk_attention import chunk_attention
 from hisparse.kernels.triton.fp8 import encode_fp8
 from hisparse.kernels.triton.outline import outline_score
 from hisparse.kernels.triton.page_score import page_score
@@ -9,6 +10,7 @@ from hisparse.kernels.triton.select import select
 from hisparse.kernels.triton.sketch import page_sketch, sketch_score
 
 __all__ = [
+    "chunk_attention",
     "encode_fp8",
     "outline_score",
     "page_score",

@@ -1,16 +1,22 @@
 """Attention over pages in Triton: flash decoding, split over the tokens of a row.
 
-A program is a block of the queries that share one KV head, and a split of the row's tokens; a
-second kernel merges the splits by log-sum-exp. https://arxiv.org/abs/2205.14135 has the idea.
+A program is a block of the queries that share one KV head, and a split of the row's tokens. The
+program of a block that ends last merges the splits by log-sum-exp: one launch.
+https://arxiv.org/abs/2205.14135 has the idea.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from hisparse.kernels.triton.arrivals import arrival_counters
+from hisparse.kernels.triton.device import LARGEST_SHARED, shared_bytes
+from hisparse.kernels.triton.rounding import INTERPRETED, rounded
 from hisparse.types import StoredKV
 
 __all__ = ["launch_options", "paged_attention"]
@@ -19,47 +25,59 @@ __all__ = ["launch_options", "paged_attention"]
 _MIN_DOT = 16
 _MAX_QUERIES = 32
 #: Tokens of a split at least; shorter splits cost more to merge than they save.
-_MIN_SPLIT_TOKENS = 256
-#: Triton's interpreter multiplies bfloat16 matrices as if they were integers.
-_INTERPRETED = bool(triton.knobs.runtime.interpret)
-#: Splits that are merged at once: 16 x 512 values are 64 registers a thread.
-_SPLITS_PER_STEP = 16
-#: Programs for each multiprocessor of the GPU.
-_WAVES = 2
+_MIN_SPLIT_TOKENS = 128
+#: Elements that a program merges at once: 32 registers a thread with 4 warps.
+_MERGED_AT_ONCE = 4096
 
 
 def paged_attention(
-    query: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor
+    query: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.paged_attention`.
 
+    ``out`` has the query's dtype. Calls share counters, so all calls on a device have to run on one
+    stream, one after the other; a captured graph may replay on it.
+
+    A query in 16 bits is multiplied as it is, and weights are rounded to the pages' dtype, as
+    FlashAttention does. The kernel splits a number of a float32 query into three of the pages'
+    dtype and a weight into two, which keeps all 24 bits and 16 bits of a float32.
     If values are the first columns of the keys (MLA: 512 of 576), the kernel reads keys once for
-    both and rounds queries and weights to the pages' dtype, because with so many queries per key
-    arithmetic is the limit. Else it splits a query's number into three of that dtype and a weight
-    into two, which keeps all 24 bits and 16 bits of a float32. It multiplies pages in eight bits as
-    bfloat16, which is exact, and applies their scales to logits and weights.
+    both and rounds float32 queries too, because with so many queries per key arithmetic is the
+    limit. It multiplies pages in eight bits as bfloat16, which is exact, and applies their scales
+    to logits and weights.
     """
     rows, queries, width = query.shape
     heads, size = kv.k.shape[1:3]
     value_width = kv.v.shape[-1]
     group = queries // heads
     query_block = min(max(_MIN_DOT, triton.next_power_of_2(group)), _MAX_QUERIES)
-    blocks = triton.cdiv(group, query_block)
-    splits = _num_splits(query.device, rows * heads * blocks, page_table.shape[1] * size)
-    out = query.new_empty(rows, splits, queries, value_width)
-    lse = query.new_empty(rows, splits, queries)
-    if out.numel() == 0:
-        return out[:, 0], lse[:, 0]
+    blocks = heads * triton.cdiv(group, query_block)
+    members = min(triton.next_power_of_2(group), query_block)
     same_place = kv.v.data_ptr() == kv.k.data_ptr() and kv.v.stride() == kv.k.stride()
     shared = same_place and value_width < width
     first = value_width if shared else width
+    token_bytes = kv.k.element_size() * (width if shared else width + value_width)
+    splits = _num_splits(
+        query.device,
+        rows * blocks,
+        1 if first > 128 else 2,
+        page_table.shape[1] * size,
+        token_bytes / (4 * members * value_width),
+    )
+    out = query.new_empty(rows, queries, value_width)
+    lse = query.new_empty(rows, queries, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, lse
+    shape = (rows, splits, queries) if splits > 1 else (0, 0, 0)
+    partial = lse.new_empty(*shape, value_width)
     fp8 = kv.scales is not None
     # Read as bytes, because some GPUs that Triton compiles for do not have this format.
     k, v = (x.view(torch.uint8) if fp8 else x for x in kv.kv)
     scales = seq_lens if kv.scales is None else kv.scales
     dtype = torch.bfloat16 if fp8 else kv.k.dtype
-    _attend_kernel[(splits, heads * blocks, rows)](
-        query.contiguous(),
+    value_block = max(_MIN_DOT, triton.next_power_of_2(value_width))
+    _attend_kernel[(splits, blocks, rows)](
+        query,
         k,
         v,
         scales,
@@ -67,6 +85,11 @@ def paged_attention(
         seq_lens,
         out,
         lse,
+        partial,
+        lse.new_empty(shape),
+        arrival_counters(rows * blocks, query.device) if splits > 1 else seq_lens,
+        scale,
+        *query.stride(),
         *kv.k.stride()[:3],
         *kv.v.stride()[:3],
         *(scales.stride()[:3] if fp8 else (0, 0, 0)),
@@ -80,90 +103,110 @@ def paged_attention(
         FIRST_BLOCK=max(_MIN_DOT, triton.next_power_of_2(first)),
         REST_BLOCK=max(_MIN_DOT, triton.next_power_of_2(width - first)) if shared else 0,
         VALUE=value_width,
-        VALUE_BLOCK=max(_MIN_DOT, triton.next_power_of_2(value_width)),
+        VALUE_BLOCK=value_block,
+        SAME=kv.v.stride() == kv.k.stride(),
         SIZE=size,
-        EXACT=not shared and dtype != torch.float32,
+        EXACT=not shared and dtype != torch.float32 and query.dtype != dtype,
         FP8=fp8,
-        WIDE=_INTERPRETED,
-        **launch_options(first, kv.k.dtype),
-    )
-    return (out[:, 0], lse[:, 0]) if splits == 1 else _merged(out, lse)
-
-
-def launch_options(width: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tokens per loop step, warps and stages, chosen so that no kernel spills registers."""
-    if width > 128:
-        return {"TOKENS": 16, "num_warps": 8, "num_stages": 2}
-    if dtype == torch.float8_e4m3fn:
-        return {"TOKENS": 32, "num_warps": 4, "num_stages": 3}
-    if dtype == torch.float32:
-        return {"TOKENS": 16, "num_warps": 4, "num_stages": 2}
-    return {"TOKENS": 64, "num_warps": 8, "num_stages": 3}
-
-
-def _merged(partial: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the splits of ``[R, splits, Q, Dv]`` and ``[R, splits, Q]``, float32."""
-    rows, splits, queries, width = partial.shape
-    out = partial.new_empty(rows, queries, width)
-    lse = lses.new_empty(rows, queries)
-    split_block = triton.next_power_of_2(splits)
-    _merge_kernel[(queries, rows)](
-        partial,
-        lses,
-        out,
-        lse,
-        queries,
-        splits,
-        SPLITS=split_block,
-        STEP=min(_SPLITS_PER_STEP, split_block),
-        VALUE=width,
-        VALUE_BLOCK=triton.next_power_of_2(width),
+        SPLIT=splits > 1,
+        MEMBERS=members,
+        MERGED=max(1, _MERGED_AT_ONCE // (members * value_block)),
+        WIDE=INTERPRETED,
+        **launch_options(first, kv.k.dtype, shared_bytes(query.device)),
     )
     return out, lse
 
 
-def _num_splits(device: torch.device, programs: int, most_tokens: int) -> int:
-    """Splits that fill the GPU, without reading the lengths."""
+def launch_options(
+    width: int, dtype: torch.dtype, most_shared: int = LARGEST_SHARED
+) -> dict[str, int]:
+    """Tokens per loop step, warps and stages, chosen so that no kernel spills registers.
+
+    With three stages, two steps of keys and values are in shared memory, one of them on its way.
+    """
+    if width > 128 and dtype == torch.float32:
+        return {"TOKENS": 16, "num_warps": 8, "num_stages": 2}
+    if width > 256 and most_shared < LARGEST_SHARED:
+        return {"TOKENS": 32, "num_warps": 8, "num_stages": 2}
+    if width > 128:
+        return {"TOKENS": 32, "num_warps": 8, "num_stages": 3}
+    if dtype == torch.float32:
+        return {"TOKENS": 16, "num_warps": 4, "num_stages": 3}
+    return {"TOKENS": 64, "num_warps": 4, "num_stages": 3}
+
+
+def _num_splits(
+    device: torch.device, programs: int, at_once: int, most_tokens: int, token_partials: float
+) -> int:
+    """Splits of each row, without reading the lengths.
+
+    As many as run at the same time: rounded up, a second wave of few programs would run alone. The
+    program that merges a block reads no more for it than for its own split.
+
+    Args:
+        device: of the tensors.
+        programs: programs without splits.
+        at_once: programs that a multiprocessor runs at once, at least.
+        most_tokens: tokens that a row can have.
+        token_partials: bytes of a token's keys and values over those of a program's partial result.
+    """
     processors = 1
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = -(-_WAVES * processors // max(programs, 1))
-    return max(1, min(wanted, -(-most_tokens // _MIN_SPLIT_TOKENS)))
+    wanted = at_once * processors // max(programs, 1)
+    balanced = math.isqrt(int(most_tokens * token_partials))
+    return max(1, min(wanted, balanced, -(-most_tokens // _MIN_SPLIT_TOKENS)))
 
 
 @triton.jit
-def _rounded(x, kind: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Round float32 to the nearest of ``kind``; the interpreter would truncate to bfloat16."""
-    if INTERPRETED and kind == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
-        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-    return x.to(kind)
+def _from_e4m3(x, WIDE: tl.constexpr):
+    """Convert e4m3 bytes to bfloat16, exactly; to float32 in the interpreter.
 
-
-@triton.jit
-def _from_e4m3(x):
-    """Convert e4m3 bytes to float16, times 2 ** -8, the difference of the exponents' biases."""
-    bits = x.to(tl.int32)
-    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+    The bits are those of a bfloat16 that is 2 ** -120 times the number, the difference of the
+    exponents' biases.
+    """
+    # Sign, four zeros, exponent and mantissa, four zeros. Three of the zeros were signs.
+    bits = (x.to(tl.int8, bitcast=True).to(tl.int16) << 4) & -0x7810
+    if WIDE:
+        y = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True) * 2.0**120
+    else:
+        y = bits.to(tl.int16).to(tl.bfloat16, bitcast=True) * tl.full((1, 1), 2.0**120, tl.bfloat16)
+    return y
 
 
 @triton.jit
 def _load_scale(place, live):
-    """Load scales of tokens, times the 2 ** 8 that :func:`_from_e4m3` leaves out."""
-    scale = tl.load(place, mask=live, other=0).to(tl.int32)
-    return ((scale + 8) << 23).to(tl.float32, bitcast=True)
+    """Load scales of tokens: the exponents of powers of two."""
+    return (tl.load(place, mask=live, other=0).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_pages(entries, stride, token, start, end, SIZE: tl.constexpr, TOKENS: tl.constexpr):
+    """Load the pages of a step's tokens, which begin at ``start``: one where all are in one."""
+    if SIZE % TOKENS == 0:
+        pages = tl.load(entries + start // SIZE * stride, mask=start < end, other=0)
+    else:
+        pages = tl.load(entries + token // SIZE * stride, mask=token < end, other=0)
+    return pages
 
 
 @triton.jit
 def _attend_kernel(
-    query,  # [R, Q, Dk], times the softmax scale
+    query,  # [R, Q, Dk]
     keys,  # [N, Hr, S, Dk]
     values,  # [N, Hr, S, Dv]
     scales,  # [N, Hr, S, 2], if pages are in eight bits
     page_table,  # [R, P]
     seq_lens,  # [R]
-    out,  # [R, splits, Q, Dv]
-    lse,  # [R, splits, Q]
+    out,  # [R, Q, Dv]
+    lse,  # [R, Q]
+    partial,  # [R, splits, Q, Dv], if SPLIT
+    lses,  # [R, splits, Q], if SPLIT
+    arrivals,  # [R, blocks of queries], 0, if SPLIT
+    scale,  # softmax scale
+    query_row,
+    query_head,
+    query_dim,
     key_page,
     key_head,
     key_token,
@@ -185,116 +228,185 @@ def _attend_kernel(
     REST_BLOCK: tl.constexpr,
     VALUE: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    SAME: tl.constexpr,
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     EXACT: tl.constexpr,
     FP8: tl.constexpr,
+    SPLIT: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    MERGED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
     head = (tl.program_id(1) // blocks).to(tl.int64)
-    member = tl.program_id(1) % blocks * QUERIES + tl.arange(0, QUERIES)
+    block = tl.program_id(1) % blocks * QUERIES
+    member = block + tl.arange(0, QUERIES)
     asked = member < GROUP
     first, dim = tl.arange(0, FIRST_BLOCK), tl.arange(0, VALUE_BLOCK)
     narrow: tl.constexpr = tl.bfloat16 if FP8 else keys.dtype.element_ty
     kind: tl.constexpr = tl.float32 if WIDE else narrow
-    source = query + (row * queries + head * GROUP + member)[:, None] * WIDTH
-    q = tl.load(source + first[None, :], mask=asked[:, None] & (first < FIRST)[None, :], other=0.0)
-    q_high = _rounded(q, narrow, WIDE)
-    q_left = q - q_high.to(tl.float32)
-    q_middle = _rounded(q_left, narrow, WIDE)
-    q_low = _rounded(q_left - q_middle.to(tl.float32), narrow, WIDE).to(kind)
-    q_high, q_middle = q_high.to(kind), q_middle.to(kind)
+    source = query + row * query_row + (head * GROUP + member)[:, None] * query_head
+    seen_q = asked[:, None] & (first < FIRST)[None, :]
+    q = tl.load(source + first[None, :] * query_dim, mask=seen_q, other=0.0).to(tl.float32)
+    q_high = rounded(q, narrow, WIDE)
+    if EXACT:
+        q_left = q - q_high.to(tl.float32)
+        q_middle = rounded(q_left, narrow, WIDE)
+        q_low = rounded(q_left - q_middle.to(tl.float32), narrow, WIDE).to(kind)
+        q_middle = q_middle.to(kind)
+    q_high = q_high.to(kind)
     if REST_BLOCK > 0:
         rest = FIRST + tl.arange(0, REST_BLOCK)
         more = asked[:, None] & (rest < WIDTH)[None, :]
-        q_rest = tl.load(source + rest[None, :], mask=more, other=0.0)
-        q_rest = _rounded(q_rest, narrow, WIDE).to(kind)
+        q_rest = tl.load(source + rest[None, :] * query_dim, mask=more, other=0.0).to(tl.float32)
+        q_rest = rounded(q_rest, narrow, WIDE).to(kind)
     length = tl.load(seq_lens + row)
-    share = (length + splits - 1) // splits
+    share = tl.cdiv(tl.cdiv(length, splits), TOKENS) * TOKENS
     begin = split * share
     end = tl.minimum(begin + share, length)
     highest = tl.full((QUERIES,), -float("inf"), tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
+    # Added up over the tokens of a step at the end: a sum over threads in each step costs barriers.
+    totals = tl.zeros((QUERIES, TOKENS), tl.float32)
     acc = tl.zeros((QUERIES, VALUE_BLOCK), tl.float32)
+    keys += head * key_head
+    values += head * value_head
+    entries = page_table + row * table_row
+    token = begin + tl.arange(0, TOKENS)
+    page = _load_pages(entries, table_entry, token, begin, end, SIZE, TOKENS)
     for start in range(begin, end, TOKENS):
         token = start + tl.arange(0, TOKENS)
         live = token < end
-        entry = page_table + row * table_row + token // SIZE * table_entry
-        page = tl.load(entry, mask=live, other=0).to(tl.int64)
-        place = keys + page * key_page + head * key_head + token % SIZE * key_token
-        seen = live[:, None] & (first < FIRST)[None, :]
-        k = tl.load(place[:, None] + first[None, :], mask=seen, other=0)
-        k = (_from_e4m3(k) if FP8 else k).to(kind)
+        # A token's place in its page. Where a step is whole pages, this is the same in all steps.
+        inside = tl.arange(0, TOKENS) % SIZE if TOKENS % SIZE == 0 else token % SIZE
+        at = page.to(tl.int64)
+        # A step ahead: the keys' addresses are known before the step, so that they can be fetched
+        # while the steps before it compute.
+        page = _load_pages(entries, table_entry, token + TOKENS, start + TOKENS, end, SIZE, TOKENS)
+        place = at * key_page + inside * key_token
+        seen = live[:, None] if FIRST == FIRST_BLOCK else live[:, None] & (first < FIRST)[None, :]
+        k = tl.load(keys + (place[:, None] + first[None, :]), mask=seen, other=0)
+        k = (_from_e4m3(k, WIDE) if FP8 else k).to(kind)
         logits = tl.dot(q_high, tl.trans(k), input_precision="ieee")
         if EXACT:
             logits += tl.dot(q_middle, tl.trans(k), input_precision="ieee")
             logits += tl.dot(q_low, tl.trans(k), input_precision="ieee")
         if REST_BLOCK > 0:
-            seen_rest = live[:, None] & (rest < WIDTH)[None, :]
-            k_rest = tl.load(place[:, None] + rest[None, :], mask=seen_rest, other=0.0).to(kind)
+            seen = live[:, None] & (rest < WIDTH)[None, :]
+            k_rest = tl.load(keys + (place[:, None] + rest[None, :]), mask=seen, other=0.0).to(kind)
             logits += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
             v = k
         else:
-            place = values + page * value_page + head * value_head + token % SIZE * value_token
-            seen = live[:, None] & (dim < VALUE)[None, :]
-            v = tl.load(place[:, None] + dim[None, :], mask=seen, other=0)
-            v = (_from_e4m3(v) if FP8 else v).to(kind)
+            place = place if SAME else at * value_page + inside * value_token
+            seen = live[:, None] if VALUE == VALUE_BLOCK else live[:, None] & (dim < VALUE)[None, :]
+            v = tl.load(values + (place[:, None] + dim[None, :]), mask=seen, other=0)
+            v = (_from_e4m3(v, WIDE) if FP8 else v).to(kind)
+        logits *= scale
         if FP8:
-            place = scales + page * scale_page + head * scale_head + token % SIZE * scale_token
-            logits *= _load_scale(place, live)[None, :]
+            spot = scales + at * scale_page + head * scale_head + inside * scale_token
+            logits *= _load_scale(spot, live)[None, :]
         logits = tl.where(live[None, :], logits, -float("inf"))
         top = tl.maximum(highest, tl.max(logits, axis=1))
         weights = tl.exp(logits - top[:, None])
-        shrink = tl.exp(highest - top)
-        total = total * shrink + tl.sum(weights, axis=1)
+        shrink = tl.exp(highest - top)[:, None]
+        totals = totals * shrink + weights
         if FP8:
-            weights *= _load_scale(place + 1, live)[None, :]
-        high = _rounded(weights, narrow, WIDE)
-        acc = acc * shrink[:, None] + tl.dot(high.to(kind), v, input_precision="ieee")
+            weights *= _load_scale(spot + 1, live)[None, :]
+        high = rounded(weights, narrow, WIDE)
+        acc = acc * shrink + tl.dot(high.to(kind), v, input_precision="ieee")
         if EXACT:
-            low = _rounded(weights - high.to(tl.float32), narrow, WIDE)
+            low = rounded(weights - high.to(tl.float32), narrow, WIDE)
             acc += tl.dot(low.to(kind), v, input_precision="ieee")
         highest = top
+    total = tl.sum(totals, axis=1)
     # Without a token the sum is 0: the output is 0 and its log-sum-exp -inf.
-    scale = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
-    target = (row * splits + split) * queries + head * GROUP + member
+    some = tl.where(total > 0, total, 1.0)
+    acc = acc * tl.where(total > 0, 1.0 / some, 0.0)[:, None]
+    summed = tl.where(total > 0, highest + tl.log(some), -float("inf"))
     shown = asked[:, None] & (dim < VALUE)[None, :]
-    tl.store(out + target[:, None] * VALUE + dim[None, :], acc * scale[:, None], mask=shown)
-    summed = tl.where(total > 0, highest + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))
-    tl.store(lse + target, summed, mask=asked)
+    if SPLIT:
+        target = (row * splits + split) * queries + head * GROUP + member
+        tl.store(partial + target[:, None] * VALUE + dim[None, :], acc, mask=shown)
+        tl.store(lses + target, summed, mask=asked)
+        _merge_last(
+            out,
+            lse,
+            partial,
+            lses,
+            arrivals + row * tl.num_programs(1) + tl.program_id(1),
+            row,
+            head * GROUP + block,
+            GROUP - block,
+            queries,
+            splits,
+            VALUE,
+            VALUE_BLOCK,
+            MEMBERS,
+            MERGED,
+            WIDE,
+        )
+    else:
+        target = row * queries + head * GROUP + member
+        shaped = rounded(acc, out.dtype.element_ty, WIDE)
+        tl.store(out + target[:, None] * VALUE + dim[None, :], shaped, mask=shown)
+        tl.store(lse + target, summed, mask=asked)
 
 
 @triton.jit
-def _merge_kernel(
-    partial,  # [R, splits, Q, Dv]
-    lses,  # [R, splits, Q]
-    out,  # [R, Q, Dv]
-    lse,  # [R, Q]
+def _merge_last(
+    out,
+    lse,
+    partial,
+    lses,
+    arrival,  # of this block of queries: its splits that have ended
+    row,
+    first,  # query of the block
+    count,  # queries of the block, or more
     queries,
     splits,
-    SPLITS: tl.constexpr,
-    STEP: tl.constexpr,
     VALUE: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    MERGED: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    q, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    split, dim = tl.arange(0, SPLITS), tl.arange(0, VALUE_BLOCK)
-    first = row * splits * queries + q
-    parts = tl.load(lses + first + split * queries, mask=split < splits, other=-float("inf"))
-    top = tl.max(parts, axis=0)
-    shift = tl.where(top == -float("inf"), 0.0, top)
-    total = tl.sum(tl.exp(parts - shift), axis=0)
-    whole = tl.where(total > 0, total, 1.0)
-    merged = tl.zeros((VALUE_BLOCK,), tl.float32)
-    for start in range(0, splits, STEP):
-        step = start + tl.arange(0, STEP)
-        at = first + step * queries
-        weights = tl.exp(tl.load(lses + at, mask=step < splits, other=-float("inf")) - shift)
-        there = (step < splits)[:, None] & (dim < VALUE)[None, :]
-        x = tl.load(partial + at[:, None] * VALUE + dim[None, :], mask=there, other=0.0)
-        merged += tl.sum(x * weights[:, None], axis=0)
-    target = row * queries + q
-    tl.store(out + target * VALUE + dim, merged / whole, mask=dim < VALUE)
-    tl.store(lse + target, tl.where(total > 0, shift + tl.log(whole), -float("inf")))
+    """Merge the splits of a block of queries in the program that ends last.
+
+    Each program releases what all of its threads stored, and the last one acquires it. The order
+    of summation is that of the splits, whichever ends last. The counter is 0 again for the next
+    launch.
+    """
+    tl.debug_barrier()
+    ended = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
+    if ended == splits - 1:
+        member, dim = tl.arange(0, MEMBERS), tl.arange(0, VALUE_BLOCK)
+        asked = member < count
+        highest = tl.full((MEMBERS,), -float("inf"), tl.float32)
+        total = tl.zeros((MEMBERS,), tl.float32)
+        acc = tl.zeros((MEMBERS, VALUE_BLOCK), tl.float32)
+        for start in range(0, splits, MERGED):
+            split = start + tl.arange(0, MERGED)
+            there = (split < splits)[:, None] & asked[None, :]
+            at = (row * splits + split)[:, None] * queries + first + member[None, :]
+            parts = tl.load(lses + at, mask=there, other=-float("inf"))
+            x = tl.load(
+                partial + at[:, :, None] * VALUE + dim[None, None, :],
+                mask=there[:, :, None] & (dim < VALUE)[None, None, :],
+                other=0.0,
+            )
+            top = tl.maximum(highest, tl.max(parts, axis=0))
+            shift = tl.where(top == -float("inf"), 0.0, top)
+            weights = tl.exp(parts - shift[None, :])
+            shrink = tl.exp(highest - shift)
+            total = total * shrink + tl.sum(weights, axis=0)
+            acc = acc * shrink[:, None] + tl.sum(x * weights[:, :, None], axis=0)
+            highest = top
+        some = tl.where(total > 0, total, 1.0)
+        target = row * queries + first + member
+        shown = asked[:, None] & (dim < VALUE)[None, :]
+        merged = rounded(acc / some[:, None], out.dtype.element_ty, WIDE)
+        tl.store(out + target[:, None] * VALUE + dim[None, :], merged, mask=shown)
+        summed = tl.where(total > 0, highest + tl.log(some), -float("inf"))
+        tl.store(lse + target, summed, mask=asked)
+        tl.store(arrival, 0)
