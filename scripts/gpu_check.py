@@ -30,10 +30,11 @@ NEEDED = {"tvm_ffi": "apache-tvm-ffi", "pytest": "pytest", "hypothesis": "hypoth
 }
 #: Part of the suite to the benchmarks that stand on it.
 SUITES = {
-    "lru": ["test_lru_diff.py", "test_rebalance.py", "test_page_table.py"],
-    "transfer": ["test_transfer.py", "test_transfer_layers.py"],
+    "lru": ["test_lru_diff.py", "test_diff_tables.py", "test_rebalance.py", "test_page_table.py"],
+    "transfer": ["test_transfer.py", "test_transfer_layers.py", "test_append_tokens.py"],
     "attention": [
         "test_attention.py",
+        "test_chunk_attention.py",
         "test_mla.py",
         "test_splits.py",
         "test_select.py",

@@ -35,11 +35,11 @@ def device_limits(device_type: str) -> DeviceLimits | None:
 
 
 def attention_shared_bytes(kv: KVSpec) -> int:
-    """Shared memory of a block of Triton's attention, as compiled.
+    """Shared memory of a block of Triton's attention, as compiled for a GPU that has little.
 
-    The largest of heads up to 256 wide, or that of latents of 512 and 64.
+    The largest of heads up to 256 wide, or that of latents of 512 and 64; decode and prefill.
     """
     float32 = kv.dtype == torch.float32
     if kv.latent:
-        return 112_768 if float32 else 56_320
-    return 50_240 if float32 else 47_360
+        return 112_768 if float32 else 75_776
+    return 51_328 if float32 else 91_136

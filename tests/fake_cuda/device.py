@@ -47,6 +47,8 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Launches]:
     """
     from triton.runtime.jit import JITFunction
 
+    from hisparse.kernels.triton import arrivals
+
     load_guard()
     launches = Launches(PinnedMemory())
     properties = SimpleNamespace(
@@ -56,6 +58,8 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Launches]:
         patch.object(torch.cuda, "is_available", lambda: True),
         patch.object(torch.cuda, "get_device_properties", lambda *device: properties),
         patch.object(torch.cuda, "get_device_capability", lambda *device: capability),
+        patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+        patch.dict(arrivals._made, clear=True),
         patch.object(torch, "as_tensor", _as_tensor),
         # It would follow from is_available: constants would be put on a real device.
         patch.object(FakeTensorMode, "avoid_device_init", True),

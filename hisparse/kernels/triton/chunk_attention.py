@@ -84,11 +84,11 @@ def chunk_options(
     if dtype == torch.float32:
         rows, stages = (16 if width > 256 else 32), (2 if width <= 128 else 1)
         return {"ROWS": rows, "TOKENS": 16, "num_warps": 8, "num_stages": stages}
+    stages = 3 if most_shared >= LARGEST_SHARED else 2
     if width > 256:
-        stages = 3 if most_shared >= LARGEST_SHARED else 2
         return {"ROWS": 32, "TOKENS": 32, "num_warps": 8, "num_stages": stages}
     if width > 128:
-        return {"ROWS": 64, "TOKENS": 32, "num_warps": 8, "num_stages": 3}
+        return {"ROWS": 64, "TOKENS": 32, "num_warps": 8, "num_stages": stages}
     return {"ROWS": 128, "TOKENS": 32, "num_warps": 8, "num_stages": 3}
 
 
