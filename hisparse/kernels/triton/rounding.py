@@ -17,5 +17,7 @@ def rounded(x, kind: tl.constexpr, INTERPRETED: tl.constexpr):
     """Round float32 to the nearest of ``kind``; the interpreter would truncate to bfloat16."""
     if INTERPRETED and kind == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
-        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        # It converts what is left below a bfloat16 of 0 to another number: nothing may be left.
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = bits.to(tl.float32, bitcast=True)
     return x.to(kind)
