@@ -12,13 +12,11 @@ from torch import Tensor
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.errors import ConfigError, HiSparseError
-from hisparse.kernels import select
+from hisparse.kernels import chunk_index_score, index_score, select, store_index_keys
 from hisparse.types import IndexerInputs, Selection, SelectionScope
 
 __all__ = ["DSA"]
 
-#: Products q.k per block, over all heads of the indexer: a block fits the processor's cache.
-_BLOCK = 2**18
 #: Queries of a prompt per block: limits the memory for scores.
 _QUERY_BLOCK = 64
 
@@ -80,71 +78,54 @@ class DSA(BaseSparseAlgorithm):
         self, new: IndexerInputs, layer_id: int, pages: Tensor, step: PrefillStep | DecodeStep
     ) -> None:
         """Write the keys ``[T, Di]`` of tokens to their host pages ``[T]``."""
-        keys = new.keys.float()
-        if self._scaled:
-            largest = torch.finfo(self._dtype).max
-            scale = (keys.abs().amax(-1).clamp(min=1e-4) / largest).log2().ceil().exp2()
-            step.representations[_SCALE][layer_id, pages] = scale
-            keys = keys / scale[:, None]
-        step.representations[_KEY][layer_id, pages] = keys.to(self._dtype)
+        keys, scales = self._stored(layer_id, step)
+        store_index_keys(new.keys, keys, pages, scales=scales)
 
-    def _score(
-        self, new: IndexerInputs, layer_id: int, table: Tensor, step: PrefillStep | DecodeStep
-    ) -> Tensor:
-        """Score the keys at host pages ``table [N, P]`` for ``new``, inputs of N * T tokens.
-
-        Returns:
-            ``[N, T, P] float32``; higher is kept.
-        """
-        queries, weights = (
-            x.float().unflatten(0, (len(table), -1)) for x in (new.queries, new.weights)
-        )
-        stored = step.representations[_KEY][layer_id]
-        scores: Tensor = queries.new_empty(*queries.shape[:2], table.shape[1])
-        for part in _blocks(table.shape[1], max(1, _BLOCK // queries[..., 0].numel())):
-            pages = table[:, part]
-            keys = _to_float(stored.index_select(0, pages.flatten())).unflatten(0, pages.shape)
-            products = (queries.flatten(1, 2) @ keys.mT).relu_().unflatten(1, weights.shape[1:])
-            scores[..., part] = (weights[:, :, None] @ products)[:, :, 0]
-        if self._scaled:
-            scores *= step.representations[_SCALE][layer_id][table.long()][:, None]
-        return scores
+    def _stored(
+        self, layer_id: int, step: PrefillStep | DecodeStep
+    ) -> tuple[Tensor, Tensor | None]:
+        """A layer's keys, and their scales if they have any."""
+        stored = step.representations
+        return stored[_KEY][layer_id], stored[_SCALE][layer_id] if self._scaled else None
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
-        new = _inputs(step)
-        table = step.host_page_table[:, : step.max_pages + 1]
-        scores = self._score(new, layer_id, table, step)
-        # The new token's key is not stored yet.
-        products = (new.queries.float() @ new.keys.float()[..., None]).relu_()[..., 0]
-        tail = (new.weights.float() * products).sum(-1)
-        scores.scatter_(2, step.num_pages.long()[:, None, None], tail[:, None, None])
-        pages, lengths = _best(scores, step.num_pages + 1, step.policy)
-        # A selection never lists the tail page: a shorter selection means that it is attended.
-        is_tail = pages == step.num_pages[:, None, None]
-        return Selection(pages.masked_fill(is_tail, -1), lengths - is_tail.sum(-1).int())
+        policy, table = step.policy, step.host_page_table[:, : step.max_pages + 1]
+        keys, scales = self._stored(layer_id, step)
+        scores = index_score(_inputs(step), keys, table, step.num_pages, scales=scales)
+        # The tail page is ranked with the others, but never listed: a selection that is shorter
+        # means that it is attended.
+        rule = step.once("rule", lambda: replace(policy.rule, drop_last=True))
+        count = step.once("count", lambda: step.num_pages + 1)
+        forced = step.once("forced", lambda: _forced(count, table.shape[1], policy))
+        return select(scores, count, rule, forced=forced)
 
     def select_prefill(self, layer_id: int, step: PrefillStep) -> Tensor | None:
         end = step.start + step.length
         if end <= step.policy.max_pages:
             return None
         new, table = _inputs(step), step.context_pages[None]
+        keys, scales = self._stored(layer_id, step)
         counts = torch.arange(step.start + 1, end + 1, dtype=torch.int32, device=table.device)
         parts = []
         for part in _blocks(step.length, _QUERY_BLOCK):
-            scores = self._score(new.take(part), layer_id, table, step)
-            parts.append(_best(scores.movedim(1, 0), counts[part], step.policy).pages[:, 0])
+            scores = chunk_index_score(new.take(part), keys, table, scales).movedim(1, 0)
+            forced = _forced(counts[part], end, step.policy)
+            chosen = select(scores, counts[part], step.policy.rule, forced=forced)
+            parts.append(chosen.pages[:, 0])
         return torch.cat(parts)
 
 
-def _best(scores: Tensor, count: Tensor, policy: SelectionPolicy) -> Selection:
-    """The best of the first ``count [N]`` tokens by ``scores [N, 1, P]``; the first of equal ones.
+def _forced(count: Tensor, width: int, policy: SelectionPolicy) -> Tensor | None:
+    """``[N, P] bool``, the sinks and recents of the first ``count [N]`` tokens; None: no token is.
 
     The last of these tokens is the new one, the tail page. It is kept if recent pages are.
     """
-    forced = policy.forced_pages(count - 1, scores.shape[-1])
+    if not policy.num_sink_pages and not policy.num_recent_pages:
+        return None
+    forced = policy.forced_pages(count - 1, width)
     if policy.num_recent_pages:
         forced = forced.scatter(1, count.long()[:, None] - 1, True)
-    return select(scores, count, replace(policy.rule, heads=1), forced=forced)
+    return forced
 
 
 def _inputs(step: PrefillStep | DecodeStep) -> IndexerInputs:
@@ -154,19 +135,6 @@ def _inputs(step: PrefillStep | DecodeStep) -> IndexerInputs:
             "weights of every token"
         )
     return step.indexer
-
-
-def _to_float(keys: Tensor) -> Tensor:
-    """Convert stored keys to float32, exactly.
-
-    A half has the bits of the e4m3 number, with an exponent bias that is larger by 8. PyTorch's
-    own conversion takes four times as long on a CPU.
-    """
-    if keys.dtype != torch.float8_e4m3fn or keys.device.type != "cpu":
-        return keys.float()
-    bits = keys.view(torch.uint8).to(torch.int16)
-    halves = (bits << 8 & -0x8000) | (bits << 7 & 0x3F80)
-    return halves.view(torch.float16).float().mul_(2**8)
 
 
 def _blocks(total: int, size: int) -> Iterator[slice]:

@@ -43,7 +43,7 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
         """Score every page of the step's requests.
 
         Args:
-            query: ``[B, Hq, D]``, times the softmax scale.
+            query: ``[B, Hq, D]``, before the softmax scale, ``step.policy.scale``.
             layer_id: layer number.
             step: the step.
 
@@ -63,10 +63,8 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
         self.store(keys, layer_id, host_pages, step.representations)
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
-        with serial_operators(queries.device):
-            query = queries * step.policy.scale
         # A subclass may score with large operators, which gain from PyTorch's threads.
-        scores = self.score_pages(query, layer_id, step)
+        scores = self.score_pages(queries, layer_id, step)
         if not isinstance(scores, Tensor) or scores.shape[::2] != (len(queries), step.max_pages):
             got = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise AlgorithmError(
@@ -74,7 +72,6 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
                 f"got {got}, expected [{len(queries)}, heads, {step.max_pages}] for B requests and "
                 "step.max_pages pages"
             )
-        scores = scores.float()
         with serial_operators(queries.device):
             return select(scores, step.num_pages, step.policy.rule, forced=step.forced_pages)
 
@@ -107,11 +104,34 @@ class PageScoreAlgorithm(RankedPagesAlgorithm):
         self, keys: Tensor, layer_id: int, host_pages: Tensor, stored: Mapping[str, Tensor]
     ) -> None:
         mask = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
-        summaries = stored["summary"]
-        summaries[layer_id, host_pages] = self.summarize(keys, mask).to(summaries.dtype)
+        self._write(keys, mask, layer_id, host_pages, stored)
+
+    def update_representations(
+        self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
+    ) -> None:
+        if type(self).store is not PageScoreAlgorithm.store:
+            return super().update_representations(keys, layer_id, host_pages, step)
+        # As store does, with a mask that all layers share.
+        shape, device = keys.shape[:2], keys.device
+        mask = step.once("mask", lambda: torch.ones(shape, dtype=torch.bool, device=device))
+        self._write(keys, mask, layer_id, host_pages, step.representations)
+
+    def _write(
+        self,
+        keys: Tensor,
+        mask: Tensor,
+        layer_id: int,
+        host_pages: Tensor,
+        stored: Mapping[str, Tensor],
+    ) -> None:
+        summaries = stored["summary"][layer_id]
+        summaries[host_pages] = self.summarize(keys, mask).to(summaries.dtype)
 
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
         table = step.host_page_table[:, : step.max_pages]
+        entries = step.once("entries", lambda: table.flatten())
         summaries = step.representations["summary"][layer_id]
-        gathered = summaries.index_select(0, table.flatten()).unflatten(0, table.shape)
+        gathered = summaries.index_select(0, entries).unflatten(0, table.shape)
+        with serial_operators(query.device):
+            query = query * step.policy.scale
         return self.score(query, gathered)

@@ -93,40 +93,57 @@ class Sketch(BaseSparseAlgorithm):
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         with serial_operators(queries.device):
-            return self._select(queries.float() * step.policy.scale, layer_id, step)
+            return self._select(queries, layer_id, step)
 
     def _select(self, query: Tensor, layer_id: int, step: DecodeStep) -> Selection:
-        """Select for ``query [B, Hq, D]``, times the softmax scale."""
+        """Select for ``query [B, Hq, D]``, before the softmax scale."""
         policy = step.policy
-        # Heads that share a selection compare their pages with the tail page, always attended.
-        shared = policy.heads < policy.kv.num_q_heads
-        rest = step.tail_lse(layer_id, query) if shared else None
         if self.economy and step.max_pages > _CANDIDATES * policy.max_pages:
-            return self._select_candidates(query, rest, layer_id, step)
-        scores = sketch_score(
+            return self._select_candidates(query, layer_id, step)
+        scores, rest = self._score(
             query,
             step.representations[_SKETCH][layer_id],
             step.host_page_table[:, : step.max_pages],
             step.num_pages,
-            self.layout(policy.kv),
+            layer_id,
+            step,
         )
         return select(scores, step.num_pages, policy.rule, forced=step.forced_pages, rest=rest)
 
-    def _select_candidates(
-        self, query: Tensor, rest: Tensor | None, layer_id: int, step: DecodeStep
-    ) -> Selection:
+    def _score(
+        self,
+        query: Tensor,
+        sketches: Tensor,
+        table: Tensor,
+        num_pages: Tensor,
+        layer_id: int,
+        step: DecodeStep,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scores of the pages in ``table``, and of the tail page if a selection needs it."""
+        policy, layout = step.policy, self.layout(step.policy.kv)
+        # Heads that share a selection compare their pages with the tail page, always attended.
+        if policy.heads == policy.kv.num_q_heads:
+            alone = sketch_score(query, sketches, table, num_pages, layout, scale=policy.scale)
+            return alone, None
+        tail = step.tail_pages(layer_id)
+        return sketch_score(
+            query, sketches, table, num_pages, layout, scale=policy.scale, tail=tail
+        )
+
+    def _select_candidates(self, query: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         """Select among the pages that outlines choose, for each head of the selection its own."""
         policy, heads = step.policy, step.policy.heads
+        most = _CANDIDATES * policy.max_pages
         table = step.host_page_table[:, : step.max_pages]
         candidates = select(
             outline_score(
-                query / _TEMPERATURE,
+                query.float() * (policy.scale / _TEMPERATURE),
                 step.representations[_OUTLINE][layer_id],
                 table,
                 step.num_pages,
             ),
             step.num_pages,
-            replace(policy.rule, max_pages=_CANDIDATES * policy.max_pages),
+            step.once("rule", lambda: replace(policy.rule, max_pages=most)),
             forced=step.forced_pages,
         )
         # From here on each head of the selection is a request, whose pages are its candidates. Its
@@ -138,18 +155,20 @@ class Sketch(BaseSparseAlgorithm):
         entries = table.gather(1, place).view_as(candidates.pages) * groups + group[:, None]
         sketches = step.representations[_SKETCH][layer_id].unflatten(1, (groups, -1)).flatten(0, 1)
         lengths = candidates.lengths.flatten()
-        found = select(
-            sketch_score(
-                query.unflatten(1, (heads, -1)).flatten(0, 1),
-                sketches,
-                entries.flatten(0, 1),
-                lengths,
-                self.layout(policy.kv),
-            ),
+        scores, rest = self._score(
+            query.unflatten(1, (heads, -1)).flatten(0, 1),
+            sketches,
+            entries.flatten(0, 1),
             lengths,
-            replace(policy.rule, heads=1),
+            layer_id,
+            step,
+        )
+        found = select(
+            scores,
+            lengths,
+            step.once("head rule", lambda: replace(policy.rule, heads=1)),
             forced=step.forced_pages.gather(1, place).view_as(pages),
-            rest=None if rest is None else rest.view(len(pages), -1),
+            rest=rest,
         )
         chosen = pages.gather(1, found.pages[:, 0].clamp(min=0).long())
         chosen = chosen.masked_fill(found.pages[:, 0] < 0, -1)

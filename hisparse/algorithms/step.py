@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from hisparse.algorithms.request_indexes import RequestIndexes
-from hisparse.kernels import SelectRule
+from hisparse.kernels import SelectRule, TailPages
 from hisparse.types import IndexerInputs, KVSpec, SelectionScope
 
 __all__ = ["DecodeStep", "PageReader", "PrefillStep", "SelectionPolicy"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +134,10 @@ class PageReader(Protocol):
         """Log-sum-exp of the tail pages' logits, ``[B, Hq] float32``."""
         ...
 
+    def tail_pages(self, layer_id: int) -> TailPages:
+        """The tail pages in place."""
+        ...
+
     def host_keys(self, layer_id: int) -> Tensor:
         """Keys of the host pool, ``[host pages, Hkv, S, D]``."""
         ...
@@ -175,6 +182,32 @@ class DecodeStep:
         """``[B, max_pages] bool``, sinks and recent pages; see :class:`SelectionPolicy`."""
         return self.policy.forced_pages(self.num_pages, self.max_pages)
 
+    @cached_property
+    def _found(self) -> dict[str, Any]:
+        return {}
+
+    def once(self, name: str, find: Callable[[], T]) -> T:
+        """What ``find`` returns, which is called in the first layer of the step only.
+
+        An algorithm computes here what depends on the requests, not on the layer: each operator is
+        a launch on a GPU.
+
+        Args:
+            name: of the value, among those of the algorithm.
+            find: computes it.
+        """
+        if name not in self._found:
+            self._found[name] = find()
+        found: T = self._found[name]
+        return found
+
+    def with_indexer(self, indexer: IndexerInputs) -> DecodeStep:
+        """The same requests in another layer, with all that was found :meth:`once`."""
+        # Not replace, which would drop what is cached.
+        step = copy(self)
+        object.__setattr__(step, "indexer", indexer)
+        return step
+
     @property
     def seq_lens(self) -> Tensor:
         """``[B] int32``, tokens of each request, the new one included."""
@@ -195,6 +228,10 @@ class DecodeStep:
             ``[B, Hq] float32``.
         """
         return self.pages.tail_lse(layer_id, query)
+
+    def tail_pages(self, layer_id: int) -> TailPages:
+        """The tail pages in place, for kernels that read them."""
+        return self.pages.tail_pages(layer_id)
 
     def host_keys(self, layer_id: int) -> Tensor:
         """Keys of the host pool, ``[host pages, Hkv, S, D]``; strides depend on the layout."""

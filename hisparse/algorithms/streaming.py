@@ -30,5 +30,6 @@ class Streaming(RankedPagesAlgorithm):
 
     def score_pages(self, query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
         """A page's score is its number: the later, the higher."""
-        page = torch.arange(step.max_pages, dtype=torch.float32, device=query.device)
+        width, device = step.max_pages, query.device
+        page = step.once("page", lambda: torch.arange(width, dtype=torch.float32, device=device))
         return page.expand(len(query), 1, -1)

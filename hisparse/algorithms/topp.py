@@ -74,7 +74,7 @@ class TopP(BaseSparseAlgorithm):
         return select(
             _page_scores(query, layer_id, step),
             step.num_pages,
-            replace(policy.rule, mass=self.mass),
+            step.once("rule", lambda: replace(policy.rule, mass=self.mass)),
             forced=step.forced_pages,
             rest=step.tail_lse(layer_id, query),
         )

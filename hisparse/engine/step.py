@@ -15,7 +15,7 @@ from hisparse.algorithms import DecodeStep, SelectionPolicy
 from hisparse.cache import SparseKVCacheManager, StepRows
 from hisparse.engine.modes import ModeMasks
 from hisparse.engine.representations import Representations
-from hisparse.kernels import paged_attention
+from hisparse.kernels import TailPages, paged_attention
 from hisparse.types import IndexerInputs, Selection
 
 __all__ = [
@@ -127,6 +127,10 @@ class StepPages:
         _, lse = paged_attention(queries, device.stored(layer_id), tails, rows.tail_lens)
         return lse.view(query.shape[:2])
 
+    def tail_pages(self, layer_id: int) -> TailPages:
+        kv = self.manager.device.stored(layer_id)
+        return TailPages(kv, self.rows.tail_pages[layer_id], self.rows.tail_lens)
+
     def host_keys(self, layer_id: int) -> Tensor:
         return self.manager.kv_io.host_pages(layer_id).k
 
@@ -187,7 +191,7 @@ class DecodePart:
     def set_indexer(self, indexer: IndexerInputs) -> None:
         """Add the indexer inputs of the whole batch to the view, for one layer."""
         inputs = indexer if self.index is None else indexer.take(self.index)
-        self.view = replace(self.view, indexer=inputs)
+        self.view = self.view.with_indexer(inputs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The operations on pages: checked wrappers with several implementations each.
 
-``drop_pages``, ``round_outward`` and ``page_outline`` have no implementations to choose from: they
-are PyTorch's operations.
+``drop_pages``, ``round_outward``, ``page_outline`` and ``chunk_index_score`` have no implementations
+to choose from: they are PyTorch's operations.
 """
 
 from hisparse.kernels.attention import paged_attention
@@ -9,17 +9,19 @@ from hisparse.kernels.chunk_attention import chunk_attention
 from hisparse.kernels.diff_tables import diff_tables
 from hisparse.kernels.fp8 import decode_fp8, encode_fp8
 from hisparse.kernels.graph_score import GraphSearch, KeyGraphs, graph_score
+from hisparse.kernels.index_score import index_score, store_index_keys
 from hisparse.kernels.key_score import key_score
 from hisparse.kernels.lru_diff import lru_diff
 from hisparse.kernels.outline import outline_bytes, outline_score
 from hisparse.kernels.page_summary import page_summary
 from hisparse.kernels.page_table import page_table
 from hisparse.kernels.rebalance import drop_pages, promote_tail, rebalance, reset_rows
+from hisparse.kernels.reference.index_score import chunk_index_score
 from hisparse.kernels.reference.outline import page_outline
 from hisparse.kernels.reference.summary import round_outward
 from hisparse.kernels.row_state import DecodeRows, DiffTables, LruDiff, RowState
 from hisparse.kernels.select import SelectRule, page_score, select
-from hisparse.kernels.sketch import SketchLayout, page_sketch, sketch_score
+from hisparse.kernels.sketch import SketchLayout, TailPages, page_sketch, sketch_score
 from hisparse.kernels.threads import serial_operators
 from hisparse.kernels.transfer import append_tokens, gather_pages, gather_tokens, scatter_tokens
 from hisparse.kernels.verify import verify_capacity, verify_diff, verify_indices
@@ -33,8 +35,10 @@ __all__ = [
     "RowState",
     "SelectRule",
     "SketchLayout",
+    "TailPages",
     "append_tokens",
     "chunk_attention",
+    "chunk_index_score",
     "decode_fp8",
     "diff_tables",
     "drop_pages",
@@ -42,6 +46,7 @@ __all__ = [
     "gather_pages",
     "gather_tokens",
     "graph_score",
+    "index_score",
     "key_score",
     "lru_diff",
     "outline_bytes",
@@ -60,6 +65,7 @@ __all__ = [
     "select",
     "serial_operators",
     "sketch_score",
+    "store_index_keys",
     "verify_capacity",
     "verify_diff",
     "verify_indices",

@@ -14,7 +14,7 @@ from hisparse.types import Selection
 __all__ = ["SelectRule", "page_score", "select"]
 
 _F32, _I32 = torch.float32, torch.int32
-_SCORE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _SUMMARY_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 
 
@@ -25,6 +25,7 @@ def page_score(
     num_pages: Tensor,
     *,
     scales: Tensor | None = None,
+    scale: float = 1.0,
     impl: str = "auto",
 ) -> Tensor:
     """Quest's criticality: the largest q.k that a page's key ranges allow.
@@ -33,12 +34,13 @@ def page_score(
     section 3.3. A page allows the largest of its ranges.
 
     Args:
-        query: ``[B, Hq, D] float32``, times the softmax scale.
+        query: ``[B, Hq, D]`` float32, bfloat16 or float16; any strides.
         summaries: ``[host pages, ranges, Hkv, 2D]``, float32, bfloat16 or float8_e4m3fn; for each
             range the channel-wise maxima of its keys, then their minima.
         host_page_table: ``[B, P] int32``.
         num_pages: ``[B] int32``, pages of each request.
         scales: ``[host pages, ranges, Hkv] float32``, positive factors of the summaries. None: 1.
+        scale: multiplies the scores; positive, such as the softmax scale.
         impl: "auto", or an implementation's name.
 
     Returns:
@@ -49,7 +51,7 @@ def page_score(
     """
     check_once(_check_score, query, summaries, host_page_table, num_pages, scales)
     module = implementation(impl, query.device, summaries.device)
-    scores: Tensor = module.page_score(query, summaries, host_page_table, num_pages, scales)
+    scores: Tensor = module.page_score(query, summaries, host_page_table, num_pages, scales, scale)
     return scores
 
 
@@ -103,7 +105,7 @@ def _check_score(
     num_pages: Tensor,
     scales: Tensor | None,
 ) -> None:
-    check_tensor("query", query, _F32, (None, None, None))
+    check_tensor("query", query, _FLOATS, (None, None, None))
     (batch, query_heads, dim), device = query.shape, query.device
     check_tensor("summaries", summaries, _SUMMARY_DTYPES, (None, None, None, 2 * dim), device)
     if scales is not None:
@@ -121,7 +123,7 @@ def _check_select(
     invalid_scores: Tensor | None,
     heads: int,
 ) -> None:
-    check_tensor("scores", scores, _SCORE_DTYPES, (None, None, None))
+    check_tensor("scores", scores, _FLOATS, (None, None, None))
     batch, given, width = scores.shape
     check_tensor("num_pages", num_pages, _I32, (batch,), scores.device)
     if forced is not None:

@@ -12,9 +12,10 @@ from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
 from hisparse.algorithms import DecodeStep, PrefillStep
-from hisparse.algorithms.dsa import DSA, _to_float
+from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.errors import ConfigError, HiSparseError
+from hisparse.kernels.reference.index_score import stored_to_float
 from hisparse.testing import Request, Simulator
 from hisparse.testing.world import INDEXER_DIM
 from hisparse.types import IndexerInputs, Selection
@@ -239,4 +240,4 @@ def test_every_fp8_number_is_read_as_it_is() -> None:
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     numbers = numbers[numbers.float().isfinite()]
     assert len(numbers) == 254
-    assert torch.equal(_to_float(numbers), numbers.float())
+    assert torch.equal(stored_to_float(numbers), numbers.float())

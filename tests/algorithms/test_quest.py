@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -49,6 +51,7 @@ def bounds(quest: Quest, keys: Tensor, query: Tensor) -> Tensor:
 
     class Step:
         representations = summarize(quest, keys)
+        policy = SimpleNamespace(scale=1.0)
         host_page_table = torch.arange(count, dtype=torch.int32).expand(batch, -1).contiguous()
         num_pages = torch.full((batch,), count, dtype=torch.int32)
         max_pages = count
@@ -119,7 +122,7 @@ def test_what_is_stored_bounds_every_key_of_the_page(dtype: str, ranges: int, se
     assert step is not None
     for layer in range(2):
         query = torch.randn(1, 4, 16) * torch.logspace(2, -3, 16)
-        bound = sim.algorithm.score_pages(query, layer, step)[0]
+        bound = sim.algorithm.score_pages(query, layer, step)[0] / sim.scale
         keys = request.k[layer, : 12 * 8].double().repeat_interleave(2, dim=1)
         logits = torch.einsum("hd,khd->hk", query[0].double(), keys).unflatten(1, (12, 8))
         # Scores are sums in float32: what they may fall short by is its rounding.

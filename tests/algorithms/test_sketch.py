@@ -61,7 +61,7 @@ def test_better_than_quest_in_fewer_bytes(seed: int) -> None:
     page_sketch(keys, sketches, table[0], layout)
     ours = sketch_score(query, sketches, table, lens, layout)[0]
     summaries = torch.zeros(PAGES, 1, 2 * DIM, dtype=torch.bfloat16)
-    page_summary(keys, summaries, table[0])
+    page_summary(keys, summaries[:, None], table[0])
     quests = page_score(query, summaries[:, None], table, lens)[0]
 
     assert sketches.nbytes < 0.09 * 2 * keys.numel() < summaries.nbytes

@@ -53,10 +53,8 @@ def test_candidates_that_are_all_pages_change_nothing(
         def _select(self, query: Tensor, layer_id: int, step: DecodeStep) -> Selection:
             default = replace(self, economy=False)
             expected = Sketch._select(default, query, layer_id, step)
-            shared = step.policy.heads < step.policy.kv.num_q_heads
-            rest = step.tail_lse(layer_id, query) if shared else None
             monkeypatch.setattr(sketch, "_CANDIDATES", 100)
-            seen.append((expected, self._select_candidates(query, rest, layer_id, step)))
+            seen.append((expected, self._select_candidates(query, layer_id, step)))
             return expected
 
     sim = Simulator(scope=scope, algorithm=Both(), budget=48)

@@ -33,8 +33,9 @@ def test_maxima_and_minima_rounded_outward(
     torch.manual_seed(pages)
     keys = some_keys(pages, size, heads, dim, DTYPES[dtype])
     summaries = torch.full((100, heads, 2 * dim), torch.nan, dtype=DTYPES[to])
-    where = torch.randperm(100)[:pages].int()
-    page_summary(keys, summaries, where, impl=impl)
+    # A GPU leaves out page 0, which is padding.
+    where = 1 + torch.randperm(99)[:pages].int()
+    page_summary(keys, summaries[:, None], where, impl=impl)
     high, low = summaries[where.long()].float().split(dim, dim=-1)
     exact_high, exact_low = keys.float().amax(1), keys.float().amin(1)
     assert (high >= exact_high).all()
@@ -64,10 +65,10 @@ def test_all_implementations_agree_bitwise(impl: str) -> None:
     torch.manual_seed(0)
     keys = some_keys(40, 16, 2, 40, torch.float32)
     got, expected = (torch.zeros(50, 2, 80, dtype=torch.bfloat16) for _ in range(2))
-    where = torch.randperm(50)[:40]
+    where = 1 + torch.randperm(49)[:40]
     where[::7] = -1
-    page_summary(keys, got, where, impl=impl)
-    page_summary(keys, expected, where, impl="reference")
+    page_summary(keys, got[:, None], where, impl=impl)
+    page_summary(keys, expected[:, None], where, impl="reference")
     assert torch.equal(got, expected)
     assert (got.flatten(1) != 0).any(1).sum() == 34
 
@@ -80,7 +81,7 @@ def test_scores_bound_every_logit_of_a_page(impl: str, to: str, seed: int) -> No
     keys = some_keys(20, 16, 2, 64, torch.float32)
     query = torch.randn(1, 6, 64) * torch.logspace(1, -2, 64)
     summaries = torch.zeros(21, 2, 128, dtype=DTYPES[to])
-    page_summary(keys, summaries, torch.arange(1, 21), impl=impl)
+    page_summary(keys, summaries[:, None], torch.arange(1, 21), impl=impl)
     table = torch.arange(1, 21, dtype=torch.int32)[None]
     lens = torch.tensor([20], dtype=torch.int32)
     bound = page_score(query, summaries[:, None], table, lens, impl=impl)[0]
@@ -95,17 +96,23 @@ def test_scores_bound_every_logit_of_a_page(impl: str, to: str, seed: int) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"summaries": torch.zeros(4, 1, 16, dtype=torch.float16)}, "summaries: got dtype"),
-        ({"summaries": torch.zeros(4, 1, 15)}, r"summaries: got shape \[4, 1, 15\]"),
+        ({"summaries": torch.zeros(4, 1, 1, 16, dtype=torch.float16)}, "summaries: got dtype"),
+        ({"summaries": torch.zeros(4, 1, 1, 15)}, r"summaries: got shape \[4, 1, 1, 15\]"),
+        ({"summaries": torch.zeros(4, 3, 1, 16)}, "summaries: got 3 ranges, expected a divisor of"),
+        ({"scales": torch.zeros(4, 1, 1)}, "scales: got them, expected None for torch.float32"),
+        (
+            {"summaries": torch.zeros(4, 1, 1, 16).to(torch.float8_e4m3fn)},
+            "scales: got None, expected them for torch.float8_e4m3fn",
+        ),
         ({"host_pages": torch.zeros(3).int()}, r"host_pages: got shape \[3\], expected \[2\]"),
         ({"host_pages": torch.zeros(2)}, "host_pages: got dtype torch.float32"),
     ],
-    ids=["dtype", "width", "count", "index-dtype"],
+    ids=["dtype", "width", "ranges", "scales", "no-scales", "count", "index-dtype"],
 )
 def test_bad_tensors_are_named(change: dict[str, Tensor], message: str) -> None:
     given = {
         "keys": torch.zeros(2, 4, 1, 8),
-        "summaries": torch.zeros(4, 1, 16),
+        "summaries": torch.zeros(4, 1, 1, 16),
         "host_pages": torch.zeros(2).int(),
     } | change
     with pytest.raises(KernelError, match=message):
@@ -114,7 +121,7 @@ def test_bad_tensors_are_named(change: dict[str, Tensor], message: str) -> None:
 
 def test_a_page_beyond_the_summaries_is_refused_or_left_out(impl: str) -> None:
     """A GPU cannot say so without a wait; it never writes there."""
-    summaries = torch.zeros(5, 1, 16)
+    summaries = torch.zeros(5, 1, 1, 16)
     store = partial(page_summary, torch.ones(1, 4, 1, 8), summaries[:4], torch.tensor([4]))
     if impl in ("reference", "cpu"):
         with pytest.raises((KernelError, IndexError)):

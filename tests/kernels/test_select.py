@@ -374,8 +374,8 @@ def test_tensors_that_select_cannot_use_are_named(
     ("changed", "message"),
     [
         (
-            {"query": torch.zeros(1, 2, 8).half()},
-            "query: got dtype torch.float16, expected torch.f",
+            {"query": torch.zeros(1, 2, 8).double()},
+            "query: got dtype torch.float64, expected one of torch.f",
         ),
         ({"summaries": torch.zeros(9, 1, 1, 8)}, r"summaries: got shape \[9, 1, 1, 8\]"),
         (

@@ -153,5 +153,5 @@ class DIPR(BaseSparseAlgorithm):
         else:
             table = step.host_page_table[:, : step.max_pages]
             scores = key_score(query, step.host_keys(layer_id), table, step.num_pages)
-        rule = replace(policy.rule, within=within)
+        rule = step.once("rule", lambda: replace(policy.rule, within=within))
         return select(scores, step.num_pages, rule, forced=step.forced_pages, rest=rest)

@@ -15,6 +15,7 @@ from hisparse.kernels.cpu.transfer import (
     scatter_tokens,
 )
 from hisparse.kernels.reference.fp8 import decode_fp8
+from hisparse.kernels.reference.index_score import index_score, store_index_keys
 from hisparse.kernels.reference.lru import reset_rows
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "gather_pages",
     "gather_tokens",
     "graph_score",
+    "index_score",
     "key_score",
     "lru_diff",
     "outline_score",
@@ -40,4 +42,5 @@ __all__ = [
     "scatter_tokens",
     "select",
     "sketch_score",
+    "store_index_keys",
 ]

@@ -5,7 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from hisparse.kernels.build.cpu import call_cpu, dense_rows
+from hisparse.kernels.cpu.attention import paged_attention
+from hisparse.kernels.reference.query import scaled_query
+from hisparse.kernels.reference.sketch import tail_lse
 from hisparse.kernels.sketch_layout import SketchLayout
+from hisparse.kernels.tail_pages import TailPages
 
 __all__ = ["page_sketch", "sketch_score"]
 
@@ -22,8 +26,11 @@ def sketch_score(
     host_page_table: Tensor,
     num_pages: Tensor,
     layout: SketchLayout,
-) -> Tensor:
+    scale: float,
+    tail: TailPages | None,
+) -> tuple[Tensor, Tensor | None]:
     """See :func:`hisparse.kernels.sketch_score`."""
+    query = scaled_query(query, scale)
     scores = query.new_empty(*query.shape[:2], host_page_table.shape[1])
     call_cpu(
         "sketch_score",
@@ -34,4 +41,4 @@ def sketch_score(
         scores,
         *layout,
     )
-    return scores
+    return scores, None if tail is None else tail_lse(query, tail, paged_attention)

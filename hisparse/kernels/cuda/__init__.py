@@ -48,12 +48,14 @@ __all__ = [
 #: Operations of ``hisparse.kernels.triton``.
 IN_TRITON = (
     "encode_fp8",
+    "index_score",
     "outline_score",
     "page_score",
     "page_sketch",
     "page_summary",
     "paged_attention",
     "sketch_score",
+    "store_index_keys",
 )
 
 

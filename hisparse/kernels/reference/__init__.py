@@ -5,6 +5,7 @@ from hisparse.kernels.reference.chunk_attention import chunk_attention
 from hisparse.kernels.reference.diff_tables import diff_tables
 from hisparse.kernels.reference.fp8 import decode_fp8, encode_fp8
 from hisparse.kernels.reference.graph_score import graph_score
+from hisparse.kernels.reference.index_score import index_score, store_index_keys
 from hisparse.kernels.reference.key_score import key_score
 from hisparse.kernels.reference.lru import lru_diff, promote_tail, rebalance, reset_rows
 from hisparse.kernels.reference.outline import outline_score
@@ -28,6 +29,7 @@ __all__ = [
     "gather_pages",
     "gather_tokens",
     "graph_score",
+    "index_score",
     "key_score",
     "lru_diff",
     "outline_score",
@@ -42,4 +44,5 @@ __all__ = [
     "scatter_tokens",
     "select",
     "sketch_score",
+    "store_index_keys",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hisparse.kernels.reference.query import scaled_query
 from hisparse.kernels.select_rule import SelectRule
 
 __all__ = ["best_pages", "page_score", "select"]
@@ -16,8 +17,10 @@ def page_score(
     host_page_table: Tensor,
     num_pages: Tensor,
     scales: Tensor | None,
+    scale: float,
 ) -> Tensor:
     """See :func:`hisparse.kernels.page_score`."""
+    query = scaled_query(query, scale)
     pages, (ranges, kv_heads) = host_page_table.long(), summaries.shape[1:3]
     own = summaries[pages].flatten(1, 2).to(query.dtype)  # [B, P * ranges, Hkv, 2D]
     if scales is not None:

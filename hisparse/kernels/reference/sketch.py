@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from hisparse.kernels.reference.attention import paged_attention
+from hisparse.kernels.reference.query import scaled_query
 from hisparse.kernels.sketch_layout import BLOCK, SCALE_OFFSET, SketchLayout
+from hisparse.kernels.tail_pages import TailPages
 
-__all__ = ["page_sketch", "sketch_keys", "sketch_score"]
+__all__ = ["page_sketch", "sketch_keys", "sketch_score", "tail_lse"]
 
 
 def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: SketchLayout) -> None:
@@ -22,14 +27,27 @@ def sketch_score(
     host_page_table: Tensor,
     num_pages: Tensor,
     layout: SketchLayout,
-) -> Tensor:
+    scale: float,
+    tail: TailPages | None,
+) -> tuple[Tensor, Tensor | None]:
     """See :func:`hisparse.kernels.sketch_score`."""
+    query = scaled_query(query, scale)
     own = sketch_keys(sketches[host_page_table.long()], layout)
     grouped = query.unflatten(1, (own.shape[2], -1))
     scores = torch.einsum("bhgd,bphsd->bhgps", grouped, own).logsumexp(-1).flatten(1, 2)
     page = torch.arange(scores.shape[-1], device=scores.device)
     masked: Tensor = scores.masked_fill((page >= num_pages[:, None])[:, None], -torch.inf)
-    return masked
+    return masked, None if tail is None else tail_lse(query, tail, paged_attention)
+
+
+def tail_lse(
+    query: Tensor, tail: TailPages, attend: Callable[..., tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Log-sum-exp of the tail pages' logits, ``[B, Hq]``, by an implementation of attention."""
+    # Attention over a table of one page. Its output is not wanted, but costs little.
+    rows = query.reshape(tail.pages.shape[0], -1, query.shape[-1])
+    lse = attend(rows, tail.kv, tail.pages[:, None], tail.lens)[1]
+    return lse.view(query.shape[:2])
 
 
 def sketch_keys(sketches: Tensor, layout: SketchLayout) -> Tensor:

@@ -8,13 +8,51 @@ from torch import Tensor
 __all__ = ["page_summary", "round_outward"]
 
 
-def page_summary(keys: Tensor, summaries: Tensor, host_pages: Tensor) -> None:
+_FP8_LEAST_NORMAL = 2.0**-6
+#: Added to a float's bits, it carries into the exponent if the fraction is above that of 448, the
+#: largest number of float8_e4m3fn.
+_CARRY = 0x1FFFFF
+
+
+def page_summary(
+    keys: Tensor, summaries: Tensor, host_pages: Tensor, scales: Tensor | None
+) -> None:
     """See :func:`hisparse.kernels.page_summary`."""
-    stored = (host_pages >= 0).nonzero()[:, 0]
-    own = keys[stored].float()
-    high = round_outward(own.amax(dim=1), summaries.dtype, up=True)
-    low = round_outward(own.amin(dim=1), summaries.dtype, up=False)
-    summaries[host_pages[stored].long()] = torch.cat([high, low], dim=-1)
+    if bool((host_pages < 0).any()):
+        stored = (host_pages >= 0).nonzero()[:, 0]
+        keys, host_pages = keys[stored], host_pages[stored]
+    own = keys.unflatten(1, (summaries.shape[1], -1)).float()
+    high, low, where = own.amax(dim=2), own.amin(dim=2), host_pages.long()
+    if scales is not None:
+        high, low, scales[where] = _scaled_to_fp8(high, low)
+    high = round_outward(high, summaries.dtype, up=True)
+    low = round_outward(low, summaries.dtype, up=False)
+    summaries[where] = torch.cat([high, low], dim=-1)
+
+
+def _scaled_to_fp8(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Divide maxima and minima ``[..., D]`` by a power of two, so that all are within +-448.
+
+    Returns:
+        maxima, minima and the powers ``[...] float32``, 2^-100 to 2^100.
+    """
+    largest = torch.maximum(high.abs(), low.abs()).amax(-1, keepdim=True)
+    exponent = (((largest.view(torch.int32) + _CARRY) >> 23) - 8).clamp_(27, 227)
+    # Dividing by a power of two is exact.
+    scale = (exponent << 23).view(torch.float32)
+    high, low = high / scale, low / scale
+    high, low = _outside_subnormals(high, low), -_outside_subnormals(-low, -high)
+    return high, low, scale[..., 0]
+
+
+def _outside_subnormals(high: Tensor, low: Tensor) -> Tensor:
+    """Raise maxima that are subnormal in float8_e4m3fn to its least normal number, or to zero.
+
+    Processors multiply subnormal numbers a hundred times slower. Where the minimum is subnormal as
+    well, the maximum stays: that channel's range is tiny, and would grow too much.
+    """
+    raised = (high.abs() < _FP8_LEAST_NORMAL) & (low.abs() >= _FP8_LEAST_NORMAL)
+    return torch.where(raised, _FP8_LEAST_NORMAL * (high > 0), high)
 
 
 def round_outward(x: Tensor, dtype: torch.dtype, *, up: bool) -> Tensor:

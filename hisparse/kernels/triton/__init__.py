@@ -3,15 +3,18 @@
 from hisparse.kernels.triton.attention import paged_attention
 from hisparse.kernels.triton.chunk_attention import chunk_attention
 from hisparse.kernels.triton.fp8 import encode_fp8
+from hisparse.kernels.triton.index_score import index_score, store_index_keys
 from hisparse.kernels.triton.outline import outline_score
 from hisparse.kernels.triton.page_score import page_score
 from hisparse.kernels.triton.page_summary import page_summary
 from hisparse.kernels.triton.select import select
-from hisparse.kernels.triton.sketch import page_sketch, sketch_score
+from hisparse.kernels.triton.sketch import page_sketch
+from hisparse.kernels.triton.sketch_score import sketch_score
 
 __all__ = [
     "chunk_attention",
     "encode_fp8",
+    "index_score",
     "outline_score",
     "page_score",
     "page_sketch",
@@ -19,4 +22,5 @@ __all__ = [
     "paged_attention",
     "select",
     "sketch_score",
+    "store_index_keys",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hisparse.types import StoredKV
 
-__all__ = ["encode_fp8"]
+__all__ = ["encode_fp8", "to_e4m3"]
 
 #: Elements of a program; small, so that a step's few vectors make many programs.
 _ELEMENTS = 1024
@@ -43,7 +43,7 @@ def encode_fp8(k: Tensor, v: Tensor) -> StoredKV:
 
 
 @triton.jit
-def _to_e4m3(x):
+def to_e4m3(x):
     """Round to e4m3, ties to even; ``x`` is below 432, infinite or NaN."""
     bits = x.to(tl.int32, bitcast=True)
     positive = bits & 0x7FFFFFFF
@@ -85,5 +85,5 @@ def _encode_kernel(
     scale = tl.maximum(((largest + 0x280000) >> 23) - 8, 112)
     inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     place = codes + vector * WIDTH
-    tl.store(place[:, None] + dim[None, :], _to_e4m3(x * inverse[:, None]), mask=seen)
+    tl.store(place[:, None] + dim[None, :], to_e4m3(x * inverse[:, None]), mask=seen)
     tl.store(scales + vector * 2 + which, scale.to(tl.uint8), mask=live)

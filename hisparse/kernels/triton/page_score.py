@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["page_score"]
+from hisparse.kernels.triton.query import (
+    INTERPRETED,
+    dot_parts,
+    from_e4m3,
+    num_parts,
+    power_of,
+    reads_e4m3,
+)
 
-#: Values of a tile; with more than 64 a thread of each kind, registers spill.
-_TILE = 4096
-_MOST_PAGES = 16
+__all__ = ["launch_options", "page_score"]
+
+#: The smallest number of queries that a matrix product takes.
+_MIN_QUERIES = 8
 
 
 def page_score(
@@ -19,38 +28,80 @@ def page_score(
     host_page_table: Tensor,
     num_pages: Tensor,
     scales: Tensor | None,
+    scale: float,
 ) -> Tensor:
-    """See :func:`hisparse.kernels.page_score`; the heads of a group share a loaded summary."""
+    """See :func:`hisparse.kernels.page_score`; the heads of a group share a loaded summary.
+
+    A summary is one row, its maxima and then its minima. So its bound is the product with a row
+    that has the query's positive numbers and then its negative ones. Products of summaries in eight
+    or 16 bits are exact. A query in float32 keeps 22 bits, one in 16 bits all of them. For
+    summaries in eight bits, a number of a query is off by 2^-39 of the query's largest at most.
+    """
     batch, q_heads, dim = query.shape
     (ranges, kv_heads), width = summaries.shape[1:3], host_page_table.shape[1]
-    scores = query.new_empty(batch, q_heads, width)
+    scores = torch.empty(batch, q_heads, width, dtype=torch.float32, device=query.device)
     if scores.numel() == 0:
         return scores
-    dim_block = triton.next_power_of_2(dim)
-    pages = max(1, min(_MOST_PAGES, _TILE // dim_block))
-    grid = (triton.cdiv(width, pages), kv_heads, batch)
+    group = q_heads // kv_heads
+    options = launch_options(dim, group, summaries.dtype)
+    blocks = triton.cdiv(group, options["QUERIES"])
+    fp8 = summaries.dtype == torch.float8_e4m3fn
+    as_bytes = fp8 and not reads_e4m3(query.device)
+    narrow = torch.float16 if fp8 else summaries.dtype
+    grid = (triton.cdiv(width, options["PAGES"]), kv_heads * blocks, batch)
     _score_kernel[grid](
-        query.contiguous(),
-        summaries,
+        query,
+        summaries.view(torch.uint8) if as_bytes else summaries,
         host_page_table,
         num_pages,
         scores,
         # Not read where there are no scales.
         query if scales is None else scales.contiguous(),
+        scale,
         width,
+        *query.stride(),
         *summaries.stride()[:3],
         *host_page_table.stride(),
         q_heads,
         kv_heads,
-        GROUP=q_heads // kv_heads,
-        GROUP_BLOCK=triton.next_power_of_2(q_heads // kv_heads),
+        GROUP=group,
         RANGES=ranges,
         DIM=dim,
-        DIM_BLOCK=dim_block,
-        PAGES=pages,
+        PARTS=num_parts(query.dtype, narrow),
+        FP8=fp8,
+        BYTES=as_bytes,
         SCALED=scales is not None,
+        WIDE=INTERPRETED,
+        **options,
     )
     return scores
+
+
+def launch_options(dim: int, group: int, dtype: torch.dtype) -> dict[str, int]:
+    """Sizes of a program's tiles and stages, chosen so that no kernel spills registers."""
+    columns = triton.next_power_of_2(max(2 * dim, 16))
+    queries = max(_MIN_QUERIES, triton.next_power_of_2(group))
+    if dtype == torch.float32:
+        sizes = {"COLUMNS": min(32, columns), "QUERIES": min(16, queries), "PAGES": 16}
+    elif columns > 256:
+        sizes = {"COLUMNS": 64, "QUERIES": min(16, queries), "PAGES": 64}
+    else:
+        sizes = {"COLUMNS": columns, "QUERIES": min(16, queries), "PAGES": 64}
+    # Two more buffers of summaries would take the registers of two more blocks.
+    return sizes | {"num_stages": 1}
+
+
+@triton.jit
+def _signed(source, start, stride, asked, DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """The query's positive numbers where a summary has maxima, its negative ones at the minima."""
+    column = start + tl.arange(0, COLUMNS)
+    channel = tl.where(column < DIM, column, column - DIM)
+    there = asked[:, None] & (column < 2 * DIM)[None, :]
+    q = tl.load(source[:, None] + (channel * stride)[None, :], mask=there, other=0.0)
+    q = q.to(tl.float32)
+    # Not tl.maximum, which would drop NaN.
+    left_out = tl.where((column < DIM)[None, :], q < 0, q > 0)
+    return tl.where(left_out, 0.0, q)
 
 
 @triton.jit
@@ -61,7 +112,11 @@ def _score_kernel(
     num_pages,  # [B]
     scores,  # [B, Hq, P]
     scales,  # [host pages, RANGES, Hkv], if SCALED
+    scale,
     width,
+    query_request,
+    query_head,
+    query_dim,
     stride_page,
     stride_range,
     stride_head,
@@ -70,36 +125,63 @@ def _score_kernel(
     q_heads,
     kv_heads,
     GROUP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
     RANGES: tl.constexpr,
     DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PAGES: tl.constexpr,
+    PARTS: tl.constexpr,
+    FP8: tl.constexpr,
+    BYTES: tl.constexpr,
     SCALED: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    request = tl.program_id(2).to(tl.int64)
+    blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
+    head = tl.program_id(1) // blocks
+    member = tl.program_id(1) % blocks * QUERIES + tl.arange(0, QUERIES)
+    asked = member < GROUP
+    kind: tl.constexpr = tl.float16 if FP8 else summaries.dtype.element_ty
+    wide: tl.constexpr = tl.float32 if WIDE and kind == tl.bfloat16 else kind
+    once: tl.constexpr = COLUMNS >= 2 * DIM
+
     page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
-    dim = tl.arange(0, DIM_BLOCK)
     present = page < tl.load(num_pages + request)
     entry = host_page_table + request * stride_table + page * stride_entry
     host_page = tl.load(entry, mask=present, other=0).to(tl.int64)
-    there = present[:, None] & (dim[None, :] < DIM)
-    source = summaries + host_page[:, None] * stride_page + head * stride_head + dim[None, :]
-    first = request * q_heads + head * GROUP
-    member = tl.arange(0, GROUP_BLOCK)[:, None]
-    best = tl.full((GROUP_BLOCK, PAGES), -float("inf"), tl.float32)
+    rows = summaries + host_page * stride_page + head * stride_head
+    source = query + request * query_request + (head * GROUP + member) * query_head
+    factor = tl.full((QUERIES,), scale, tl.float32)
+    up = tl.full((QUERIES,), 1.0, tl.float32)
+    q = _signed(source, 0, query_dim, asked, DIM, COLUMNS)
+    if FP8:
+        largest = tl.max(tl.abs(q), axis=1)
+        for start in range(COLUMNS, 2 * DIM, COLUMNS):
+            more = _signed(source, start, query_dim, asked, DIM, COLUMNS)
+            largest = tl.maximum(largest, tl.max(tl.abs(more), axis=1))
+        up, down = power_of(largest, 14)
+        # The 2^8 are those that from_e4m3 leaves out.
+        factor *= down * (256.0 if BYTES else 1.0)
+    q *= up[:, None]
+    best = tl.full((PAGES, QUERIES), -float("inf"), tl.float32)
     for part in range(RANGES):
-        high = tl.load(source + part * stride_range, mask=there, other=0.0).to(tl.float32)
-        low = tl.load(source + part * stride_range + DIM, mask=there, other=0.0).to(tl.float32)
-        scale = tl.full((PAGES,), 1.0, tl.float32)
+        bound = tl.zeros((PAGES, QUERIES), tl.float32)
+        for first in tl.static_range(0, 2 * DIM, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            there = present[:, None] & (column < 2 * DIM)[None, :]
+            place = rows[:, None] + part * stride_range + column[None, :]
+            k = tl.load(place, mask=there, other=0.0)
+            k = (from_e4m3(k) if BYTES else k).to(wide)
+            if once:
+                now = q
+            else:
+                now = _signed(source, first, query_dim, asked, DIM, COLUMNS) * up[:, None]
+            bound = dot_parts(k, now, bound, kind, PARTS, WIDE)
         if SCALED:
-            factor = (host_page * RANGES + part) * kv_heads + head
-            scale = tl.load(scales + factor, mask=present, other=0.0)
-        for g in range(GROUP):
-            q = tl.load(query + (first + g) * DIM + dim, mask=dim < DIM, other=0.0)
-            above, below = tl.maximum(q, 0.0), tl.minimum(q, 0.0)
-            bound = scale * tl.sum(high * above[None, :] + low * below[None, :], axis=1)
-            best = tl.where(member == g, tl.maximum(best, bound[None, :]), best)
-    best = tl.where(present[None, :], best, -float("inf"))
-    out = scores + (first + member) * width + page[None, :]
-    tl.store(out, best, mask=(member < GROUP) & (page < width)[None, :])
+            own = tl.load(scales + (host_page * RANGES + part) * kv_heads + head, mask=present)
+            bound *= own[:, None]
+        best = tl.maximum(best, bound, propagate_nan=tl.PropagateNan.ALL)
+    best = tl.where(present[:, None], best * factor[None, :], -float("inf"))
+    row = request * q_heads + head * GROUP + member
+    there = asked[None, :] & (page < width)[:, None]
+    tl.store(scores + row[None, :] * width + page[:, None], best, mask=there)

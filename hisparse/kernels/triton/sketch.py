@@ -1,4 +1,4 @@
-"""Sketches of pages in Triton; the reference's bytes, and scores summed in another order."""
+"""Sketches of pages in Triton; the reference's bytes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from torch import Tensor
 
 from hisparse.kernels.sketch_layout import SCALE_OFFSET, SketchLayout
 
-__all__ = ["page_sketch", "sketch_score"]
+__all__ = ["page_sketch", "scale_of"]
 
-#: Smallest sizes of a matrix product.
-_PAGES = 16
-_MOST_QUERIES = 16
-_MOST_CHANNELS = 32
 _OFFSET = tl.constexpr(SCALE_OFFSET)
 
 
@@ -39,46 +35,6 @@ def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: Sket
     )
 
 
-def sketch_score(
-    query: Tensor,
-    sketches: Tensor,
-    host_page_table: Tensor,
-    num_pages: Tensor,
-    layout: SketchLayout,
-) -> Tensor:
-    """See :func:`hisparse.kernels.sketch_score`; queries of a group share a decoded sketch."""
-    batch, q_heads, dim = query.shape
-    kv_heads, width = sketches.shape[1], host_page_table.shape[1]
-    scores = query.new_empty(batch, q_heads, width)
-    if scores.numel() == 0:
-        return scores
-    group = q_heads // kv_heads
-    queries = min(_MOST_QUERIES, max(16, triton.next_power_of_2(group)))
-    parts = triton.cdiv(group, queries)
-    _score_kernel[(triton.cdiv(width, _PAGES), kv_heads * parts, batch)](
-        query.contiguous(),
-        sketches,
-        host_page_table,
-        num_pages,
-        scores,
-        width,
-        *sketches.stride()[:2],
-        *host_page_table.stride(),
-        q_heads,
-        GROUP=group,
-        QUERIES=queries,
-        PARTS=parts,
-        PAGES=_PAGES,
-        SIZE=layout.page_size,
-        DIM=dim,
-        DIM_BLOCK=min(_MOST_CHANNELS, max(16, triton.next_power_of_2(dim))),
-        COUNT=layout.num_channels,
-        BLOCKS=layout.blocks,
-        CODE_BYTES=layout.code_bytes,
-    )
-    return scores
-
-
 @triton.jit
 def _scale_code(scale):
     """The code of the smallest scale that is not below ``scale``."""
@@ -87,7 +43,8 @@ def _scale_code(scale):
 
 
 @triton.jit
-def _scale(code):
+def scale_of(code):
+    """The scale of a code, as float32."""
     return ((code.to(tl.int32) + _OFFSET) << 20).to(tl.float32, bitcast=True)
 
 
@@ -128,7 +85,7 @@ def _sketch_kernel(
 ):
     page, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     target = tl.load(host_pages + page).to(tl.int64)
-    if target < 0 or target >= num_host_pages:
+    if target <= 0 or target >= num_host_pages:
         return
     dim = tl.arange(0, DIM_BLOCK)
     there = dim < DIM
@@ -144,7 +101,7 @@ def _sketch_kernel(
         base = tl.where(chosen, high * 0.5 + low * 0.5, base)
     top = tl.max(tl.reshape(tl.abs(base), (DIM_BLOCK // 8, 8)), axis=1)
     block_code = _scale_code(tl.div_rn(top, tl.full((DIM_BLOCK // 8,), 127.0, tl.float32)))
-    block_scale = tl.broadcast_to(_scale(block_code)[:, None], (DIM_BLOCK // 8, 8))
+    block_scale = tl.broadcast_to(scale_of(block_code)[:, None], (DIM_BLOCK // 8, 8))
     block_scale = tl.reshape(block_scale, (DIM_BLOCK,))
     whole = tl.minimum(tl.maximum(tl.div_rn(base, block_scale), -127.0), 127.0)
     # Adding this constant leaves no bits for a fraction, which rounds to the nearest, ties to even.
@@ -157,7 +114,7 @@ def _sketch_kernel(
     tl.store(scales + block, block_code.to(tl.uint8), mask=block < BLOCKS)
     if COUNT > 0:
         code = _scale_code(tl.maximum(high - base, base - low) * 0.5)
-        scale = _scale(code)
+        scale = scale_of(code)
         bits = chosen.to(tl.int32)
         place = tl.cumsum(bits, 0) - 1
         mask = tl.sum(tl.reshape(bits << (dim % 8), (DIM_BLOCK // 8, 8)), axis=1)
@@ -181,77 +138,3 @@ def _sketch_kernel(
     end = DIM + COUNT * CODE_BYTES + 2 * BLOCKS + COUNT
     rest = end + tl.arange(0, 4)
     tl.store(out + rest, tl.zeros_like(rest).to(tl.uint8), mask=rest < NUM_BYTES)
-
-
-@triton.jit
-def _score_kernel(
-    query,  # [B, Hq, D]
-    sketches,  # [host pages, Hkv, bytes]
-    host_page_table,  # [B, P]
-    num_pages,  # [B]
-    scores,  # [B, Hq, P]
-    width,
-    stride_page,
-    stride_head,
-    stride_table,
-    stride_entry,
-    q_heads,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    PARTS: tl.constexpr,
-    PAGES: tl.constexpr,
-    SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    CODE_BYTES: tl.constexpr,
-):
-    head, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
-    request = tl.program_id(2).to(tl.int64)
-    page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
-    present = page < tl.load(num_pages + request)
-    entry = host_page_table + request * stride_table + page * stride_entry
-    host_page = tl.load(entry, mask=present, other=0).to(tl.int64)
-    source = (sketches + host_page * stride_page + head * stride_head)[:, None]
-    member = part * QUERIES + tl.arange(0, QUERIES)
-    row = request * q_heads + head * GROUP + member
-    scales = source + DIM + COUNT * CODE_BYTES
-    highest = tl.full((PAGES, QUERIES), -float("inf"), tl.float32)
-    total = tl.zeros((PAGES, QUERIES), tl.float32)
-    for byte in range(CODE_BYTES):
-        # Logits of four tokens: their codes share a byte.
-        logits = tl.zeros((4, PAGES, QUERIES), tl.float32)
-        before = tl.zeros((PAGES,), tl.int32)
-        for start in range(0, DIM, DIM_BLOCK):
-            dim = start + tl.arange(0, DIM_BLOCK)
-            there = present[:, None] & (dim < DIM)[None, :]
-            at = (dim // 8)[None, :]
-            whole = tl.load(source + dim[None, :], mask=there, other=0).to(tl.int8, bitcast=True)
-            base = whole.to(tl.float32) * _scale(tl.load(scales + at, mask=there, other=0))
-            own = (member < GROUP)[None, :] & (dim < DIM)[:, None]
-            q = tl.load(query + row[None, :] * DIM + dim[:, None], mask=own, other=0.0)
-            if COUNT > 0:
-                bits = tl.load(scales + BLOCKS + at, mask=there, other=0).to(tl.int32)
-                bits = (bits >> (dim % 8)[None, :]) & 1
-                place = before[:, None] + tl.cumsum(bits, axis=1) - 1
-                before += tl.sum(bits, axis=1)
-                kept = there & (bits > 0) & (place < COUNT)
-                scale = _scale(tl.load(scales + 2 * BLOCKS + place, mask=kept, other=0))
-                code = tl.load(source + DIM + place * CODE_BYTES + byte, mask=kept, other=0)
-                code = code.to(tl.int32)[None] >> (2 * tl.arange(0, 4))[:, None, None] & 3
-                detail = (code.to(tl.float32) - 1.5) * scale[None]
-                keys = base[None] + tl.where(kept[None], detail, 0.0)
-            else:
-                keys = tl.broadcast_to(base[None], (4, PAGES, DIM_BLOCK))
-            flat = tl.reshape(keys, (4 * PAGES, DIM_BLOCK))
-            product = tl.dot(flat, q, input_precision="ieee")
-            logits += tl.reshape(product, (4, PAGES, QUERIES))
-        token = byte * 4 + tl.arange(0, 4)
-        logits = tl.where((token < SIZE)[:, None, None], logits, -float("inf"))
-        higher = tl.maximum(highest, tl.max(logits, axis=0))
-        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(logits - higher[None]), axis=0)
-        highest = higher
-    score = tl.where(present[:, None], highest + tl.log(total), -float("inf"))
-    there = (member < GROUP)[None, :] & (page < width)[:, None]
-    tl.store(scores + row[None, :] * width + page[:, None], score, mask=there)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hisparse.algorithms import ALGORITHMS, DecodeStep, SelectionPolicy
 from hisparse.engine.representations import Representations
-from hisparse.types import IndexerInputs, KVSpec
+from hisparse.kernels import TailPages
+from hisparse.types import IndexerInputs, KVSpec, StoredKV
 
 NAMES = [name for name in ALGORITHMS if not ALGORITHMS.get(name).reads_host_keys]
 #: A page more than the longest request has in full: its tail.
@@ -30,6 +31,11 @@ class Tails:
         grouped = query.unflatten(1, (HEADS, -1))
         keys = self._keys.float().permute(0, 2, 3, 1)
         return (grouped @ keys).flatten(1, 2).logsumexp(-1)
+
+    def tail_pages(self, layer_id: int) -> TailPages:
+        keys = self._keys.transpose(1, 2)
+        pages = torch.arange(BATCH, dtype=torch.int32, device=keys.device)
+        return TailPages(StoredKV(keys, keys, None), pages, torch.full_like(pages, keys.shape[2]))
 
     def host_keys(self, layer_id: int) -> Tensor:
         raise AssertionError("only algorithms that read host keys do")

@@ -1,0 +1,87 @@
+"""Operands of matrix products in Triton kernels that score pages."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = [
+    "INTERPRETED",
+    "dot_parts",
+    "from_e4m3",
+    "num_parts",
+    "power_of",
+    "reads_e4m3",
+    "rounded",
+]
+
+#: Triton's interpreter multiplies bfloat16 matrices as if they were integers.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+def num_parts(query: torch.dtype, narrow: torch.dtype) -> int:
+    """Numbers of the dtype ``narrow`` whose sum is a number of a query, to 22 bits at least.
+
+    A product of two bfloat16 or float16 numbers is exact in float32.
+    """
+    if narrow == torch.float32:
+        return 1
+    if narrow == torch.float16:
+        return 2 if query == torch.float32 else 1
+    return {torch.float32: 3, torch.float16: 2, torch.bfloat16: 1}[query]
+
+
+def reads_e4m3(device: torch.device) -> bool:
+    """Whether GPUs such as ``device`` convert e4m3 by an instruction; others read it as bytes."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@triton.jit
+def from_e4m3(x):
+    """Convert e4m3 bytes to float16, times 2^-8, the difference of the exponents' biases."""
+    bits = x.to(tl.int16)
+    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def power_of(largest, TOP: tl.constexpr):
+    """Powers of two 2^n and 2^-n, for which ``largest * 2^n`` is in [2^TOP, 2^(TOP + 1)).
+
+    float16 has few exponents. A query under such a power has its largest number near float16's
+    end, so that numbers of down to 2^-31 of it keep all 8 bits of a bfloat16.
+    """
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, TOP + 1)
+    up = (254 + TOP - exponent) << 23
+    down = (exponent - TOP) << 23
+    return up.to(tl.float32, bitcast=True), down.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rounded(x, kind: tl.constexpr, WIDE: tl.constexpr):
+    """Round float32 to the nearest of ``kind``; the interpreter would truncate to bfloat16."""
+    if WIDE and kind == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(kind)
+
+
+@triton.jit
+def dot_parts(keys, query, acc, kind: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr):
+    """``acc + keys [N, K] @ query [Q, K].T``, the query split into PARTS numbers of ``kind``.
+
+    Args:
+        keys: of ``kind``, or float32 if WIDE, as the interpreter wants bfloat16.
+        query: float32.
+        acc: ``[N, Q] float32``.
+        kind: dtype of the products' factors.
+        PARTS: see :func:`num_parts`.
+        WIDE: whether the interpreter runs the kernel.
+    """
+    left = query
+    for part in tl.static_range(PARTS):
+        now = rounded(left, kind, WIDE)
+        acc = tl.dot(keys, tl.trans(now.to(keys.dtype)), acc, input_precision="tf32x3")
+        if part + 1 < PARTS:
+            left -= now.to(tl.float32)
+    return acc

@@ -1,0 +1,109 @@
+"""The log-sum-exp of tail pages in Triton: a part of kernels that score full pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hisparse.kernels.tail_pages import TailPages
+from hisparse.kernels.triton.query import dot_parts, from_e4m3, num_parts, power_of
+
+__all__ = ["find_tail_lse", "tail_arguments"]
+
+#: The smallest number of rows of a matrix product.
+_MIN_DOT = 16
+
+
+def tail_arguments(query: Tensor, tail: TailPages | None, lse: Tensor | None) -> dict[str, Any]:
+    """Arguments of a kernel that calls :func:`find_tail_lse`; without ``tail`` none is read."""
+    if tail is None or lse is None:
+        names = ("keys", "scales", "pages", "lens", "lse")
+        strides = ("page", "head", "token", "scale_page", "scale_head", "scale_token")
+        nothing = {f"tail_{name}": query for name in names} | {
+            f"tail_{name}": 0 for name in (*strides, "rows", "heads")
+        }
+        return nothing | {"TAIL": False, "TAIL_SIZE": 16, "TAIL_PARTS": 1, "TAIL_FP8": False}
+    k, scales = tail.kv.k, tail.kv.scales
+    steps = dict(zip(("page", "head", "token"), k.stride()[:3], strict=True))
+    scale_steps = (0, 0, 0) if scales is None else scales.stride()[:3]
+    steps |= zip(("scale_page", "scale_head", "scale_token"), scale_steps, strict=True)
+    narrow = torch.float16 if scales is not None else k.dtype
+    return {f"tail_{name}": step for name, step in steps.items()} | {
+        # As bytes, because some GPUs that Triton compiles for do not have this format.
+        "tail_keys": k if scales is None else k.view(torch.uint8),
+        "tail_scales": query if scales is None else scales,
+        "tail_pages": tail.pages.contiguous(),
+        "tail_lens": tail.lens.contiguous(),
+        "tail_lse": lse,
+        "tail_rows": len(tail.pages) // len(query),
+        "tail_heads": k.shape[1],
+        "TAIL": True,
+        "TAIL_SIZE": max(_MIN_DOT, triton.next_power_of_2(k.shape[2])),
+        "TAIL_PARTS": num_parts(query.dtype, narrow),
+        "TAIL_FP8": scales is not None,
+    }
+
+
+@triton.jit
+def find_tail_lse(
+    source,  # [QUERIES], the first channel of each query
+    query_dim,
+    asked,  # [QUERIES], whether there is a query
+    scale,
+    keys,  # [N, heads, S, D]
+    scales,  # [N, heads, S, 2], if FP8
+    page,
+    length,
+    head,
+    key_page,
+    key_head,
+    key_token,
+    scale_page,
+    scale_head,
+    scale_token,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    FP8: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """``[QUERIES]``, the log of the sum of e^(q.k) over the first ``length`` tokens of a page."""
+    kind: tl.constexpr = tl.float16 if FP8 else keys.dtype.element_ty
+    wide: tl.constexpr = tl.float32 if WIDE and kind == tl.bfloat16 else kind
+    token = tl.arange(0, SIZE)
+    live = token < length
+    place = keys + page * key_page + head * key_head + token * key_token
+    largest = tl.zeros((QUERIES,), tl.float32)
+    for start in range(0, DIM, DIM_BLOCK):
+        dim = start + tl.arange(0, DIM_BLOCK)
+        there = asked[:, None] & (dim < DIM)[None, :]
+        q = tl.load(source[:, None] + (dim * query_dim)[None, :], mask=there, other=0.0)
+        largest = tl.maximum(largest, tl.max(tl.abs(q.to(tl.float32)), axis=1))
+    up, down = power_of(largest, 14)
+    logits = tl.zeros((SIZE, QUERIES), tl.float32)
+    for start in range(0, DIM, DIM_BLOCK):
+        dim = start + tl.arange(0, DIM_BLOCK)
+        there = asked[:, None] & (dim < DIM)[None, :]
+        q = tl.load(source[:, None] + (dim * query_dim)[None, :], mask=there, other=0.0)
+        seen = live[:, None] & (dim < DIM)[None, :]
+        k = tl.load(place[:, None] + dim[None, :], mask=seen, other=0.0)
+        k = (from_e4m3(k) if FP8 else k).to(wide)
+        logits = dot_parts(k, q.to(tl.float32) * up[:, None], logits, kind, PARTS, WIDE)
+    logits *= (down * scale)[None, :]
+    if FP8:
+        place = scales + page * scale_page + head * scale_head + token * scale_token
+        # With the 2^8 that from_e4m3 leaves out.
+        exponent = tl.load(place, mask=live, other=0).to(tl.int32) + 8
+        logits *= (exponent << 23).to(tl.float32, bitcast=True)[:, None]
+    logits = tl.where(live[:, None], logits, -float("inf"))
+    highest = tl.max(logits, axis=0)
+    shift = tl.where(highest == -float("inf"), 0.0, highest)
+    total = tl.sum(tl.exp(logits - shift[None, :]), axis=0)
+    # Not -inf of a logarithm of 0, at which the interpreter warns.
+    return tl.where(total > 0, shift + tl.log(tl.where(total > 0, total, 1.0)), -float("inf"))

@@ -1,0 +1,128 @@
+"""``index_score`` and ``store_index_keys``: DeepSeek-V3.2's indexer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hisparse.errors import KernelError
+from hisparse.kernels import index_score, store_index_keys
+from hisparse.types import IndexerInputs
+from tests.kernels.test_raw_queries import read_as_bytes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+STORED = DTYPES | {"fp8": torch.float8_e4m3fn}
+
+
+def pool(pages: int, dim: int, kind: str) -> tuple[Tensor, Tensor | None]:
+    """Empty keys and their scales."""
+    keys = torch.zeros(pages, dim, dtype=STORED[kind])
+    return keys, torch.zeros(pages) if kind == "fp8" else None
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype", "kind"),
+    [
+        *((4, 24, dtype, kind) for dtype in DTYPES for kind in STORED),
+        (4, 24, "bf16", "fp8-bytes"),
+        (20, 128, "bf16", "fp8"),
+    ],
+)
+def test_scores_are_the_papers_sum(
+    impl: str, heads: int, dim: int, dtype: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "fp8-bytes":
+        read_as_bytes("index_score", impl, monkeypatch)
+        kind = "fp8"
+    torch.manual_seed(0)
+    keys, scales = pool(100, dim, kind)
+    spread = torch.logspace(-2, 1, dim)
+    store_index_keys(
+        torch.randn(99, dim) * spread, keys, torch.arange(1, 100), scales=scales, impl="reference"
+    )
+    to = DTYPES[dtype]
+    new = IndexerInputs(
+        (torch.randn(3, heads, dim) / spread).to(to),
+        torch.randn(3, dim).to(to),
+        torch.randn(3, heads).to(to),
+    )
+    table = torch.randint(1, 100, (3, 145), dtype=torch.int32)[:, :141]
+    num_pages = torch.tensor([140, 63, 0], dtype=torch.int32)
+    scores = index_score(new, keys, table, num_pages, scales=scales, impl=impl)
+    own = keys.double() if scales is None else keys.double() * scales[:, None]
+    own = own[table.long()]
+    for row, count in enumerate(num_pages.tolist()):
+        own[row, count] = new.keys[row].double()
+    queries, weights = new.queries.double(), new.weights.double()
+    products = torch.einsum("bhd,bpd->bhp", queries, own)
+    expected = (products.relu() * weights[..., None]).sum(1)
+    size = torch.einsum("bhd,bpd->bhp", queries.abs(), own.abs())
+    size = (size * weights.abs()[..., None]).sum(1)
+    present = torch.arange(141) <= num_pages[:, None]
+    assert scores.shape == (3, 1, 141)
+    assert ((scores[:, 0] - expected).abs() <= 2e-6 * size)[present].all()
+
+
+@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize("dtype", [*DTYPES, "fp16"])
+@pytest.mark.parametrize("dim", [24, 128])
+def test_stored_keys_are_the_references(impl: str, dim: int, dtype: str, kind: str) -> None:
+    torch.manual_seed(1)
+    new = torch.randn(40, 2, dim)[:, 1] * torch.logspace(-6, 3, 40)[:, None]
+    new = new.to({**DTYPES, "fp16": torch.float16}[dtype])
+    new[3] = 0
+    where = 1 + torch.randperm(60)[:40]
+    stored = [pool(61, dim, kind) for _ in range(2)]
+    for (keys, scales), by in zip(stored, (impl, "reference"), strict=True):
+        store_index_keys(new, keys, where, scales=scales, impl=by)
+    (got, got_scales), (expected, expected_scales) = stored
+    assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    if got_scales is not None:
+        assert torch.equal(got_scales, expected_scales)
+        mantissa, _ = torch.frexp(got_scales[where])
+        assert (mantissa == 0.5).all()
+        largest = new.float().abs().amax(-1)
+        largest = (largest / got_scales[where])[largest > 1e-4]
+        assert (largest <= 448).all()
+        assert (largest > 224).all()
+
+
+def test_padding_changes_no_key_of_a_request(impl: str) -> None:
+    keys, scales = pool(4, 16, "fp8")
+    new = torch.ones(3, 16)
+    new[1:] = torch.nan
+    store_index_keys(new, keys, torch.tensor([2, 0, 0]), scales=scales, impl=impl)
+    assert scales is not None
+    assert torch.equal(keys[2].float() * scales[2], torch.ones(16))
+    assert not keys[[1, 3]].float().any()
+    if impl == "triton":
+        assert not keys[0].float().any()
+
+
+INPUTS = {
+    "new": IndexerInputs(torch.zeros(1, 2, 8), torch.zeros(1, 8), torch.zeros(1, 2)),
+    "keys": torch.zeros(4, 8),
+    "host_page_table": torch.zeros(1, 3).int(),
+    "num_pages": torch.zeros(1).int(),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"new": INPUTS["new"]._replace(weights=torch.zeros(1, 3))}, "new.weights: got shape"),
+        ({"new": INPUTS["new"]._replace(keys=torch.zeros(1, 7))}, "new.keys: got shape"),
+        ({"keys": torch.zeros(4, 9)}, r"keys: got shape \[4, 9\]"),
+        ({"keys": torch.zeros(4, 8).half()}, "keys: got dtype torch.float16, expected one of"),
+        ({"keys": torch.zeros(4, 8).to(STORED["fp8"])}, "scales: got None, expected them"),
+        ({"scales": torch.zeros(4)}, "scales: got them, expected None for torch.float32"),
+        ({"num_pages": torch.zeros(1)}, "num_pages: got dtype torch.float32"),
+    ],
+    ids=["weights", "new-keys", "width", "dtype", "no-scales", "scales", "count"],
+)
+def test_bad_tensors_are_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(KernelError, match=message):
+        index_score(**(INPUTS | change))
