@@ -18,11 +18,12 @@ def page_summary(
     keys: Tensor, summaries: Tensor, host_pages: Tensor, scales: Tensor | None
 ) -> None:
     """See :func:`hisparse.kernels.page_summary`."""
-    if bool((host_pages < 0).any()):
+    if scales is None:
         stored = (host_pages >= 0).nonzero()[:, 0]
         keys, host_pages = keys[stored], host_pages[stored]
     own = keys.unflatten(1, (summaries.shape[1], -1)).float()
-    high, low, where = own.amax(dim=2), own.amin(dim=2), host_pages.long()
+    # A CPU serves with fp8 summaries: no operator may wait. So -1 is written to the padding page.
+    high, low, where = own.amax(dim=2), own.amin(dim=2), host_pages.long().clamp(min=0)
     if scales is not None:
         high, low, scales[where] = _scaled_to_fp8(high, low)
     high = round_outward(high, summaries.dtype, up=True)

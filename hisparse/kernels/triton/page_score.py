@@ -82,7 +82,7 @@ def launch_options(dim: int, group: int, dtype: torch.dtype) -> dict[str, int]:
     columns = triton.next_power_of_2(max(2 * dim, 16))
     queries = max(_MIN_QUERIES, triton.next_power_of_2(group))
     if dtype == torch.float32:
-        sizes = {"COLUMNS": min(32, columns), "QUERIES": min(16, queries), "PAGES": 16}
+        sizes = {"COLUMNS": min(32, columns), "QUERIES": _MIN_QUERIES, "PAGES": 16}
     elif columns > 256:
         sizes = {"COLUMNS": 64, "QUERIES": min(16, queries), "PAGES": 64}
     else:
