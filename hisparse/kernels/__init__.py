@@ -1,7 +1,7 @@
 """The operations on pages: checked wrappers with several implementations each.
 
-``drop_pages``, ``round_outward``, ``page_outline`` and ``chunk_index_score`` have no implementations
-to choose from: they are PyTorch's operations.
+``drop_pages``, ``round_outward``, ``page_outline`` and ``chunk_index_score`` have no
+implementations to choose from: they are PyTorch's operations.
 """
 
 from hisparse.kernels.attention import paged_attention
