@@ -129,3 +129,40 @@ def test_a_page_beyond_the_summaries_is_refused_or_left_out(impl: str) -> None:
     else:
         store(impl=impl)
     assert not summaries.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [24, 128])
+def test_scaled_fp8_summaries_are_the_references(impl: str, dim: int, dtype: str) -> None:
+    torch.manual_seed(0)
+    keys = some_keys(12, 8, 2, dim, DTYPES[dtype])
+    keys[3] = 0
+    if dtype == "fp32":
+        # Just above what a power of two times 448 holds.
+        keys[5] = 0
+        keys[5, :, :, 2] = 448 * 2.0**10 * (1 + 2.0**-22)
+    where = 1 + torch.randperm(20)[:12]
+    found = []
+    for by in (impl, "reference"):
+        summaries = torch.zeros(21, 4, 2, 2 * dim, dtype=torch.float8_e4m3fn)
+        scales = torch.zeros(21, 4, 2)
+        page_summary(keys, summaries, where, scales=scales, impl=by)
+        found.append((summaries, scales))
+    (got, got_scales), (expected, expected_scales) = found
+    assert torch.equal(got_scales, expected_scales)
+    assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    high, low = (got.float() * got_scales[..., None])[where].chunk(2, -1)
+    own = keys.float().unflatten(1, (4, 2))
+    assert (high >= own.amax(2)).all()
+    assert (low <= own.amin(2)).all()
+
+
+def test_keys_of_padding_change_no_page_of_a_request(impl: str) -> None:
+    keys = torch.ones(3, 4, 1, 8)
+    keys[1:] = torch.nan
+    summaries = torch.zeros(4, 1, 1, 16)
+    page_summary(keys, summaries, torch.tensor([2, 0, 0]), impl=impl)
+    assert (summaries[2] == 1).all()
+    assert not summaries[[1, 3]].any()
+    if impl == "triton":
+        assert not summaries[0].any()
