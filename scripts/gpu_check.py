@@ -35,8 +35,6 @@ SUITES = {
     "attention": [
         "test_attention.py",
         "test_chunk_attention.py",
-        "test_index_score.py",
-        "test_raw_queries.py",
         "test_mla.py",
         "test_splits.py",
         "test_select.py",

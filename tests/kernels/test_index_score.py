@@ -98,7 +98,7 @@ def test_padding_changes_no_key_of_a_request(impl: str) -> None:
     assert scales is not None
     assert torch.equal(keys[2].float() * scales[2], torch.ones(16))
     assert not keys[[1, 3]].float().any()
-    if impl == "triton":
+    if impl not in ("reference", "cpu"):
         assert not keys[0].float().any()
 
 

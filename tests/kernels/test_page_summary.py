@@ -164,5 +164,5 @@ def test_keys_of_padding_change_no_page_of_a_request(impl: str) -> None:
     page_summary(keys, summaries, torch.tensor([2, 0, 0]), impl=impl)
     assert (summaries[2] == 1).all()
     assert not summaries[[1, 3]].any()
-    if impl == "triton":
+    if impl not in ("reference", "cpu"):
         assert not summaries[0].any()

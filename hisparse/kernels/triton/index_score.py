@@ -9,14 +9,13 @@ from torch import Tensor
 
 from hisparse.kernels.triton.fp8 import to_e4m3
 from hisparse.kernels.triton.query import (
-    INTERPRETED,
     dot_parts,
     from_e4m3,
     num_parts,
     power_of,
     reads_e4m3,
-    rounded,
 )
+from hisparse.kernels.triton.rounding import INTERPRETED, rounded
 from hisparse.types import IndexerInputs
 
 __all__ = ["index_score", "store_index_keys"]
@@ -51,7 +50,7 @@ def index_score(
         # Not read where there are no scales.
         new.weights if scales is None else scales,
         host_page_table,
-        num_pages,
+        num_pages.contiguous(),
         scores,
         width,
         *new.queries.stride(),
@@ -82,7 +81,7 @@ def store_index_keys(new: Tensor, keys: Tensor, host_pages: Tensor, scales: Tens
         keys if scales is None else keys.view(torch.uint8),
         # Not written to where there are no scales.
         new if scales is None else scales,
-        host_pages,
+        host_pages.contiguous(),
         *new.stride(),
         keys.stride(0),
         keys.shape[0],

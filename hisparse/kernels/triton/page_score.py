@@ -8,13 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hisparse.kernels.triton.query import (
-    INTERPRETED,
     dot_parts,
     from_e4m3,
     num_parts,
     power_of,
     reads_e4m3,
 )
+from hisparse.kernels.triton.rounding import INTERPRETED
 
 __all__ = ["launch_options", "page_score"]
 
@@ -53,7 +53,7 @@ def page_score(
         query,
         summaries.view(torch.uint8) if as_bytes else summaries,
         host_page_table,
-        num_pages,
+        num_pages.contiguous(),
         scores,
         # Not read where there are no scales.
         query if scales is None else scales.contiguous(),
@@ -146,7 +146,15 @@ def _score_kernel(
     once: tl.constexpr = COLUMNS >= 2 * DIM
 
     page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
-    present = page < tl.load(num_pages + request)
+    row = request * q_heads + head * GROUP + member
+    target = scores + row[None, :] * width + page[:, None]
+    inside = asked[None, :] & (page < width)[:, None]
+    count = tl.load(num_pages + request)
+    if tl.program_id(0) * PAGES >= count:
+        # A captured step has programs for the longest context.
+        tl.store(target, tl.full((PAGES, QUERIES), -float("inf"), tl.float32), mask=inside)
+        return
+    present = page < count
     entry = host_page_table + request * stride_table + page * stride_entry
     host_page = tl.load(entry, mask=present, other=0).to(tl.int64)
     rows = summaries + host_page * stride_page + head * stride_head
@@ -182,6 +190,4 @@ def _score_kernel(
             bound *= own[:, None]
         best = tl.maximum(best, bound, propagate_nan=tl.PropagateNan.ALL)
     best = tl.where(present[:, None], best * factor[None, :], -float("inf"))
-    row = request * q_heads + head * GROUP + member
-    there = asked[None, :] & (page < width)[:, None]
-    tl.store(scores + row[None, :] * width + page[:, None], best, mask=there)
+    tl.store(target, best, mask=inside)

@@ -27,7 +27,7 @@ def page_summary(
     _summary_kernel[(pages, ranges * heads)](
         keys,
         summaries if scales is None else summaries.view(torch.uint8),
-        host_pages,
+        host_pages.contiguous(),
         # Not written to where there are no scales.
         host_pages if scales is None else scales,
         *keys.stride(),

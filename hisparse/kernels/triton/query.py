@@ -6,18 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
+from hisparse.kernels.triton.rounding import rounded
+
 __all__ = [
-    "INTERPRETED",
     "dot_parts",
     "from_e4m3",
     "num_parts",
     "power_of",
     "reads_e4m3",
-    "rounded",
 ]
-
-#: Triton's interpreter multiplies bfloat16 matrices as if they were integers.
-INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 def num_parts(query: torch.dtype, narrow: torch.dtype) -> int:
@@ -55,15 +52,6 @@ def power_of(largest, TOP: tl.constexpr):
     up = (254 + TOP - exponent) << 23
     down = (exponent - TOP) << 23
     return up.to(tl.float32, bitcast=True), down.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def rounded(x, kind: tl.constexpr, WIDE: tl.constexpr):
-    """Round float32 to the nearest of ``kind``; the interpreter would truncate to bfloat16."""
-    if WIDE and kind == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
-        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
-    return x.to(kind)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ def page_sketch(keys: Tensor, sketches: Tensor, host_pages: Tensor, layout: Sket
     _sketch_kernel[(pages, heads)](
         keys,
         sketches,
-        host_pages,
+        host_pages.contiguous(),
         *keys.stride(),
         *sketches.stride()[:2],
         sketches.shape[0],

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hisparse.kernels.sketch_layout import SketchLayout
 from hisparse.kernels.tail_pages import TailPages
-from hisparse.kernels.triton.query import INTERPRETED, dot_parts, num_parts, power_of
+from hisparse.kernels.triton.query import dot_parts, num_parts, power_of
+from hisparse.kernels.triton.rounding import INTERPRETED
 from hisparse.kernels.triton.sketch import scale_of
 from hisparse.kernels.triton.tail_lse import find_tail_lse, tail_arguments
 
@@ -50,7 +51,7 @@ def sketch_score(
         query,
         sketches,
         host_page_table,
-        num_pages,
+        num_pages.contiguous(),
         scores,
         scale,
         width,
