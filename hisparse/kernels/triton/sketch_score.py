@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -67,6 +69,7 @@ def sketch_score(
         BLOCKS=layout.blocks,
         CODE_BYTES=layout.code_bytes,
         LOADED=_loaded(sketches, layout),
+        UNIT=math.gcd(16, *sketches.stride()[:2]),
         PARTS=num_parts(query.dtype, torch.float16),
         WIDE=INTERPRETED,
         **tail_arguments(query, tail, lse),
@@ -184,6 +187,7 @@ def _score_kernel(
     BLOCKS: tl.constexpr,
     CODE_BYTES: tl.constexpr,
     LOADED: tl.constexpr,
+    UNIT: tl.constexpr,
     PARTS: tl.constexpr,
     WIDE: tl.constexpr,
     TAIL: tl.constexpr,
@@ -244,7 +248,10 @@ def _score_kernel(
     none = tl.zeros((PAGES,), tl.int32)
     entry = host_page_table + request * stride_table + page * stride_entry
     host_page = tl.load(entry, mask=present, other=0).to(tl.int64)
-    source = (sketches + host_page * stride_page + head * stride_head)[:, None]
+    # What a launch finds out about strides is whether 16 divides them, but a sketch's bytes seldom
+    # are a multiple of 16.
+    offset = tl.multiple_of(host_page * stride_page + head * stride_head, UNIT)
+    source = (sketches + offset)[:, None]
     largest = tl.zeros((QUERIES,), tl.float32)
     for start in range(0, DIM, DIM_BLOCK):
         q = _load_query(queries, query_dim, asked, start, DIM, DIM_BLOCK)
