@@ -329,7 +329,7 @@ struct LruDiffLaunch {
 };
 
 template <bool kInShared, typename Outputs>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     lru_diff_kernel(const __grid_constant__ LruDiffLaunch<Outputs> launch) {
   const LruDiffParams& p = launch.diff;
   const Outputs& out = launch.out;

@@ -28,7 +28,7 @@ struct PageTableParams {
 };
 
 // blockIdx.x is the row.
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     page_table_kernel(const __grid_constant__ PageTableParams p) {
   const int64_t r = blockIdx.x, row = p.rows[r];
   for (int32_t i = threadIdx.x; i < p.width; i += num_threads()) {

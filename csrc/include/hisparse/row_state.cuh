@@ -107,7 +107,7 @@ struct ResetRowsParams {
 };
 
 // One block per row and layer: blockIdx.x, blockIdx.y.
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     reset_rows_kernel(const __grid_constant__ ResetRowsParams p) {
   const int64_t row = p.rows[blockIdx.x];
   if (!p.tables.has(row, 0)) return;
@@ -170,7 +170,7 @@ __device__ inline void resize_row(const RebalanceParams& p, int64_t layer, int64
 
 // One block per layer. It changes rows one by one, because they share the layer's free stack. A row
 // that would overrun the stack ends its pass: that row and those behind it stay as they are.
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     rebalance_kernel(const __grid_constant__ RebalanceParams p) {
   const int64_t layer = blockIdx.x;
   int32_t free = p.num_free[layer];
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 }
 
 // Launched after all layers have read the old capacities.
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     set_capacity_kernel(const __grid_constant__ RebalanceParams p) {
   for (int32_t i = threadIdx.x; i < p.num_changes; i += num_threads()) {
     if (p.changed[i] != 0) p.capacity[p.rows[i]] = p.new_capacity[i];
