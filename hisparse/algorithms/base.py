@@ -164,7 +164,8 @@ class BaseSparseAlgorithm(ABC):
         """Decode: store the representations of the tail pages that this step filled.
 
         Args:
-            keys: ``[B, S, Hkv, D]``, keys of each request's tail page.
+            keys: ``[B, S, Hkv, D]``, keys of each request's full tail page. On a GPU the entries of
+                requests without one are uninitialised.
             layer_id: layer number.
             host_pages: ``[B] int64``, host page of each tail page. A request without a full tail
                 page has the padding page 0, so that one write serves all requests.
@@ -192,7 +193,8 @@ class BaseSparseAlgorithm(ABC):
         method when all requests are within the budget.
 
         Args:
-            queries: ``[B, Hq, D]``, before the softmax scale.
+            queries: ``[B, Hq, D]``, before the softmax scale. Ranks that share the latents of an
+                MLA model see the heads of all ranks.
             layer_id: layer number.
             step: the step.
 

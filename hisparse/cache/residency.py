@@ -87,8 +87,11 @@ class Residency:
             before = self._host_pages.get(slot)
             if slot in self._replaced and before is not None:
                 now = now[: len(before)].clone()
-                drop_pages(self._state_rows([slot]), before != now, self._device.states)
-                self._host_pages[slot] = now
+                replaced = before != now
+                # A GPU is not asked, which would take as long as the forward before this one.
+                if replaced.is_cuda or bool(replaced.any()):
+                    drop_pages(self._state_rows([slot]), replaced, self._device.states)
+                    self._host_pages[slot] = now
             self._replaced.discard(slot)
 
     def is_cold(self, slot: int) -> bool:

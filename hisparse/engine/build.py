@@ -216,8 +216,11 @@ def build_engine(
         index_bytes=setup.algorithm.host_token_bytes(spec) * host.num_pages * spec.page_size,
     )
     adapter = ADAPTERS.get(setup.adapter.name)()
-    # A head that selects for itself needs no others, and a model's own indexer is on every rank.
-    shared = spec.latent and setup.policy.heads == 1 and not setup.algorithm.indexer
+    algorithm = setup.algorithm
+    # A head that selects for itself needs no others, a model's own indexer is on every rank, and an
+    # algorithm that keeps queries of the prompt keeps those of this rank's heads.
+    shared = spec.latent and setup.policy.heads == 1
+    shared = shared and not (algorithm.indexer or algorithm.query_window)
     return build(
         setup.config,
         setup.algorithm,

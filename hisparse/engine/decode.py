@@ -103,7 +103,6 @@ class DecodeAttention:
 
     def _select(self, layer_id: int, q: Tensor, part: DecodePart) -> Selection:
         """Select pages for ``q [B, Hq, D]``, the heads of this rank."""
-        q = self._parts.selecting_queries(q)
         selection = self._retrieve(layer_id, q, part)
         self._count_capped(selection, part)
         for extension in self._parts.extensions:
@@ -122,7 +121,8 @@ class DecodeAttention:
         """The algorithm's selection; with ``checked``, wait for the count of invalid scores."""
         algorithm, manager = self._parts.algorithm, self._parts.manager
         before = int(manager.counters.total("invalid_scores")) if manager.checked else 0
-        found = call(algorithm.retrieve_topk, layer_id, q, layer_id, part.view)
+        queries = self._parts.selecting_queries(q)
+        found = call(algorithm.retrieve_topk, layer_id, queries, layer_id, part.view)
         selection = require_selection(
             found, algorithm, "retrieve_topk", layer_id, self._parts.policy, len(q)
         )

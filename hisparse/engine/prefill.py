@@ -144,8 +144,6 @@ class Prefill:
             read_context=lambda layer: self._read_context(layer, chunk),
             indexes=self._parts.representations.indexes,
         )
-        if self._parts.algorithm.query_window:
-            q = self._parts.selecting_queries(q)
         construct = self._parts.algorithm.construct_representations
         call(construct, layer_id, keys, q, layer_id, step)
         for extension in self._parts.extensions:

@@ -42,4 +42,4 @@ def attention_shared_bytes(kv: KVSpec) -> int:
     float32 = kv.dtype == torch.float32
     if kv.latent:
         return 112_768 if float32 else 75_776
-    return 51_328 if float32 else 91_136
+    return 51_328 if float32 else 74_752

@@ -8,7 +8,7 @@ words what the formula takes for granted, and what it leaves out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -75,16 +75,24 @@ class LayerCode:
     score_instructions: float = 0.0
 
 
-#: Quest's scores: 571 instructions in each of 4 warps for 16 KiB, compiled for sm_90.
+#: By algorithm; docs/kernels.md has the counts. tests/fake_cuda/test_launches.py holds the launches.
 BUILT_IN: Final[Mapping[str, LayerCode]] = MappingProxyType(
     {
-        "quest": LayerCode(launches=8, score_instructions=571 * 4 / 16),
-        "sketch": LayerCode(launches=8),
-        "streaming": LayerCode(launches=8),
+        "quest": LayerCode(launches=8, score_instructions=89),
+        "sketch": LayerCode(launches=8, score_instructions=1300),
+        "streaming": LayerCode(launches=6),
         "dsa": LayerCode(launches=8),
+        "oracle": LayerCode(launches=12),
+        "snapkv": LayerCode(launches=18),
+        "topp": LayerCode(launches=189),
     }
 )
-OTHERS: Final = LayerCode(launches=12)
+#: An algorithm that has only ``summarize`` and ``score``.
+OTHERS: Final = LayerCode(launches=11)
+#: ``sketch`` with ``economy``, whose candidates PyTorch's operators collect.
+ECONOMY: Final = LayerCode(launches=44)
+#: Launches more with K and V in fp8, most of them to decode full tail pages.
+_FP8_LAUNCHES: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +222,9 @@ class _Step:
         )
         self._kept = kept_tensors(config, algorithm, self._policy)
         on_device = entry_bytes(self._kept, "page", "host") == 0
-        fused = BUILT_IN.get(config.algorithm, OTHERS) if on_device else OTHERS
-        self._code = code or fused
+        counted = BUILT_IN.get(config.algorithm, OTHERS) if on_device else ECONOMY
+        launches = counted.launches + _FP8_LAUNCHES * spec.fp8
+        self._code = code or replace(counted, launches=launches)
         self._modes = AttentionModes(
             self._policy,
             algorithm,

@@ -147,7 +147,7 @@ def build_coordinator(session: Session, model_runner: Any) -> SparseCoordinator:
         pool.host,
         num_slots=rows.req_to_token.shape[0],
         device=torch.device(model_runner.device),
-        gather_queries=_gather_queries(),
+        gather_queries=None if session.ranks is None else _gather_queries(),
     )
 
 

@@ -15,6 +15,7 @@ import torch
 
 from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm, build_algorithm
 from hisparse.config import HiSparseConfig
+from hisparse.plan import estimate
 from hisparse.types import SelectionScope
 from tests.fake_cuda.custom import Custom
 from tests.fake_cuda.device import CUDA, fake_cuda
@@ -92,6 +93,12 @@ def count(name: str, kind: str, scope: SelectionScope) -> Counts:
 def listed(counts: Counter[str]) -> str:
     """A line for each launch, the most frequent first."""
     return "\n".join(f"{number:5} {name}" for name, number in counts.most_common())
+
+
+def test_plan_estimates_with_the_launches_that_are_counted() -> None:
+    found = {name: code.launches for name, code in estimate.BUILT_IN.items()}
+    found["custom"] = estimate.OTHERS.launches
+    assert found == {name: bound.captured for name, bound in BOUNDS.items()}
 
 
 def test_every_algorithm_has_a_bound() -> None:

@@ -50,7 +50,7 @@ def trace(seed: int, impl: str, steps: int = 6) -> list[Tensor]:
     for selection in selections(seed, steps):
         diff: LruDiff = lru_diff(selection, table, capacity, real, state, impl=impl)
         outputs += diff
-    return [*outputs, *state]
+    return [*outputs, *state[:3]]
 
 
 def test_lru_diff_of_many_rows() -> None:

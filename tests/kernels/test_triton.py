@@ -51,7 +51,7 @@ def test_what_the_engine_launches_compiles_without_spills(arch: int) -> None:
     assert last.endswith(" compiled, 0 with a fault")
     # The summaries' format of this GPU is among them, and K and V in eight bits.
     summaries = "bf16" if arch == 80 else "fp8e4nv"
-    assert any(f"page_score.score_kernel fp32,{summaries}" in line for line in table)
+    assert any(f"page_score.score_kernel bf16,{summaries}" in line for line in table)
     assert any(" attention.attend_kernel" in line and "FP8=1" in line for line in table)
 
 

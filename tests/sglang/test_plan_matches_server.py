@@ -45,6 +45,7 @@ def configurator(model: torch.nn.Module, config: str, kv_cache_dtype: str = "aut
             hisparse_config=config,
             kv_cache_dtype=kv_cache_dtype,
             nnodes=1,
+            chunked_prefill_size=8192,
         ),
         model=model,
         kv_cache_dtype=torch.bfloat16,

@@ -92,7 +92,7 @@ class Extension:
 
         Args:
             layer_id: layer number.
-            keys, values: ``[P, S, Hkv, D]``.
+            keys, values: ``[P, S, Hkv, D]``. On a GPU, entries without a page are uninitialised.
             host_pages: ``[P]``; the padding page 0 for entries without a page.
         """
 
