@@ -75,7 +75,7 @@ class LayerCode:
     score_instructions: float = 0.0
 
 
-#: By algorithm; docs/kernels.md has the counts. tests/fake_cuda/test_launches.py holds the launches.
+#: By algorithm; docs/kernels.md has the counts, and tests/fake_cuda/test_launches.py holds them.
 BUILT_IN: Final[Mapping[str, LayerCode]] = MappingProxyType(
     {
         "quest": LayerCode(launches=8, score_instructions=89),

@@ -118,7 +118,8 @@ def test_other_requests_go_on(server: Server) -> None:
     """Requests that run beside a failing one, but not in its batch, get their tokens."""
     idle(server)
     # Older releases run a step more than they need, so no request may come to 640 tokens.
-    prompts = [tokens(n, seed=n) for n in (300, 450, 560)]
+    # With other seeds the two best tokens of a step are equal in bfloat16.
+    prompts = [tokens(n, seed=n + 1) for n in (300, 450, 560)]
     alone = [server.generate(prompt, 40).ids for prompt in prompts]
     idle(server)
     with ThreadPoolExecutor(4) as threads:
