@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels.build.cpu import call_cpu
-from hisparse.kernels.reference.attention import scale_query
+from hisparse.kernels.reference.query import scaled_query
 from hisparse.types import StoredKV
 
 __all__ = ["chunk_attention", "paged_attention"]
@@ -16,7 +16,7 @@ def chunk_attention(
     query: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.chunk_attention`."""
-    query = scale_query(query, scale)
+    query = scaled_query(query, scale)
     out = query.new_empty(*query.shape[:2], v.shape[-1])
     lse = query.new_empty(query.shape[:2])
     call_cpu("chunk_attention", query.contiguous(), k, v, causal, out, lse)
@@ -27,7 +27,7 @@ def paged_attention(
     query: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.paged_attention`."""
-    query = scale_query(query, scale)
+    query = scaled_query(query, scale)
     out = query.new_empty(*query.shape[:2], kv.v.shape[-1])
     lse = query.new_empty(query.shape[:2])
     # An empty tensor stands for None.

@@ -6,16 +6,17 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels.reference.fp8 import read_scales
+from hisparse.kernels.reference.query import scaled_query
 from hisparse.types import StoredKV
 
-__all__ = ["paged_attention", "scale_query"]
+__all__ = ["paged_attention"]
 
 
 def paged_attention(
     query: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.paged_attention`."""
-    query = scale_query(query, scale)
+    query = scaled_query(query, scale)
     rows, num_pages = page_table.shape
     heads, page_size = kv.k.shape[1:3]
     pages = page_table.clamp(min=0).flatten()
@@ -34,11 +35,6 @@ def paged_attention(
     shift = lse.masked_fill(lse == -torch.inf, 0.0)
     out = logits.sub_(shift[..., None]).exp_() @ v
     return out.flatten(1, 2), lse.flatten(1, 2)
-
-
-def scale_query(query: Tensor, scale: float) -> Tensor:
-    """The query in float32, times the softmax scale."""
-    return query.float() if scale == 1 else query.float() * scale
 
 
 def _gather(pages_kv: Tensor, pages: Tensor, rows: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.kernels.reference.attention import scale_query
+from hisparse.kernels.reference.query import scaled_query
 
 __all__ = ["chunk_attention"]
 
@@ -17,7 +17,7 @@ def chunk_attention(
     query: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.chunk_attention`."""
-    query = scale_query(query, scale)
+    query = scaled_query(query, scale)
     tokens, num_keys = query.shape[0], k.shape[0]
     out = query.new_empty(*query.shape[:2], v.shape[-1])
     lse = query.new_empty(query.shape[:2])
