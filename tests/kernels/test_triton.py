@@ -49,9 +49,9 @@ def test_what_the_engine_launches_compiles_without_spills(arch: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     *table, last = done.stdout.splitlines()
     assert last.endswith(" compiled, 0 with a fault")
-    # The summaries' format of this GPU is among them, and K and V in eight bits.
-    summaries = "bf16" if arch == 80 else "fp8e4nv"
-    assert any(f"page_score.score_kernel bf16,{summaries}" in line for line in table)
+    # The summaries' format of this GPU is among them, and K and V in eight bits. Queries are bf16.
+    formats = "bf16,fp32" if arch == 80 else "bf16,fp8e4nv,fp32"
+    assert any(f"page_score.score_kernel {formats}" in line for line in table)
     assert any(" attention.attend_kernel" in line and "FP8=1" in line for line in table)
 
 
