@@ -55,8 +55,12 @@ def test_a_limit_of_addresses_ends_the_start_with_one_line(tmp_path: Path) -> No
 
 
 def shared_memory() -> set[str]:
-    """Files in shared memory; SGLang leaves one of each server that is killed, with any backend."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sglang_loads_")}
+    """Files in shared memory; SGLang leaves one of each server that is killed, with any backend.
+
+    Semaphores are of Python's multiprocessing, which other tests use meanwhile.
+    """
+    foreign = ("sglang_loads_", "sem.mp-")
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(foreign)}
 
 
 def processes_of(server: Server) -> dict[str, psutil.Process]:
