@@ -22,6 +22,7 @@ from hisparse.engine.parts import EngineParts, GatherQueries
 from hisparse.engine.representations import Representations
 from hisparse.memory import sizing as sizing_formula
 from hisparse.memory.costs import (
+    ExtraTables,
     Resources,
     host_token_bytes,
     make_sizing_request,
@@ -122,6 +123,20 @@ def kept_tensors(
     return kept
 
 
+def _extra_tables(config: HiSparseConfig, policy: SelectionPolicy) -> ExtraTables:
+    """The tables that extensions attend over."""
+
+    def tables(max_requests: int, context_pages: int) -> Sequence[TableLimits]:
+        most = {"max_requests": max_requests, "context_pages": context_pages}
+        return [
+            table
+            for name in config.extensions
+            for table in _extension_type(name).attended_tables(policy, **most)
+        ]
+
+    return tables
+
+
 def make_setup(
     config: HiSparseConfig,
     algorithm: BaseSparseAlgorithm,
@@ -156,14 +171,6 @@ def make_setup(
         resources.device_type, spec, scope, config.adapter, device=resources.device
     )
 
-    def extra_tables(max_requests: int, context_pages: int) -> Sequence[TableLimits]:
-        most = {"max_requests": max_requests, "context_pages": context_pages}
-        return [
-            table
-            for name in config.extensions
-            for table in _extension_type(name).attended_tables(policy, **most)
-        ]
-
     kept = kept_tensors(config, algorithm, policy)
     request = make_sizing_request(
         config,
@@ -172,7 +179,7 @@ def make_setup(
         kept=kept,
         host_token_bytes=host_token_bytes(algorithm, kept, spec),
         adapter=ADAPTERS.get(adapter.name),
-        extra_tables=extra_tables,
+        extra_tables=_extra_tables(config, policy),
     )
     return EngineSetup(
         config=config,

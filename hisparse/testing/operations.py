@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from hisparse.testing.violation import Violation
 
-__all__ = ["Operations", "no_sync"]
+__all__ = ["Operations", "no_sync", "tensors_in"]
 
 #: Methods of a tensor that return its values to Python and so wait for the device.
 _READS = {
@@ -132,10 +132,10 @@ class Operations(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
+        given = {x.untyped_storage().data_ptr() for x in tensors_in((args, kwargs))}
         out = func(*args, **(kwargs or {}))
         self.names.append(str(func))
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in given:
                 self.num_bytes += storage.nbytes()
@@ -148,5 +148,6 @@ class Operations(TorchDispatchMode):
         return sum(made() is not None for made in self._made)
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors among nested arguments or results of an operation."""
     return [x for x in tree_leaves(values) if isinstance(x, Tensor)]

@@ -18,19 +18,12 @@ from hisparse.engine.build import PoolSizes, build, make_policy
 from hisparse.engine.graphs import StaticBatch
 from hisparse.engine.step import DecodeBatch, PrefillBatch, PrefillChunk
 from hisparse.types import IndexerInputs, KVSpec, SelectionScope
+from tests import shapes
 from tests.fake_cuda.device import CUDA
 from tests.fake_cuda.launches import Launches
 
 #: Llama-3.1-8B, and DeepSeek-V3's latent attention, with an indexer's keys of V3.2.
-LLAMA = KVSpec(
-    num_layers=2,
-    num_q_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    v_head_dim=128,
-    dtype=torch.bfloat16,
-    page_size=16,
-)
+LLAMA = replace(shapes.LLAMA, num_layers=2)
 MLA = KVSpec(
     num_layers=2,
     num_q_heads=128,

@@ -21,7 +21,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from hisparse.testing.operations import tensors_in
 
 __all__ = ["Launch", "Launches", "WrongDevice"]
 
@@ -130,10 +131,10 @@ class Launches(TorchDispatchMode):
     ) -> Any:
         options = dict(kwargs or {})
         name = func.overloadpacket.__name__
-        given = _tensors((args, options))
+        given = tensors_in((args, options))
         pins = options.get("pin_memory")
         out = func(*args, **options)
-        made = _tensors(out)
+        made = tensors_in(out)
         if pins:
             for tensor in made:
                 self.pinned.add(tensor)
@@ -207,7 +208,3 @@ class _Library:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *arguments: self._launches.call_cuda(name, *arguments)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
