@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter
@@ -23,7 +25,8 @@ class TorchAdapter(BackendAdapter):
     @classmethod
     def device_refused(cls, kv: KVSpec, device: DeviceLimits) -> str | None:
         needed = attention_shared_bytes(kv)
-        if needed <= device.shared_bytes:
+        # Without Triton, PyTorch's operators attend; they take little shared memory.
+        if needed <= device.shared_bytes or find_spec("triton") is None:
             return None
         return (
             f"needs {format_bytes(needed)} of shared memory for {'MLA in ' if kv.latent else ''}"

@@ -88,6 +88,17 @@ def test_a_device_without_the_shared_memory_is_refused_at_start(only_triton: Non
             assert choose_adapter("cuda", kv, "layer", device=L40S).name == "triton"
 
 
+def test_without_triton_its_shared_memory_refuses_nothing(
+    only_triton: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's operators attend then."""
+    monkeypatch.setattr("hisparse.adapters.torch.find_spec", lambda name: None)
+    monkeypatch.setattr(ADAPTERS.get("triton"), "missing", classmethod(lambda cls: "not there"))
+    wide = spec(**vars(LATENT) | {"dtype": torch.float32})
+    for wanted in (None, "torch"):
+        assert choose_adapter("cuda", wide, "layer", wanted, device=L40S).name == "torch"
+
+
 @pytest.mark.parametrize("name", ["flash_attention", "flashinfer", "triton", "torch"])
 def test_a_requested_adapter_that_fits_is_taken(interpreter: Interpreter, name: str) -> None:
     for scope in ADAPTERS.get(name).scopes:
