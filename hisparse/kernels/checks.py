@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 
-__all__ = ["check_device", "check_divides", "check_once", "check_tensor"]
+__all__ = ["check_contiguous", "check_device", "check_divides", "check_once", "check_tensor"]
 
 #: Checks that passed, with the dtypes, shapes and devices that passed them.
 _passed: set[Hashable] = set()
@@ -71,6 +71,12 @@ def check_device(name: str, tensor: Tensor, *devices: torch.device) -> None:
     if tensor.device not in devices:
         expected = " or ".join(dict.fromkeys(map(str, devices)))
         raise KernelError(f"{name}: got device {tensor.device}, expected {expected}")
+
+
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Raise ``KernelError`` unless the tensor is contiguous; not a check for :func:`check_once`."""
+    if not tensor.is_contiguous():
+        raise KernelError(f"{name}: got strides {list(tensor.stride())}, expected a contiguous tensor")
 
 
 def check_divides(name: str, heads: int, query_heads: int) -> None:

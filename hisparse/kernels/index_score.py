@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels.checks import check_once, check_tensor
+from hisparse.kernels.checks import check_contiguous, check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
 from hisparse.types import IndexerInputs
 
@@ -74,9 +74,11 @@ def store_index_keys(
         impl: "auto", or an implementation's name.
 
     Raises:
-        KernelError: a tensor has another shape, dtype or device.
+        KernelError: a tensor has another shape, dtype or device, or the scales are not contiguous.
     """
     check_once(_check_store, new, keys, host_pages, scales)
+    if scales is not None:
+        check_contiguous("scales", scales)
     module = implementation(impl, new.device, keys.device)
     module.store_index_keys(new, keys, host_pages, scales)
 

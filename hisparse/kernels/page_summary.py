@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels.checks import check_once, check_tensor
+from hisparse.kernels.checks import check_contiguous, check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
 
 __all__ = ["SUMMARY_DTYPES", "page_summary"]
@@ -40,10 +40,12 @@ def page_summary(
         impl: "auto", or an implementation's name.
 
     Raises:
-        KernelError: a tensor has another shape, dtype or device, or a page is beyond the
-            summaries.
+        KernelError: a tensor has another shape, dtype or device, the scales are not contiguous, or
+            a page is beyond the summaries.
     """
     check_once(_check, keys, summaries, host_pages, scales)
+    if scales is not None:
+        check_contiguous("scales", scales)
     module = implementation(impl, keys.device, summaries.device)
     module.page_summary(keys, summaries, host_pages, scales)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels import page_score, page_summary, round_outward
+from hisparse.kernels import page_score, page_summary, round_outward, store_index_keys
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -117,6 +117,18 @@ def test_bad_tensors_are_named(change: dict[str, Tensor], message: str) -> None:
     } | change
     with pytest.raises(KernelError, match=message):
         page_summary(**given)
+
+
+def test_scales_that_are_not_contiguous_are_refused(impl: str) -> None:
+    """A GPU would write where the scales of other pages, or other tensors, lie."""
+    fp8, two = torch.float8_e4m3fn, torch.ones(2).int()
+    store = partial(page_summary, torch.ones(2, 4, 3, 8), torch.zeros(4, 1, 3, 16).to(fp8), two)
+    store(scales=torch.zeros(4, 1, 3), impl=impl)
+    with pytest.raises(KernelError, match=r"scales: got strides \[6, 6, 2\], expected a contig"):
+        store(scales=torch.zeros(4, 1, 6)[..., ::2], impl=impl)
+    with pytest.raises(KernelError, match=r"scales: got strides \[2\], expected a contiguous"):
+        keys = torch.zeros(4, 8).to(fp8)
+        store_index_keys(torch.ones(2, 8), keys, two, scales=torch.zeros(8)[::2], impl=impl)
 
 
 def test_a_page_beyond_the_summaries_is_refused_or_left_out(impl: str) -> None:
