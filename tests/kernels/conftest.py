@@ -37,7 +37,6 @@ _CUDA_TESTS = {
     "test_transfer",
     "test_transfer_layers",
 }
-_TRITON_SELECTS = {"test_select", "test_select_inputs"}
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -56,9 +55,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         names.append(ON_FIBERS)
     if os.environ.get("HISPARSE_TEST_CUDA") in ("1", "proxy"):
         names = [on_gpu.ON_GPU]
-        # On a GPU selections are CUDA's; Triton's are for whoever cannot build those.
-        if metafunc.module.__name__.rpartition(".")[2] in _TRITON_SELECTS:
-            names += ["triton"] if os.environ.get("TRITON_INTERPRET") == "1" else []
     metafunc.parametrize("impl", names, indirect=True, scope="session")
 
 

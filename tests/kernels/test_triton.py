@@ -12,7 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from hisparse.errors import KernelError
+from hisparse.kernels import SelectRule, select
 from scripts.gpu_check import SUITES
 from tests.kernels.sass import Loop, blocks_per_sm, hot_loop
 
@@ -53,6 +56,13 @@ def test_what_the_engine_launches_compiles_without_spills(arch: int) -> None:
     formats = "bf16,fp32" if arch == 80 else "bf16,fp8e4nv,fp32"
     assert any(f"page_score.score_kernel {formats}" in line for line in table)
     assert any(" attention.attend_kernel" in line and "FP8=1" in line for line in table)
+
+
+def test_a_selection_of_fixed_length_is_for_cuda() -> None:
+    """In Triton, which only those of varying length reach, it would be ranked by rounded shares."""
+    one = torch.zeros(1, 1, 4), torch.tensor([4], dtype=torch.int32)
+    with pytest.raises(KernelError, match="got a rule without mass and within.*choices: auto, cud"):
+        select(*one, SelectRule(heads=1, max_pages=2), impl="triton")
 
 
 CODE = """

@@ -1,4 +1,4 @@
-"""Choosing pages in Triton."""
+"""Choosing a number of pages that varies with the query, in Triton."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hisparse.errors import KernelError
 from hisparse.kernels.reference.select import best_pages
 from hisparse.kernels.select_rule import SelectRule
 
@@ -22,25 +23,20 @@ def select(
     rest: Tensor | None,
     rule: SelectRule,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`hisparse.kernels.select`; heads agree in Triton, PyTorch chooses."""
+    """See :func:`hisparse.kernels.select`; heads agree in Triton, PyTorch chooses.
+
+    Raises:
+        KernelError: the selection has a fixed length, which is for CUDA C++.
+    """
+    near = rule.within is not None
+    if rule.mass is None and not near:
+        raise KernelError(
+            "implementation 'triton': got a rule without mass and within, expected one of them "
+            "(choices: auto, cuda, reference)"
+        )
     scores = scores.float()
     batch, given, width = scores.shape
-    near = rule.within is not None
     counter = rule.invalid_scores
-    if given <= rule.heads and not near and rule.mass is None:
-        if counter is not None and scores.numel():
-            _count_kernel[(given, batch)](
-                scores.contiguous(),
-                num_pages,
-                counter,
-                width,
-                given,
-                MAX_PAGES=rule.max_pages,
-                SELECTIONS=rule.heads // given,
-                STEP=_SCORES_PER_STEP,
-            )
-        combined = scores.repeat_interleave(rule.heads // given, dim=1)
-        return best_pages(combined, num_pages, forced, rule, given)
     heads = min(given, rule.heads)
     combined = scores.new_empty(batch, heads, width)
     group_block = triton.next_power_of_2(given // heads)
@@ -55,8 +51,6 @@ def select(
             width,
             heads,
             COUNTED=counter is not None,
-            # A selection of fixed length has all pages of a request that has no more than that.
-            MAX_PAGES=rule.max_pages if rule.mass is None and not near else 0,
             SELECTIONS=rule.heads // heads,
             NEAR=near,
             GROUP=given // heads,
@@ -80,31 +74,6 @@ def _is_invalid(x):
 
 
 @triton.jit
-def _count_kernel(
-    scores,  # [B, H, P]
-    num_pages,  # [B]
-    invalid_scores,  # [1]
-    width,
-    heads,
-    MAX_PAGES: tl.constexpr,
-    SELECTIONS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Add SELECTIONS if a score of a head is NaN or +inf and its request has a choice of pages."""
-    head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    count = tl.load(num_pages + request)
-    if count <= MAX_PAGES:
-        return
-    at = tl.arange(0, STEP)
-    source = scores + (request * heads + head) * width
-    invalid = tl.zeros((STEP,), tl.int32)
-    for start in range(0, width, STEP):
-        x = tl.load(source + start + at, mask=start + at < count, other=0.0)
-        invalid |= _is_invalid(x).to(tl.int32)
-    tl.atomic_add(invalid_scores, SELECTIONS, mask=tl.max(invalid, axis=0) > 0)
-
-
-@triton.jit
 def _share_kernel(
     scores,  # [B, H * GROUP, P]
     rest,  # [B, H * GROUP]
@@ -114,7 +83,6 @@ def _share_kernel(
     width,
     heads,
     COUNTED: tl.constexpr,
-    MAX_PAGES: tl.constexpr,
     SELECTIONS: tl.constexpr,
     NEAR: tl.constexpr,
     GROUP: tl.constexpr,
@@ -159,5 +127,5 @@ def _share_kernel(
             found = tl.sum(tl.exp(x - top[:, None]) * scale[:, None], axis=0)
         tl.store(combined + row * width + page, found, mask=page < width)
     if COUNTED:
-        changed = (tl.max(invalid, axis=0) > 0) & (count > MAX_PAGES)
+        changed = (tl.max(invalid, axis=0) > 0) & (count > 0)
         tl.atomic_add(invalid_scores, SELECTIONS, mask=changed)
