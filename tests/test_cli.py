@@ -90,8 +90,12 @@ def test_warnings_of_sglang_are_hidden_and_others_are_shown() -> None:
         (["bench", "serve", "--context", "many"], "--context"),
         (["bench", "serve", "--tokens", "0"], "--tokens: got '0', expected a number of at least 1"),
         (["bench", "prefetch", "--steps", "-3"], "--steps: got '-3', expected a number"),
-        (["eval", "--context", "4k"], "--context: got '4k', expected numbers such as 4096"),
+        (["eval", "--context", "4k"], "--context: got '4k', expected numbers of at least 1, such"),
         (["eval", "--budget", "0"], "--budget: got '0', expected numbers"),
+        (["plan", "--batch", "0"], "hisparse: error: --batch: got '0', expected numbers"),
+        (["plan", "--hit-ratio", "2"], "hisparse: error: --hit-ratio: got '2', expected fract"),
+        (["plan", "--kv-cache-dtype", "int8"], "--kv-cache-dtype: invalid choice: 'int8' (choose from"),
+        (["plan", "--batches", "8"], "unrecognized arguments: --batches"),
     ],
 )
 def test_a_wrong_command_line(
@@ -100,7 +104,10 @@ def test_a_wrong_command_line(
     with pytest.raises(SystemExit) as stopped:
         main(argv)
     assert stopped.value.code == 2
-    assert expected in capsys.readouterr().err.splitlines()[-1]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hisparse: error: ")
+    assert expected in line
+    assert re.search(r"; see hisparse( \w+)* --help$", line)
 
 
 def test_an_unknown_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -350,8 +350,8 @@ def test_a_hit_ratio_is_a_fraction(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "--model", model, *MEMORY, f"--hit-ratio={ratio}"])
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert f"--hit-ratio: got '{ratio}', expected fractions from 0 to 1" in last
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--hit-ratio: got '{ratio}', expected fractions from 0 to 1" in line
 
 
 def test_without_a_gpu_its_memory_has_to_be_given(

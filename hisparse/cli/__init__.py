@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import signal
 import sys
 from collections.abc import Sequence
 
 from hisparse.cli import algorithms, bench, build, check, doctor, eval, plan
+from hisparse.cli.parser import OneLineParser
 from hisparse.errors import HiSparseError, one_line
 
 __all__ = ["main"]
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     An error is one line on standard error: code 2 for bad input, 1 for a file or a pipe that cannot
     be read or written, such as on a full disk.
     """
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="hisparse", description="Hierarchical sparse attention for SGLang."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

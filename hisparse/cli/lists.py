@@ -34,7 +34,9 @@ def numbers(text: str) -> list[int]:
     except ValueError:
         found = []
     if not found or min(found) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers such as 4096 or 256,512")
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected numbers of at least 1, such as 4096 or 256,512"
+        )
     return found
 
 
