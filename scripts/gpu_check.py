@@ -158,11 +158,23 @@ class Check:
 def main() -> int:
     """Exit code 0 if whatever could run passed, 1 if not, 2 if there is nothing to check."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=PARTS, help="one part alone (all)")
+    parser.add_argument("--part", metavar="NAME", help="one part alone (all)")
     parser.add_argument("--out", type=Path, help="JSON file (bench/results/DATE-gpu-check-COMMIT)")
     parser.add_argument("--limit", type=float, default=480, help="seconds for each part (480)")
     parser.add_argument("--wheels", type=Path, default=ROOT / "build" / "gpu-wheels")
     arguments = parser.parse_args()
+    if arguments.part is not None and arguments.part not in PARTS:
+        # In one line: the parser's own would come after its usage.
+        line = f"--part: got {arguments.part!r}, expected one of {', '.join(PARTS)}"
+        print(f"gpu-check: error: {line}", file=sys.stderr)
+        return 2
+    if importlib.util.find_spec("torch") is None:
+        print(
+            f"gpu-check: error: {sys.executable} has no PyTorch; expected a Python that has it, "
+            "such as make gpu-check GPU_PYTHON=/path/to/python",
+            file=sys.stderr,
+        )
+        return 2
     import torch
 
     if not torch.cuda.is_available():
@@ -177,6 +189,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
+    sys.path.insert(0, str(ROOT))
     parts = [arguments.part] if arguments.part else list(PARTS)
     report = describe(torch) | {"parts": parts, "steps": []}
     out = arguments.out or _default_out(report)
@@ -244,7 +257,6 @@ def run_bench(name: str, check: Check) -> None:
 
 def estimate_speeds(steps: Sequence[dict[str, Any]], device: str) -> dict[str, dict[str, float]]:
     """Estimates of ``hisparse plan``, in us by step and implementation, where there are any."""
-    sys.path.insert(0, str(ROOT))
     from hisparse.plan.bench_case import estimate_case
 
     found = {}
@@ -274,6 +286,8 @@ def _passed_benches(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def describe(torch: Any) -> dict[str, Any]:
     """The machine and the versions."""
+    from hisparse.kernels.build.cuda import find_nvcc
+
     versions = {"python": sys.version.split()[0], "torch": torch.__version__}
     for package in (
         "triton",
@@ -287,7 +301,10 @@ def describe(torch: Any) -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    nvcc = subprocess.run(["nvcc", "--version"], capture_output=True, text=True)
+    # Without it, kernels that were built elsewhere may do.
+    compiler = ""
+    if (nvcc := find_nvcc()) is not None:
+        compiler = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     return {
@@ -296,7 +313,7 @@ def describe(torch: Any) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(),
         "commit": os.environ.get("HISPARSE_COMMIT", commit),
         "versions": versions | {"cuda": torch.version.cuda},
-        "nvcc": nvcc.stdout.strip().splitlines()[-1:],
+        "nvcc": compiler.strip().splitlines()[-1:],
     }
 
 

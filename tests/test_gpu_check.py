@@ -18,6 +18,7 @@ from scripts.gpu_check import (
     ROOT,
     SUITES,
     Check,
+    describe,
     estimate_speeds,
     print_speeds,
     run_part,
@@ -34,6 +35,23 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
     )
     assert done.returncode == 2
     assert done.stderr.strip() == ("gpu-check: error: PyTorch finds no CUDA GPU here, expected one")
+
+
+def test_without_pytorch_it_says_so_in_one_line() -> None:
+    # Without the packages of the environment.
+    command = [PYTHON, "-I", "-S", "scripts/gpu_check.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "has no PyTorch; expected a Python that has it" in line
+
+
+def test_a_machine_without_nvcc_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels may come from the cache."""
+    monkeypatch.setattr("hisparse.kernels.build.cuda.find_nvcc", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert describe(torch)["nvcc"] == []
 
 
 def test_a_step_passes_fails_or_runs_out_of_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +105,9 @@ def test_an_unknown_part_is_refused_with_the_choices() -> None:
     command = [PYTHON, "scripts/gpu_check.py", "--part", "speed"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "'speed'" in done.stderr.splitlines()[-1] and "bench-decode" in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("gpu-check: error: --part: got 'speed', expected one of kernels, ")
+    assert "bench-decode" in line
 
 
 def test_the_table_holds_only_what_passed(capsys: pytest.CaptureFixture[str]) -> None:
