@@ -76,7 +76,8 @@ def check_device(name: str, tensor: Tensor, *devices: torch.device) -> None:
 def check_contiguous(name: str, tensor: Tensor) -> None:
     """Raise ``KernelError`` unless the tensor is contiguous; not a check for :func:`check_once`."""
     if not tensor.is_contiguous():
-        raise KernelError(f"{name}: got strides {list(tensor.stride())}, expected a contiguous tensor")
+        got = list(tensor.stride())
+        raise KernelError(f"{name}: got strides {got}, expected a contiguous tensor")
 
 
 def check_divides(name: str, heads: int, query_heads: int) -> None:

@@ -126,8 +126,8 @@ def test_scales_that_are_not_contiguous_are_refused(impl: str) -> None:
     store(scales=torch.zeros(4, 1, 3), impl=impl)
     with pytest.raises(KernelError, match=r"scales: got strides \[6, 6, 2\], expected a contig"):
         store(scales=torch.zeros(4, 1, 6)[..., ::2], impl=impl)
+    keys = torch.zeros(4, 8).to(fp8)
     with pytest.raises(KernelError, match=r"scales: got strides \[2\], expected a contiguous"):
-        keys = torch.zeros(4, 8).to(fp8)
         store_index_keys(torch.ones(2, 8), keys, two, scales=torch.zeros(8)[::2], impl=impl)
 
 
