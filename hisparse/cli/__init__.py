@@ -20,9 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     An error is one line on standard error: code 2 for bad input, 1 for a file or a pipe that cannot
     be read or written, such as on a full disk.
     """
-    parser = OneLineParser(
-        prog="hisparse", description="Hierarchical sparse attention for SGLang."
-    )
+    parser = OneLineParser(prog="hisparse", description="Hierarchical sparse attention for SGLang.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (algorithms, bench, build, check, doctor, eval, plan):
         module.add_parser(commands)
