@@ -200,7 +200,7 @@ def test_what_captured_steps_read_is_charged(context: int) -> None:
     assert sizing.device_bytes - plain.device_bytes == allocated - LLAMA.pool_page_bytes * (
         plain.num_device_pages - sizing.num_device_pages
     )
-    assert f"inputs of captured steps {format_bytes(allocated)}" in sizing.describe()
+    assert f"captured steps {format_bytes(allocated)}" in sizing.describe()
     assert "captured" not in plain.describe()
 
 

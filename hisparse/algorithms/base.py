@@ -128,6 +128,21 @@ class BaseSparseAlgorithm(ABC):
         """The most host memory for one token beside its K and V, in bytes, all layers."""
         return 0
 
+    def captured_bytes(self, policy: SelectionPolicy, num_pages: int) -> int:
+        """Device memory for intermediates of :meth:`retrieve_topk` beside its scores, in bytes.
+
+        A CUDA graph keeps them for the longest sequence, whatever requests it serves; all layers
+        share them.
+
+        Args:
+            policy: shapes of the model and the rules of selections.
+            num_pages: pages of the longest sequence.
+
+        Returns:
+            bytes for one request of a captured step.
+        """
+        return 0
+
     @abstractmethod
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         """The tensors that the algorithm keeps, by name."""

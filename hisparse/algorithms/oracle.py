@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hisparse.algorithms.base import register_algorithm
 from hisparse.algorithms.page_score import PageScoreAlgorithm
-from hisparse.algorithms.step import DecodeStep
+from hisparse.algorithms.step import DecodeStep, SelectionPolicy
 from hisparse.kernels import key_score
 from hisparse.types import KVSpec
 
@@ -37,6 +37,12 @@ class Oracle(PageScoreAlgorithm):
     def summarize(self, keys: Tensor, mask: Tensor) -> Tensor:
         """Return ``keys [P, S, Hkv, D]``; pages are complete, so ``mask [P, S]`` is all true."""
         return keys
+
+    def captured_bytes(self, policy: SelectionPolicy, num_pages: int) -> int:
+        """The gathered keys, their copy, and the logits of all tokens."""
+        kv = policy.kv
+        logits = num_pages * kv.page_size * kv.num_q_heads * kv.dtype.itemsize
+        return super().captured_bytes(policy, num_pages) + logits
 
     def score(self, query: Tensor, summaries: Tensor) -> Tensor:
         """``query [B, Hq, D]``, ``summaries [B, P, S, Hkv, D]`` -> ``[B, Hq, P]``.

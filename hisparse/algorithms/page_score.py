@@ -97,6 +97,11 @@ class PageScoreAlgorithm(RankedPagesAlgorithm):
         -> ``[B, Hq or Hkv, P]``; higher is kept.
         """
 
+    def captured_bytes(self, policy: SelectionPolicy, num_pages: int) -> int:
+        """The gathered summaries, and a copy that a product with the query may make of them."""
+        summary = Representation(self.summary_shape(policy.kv), policy.kv.dtype)
+        return 2 * num_pages * summary.num_bytes
+
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         return {"summary": Representation(self.summary_shape(policy.kv), policy.kv.dtype)}
 

@@ -179,6 +179,9 @@ def make_setup(
         kept=kept,
         host_token_bytes=host_token_bytes(algorithm, kept, spec),
         adapter=ADAPTERS.get(adapter.name),
+        captured_request_bytes=call(
+            algorithm.captured_bytes, None, policy, -(-resources.context_length // spec.page_size)
+        ),
         extra_tables=_extra_tables(config, policy),
     )
     return EngineSetup(

@@ -67,6 +67,7 @@ def make_sizing_request(
     kept: Mapping[str, Representation],
     host_token_bytes: int,
     adapter: type[BackendAdapter],
+    captured_request_bytes: int = 0,
     extra_tables: ExtraTables = lambda max_requests, context_pages: (),
 ) -> SizingRequest:
     """Collect the costs of a token, a page and a row, and fixed costs, on one rank.
@@ -78,6 +79,7 @@ def make_sizing_request(
         kept: tensors of the algorithm and of the extensions.
         host_token_bytes: host memory for one token beside K and V, see :func:`host_token_bytes`.
         adapter: the attention backend.
+        captured_request_bytes: the algorithm's intermediates for a request of a captured step.
         extra_tables: tables that extensions attend over.
     """
     spec = policy.kv
@@ -102,6 +104,7 @@ def make_sizing_request(
         request_state_bytes=entry_bytes(kept, "request") * spec.num_layers,
         layer_state_bytes=entry_bytes(kept, "layer") * spec.num_layers,
         captured=config.not_captured(resources.device_type) is None,
+        captured_request_bytes=captured_request_bytes,
         indexed=resources.device_type != "cpu",
     )
 

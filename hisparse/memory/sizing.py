@@ -2,7 +2,8 @@
 
 ``kv_tokens = min(host / kv_token, (device - staging - workspace - tables - max_requests * row)
 / representation)``. The formula also pays for two kinds of padding: page 0 of the host pool, and
-one request slot beside ``max_requests``. The inputs of captured steps count as tables.
+one request slot beside ``max_requests``. Inputs and intermediates of captured steps count as
+tables.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class SizingRequest:
         workspace_bytes: the adapter's workspace for steps of up to 1, 2, 4, 8, ... requests; the
             last value holds for all larger steps; empty: no workspace.
         captured: whether decode steps are captured, with static input tensors.
+        captured_request_bytes: the algorithm's intermediates for a request of a captured step.
         indexed: whether each row has an index of its pages, as on a GPU.
     """
 
@@ -66,6 +68,7 @@ class SizingRequest:
     layer_state_bytes: int = 0
     workspace_bytes: tuple[int, ...] = ()
     captured: bool = False
+    captured_request_bytes: int = 0
     indexed: bool = False
 
     @property
@@ -128,15 +131,16 @@ class SizingRequest:
         return lru + index + page_ids + 4 * rows + host_pages + state
 
     def captured_bytes(self, max_requests: int) -> int:
-        """Memory of :class:`~hisparse.engine.graphs.StaticBatch`, if steps are captured.
+        """What captured steps keep, if steps are captured: inputs and intermediates.
 
-        Three int64 and an int32 page table per request, and an int32 count.
+        The inputs are a :class:`~hisparse.engine.graphs.StaticBatch`: three int64 and an int32 page
+        table per request, and an int32 count.
         """
-        each = 3 * 8 + 4 * self.context_pages
+        each = 3 * 8 + 4 * self.context_pages + self.captured_request_bytes
         return (max_requests * each + 4) * self.captured
 
     def fixed_bytes(self, max_requests: int, row_pages: int) -> int:
-        """The fewest device pages, the tables, and the inputs of captured steps."""
+        """The fewest device pages, the tables, and what captured steps keep."""
         pages = self.min_device_pages(max_requests)
         pool = self.num_layers * pages * self.device_page_bytes
         tables = self.table_bytes(max_requests, row_pages, pages)
@@ -155,7 +159,7 @@ class Sizing:
         num_device_pages: N, device pages per layer, including ``num_tail_pages``.
         staging_bytes: staging.
         table_bytes: LRU tables, free lists, page tables, request state.
-        captured_bytes: inputs of captured steps.
+        captured_bytes: inputs and intermediates of captured steps.
         workspace_bytes: the adapter's workspace.
         representation_bytes: representations of all host pages.
         device_page_pool_bytes: all device pages.
@@ -196,7 +200,7 @@ class Sizing:
         requested = self.request.max_requests or DEFAULT_MAX_REQUESTS
         fewer = f" (of {requested})" if self.max_requests < requested else ""
         optional = (
-            ("inputs of captured steps", self.captured_bytes),
+            ("captured steps", self.captured_bytes),
             ("workspace of the adapter", self.workspace_bytes),
         )
         more = "".join(f", {term} {format_bytes(size)}" for term, size in optional if size)
@@ -283,7 +287,7 @@ def _check_one_request(request: SizingRequest) -> None:
     terms = (
         ("staging", request.staging_bytes, "lower staging_bytes"),
         ("the adapter's workspace", request.workspace(1), "take another adapter"),
-        ("inputs of captured steps", captured, "lower the context length"),
+        ("captured steps", captured, 'lower the context length or set "cuda_graph": false'),
         ("tables", tables, "lower device_buffer_size"),
         ("row pages", pool, "lower device_buffer_size"),
         ("representations", request.min_representation_bytes, "lower device_buffer_size"),

@@ -83,7 +83,7 @@ class Capacity:
     def device_bytes_per_request(self) -> int:
         """Device memory of a running request.
 
-        The sum of its smallest device buffer, tables, state, captured inputs and representations.
+        The sum of its smallest device buffer, tables, state, captured steps and representations.
         """
         if self.sizing is None:
             return 0
