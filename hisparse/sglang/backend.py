@@ -266,10 +266,11 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         Raises:
             AlgorithmError: the server cannot go on, which ends it.
         """
+        if self._in_graph:
+            # The hook on the capture says why the start ends.
+            raise error
         requests = self._session.requests
         reason = reason_to_stop(requests, self._session.chunked_request_id)
-        if self._in_graph:
-            reason = "it happened while a CUDA graph was captured"
         if reason is not None:
             logger.error("hisparse: error: %s; the server stops, since %s", error, reason)
             raise error

@@ -8,13 +8,16 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from hisparse.errors import AlgorithmError, CapacityError, one_line
 from hisparse.sglang.requested import is_requested
 from hisparse.sglang.session import current_session, errors_logged, start_session
 from hisparse.sglang.setup import make_session
+from hisparse.units import format_bytes
 
 __all__ = [
     "around_build_token_to_kv_pool",
     "around_can_run_graph",
+    "around_capture",
     "around_compute_max_prefix_len",
     "around_enable_fused_set_kv_buffer",
     "around_flush_cache",
@@ -154,6 +157,30 @@ def around_can_run_graph(original: Callable[..., bool], runner: Any, forward_bat
     session = current_session()
     can_run = original(runner, forward_batch)
     return can_run if session is None else can_run and session.can_replay(forward_batch)
+
+
+def around_capture(original: Callable[..., None], runner: Any) -> None:
+    """Say in one line what to change if a capture of decode steps ends the start."""
+    session = current_session()
+    try:
+        original(runner)
+    except (RuntimeError, AlgorithmError) as error:
+        # Of PyTorch, of Triton, or of an algorithm that one of them ended.
+        if session is not None and "out of memory" in str(error):
+            with errors_logged():
+                raise CapacityError(
+                    f"device_memory: hisparse got {format_bytes(session.sizing.device_bytes)}, and "
+                    f"the GPU ran out of memory while SGLang captured decode steps of up to "
+                    f"{session.sizing.max_requests} requests; lower device_memory or "
+                    f'--max-running-requests, or set "cuda_graph": false ({one_line(error)})'
+                ) from error
+        if isinstance(error, AlgorithmError):
+            logger.error(
+                "hisparse: error: %s; the server stops, since it happened while a CUDA graph was "
+                "captured",
+                error,
+            )
+        raise
 
 
 def around_compute_max_prefix_len(

@@ -46,6 +46,7 @@ _HOOKS: tuple[_Name, ...] = (
     "sglang.srt.managers.scheduler.Scheduler.flush_cache",
     "sglang.srt.models.utils.enable_fused_set_kv_buffer",
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+    "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture",
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph",
     "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
     "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default",

@@ -20,6 +20,7 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "flush_cache": hooks.around_flush_cache,
     "enable_fused_set_kv_buffer": hooks.around_enable_fused_set_kv_buffer,
     "init_new": hooks.around_init_new,
+    "capture": hooks.around_capture,
     "can_run_graph": hooks.around_can_run_graph,
     "_compute_max_prefix_len": hooks.around_compute_max_prefix_len,
     "_dsa_kv_cache_dtype_default": dsa_indexer.around_kv_cache_dtype_default,
