@@ -53,6 +53,8 @@ SUITES = {
 _KERNELS = ["lru", "transfer", "attention"]
 _SWAP_IN = ["swap-in", "--pool-bytes", str(20 << 30)]
 _DECODE = ["decode", "--dtype", "bfloat16", "--steps", "40"]
+#: Latents, pages of one token and an indexer, as in DeepSeek-V3.2.
+_DSA = ["--algorithm", "dsa", "--q-heads", "128"]
 #: By name: the parts of the suite that a benchmark stands on, and its flags.
 BENCHES = {
     "lru-diff": (["lru"], ["lru-diff", "--rows", "32"]),
@@ -77,6 +79,13 @@ BENCHES = {
             + (["--layers", "1"] if batch == 32 else []),
         )
         for context, batch in ((8192, 1), (32768, 1), (131072, 1), (131072, 8), (131072, 32))
+    },
+    **{
+        f"decode 128k x {batch} dsa": (
+            _KERNELS,
+            [*_DECODE, *_DSA, "--context", "131072", "--batch", str(batch)],
+        )
+        for batch in (1, 8)
     },
     "decode 128k x 8 quest": (
         _KERNELS,

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from hisparse.algorithms import ALGORITHMS
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
-from hisparse.types import PagedKV
+from hisparse.types import IndexerInputs, PagedKV
 from hisparse_bench.options import Options
 from hisparse_bench.parts import time_parts
 from hisparse_bench.peers import reason_to_leave_out
@@ -20,7 +21,7 @@ from hisparse_bench.peers.flashinfer_decode import as_pages, flashinfer_decode
 from hisparse_bench.peers.sglang_native import torch_native_decode
 from hisparse_bench.random_requests import RandomRequests
 from hisparse_bench.report import Case, Result
-from hisparse_bench.shape import ModelShape
+from hisparse_bench.shape import DEEPSEEK, ModelShape
 from hisparse_bench.timing import Candidate, time_in_turns
 
 __all__ = ["DecodeBench", "DecodeWorkload"]
@@ -35,6 +36,8 @@ _FLASHINFER = {"flashinfer": False, "flashinfer_tensor_cores": True}
 @dataclass(frozen=True, kw_only=True)
 class DecodeBench(ModelShape):
     """The served path beside dense attention over contiguous keys and values.
+
+    An algorithm that asks the model's indexer is timed with the shape of DeepSeek-V3.2.
 
     Attributes:
         context: tokens of each request.
@@ -51,6 +54,18 @@ class DecodeBench(ModelShape):
     batch: int = 1
     layers: int = 2
     algorithm: str = HiSparseConfig.algorithm
+
+    def __post_init__(self) -> None:
+        if not ALGORITHMS.get(self.algorithm).indexer:
+            return
+        for name, expected in DEEPSEEK.items():
+            got = getattr(self, name)
+            if got not in (expected, getattr(ModelShape, name)):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')}: got {got}, expected {expected}, that of "
+                    f"DeepSeek-V3.2, whose indexer algorithm {self.algorithm!r} asks"
+                )
+            object.__setattr__(self, name, expected)
 
     def run(self, options: Options) -> Case:
         """Time all implementations; the gate compares with float64 attention over the selection."""
@@ -141,7 +156,23 @@ class DecodeWorkload:
         self._queries = torch.randn(shape, device=requests.device)
         self._drift = 0.3 if misses else 1.0
         self._layer = kv.num_layers - 1
-        self._kv = requests.new_token()
+        #: By layer; empty: the model has no indexer.
+        self._indexer: list[IndexerInputs] = []
+        self._begin_token()
+
+    def _begin_token(self) -> None:
+        """Draw what is new with a token; the queries of the indexer drift with the model's."""
+        self._kv = self.requests.new_token()
+        if not self.requests.kv.index_head_dim:
+            return
+        fresh = [self.requests.indexer_inputs(len(self._kv[0])) for _ in self._queries]
+        if self._indexer:
+            kept = (1 - self._drift**2) ** 0.5
+            fresh = [
+                new._replace(queries=kept * old.queries + self._drift * new.queries)
+                for old, new in zip(self._indexer, fresh, strict=True)
+            ]
+        self._indexer = fresh
 
     @property
     def query(self) -> Tensor:
@@ -156,13 +187,14 @@ class DecodeWorkload:
             return
         requests.coordinator.forward_end()
         requests.begin_token()
-        self._kv = requests.new_token()
+        self._begin_token()
         fresh = torch.randn_like(self._queries)
         self._queries = (1 - self._drift**2) ** 0.5 * self._queries + self._drift * fresh
 
     def decode(self, step: int) -> Tensor:
         """Attention of the current layer."""
-        return self.requests.coordinator.attention(self._layer, self.query, *self._kv)
+        indexer = self._indexer[self._layer] if self._indexer else None
+        return self.requests.coordinator.attention(self._layer, self.query, *self._kv, indexer)
 
     def calibrate(self, num_tokens: int) -> None:
         """Adjust the drift to the requested miss ratio; faster drift misses more pages."""
@@ -203,6 +235,10 @@ class DecodeWorkload:
             q = queries[layer].unflatten(1, (k.shape[1], -1))
             return scaled_dot_product_attention(q, k, v, scale=scale)
 
+        if requests.kv.latent:
+            others = _FLASHINFER if requests.device.type == "cuda" else ["torch_native"]
+            self.left_out |= dict.fromkeys(others, "it is timed for MHA and GQA alone")
+            return {"sdpa": Candidate(sdpa)}
         if requests.device.type == "cuda":
             return {"sdpa": Candidate(sdpa)} | self._flashinfer(contexts, queries, sdpa)
         return {"sdpa": Candidate(sdpa)} | self._torch_native(contexts, queries)

@@ -17,13 +17,15 @@ from hisparse.engine.build import PoolSizes, build, make_policy
 from hisparse.engine.capabilities import check_capabilities, check_indexer, choose_scope
 from hisparse.engine.metrics import CacheStats
 from hisparse.engine.step import DecodeBatch, PrefillChunk
-from hisparse.types import KVSpec, PagedKV, Selection, SelectionScope
+from hisparse.types import IndexerInputs, KVSpec, PagedKV, Selection, SelectionScope
 
 __all__ = ["RandomRequests"]
 
 #: Tokens whose representations are built at once: K and V of a whole context may not fit twice.
 _CHUNK = 4096
 _UNLIMITED_BYTES = 2**50
+#: Heads of DeepSeek-V3.2's indexer.
+_INDEX_HEADS = 64
 #: Bytes of random numbers that are drawn at once.
 _FILL_BYTES = 64 << 20
 
@@ -74,12 +76,16 @@ class RandomRequests:
             reuse_layers=self.reuse_layers,
             overlap=self.overlap,
             selection_scope=self.scope,
+            # A model with an indexer attends what it selects, and nothing else.
+            num_sink_pages=0 if kv.index_head_dim else HiSparseConfig.num_sink_pages,
+            num_recent_pages=0 if kv.index_head_dim else HiSparseConfig.num_recent_pages,
         )
         algorithm = self._make_algorithm(config)
         pin = self.device.type == "cuda"
         self.host = HostKVPool(kv, self.batch * pages + 1, "page_head", pin=pin)
         for layer in range(kv.num_layers):
-            for pool in self.host.layer(layer):
+            # Values of a latent are columns of the keys.
+            for pool in self.host.layer(layer)[: 1 if kv.latent else 2]:
                 self._fill(pool)
         order = torch.randperm(self.batch * pages) + 1
         self.table = order.int().view(self.batch, pages).to(self.device)
@@ -112,7 +118,8 @@ class RandomRequests:
     def _make_algorithm(self, config: HiSparseConfig) -> BaseSparseAlgorithm:
         """The algorithm, which from now on also stores its selections in ``last_selection``."""
         check_capabilities(config, self.device.type)
-        check_indexer("the random model of a benchmark", config, has_indexer=False)
+        has_indexer = self.kv.index_head_dim > 0
+        check_indexer("the random model of a benchmark", config, has_indexer=has_indexer)
         made, scale = build_algorithm(config), self.kv.head_dim**-0.5
         self.policy = make_policy(config, made, self.kv, scale, choose_scope(config))
         algorithm = made.resolved(
@@ -122,6 +129,7 @@ class RandomRequests:
             device_bytes=_UNLIMITED_BYTES,
         )
         self.retrieve_topk = algorithm.retrieve_topk
+        self._ranks_tail = algorithm.ranks_tail
 
         def recorded(queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
             self.last_selection = self.retrieve_topk(queries, layer_id, step)
@@ -151,7 +159,8 @@ class RandomRequests:
                 host_pages=pages,
                 is_last=end == self.context,
             )
-            self.coordinator.build_representations(layer, chunk, k, v)
+            indexer = self.indexer_inputs(len(k)) if self.kv.index_head_dim else None
+            self.coordinator.build_representations(layer, chunk, k, v, indexer)
 
     def _sizes(self) -> PoolSizes:
         rows, row_pages = self.policy.heads, self.row_tokens // self.kv.page_size
@@ -203,8 +212,17 @@ class RandomRequests:
     def new_token(self) -> tuple[Tensor, Tensor]:
         """Random K and V of the new tokens, ``[B, Hkv, D]``."""
         shape = (self.batch, self.kv.num_kv_heads, self.kv.head_dim)
-        k, v = (torch.randn(shape, device=self.device).to(self.kv.dtype) for _ in range(2))
-        return k, v
+        k = self._random(*shape)
+        return k, k[..., : self.kv.v_head_dim] if self.kv.latent else self._random(*shape)
+
+    def indexer_inputs(self, tokens: int) -> IndexerInputs:
+        """Random outputs of the model's indexer for some tokens; each of its heads weighs 1."""
+        width = self.kv.index_head_dim
+        queries = self._random(tokens, _INDEX_HEADS, width)
+        return IndexerInputs(queries, self._random(tokens, width), torch.ones_like(queries[..., 0]))
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device).to(self.kv.dtype)
 
     @property
     def stats(self) -> CacheStats:
@@ -215,25 +233,33 @@ class RandomRequests:
         return self.coordinator.stats()
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
-        """Float64 attention of ``query [B, Hq, D]`` over the last selection and the tail page."""
-        size, heads = self.kv.page_size, self.policy.heads
+        """Float64 attention of ``query [B, Hq, D]`` over the last selection and the tail page.
+
+        An algorithm that ranks the tail page attends it if the selection leaves a place for it.
+        """
+        kv, size = self.kv, self.kv.page_size
         pages, _ = self.last_selection
-        out = torch.empty(query.shape, dtype=torch.float64)
-        group = self.kv.num_q_heads // heads
+        out = torch.empty(*query.shape[:2], kv.v_head_dim, dtype=torch.float64)
+        group = kv.num_q_heads // self.policy.heads
+        # Query heads that share both the selection and the KV head.
+        together = min(group, kv.group_size)
         tail = (self.length - 1) // size
         for b in range(self.batch):
-            for h in range(self.kv.num_q_heads):
-                selected = pages[b, h // group]
-                attended = [*selected[selected >= 0].tolist(), tail]
+            for first in range(0, kv.num_q_heads, together):
+                selected = pages[b, first // group]
+                attended = selected[selected >= 0].tolist()
+                tokens = len(attended) * size
+                if not self._ranks_tail or len(attended) < self.policy.max_pages:
+                    attended.append(tail)
+                    tokens += self.length - tail * size
                 index = self.table[b, attended].long().cpu()
-                tokens = (len(attended) - 1) * size + self.length - tail * size
-                head = h // self.kv.group_size
                 k, v = (
-                    pool[index, head].flatten(0, 1)[:tokens].double()
+                    pool[index, first // kv.group_size].flatten(0, 1)[:tokens].double()
                     for pool in self.host.layer(layer)
                 )
-                weights = (k @ query[b, h].double().cpu() * self.policy.scale).softmax(0)
-                out[b, h] = weights @ v
+                heads = slice(first, first + together)
+                logits = query[b, heads].double().cpu() @ k.T * self.policy.scale
+                out[b, heads] = logits.softmax(-1) @ v
         return out
 
     def contiguous(self, layer: int) -> PagedKV:
@@ -247,4 +273,6 @@ class RandomRequests:
             found = pool[index].transpose(1, 2).flatten(2, 3)
             return zeros(found.shape, found.dtype, self.device).copy_(found)
 
-        return PagedKV(*map(gather, self.host.layer(layer)))
+        pools = self.host.layer(layer)
+        k = gather(pools.k)
+        return PagedKV(k, k[..., : self.kv.v_head_dim] if self.kv.latent else gather(pools.v))

@@ -227,15 +227,21 @@ class SparseCoordinator:
                     call(extension.before_layer, layer_id, layer_id, part)
 
     def build_representations(
-        self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor
+        self,
+        layer_id: int,
+        chunk: PrefillChunk,
+        k: Tensor,
+        v: Tensor,
+        indexer: IndexerInputs | None = None,
     ) -> None:
         """Build representations of a chunk from loaded K and V ``[T, Hkv, D]``.
 
-        Loaded chunks have no queries; only algorithms with a ``query_window`` need them.
+        Loaded chunks have no queries; only algorithms with a ``query_window`` need them. An
+        algorithm that asks the model's indexer needs its outputs for these tokens.
         """
         self.representations.apply_resets()
         no_queries = k.new_zeros(0, self.policy.kv.num_q_heads, k.shape[-1])
-        self._prefill.summarize(layer_id, chunk, no_queries, PagedKV(k, v))
+        self._prefill.summarize(layer_id, chunk, no_queries, PagedKV(k, v), indexer)
 
     def forward_end(self) -> None:
         """End the forward after its last layer: join side work, publish counters."""

@@ -33,9 +33,11 @@ def estimate_case(case: Mapping[str, Any], device_name: str) -> dict[str, float]
         num_q_heads=params["q_heads"],
         num_kv_heads=params["kv_heads"],
         head_dim=params["head_dim"],
-        v_head_dim=params["head_dim"],
+        v_head_dim=params.get("v_head_dim", params["head_dim"]),
         dtype=getattr(torch, params["dtype"]),
         page_size=params["page_size"],
+        latent="v_head_dim" in params,
+        index_head_dim=params.get("index_dim", 0),
     )
     found = estimate_step(
         HiSparseConfig(

@@ -22,6 +22,7 @@ from hisparse.cli import main
 from hisparse.kernels import sketch_score
 from hisparse.kernels.build import isa
 from hisparse.kernels.dispatch import implementation
+from hisparse.plan.bench_case import estimate_case
 from hisparse.testing.delayed import DelayedStreams
 from hisparse_bench import busy, kernels, lru_diff, transfer
 from hisparse_bench.decode import DecodeBench, DecodeWorkload
@@ -84,6 +85,48 @@ def test_decode_with_every_algorithm_and_the_parts_sum_to_the_step(
     assert list(parts) == [*PARTS, "rest", "step"]
     assert min(parts.values()) > 0
     assert sum(parts.values()) - parts["step"] == pytest.approx(parts["step"], rel=0.01)
+
+
+DSA = ["--context", "256", "--budget", "64", "--q-heads", "4", "--algorithm", "dsa", "--steps", "4"]
+
+
+@pytest.mark.parametrize("misses", ["0.15", "0"])
+def test_decode_of_a_model_with_an_indexer(misses: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With latents and an indexer of the widths of DeepSeek-V3.2."""
+    flags = [*DSA, "--misses", misses, "--batch", "2", "--json"]
+    assert main(["bench", "decode", *flags]) == 0
+    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    assert case["gate"] == "passed"
+    params = case["params"]
+    assert (params["kv_heads"], params["head_dim"], params["v_head_dim"]) == (1, 576, 512)
+    assert (params["page_size"], params["index_dim"], params["q_heads"]) == (1, 128, 4)
+    assert [result["impl"] for result in case["results"]] == ["sdpa", "cpu"]
+    assert params["left_out"] == {"torch_native": "it is timed for MHA and GQA alone"}
+    assert (params["miss_ratio"] > 0) == (misses != "0")
+    assert estimate_case(case, "NVIDIA H100 80GB HBM3")["cuda"] > 0
+
+
+def test_the_gate_of_a_model_with_an_indexer_sees_a_wrong_selection() -> None:
+    bench = DecodeBench(context=256, budget=64, q_heads=4, algorithm="dsa")
+    work = DecodeWorkload(bench._make_requests(OPTIONS, 32), 0.15)
+    assert work.agrees()
+    attend = work.requests.attend
+    work.requests._ranks_tail = False
+    assert not work.agrees(), "with the tail token twice, or one that is not attended"
+    work.requests._ranks_tail = True
+    assert work.agrees()
+    work.requests.attend = lambda layer, query: attend(layer, query.flip(1))
+    assert not work.agrees()
+
+
+@pytest.mark.parametrize("flag", ["--page-size", "--kv-heads", "--head-dim"])
+def test_the_shape_of_a_model_with_an_indexer_is_given(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "decode", *DSA, flag, "32"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{flag}: got 32, expected " in line
+    assert "DeepSeek-V3.2" in line
 
 
 def test_a_part_is_counted_once_and_its_clock_is_taken_away() -> None:
