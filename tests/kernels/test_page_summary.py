@@ -74,7 +74,7 @@ def test_all_implementations_agree_bitwise(impl: str) -> None:
 
 
 @pytest.mark.parametrize("to", ["fp32", "bf16"])
-@pytest.mark.parametrize("seed", range(5), ids=lambda s: f"seed{s}")
+@pytest.mark.parametrize("seed", range(3), ids=lambda s: f"seed{s}")
 def test_scores_bound_every_logit_of_a_page(impl: str, to: str, seed: int) -> None:
     """Quest's section 3.3: no q.k in a page exceeds its score."""
     torch.manual_seed(seed)
@@ -147,13 +147,13 @@ def test_a_page_beyond_the_summaries_is_refused_or_left_out(impl: str) -> None:
 @pytest.mark.parametrize("dim", [24, 128])
 def test_scaled_fp8_summaries_are_the_references(impl: str, dim: int, dtype: str) -> None:
     torch.manual_seed(0)
-    keys = some_keys(12, 8, 2, dim, DTYPES[dtype])
+    keys = some_keys(6, 8, 2, dim, DTYPES[dtype])
     keys[3] = 0
     if dtype == "fp32":
         # Just above what a power of two times 448 holds.
         keys[5] = 0
         keys[5, :, :, 2] = 448 * 2.0**10 * (1 + 2.0**-22)
-    where = 1 + torch.randperm(20)[:12]
+    where = 1 + torch.randperm(20)[:6]
     found = []
     for by in (impl, "reference"):
         summaries = torch.zeros(21, 4, 2, 2 * dim, dtype=torch.float8_e4m3fn)
