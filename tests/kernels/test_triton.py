@@ -18,6 +18,7 @@ from hisparse.errors import KernelError
 from hisparse.kernels import SelectRule, select
 from scripts.gpu_check import SUITES
 from tests.kernels.sass import Loop, blocks_per_sm, hot_loop
+from tests.sizes import sized
 
 ROOT = Path(__file__).parents[2]
 #: All files of ``make gpu-check`` that compare implementations of an operation.
@@ -40,10 +41,12 @@ def test_gpu_check_s_suite_passes_without_a_gpu() -> None:
     assert int(found[1]) > 300
 
 
-@pytest.mark.parametrize("arch", [80, 90], ids=lambda a: f"sm_{a}")
-def test_what_the_engine_launches_compiles_without_spills(arch: int) -> None:
+@pytest.mark.sweeps
+@pytest.mark.parametrize("archs", sized(["90 80"], ["90", "80"]))
+def test_what_the_engine_launches_compiles_without_spills(archs: str) -> None:
+    """For sm_90, and what sm_80 alone launches: eight bits read as bytes."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.triton_compile", str(arch)],
+        [sys.executable, "-m", "tests.kernels.triton_compile", *archs.split()],
         cwd=ROOT,
         env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
         capture_output=True,
@@ -52,9 +55,11 @@ def test_what_the_engine_launches_compiles_without_spills(arch: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     *table, last = done.stdout.splitlines()
     assert last.endswith(" compiled, 0 with a fault")
-    # The summaries' format of this GPU is among them, and K and V in eight bits. Queries are bf16.
-    formats = "bf16,fp32" if arch == 80 else "bf16,fp8e4nv,fp32"
-    assert any(f"page_score.score_kernel {formats}" in line for line in table)
+    # Each GPU's format of summaries is among them, and K and V in eight bits. Queries are bf16.
+    for arch in archs.split():
+        formats = "bf16,fp32" if arch == "80" else "bf16,fp8e4nv,fp32"
+        kernel = f"page_score.score_kernel {formats}"
+        assert any(line.startswith(f"sm_{arch}") and kernel in line for line in table)
     assert any(" attention.attend_kernel" in line and "FP8=1" in line for line in table)
 
 

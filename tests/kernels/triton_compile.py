@@ -133,13 +133,18 @@ def disassembled(cubin: bytes) -> str:
 
 
 def compile_all(whole: bool, archs: Sequence[int]) -> list[Usage]:
-    """Derive the variants for each architecture, and compile them on all processors."""
+    """Derive the variants for each architecture, and compile them on all processors.
+
+    Unless ``whole``, later architectures add what the earlier ones do not launch.
+    """
     jobs: list[tuple[Variant, int]] = []
+    seen: set[str] = set()
     for arch in archs:
         found = variants(WHOLE if whole else SHORT, divmod(arch, 10))
         if not whole:
             # Alignments of tensors and widths move few registers: one variant for each constants.
-            found = list({str(each): each for each in found}.values())
+            found = list({str(each): each for each in found if str(each) not in seen}.values())
+            seen.update(map(str, found))
         jobs += [(each, arch) for each in found]
     processors = len(os.sched_getaffinity(0))
     context = multiprocessing.get_context("forkserver")

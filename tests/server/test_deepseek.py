@@ -33,7 +33,7 @@ def mla(log_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
     config = MEMORY | {"budget": BUDGET, "device_buffer_size": BUDGET, "max_row_capacity": BUDGET}
     log = log_dir / "mla.log"
     plugin = make_dummy_runs(tmp_path_factory.mktemp("dummy-runs"))
-    options = {"config": config, "env": QUICK, "forked": False, "python_path": [plugin]}
+    options = {"config": config, "env": QUICK, "python_path": [plugin]}
     with Server(tiny_model("deepseek_v2"), log, *FLAGS, **options) as server:
         yield server
 

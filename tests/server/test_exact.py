@@ -41,7 +41,7 @@ def served(
     flags = ("--max-total-tokens", "40000", "--chunked-prefill-size", chunk)
     log = log_dir / f"exact-{kind}.log"
     plugin = make_dummy_runs(tmp_path_factory.mktemp("dummy-runs"))
-    options = {"config": ROOMY, "forked": kind != "llama", "python_path": [plugin]}
+    options = {"config": ROOMY, "python_path": [plugin]}
     with Server(tiny_model(kind), log, *flags, **options) as server:
         yield Served(kind, server)
 

@@ -13,7 +13,7 @@ from hisparse.kernels.build.cpu import cxx_compiler
 
 HEADERS = Path(__file__).parent
 FLAGS = [
-    *("-std=c++17", "-O2", "-fPIC", "-shared", "-Wall", "-Werror"),
+    *("-std=c++17", "-fPIC", "-shared", "-Wall", "-Werror"),
     # Pragmas of nvcc; bytes are read as whatever the unit of a copy is; fibers change stacks.
     *("-Wno-unknown-pragmas", "-Wno-array-bounds", "-Wno-maybe-uninitialized"),
     *("-fno-strict-aliasing", "-U_FORTIFY_SOURCE"),
@@ -25,11 +25,14 @@ FLAGS = [
 @functools.cache
 def fiber_library() -> Any:
     """The library of the sources as they are."""
-    return load(SOURCES)
+    return load(SOURCES, CACHE, "-O2")
 
 
-def load(sources: Path, cache: Path = CACHE) -> Any:
-    """The library of a ``csrc`` folder, built into the cache if need be."""
+def load(sources: Path, cache: Path, optimization: str = "-O0") -> Any:
+    """The library of a ``csrc`` folder, built into the cache if need be.
+
+    What a few calls want is not worth optimizing: to compile takes a third of the time.
+    """
     import tvm_ffi
 
     includes = [f"-I{folder}" for folder in (HEADERS, sources, sources / "include")]
@@ -37,7 +40,17 @@ def load(sources: Path, cache: Path = CACHE) -> Any:
     parts = [*files, *sources.glob("*.h"), *sources.glob("include/hisparse/*.cuh")]
     parts += HEADERS.glob("*.h")
     headers, link = binding_flags()
-    command = [cxx_compiler(), *FLAGS, *includes, *headers, "-x", "c++", *map(str, files), *link]
+    command = [
+        cxx_compiler(),
+        *FLAGS,
+        optimization,
+        *includes,
+        *headers,
+        "-x",
+        "c++",
+        *map(str, files),
+        *link,
+    ]
     target = cache / f"fibers-{digest_of(parts, *command)}.so"
     produce("CUDA kernels for fibers", command, target)
     return tvm_ffi.load_module(str(target))
