@@ -84,7 +84,8 @@ class HiSparseConfig:
             unless ``checked`` is true. Steps that a graph cannot serve run eagerly, such as those
             of a dense context that does not fit its row. Not yet run on a GPU.
         extensions: options by the name of the extension (``tail_estimate``, ``prefetch``). In JSON
-            each name is a key of its own: ``true`` for the defaults, or an object of options.
+            each name is a key of its own: ``true`` for the defaults, an object of options or, where
+            the options name a ``text_option``, the text alone.
     """
 
     algorithm: str = "sketch"
@@ -282,6 +283,8 @@ def _read_extensions(given: Mapping[str, Any]) -> dict[str, Any]:
             enabled[name] = from_options(options_type, name, name, value)
         elif value is True:
             enabled[name] = options_type()
+        elif isinstance(value, str) and (option := getattr(options_type, "text_option", None)):
+            enabled[name] = from_options(options_type, name, name, {option: value})
         elif value is not False and value is not None:
             choices = ", ".join(f.name for f in fields(options_type)) or "none"
             raise ConfigError(

@@ -26,6 +26,7 @@ ROOMS = (
     ("hisparse.demo",),
     ("hisparse_bench",),
     ("hisparse.eval",),
+    ("hisparse.trace",),
     ("hisparse.plan",),
     ("hisparse.doctor",),
     ("hisparse.testing",),
@@ -145,7 +146,7 @@ def test_every_module_says_what_is_public() -> None:
 @pytest.mark.parametrize(
     "package",
     ["hisparse", "hisparse.algorithms", "hisparse.adapters", "hisparse.cache", "hisparse.kernels",
-     "hisparse.testing", "hisparse.transformers", "hisparse.eval"],
+     "hisparse.testing", "hisparse.trace", "hisparse.transformers", "hisparse.eval"],
 )  # fmt: skip
 def test_what_a_package_offers_is_there(package: str) -> None:
     module = importlib.import_module(package)

@@ -294,6 +294,7 @@ def build(
         gather_queries=gather_queries,
     )
     context = ExtensionContext(
+        config=config,
         policy=policy,
         manager=manager,
         adapter=adapter,

@@ -55,6 +55,7 @@ class SparseCoordinator:
         self._prefill = Prefill(parts)
         self._prefill_batch: PrefillBatch | None = None
         self._step: DecodeForward | None = None
+        self._replayed = False
 
     def observe(self, observer: SelectionObserver | None) -> None:
         """Set the selection callback, or None to remove it."""
@@ -102,10 +103,12 @@ class SparseCoordinator:
         """
         if self.not_capturable is not None or not batch.slots_cpu.all():
             return False
+        self._end_step(complete=self._replayed)
         masks, dense = self._start_decode(batch)
         if masks.staged.any() or (dense is not None and dense.staged.any()):
             return False
-        self._modes.count(self.manager.counters, batch.seq_lens_cpu, masks, dense)
+        self._count(batch, masks, dense)
+        self._replayed = True
         return True
 
     def _start_decode(self, batch: DecodeBatch) -> tuple[ModeMasks, ModeMasks | None]:
@@ -117,6 +120,18 @@ class SparseCoordinator:
         held = self.manager.residency.held(slots)
         return self._modes.of(seq_lens, held), self._modes.of_dense_layers(seq_lens, held)
 
+    def _count(self, batch: DecodeBatch, masks: ModeMasks, dense: ModeMasks | None) -> None:
+        """Count a step and tell the extensions of it."""
+        self._modes.count(self.manager.counters, batch.seq_lens_cpu, masks, dense)
+        for extension in self.extensions:
+            call(extension.before_step, None, batch.slots_cpu, batch.seq_lens_cpu, masks.sparse)
+
+    def _end_step(self, *, complete: bool) -> None:
+        """Tell the extensions that the last step has ended."""
+        self._replayed = False
+        for extension in self.extensions:
+            call(extension.after_step, None, complete=complete)
+
     def forward_begin(self, batch: PrefillBatch | DecodeBatch) -> None:
         """Apply pending resets and capacity changes, and prepare the data that all layers share.
 
@@ -127,6 +142,9 @@ class SparseCoordinator:
             HiSparseError: the batch is static, and steps are :attr:`not_capturable`.
         """
         self._prefill_batch = self._step = None
+        if isinstance(batch, PrefillBatch) or batch.num_real is None:
+            # Before requests that begin reset the state of those that ended.
+            self._end_step(complete=self._replayed)
         if isinstance(batch, PrefillBatch):
             self._begin_prefill(batch)
         elif batch.num_real is None:
@@ -147,7 +165,7 @@ class SparseCoordinator:
 
     def _begin_decode(self, batch: DecodeBatch) -> None:
         masks, dense = self._start_decode(batch)
-        self._modes.count(self.manager.counters, batch.seq_lens_cpu, masks, dense)
+        self._count(batch, masks, dense)
         step = self._new_step(batch)
         self._step = replace(
             step,
@@ -248,12 +266,14 @@ class SparseCoordinator:
         if self._prefill_batch is not None:
             self.manager.residency.mark_warm(c.slot for c in self._prefill_batch.chunks)
         self.manager.end_forward()
+        self._end_step(complete=True)
         self.manager.counters.publish()
 
     def forward_abort(self) -> None:
         """End a forward that a layer's exception ended; its requests must not go on."""
         self._prefill.abort()
         self.manager.end_forward()
+        self._end_step(complete=False)
 
     def stats(self) -> CacheStats:
         """Totals since the start, as of the last forward that the device has finished."""

@@ -110,6 +110,8 @@ class DecodeAttention:
             selection = require_selection(
                 refined, extension, "refine_selection", layer_id, self._parts.policy, len(q)
             )
+        for extension in self._parts.extensions:
+            call(extension.after_selection, layer_id, layer_id, selection, part)
         if self.observer is not None:
             self.observer(layer_id, q, part.view, selection)
         if part.dense is None or not self._parts.extensions:

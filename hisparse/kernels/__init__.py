@@ -16,9 +16,11 @@ from hisparse.kernels.outline import outline_bytes, outline_score
 from hisparse.kernels.page_summary import page_summary
 from hisparse.kernels.page_table import page_table
 from hisparse.kernels.rebalance import drop_pages, promote_tail, rebalance, reset_rows
+from hisparse.kernels.recorded import Selections
 from hisparse.kernels.reference.index_score import chunk_index_score
 from hisparse.kernels.reference.outline import page_outline
 from hisparse.kernels.reference.summary import round_outward
+from hisparse.kernels.replay import POLICIES, replay, stack_depths
 from hisparse.kernels.row_state import DecodeRows, DiffTables, LruDiff, RowState
 from hisparse.kernels.select import SelectRule, page_score, select
 from hisparse.kernels.sketch import SketchLayout, TailPages, page_sketch, sketch_score
@@ -27,6 +29,7 @@ from hisparse.kernels.transfer import append_tokens, gather_pages, gather_tokens
 from hisparse.kernels.verify import verify_capacity, verify_diff, verify_indices
 
 __all__ = [
+    "POLICIES",
     "DecodeRows",
     "DiffTables",
     "GraphSearch",
@@ -34,6 +37,7 @@ __all__ = [
     "LruDiff",
     "RowState",
     "SelectRule",
+    "Selections",
     "SketchLayout",
     "TailPages",
     "append_tokens",
@@ -59,12 +63,14 @@ __all__ = [
     "paged_attention",
     "promote_tail",
     "rebalance",
+    "replay",
     "reset_rows",
     "round_outward",
     "scatter_tokens",
     "select",
     "serial_operators",
     "sketch_score",
+    "stack_depths",
     "store_index_keys",
     "verify_capacity",
     "verify_diff",

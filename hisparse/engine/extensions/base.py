@@ -3,7 +3,10 @@
 An extension is one file in this folder, or in any package with an entry point in the group
 ``hisparse.extensions``. Its name is a configuration key. It overrides the hooks that it needs::
 
-    before_layer -> (the algorithm selects) -> refine_selection -> (attend) -> after_attention
+    before_step
+    before_layer -> (the algorithm selects) -> refine_selection -> after_selection -> (attend)
+        -> after_attention, for each layer
+    after_step
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from hisparse.adapters import Attended, BackendAdapter, TableLimits
@@ -31,6 +35,7 @@ class ExtensionContext:
     """The parts of the engine that an extension may use.
 
     Attributes:
+        config: the settings.
         policy: shapes of the model and the rules of selections.
         manager: loads pages; ``manager.counters`` counts by name.
         adapter: attends.
@@ -38,6 +43,7 @@ class ExtensionContext:
         modes: says which layers select.
     """
 
+    config: HiSparseConfig
     policy: SelectionPolicy
     manager: SparseKVCacheManager
     adapter: BackendAdapter
@@ -49,7 +55,8 @@ class Extension:
     """Base class; every hook does nothing unless it is overridden.
 
     Hooks run in every decode step and follow the rules of algorithms: tensor operations without
-    host syncs or loops over requests, so that a step can be captured in a CUDA graph.
+    host syncs or loops over requests, so that a step can be captured in a CUDA graph. Only
+    ``before_step`` and ``after_step`` run outside of the graph, on the host, in each replay.
 
     Args:
         options: an instance of ``options_type``.
@@ -96,6 +103,24 @@ class Extension:
             host_pages: ``[P]``; the padding page 0 for entries without a page.
         """
 
+    def before_step(self, slots: np.ndarray, seq_lens: np.ndarray, sparse: np.ndarray) -> None:
+        """Called on the host before a decode step, captured or not.
+
+        Args:
+            slots: ``[B]``, request slots.
+            seq_lens: ``[B]``, tokens of each request, the new one included.
+            sparse: ``[B] bool``, requests that attend what the algorithm selects.
+        """
+
+    def after_step(self, *, complete: bool) -> None:
+        """Called on the host after a decode step: after a replay, before the next forward begins.
+
+        It may be called without a step.
+
+        Args:
+            complete: False if an exception ended the step.
+        """
+
     def before_layer(self, layer_id: int, part: DecodePart) -> None:
         """Called at the start of a decode layer, for requests that attend sparsely."""
 
@@ -111,6 +136,15 @@ class Extension:
             part: the requests.
         """
         return selection
+
+    def after_selection(self, layer_id: int, selection: Selection, part: DecodePart) -> None:
+        """Called with the final selection, which no extension changes any more.
+
+        Args:
+            layer_id: number of a layer that selects.
+            selection: what this layer and its followers attend.
+            part: the requests.
+        """
 
     def after_attention(
         self,

@@ -6,6 +6,7 @@ from hisparse.kernels.cpu.graph_score import graph_score
 from hisparse.kernels.cpu.key_score import key_score
 from hisparse.kernels.cpu.lru import diff_tables, lru_diff, page_table, promote_tail, rebalance
 from hisparse.kernels.cpu.outline import outline_score
+from hisparse.kernels.cpu.replay import replay, stack_depths
 from hisparse.kernels.cpu.select import page_score, page_summary, select
 from hisparse.kernels.cpu.sketch import page_sketch, sketch_score
 from hisparse.kernels.cpu.transfer import (
@@ -38,9 +39,11 @@ __all__ = [
     "paged_attention",
     "promote_tail",
     "rebalance",
+    "replay",
     "reset_rows",
     "scatter_tokens",
     "select",
     "sketch_score",
+    "stack_depths",
     "store_index_keys",
 ]

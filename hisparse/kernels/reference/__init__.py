@@ -10,6 +10,7 @@ from hisparse.kernels.reference.key_score import key_score
 from hisparse.kernels.reference.lru import lru_diff, promote_tail, rebalance, reset_rows
 from hisparse.kernels.reference.outline import outline_score
 from hisparse.kernels.reference.page_table import page_table
+from hisparse.kernels.reference.replay import replay, stack_depths
 from hisparse.kernels.reference.select import page_score, select
 from hisparse.kernels.reference.sketch import page_sketch, sketch_score
 from hisparse.kernels.reference.summary import page_summary
@@ -40,9 +41,11 @@ __all__ = [
     "paged_attention",
     "promote_tail",
     "rebalance",
+    "replay",
     "reset_rows",
     "scatter_tokens",
     "select",
     "sketch_score",
+    "stack_depths",
     "store_index_keys",
 ]

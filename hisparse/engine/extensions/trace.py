@@ -1,0 +1,158 @@
+"""Trace: record which pages each decode step attends.
+
+The file has the final selection of each layer that selects, for requests beyond the budget: layer,
+head, request, sequence length and pages. `hisparse trace` shows and replays it (docs/trace.md).
+Steps are written by a thread of their own. If it falls behind, steps are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from hisparse import __version__
+from hisparse.algorithms import Representation, SelectionPolicy
+from hisparse.engine.extensions.base import Extension, ExtensionContext, register_extension
+from hisparse.engine.step import DecodePart
+from hisparse.engine.trace_file import TraceHeader
+from hisparse.engine.trace_writer import RecordedStep, TraceWriter
+from hisparse.errors import ConfigError
+from hisparse.types import Selection
+from hisparse.units import MemorySize, parse_memory, resolve_memory
+
+__all__ = ["Trace", "TraceOptions"]
+
+logger = logging.getLogger("hisparse")
+
+_PAGES: Final = "trace.pages"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """Options of the extension.
+
+    Attributes:
+        path: the file. If it exists, a number is added to the name, so that other ranks and earlier
+            runs keep theirs. In JSON, ``"trace": "FILE"`` is short for this option.
+        max_bytes: size at which recording stops. A fraction is of the free space.
+        note: text that is kept in the file, such as the name of the model.
+    """
+
+    path: str = "hisparse.trace"
+    max_bytes: MemorySize = "1GiB"
+    note: str = ""
+
+    #: The option that a text alone sets.
+    text_option: ClassVar[str] = "path"
+
+    def __post_init__(self) -> None:
+        if not self.path or "\0" in self.path:
+            raise ValueError(f"path: got {self.path!r}, expected the name of a file")
+        parse_memory("max_bytes", self.max_bytes)
+
+
+@register_extension("trace")
+class Trace(Extension):
+    """Copies each selection into a tensor that the writer reads after the step."""
+
+    options_type: ClassVar[type[Any]] = TraceOptions
+    counters: ClassVar[Mapping[str, str]] = {
+        "trace_steps": "Decode steps that were handed to the writer of the trace",
+        "trace_dropped_steps": "Decode steps that the trace lacks: its writer was behind or ended",
+    }
+
+    def __init__(self, options: TraceOptions, context: ExtensionContext) -> None:
+        super().__init__(options, context)
+        policy, modes = context.policy, context.modes
+        layers = [x for x in range(policy.kv.num_layers) if modes.selects(x)]
+        path = Path(options.path).expanduser()
+        header = TraceHeader(
+            source="recorded",
+            note=options.note,
+            algorithm=context.config.algorithm,
+            scope=policy.scope,
+            page_size=policy.kv.page_size,
+            page_bytes=context.manager.device.page_bytes,
+            heads=policy.heads,
+            max_pages=policy.max_pages,
+            layers=tuple(layers),
+            attended_by=tuple(1 + len(modes.followers(x)) for x in layers),
+            settings=context.config.effective(),
+            version=__version__,
+            started=datetime.now(timezone.utc).isoformat("T", "seconds"),
+        )
+        self._writer = TraceWriter(path, header, _max_bytes(options.max_bytes, path))
+        # Also runs when the process ends.
+        self._close = weakref.finalize(self, self._writer.close)
+        self._state = context.state[_PAGES]
+        self._by_layer = tuple(self._state)
+        self._layers = None
+        if len(layers) < policy.kv.num_layers:
+            self._layers = torch.tensor(layers, device=self._state.device)
+        self._step: tuple[np.ndarray, np.ndarray] | None = None
+        logger.info("hisparse: trace of selections: %s", self._writer.path)
+
+    @classmethod
+    def state(cls, options: TraceOptions, policy: SelectionPolicy) -> dict[str, Representation]:
+        """The pages that each request selected in its last step, padded with -1."""
+        shape = (policy.heads, policy.max_pages)
+        return {_PAGES: Representation(shape, torch.int32, per="request", saved=False)}
+
+    def before_step(self, slots: np.ndarray, seq_lens: np.ndarray, sparse: np.ndarray) -> None:
+        """Remember which requests are beyond the budget: others attend all of their pages."""
+        policy = self.context.policy
+        chosen = sparse & ((seq_lens - 1) // policy.kv.page_size > policy.budget_pages)
+        self._step = (slots[chosen], seq_lens[chosen]) if chosen.any() else None
+
+    def after_selection(self, layer_id: int, selection: Selection, part: DecodePart) -> None:
+        """Copy the pages: an algorithm may return the same tensor in each step."""
+        pages, most = selection.pages, self._state.shape[-1]
+        if pages.shape[-1] < most:
+            pages = pad(pages, (0, most - pages.shape[-1]), value=-1)
+        self._by_layer[layer_id].index_copy_(0, part.view.slots, pages)
+
+    def after_step(self, *, complete: bool) -> None:
+        """Hand the step to the writer."""
+        step, self._step = self._step, None
+        if step is None or not complete:
+            return
+        state = self._state
+        pages = state if self._layers is None else state[self._layers]
+        pages = pages.index_select(1, torch.from_numpy(step[0]).to(state.device))
+        ready = None
+        if pages.is_cuda:
+            # PyTorch reuses page-locked blocks; this has not run on a GPU yet.
+            on_host = torch.empty(pages.shape, dtype=pages.dtype, pin_memory=True)
+            pages = on_host.copy_(pages, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+        taken = self._writer.put(RecordedStep(*step, pages, ready))
+        self.context.manager.counters.add("trace_steps" if taken else "trace_dropped_steps", 1)
+
+    def close(self) -> None:
+        """Write what is left, and the end of the file. No step may be running."""
+        self.after_step(complete=True)
+        self._close()
+
+
+def _max_bytes(size: MemorySize, path: Path) -> int:
+    if not isinstance(size, float):
+        return int(parse_memory("trace.max_bytes", size))
+    try:
+        free = shutil.disk_usage(path.absolute().parent).free
+    except OSError as error:
+        raise ConfigError(
+            f"trace.path: got {str(path)!r}: {error.strerror}; expected a file in a folder that "
+            "exists"
+        ) from None
+    return resolve_memory(size, free, "trace.max_bytes")

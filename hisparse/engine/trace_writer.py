@@ -1,0 +1,189 @@
+"""Writes a trace on a thread of its own, so that decode steps never wait for the disk."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hisparse.engine.trace_file import (
+    DONE,
+    HEAD,
+    MAGIC,
+    STEP,
+    TraceEnd,
+    TraceHeader,
+    Visits,
+    encode_chunk,
+    encode_steps,
+    visits_that_fit,
+)
+from hisparse.errors import ConfigError, one_line
+
+__all__ = ["RecordedStep", "TraceWriter"]
+
+logger = logging.getLogger("hisparse")
+
+#: Steps that wait for the writer; further ones are dropped.
+_QUEUED_STEPS = 64
+#: Pages of a chunk, padding included: enough that zlib finds what adjacent steps share.
+_CHUNK_PAGES = 1 << 20
+#: A process that is killed loses no more than this.
+_FLUSH_S = 1.0
+#: Room that the last chunk takes.
+_END_BYTES = 256
+_MOST_FILES = 10_000
+
+
+class RecordedStep(NamedTuple):
+    """One decode step of B requests.
+
+    Attributes:
+        slots: ``[B]``, request slots.
+        seq_lens: ``[B]``, tokens.
+        pages: ``[L, B, H, K] int32``, in host memory.
+        ready: the copy of ``pages`` from the device; None: they are there.
+    """
+
+    slots: np.ndarray
+    seq_lens: np.ndarray
+    pages: Tensor
+    ready: torch.cuda.Event | None = None
+
+
+class TraceWriter:
+    """A trace file and the thread that writes it.
+
+    Args:
+        path: the file. If it exists, a number is added: earlier runs and other ranks keep theirs.
+        header: what the trace is of.
+        max_bytes: of the file; recording stops there.
+
+    Attributes:
+        path: the file that was created.
+
+    Raises:
+        ConfigError: no file can be created.
+    """
+
+    def __init__(self, path: Path, header: TraceHeader, max_bytes: int) -> None:
+        self._header, self._max_bytes = header, max_bytes
+        self.path, self._file = _create(path)
+        self._num_bytes = 0
+        self._write(MAGIC + encode_chunk(HEAD, header.to_json()))
+        self._queue: queue.Queue[RecordedStep | None] = queue.Queue(_QUEUED_STEPS)
+        self._stopped: str | None = None
+        self._dropped = 0
+        self._pending: list[RecordedStep] = []
+        self._requests: dict[int, tuple[int, int]] = {}
+        self._num_requests = 0
+        step_pages = len(header.layers) * header.heads * header.max_pages
+        self._chunk_visits = min(visits_that_fit(header), max(1, _CHUNK_PAGES // step_pages))
+        self._thread = threading.Thread(target=self._run, name="hisparse-trace", daemon=True)
+        self._thread.start()
+
+    def put(self, step: RecordedStep) -> bool:
+        """Hand over a step without waiting; False if it was dropped."""
+        if self._stopped is None:
+            try:
+                self._queue.put_nowait(step)
+                return True
+            except queue.Full:
+                pass
+        self._dropped += 1
+        return False
+
+    def close(self) -> None:
+        """Write what is queued, and the end of the file."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        due = time.monotonic() + _FLUSH_S
+        try:
+            while True:
+                try:
+                    step = self._queue.get(timeout=max(0.0, due - time.monotonic()))
+                except queue.Empty:
+                    self._flush()
+                    due = time.monotonic() + _FLUSH_S
+                    continue
+                if step is None:
+                    break
+                self._pending.append(step)
+                if sum(len(x.slots) for x in self._pending) >= self._chunk_visits:
+                    self._flush()
+            self._flush()
+            end = TraceEnd(dropped_steps=self._dropped, reason=self._stopped or "closed")
+            self._write(encode_chunk(DONE, end.to_json()))
+        except (OSError, RuntimeError) as error:
+            # The disk is full, or the device failed, which the forward reports.
+            self._stop(f"the trace cannot be written: {one_line(error)}")
+        finally:
+            self._file.close()
+
+    def _flush(self) -> None:
+        """Write the pending steps, in chunks whose sections are not too long."""
+        steps, self._pending = self._pending, []
+        if not steps or self._stopped is not None:
+            self._dropped += len(steps)
+            return
+        for step in steps:
+            if step.ready is not None:
+                step.ready.synchronize()
+        requests = [
+            self._request(*at) for x in steps for at in zip(x.slots, x.seq_lens, strict=True)
+        ]
+        seq_lens = np.concatenate([x.seq_lens for x in steps])
+        pages = np.concatenate([x.pages.numpy() for x in steps], axis=1)
+        for first in range(0, len(requests), self._chunk_visits):
+            part = slice(first, first + self._chunk_visits)
+            visits = Visits(np.array(requests[part], np.int32), seq_lens[part])
+            chunk = encode_chunk(STEP, encode_steps(visits, pages[:, part]))
+            if self._num_bytes + len(chunk) + _END_BYTES > self._max_bytes:
+                self._dropped += len(steps)
+                self._stop(f"the trace has reached max_bytes ({self._max_bytes})")
+                return
+            self._write(chunk)
+
+    def _request(self, slot: int, seq_len: int) -> int:
+        """Number of the request in a slot: a new one unless its length grew by one."""
+        number, length = self._requests.get(slot, (-1, -1))
+        if length + 1 != seq_len:
+            number, self._num_requests = self._num_requests, self._num_requests + 1
+        self._requests[slot] = (number, seq_len)
+        return number
+
+    def _stop(self, reason: str) -> None:
+        self._stopped = reason
+        logger.warning("hisparse: %s; recording into %r has stopped", reason, str(self.path))
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._file.flush()
+        self._num_bytes += len(data)
+
+
+def _create(path: Path) -> tuple[Path, BinaryIO]:
+    """Create a file under the name or, where it is taken, under a numbered one."""
+    for number in range(1, _MOST_FILES):
+        name = path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
+        try:
+            return name, name.open("xb")
+        except FileExistsError:
+            continue
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"trace.path: cannot create {str(name)!r}: "
+                f"{getattr(error, 'strerror', None) or error}; expected a file in a folder that "
+                "exists"
+            ) from None
+    raise ConfigError(f"trace.path: {str(path)!r} and {_MOST_FILES} numbered names are taken")

@@ -1,0 +1,220 @@
+"""Reads traces of selections; a damaged file is refused with one line."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from hisparse.engine.trace_file import (
+    CHUNK,
+    DONE,
+    HEAD,
+    MAGIC,
+    STEP,
+    LayerPages,
+    TraceEnd,
+    TraceHeader,
+    Visits,
+    checksum,
+    decode_layer,
+    decode_visits,
+    split_sections,
+)
+from hisparse.errors import ConfigError
+from hisparse.kernels import Selections
+from hisparse.options import from_options, parse_object
+
+__all__ = ["SelectionTrace"]
+
+R = TypeVar("R")
+
+#: Longer contexts are refused: replay needs memory for all of their pages.
+_MAX_TOKENS = 1 << 26
+
+
+class SelectionTrace:
+    """A trace of selections. Close it with a ``with`` block.
+
+    All checksums are verified when the file is opened; pages are decoded layer by layer.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        header: what the trace is of.
+        end: how the recording ended; None: the file ends early, as that of a killed process.
+        visits: all decode steps of all requests, in the order of time.
+        num_bytes: size of the file.
+
+    Raises:
+        ConfigError: the file cannot be read, is no trace, or is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._name = repr(str(path))
+        self._data = self._open(path)
+        self.num_bytes = len(self._data)
+        self.end: TraceEnd | None = None
+        #: Of each chunk: its visits, and the first and last byte of each section.
+        self._chunks: list[tuple[int, list[tuple[int, int]]]] = []
+        try:
+            self.header, first = self._read_header()
+            self.visits = self._read_visits(first)
+        except BaseException:
+            self._data.close()
+            raise
+
+    def __enter__(self) -> SelectionTrace:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._data.close()
+
+    def layer(self, layer_id: int) -> LayerPages:
+        """The selections of one of ``header.layers``, for all heads and visits.
+
+        Raises:
+            ConfigError: the layer is damaged.
+        """
+        at = 1 + self.header.layers.index(layer_id)
+        heads = self.header.heads
+        parts = [
+            self._decoded(partial(decode_layer, self._data[slice(*x[at])], count, self.header))
+            for count, x in self._chunks
+        ]
+        lengths = np.concatenate([x.lengths for x in parts], axis=1)
+        # Head by head: each part has its pages in this order.
+        by_head = []
+        ends = [np.cumsum(x.lengths.sum(axis=1, dtype=np.int64)) for x in parts]
+        for head in range(heads):
+            for part, end in zip(parts, ends, strict=True):
+                by_head.append(part.pages[end[head - 1] if head else 0 : end[head]])
+        pages = np.concatenate(by_head)
+        limits = np.repeat(np.tile(self.full_pages, heads), lengths.ravel())
+        if (pages >= limits).any():
+            raise self._error("a selection has a page that its request does not have")
+        return LayerPages(lengths, pages)
+
+    @property
+    def full_pages(self) -> np.ndarray:
+        """``[V] int32``, complete pages of the context at each visit."""
+        pages: np.ndarray = (self.visits.seq_lens - 1) // self.header.page_size
+        return pages
+
+    def selections(self, layer_id: int) -> tuple[Selections, np.ndarray]:
+        """A layer's selections, one stream for each head and request.
+
+        Returns:
+            The selections, and ``[S]``, the head of each stream.
+
+        Raises:
+            ConfigError: the layer is damaged.
+        """
+        lengths, pages = self.layer(layer_id)
+        heads, count = lengths.shape
+        order = np.argsort(self.visits.requests, kind="stable")
+        new = np.flatnonzero(np.diff(self.visits.requests[order], prepend=-1))
+        starts = np.cumsum(lengths.ravel(), dtype=np.int64) - lengths.ravel()
+        rows = (np.arange(heads)[:, None] * count + order).ravel()
+        sizes = lengths.ravel()[rows].astype(np.int64)
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes)
+        gathered = pages[np.repeat(starts[rows], sizes) + within]
+        streams = np.concatenate([h * count + new for h in range(heads)] + [[heads * count]])
+        made = Selections(
+            torch.from_numpy(gathered),
+            torch.from_numpy(offsets),
+            torch.from_numpy(streams),
+            torch.from_numpy(np.tile(self.full_pages[order], heads)),
+        )
+        return made, np.repeat(np.arange(heads), len(new))
+
+    def _open(self, path: Path) -> mmap.mmap:
+        try:
+            with path.open("rb") as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            # An empty file cannot be mapped.
+            reason = getattr(error, "strerror", None) or "it is empty"
+        raise self._error(f"cannot be read: {reason}")
+
+    def _read_header(self) -> tuple[TraceHeader, int]:
+        if self._data[: len(MAGIC)] != MAGIC:
+            raise self._error("is no trace of selections")
+        chunk = self._chunk(len(MAGIC))
+        if chunk is None or chunk[0] != HEAD:
+            raise self._error("its header is damaged")
+        text = self._decoded(lambda: chunk[1].decode())
+        values = parse_object(text, f"{self._name}: header", '{"source": "recorded", ...}')
+        header = from_options(TraceHeader, "trace", f"{self._name}: header", values)
+        return header, len(MAGIC) + CHUNK.size + len(chunk[1])
+
+    def _read_visits(self, at: int) -> Visits:
+        found = []
+        while at < len(self._data) and self.end is None:
+            chunk = self._chunk(at)
+            if chunk is None:
+                break
+            kind, content = chunk
+            start = at + CHUNK.size
+            at = start + len(content)
+            if kind == DONE:
+                text = self._decoded(content.decode)
+                values = parse_object(text, f"{self._name}: end", '{"dropped_steps": 0, ...}')
+                self.end = from_options(TraceEnd, "trace", f"{self._name}: end", values)
+            elif kind == STEP:
+                found.append(self._read_step(start, content))
+            else:
+                raise self._error(f"has a chunk of an unknown kind at byte {start - CHUNK.size}")
+        if self.end is not None and at != len(self._data):
+            raise self._error("has bytes behind its end")
+        if not found:
+            raise self._error("has no selections")
+        visits = Visits(*(np.concatenate(column) for column in zip(*found, strict=True)))
+        if visits.seq_lens.max() > _MAX_TOKENS:
+            raise self._error(
+                f"got a context of {visits.seq_lens.max()} tokens, expected at most {_MAX_TOKENS}"
+            )
+        return visits
+
+    def _read_step(self, start: int, content: bytes) -> Visits:
+        count, sections = self._decoded(lambda: split_sections(content, len(self.header.layers)))
+        self._chunks.append((count, [(start + a, start + b) for a, b in sections]))
+        return self._decoded(lambda: decode_visits(content[slice(*sections[0])], count))
+
+    def _chunk(self, at: int) -> tuple[bytes, bytes] | None:
+        """Kind and content of the chunk at a byte; None if the file ends within it."""
+        start = at + CHUNK.size
+        if start > len(self._data):
+            return None
+        kind, size, expected = CHUNK.unpack(self._data[at:start])
+        if start + size > len(self._data):
+            return None
+        content = self._data[start : start + size]
+        if checksum(kind, content) != expected:
+            raise self._error(f"the chunk at byte {at} does not match its checksum: it is damaged")
+        return kind, content
+
+    def _decoded(self, decode: Callable[[], R]) -> R:
+        try:
+            return decode()
+        except ValueError as error:
+            raise self._error(f"is damaged: {error}") from None
+
+    def _error(self, got: str) -> ConfigError:
+        return ConfigError(
+            f"{self._name}: {got}; expected a trace that hisparse recorded "
+            '("trace": "FILE" in the configuration, or hisparse trace record)'
+        )

@@ -1,0 +1,162 @@
+"""Hit ratios and bytes of caches that a trace's selections would have had."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hisparse.errors import ConfigError
+from hisparse.kernels import Selections, replay, stack_depths
+from hisparse.trace.reader import SelectionTrace
+
+__all__ = ["HitCurve", "adjacent_overlap", "lru_curve", "policy_hits"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HitCurve:
+    """Hits of an LRU cache of every size.
+
+    Attributes:
+        page_size: S, tokens.
+        hits: ``[L, H, C + 1] int64``, hits in a cache of 0 to C pages.
+        accesses: ``[L, H] int64``, selected pages.
+        widest: pages of the longest selection; smaller caches cannot hold it.
+        read_bytes: ``[L]``, bytes that a missing page reads, over the layers that attend it.
+        steps: visits of the trace.
+    """
+
+    page_size: int
+    hits: np.ndarray
+    accesses: np.ndarray
+    widest: int
+    read_bytes: np.ndarray
+    steps: int
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of the smallest cache that can hold every selection."""
+        return self.widest * self.page_size
+
+    def hit_ratio(self, tokens: int) -> float:
+        """Hits for each selected page, with a buffer of ``tokens`` in each row and layer.
+
+        Raises:
+            ConfigError: the buffer cannot hold the longest selection.
+        """
+        hits = self._hits(tokens).sum(axis=(0, 1))
+        return float(hits / max(1, self.accesses.sum()))
+
+    def layer_hit_ratios(self, tokens: int) -> list[float]:
+        """As :meth:`hit_ratio`, of each layer that selects."""
+        ratios = self._hits(tokens).sum(axis=1) / np.maximum(1, self.accesses.sum(axis=1))
+        return [float(x) for x in ratios]
+
+    def head_hit_ratios(self, tokens: int) -> list[list[float]]:
+        """As :meth:`hit_ratio`, of each layer and head."""
+        ratios: list[list[float]] = (self._hits(tokens) / np.maximum(1, self.accesses)).tolist()
+        return ratios
+
+    def bytes_per_step(self, tokens: int) -> float:
+        """Bytes that a decode step of one request reads from host memory, on average."""
+        misses = (self.accesses - self._hits(tokens)).sum(axis=1)
+        return float((misses * self.read_bytes).sum() / self.steps)
+
+    def tokens_for(self, hit_ratio: float) -> int | None:
+        """The smallest buffer that reaches a hit ratio; None: no buffer does."""
+        ratios = self.hits.sum(axis=(0, 1)) / max(1, self.accesses.sum())
+        reached = np.flatnonzero(ratios[self.widest :] >= hit_ratio)
+        return int(self.widest + reached[0]) * self.page_size if len(reached) else None
+
+    def _hits(self, tokens: int) -> np.ndarray:
+        if tokens < self.least_tokens:
+            raise ConfigError(
+                f"buffer: got {tokens} tokens, expected at least the {self.least_tokens} of the "
+                "longest selection"
+            )
+        at = min(tokens // self.page_size, self.hits.shape[-1] - 1)
+        hits: np.ndarray = self.hits[..., at]
+        return hits
+
+
+def lru_curve(trace: SelectionTrace) -> HitCurve:
+    """Replay a trace through LRU caches of all sizes, in one pass for each layer."""
+    header = trace.header
+    depth = int(trace.full_pages.max()) + 1
+    hits = np.zeros((len(header.layers), header.heads, depth + 1), np.int64)
+    accesses = np.zeros(hits.shape[:2], np.int64)
+    widest = 1
+    for at, layer in enumerate(header.layers):
+        selections, heads = trace.selections(layer)
+        counts = stack_depths(selections, depth).numpy()
+        by_head = np.zeros((header.heads, depth + 1), np.int64)
+        np.add.at(by_head, heads, counts)
+        # A page at depth d is in each cache of more than d pages.
+        hits[at, :, 1:] = by_head[:, :-1].cumsum(axis=1)
+        accesses[at] = by_head.sum(axis=1)
+        widest = max(widest, selections.widest)
+    return HitCurve(
+        page_size=header.page_size,
+        hits=hits,
+        accesses=accesses,
+        widest=widest,
+        read_bytes=header.page_bytes * np.array(header.attended_by),
+        steps=len(trace.visits.requests),
+    )
+
+
+def policy_hits(trace: SelectionTrace, policy: str, buffers: Sequence[int]) -> np.ndarray:
+    """Hits of a replacement policy.
+
+    Args:
+        trace: the trace.
+        policy: one of ``hisparse.kernels.POLICIES``.
+        buffers: tokens of a row's buffer, each enough for the longest selection.
+
+    Returns:
+        ``[L, H, len(buffers)] int64``.
+    """
+    header = trace.header
+    sizes = [tokens // header.page_size for tokens in buffers]
+    hits = np.zeros((len(header.layers), header.heads, len(sizes)), np.int64)
+    for at, layer in enumerate(header.layers):
+        selections, heads = trace.selections(layer)
+        np.add.at(hits[at], heads, replay(selections, policy, sizes).numpy())
+    return hits
+
+
+def adjacent_overlap(trace: SelectionTrace) -> np.ndarray:
+    """``[L, H]``, the fraction of a step's selected pages that the step before selected too.
+
+    NaN where no request has two steps in a row.
+    """
+    header = trace.header
+    found = np.full((len(header.layers), header.heads), np.nan)
+    for at, layer in enumerate(header.layers):
+        selections, heads = trace.selections(layer)
+        again, total = _overlap(selections)
+        by_stream = selections.streams[:-1].numpy()
+        for head in range(header.heads):
+            of_head = heads == head
+            pages = int(np.add.reduceat(total, by_stream)[of_head].sum())
+            shared = int(np.add.reduceat(again, by_stream)[of_head].sum())
+            found[at, head] = shared / pages if pages else np.nan
+    return found
+
+
+def _overlap(selections: Selections) -> tuple[np.ndarray, np.ndarray]:
+    """``[M]``: pages that the selection before had, and pages; 0 for the first of a stream."""
+    count = len(selections.full_pages)
+    sizes = selections.offsets.diff()
+    row = torch.repeat_interleave(torch.arange(count), sizes)
+    # A page and its selection as one number; the next selection's is larger by the stride.
+    stride = selections.num_pages
+    keys = row * stride + selections.pages
+    held = torch.isin(keys - stride, keys, assume_unique=False)
+    first = torch.zeros(count, dtype=torch.bool)
+    first[selections.streams[:-1]] = True
+    held &= ~first[row]
+    again = torch.zeros(count, dtype=torch.int64).index_add_(0, row, held.long())
+    return again.numpy(), torch.where(first, 0, sizes).numpy()

@@ -1,0 +1,239 @@
+"""A trace holds each step's selection, never stops a server, and grows as far as allowed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hisparse.engine import trace_writer
+from hisparse.engine.extensions.trace import Trace
+from hisparse.engine.trace_file import CHUNK, MAGIC
+from hisparse.errors import ConfigError
+from hisparse.testing import Simulator
+from hisparse.testing.replaying_simulator import ReplayingSimulator
+from hisparse.trace import SelectionTrace, lru_curve, policy_hits
+
+#: ``(layer, slot, seq_len) -> [H, K] pages``.
+Seen = dict[tuple[int, int, int], torch.Tensor]
+
+
+def observed(sim: Simulator) -> Seen:
+    """What an observer sees from now on."""
+    seen: Seen = {}
+
+    def observe(layer: int, _queries: Any, step: Any, selection: Any) -> None:
+        for row, slot in enumerate(step.slots.tolist()):
+            seen[layer, slot, int(step.seq_lens[row])] = selection.pages[row].clone()
+
+    sim.coordinator.observe(observe)
+    return seen
+
+
+def close(sim: Simulator) -> None:
+    for extension in sim.coordinator.extensions:
+        if isinstance(extension, Trace):
+            extension.close()
+
+
+def pages_of(trace: SelectionTrace, layer: int) -> dict[tuple[int, int, int], list[int]]:
+    """By request, sequence length and head."""
+    lengths, pages = trace.layer(layer)
+    rows = np.split(pages, np.cumsum(lengths.ravel())[:-1])
+    visits = list(zip(*(x.tolist() for x in trace.visits), strict=True))
+    return {
+        (*visits[i % len(visits)], i // len(visits)): row.tolist() for i, row in enumerate(rows)
+    }
+
+
+@pytest.mark.parametrize("scope", ["layer", "kv_head"])
+def test_a_trace_has_what_was_selected(scope: Any, tmp_path: Path) -> None:
+    """Two requests that come and go, one of them within the budget; a slot that is used again."""
+    path = tmp_path / "a.trace"
+    sim = Simulator(scope=scope, extensions={"trace": str(path)}, dense_layers=(1,), reuse_layers=1)
+    seen = observed(sim)
+    long, short = sim.request(1, 300, seed=1), sim.request(2, 300, seed=2)
+    sim.prefill((long, 200), (short, 20))
+    for _ in range(5):
+        sim.decode(short, long)
+    sim.end(long, free=True)
+    again = sim.request(1, 300, seed=3)
+    sim.prefill((again, 150))
+    for _ in range(4):
+        sim.decode(again)
+    close(sim)
+    with SelectionTrace(path) as trace:
+        assert trace.end is not None
+        assert trace.end.dropped_steps == 0
+        assert trace.visits.requests.tolist() == [0] * 5 + [1] * 4
+        assert trace.visits.seq_lens.tolist() == [*range(201, 206), *range(151, 155)]
+        layers = [x for x in range(sim.layers) if x != 1]
+        assert list(trace.header.layers) == layers
+        for layer in layers:
+            for (_, seq_len, head), pages in pages_of(trace, layer).items():
+                expected = [p for p in seen[layer, 1, seq_len][head].tolist() if p >= 0]
+                assert pages == expected
+        assert trace.header.algorithm == sim.config.algorithm
+        assert trace.header.page_bytes == sim.manager.device.page_bytes
+    assert sim.coordinator.stats().extensions["trace_steps"] == 9
+    assert sim.coordinator.stats().extensions["trace_dropped_steps"] == 0
+
+
+def test_replay_counts_what_the_engine_counted(tmp_path: Path) -> None:
+    """A request whose row does not grow: a replay of the row's size has the engine's hits."""
+    path, size = tmp_path / "a.trace", Simulator.device_buffer
+    sim = Simulator(extensions={"trace": str(path)}, max_row=size)
+    request = sim.request(1, 400, seed=1)
+    sim.prefill((request, 300))
+    for _ in range(60):
+        sim.decode(request)
+    close(sim)
+    stats = sim.coordinator.stats()
+    with SelectionTrace(path) as trace:
+        hits = policy_hits(trace, "lru", [size])
+        assert hits.sum() == stats.hit_pages
+        curve = lru_curve(trace)
+        assert curve.accesses.sum() == stats.hit_pages + stats.miss_pages
+        # The curve's stack orders a selection otherwise.
+        ratio = stats.hit_pages / (stats.hit_pages + stats.miss_pages)
+        assert abs(curve.hit_ratio(size) - ratio) < 0.02
+
+
+def test_a_taken_name_is_numbered(tmp_path: Path) -> None:
+    for _ in range(2):
+        sim = Simulator(extensions={"trace": {"path": str(tmp_path / "a.trace"), "note": "x"}})
+        close(sim)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a-2.trace", "a.trace"]
+
+
+def decoding(path: Path, steps: int, **options: Any) -> Simulator:
+    sim = Simulator(extensions={"trace": {"path": str(path)} | options})
+    request = sim.request(1, 250 + steps, seed=1)
+    sim.prefill((request, 200))
+    for _ in range(steps):
+        sim.decode(request)
+    return sim
+
+
+def test_a_writer_that_is_behind_drops_steps_and_counts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    flush = trace_writer.TraceWriter._flush
+    monkeypatch.setattr(trace_writer, "_QUEUED_STEPS", 4)
+    monkeypatch.setattr(trace_writer, "_FLUSH_S", 0.0)
+    monkeypatch.setattr(
+        trace_writer.TraceWriter, "_flush", lambda writer: (gate.wait(), flush(writer))[1]
+    )
+    sim = decoding(tmp_path / "a.trace", 40)
+    counted = sim.coordinator.stats().extensions
+    gate.set()
+    close(sim)
+    assert counted["trace_steps"] + counted["trace_dropped_steps"] == 40
+    assert counted["trace_dropped_steps"] >= 30
+    with SelectionTrace(tmp_path / "a.trace") as trace:
+        assert len(trace.visits.requests) == counted["trace_steps"]
+        assert trace.end is not None
+        assert trace.end.dropped_steps == counted["trace_dropped_steps"]
+
+
+def test_a_file_grows_no_further_than_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trace_writer, "_CHUNK_PAGES", 1)
+    path = tmp_path / "a.trace"
+    with caplog.at_level(logging.WARNING, "hisparse"):
+        close(decoding(path, 40, max_bytes=4000))
+    assert 3000 < path.stat().st_size <= 4000
+    assert "has reached max_bytes (4000)" in caplog.text
+    with SelectionTrace(path) as trace:
+        assert trace.end is not None
+        assert trace.end.reason.endswith("max_bytes (4000)")
+        assert len(trace.visits.requests) + trace.end.dropped_steps == 40
+
+
+def test_a_disk_that_fails_ends_the_recording_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Any, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    sim = Simulator(extensions={"trace": str(tmp_path / "a.trace")})
+    monkeypatch.setattr(trace_writer.TraceWriter, "_write", fail)
+    request = sim.request(1, 300, seed=1)
+    sim.prefill((request, 200))
+    with caplog.at_level(logging.WARNING, "hisparse"):
+        for _ in range(3):
+            sim.decode(request)
+        close(sim)
+        sim.decode(request)
+    assert "No space left on device" in caplog.text
+    assert sim.coordinator.stats().extensions["trace_dropped_steps"] == 1
+
+
+def test_a_file_that_ends_early_has_its_whole_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace_writer, "_CHUNK_PAGES", 1)
+    path = tmp_path / "a.trace"
+    close(decoding(path, 10))
+    data = path.read_bytes()
+    starts, at = [], len(MAGIC)
+    while at < len(data):
+        starts.append(at)
+        at += CHUNK.size + CHUNK.unpack(data[at : at + CHUNK.size])[1]
+    for cut in (starts[8], starts[8] + 1, starts[8] + CHUNK.size, starts[9] - 1):
+        path.write_bytes(data[:cut])
+        with SelectionTrace(path) as trace:
+            assert trace.end is None
+            assert len(trace.visits.requests) == 7
+    path.write_bytes(data[: starts[1]])
+    with pytest.raises(ConfigError, match="has no selections"):
+        SelectionTrace(path)
+
+
+def test_steps_that_are_replayed_from_a_graph_are_in_the_trace(tmp_path: Path) -> None:
+    """The same as those of eager steps; padding and dense requests are not."""
+
+    def play(sim: Simulator, path: Path) -> list[dict[tuple[int, int, int], list[int]]]:
+        long, short = sim.request(1, 190, seed=1), sim.request(2, 190, seed=2)
+        sim.prefill((long, 101), (short, 6))
+        for _ in range(6):
+            sim.decode(short, long)
+        sim.end(long)
+        long = sim.request(1, 190, seed=4)
+        sim.prefill((long, 90))
+        for _ in range(3):
+            sim.decode(long, short)
+        close(sim)
+        with SelectionTrace(path) as trace:
+            return [pages_of(trace, layer) for layer in range(sim.layers)]
+
+    made = []
+    for cls in (Simulator, ReplayingSimulator):
+        path = tmp_path / cls.__name__
+        sim = cls(extensions={"trace": str(path)}, max_row=1536)
+        made.append(play(sim, path))
+        assert len(made[-1][0]) == 9 * sim.policy.heads
+    assert sim.num_replayed == 9
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("", "trace: path: got ''"),
+        ({"path": "x", "max_bytes": "1"}, "max_bytes: got '1', expected a size"),
+        ({"path": "x", "size": 1}, "unknown trace option 'size'"),
+        ({"path": "/dev/null/x"}, "trace.path: cannot create '/dev/null/x': Not a directory"),
+        (3, "trace: got 3 "),
+    ],
+)
+def test_wrong_options_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Simulator(extensions={"trace": options})
