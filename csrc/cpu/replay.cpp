@@ -160,8 +160,8 @@ class List {
   int32_t end_;
 };
 
-// A policy has: start(size), next_use(stream, row) and the following. `load` follows the eviction
-// of as many pages as are loaded, `hit` follows all loads.
+// Policies. `start` begins a stream with an empty cache of `size` pages. `evict` removes a page that is
+// not selected; `load` follows the evictions of a selection, and `hit` its loads.
 struct Lru {
   explicit Lru(const Trace& trace) : list(trace.num_pages), ticks(trace.num_pages) {}
   void start(int64_t, int64_t) {
@@ -250,17 +250,11 @@ struct Lfu {
     heap.emplace(-++uses[page], -now, page);
   }
   int32_t evict(const Selected& selected) {
-    aside.clear();
     for (;;) {
-      const auto entry = heap.top();
+      const auto [minus_uses, minus_tick, page] = heap.top();
       heap.pop();
-      const int32_t page = std::get<2>(entry);
-      if (ticks[page] != -std::get<1>(entry)) continue;
-      if (selected.holds(page)) {
-        aside.push_back(entry);
-        continue;
-      }
-      for (const auto& back : aside) heap.push(back);
+      // A selected page gets a new entry when it is hit.
+      if (ticks[page] != -minus_tick || selected.holds(page)) continue;
       ticks[page] = 0;
       return page;
     }
@@ -268,7 +262,6 @@ struct Lfu {
 
   using Entry = std::tuple<int64_t, int64_t, int32_t>;
   std::vector<int64_t> uses, ticks;
-  std::vector<Entry> aside;
   std::priority_queue<Entry> heap;
   int64_t now = 0;
 };

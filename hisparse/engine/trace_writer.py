@@ -89,11 +89,16 @@ class TraceWriter:
         self._thread = threading.Thread(target=self._run, name="hisparse-trace", daemon=True)
         self._thread.start()
 
-    def put(self, step: RecordedStep) -> bool:
-        """Hand over a step without waiting; False if it was dropped."""
+    def put(self, step: RecordedStep, *, wait: bool = False) -> bool:
+        """Hand over a step; False if it was dropped, for the writer is behind or has stopped.
+
+        Args:
+            step: the step.
+            wait: wait for a writer that is behind.
+        """
         if self._stopped is None:
             try:
-                self._queue.put_nowait(step)
+                self._queue.put(step, block=wait)
                 return True
             except queue.Full:
                 pass

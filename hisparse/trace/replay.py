@@ -64,11 +64,14 @@ class HitCurve:
         misses = (self.accesses - self._hits(tokens)).sum(axis=1)
         return float((misses * self.read_bytes).sum() / self.steps)
 
-    def tokens_for(self, hit_ratio: float) -> int | None:
-        """The smallest buffer that reaches a hit ratio; None: no buffer does."""
+    def tokens_for(self, hit_ratio: float, least: int = 0) -> int | None:
+        """The smallest buffer of ``least`` tokens or more with a hit ratio; None: there is none."""
         ratios = self.hits.sum(axis=(0, 1)) / max(1, self.accesses.sum())
-        reached = np.flatnonzero(ratios[self.widest :] >= hit_ratio)
-        return int(self.widest + reached[0]) * self.page_size if len(reached) else None
+        first = max(self.widest, -(-least // self.page_size))
+        reached = np.flatnonzero(ratios[first:] >= hit_ratio)
+        if first >= len(ratios):
+            return first * self.page_size if ratios[-1] >= hit_ratio else None
+        return int(first + reached[0]) * self.page_size if len(reached) else None
 
     def _hits(self, tokens: int) -> np.ndarray:
         if tokens < self.least_tokens:

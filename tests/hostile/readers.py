@@ -18,6 +18,8 @@ from hisparse.eval import quality_plot
 from hisparse.eval.records import Records
 from hisparse.eval.report import read_result, write_reports
 from hisparse.options import read_text
+from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve, policy_hits
+from hisparse.trace.synthetic import MadeUpTrace
 from hisparse.transformers import HiSparseCache, disable, enable
 from hisparse.transformers.context_file import read_rows
 from hisparse.transformers.tensor_file import TensorFile, write_tensors
@@ -121,6 +123,20 @@ def _records() -> Reader:
     return _reader("records", content.encode(), lambda path: Records(path.parent).read())
 
 
+def _trace(folder: Path) -> Reader:
+    made = MadeUpTrace(context=600, budget=128, overlap=0.8, steps=20, layers=2, requests=2)
+    content = made.write(folder / "made.trace").read_bytes()
+
+    def read(path: Path) -> None:
+        with SelectionTrace(path) as trace:
+            adjacent_overlap(trace)
+            curve = lru_curve(trace)
+            policy_hits(trace, "lru", [curve.least_tokens])
+
+    # Not every change must be refused: a file that ends early is that of a killed process.
+    return _reader("trace", content, read)
+
+
 def _page(folder: Path) -> Callable[[Path], None]:
     def read(path: Path) -> None:
         with warnings.catch_warnings():
@@ -148,6 +164,7 @@ def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
     found = [
         _distributions(folder),
         _records(),
+        _trace(folder),
         _reader("settings", json.dumps(settings).encode(), lambda p: HiSparseConfig.parse(f"@{p}")),
         _reader("text", "Straße 😀\n".encode(), lambda path: read_text(path, "--text")),
         _reader(

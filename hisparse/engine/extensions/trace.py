@@ -63,7 +63,11 @@ class TraceOptions:
 
 @register_extension("trace")
 class Trace(Extension):
-    """Copies each selection into a tensor that the writer reads after the step."""
+    """Copies each selection into a tensor that the writer reads after the step.
+
+    Attributes:
+        path: the file.
+    """
 
     options_type: ClassVar[type[Any]] = TraceOptions
     counters: ClassVar[Mapping[str, str]] = {
@@ -94,13 +98,14 @@ class Trace(Extension):
         self._writer = TraceWriter(path, header, _max_bytes(options.max_bytes, path))
         # Also runs when the process ends.
         self._close = weakref.finalize(self, self._writer.close)
+        self.path = self._writer.path
         self._state = context.state[_PAGES]
         self._by_layer = tuple(self._state)
         self._layers = None
         if len(layers) < policy.kv.num_layers:
             self._layers = torch.tensor(layers, device=self._state.device)
         self._step: tuple[np.ndarray, np.ndarray] | None = None
-        logger.info("hisparse: trace of selections: %s", self._writer.path)
+        logger.info("hisparse: trace of selections: %s", self.path)
 
     @classmethod
     def state(cls, options: TraceOptions, policy: SelectionPolicy) -> dict[str, Representation]:

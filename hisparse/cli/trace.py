@@ -1,0 +1,307 @@
+"""``hisparse trace``: record what a model selects, and replay it through other buffers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hisparse.cli import trace_record
+from hisparse.cli.lists import names, numbers
+from hisparse.cli.output import make_table, print_paragraph
+from hisparse.cli.trace_plot import draw
+from hisparse.doctor import provenance
+from hisparse.errors import ConfigError, unknown_name
+from hisparse.kernels import POLICIES
+from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve, policy_hits
+from hisparse.units import format_bytes
+
+__all__ = ["add_parser"]
+
+_BUFFERS = [2048, 4096, 8192]
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the ``hisparse`` parser."""
+    text = "record which pages a model selects; replay them through other buffers and policies"
+    parser = commands.add_parser("trace", help=text, description=text)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    trace_record.add_parser(actions)
+    _add_replay(actions)
+    _add_recommend(actions)
+    text = "what a trace holds"
+    show = actions.add_parser("show", help=text, description=text)
+    _add_files(show)
+    show.set_defaults(run=_show)
+
+
+def _add_replay(actions: Any) -> None:
+    text = "hits and bytes that buffers of other sizes would have had"
+    replay = actions.add_parser("replay", help=text, description=text)
+    _add_files(replay)
+    add = replay.add_argument
+    shown = ",".join(map(str, _BUFFERS))
+    text = f"tokens of a row's buffer ({shown})"
+    add("--buffer", type=numbers, default=_BUFFERS, metavar="N[,N]", help=text)
+    text = f"replacement policies: {', '.join(POLICIES)} (lru)"
+    add("--policy", type=names, default=["lru"], metavar="NAME[,NAME]", help=text)
+    add("--by", choices=("layer", "head"), help="also the hit ratios of each layer or head")
+    text = "draw hit ratio and bytes against the size of the buffer"
+    add("--plot", type=Path, metavar="FILE.svg", help=text)
+    replay.set_defaults(run=_replay)
+
+
+def _add_recommend(actions: Any) -> None:
+    text = "the smallest device_buffer_size with the hit ratio that is wanted"
+    recommend = actions.add_parser("recommend", help=text, description=text)
+    _add_files(recommend)
+    recommend.add_argument(
+        "--hit-ratio",
+        type=_ratio,
+        default=0.8,
+        metavar="F",
+        help="share of the selected pages that must be on the device (0.8)",
+    )
+    recommend.set_defaults(run=_recommend)
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("files", nargs="+", type=Path, metavar="FILE", help="traces of selections")
+    add("--json", action="store_true", help="print one JSON object instead")
+
+
+def _ratio(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a fraction from 0 to 1")
+    return value
+
+
+def _origin(action: str) -> dict[str, Any]:
+    return {
+        "command": f"trace {action}",
+        "date": provenance.now(),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(),
+        "commit": provenance.commit(),
+    }
+
+
+def _about(file: Path, trace: SelectionTrace) -> dict[str, Any]:
+    """What a trace holds."""
+    header, visits = trace.header, trace.visits
+    pages = sum(int(trace.layer(x).lengths.sum()) for x in header.layers)
+    return {
+        "file": str(file),
+        "source": header.source,
+        "note": header.note,
+        "algorithm": header.algorithm,
+        "scope": header.scope,
+        "page_size": header.page_size,
+        "layers": len(header.layers),
+        "heads": header.heads,
+        "requests": int(visits.requests.max()) + 1,
+        "steps": len(visits.requests),
+        "context": [int(visits.seq_lens.min()), int(visits.seq_lens.max())],
+        "selected_pages": pages,
+        "bytes": trace.num_bytes,
+        "bytes_per_page": trace.num_bytes / max(1, pages),
+        "dropped_steps": None if trace.end is None else trace.end.dropped_steps,
+        "ended": "early, as a process that is killed" if trace.end is None else trace.end.reason,
+        "settings": dict(header.settings),
+        "version": header.version,
+        "started": header.started,
+    }
+
+
+def _overlaps(trace: SelectionTrace) -> dict[str, Any]:
+    overlap = adjacent_overlap(trace)
+    known = overlap[overlap == overlap]
+    return {
+        "adjacent_overlap": float(known.mean()) if known.size else None,
+        "adjacent_overlap_by_layer": [
+            float(row[row == row].mean()) if (row == row).any() else None for row in overlap
+        ],
+    }
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    found = []
+    for file in arguments.files:
+        with SelectionTrace(file) as trace:
+            found.append(_about(file, trace) | _overlaps(trace))
+    if arguments.json:
+        print(json.dumps(_origin("show") | {"traces": found}, indent=2))
+        return 0
+    console = Console(highlight=False)
+    for about in found:
+        low, high = about["context"]
+        lines = {
+            "source": _source(about),
+            "selected by": f"{about['algorithm']}, per {about['scope']}, pages of "
+            f"{about['page_size']} tokens, {about['layers']} layers of {about['heads']} rows",
+            "steps": f"{about['steps']:,} of {about['requests']:,} requests, contexts of {low:,} "
+            f"to {high:,} tokens",
+            "pages": f"{about['selected_pages']:,} selected, {about['bytes_per_page']:.2f} bytes "
+            f"each ({format_bytes(about['bytes'])})",
+            "overlap": "no two steps in a row"
+            if about["adjacent_overlap"] is None
+            else f"{about['adjacent_overlap']:.1%} of a selection was in that of the step before",
+            "ended": about["ended"]
+            + (f", {about['dropped_steps']:,} steps dropped" if about["dropped_steps"] else ""),
+        }
+        console.print(f"[bold]{about['file']}[/bold]", soft_wrap=True)
+        for name, text in lines.items():
+            print_paragraph(console, f"{name:12}{text}", hanging=12)
+    return 0
+
+
+def _source(about: dict[str, Any]) -> str:
+    made_up = about["source"] == "made up"
+    source = "made up, by no model" if made_up else about["source"]
+    return f"{source}: {about['note']}" if about["note"] else source
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    for policy in arguments.policy:
+        if policy not in POLICIES:
+            raise ConfigError(f"--policy: {unknown_name('policy', policy, POLICIES)}")
+    if arguments.plot is not None and arguments.plot.suffix != ".svg":
+        raise ConfigError(f"--plot: got {str(arguments.plot)!r}, expected a file.svg")
+    found, curves = [], []
+    for file in arguments.files:
+        with SelectionTrace(file) as trace:
+            curve = lru_curve(trace)
+            buffers = [tokens for tokens in arguments.buffer if tokens >= curve.least_tokens]
+            if not buffers:
+                raise ConfigError(
+                    f"--buffer: got {', '.join(map(str, arguments.buffer))}, expected at least the "
+                    f"{curve.least_tokens} tokens of the longest selection in {str(file)!r}"
+                )
+            accesses = max(1, int(curve.accesses.sum()))
+            about = _about(file, trace) | _overlaps(trace)
+            about |= {"buffers": buffers, "policies": {}, "curve": _curve_points(curve)}
+            for policy in dict.fromkeys(arguments.policy):
+                hits = policy_hits(trace, policy, buffers)
+                misses = (curve.accesses[..., None] - hits).sum(axis=1)
+                read = (misses * curve.read_bytes[:, None]).sum(axis=0) / curve.steps
+                by_head = hits / curve.accesses.clip(min=1)[..., None]
+                by_layer = hits.sum(axis=1) / curve.accesses.sum(axis=1).clip(min=1)[:, None]
+                about["policies"][policy] = {
+                    "hit_ratio": (hits.sum(axis=(0, 1)) / accesses).tolist(),
+                    "bytes_per_step": read.tolist(),
+                    "hit_ratio_by_layer": by_layer.T.tolist(),
+                    "hit_ratio_by_head": by_head.transpose(2, 0, 1).tolist(),
+                }
+            found.append(about)
+            curves.append((about, curve))
+    if arguments.plot is not None:
+        arguments.plot.write_text(draw(curves), encoding="utf-8")
+    if arguments.json:
+        print(json.dumps(_origin("replay") | {"traces": found}, indent=2))
+    else:
+        _print_replay(found, arguments.by)
+    return 0
+
+
+def _curve_points(curve: Any) -> list[dict[str, float]]:
+    """The LRU curve at powers of two of tokens, from the smallest buffer to the whole context."""
+    largest = (curve.hits.shape[-1] - 1) * curve.page_size
+    tokens, points = curve.least_tokens, []
+    while tokens < largest:
+        points.append(tokens)
+        tokens *= 2
+    return [
+        {
+            "buffer": tokens,
+            "hit_ratio": curve.hit_ratio(tokens),
+            "bytes_per_step": curve.bytes_per_step(tokens),
+        }
+        for tokens in [*points, largest]
+    ]
+
+
+def _print_replay(found: list[dict[str, Any]], by: str | None) -> None:
+    console = Console(highlight=False)
+    for about in found:
+        console.print(f"[bold]{about['file']}[/bold]", soft_wrap=True)
+        print_paragraph(console, _source(about))
+        figures = ("buffer", "hits", "read a step")
+        table = make_table("policy", *figures, right=figures)
+        for policy, result in about["policies"].items():
+            for tokens, ratio, read in zip(
+                about["buffers"], result["hit_ratio"], result["bytes_per_step"], strict=True
+            ):
+                table.add_row(policy, f"{tokens:,}", f"{ratio:.1%}", format_bytes(round(read)))
+        console.print(table)
+        if by is not None:
+            _print_parts(console, about, by)
+    print_paragraph(
+        console,
+        "buffer: tokens of each row in each layer. hits: share of the selected pages that were in "
+        "it. read a step: bytes from host memory for each decode step of a request.",
+    )
+
+
+def _print_parts(console: Console, about: dict[str, Any], by: str) -> None:
+    """Hit ratios of the first policy, layer by layer."""
+    policy, result = next(iter(about["policies"].items()))
+    heads = [f"{tokens:,}" for tokens in about["buffers"]]
+    table = make_table(by, *heads, right=tuple(heads), title=f"{policy}, by {by}")
+    layers = range(about["layers"])
+    if by == "layer":
+        rows = [(str(x), [r[x] for r in result["hit_ratio_by_layer"]]) for x in layers]
+    else:
+        rows = [
+            (f"{x}.{head}", [r[x][head] for r in result["hit_ratio_by_head"]])
+            for x in layers
+            for head in range(about["heads"])
+        ]
+    for name, ratios in rows:
+        table.add_row(name, *(f"{ratio:.1%}" for ratio in ratios))
+    console.print(table)
+
+
+def _recommend(arguments: argparse.Namespace) -> int:
+    found = []
+    for file in arguments.files:
+        with SelectionTrace(file) as trace:
+            curve, about = lru_curve(trace), _about(file, trace)
+        budget = about["settings"].get("budget")
+        # A row holds the budget at least, the page being filled included.
+        least = budget if isinstance(budget, int) else 0
+        tokens = curve.tokens_for(arguments.hit_ratio, least)
+        if tokens is None:
+            whole = (curve.hits.shape[-1] - 1) * curve.page_size
+            raise ConfigError(
+                f"--hit-ratio: got {arguments.hit_ratio}, expected at most "
+                f"{curve.hit_ratio(whole):.4f}, which {str(file)!r} has with all of its pages on "
+                "the device"
+            )
+        found.append(
+            about
+            | {
+                "device_buffer_size": tokens,
+                "hit_ratio": curve.hit_ratio(tokens),
+                "bytes_per_step": curve.bytes_per_step(tokens),
+            }
+        )
+    if arguments.json:
+        print(json.dumps(_origin("recommend") | {"traces": found}, indent=2))
+        return 0
+    console = Console(highlight=False)
+    for about in found:
+        print_paragraph(
+            console,
+            f'"device_buffer_size": {about["device_buffer_size"]} gives {about["hit_ratio"]:.1%} '
+            f"hits and reads {format_bytes(round(about['bytes_per_step']))} for each decode step "
+            f"of a request ({about['file']}; {_source(about)}).",
+        )
+    return 0

@@ -1,0 +1,134 @@
+"""``hisparse trace record``: of a model that reads a text, or made up."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hisparse.algorithms import build_algorithm
+from hisparse.cli.lists import names, number
+from hisparse.config import HiSparseConfig
+from hisparse.errors import ConfigError
+from hisparse.options import parse_object, read_text
+from hisparse.trace.synthetic import MadeUpTrace
+
+__all__ = ["add_parser"]
+
+
+def add_parser(actions: Any) -> None:
+    """Add the action to the parser of ``hisparse trace``."""
+    text = (
+        "record the selections of a model that reads a text, or make some up; a server records "
+        'with "trace": "FILE" in --hisparse-config'
+    )
+    parser = actions.add_parser("record", help=text, description=text)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, metavar="FILE", help="the trace; with several "
+        "algorithms their names are added")  # fmt: skip
+    add("--context", type=number, default=4096, metavar="N", help="tokens of the prompt (4096)")
+    add("--steps", type=number, default=256, metavar="N", help="decode steps (256)")
+    add("--budget", type=number, default=512, metavar="N", help="tokens attended per step (512)")
+    model = parser.add_argument_group("of a model")
+    add = model.add_argument
+    add("--model", metavar="PATH|HUB_ID|NAME", help="the model (smollm2-135m)")
+    text = "the text that it reads, prompt and steps (the built-in texts)"
+    add("--text", type=Path, metavar="FILE", help=text)
+    add("--algorithm", type=names, metavar="NAME[,NAME]", help="algorithms (sketch)")
+    add("--config", metavar="JSON", help="further settings, as in --hisparse-config")
+    made_up = parser.add_argument_group("made up, by no model")
+    add = made_up.add_argument
+    add("--synthetic", action="store_true", help="make a trace up; the file says so")
+    default = MadeUpTrace
+    text = "share of a selection that the step before had too (0.85)"
+    add("--overlap", type=float, metavar="F", help=text)
+    text = f"exponent of the distribution of the other pages ({default.zipf:g})"
+    add("--zipf", type=float, metavar="X", help=text)
+    for name in ("requests", "layers", "heads"):
+        text = f"{name} of the trace ({getattr(default, name)})"
+        add(f"--{name}", type=number, metavar="N", help=text)
+    add("--page-size", type=number, metavar="N", help=f"tokens ({default.page_size})")
+    add("--seed", type=int, metavar="N", help=f"of the generator ({default.seed})")
+    parser.set_defaults(run=_run)
+
+
+_OF_MODELS = ("model", "text", "algorithm", "config")
+_MADE_UP = ("overlap", "zipf", "requests", "layers", "heads", "page_size", "seed")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    others = _OF_MODELS if arguments.synthetic else _MADE_UP
+    given = [name for name in others if getattr(arguments, name) is not None]
+    if given:
+        flag, state = (
+            f"--{given[0].replace('_', '-')}",
+            "with" if arguments.synthetic else "without",
+        )
+        raise ConfigError(f"{flag}: got it {state} --synthetic, expected only one of the two kinds")
+    if arguments.synthetic:
+        options = {n: getattr(arguments, n) for n in _MADE_UP if getattr(arguments, n) is not None}
+        trace = MadeUpTrace(
+            context=arguments.context,
+            budget=arguments.budget,
+            steps=arguments.steps,
+            **({"overlap": 0.85} | options),
+        )
+        print(trace.write(arguments.out))
+        return 0
+    return _record(arguments)
+
+
+def _record(arguments: argparse.Namespace) -> int:
+    settings = parse_object(arguments.config or "{}", "--config", '{"page_size": 32}')
+    algorithms = arguments.algorithm or [settings.get("algorithm", HiSparseConfig.algorithm)]
+    each = [{"budget": arguments.budget} | settings | {"algorithm": x} for x in algorithms]
+    for chosen in each:
+        if "trace" in chosen:
+            raise ConfigError('--config: got "trace", expected --out to name the file')
+        build_algorithm(HiSparseConfig.from_dict(chosen))
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hisparse.eval.models import load, resolve
+    from hisparse.eval.texts import TEXTS
+    from hisparse.eval.texts import read_text as built_in
+    from hisparse.trace.record import record_model
+
+    name = arguments.model or "smollm2-135m"
+    console = Console(stderr=True)
+    folder = resolve(name, progress=lambda line: console.print(line, highlight=False))
+    words = (
+        "\n\n".join(map(built_in, TEXTS))
+        if arguments.text is None
+        else read_text(arguments.text, "--text")
+    )
+    ids: list[int] = load(AutoTokenizer, folder)(words)["input_ids"]
+    needed = arguments.context + arguments.steps
+    if len(ids) < needed:
+        raise ConfigError(
+            f"--context: got {arguments.context} and {arguments.steps} --steps, the text has "
+            f"{len(ids)} tokens; give a longer --text"
+        )
+    model = load(AutoModelForCausalLM, folder).eval()
+    note = f"{name}, {arguments.text.name if arguments.text else 'built-in texts'}"
+    for chosen in each:
+        out, label = arguments.out, chosen["algorithm"]
+        if len(each) > 1:
+            out = out.with_name(f"{out.stem}-{label}{out.suffix}")
+
+        def show(step: int, label: str = label) -> None:
+            status.update(f"{label}: step {step + 1} of {arguments.steps}")
+
+        with console.status(f"{label}: prompt of {arguments.context} tokens") as status:
+            path = record_model(
+                model,
+                ids[:needed],
+                context=arguments.context,
+                settings=chosen,
+                path=out,
+                note=note,
+                progress=show,
+            )
+        print(path, flush=True)
+    return 0
