@@ -1,4 +1,4 @@
-"""Parses and formats memory sizes."""
+"""Parses and formats memory sizes; parses times and rates of links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Final
 
 from hisparse.errors import ConfigError, quoted
 
-__all__ = ["MemorySize", "format_bytes", "parse_memory", "resolve_memory"]
+__all__ = [
+    "MemorySize",
+    "format_bytes",
+    "parse_memory",
+    "parse_rate",
+    "parse_seconds",
+    "resolve_memory",
+]
 
 #: Bytes, a size such as "64GiB", or a fraction in (0, 1) of the free memory.
 MemorySize = int | float | str
@@ -18,7 +25,12 @@ _UNITS: Final = {"B": 1} | {
     for suffix, base in (("iB", 1024), ("B", 1000))
     for power, prefix in enumerate("KMGT", start=1)
 }
-_SIZE = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]+)\s*", re.ASCII)
+_NUMBER = r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*"
+_SIZE = re.compile(_NUMBER + r"([A-Za-z]+)\s*", re.ASCII)
+_SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_TIME = re.compile(_NUMBER + r"(us|ms|s)\s*", re.ASCII)
+#: Bits and bytes differ by the case of one letter, so that the case counts here.
+_RATE = re.compile(_NUMBER + r"([kKMGT]?i?)(B|b|bit)/s\s*", re.ASCII)
 
 
 def parse_memory(key: str, value: MemorySize) -> int | float:
@@ -73,3 +85,44 @@ def format_bytes(num_bytes: int) -> str:
     """Format a size, such as "1.5 GiB"."""
     power = min((max(num_bytes, 1).bit_length() - 1) // 10, 4)
     return f"{num_bytes / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def parse_seconds(key: str, text: str) -> float:
+    """Parse a time above 0: "30ms" -> 0.03.
+
+    Args:
+        key: name of the flag, for messages.
+        text: a number and a unit.
+
+    Raises:
+        ConfigError: the text is no such time.
+    """
+    match = _TIME.fullmatch(text)
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if not 0 < seconds < 1e9:
+        raise ConfigError(
+            f"{key}: got {quoted(text)}, expected a time above 0 such as '30ms' "
+            f"(units: {', '.join(_SECONDS)})"
+        )
+    return seconds
+
+
+def parse_rate(key: str, text: str) -> float:
+    """Parse the rate of a link, in bytes a second: "20GB/s" -> 2e10, "400Gb/s" -> 5e10.
+
+    Args:
+        key: name of the flag, for messages.
+        text: a number and a unit, bytes (B) or bits (b, bit).
+
+    Raises:
+        ConfigError: the text is no such rate above 0.
+    """
+    match = _RATE.fullmatch(text)
+    factor = _UNITS.get(f"{match[2]}B".replace("k", "K")) if match else None
+    rate = float(match[1]) * factor / (1 if match[3] == "B" else 8) if match and factor else 0.0
+    if not 0 < rate < 2**63:
+        raise ConfigError(
+            f"{key}: got {quoted(text)}, expected a rate above 0 such as '20GB/s', '20GiB/s' or, "
+            "in bits, '400Gb/s'"
+        )
+    return rate

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hisparse.algorithms import build_algorithm
-from hisparse.cli import plan_times
+from hisparse.cli import plan_links, plan_plot, plan_slo, plan_times
 from hisparse.cli.lists import names, numbers
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.config import HiSparseConfig
@@ -67,6 +67,10 @@ def add_parser(commands: Any) -> None:
     add("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), help="dtype of K and V (auto)")
     add("--tp", type=int, default=1, metavar="N", help="number of GPUs, all on one node (1)")
     plan_times.add_flags(parser)
+    plan_slo.add_flags(parser)
+    plan_links.add_flag(parser)
+    text = "draw requests and time per token against the context, for the first GPU and batch"
+    add("--plot", metavar="FILE.svg", help=text)
     add("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 
@@ -74,7 +78,7 @@ def add_parser(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from hisparse.eval.models import resolve
 
-    hardware = plan_times.read_hardware(arguments)
+    hardware, links = plan_times.read_hardware(arguments), plan_links.read_links(arguments)
     folder = resolve(arguments.model, progress=lambda line: print(line, file=sys.stderr))
     try:
         import transformers
@@ -85,13 +89,26 @@ def _run(arguments: argparse.Namespace) -> int:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     from hisparse.transformers.model_config import read_model_config
 
-    capacities, machine = _fit_all(arguments, read_model_config(folder))
-    rows = [
-        _describe(capacity, machine, folder)
-        | {"estimates": plan_times.describe_steps(capacity, hardware, arguments)}
-        for capacity in capacities
-    ]
+    model = read_model_config(folder)
+    capacities, machine = _fit_all(arguments, model)
+    target = plan_slo.read_target(arguments, hardware, machine)
+
+    def row(capacity: Capacity) -> dict[str, Any]:
+        moved = capacity.context * capacity.spec.token_bytes
+        return _describe(capacity, machine, folder) | {
+            "estimates": plan_times.describe_steps(capacity, hardware, arguments),
+            "loads": plan_slo.describe_loads(capacity, hardware, target, arguments.hit_ratio),
+            "moves": plan_links.describe_moves(moved, links),
+        }
+
+    rows = [row(capacity) for capacity in capacities]
     estimate = plan_times.describe_hardware(hardware, arguments, machine)
+    if target is not None:
+        estimate["assumptions"] = (*estimate["assumptions"], target.assumption)
+    if arguments.plot:
+        arguments.context = plan_plot.contexts(_contexts(arguments.context, model))
+        plotted = [row(capacity) for capacity in _fit_all(arguments, model)[0]]
+        plan_plot.write(arguments.plot, plotted, f"{arguments.model}, {estimate['host']}")
     if arguments.json:
         about = {
             "model": arguments.model,
@@ -104,8 +121,15 @@ def _run(arguments: argparse.Namespace) -> int:
         }
         first = next(row for row in rows if row["hisparse"]["limit"] is not None)
         print(json.dumps(about | first | {"plans": rows}, indent=2))
-    else:
-        _print(rows, machine, estimate)
+        return 0
+    console = Console(highlight=False)
+    _print(console, rows, machine)
+    if target is not None:
+        plan_slo.print_loads(console, rows, target)
+    if links:
+        plan_links.print_moves(console, rows)
+    plan_times.print_steps(console, rows, estimate)
+    _print_commands(console, rows)
     return 0
 
 
@@ -241,9 +265,8 @@ def _launch_line(capacity: Capacity, machine: Machine, folder: str) -> str:
     return shlex.join(words)
 
 
-def _print(rows: list[dict[str, Any]], machine: Machine, estimate: dict[str, Any]) -> None:
-    """The tables, notes and commands; a row without a request has its reason in a note."""
-    console = Console(highlight=False)
+def _print(console: Console, rows: list[dict[str, Any]], machine: Machine) -> None:
+    """How many requests fit, and notes; a row without a request has its reason in a note."""
     figures = ("budget", "context", "dense", "hisparse", "device", "host")
     table = make_table("algorithm", *figures, "limit", right=figures)
     notes: list[str] = []
@@ -268,7 +291,9 @@ def _print(rows: list[dict[str, Any]], machine: Machine, estimate: dict[str, Any
         console.print()
     print_paragraph(console, _explain(rows, machine))
     console.print()
-    plan_times.print_steps(console, rows, estimate)
+
+
+def _print_commands(console: Console, rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if row["command"]:
             title = f"{row['algorithm']}, budget {row['budget']:,}, context {row['context']:,}:"

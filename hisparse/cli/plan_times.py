@@ -14,6 +14,7 @@ from hisparse.cli.output import make_table, print_paragraph
 from hisparse.plan.estimate import ASSUMPTIONS, UNKNOWNS, StepEstimate, estimate_step, is_resident
 from hisparse.plan.fit import Capacity, Machine
 from hisparse.plan.hardware import GPUS, HOSTS, Hardware
+from hisparse.plan.tpot import weights_ms
 
 __all__ = ["add_flags", "describe_hardware", "describe_steps", "print_steps", "read_hardware"]
 
@@ -53,7 +54,7 @@ def describe_hardware(
         "gpus": {
             name: {
                 "figures": {key: figure._asdict() for key, figure in hardware.figures.items()},
-                "weights_ms": _round(rank_bytes / hardware.gpu.hbm_gb_s.value / 1e6),
+                "weights_ms": _round(weights_ms(rank_bytes, hardware)),
             }
             for name, hardware in every.items()
         },

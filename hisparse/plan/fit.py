@@ -15,7 +15,7 @@ from hisparse.sglang.server_args import server_page_size
 from hisparse.types import KVSpec
 from hisparse.units import format_bytes, resolve_memory
 
-__all__ = ["Capacity", "Machine", "fit", "refuse"]
+__all__ = ["Capacity", "Machine", "fit", "largest", "refuse"]
 
 _MIB = 2**20
 #: ``--chunked-prefill-size``, as SGLang sets it on a GPU of 80 GB.
@@ -225,11 +225,11 @@ class _Search:
             return least <= pool_mib and self._fits(requests, least)
 
         bound = pool_mib * _MIB // (self.first.request.kv_token_bytes * self.tokens) + 2
-        requests = max(1, _largest(possible, 1, bound))
+        requests = max(1, largest(possible, 1, bound))
         limit: SizingLimit = "device_memory"
         if self._least_pool(requests + 1) > pool_mib:
             limit = "host_memory"
-        pool = _largest(lambda mib: self._fits(requests, mib), self._least_pool(requests), pool_mib)
+        pool = largest(lambda mib: self._fits(requests, mib), self._least_pool(requests), pool_mib)
         return requests, self._sized(requests, pool), limit, pool
 
     def _least_pool(self, requests: int) -> int:
@@ -252,7 +252,7 @@ class _Search:
         return sizing.max_requests >= requests and tokens >= requests * self.tokens
 
 
-def _largest(holds: Callable[[int], bool], least: int, most: int) -> int:
+def largest(holds: Callable[[int], bool], least: int, most: int) -> int:
     """The largest number from ``least`` to ``most`` for which ``holds`` is true, by bisection.
 
     ``holds`` has to be true for ``least``, and false for all numbers above the result.
