@@ -130,9 +130,7 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def planned(
-    capsys: pytest.CaptureFixture[str], *line: str, device: str = "1GiB"
-) -> dict[str, Any]:
+def planned(capsys: pytest.CaptureFixture[str], *line: str, device: str = "1GiB") -> dict[str, Any]:
     memory = ["--device-memory", device, "--host-memory", "1TiB"]
     assert main(["plan", *line, *memory, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)

@@ -84,8 +84,12 @@ def _requests(lines: Mapping[Any, Sequence[dict[str, Any]]]) -> tuple[_Line, lis
     def at_once(row: dict[str, Any], side: str) -> float:
         return float((row["loads"][0] if row["loads"] else row)[side]["max_requests"])
 
-    every = [{row["context"]: at_once(row, "hisparse") for row in rows} for rows in lines.values()]
-    dense = {row["context"]: at_once(row, "dense") for rows in lines.values() for row in rows}
+    every: list[_Line] = [
+        {row["context"]: at_once(row, "hisparse") for row in rows} for rows in lines.values()
+    ]
+    dense: _Line = {
+        row["context"]: at_once(row, "dense") for rows in lines.values() for row in rows
+    }
     return dense, every
 
 
@@ -95,8 +99,12 @@ def _times(
     def token_ms(row: dict[str, Any], side: str) -> float:
         return rest_ms + float(row["estimates"][0][side]["ms_per_token"])
 
-    every = [{row["context"]: token_ms(row, "hisparse") for row in rows} for rows in lines.values()]
-    dense = {row["context"]: token_ms(row, "dense") for rows in lines.values() for row in rows}
+    every: list[_Line] = [
+        {row["context"]: token_ms(row, "hisparse") for row in rows} for rows in lines.values()
+    ]
+    dense: _Line = {
+        row["context"]: token_ms(row, "dense") for rows in lines.values() for row in rows
+    }
     return dense, every
 
 

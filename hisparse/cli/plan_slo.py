@@ -32,8 +32,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "time per output token, such as 30ms: print the most requests that keep to it"
     parser.add_argument("--slo-tpot", metavar="TIME", help=text)
     text = (
-        "time of a step without attention, such as 9ms: measure it as the time per token of a dense "
-        "server with one short request (the time to read all weights once)"
+        "time of a step without attention, such as 9ms: measure it as the time per token of a "
+        "dense server with one short request (the time to read all weights once)"
     )
     parser.add_argument("--rest", metavar="TIME", help=text)
 

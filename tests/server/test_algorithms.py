@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from conftest import DenseTokens
 from harness import Server
-from tiny_models import tiny_model
+from planned_bytes import assert_planned
+from tiny_models import CONTEXT, tiny_model
 from workload import NEW_TOKENS, PROMPTS, SHARED
 
 BUDGET = 128
@@ -40,18 +41,19 @@ CASES: dict[str, dict[str, Any]] = {
     "reuse-layers": {"algorithm": "quest", "reuse_layers": 2, "dense_layers": [0]},
     "prefetch": {"algorithm": "quest", "prefetch": {"min_cosine": 0.5}},
 }
+COMMON = {
+    "budget": BUDGET,
+    "device_buffer_size": 2 * BUDGET,
+    "max_row_capacity": 4 * BUDGET,
+    "host_memory": "1GiB",
+    "device_memory": "64MB",
+    "checked": True,
+}
 
 
 @pytest.fixture(scope="module", params=CASES)
 def server(request: pytest.FixtureRequest, log_dir: Path) -> Iterator[Server]:
-    config = CASES[request.param] | {
-        "budget": BUDGET,
-        "device_buffer_size": 2 * BUDGET,
-        "max_row_capacity": 4 * BUDGET,
-        "host_memory": "1GiB",
-        "device_memory": "64MB",
-        "checked": True,
-    }
+    config = CASES[request.param] | COMMON
     flags = ("--max-total-tokens", "40000", "--max-running-requests", "4")
     log = log_dir / f"algorithm-{request.param}.log"
     with Server(tiny_model("llama"), log, *flags, config=config) as started:
@@ -103,3 +105,10 @@ def test_a_shared_prefix_gives_what_each_gives_alone(server: Server) -> None:
         # The last queries of the prompt are computed, whatever the cache holds.
         cached[2] = (len(SHARED.prompts[2]) - QUERY_WINDOW) // 16 * 16
     assert [answer.cached for answer in answers] == cached
+
+
+def test_bytes_are_those_of_the_plan(server: Server) -> None:
+    if server.case.startswith("dipr"):
+        pytest.skip("a plan is for a GPU, where dipr cannot run")
+    config = CASES[server.case] | COMMON
+    assert_planned(server, tiny_model("llama"), config, context=CONTEXT, max_requests=4)

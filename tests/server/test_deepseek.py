@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 import torch
 from deepseek import RECORDED, Choices, HuggingFace, read_choices
 from harness import Answer, Server
+from planned_bytes import assert_planned
 from plugins import make_dummy_runs, make_plugin
-from tiny_models import INDEX_TOP_K, LAYERS, tiny_model
+from tiny_models import CONTEXT, INDEX_TOP_K, LAYERS, tiny_model
 from torch.testing import assert_close
 from workload import tokens
 
@@ -24,16 +26,16 @@ MEMORY = {"host_memory": "1GiB", "device_memory": "600MB", "checked": True}
 #: Latent and rotary part of one token in float32, all layers.
 TOKEN_BYTES = LAYERS * (64 + 16) * 4
 BUDGET = 512
+MLA = MEMORY | {"budget": BUDGET, "device_buffer_size": BUDGET, "max_row_capacity": BUDGET}
 SHORT = [tokens(n, seed=n) for n in (50, 160, 333)]
 LONG = tokens(801, seed=801)
 
 
 @pytest.fixture(scope="module")
 def mla(log_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    config = MEMORY | {"budget": BUDGET, "device_buffer_size": BUDGET, "max_row_capacity": BUDGET}
     log = log_dir / "mla.log"
     plugin = make_dummy_runs(tmp_path_factory.mktemp("dummy-runs"))
-    options = {"config": config, "env": QUICK, "python_path": [plugin]}
+    options = {"config": MLA, "env": QUICK, "python_path": [plugin]}
     with Server(tiny_model("deepseek_v2"), log, *FLAGS, **options) as server:
         yield server
 
@@ -80,6 +82,12 @@ def test_mla_prefixes_that_are_computed_at_the_same_time(mla: Server) -> None:
 def test_mla_values_take_no_memory(mla: Server) -> None:
     (num_bytes,) = mla.counted("host_kv_bytes")
     assert num_bytes == (20000 + 16) * TOKEN_BYTES
+
+
+def test_mla_bytes_are_those_of_the_plan(mla: Server) -> None:
+    # SGLang runs as many requests as fit.
+    requests = int(re.findall(r"max_requests (\d+)", mla.log())[-1])
+    assert_planned(mla, tiny_model("deepseek_v2"), MLA, context=CONTEXT, max_requests=requests)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Answer, Server
+from planned_bytes import assert_planned
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicLayer
@@ -120,3 +121,8 @@ def test_bytes_reported_are_those_of_eight_bits(server: Server) -> None:
     written = metrics["hisparse:written_bytes"]
     assert written % TOKEN_BYTES == 0 < written
     assert "kv_tokens 8,192" in server.log()
+
+
+def test_bytes_are_those_of_the_plan(server: Server, model: Path) -> None:
+    config = CONFIG | {"kv_cache_dtype": "fp8_e4m3"}
+    assert_planned(server, model, config, context=8192, max_requests=4)

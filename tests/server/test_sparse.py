@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +11,11 @@ from pathlib import Path
 import pytest
 from conftest import DenseTokens
 from harness import Server
+from prometheus import ROOT, running_prometheus
 from tiny_models import KV_HEADS, LAYERS, TOKEN_BYTES, tiny_model
 from workload import NEW_TOKENS, PROMPTS, SHARED, tokens
+
+from hisparse.cli import main
 
 PAGE = 16
 BUDGET = 128
@@ -180,3 +184,46 @@ def test_hits_and_misses_add_up_to_the_pages_selected(server: Server, together: 
     assert written == 50 * len(lengths) * TOKEN_BYTES
     assert hits + misses == pages
     assert selected == pages * PAGE + tails
+
+
+def test_every_panel_of_the_dashboard_has_data(server: Server, tmp_path: Path) -> None:
+    dashboard = json.loads((ROOT / "dashboards" / "hisparse.json").read_text())
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    queries = {
+        f"{panel['title']}: {target['legendFormat']}": target["expr"]
+        .replace("$__rate_interval", "5m")
+        .replace("$model", ".*")
+        for panel in panels
+        for target in panel["targets"]
+    }
+    assert len(panels) >= 10
+    with running_prometheus(server.url, tmp_path) as prometheus:
+        end = time.monotonic() + 60
+        missing = dict(queries)
+        # A rate is of what rises between two scrapes.
+        while missing and time.monotonic() < end:
+            server.generate_many(PROMPTS.prompts[-2:], 20)
+            missing = {k: text for k, text in missing.items() if not prometheus.query(text)}
+        assert not missing, prometheus.scrape_error()
+        assert prometheus.query('{__name__=~"hisparse[:_]host_tokens_total"}') == [40000]
+        assert not prometheus.query('{__name__=~"hisparse[:_]no_such_metric"}')
+
+
+def test_top_shows_what_a_server_does(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(server.generate_many, PROMPTS.prompts[-2:], 400)
+        while server.metrics()["sglang:num_running_reqs"] < 2:
+            assert not running.done()
+        assert main(["top", server.url, "--json", "--interval", "500ms"]) == 0
+        running.result()
+    found = json.loads(capsys.readouterr().out)
+    assert found["requests"]["running"] == 2
+    assert found["tokens"]["host"]["total"] == 40000
+    assert sum(map(len, PROMPTS.prompts[-2:])) <= found["tokens"]["host"]["used"] < 40000
+    assert 0 < found["hit_ratio"]["recent"] <= 1
+    assert found["per_second"]["written_bytes"] > 0
+    assert found["hit_ratio_by_layer"] == {}, "layers are not counted unless asked for"
+    assert main(["top", server.url, "--once", "--interval", "100ms"]) == 0
+    out = capsys.readouterr().out
+    assert "requests running" in out
+    assert " of 40,000 " in out
