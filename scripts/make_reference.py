@@ -114,7 +114,8 @@ def _sglang() -> Iterator[str]:
     yield "## Metrics"
     yield (
         "With `--enable-metrics`, SGLang's `/metrics` has these, with the labels `model_name` and "
-        "`tp_rank`.\nPages, selections and tokens are counted over layers and rows."
+        "`tp_rank`.\nPages, selections and tokens are counted over layers and rows. Those of "
+        "`layer_metrics` have the label\n`layer`."
     )
     yield _table(
         ("metric", "kind", "meaning"),
@@ -137,6 +138,8 @@ def _metrics() -> Iterator[tuple[str, str, str]]:
     for extension, cls in _built_in(EXTENSIONS):
         for name, text in cls.counters.items():
             yield f"{name}_total", f"counter of `{extension}`", text
+    for name, text in tables["_LAYER_COUNTERS"].items():
+        yield f"{name}_total", "counter of `layer_metrics`", text
     for name, text in tables["_GAUGES"].items():
         yield name, "gauge", text
 

@@ -108,6 +108,26 @@ def test_an_idle_server_and_one_that_started_again(
     assert again["per_second"]["decode_read_bytes"] is None
 
 
+def test_layers_are_shown_by_number(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        f'hisparse:layer_{kind}_pages_total{{model_name="llama",tp_rank="{rank}",layer="{layer}"}} '
+        f"{layer + 1 if kind == 'hit' else 1}\n"
+        for kind in ("hit", "miss")
+        for layer in (0, 2, 10)
+        for rank in (0, 1)
+    ]
+    url = serve(page(1, 2) + "".join(lines))
+    assert shown(capsys, url)["hit_ratio_by_layer"] == {"0": 1 / 2, "2": 3 / 4, "10": 11 / 12}
+    assert main(["top", url, "--once", *QUICK]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    layers = [row for row in rows if row[:4] == ["hit", "ratio", "of", "layer"]]
+    assert [(row[4], row[-1]) for row in layers] == [
+        ("0", "50.0%"),
+        ("2", "75.0%"),
+        ("10", "91.7%"),
+    ]
+
+
 def test_once_prints_a_table(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", serve(page(0), page(1)), "--once", *QUICK]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

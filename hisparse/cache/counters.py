@@ -27,19 +27,32 @@ class Counters:
     Args:
         device: where tensors are summed.
         names: further counters on the device, those of the extensions.
+        layers: L, if selected pages are counted for each layer too; 0: they are not.
     """
 
-    def __init__(self, device: torch.device, names: Iterable[str] = ()) -> None:
+    def __init__(self, device: torch.device, names: Iterable[str] = (), *, layers: int = 0) -> None:
         self._names = (*_ON_DEVICE, *names)
         self._totals = torch.zeros(len(self._names), dtype=torch.int64, device=device)
         pin = device.type == "cuda"
         self._published = torch.zeros(len(self._names), dtype=torch.int64, pin_memory=pin)
         self._waiting: dict[str, list[Tensor]] = {name: [] for name in self._names}
         self._on_host: Counter[str] = Counter()
+        #: Hits and misses of each layer.
+        self._layers = torch.zeros(layers, 2, dtype=torch.int64, device=device)
+        self._published_layers = torch.zeros(layers, 2, dtype=torch.int64, pin_memory=pin)
 
     def count(self, name: str, values: Tensor) -> None:
         """Add a tensor of numbers or bools of any shape; :meth:`publish` sums it."""
         self._waiting[name].append(values.flatten())
+
+    def count_selected(self, layer_id: int, hits: Tensor, misses: Tensor) -> None:
+        """Add the selected pages of a layer, ``[R] int32`` each: those on the device, and not."""
+        self.count("hit_pages", hits)
+        self.count("miss_pages", misses)
+        if len(self._layers):
+            for total, pages in zip(self._layers[layer_id], (hits, misses), strict=True):
+                # As in publish.
+                total.add_(pages.clamp(min=0).sum())
 
     def total(self, name: str) -> Tensor:
         """``[1] int64`` on the device: the sum itself, for kernels that add to it."""
@@ -58,8 +71,14 @@ class Counters:
                 total.add_(torch.cat(waiting).clamp(min=0).sum())
                 waiting.clear()
         self._published.copy_(self._totals, non_blocking=True)
+        if len(self._layers):
+            self._published_layers.copy_(self._layers, non_blocking=True)
 
     def totals(self) -> Counter[str]:
         """Totals by name, as of the last :meth:`publish` that the device has finished."""
         on_device = zip(self._names, self._published.tolist(), strict=True)
         return self._on_host + Counter(dict(on_device))
+
+    def layers(self) -> tuple[tuple[int, int], ...]:
+        """Hits and misses of each layer, as of :meth:`totals`; empty if layers are not counted."""
+        return tuple((hits, misses) for hits, misses in self._published_layers.tolist())

@@ -122,8 +122,7 @@ class SwapIn:
                 # Both work on the LRU tables of that layer, on lanes without a common order.
                 self._join_prefetches(later)
                 self._early[later] = _Early(selected, self._start("read", later, selected, rows))
-        self._counters.count("hit_pages", tables.num_hits)
-        self._counters.count("miss_pages", tables.num_misses)
+        self._counters.count_selected(layer_id, tables.num_hits, tables.num_misses)
         if self._checked:
             pages = tables.attended[:, :-1]
             selection = selected.selection or rows.every_page(pages.shape[1])

@@ -269,7 +269,11 @@ def build(
         gather_queries: see :class:`EngineParts`.
     """
     types = {name: _extension_type(name) for name in config.extensions}
-    counters = Counters(device, [name for cls in types.values() for name in cls.counters])
+    counters = Counters(
+        device,
+        [name for cls in types.values() for name in cls.counters],
+        layers=policy.kv.num_layers if config.layer_metrics else 0,
+    )
     if config.overlap and streams is None:
         streams = make_streams(device)
     policy = replace(policy, invalid_scores=counters.total("invalid_scores"))

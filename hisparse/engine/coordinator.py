@@ -282,4 +282,5 @@ class SparseCoordinator:
             page_tokens=self.policy.kv.page_size,
             page_bytes=self.manager.device.page_bytes,
             extensions={n: text for x in self.extensions for n, text in x.counters.items()},
+            layers=self.manager.counters.layers(),
         )

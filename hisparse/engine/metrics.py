@@ -27,6 +27,7 @@ class CacheStats:
         prefill_read_bytes: bytes from host to device during prefill.
         written_bytes: bytes from device to host.
         extensions: totals of the extensions' own counters, by name.
+        layers: ``hit_pages`` and ``miss_pages`` of each layer; empty without ``layer_metrics``.
     """
 
     hit_pages: int
@@ -41,6 +42,7 @@ class CacheStats:
     prefill_read_bytes: int
     written_bytes: int
     extensions: Mapping[str, int] = field(default_factory=dict)
+    layers: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(
@@ -50,6 +52,7 @@ class CacheStats:
         page_tokens: int,
         page_bytes: int,
         extensions: Mapping[str, str],
+        layers: tuple[tuple[int, int], ...] = (),
     ) -> CacheStats:
         """Stats from the totals of :class:`hisparse.cache.Counters`.
 
@@ -58,6 +61,7 @@ class CacheStats:
             page_tokens: S.
             page_bytes: bytes of one device page.
             extensions: counters of the extensions, name to description.
+            layers: hits and misses of each layer.
         """
         hits, misses, prefetched = (
             totals.get(name, 0) for name in ("hit_pages", "miss_pages", "prefetched_pages")
@@ -76,6 +80,7 @@ class CacheStats:
             prefill_read_bytes=totals.get("prefill_read_bytes", 0),
             written_bytes=totals.get("written_bytes", 0),
             extensions={name: totals.get(name, 0) for name in extensions},
+            layers=layers,
         )
 
     @property

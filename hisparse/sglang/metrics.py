@@ -32,6 +32,11 @@ _COUNTERS = {
     "prefill_read_bytes": "Bytes that prefill read from host memory",
     "written_bytes": "Bytes written to host memory",
 }
+#: With ``layer_metrics``: one series for each layer, by the label ``layer``.
+_LAYER_COUNTERS = {
+    "layer_hit_pages": "Pages of a layer that were found on the device",
+    "layer_miss_pages": "Pages of a layer that were loaded from host memory",
+}
 #: Counters of faults of the algorithm; each rise is logged.
 _FAULTS = ("invalid_scores", "malformed_selections")
 _GAUGES = {
@@ -71,6 +76,8 @@ class MetricsReporter:
         self._last_publish = 0.0
         self._last_faults = dict.fromkeys(_FAULTS, 0)
         self._counters: dict[str, Any] = {}
+        #: Of each layer: its counters, and what they have counted.
+        self._layers: list[tuple[list[Any], tuple[int, int]]] = []
         self._gauges: dict[str, Any] = {}
         if model_runner.server_args.enable_metrics:
             self._register()
@@ -91,6 +98,14 @@ class MetricsReporter:
             name: Counter(f"hisparse:{name}", text, names).labels(**labels)
             for name, text in self._counter_texts.items()
         }
+        by_layer = [
+            Counter(f"hisparse:{name}", text, [*names, "layer"])
+            for name, text in _LAYER_COUNTERS.items()
+            if self._coordinator.stats().layers
+        ]
+        for layer, _ in enumerate(self._coordinator.stats().layers):
+            own = [counter.labels(**labels, layer=layer) for counter in by_layer]
+            self._layers.append((own, (0, 0)))
         self._gauges = {
             name: Gauge(f"hisparse:{name}", text, names, multiprocess_mode="mostrecent").labels(
                 **labels
@@ -141,6 +156,12 @@ class MetricsReporter:
             value = values[name]
             counter.inc(value - self._published[name])
             self._published[name] = value
+        for layer, ((counters, before), pages) in enumerate(
+            zip(self._layers, stats.layers, strict=True)
+        ):
+            for counter, old, new in zip(counters, before, pages, strict=True):
+                counter.inc(new - old)
+            self._layers[layer] = (counters, pages)
         for name, value in self._gauge_values(stats).items():
             self._gauges[name].set(value)
 

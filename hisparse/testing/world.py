@@ -48,6 +48,7 @@ class World:
         algorithm: selects pages.
         adapter: attends.
         checked: whether the cache manager verifies every selection and every resident byte.
+        layer_metrics: whether hits and misses of each layer are counted.
         side_streams: side streams for transfers; None: transfers do not overlap.
     """
 
@@ -79,6 +80,7 @@ class World:
     )
     adapter: BackendAdapter = field(default_factory=TorchAdapter)
     checked: bool = True
+    layer_metrics: bool = False
     side_streams: SideStreams | None = None
 
     def __post_init__(self) -> None:
@@ -105,6 +107,7 @@ class World:
             reuse_layers=self.reuse_layers,
             overlap=self.side_streams is not None,
             checked=self.checked,
+            layer_metrics=self.layer_metrics,
             extensions=self.extensions,
         )
         self.policy = make_policy(self.config, self.algorithm, self.spec, self.scale, self.scope)

@@ -53,6 +53,7 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
     "adapter": (None, "torch"),
     "checked": (True, False),
     "cuda_graph": ("auto", True, False),
+    "layer_metrics": (True, False),
     "prefetch": (True, False, {"min_cosine": 0.8}, {}),
     "tail_estimate": (True, False, {}),
 }  # fmt: skip

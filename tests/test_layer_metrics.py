@@ -1,0 +1,58 @@
+"""Hits and misses of each layer: counted if asked for, and otherwise at no cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hisparse.testing import Request, Simulator
+from hisparse.testing.replaying_simulator import ReplayingSimulator
+
+LAYERS = 3
+
+
+def play(sim: Simulator) -> list[Request]:
+    requests = [sim.request(1, 160, seed=1), sim.request(2, 160, seed=2)]
+    sim.prefill((requests[0], 120), (requests[1], 90))
+    for _ in range(8):
+        sim.decode(*requests)
+    return requests
+
+
+@pytest.mark.parametrize("kind", [Simulator, ReplayingSimulator])
+def test_layers_add_up_to_the_totals(kind: type[Simulator]) -> None:
+    sim = kind(layers=LAYERS, layer_metrics=True, max_row=64)
+    play(sim)
+    if isinstance(sim, ReplayingSimulator):
+        assert sim.num_replayed > 0
+    stats = sim.coordinator.stats()
+    assert len(stats.layers) == LAYERS
+    assert tuple(map(sum, zip(*stats.layers, strict=True))) == (stats.hit_pages, stats.miss_pages)
+    assert stats.miss_pages > 0
+    assert len(set(stats.layers)) > 1, "layers differ"
+
+
+class _Count(TorchDispatchMode):
+    operations = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.operations += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of_a_step(**settings: Any) -> int:
+    sim = Simulator(layers=LAYERS, checked=False, **settings)
+    requests = play(sim)
+    with _Count() as counted:
+        sim.decode(*requests)
+    return counted.operations
+
+
+def test_a_step_has_no_operation_more_unless_they_are_asked_for() -> None:
+    assert Simulator().coordinator.stats().layers == ()
+    # Clamp, sum and add, of hits and of misses; and one copy to the host for all layers.
+    assert operations_of_a_step(layer_metrics=True) == operations_of_a_step() + 6 * LAYERS + 1
