@@ -196,6 +196,7 @@ class Server:
         python_path: folders in front of the module path, for test-only plugins.
         env: more environment variables.
         forked: False for ``python -m sglang.launch_server``.
+        line: a whole command line without its port, in place of all that the others would give.
     """
 
     def __init__(
@@ -209,14 +210,19 @@ class Server:
         python_path: Sequence[Path] = (),
         env: Mapping[str, str] | None = None,
         forked: bool = True,
+        line: Sequence[str] = (),
     ) -> None:
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._log = log
         self._forked, self._python_path = forked, python_path
         self._env = _environment(python_path, env or {})
-        self._line = command_line(
-            model, *flags, port=self._port, backend=backend, config=config, tokenizer=tokenizer
+        self._line = (
+            [*line, "--port", str(self._port)]
+            if line
+            else command_line(
+                model, *flags, port=self._port, backend=backend, config=config, tokenizer=tokenizer
+            )
         )
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
