@@ -19,6 +19,8 @@
 # make lint    what takes seconds of make test
 # make setup   .venv/, which the others make themselves
 # make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
+# make site    build/site/, the pages of docs/ as a site (mkdocs.yml); no network but for the set-up
+# make site-tools   .venv/site/, 80 MB, which make site and make test make themselves
 # make older-triton   .venv/triton/, 600 MB, which PART=compile makes itself
 # make fuzz-tools   .venv/fuzz/, 130 MB, which PART=hostile makes itself where atheris has a wheel
 # make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, speed, a served
@@ -36,7 +38,7 @@
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-all test-range test-sweeps test-isa test-sanitizers test-quality \
 	test-hostile test-faults test-soak test-compile soak lint setup lm-eval fuzz-tools \
-	older-triton gpu-check gpu-wheels pins audit licences wheel docs clean
+	older-triton site site-tools gpu-check gpu-wheels pins audit licences wheel docs clean
 
 export PYTHONUNBUFFERED := 1
 python := .venv/bin/python
@@ -44,7 +46,7 @@ python := .venv/bin/python
 demo: setup
 	@$(python) -m hisparse.demo $(if $(MODEL),--model "$(MODEL)")
 
-test: setup lm-eval
+test: setup lm-eval site-tools
 	@$(python) scripts/run_tests.py
 
 parts := range sweeps isa sanitizers compile quality hostile faults soak
@@ -121,6 +123,17 @@ fuzz-tools: setup
 			--only-binary :all: --require-hashes -r requirements/fuzz.txt && \
 		cp requirements/fuzz.txt .venv/fuzz/pins.txt; }
 
+site-tools: setup
+	@cmp -s requirements/site.txt .venv/site/pins.txt || { \
+		$(python) -m pip install --quiet --no-deps --upgrade --target .venv/site \
+			--only-binary :all: --require-hashes -r requirements/site.txt && \
+		cp requirements/site.txt .venv/site/pins.txt; }
+
+# The variable leaves out a notice about a release that the pins do not take. With --quiet, MkDocs
+# would count no warnings.
+site: site-tools
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=.venv/site $(python) -m mkdocs build --strict
+
 older-triton: setup
 	@cmp -s requirements/triton.txt .venv/triton/pins.txt || { \
 		$(python) -m pip install --quiet --no-deps --upgrade --target .venv/triton \
@@ -136,7 +149,7 @@ gpu-check:
 gpu-wheels:
 	@scripts/gpu_wheels.sh
 
-pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt fuzz.txt triton.txt)
+pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt fuzz.txt triton.txt site.txt)
 
 # Apart from .venv, whose packages are pinned.
 release_python := .venv/release/bin/python

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 from hisparse.algorithms import ALGORITHMS
 from hisparse.cli import algorithms, bench, build, check, doctor, plan, top, trace
@@ -103,14 +104,42 @@ def test_every_command_has_a_row() -> None:
     assert listed == set(commands.choices)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text(encoding="utf-8"))
-    missing = [link for link in links if not (page.parent / link).exists()]
-    assert not missing
+    """To files, and headings in them; from docs/ to docs/ alone, which is what the site has."""
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text())
+    assert not [file for file, _ in links if not (page.parent / file).exists()]
+    targets = [((page.parent / file if file else page), anchor) for file, anchor in links if anchor]
+    assert not [anchor for target, anchor in targets if anchor not in _anchors(target)]
+    if page.parent.name == "docs":
+        assert not [file for file, _ in links if ".." in file]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def _nav(entries: list[Any]) -> list[str]:
+    """The files of mkdocs.yml's menu, in its order."""
+    files = []
+    for entry in entries:
+        inner = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        files += _nav(inner) if isinstance(inner, list) else [inner]
+    return files
+
+
+def test_every_page_is_in_the_menu_and_in_the_index() -> None:
+    pages = sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert sorted(_nav(settings["nav"])) == pages
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert sorted({"README.md", *re.findall(r"\]\(([\w-]+\.md)\)", index)}) == pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_files_in_the_text_exist(page: Path) -> None:
     """Named from the root or, in the middle of a text about the package, from ``hisparse/``."""
     named = re.findall(r"`([\w/.-]+/[\w.-]+\.(?:py|cpp|cu|cuh|sh|md))`", page.read_text())
