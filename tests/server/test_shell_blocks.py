@@ -87,3 +87,8 @@ def test_each_block_runs(
         assert re.search(r"^hisparse:hit_pages_total\{.*\} [1-9]", said, re.MULTILINE), said
     else:
         assert url, "the README starts a server"
+
+
+def test_what_is_left_out_is_there() -> None:
+    lines = {line for page in PAGES for block in shell_blocks(page) for line in commands(block)}
+    assert lines >= NOT_RUN
