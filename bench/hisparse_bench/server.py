@@ -22,7 +22,7 @@ from typing import Any
 
 from hisparse.errors import HiSparseError
 
-__all__ = ["Generation", "ServerProcess", "free_port"]
+__all__ = ["Generation", "ServerClient", "ServerProcess", "free_port"]
 
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 15.0
@@ -70,75 +70,15 @@ class Generation:
         return gaps[len(gaps) // 2]
 
 
-class ServerProcess:
-    """A context manager for SGLang on a free loopback port, in its own process group.
+class ServerClient:
+    """Requests to an SGLang server.
 
     Args:
-        model: folder or hub id.
-        log: file for the server's output.
-        flags: SGLang's flags besides model, address and metrics.
+        url: its address, such as "http://127.0.0.1:30000".
     """
 
-    def __init__(self, model: str, log: Path, flags: Sequence[str]) -> None:
-        port = free_port()
-        self._url = f"http://127.0.0.1:{port}"
-        self._log = log
-        self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
-        self._command += ["--host", "127.0.0.1", "--port", str(port), "--enable-metrics", *flags]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @staticmethod
-    def cpu_environment(num_threads: int) -> dict[str, str]:
-        """Environment variables for SGLang on a CPU."""
-        return {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(num_threads)}
-
-    def start(self, environment: Mapping[str, str]) -> None:
-        """Start the server and wait until it answers.
-
-        Raises:
-            HiSparseError: the server did not start; the message has the end of its log.
-        """
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdout=log,
-                stderr=log,
-                env=os.environ | dict(environment),
-                start_new_session=True,
-            )
-        end = time.monotonic() + _START_TIMEOUT_S
-        while time.monotonic() < end and self._process.poll() is None:
-            with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{self._url}/health", timeout=5).close()
-                return
-            time.sleep(0.2)
-        self.stop()
-        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
-        raise HiSparseError(f"SGLang did not come up; the end of {self._log}:\n{tail}")
-
-    def __enter__(self) -> ServerProcess:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Send SIGTERM to the server, then SIGKILL to the rest of its process group."""
-        if self._process is None:
-            return
-        if self._process.poll() is None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_TIMEOUT_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._process = None
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
 
     def stream(
         self, prompt: str | Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True
@@ -168,6 +108,36 @@ class ServerProcess:
             meta["cached_tokens"],
         )
 
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **logprobs: Any
+    ) -> list[dict[str, Any]]:
+        """Continue token ids greedily; return SGLang's answers.
+
+        Args:
+            prompts: token ids of each.
+            max_new_tokens: tokens of each answer.
+            logprobs: ``top_logprobs_num`` or ``token_ids_logprob``, if wanted.
+        """
+        body: dict[str, Any] = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": {
+                "temperature": 0.0,
+                "max_new_tokens": max_new_tokens,
+                "ignore_eos": True,
+            },
+            "return_logprob": bool(logprobs),
+            **logprobs,
+        }
+        with self._open("/generate", body) as reply:
+            answers: list[dict[str, Any]] = json.load(reply)
+        return answers
+
+    def info(self) -> dict[str, Any]:
+        """What the server says of itself: its flags and its memory."""
+        with urllib.request.urlopen(f"{self.url}/server_info", timeout=30) as reply:
+            found: dict[str, Any] = json.load(reply)
+        return found
+
     def flush_cache(self) -> None:
         """Wait until the server is idle and empty its radix cache."""
         end = time.monotonic() + 60
@@ -183,7 +153,7 @@ class ServerProcess:
     def metrics(self) -> dict[str, float]:
         """Prometheus metrics, summed over label sets."""
         found: dict[str, float] = {}
-        with urllib.request.urlopen(f"{self._url}/metrics", timeout=30) as reply:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as reply:
             for line in reply.read().decode().splitlines():
                 match = re.match(r"([^#{\s]+)(?:\{.*\})?\s+(\S+)$", line)
                 if match:
@@ -192,7 +162,7 @@ class ServerProcess:
 
     def _open(self, path: str, body: Mapping[str, Any]) -> Any:
         request = urllib.request.Request(
-            self._url + path,
+            self.url + path,
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
@@ -201,3 +171,77 @@ class ServerProcess:
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")
             raise HiSparseError(f"the server answered {error.code} to {path}: {text}") from error
+
+
+class ServerProcess(ServerClient):
+    """A context manager for SGLang on a free loopback port, in its own process group.
+
+    Args:
+        model: folder or hub id.
+        log: file for the server's output.
+        flags: SGLang's flags besides model, address and metrics.
+    """
+
+    def __init__(self, model: str, log: Path, flags: Sequence[str]) -> None:
+        port = free_port()
+        super().__init__(f"http://127.0.0.1:{port}")
+        self._log = log
+        self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
+        self._command += ["--host", "127.0.0.1", "--port", str(port), "--enable-metrics", *flags]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @staticmethod
+    def cpu_environment(num_threads: int) -> dict[str, str]:
+        """Environment variables for SGLang on a CPU."""
+        return {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(num_threads)}
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Start the server and wait until it answers.
+
+        Raises:
+            HiSparseError: the server did not start; the message has the end of its log.
+        """
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=log,
+                stderr=log,
+                env=os.environ | dict(environment),
+                start_new_session=True,
+            )
+        end = time.monotonic() + _START_TIMEOUT_S
+        while time.monotonic() < end and self._process.poll() is None:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+                return
+            time.sleep(0.2)
+        self.stop()
+        tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
+        raise HiSparseError(f"SGLang did not come up; the end of {self._log}:\n{tail}")
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Send SIGTERM to the server, then SIGKILL to the rest of its process group."""
+        if self._process is None:
+            return
+        try:
+            if self._process.poll() is None:
+                self._process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_STOP_TIMEOUT_S)
+        finally:
+            # Whatever else interrupts: `timeout` sends SIGTERM twice, to a process and its group.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None

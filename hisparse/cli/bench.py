@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from hisparse.cli import kernel_benches, restrict
+from hisparse.cli import bench_serve, kernel_benches, restrict
 from hisparse.cli.lists import number
 from hisparse.cli.output import without_sglang_warnings
 from hisparse.config import HiSparseConfig
@@ -24,20 +23,7 @@ def add_parser(commands: Any) -> None:
     text = "measure speed; times are shown only if the results are correct"
     parser = commands.add_parser("bench", help=text, description=text)
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
-    text = "one long request through the real SGLang server, dense and sparse"
-    serve = benches.add_parser("serve", help=text, description=text)
-    _add_model_flags(serve, context=7000, budget=512)
-    add = serve.add_argument
-    add("--tokens", type=number, default=64, metavar="N", help="tokens to generate (64)")
-    add("--repeats", type=number, default=3, metavar="N", help="timed requests of each server (3)")
-    add(
-        "--threads",
-        type=number,
-        default=os.cpu_count(),
-        metavar="N",
-        help="threads of each server (one for each core)",
-    )
-    serve.set_defaults(run=_run_serve)
+    bench_serve.add_parser(benches)
     text = "pages that a decode step waits for, with and without prefetch"
     prefetch = benches.add_parser("prefetch", help=text, description=text)
     _add_model_flags(prefetch, context=2048, budget=256)
@@ -114,23 +100,6 @@ def _run_prefetch(arguments: argparse.Namespace) -> int:
     with Console(stderr=True).status("bench prefetch"), without_sglang_warnings():
         case = bench.run()
     report = Report(command="bench prefetch", device="cpu", cases=[case])
-    return kernel_benches.show(report, as_json=arguments.json)
-
-
-def _run_serve(arguments: argparse.Namespace) -> int:
-    from hisparse.eval import models
-    from hisparse_bench.serve import ServeBench
-
-    console = Console(stderr=True)
-    model = models.resolve(arguments.model)
-    report = ServeBench(
-        model=model,
-        prompt=_prompt(model, arguments.text, arguments.context),
-        budget=arguments.budget,
-        num_tokens=arguments.tokens,
-        repeats=arguments.repeats,
-        num_threads=arguments.threads,
-    ).run(console)
     return kernel_benches.show(report, as_json=arguments.json)
 
 

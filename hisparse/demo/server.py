@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,8 +81,7 @@ class DemoServer(ServerProcess):
 
     def kv_pool(self) -> tuple[int, int]:
         """Tokens and bytes of the KV pool as SGLang reports them, bytes rounded to 1 MiB."""
-        with urllib.request.urlopen(f"{self._url}/server_info", timeout=30) as reply:
-            memory = json.load(reply)["internal_states"][0]["memory_usage"]
+        memory = self.info()["internal_states"][0]["memory_usage"]
         return memory["token_capacity"], round(memory["kvcache"] * 1024) * 2**20
 
 

@@ -1,0 +1,213 @@
+"""SGLang's own load client, ``sglang.benchmark.serving``, driven in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from hisparse.errors import ConfigError, one_line
+
+__all__ = ["LoadRun", "Request", "run_load"]
+
+#: The client's metrics that a report keeps, under the client's names.
+_RATES = ("request_throughput", "input_throughput", "output_throughput", "total_throughput")
+_TIMES = tuple(
+    f"{statistic}_{of}_ms"
+    for of in ("ttft", "tpot", "e2e_latency")
+    for statistic in ("mean", "median", "p90", "p99")
+)
+#: What SGLang's client reads from its command line.
+_ARGUMENTS = Namespace(
+    temperature=0.0,
+    top_p=1.0,
+    disable_ignore_eos=False,
+    disable_stream=False,
+    return_logprob=False,
+    return_routed_experts=False,
+    logprob_start_len=-1,
+    top_logprobs_num=0,
+    token_ids_logprob=None,
+    cache_report=True,
+    header=None,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request.
+
+    Attributes:
+        ids: prompt, token ids.
+        output: tokens to generate.
+        arrival_ms: when it is sent, from the start of its trace; None without a trace.
+    """
+
+    ids: Sequence[int]
+    output: int
+    arrival_ms: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRun:
+    """What one load measured.
+
+    Attributes:
+        fields: under the names of SGLang's client; times are milliseconds, rates per second.
+        tpot_s: time per token of each completed request, seconds.
+    """
+
+    fields: dict[str, Any]
+    tpot_s: list[float]
+
+
+class _Progress:
+    """Looks to the client like its progress bar."""
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self._done = done
+
+    def update(self, _: int) -> None:
+        self._done()
+
+
+def run_load(
+    url: str,
+    requests: Sequence[Request],
+    tokenizer: Any,
+    load: Mapping[str, float],
+    slos_ms: Mapping[str, float],
+    done: Callable[[], None],
+) -> LoadRun:
+    """Send requests and wait for all answers.
+
+    Args:
+        url: the server.
+        requests: at least one.
+        tokenizer: the model's; counts tokens as the client does.
+        load: ``concurrency`` or ``rate``; neither: the arrivals of the requests.
+        slos_ms: limits of the goodput: "ttft", "tpot".
+        done: called after each request.
+    """
+    client = _client()
+    client.set_global_args(_ARGUMENTS)
+    # All contenders get the same arrivals.
+    random.seed(0)
+    np.random.seed(0)
+    rows = [
+        client.DatasetRow(
+            prompt=list(x.ids), prompt_len=len(x.ids), output_len=x.output, timestamp=x.arrival_ms
+        )
+        for x in requests
+    ]
+    with contextlib.redirect_stdout(sys.stderr):
+        outputs, seconds = asyncio.run(_send_all(client, url, rows, load, _Progress(done)))
+        return _summarise(client, rows, outputs, seconds, tokenizer, slos_ms)
+
+
+async def _send_all(
+    client: Any, url: str, rows: Sequence[Any], load: Mapping[str, float], progress: _Progress
+) -> tuple[list[Any], float]:
+    concurrency = load.get("concurrency")
+    slots = asyncio.Semaphore(int(concurrency)) if concurrency else contextlib.nullcontext()
+    send = client.ASYNC_REQUEST_FUNCS["sglang"]
+
+    async def one(row: Any) -> Any:
+        request = client.RequestFuncInput(
+            model="",
+            prompt=row.prompt,
+            api_url=f"{url}/generate",
+            prompt_len=row.prompt_len,
+            output_len=row.output_len,
+            lora_name=None,
+            image_data=None,
+            extra_request_body={},
+        )
+        async with slots:
+            return await send(request_func_input=request, pbar=progress)
+
+    started, tasks = time.perf_counter(), []
+    arrivals = client.get_request(list(rows), load.get("rate", float("inf")), not load)
+    async for row in arrivals:
+        tasks.append(asyncio.create_task(one(row)))
+    outputs = await asyncio.gather(*tasks)
+    return outputs, time.perf_counter() - started
+
+
+def _summarise(
+    client: Any,
+    rows: Sequence[Any],
+    outputs: Sequence[Any],
+    seconds: float,
+    tokenizer: Any,
+    slos_ms: Mapping[str, float],
+) -> LoadRun:
+    for row, output in zip(rows, outputs, strict=True):
+        # An answer that broke off, or an error inside of the stream, counts as a success there.
+        if output.success and (not output.ttft or output.output_len < row.output_len):
+            output.success = False
+            output.error = f"got {len(output.itl)} of {row.output_len} tokens"
+    good = [output for output in outputs if output.success]
+    fields: dict[str, Any] = {
+        "duration": seconds,
+        "completed": len(good),
+        "failed": len(outputs) - len(good),
+        "errors": sorted({_reason(x.error) for x in outputs if not x.success}),
+    }
+    if good:
+        metrics, _ = client.calculate_metrics(list(rows), outputs, seconds, tokenizer, "sglang")
+        found = asdict(metrics)
+        fields["total_input_tokens"] = found["total_input"]
+        fields["total_output_tokens"] = found["total_output"]
+        fields["cached_tokens"] = sum(x.cached_tokens for x in good)
+        fields |= {name: float(found[name]) for name in (*_RATES, *_TIMES, "concurrency")}
+        fields["max_concurrent_requests"] = int(found["max_concurrent_requests"])
+    if slos_ms:
+        goodput = client.calculate_goodput(outputs, dict(slos_ms), seconds)
+        names = ("goodput_slos_ms", "request_goodput", "slo_attainment")
+        fields |= {name: getattr(goodput, name) for name in names}
+    tpot = [(x.latency - x.ttft) / (x.output_len - 1) for x in good]
+    return LoadRun(fields=fields, tpot_s=tpot)
+
+
+def _reason(text: str) -> str:
+    """The line of an error that says what happened: the last one of a traceback."""
+    return (text.strip().splitlines() or ["no message"])[-1][:200]
+
+
+def _client() -> Any:
+    """SGLang's client as a module.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    absent = find_spec("datasets") is None and "datasets" not in sys.modules
+    if absent:
+        # One of the client's data sets, which is not used here, imports this from a large package.
+        stand_in = ModuleType("datasets")
+        stand_in.__dict__["load_dataset"] = None
+        sys.modules["datasets"] = stand_in
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from sglang.benchmark import serving
+    except ImportError as error:
+        raise ConfigError(
+            f"bench serve needs SGLang's client sglang.benchmark.serving: got {one_line(error)}, "
+            "expected SGLang 0.5.23"
+        ) from None
+    finally:
+        if absent:
+            del sys.modules["datasets"]
+    return serving

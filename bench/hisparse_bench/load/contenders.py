@@ -1,0 +1,143 @@
+"""The contenders of a load benchmark: the flags of each one's server, at equal device bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hisparse.algorithms import ALGORITHMS
+from hisparse.errors import ConfigError, unknown_name
+from hisparse_bench.load.options import LoadOptions, round_up
+from hisparse_bench.load.served_model import ServedModel
+
+__all__ = ["DENSE", "SGLANG_HISPARSE", "Contender", "contenders"]
+
+DENSE, SGLANG_HISPARSE = "dense", "sglang-hisparse"
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One way of serving the model.
+
+    Attributes:
+        options: the run.
+        model: the model.
+        algorithm: ``DENSE``, ``SGLANG_HISPARSE`` or an algorithm of hisparse.
+        device_buffer_size: tokens of a row's device buffer, hisparse only; None for the default.
+    """
+
+    options: LoadOptions
+    model: ServedModel
+    algorithm: str
+    device_buffer_size: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Name in reports."""
+        size = self.device_buffer_size
+        return self.algorithm if size is None else f"{self.algorithm}, buffer {size}"
+
+    @property
+    def is_hisparse(self) -> bool:
+        """Whether hisparse serves, with its metrics."""
+        return self.algorithm not in (DENSE, SGLANG_HISPARSE) or self.model.stands_in_for_dense
+
+    def flags(self, device_bytes: int, num_tokens: int) -> list[str]:
+        """Flags of the timed server.
+
+        Args:
+            device_bytes: device memory for the KV cache and all that belongs to it.
+            num_tokens: tokens of all requests of the largest load, with their answers.
+        """
+        if self.algorithm == DENSE and not self.model.stands_in_for_dense:
+            tokens = max(1, device_bytes // self.model.kv_token_bytes)
+            return [*self._common(), *self._dense_backend(), "--max-total-tokens", str(tokens)]
+        if self.algorithm == SGLANG_HISPARSE:
+            return [*self._common(), *self._upstream(device_bytes)]
+        config = self._config() | {"device_memory": device_bytes}
+        if self.algorithm == DENSE:
+            config |= self._resident()
+        return [*self._common(), *self._hisparse(config, num_tokens)]
+
+    def exact_flags(self, num_tokens: int) -> list[str]:
+        """Flags of a server that attends all tokens, with memory for ``num_tokens``."""
+        if self.algorithm == DENSE and not self.model.stands_in_for_dense:
+            return [*self._common(), *self._dense_backend(), "--max-total-tokens", str(num_tokens)]
+        config = self._config() | {
+            "device_memory": 4 * num_tokens * self.model.kv_token_bytes + 256 * _MIB
+        }
+        if self.model.index_top_k is None:
+            config["budget"] = round_up(self.model.longest_request(self.options))
+            config.pop("device_buffer_size", None)
+        elif self.algorithm == DENSE:
+            config |= self._resident()
+        return [*self._common(), *self._hisparse(config, num_tokens)]
+
+    def _common(self) -> list[str]:
+        options = self.options
+        flags = ["--device", options.device, "--skip-server-warmup", "--sleep-on-idle"]
+        flags += ["--max-running-requests", str(max(options.most_running, 2))]
+        flags += self.model.flags
+        return flags + (["--dtype", "float32"] if options.device == "cpu" else [])
+
+    def _dense_backend(self) -> list[str]:
+        # On CUDA SGLang knows best.
+        return ["--attention-backend", "torch_native"] if self.options.device == "cpu" else []
+
+    def _hisparse(self, config: dict[str, Any], num_tokens: int) -> list[str]:
+        host = int(1.1 * num_tokens * self.model.kv_token_bytes) + 64 * _MIB
+        config = {"host_memory": host} | config
+        flags = ["--attention-backend", "hisparse", "--hisparse-config", json.dumps(config)]
+        return [*flags, "--max-total-tokens", str(num_tokens)]
+
+    def _config(self) -> dict[str, Any]:
+        name = self.model.own_algorithm if self.algorithm == DENSE else self.algorithm
+        config: dict[str, Any] = {"algorithm": name, "budget": self.options.budget}
+        if self.model.index_top_k is not None:
+            config |= {"budget": self.model.index_top_k, "page_size": 1}
+            config |= {"num_sink_pages": 0, "num_recent_pages": 0}
+        if self.device_buffer_size is not None:
+            config["device_buffer_size"] = self.device_buffer_size
+        return config
+
+    def _resident(self) -> dict[str, Any]:
+        """The whole KV cache of each running request lies on the device."""
+        return {"device_buffer_size": round_up(self.model.longest_request(self.options)) + 16}
+
+    def _upstream(self, device_bytes: int) -> list[str]:
+        """SGLang's own HiSparse: device buffers of all requests and the pool share the bytes."""
+        tokens = max(1, device_bytes // self.model.kv_token_bytes)
+        config = {"top_k": self.model.index_top_k, "device_buffer_size": 2 * self.options.budget}
+        flags = ["--enable-hisparse", "--disable-radix-cache", "--max-total-tokens", str(tokens)]
+        return [*flags, "--hisparse-config", json.dumps(config)]
+
+
+def contenders(options: LoadOptions, model: ServedModel) -> Sequence[Contender]:
+    """The contenders of a run; the dense one first.
+
+    Raises:
+        ConfigError: a name is unknown, or the contender cannot run here.
+    """
+    names = dict.fromkeys(options.algorithm)
+    found = []
+    for name in sorted(names, key=lambda name: name != DENSE):
+        if name == SGLANG_HISPARSE and (options.device != "cuda" or model.index_top_k is None):
+            raise ConfigError(
+                f"--algorithm: got {name} with {options.model} on {options.device}, expected it on "
+                "cuda with a model that has an indexer, such as DeepSeek-V3.2"
+            )
+        if name not in (DENSE, SGLANG_HISPARSE) and name not in ALGORITHMS:
+            raise ConfigError(
+                unknown_name("algorithm", name, (DENSE, SGLANG_HISPARSE, *ALGORITHMS))
+            )
+        base = Contender(options=options, model=model, algorithm=name)
+        sizes = options.device_buffer_size if name not in (DENSE, SGLANG_HISPARSE) else ()
+        found += [replace(base, device_buffer_size=size) for size in sizes] or [base]
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device: got cuda, but PyTorch finds no CUDA GPU here; expected cpu")
+    return found

@@ -1,0 +1,149 @@
+"""The check before any figure: tokens equal dense ones; and how far a small budget is from them.
+
+A server does not give its logits away, so the distance is measured step by step. For each position
+i of the dense answer, the prompt and the dense answer up to i are prefilled, which is exact, and
+two tokens are generated. The second one comes from a decode step, sparse under a small budget, and
+its probabilities are compared with those of a server that attends all tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hisparse.errors import HiSparseError
+from hisparse_bench.server import ServerClient
+
+__all__ = [
+    "Distance",
+    "Reference",
+    "Step",
+    "first_difference",
+    "measure_distance",
+    "measure_reference",
+    "measure_steps",
+]
+
+#: Tokens of an answer that are compared.
+NUM_TOKENS = 32
+#: Likeliest tokens of the dense server that a distance compares one by one, the others as one.
+_TOP = 20
+#: A token whose dense log-probability is this close to the best one's ties with it: sums in another
+#: order may prefer it.
+_TIE = {"cpu": 1e-3, "cuda": 0.05}
+
+#: Token id to log-probability, of a step.
+Step = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the dense server answers.
+
+    Attributes:
+        prompt: token ids.
+        ids: the answer's.
+        steps: of each position of the answer, the likeliest tokens.
+    """
+
+    prompt: Sequence[int]
+    ids: Sequence[int]
+    steps: Sequence[Step]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """Distance of a server's next-token distributions from the dense ones.
+
+    Attributes:
+        kl: mean Kullback-Leibler divergence, nats per token, of the dense server's likeliest tokens
+            and all others as one; never above that of all tokens.
+        agreement: share of the steps whose best token is the dense one.
+        positions: decode steps that were compared.
+    """
+
+    kl: float
+    agreement: float
+    positions: int
+
+    @classmethod
+    def mean(cls, found: Sequence[Distance]) -> Distance:
+        """The mean over all positions."""
+        total = sum(x.positions for x in found) or 1
+        return cls(
+            kl=sum(x.kl * x.positions for x in found) / total,
+            agreement=sum(x.agreement * x.positions for x in found) / total,
+            positions=sum(x.positions for x in found),
+        )
+
+
+def measure_reference(server: ServerClient, prompt: Sequence[int], output: int) -> Reference:
+    """Let the dense server answer."""
+    count = min(output, NUM_TOKENS)
+    answer = server.generate([prompt], count, top_logprobs_num=_TOP)[0]
+    steps = [_as_step(entries) for entries in answer["meta_info"]["output_top_logprobs"]]
+    return Reference(prompt, list(answer["output_ids"]), steps)
+
+
+def measure_steps(server: ServerClient, reference: Reference) -> list[Step]:
+    """A decode step at each position of the dense answer but the first, by a server that is exact.
+
+    SGLang's CPU backend computes the prefix again for each of these short prefills, so a hisparse
+    server that attends all tokens, and whose answers are the dense ones, measures them.
+    """
+    answers = _forced(server, reference.prompt, reference.ids, top_logprobs_num=_TOP)
+    return [_as_step(x["meta_info"]["output_top_logprobs"][1]) for x in answers]
+
+
+def first_difference(server: ServerClient, reference: Reference, device: str) -> int | None:
+    """Position of the first token that is not the dense one; None if all are.
+
+    Where two tokens tie within rounding, either is right, and what follows is not compared.
+    """
+    answer = server.generate([reference.prompt], len(reference.ids))[0]["output_ids"]
+    for i, (got, wanted) in enumerate(zip(answer, reference.ids, strict=False)):
+        if got != wanted:
+            step = reference.steps[i]
+            tied = got in step and step[wanted] - step[got] <= _TIE[device]
+            return None if tied else i
+    return None if len(answer) == len(reference.ids) else len(answer)
+
+
+def measure_distance(server: ServerClient, reference: Reference, steps: Sequence[Step]) -> Distance:
+    """Compare a server's decode steps with those of :func:`measure_steps`."""
+    tops = [list(step) for step in steps]
+    answers = _forced(server, reference.prompt, reference.ids, token_ids_logprob=tops)
+    found = []
+    for i, (answer, dense) in enumerate(zip(answers, steps, strict=True)):
+        first, second = answer["output_ids"]
+        if first != reference.ids[i]:
+            continue  # A tie in prefill: the decode step continued another text.
+        ours = _as_step(answer["meta_info"]["output_token_ids_logprobs"][1])
+        best = max(dense, key=lambda token: dense[token])
+        found.append(Distance(kl=_kl(dense, ours), agreement=second == best, positions=1))
+    return Distance.mean(found)
+
+
+def _forced(
+    server: ServerClient, prompt: Sequence[int], ids: Sequence[int], **logprobs: Any
+) -> list[dict[str, Any]]:
+    """Two tokens after the prompt and each beginning of an answer."""
+    # The longest one first: what the others continue is then from prefill.
+    server.generate([[*prompt, *ids[:-1]]], 1)
+    return server.generate([[*prompt, *ids[:i]] for i in range(len(ids) - 1)], 2, **logprobs)
+
+
+def _as_step(entries: Sequence[Sequence[Any]]) -> Step:
+    return {int(token): float(logprob) for logprob, token, *_ in entries}
+
+
+def _kl(dense: Step, ours: Step) -> float:
+    """Divergence of ``ours`` from ``dense``: each token of ``dense``, and all others as one."""
+    if absent := dense.keys() - ours.keys():
+        raise HiSparseError(f"the server gave no log-probabilities of tokens {sorted(absent)}")
+    parts = [(math.exp(p), p, ours[token]) for token, p in dense.items()]
+    rest = [max(1 - sum(math.exp(x[i]) for x in parts), 1e-9) for i in (1, 2)]
+    kl = sum(share * (p - q) for share, p, q in parts)
+    return max(0.0, kl + rest[0] * math.log(rest[0] / rest[1]))

@@ -1,0 +1,160 @@
+"""What a load benchmark runs, from flags or from a table of a recipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hisparse.errors import ConfigError, quoted
+from hisparse.options import from_options
+from hisparse.units import parse_seconds, resolve_memory
+
+__all__ = ["LoadOptions", "round_up"]
+
+#: Tokens of an exact page, for budgets and contexts that are rounded up.
+_PAGE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """One run of ``hisparse bench serve``; each field is a flag and a key of a recipe.
+
+    Attributes:
+        model: folder, hub id or name; "random-dsa" is a small random model with an indexer.
+        device: "cpu" or "cuda".
+        context: tokens of the prompts.
+        output: tokens that each request generates.
+        concurrency: most requests in flight.
+        rate: requests per second, with Poisson arrivals, in place of ``concurrency``.
+        requests: requests of each load; 0: twice the concurrency, or all of ``trace``.
+        algorithm: contenders: "dense", "sglang-hisparse" (CUDA, models with an indexer) or
+            algorithms of hisparse.
+        budget: tokens that hisparse attends per step.
+        device_buffer_size: tokens of a row's device buffer, a contender each; the default if empty.
+        shared_prefix: share of a prompt that all requests of a load have in common.
+        repeat_prompts: whether each prompt was sent once before the clock starts.
+        trace: Mooncake's JSONL, in place of ``context`` and ``output``; its timestamps are the
+            arrivals unless ``concurrency`` or ``rate`` is given.
+        slo_ttft, slo_tpot: limits that a request of the goodput meets, such as "2s" and "100ms".
+        device_memory: device memory for the KV cache, the same for all contenders.
+        dense_requests: the same as the KV of so many dense requests of this context.
+        url: running servers in place of ``device_memory``; the first of two is the reference.
+        text: file whose text is in the prompts; the built-in texts if None.
+        threads: CPU threads of a server; one for each core if 0.
+    """
+
+    model: str = "smollm2-135m"
+    device: str = "cpu"
+    context: tuple[int, ...] = (7000,)
+    output: int = 64
+    concurrency: tuple[int, ...] = ()
+    rate: tuple[float, ...] = ()
+    requests: int = 0
+    algorithm: tuple[str, ...] = ("dense", "sketch")
+    budget: int = 512
+    device_buffer_size: tuple[int, ...] = ()
+    shared_prefix: float = 0.0
+    repeat_prompts: bool = False
+    trace: str | None = None
+    slo_ttft: str | None = None
+    slo_tpot: str | None = None
+    device_memory: tuple[str, ...] = ()
+    dense_requests: tuple[int, ...] = ()
+    url: tuple[str, ...] = ()
+    text: str | None = None
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("context", "output", "concurrency", "rate", "budget", "dense_requests"):
+            values = getattr(self, name)
+            for value in values if isinstance(values, tuple) else (values,):
+                if not value > 0:
+                    raise ConfigError(f"--{_flag(name)}: got {value}, expected more than 0")
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"--device: got {quoted(self.device)}, expected cpu or cuda")
+        if self.output < 2:
+            raise ConfigError("--output: got 1, expected 2 or more: a time per token needs two")
+        if not 0 <= self.shared_prefix < 1:
+            raise ConfigError(f"--shared-prefix: got {self.shared_prefix}, expected [0, 1)")
+        self._exclude("concurrency", "rate")
+        self._exclude("device_memory", "dense_requests")
+        self._exclude("url", "device_memory")
+        self._exclude("url", "dense_requests")
+        self._exclude("trace", "dense_requests")
+        if len(self.url) > 2:
+            raise ConfigError(f"--url: got {len(self.url)}, expected one or two")
+        if self.url and any("://" not in url for url in self.url):
+            raise ConfigError(f"--url: got {self.url}, expected such as http://127.0.0.1:30000")
+        # Wrong values are found before a server starts.
+        _ = self.slos_ms, self.device_bytes
+
+    def _exclude(self, one: str, other: str) -> None:
+        if getattr(self, one) and getattr(self, other):
+            raise ConfigError(f"got --{_flag(one)} and --{_flag(other)}, expected one of them")
+
+    @classmethod
+    def read(cls, source: str, values: Mapping[str, Any]) -> LoadOptions:
+        """Check and take values by name.
+
+        Raises:
+            ConfigError: a name is unknown, or a value is of the wrong type or out of range.
+        """
+        lists = {f.name for f in fields(cls) if str(f.type).startswith("tuple")}
+        whole = {
+            name: [value] if name in lists and not isinstance(value, list | tuple) else value
+            for name, value in values.items()
+        }
+        return from_options(cls, source, source, whole)
+
+    @property
+    def slos_ms(self) -> dict[str, float]:
+        """The limits, milliseconds, as SGLang's client names them."""
+        limits = {"ttft": self.slo_ttft, "tpot": self.slo_tpot}
+        return {
+            name: parse_seconds(f"--slo-{name}", text) * 1e3
+            for name, text in limits.items()
+            if text is not None
+        }
+
+    @property
+    def device_bytes(self) -> list[int]:
+        """``device_memory`` in bytes."""
+        return [resolve_memory(_bytes(x), 2**62, "--device-memory") for x in self.device_memory]
+
+    @property
+    def loads(self) -> list[dict[str, float]]:
+        """Each load: ``{"concurrency": N}`` or ``{"rate": X}``, or ``{}``: the trace's arrivals."""
+        if self.rate:
+            return [{"rate": x} for x in self.rate]
+        if self.concurrency or not self.trace:
+            return [{"concurrency": x} for x in self.concurrency or (1,)]
+        return [{}]
+
+    @property
+    def most_running(self) -> int:
+        """Requests that a server is to run at once: the largest load."""
+        return max(self.concurrency, default=0) or self.requests or 8
+
+    @property
+    def num_threads(self) -> int:
+        """CPU threads of a server."""
+        return self.threads or os.cpu_count() or 1
+
+    def num_requests(self, load: Mapping[str, float]) -> int:
+        """Requests of a load."""
+        return self.requests or 2 * int(load.get("concurrency", 4))
+
+
+def round_up(tokens: int) -> int:
+    """The next multiple of a page."""
+    return -(-tokens // _PAGE) * _PAGE
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _bytes(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text

@@ -1,0 +1,76 @@
+"""Draws throughput against concurrency and time per token against context."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from hisparse.eval.svg_chart import Axis, Chart
+from hisparse_bench.load.report import LoadReport, LoadResult
+
+__all__ = ["draw"]
+
+_COLORS = ("#57606a", "#0969da", "#cf222e", "#1a7f37", "#8250df", "#bf8700", "#1b7c83", "#bc4c00")
+_PANEL, _TOP, _LEFT = 380, 64, 56
+_HEIGHT = 220
+
+#: Points of a line, from left to right.
+Points = list[tuple[float, float]]
+
+
+def draw(report: LoadReport) -> str:
+    """An SVG file; lines are contenders at one device memory and, on the left, one context."""
+    by_load: dict[str, Points] = defaultdict(list)
+    by_context: dict[str, Points] = defaultdict(list)
+    for case in report.cases:
+        params = case.params
+        for result in case.results:
+            if case.gate == "failed" or not isinstance(result, LoadResult) or not result.throughput:
+                continue
+            memory = (
+                f"{params['device_memory'] / 2**20:,.0f} MiB" if params["device_memory"] else ""
+            )
+            line = ", ".join(filter(None, (result.impl, params["model"], memory)))
+            load = params.get("concurrency") or params.get("rate") or 0
+            context = params["context"] or 0
+            by_load[f"{line}, {context} tokens"].append((load, result.throughput))
+            by_context[f"{line}, load {load:g}"].append((context, result.median_us / 1e3))
+    names = [*by_load, *by_context]
+    rows = max(len(by_load), len(by_context), 1)
+    chart = Chart(
+        width=2 * _PANEL + 40, height=_TOP + _HEIGHT + 72 + 16 * rows, title="Throughput and time"
+    )
+    chart.text(24, 30, report.title, bold=True)
+    _draw_panel(chart, 0, "Output tokens per second, by concurrency or rate", by_load)
+    _draw_panel(chart, _PANEL, "Median time per token in ms, by context", by_context)
+    if not names:
+        chart.text(24, _TOP + 40, "No figures: nothing was completed, or the check failed.")
+    return chart.to_svg()
+
+
+def _draw_panel(chart: Chart, left: float, title: str, lines: Mapping[str, Points]) -> None:
+    chart.text(left + 24, _TOP - 10, title)
+    points = [point for line in lines.values() for point in line]
+    if not points:
+        return
+    x = Axis(low=0, high=_ceiling([p[0] for p in points]), start=left + _LEFT, end=left + _PANEL)
+    y = Axis(low=0, high=_ceiling([p[1] for p in points]), start=_TOP + _HEIGHT, end=_TOP + 10)
+    chart.grid_x(x, _ticks(x.high), (_TOP + 10, _TOP + _HEIGHT))
+    chart.grid_y(y, _ticks(y.high), (left + _LEFT, left + _PANEL))
+    for i, (name, line) in enumerate(lines.items()):
+        color = _COLORS[i % len(_COLORS)]
+        pixels = [(x(a), y(b)) for a, b in sorted(line)]
+        chart.line(pixels, color=color, width=2)
+        for pixel in pixels:
+            chart.dot(*pixel, color)
+        label = _TOP + _HEIGHT + 48 + 16 * i
+        chart.dot(left + _LEFT, label - 4, color)
+        chart.text(left + _LEFT + 10, label, name, size=11)
+
+
+def _ceiling(values: Sequence[float]) -> float:
+    return max(values) * 1.1 or 1.0
+
+
+def _ticks(high: float) -> list[tuple[float, str]]:
+    return [(high * i / 5, f"{high * i / 5:.3g}") for i in range(6)]

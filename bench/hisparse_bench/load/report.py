@@ -1,0 +1,160 @@
+"""The report of a load benchmark: the JSON of all benchmarks with more fields, and tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hisparse.units import format_bytes
+from hisparse_bench.report import Case, Report, Result
+
+__all__ = ["UNCHECKED", "LoadReport", "LoadResult"]
+
+#: The gate of a server that nothing is compared with.
+UNCHECKED = "not checked"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadResult(Result):
+    """One contender under one load. ``median_us`` to ``p90_us`` are times per token.
+
+    Attributes:
+        load: what SGLang's client measured, under its names.
+        memory: ``device_bytes`` and ``host_bytes`` of the KV cache and all that belongs to it, as
+            the server reports them, and ``kv_tokens``, its capacity.
+        cache: hits, misses and bytes moved during the load; empty without hisparse.
+        quality: distance from dense decoding, ``kl``, ``agreement`` and ``positions``; empty for
+            the dense server and where nothing was compared.
+    """
+
+    load: dict[str, Any]
+    memory: dict[str, int]
+    cache: dict[str, float] = field(default_factory=dict)
+    quality: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second; 0 if no request was completed."""
+        return float(self.load.get("output_throughput", 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport(Report):
+    """All loads of one run.
+
+    Attributes:
+        recipe: title and statements of the recipe that was run; empty without one.
+        interrupted: whether the run ended early; ``cases`` holds what was finished.
+        seconds: how long the run took.
+    """
+
+    recipe: dict[str, str] = field(default_factory=dict)
+    interrupted: bool = False
+    seconds: float = 0.0
+
+    def to_json(self) -> str:
+        """The report as one JSON object; no figures of a case whose gate failed."""
+        found = asdict(self)
+        for case, entry in zip(self.cases, found["cases"], strict=True):
+            del entry["parts"]
+            results = _completed(case)
+            entry["ratios"] = _ratios(results, "median_us") if case.gate == "passed" else {}
+            entry["throughput_ratios"] = (
+                _ratios(results, "throughput") if case.gate == "passed" else {}
+            )
+            if case.gate == "failed":
+                entry["results"] = []
+        return json.dumps(found, indent=2)
+
+    def print_table(self, console: Console) -> None:
+        """Print a table for each load."""
+        console.print(self.title, style="italic", highlight=False)
+        for name, text in self.recipe.items():
+            console.print(f"{name}: {text}", highlight=False, markup=False)
+        for case in self.cases:
+            console.print(f"\n{case.name}", style="bold", highlight=False)
+            if case.gate == "failed":
+                console.print(f"the check failed, no figures: {case.params.get('failure', '')}")
+                continue
+            results = [x for x in case.results if isinstance(x, LoadResult)]
+            console.print(_speeds(results))
+            console.print(_sizes(results))
+            for failure in case.params.get("failures", {}).items():
+                console.print("{}: {}".format(*failure), markup=False, highlight=False)
+            if case.gate == UNCHECKED:
+                console.print("not checked against dense decoding, so no ratios")
+                continue
+            ratios = _ratios(_completed(case), "throughput")
+            if ratios:
+                text = ", ".join(f"{pair} {ratio}" for pair, ratio in ratios.items())
+                console.print(f"output tokens/s: {text}", highlight=False)
+        if self.interrupted:
+            console.print("\ninterrupted: later loads are missing")
+
+
+def _completed(case: Case) -> list[LoadResult]:
+    return [x for x in case.results if isinstance(x, LoadResult) and x.throughput]
+
+
+def _ratios(results: Sequence[LoadResult], name: str) -> dict[str, float]:
+    """``a/b``: a's value over b's."""
+    return {
+        f"{a.impl}/{b.impl}": float(f"{getattr(a, name) / getattr(b, name):.4g}")
+        for i, a in enumerate(results)
+        for b in results[i + 1 :]
+    }
+
+
+def _table(*heads: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column(heads[0], overflow="fold")
+    for head in heads[1:]:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
+
+
+def _speeds(results: Sequence[LoadResult]) -> Table:
+    heads = ("in/s", "out/s", "TTFT", "p99", "token", "p99", "whole", "p99", "good/s", "done")
+    table = _table("", *heads)
+    for result in results:
+        load = result.load
+        done = f"{load['completed']}/{load['completed'] + load['failed']}"
+        if not load["completed"]:
+            table.add_row(result.impl, *[""] * 9, done)
+            continue
+        times = [
+            _ms(load[f"{statistic}_{of}_ms"])
+            for of in ("ttft", "tpot", "e2e_latency")
+            for statistic in ("median", "p99")
+        ]
+        rates = [f"{load[name]:.4g}" for name in ("input_throughput", "output_throughput")]
+        good = f"{load['request_goodput']:.3g}" if "request_goodput" in load else ""
+        table.add_row(result.impl, *rates, *times, good, done)
+    return table
+
+
+def _sizes(results: Sequence[LoadResult]) -> Table:
+    table = _table("", "device", "host", "KV tokens", "hits", "read", "KL", "agree")
+    for result in results:
+        memory, cache, quality = result.memory, result.cache, result.quality
+        table.add_row(
+            result.impl,
+            format_bytes(memory["device_bytes"]),
+            format_bytes(memory["host_bytes"]) if memory["host_bytes"] else "",
+            f"{memory['kv_tokens']:,}",
+            f"{cache['hit_ratio']:.1%}" if cache else "",
+            format_bytes(int(cache["decode_read_bytes"])) if cache else "",
+            f"{quality['kl']:.3g}" if quality else "",
+            f"{quality['agreement']:.0%}" if quality else "",
+        )
+    return table
+
+
+def _ms(value: float) -> str:
+    return f"{value / 1e3:.3g}s" if value >= 1e3 else f"{value:.3g}ms"
