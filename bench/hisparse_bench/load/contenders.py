@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from hisparse.algorithms import ALGORITHMS
+from hisparse.algorithms import ALGORITHMS, build_algorithm
+from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError, unknown_name
 from hisparse_bench.load.options import LoadOptions, round_up
 from hisparse_bench.load.served_model import ServedModel
@@ -46,6 +47,14 @@ class Contender:
     def is_hisparse(self) -> bool:
         """Whether hisparse serves, with its metrics."""
         return self.algorithm not in (DENSE, SGLANG_HISPARSE) or self.model.stands_in_for_dense
+
+    def check(self) -> HiSparseConfig:
+        """The settings of hisparse.
+
+        Raises:
+            ConfigError: a setting is wrong; found before a server starts.
+        """
+        return HiSparseConfig.from_dict(self._config())
 
     def flags(self, device_bytes: int, num_tokens: int) -> list[str]:
         """Flags of the timed server.
@@ -138,6 +147,9 @@ def contenders(options: LoadOptions, model: ServedModel) -> Sequence[Contender]:
         base = Contender(options=options, model=model, algorithm=name)
         sizes = options.device_buffer_size if name not in (DENSE, SGLANG_HISPARSE) else ()
         found += [replace(base, device_buffer_size=size) for size in sizes] or [base]
+    for contender in found:
+        if contender.is_hisparse:
+            build_algorithm(contender.check())
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device: got cuda, but PyTorch finds no CUDA GPU here; expected cpu")
     return found
