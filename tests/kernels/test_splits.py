@@ -68,7 +68,7 @@ def test_splits_change_nothing(
     tolerance: float,
 ) -> None:
     if split_kernels is not None:
-        monkeypatch.setattr(split_kernels, "_num_splits", lambda *sizes: splits)
+        monkeypatch.setattr(split_kernels, "num_splits", lambda *sizes: splits)
     out, lse, expected, expected_lse = _attend(impl, dtype, rank)
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance)
@@ -84,7 +84,7 @@ def test_whichever_split_ends_last_merges_to_the_same_bits(
         return
     from triton.runtime.interpreter import interpreter_builder
 
-    monkeypatch.setattr(split_kernels, "_num_splits", lambda *sizes: 5)
+    monkeypatch.setattr(split_kernels, "num_splits", lambda *sizes: 5)
     forward = _attend(impl, torch.bfloat16, None)[:2]
     counters = split_kernels.arrival_counters(1, forward[0].device)
     assert not counters.any()
@@ -106,7 +106,7 @@ def test_splits_are_one_wave_of_at_least_128_tokens(
     device, token_partials = torch.device("cuda"), 0.25
 
     def splits(programs: int, tokens: int) -> int:
-        found: int = split_kernels._num_splits(device, programs, 2, tokens, token_partials)
+        found: int = split_kernels.num_splits(device, programs, 2, tokens, token_partials)
         return found
 
     assert splits(8, 2048) == 16
