@@ -134,9 +134,9 @@ def _nav(entries: list[Any]) -> list[str]:
 def test_every_page_is_in_the_menu_and_in_the_index() -> None:
     pages = sorted(page.name for page in (ROOT / "docs").glob("*.md"))
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-    assert sorted(_nav(settings["nav"])) == pages
+    assert sorted(_nav(settings["nav"])) == pages, "mkdocs.yml"
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    assert sorted({"README.md", *re.findall(r"\]\(([\w-]+\.md)\)", index)}) == pages
+    assert sorted({"README.md", *re.findall(r"\]\(([\w-]+\.md)\)", index)}) == pages, "docs/README.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
