@@ -23,7 +23,7 @@ QUOTED = [
 #: Where messages come from that a server or `HiSparseCache` ends with. What commands print names
 #: its flag, and the page quotes the less obvious ones.
 COMPLETE = ("adapters", "algorithms", "cache", "engine", "memory", "sglang", "transformers")
-MODULES = ("config.py", "options.py", "registry.py", "units.py")
+MODULES = ("config.py", "options.py", "registry.py")
 ERRORS = {"AlgorithmError", "CapacityError", "ConfigError", "HiSparseError", "PluginError"}
 
 
