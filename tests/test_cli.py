@@ -88,7 +88,7 @@ def test_warnings_of_sglang_are_hidden_and_others_are_shown() -> None:
         (["no-such-command"], "no-such-command"),
         (["bench"], "BENCH"),
         (["bench", "serve", "--context", "many"], "--context"),
-        (["bench", "serve", "--tokens", "0"], "--tokens: got '0', expected a number of at least 1"),
+        (["bench", "serve", "--output", "0"], "--output: got '0', expected a number of at least 1"),
         (["bench", "prefetch", "--steps", "-3"], "--steps: got '-3', expected a number"),
         (["eval", "--context", "4k"], "--context: got '4k', expected numbers of at least 1, such"),
         (["eval", "--budget", "0"], "--budget: got '0', expected numbers"),

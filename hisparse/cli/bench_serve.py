@@ -128,7 +128,8 @@ def _measure(arguments: argparse.Namespace, about: dict[str, str], runs: Sequenc
     columns += [BarColumn(12), MofNCompleteColumn(), TimeElapsedColumn()]
     console = Console(stderr=True)
     try:
-        with Progress(*columns, console=console) as progress, without_sglang_warnings():
+        bar = Progress(*columns, console=console, disable=not console.is_terminal)
+        with bar as progress, without_sglang_warnings():
             for options in runs:
                 bench = LoadBench(options, progress)
                 benches.append(bench)
