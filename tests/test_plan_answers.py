@@ -172,6 +172,7 @@ def test_the_plot_has_a_line_for_each_configuration_over_several_contexts(
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"sketch, budget 2,048", "quest, budget 2,048", "dense", "256", "16k"} & set(texts)
     assert "Planned, not measured: against tokens of context" in texts
+    assert any("85% hits where not all" in str(text) for text in texts)
     # Two panels, two configurations, seven contexts, and two dots in the legend.
     assert len(list(root.iter("{http://www.w3.org/2000/svg}circle"))) == 2 * 2 * 7 + 2
     planned(capsys, *line, str(file), "--slo-tpot", "20ms", device="8GiB")

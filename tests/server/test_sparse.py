@@ -198,7 +198,7 @@ def test_every_panel_of_the_dashboard_has_data(server: Server, tmp_path: Path) -
     }
     assert len(panels) >= 10
     with running_prometheus(server.url, tmp_path) as prometheus:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180
         missing = dict(queries)
         # A rate is of what rises between two scrapes.
         while missing and time.monotonic() < end:
