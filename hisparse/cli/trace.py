@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hisparse.cli import trace_record
+from hisparse.cli import trace_prefix, trace_record
 from hisparse.cli.lists import names, numbers
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.cli.trace_plot import draw
@@ -17,6 +17,8 @@ from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, unknown_name
 from hisparse.kernels import POLICIES
 from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve, policy_hits
+from hisparse.trace.prefix import read_prefix
+from hisparse.trace.prefix_replay import PREFIX_POLICIES
 from hisparse.units import format_bytes
 
 __all__ = ["add_parser"]
@@ -46,8 +48,12 @@ def _add_replay(actions: Any) -> None:
     shown = ",".join(map(str, _BUFFERS))
     text = f"tokens of a row's buffer ({shown})"
     add("--buffer", type=numbers, default=_BUFFERS, metavar="N[,N]", help=text)
-    text = f"replacement policies: {', '.join(POLICIES)} (lru)"
+    text = f"{', '.join(POLICIES)}; of prefixes: {', '.join(PREFIX_POLICIES)} (lru)"
     add("--policy", type=names, default=["lru"], metavar="NAME[,NAME]", help=text)
+    text = "tokens of a prefix cache (the whole trace, a half, a quarter, ...)"
+    add("--capacity", type=numbers, metavar="N[,N]", help=text)
+    text = "seconds that an unused block stays in a prefix cache, or none (none)"
+    add("--ttl", type=trace_prefix.seconds, default=[None], metavar="S[,S]", help=text)
     add("--by", choices=("layer", "head"), help="also the hit ratios of each layer or head")
     text = "draw hit ratio and bytes against the size of the buffer"
     add("--plot", type=Path, metavar="FILE.svg", help=text)
@@ -70,7 +76,7 @@ def _add_recommend(actions: Any) -> None:
 
 def _add_files(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("files", nargs="+", type=Path, metavar="FILE", help="traces of selections")
+    add("files", nargs="+", type=Path, metavar="FILE", help="traces")
     add("--json", action="store_true", help="print one JSON object instead")
 
 
@@ -134,6 +140,9 @@ def _overlaps(trace: SelectionTrace) -> dict[str, Any]:
 
 def _show(arguments: argparse.Namespace) -> int:
     found = []
+    if trace_prefix.are_prefixes(arguments.files):
+        found = [trace_prefix.describe_prefix(x, read_prefix(x)) for x in arguments.files]
+        return _print_prefixes("show", arguments, found)
     for file in arguments.files:
         with SelectionTrace(file) as trace:
             found.append(_about(file, trace) | _overlaps(trace))
@@ -163,6 +172,14 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _print_prefixes(action: str, arguments: argparse.Namespace, found: list[dict[str, Any]]) -> int:
+    if arguments.json:
+        print(json.dumps(_origin(action) | {"traces": found}, indent=2))
+    else:
+        trace_prefix.print_prefix(found)
+    return 0
+
+
 def _source(about: dict[str, Any]) -> str:
     made_up = about["source"] == "made up"
     source = "made up, by no model" if made_up else about["source"]
@@ -170,6 +187,12 @@ def _source(about: dict[str, Any]) -> str:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
+    if trace_prefix.are_prefixes(arguments.files):
+        found = [
+            trace_prefix.replay_all(x, arguments.capacity, arguments.policy, arguments.ttl)
+            for x in arguments.files
+        ]
+        return _print_prefixes("replay", arguments, found)
     for policy in arguments.policy:
         if policy not in POLICIES:
             raise ConfigError(f"--policy: {unknown_name('policy', policy, POLICIES)}")

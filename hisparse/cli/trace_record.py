@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hisparse.cli.lists import names, number
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.options import parse_object, read_text
+from hisparse.trace.prefix import convert_sglang, make_up_sessions, write_prefix
 from hisparse.trace.synthetic import MadeUpTrace
 
 __all__ = ["add_parser"]
@@ -51,33 +53,79 @@ def add_parser(actions: Any) -> None:
         add(f"--{name}", type=number, metavar="N", help=text)
     add("--page-size", type=number, metavar="N", help=f"tokens ({default.page_size})")
     add("--seed", type=int, metavar="N", help=f"of the generator ({default.seed})")
+    text = "make up prefixes, of conversations of N turns, in place of selections"
+    add("--turns", type=number, metavar="N", help=text)
+    add = parser.add_argument_group("of prefixes").add_argument
+    text = "what SGLang wrote with --export-metrics-to-file; texts need --model; none is kept"
+    add("--exported", type=Path, nargs="+", metavar="FILE", help=text)
+    add("--block-size", type=number, metavar="N", help=f"tokens ({_BLOCK})")
     parser.set_defaults(run=_run)
 
 
-_OF_MODELS = ("model", "text", "algorithm", "config")
-_MADE_UP = ("overlap", "zipf", "requests", "layers", "heads", "page_size", "seed")
+#: Tokens of a block of recorded prefixes.
+_BLOCK = 64
+#: Flags of each kind of trace, with what switches it on.
+_KINDS = {
+    "--synthetic": ("overlap", "zipf", "requests", "layers", "heads", "page_size", "seed", "turns"),
+    "--exported": ("block_size",),
+    "no --synthetic": ("text", "algorithm", "config"),
+}
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    others = _OF_MODELS if arguments.synthetic else _MADE_UP
-    given = [name for name in others if getattr(arguments, name) is not None]
-    if given:
-        flag, state = (
-            f"--{given[0].replace('_', '-')}",
-            "with" if arguments.synthetic else "without",
-        )
-        raise ConfigError(f"{flag}: got it {state} --synthetic, expected only one of the two kinds")
-    if arguments.synthetic:
-        options = {n: getattr(arguments, n) for n in _MADE_UP if getattr(arguments, n) is not None}
-        trace = MadeUpTrace(
+    kind = "--synthetic" if arguments.synthetic else "no --synthetic"
+    if arguments.exported is not None:
+        kind = "--exported"
+    elif not arguments.synthetic:
+        arguments.model = arguments.model or "smollm2-135m"
+    for needed, flags in _KINDS.items():
+        given = [name for name in flags if getattr(arguments, name) is not None]
+        if given and needed != kind:
+            raise ConfigError(
+                f"--{given[0].replace('_', '-')}: got it with {kind}, expected it with {needed}"
+            )
+    if arguments.synthetic and (arguments.model or arguments.exported):
+        raise ConfigError("--synthetic: got --model or --exported too, expected one of them")
+    if kind == "--exported":
+        return _convert(arguments)
+    return _make_up(arguments) if arguments.synthetic else _record(arguments)
+
+
+def _make_up(arguments: argparse.Namespace) -> int:
+    if arguments.turns is not None:
+        trace = make_up_sessions(
+            requests=arguments.requests or 1000,
+            turns=arguments.turns,
+            zipf=MadeUpTrace.zipf if arguments.zipf is None else arguments.zipf,
             context=arguments.context,
-            budget=arguments.budget,
-            steps=arguments.steps,
-            **({"overlap": 0.85} | options),
+            seed=arguments.seed or 0,
         )
-        print(trace.write(arguments.out))
+        write_prefix(arguments.out, trace)
+        print(arguments.out)
         return 0
-    return _record(arguments)
+    known = {f.name for f in fields(MadeUpTrace)}
+    options = {n: x for n, x in vars(arguments).items() if n in known and x is not None}
+    print(MadeUpTrace(**({"overlap": 0.85} | options)).write(arguments.out))
+    return 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    tokenize = None
+    if arguments.model is not None:
+        from transformers import AutoTokenizer
+
+        from hisparse.eval.models import load, resolve
+
+        tokenizer = load(AutoTokenizer, resolve(arguments.model))
+
+        def tokenize(text: str) -> list[int]:
+            ids: list[int] = tokenizer(text)["input_ids"]
+            return ids
+
+    size = arguments.block_size or _BLOCK
+    write_prefix(arguments.out, convert_sglang(arguments.exported, size, tokenize))
+    print(arguments.out)
+    return 0
 
 
 def _record(arguments: argparse.Namespace) -> int:
@@ -95,7 +143,7 @@ def _record(arguments: argparse.Namespace) -> int:
     from hisparse.eval.texts import read_text as built_in
     from hisparse.trace.record import record_model
 
-    name = arguments.model or "smollm2-135m"
+    name = arguments.model
     console = Console(stderr=True)
     folder = resolve(name, progress=lambda line: console.print(line, highlight=False))
     words = (

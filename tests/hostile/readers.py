@@ -19,6 +19,8 @@ from hisparse.eval.records import Records
 from hisparse.eval.report import read_result, write_reports
 from hisparse.options import read_text
 from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve, policy_hits
+from hisparse.trace.prefix import convert_sglang, make_up_sessions, read_prefix, write_prefix
+from hisparse.trace.prefix_replay import replay_prefix
 from hisparse.trace.synthetic import MadeUpTrace
 from hisparse.transformers import HiSparseCache, disable, enable
 from hisparse.transformers.context_file import read_rows
@@ -137,6 +139,21 @@ def _trace(folder: Path) -> Reader:
     return _reader("trace", content, read)
 
 
+def _prefixes(folder: Path) -> list[Reader]:
+    made = make_up_sessions(requests=20, turns=3, zipf=1.0, context=1024, seed=0)
+    write_prefix(folder / "made.jsonl", made)
+    parameters = json.dumps({"input_ids": list(range(200)), "received_time": 1.5})
+    exported = {"request_parameters": parameters, "completion_tokens": 3, "cached_tokens": 64}
+    return [
+        _reader(
+            "prefixes",
+            (folder / "made.jsonl").read_bytes(),
+            lambda path: replay_prefix(read_prefix(path), "lfu", 4096, 60.0),
+        ),
+        _reader("exported", json.dumps(exported).encode(), lambda p: convert_sglang([p], 64, None)),
+    ]
+
+
 def _page(folder: Path) -> Callable[[Path], None]:
     def read(path: Path) -> None:
         with warnings.catch_warnings():
@@ -165,6 +182,7 @@ def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
         _distributions(folder),
         _records(),
         _trace(folder),
+        *_prefixes(folder),
         _reader("settings", json.dumps(settings).encode(), lambda p: HiSparseConfig.parse(f"@{p}")),
         _reader("text", "Straße 😀\n".encode(), lambda path: read_text(path, "--text")),
         _reader(

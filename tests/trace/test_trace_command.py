@@ -69,8 +69,11 @@ def test_made_up_traces_are_called_so(
         (["record", "--synthetic", *SMALL, "--out", "/nowhere/a"], "cannot create '/nowhere/a'"),
         (["record", "--synthetic", "--overlap", "2", "--out", "b"], "--overlap: got 2.0"),
         (["record", "--synthetic", "--context", "64", "--out", "b"], "--context, --budget: got 64"),
-        (["record", "--synthetic", "--model", "x", "--out", "b"], "--model: got it with --synth"),
-        (["record", "--zipf", "1", "--out", "b"], "--zipf: got it without --synthetic"),
+        (
+            ["record", "--synthetic", "--model", "x", "--out", "b"],
+            "--synthetic: got --model or --exported too",
+        ),
+        (["record", "--zipf", "1", "--out", "b"], "--zipf: got it with no --synthetic"),
         (["record", "--model", "nothing", "--out", "b"], "unknown model 'nothing'"),
         (["record", "--algorithm", "nothing", "--out", "b"], "unknown algorithm 'nothing'"),
         (["record", "--config", "{", "--out", "b"], "--config: not JSON"),

@@ -1,0 +1,132 @@
+"""The part of ``hisparse trace`` that shows and replays prefix traces."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from hisparse.cli.output import make_table, print_paragraph
+from hisparse.errors import ConfigError, unknown_name
+from hisparse.trace.prefix import PrefixTrace, is_prefix_trace, read_prefix
+from hisparse.trace.prefix_replay import PREFIX_POLICIES, PrefixPoint, on_front, replay_prefix
+
+__all__ = ["are_prefixes", "describe_prefix", "print_prefix", "replay_all", "seconds"]
+
+
+def seconds(text: str) -> list[float | None]:
+    """``"60,600,none"`` -> ``[60.0, 600.0, None]``.
+
+    Raises:
+        ArgumentTypeError: a value is neither a number above 0 nor "none".
+    """
+    try:
+        found = [None if word == "none" else float(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(x is None or 0 < x < 1e12 for x in found):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds such as 60,600 or none")
+    return found
+
+
+def are_prefixes(files: Sequence[Path]) -> bool:
+    """Whether files are prefix traces.
+
+    Raises:
+        ConfigError: some are, and others are not.
+    """
+    kinds = [is_prefix_trace(file) for file in files]
+    if any(kinds) and not all(kinds):
+        raise ConfigError("got prefix traces and traces of selections, expected one of the two")
+    return any(kinds)
+
+
+def describe_prefix(file: Path, trace: PrefixTrace) -> dict[str, Any]:
+    """What a prefix trace holds."""
+    requests = trace.requests
+    inputs = sum(x.input_length for x in requests)
+    cached = [x.cached_length for x in requests if x.cached_length is not None]
+    return {
+        "file": str(file),
+        "source": trace.source,
+        "note": trace.note,
+        "block_size": trace.block_size,
+        "requests": len(requests),
+        "seconds": (requests[-1].timestamp - requests[0].timestamp) / 1000,
+        "input_tokens": inputs,
+        "output_tokens": sum(x.output_length for x in requests),
+        "unique_tokens": len({b for x in requests for b in x.hash_ids}) * trace.block_size,
+        "found_by_server": sum(cached) / max(1, inputs) if cached else None,
+        "unlimited_hit_ratio": replay_prefix(trace, "lru", None, None).hit_ratio,
+    }
+
+
+def replay_all(
+    file: Path, capacities: Sequence[int] | None, policies: Sequence[str], ttls: Sequence[Any]
+) -> dict[str, Any]:
+    """Replay a prefix trace through each capacity, policy and lifetime.
+
+    Raises:
+        ConfigError: the file is damaged, or there is no such policy.
+    """
+    for policy in policies:
+        if policy not in PREFIX_POLICIES:
+            kinds = "policy of prefix traces"
+            raise ConfigError(f"--policy: {unknown_name(kinds, policy, PREFIX_POLICIES)}")
+    trace = read_prefix(file)
+    about = describe_prefix(file, trace)
+    if capacities is None:
+        whole = max(1, about["unique_tokens"] // trace.block_size)
+        capacities = [max(1, whole >> i) * trace.block_size for i in range(6, -1, -1)]
+    points = [
+        replay_prefix(trace, policy, capacity, ttl)
+        for policy in dict.fromkeys(policies)
+        for ttl in ttls
+        for capacity in dict.fromkeys(capacities)
+    ]
+    front = on_front(points)
+    return about | {
+        "points": [asdict(x) | {"pareto": best} for x, best in zip(points, front, strict=True)]
+    }
+
+
+def print_prefix(found: Sequence[dict[str, Any]]) -> None:
+    """What each trace holds and, if it was replayed, its caches."""
+    console = Console(highlight=False)
+    for about in found:
+        console.print(f"[bold]{about['file']}[/bold]", soft_wrap=True)
+        made_up = about["source"] == "made up"
+        source = "made up, from no server" if made_up else about["source"]
+        served = about["found_by_server"]
+        text = (
+            f"{source}{': ' if about['note'] else ''}{about['note']}. {about['requests']:,} "
+            f"requests in {about['seconds']:,.0f} s, {about['input_tokens']:,} prompt tokens, "
+            f"{about['unique_tokens']:,} of them different, in blocks of {about['block_size']}. "
+            f"An unlimited cache holds {about['unlimited_hit_ratio']:.1%} of them"
+            + ("." if served is None else f"; the server found {served:.1%}.")
+        )
+        print_paragraph(console, text)
+        if "points" in about:
+            figures = ("capacity", "ttl s", "hits", "peak")
+            table = make_table("policy", *figures, "front", right=figures)
+            for point in about["points"]:
+                own = PrefixPoint(**{k: v for k, v in point.items() if k != "pareto"})
+                table.add_row(
+                    own.policy,
+                    f"{own.capacity:,}",
+                    "-" if own.ttl_s is None else f"{own.ttl_s:g}",
+                    f"{own.hit_ratio:.1%}",
+                    f"{own.peak_tokens:,}",
+                    "*" if point["pareto"] else "",
+                )
+            console.print(table)
+    if "points" in found[0]:
+        print_paragraph(
+            console,
+            "capacity, peak: tokens that the cache may hold, and held at most. hits: prompt tokens "
+            "that it held. *: no other cache holds at most as much and hits at least as often.",
+        )

@@ -1,0 +1,177 @@
+"""Prefix traces: Mooncake's format is read, caches are replayed as by hand, wrong lines refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hisparse.cli import main
+from hisparse.errors import ConfigError
+from hisparse.trace.prefix import (
+    PrefixRequest,
+    PrefixTrace,
+    convert_sglang,
+    make_up_sessions,
+    read_prefix,
+    write_prefix,
+)
+from hisparse.trace.prefix_replay import PREFIX_POLICIES, PrefixPoint, on_front, replay_prefix
+
+
+def trace(*blocks: tuple[int, ...], step_ms: float = 1000) -> PrefixTrace:
+    """Requests a step apart, of whole blocks of 10 tokens."""
+    requests = [PrefixRequest(step_ms * i, 10 * len(b), 1, b) for i, b in enumerate(blocks)]
+    return PrefixTrace(source="recorded", note="", block_size=10, requests=requests)
+
+
+def hits(made: PrefixTrace, policy: str, blocks: int | None, ttl_s: float | None = None) -> float:
+    point = replay_prefix(made, policy, None if blocks is None else 10 * blocks, ttl_s)
+    assert blocks is None or point.peak_tokens <= 10 * blocks
+    return point.hit_ratio * sum(x.input_length for x in made.requests) / 10
+
+
+def test_a_hit_ends_at_the_first_block_that_is_missing() -> None:
+    """The end of a prefix leaves first, so a small cache keeps its beginning."""
+    made = trace((1, 2, 3), (1, 2, 3), (1, 2, 9), (9, 1))
+    assert hits(made, "lru", None) == 0 + 3 + 2 + 1 + 1
+    assert hits(made, "lru", 3) == 0 + 3 + 2 + 2
+    assert hits(made, "lru", 2) == 0 + 2 + 2 + 0
+    assert hits(made, "lru", 0) == 0
+
+
+def test_policies_differ_as_they_should() -> None:
+    made = trace((1,), (1,), (2,), (3,), (1,))
+    # A cache of two: LRU and FIFO have lost block 1, LFU keeps what was used twice.
+    assert hits(made, "lru", 2) == 1
+    assert hits(made, "fifo", 2) == 1
+    assert hits(made, "lfu", 2) == 2
+
+
+def test_blocks_expire_after_their_last_use() -> None:
+    made = trace((1,), (1,), (2,), (1,))
+    assert hits(made, "lru", None, 2.0) == 2
+    assert hits(made, "lru", None, 1.0) == 1
+    assert hits(made, "lru", None, 0.5) == 0
+    assert replay_prefix(made, "lru", None, 0.5).peak_tokens == 10
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 8), max_size=5, unique=True).map(tuple), min_size=1),
+    st.integers(0, 9),
+)
+def test_lru_equals_a_list(blocks: list[tuple[int, ...]], size: int) -> None:
+    held: list[int] = []
+    expected = 0
+    for wanted in blocks:
+        found = 0
+        while found < len(wanted) and wanted[found] in held:
+            found += 1
+        expected += found
+        for block in reversed(wanted):
+            held = [*(x for x in held if x != block), block][-size:] if size else []
+    assert hits(trace(*blocks), "lru", size) == pytest.approx(expected)
+    for policy in PREFIX_POLICIES:
+        assert hits(trace(*blocks), policy, size) <= hits(trace(*blocks), "lru", None) + 1e-9
+
+
+def test_the_front_has_no_cache_that_another_beats() -> None:
+    def point(hit_ratio: float, peak: int) -> PrefixPoint:
+        return PrefixPoint(
+            policy="lru", capacity=None, ttl_s=None, hit_ratio=hit_ratio, peak_tokens=peak
+        )
+
+    points = [point(0.5, 10), point(0.5, 20), point(0.4, 10), point(0.6, 20), point(0.6, 20)]
+    assert on_front(points) == [True, False, False, True, True]
+
+
+def test_the_format_of_mooncake_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.jsonl"
+    lines = [
+        {"timestamp": 3000, "input_length": 700, "output_length": 8, "hash_ids": [46, 47]},
+        {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [46, 1, 2]},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_prefix(path)
+    assert (found.source, found.block_size) == ("as given", 512)
+    assert [x.timestamp for x in found.requests] == [0, 3000]
+    assert found.requests[1].hash_ids == (46, 47)
+    assert replay_prefix(found, "lru", None, None).hit_ratio == 512 / 7458
+
+
+def test_ours_is_read_as_it_was_written(tmp_path: Path) -> None:
+    made = make_up_sessions(requests=50, turns=3, zipf=1.0, context=1024, seed=1)
+    write_prefix(tmp_path / "a.jsonl", made)
+    assert read_prefix(tmp_path / "a.jsonl") == made
+    with pytest.raises(ConfigError, match="cannot create .*File exists"):
+        write_prefix(tmp_path / "a.jsonl", made)
+
+
+def exported(ids: list[int] | None, text: str | None, time: float) -> str:
+    parameters = {"input_ids": ids, "text": text, "received_time": time}
+    given = {k: v for k, v in parameters.items() if v is not None}
+    return json.dumps(
+        {"request_parameters": json.dumps(given), "completion_tokens": 5, "cached_tokens": 4}
+    )
+
+
+def test_what_sglang_exports_becomes_blocks(tmp_path: Path) -> None:
+    """Equal beginnings get equal numbers, and the text is gone."""
+    path = tmp_path / "sglang.log"
+    a, b = list(range(9)), [*range(5), 99, *range(6, 9)]
+    path.write_text("\n".join([exported(b, None, 12.0), exported(a, None, 10.5)]) + "\n")
+    found = convert_sglang([path], 4, None)
+    first, second = found.requests
+    assert first == PrefixRequest(0.0, 9, 5, first.hash_ids, 4)
+    assert second.timestamp == 1500
+    assert len(first.hash_ids) == 2
+    assert first.hash_ids[0] == second.hash_ids[0]
+    assert first.hash_ids[1] != second.hash_ids[1]
+    path.write_text(exported(None, "a b c d e", 1.0))
+    assert convert_sglang([path], 2, lambda text: [1] * len(text.split())).requests[0][1] == 5
+    with pytest.raises(ConfigError, match="got a text, expected --model"):
+        convert_sglang([path], 2, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{}", "line 1 lacks hash_ids, input_length"),
+        ("[]", "got \\[\\] \\(list\\), expected an object"),
+        ('{"format": "other"}', "got format 'other', expected 'hisparse prefix 1'"),
+        ('{"timestamp": -1, "input_length": 1, "output_length": 1, "hash_ids": []}', "a time and"),
+        ('{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [1.5]}', "a list of"),
+        ("", "got no request"),
+    ],
+)
+def test_wrong_lines_are_refused(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(line)
+    with pytest.raises(ConfigError, match=message):
+        read_prefix(path)
+
+
+def test_the_command_sweeps_capacity_and_lifetime(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "a.jsonl")
+    line = ["trace", "record", "--synthetic", "--turns", "3", "--requests", "60", "--out", path]
+    assert main(line) == 0
+    capsys.readouterr()
+    assert main(["trace", "replay", path, "--ttl", "30,none", "--policy", "lru,lfu", "--json"]) == 0
+    (about,) = json.loads(capsys.readouterr().out)["traces"]
+    assert about["source"] == "made up"
+    points: list[dict[str, Any]] = about["points"]
+    assert len(points) == 2 * 2 * 7
+    best = max(point["hit_ratio"] for point in points)
+    assert best == about["unlimited_hit_ratio"]
+    assert [p for p in points if p["pareto"] and p["hit_ratio"] == best]
+    for command in (["show", path], ["replay", path, "--ttl", "60"]):
+        assert main(["trace", *command]) == 0
+        assert "made up, from no server" in " ".join(capsys.readouterr().out.split())
+    assert main(["trace", "replay", path, "--policy", "belady"]) == 2
+    assert "unknown policy of prefix traces 'belady'" in capsys.readouterr().err
