@@ -207,7 +207,6 @@ def _token_ids(
     if not isinstance(text, str):
         raise ConfigError(f"{where}: got no request_parameters, expected what a server exported")
     given = parse_object(text, f"{where}: request_parameters", '{"input_ids": [1]}')
-    found["received_time"] = given.get("received_time")
     if matches(given.get("input_ids"), list[int]):
         ids: list[int] = given["input_ids"]
         return ids
@@ -225,11 +224,16 @@ def _converted(
     for start in range(0, len(ids) - size + 1, size):
         digest.update(json.dumps(ids[start : start + size]).encode())
         blocks.append(numbers.setdefault(digest.digest(), len(numbers)))
-    counts = [found.get(name, 0) for name in ("completion_tokens", "cached_tokens")]
-    seconds = found.get("received_time")
-    if not all(matches(x, int) for x in counts) or not matches(seconds, float | None):
-        raise ConfigError(f"{where}: got {quoted(counts)}, {quoted(seconds)}, expected numbers")
-    return PrefixRequest(1000 * (seconds or 0.0), len(ids), counts[0], tuple(blocks), counts[1])
+    counts: list[Any] = [found.get(name, 0) for name in ("completion_tokens", "cached_tokens")]
+    seconds: Any = found.get("request_received_ts")
+    if not all(matches(x, int) and 0 <= x < _MOST for x in counts):
+        raise ConfigError(f"{where}: got {quoted(counts)}, expected numbers of tokens")
+    if not matches(seconds, float) or not 0 <= seconds < _MOST:
+        raise ConfigError(
+            f"{where}: request_received_ts: got {quoted(seconds)}, expected seconds; a server "
+            "exports them with --enable-metrics"
+        )
+    return PrefixRequest(1000 * seconds, len(ids), counts[0], tuple(blocks), counts[1])
 
 
 def make_up_sessions(

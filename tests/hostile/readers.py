@@ -142,8 +142,9 @@ def _trace(folder: Path) -> Reader:
 def _prefixes(folder: Path) -> list[Reader]:
     made = make_up_sessions(requests=20, turns=3, zipf=1.0, context=1024, seed=0)
     write_prefix(folder / "made.jsonl", made)
-    parameters = json.dumps({"input_ids": list(range(200)), "received_time": 1.5})
+    parameters = json.dumps({"input_ids": list(range(200))})
     exported = {"request_parameters": parameters, "completion_tokens": 3, "cached_tokens": 64}
+    exported |= {"request_received_ts": 1.5}
     return [
         _reader(
             "prefixes",

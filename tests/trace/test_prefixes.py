@@ -112,11 +112,10 @@ def test_ours_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def exported(ids: list[int] | None, text: str | None, time: float) -> str:
-    parameters = {"input_ids": ids, "text": text, "received_time": time}
+    parameters = {"input_ids": ids, "text": text}
     given = {k: v for k, v in parameters.items() if v is not None}
-    return json.dumps(
-        {"request_parameters": json.dumps(given), "completion_tokens": 5, "cached_tokens": 4}
-    )
+    found = {"completion_tokens": 5, "cached_tokens": 4, "request_received_ts": time}
+    return json.dumps({"request_parameters": json.dumps(given)} | found)
 
 
 def test_what_sglang_exports_becomes_blocks(tmp_path: Path) -> None:

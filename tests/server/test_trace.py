@@ -1,0 +1,71 @@
+"""A server records what it selected and, by SGLang's export, which prefixes it was asked for."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from harness import Server
+from tiny_models import LAYERS, tiny_model
+from workload import tokens
+
+from hisparse.trace import SelectionTrace, lru_curve, policy_hits
+from hisparse.trace.prefix import PrefixTrace, convert_sglang
+from hisparse.trace.prefix_replay import replay_prefix
+
+PAGE, BUDGET, PROMPT, STEPS = 16, 128, 800, 24
+
+
+def exported(folder: Path, count: int) -> PrefixTrace:
+    """What the server wrote, once it has written all requests: it answers first."""
+    for _ in range(600):
+        files = sorted(folder.glob("*.log"))
+        if sum(len(file.read_text().splitlines()) for file in files) >= count:
+            return convert_sglang(files, PAGE, None)
+        time.sleep(0.1)
+    raise AssertionError(f"the server exported fewer than {count} requests")
+
+
+def test_a_server_records_selections_and_prefixes(log_dir: Path, tmp_path: Path) -> None:
+    path, folder = tmp_path / "server.trace", tmp_path / "requests"
+    config = {
+        "budget": BUDGET,
+        "max_row_capacity": 2 * BUDGET,
+        "host_memory": "1GiB",
+        "device_memory": "14MB",
+        "trace": str(path),
+    }
+    flags = ("--max-total-tokens", "8000", "--export-metrics-to-file")
+    flags += ("--export-metrics-to-file-dir", str(folder), "--enable-metrics")
+    prompt, other = tokens(PROMPT, seed=1), tokens(PROMPT, seed=2)
+    with Server(tiny_model("llama"), log_dir / "trace.log", *flags, config=config) as server:
+        for ids in (prompt, other, prompt):
+            server.generate(ids, STEPS)
+        handed, dropped = server.counted("trace_steps", "trace_dropped_steps")
+        selected = sum(server.counted("hit_pages", "miss_pages"))
+        requests = exported(folder, 3).requests
+        time.sleep(1.5)  # The writer's last flush.
+    # The server was killed.
+    with SelectionTrace(path) as trace:
+        count = len(trace.visits.requests)
+        assert trace.end is None
+        assert (count, dropped) == (handed, 0)
+        assert count == 3 * (STEPS - 1)
+        assert list(trace.header.layers) == list(range(LAYERS))
+        assert trace.visits.requests.tolist() == [i // (STEPS - 1) for i in range(count)]
+        assert trace.visits.seq_lens[0] == PROMPT + 1
+        assert lru_curve(trace).accesses.sum() == selected
+        assert 0 < policy_hits(trace, "lru", [2 * BUDGET]).sum() < selected
+    first, second, again = requests
+    assert first.hash_ids == again.hash_ids
+    assert not set(first.hash_ids) & set(second.hash_ids)
+    assert (first.cached_length, second.cached_length) == (0, 0)
+    found = replay_prefix(
+        PrefixTrace(source="recorded", note="", block_size=PAGE, requests=requests),
+        "lru",
+        None,
+        None,
+    )
+    # A server computes the last token of a prompt anew, and so its page.
+    assert again.cached_length == PROMPT - PAGE
+    assert found.hit_ratio == PROMPT / (3 * PROMPT)
