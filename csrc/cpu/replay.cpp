@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <limits>
 #include <queue>
-#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -445,18 +444,20 @@ void replay_with(const Trace& trace, const int32_t* sizes, int64_t num_sizes, Ro
 }
 
 void replay(TensorView pages, TensorView offsets, TensorView streams, TensorView full_pages,
-            TensorView sizes, TensorView hits, int64_t num_pages, const std::string& policy) {
+            TensorView sizes, TensorView hits, int64_t num_pages, int64_t policy) {
   const Trace trace(pages, offsets, streams, full_pages, num_pages);
   const Rows<int64_t> out = rows_of<int64_t>(hits, "hits");
   const int32_t* each = vector_of<const int32_t>(sizes, "sizes");
   const int64_t count = sizes.size(0);
-  if (policy == "lru") return replay_with<Lru>(trace, each, count, out);
-  if (policy == "fifo") return replay_with<Fifo>(trace, each, count, out);
-  if (policy == "clock") return replay_with<Clock>(trace, each, count, out);
-  if (policy == "lfu") return replay_with<Lfu>(trace, each, count, out);
-  if (policy == "2q") return replay_with<TwoQueues>(trace, each, count, out);
-  if (policy == "belady") return replay_with<Belady>(trace, each, count, out);
-  TVM_FFI_THROW(ValueError) << "policy: got " << policy;
+  switch (policy) {  // The order of POLICIES in hisparse/kernels/recorded.py.
+    case 0: return replay_with<Lru>(trace, each, count, out);
+    case 1: return replay_with<Fifo>(trace, each, count, out);
+    case 2: return replay_with<Clock>(trace, each, count, out);
+    case 3: return replay_with<Lfu>(trace, each, count, out);
+    case 4: return replay_with<TwoQueues>(trace, each, count, out);
+    case 5: return replay_with<Belady>(trace, each, count, out);
+  }
+  TVM_FFI_THROW(ValueError) << "policy: got " << policy << ", expected 0 to 5";
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(stack_depths, stack_depths);

@@ -16,11 +16,11 @@ from hisparse.kernels.outline import outline_bytes, outline_score
 from hisparse.kernels.page_summary import page_summary
 from hisparse.kernels.page_table import page_table
 from hisparse.kernels.rebalance import drop_pages, promote_tail, rebalance, reset_rows
-from hisparse.kernels.recorded import Selections
+from hisparse.kernels.recorded import POLICIES, Selections
 from hisparse.kernels.reference.index_score import chunk_index_score
 from hisparse.kernels.reference.outline import page_outline
 from hisparse.kernels.reference.summary import round_outward
-from hisparse.kernels.replay import POLICIES, replay, stack_depths
+from hisparse.kernels.replay import replay, stack_depths
 from hisparse.kernels.row_state import DecodeRows, DiffTables, LruDiff, RowState
 from hisparse.kernels.select import SelectRule, page_score, select
 from hisparse.kernels.sketch import SketchLayout, TailPages, page_sketch, sketch_score

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Selections"]
+__all__ = ["POLICIES", "Selections"]
+
+#: Replacement policies that ``replay`` knows.
+POLICIES: Final = ("lru", "fifo", "clock", "lfu", "2q", "belady")
 
 
 class Selections(NamedTuple):

@@ -7,7 +7,6 @@ selected is evicted, as in ``lru_diff``. Nothing here runs in a decode step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -15,12 +14,9 @@ from torch import Tensor
 from hisparse.errors import KernelError, unknown_name
 from hisparse.kernels.checks import check_tensor
 from hisparse.kernels.dispatch import implementation
-from hisparse.kernels.recorded import Selections
+from hisparse.kernels.recorded import POLICIES, Selections
 
-__all__ = ["POLICIES", "replay", "stack_depths"]
-
-#: Replacement policies of :func:`replay`.
-POLICIES: Final = ("lru", "fifo", "clock", "lfu", "2q", "belady")
+__all__ = ["replay", "stack_depths"]
 
 
 def stack_depths(selections: Selections, depth: int, *, impl: str = "auto") -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels.build.cpu import call_cpu
-from hisparse.kernels.recorded import Selections
+from hisparse.kernels.recorded import POLICIES, Selections
 
 __all__ = ["replay", "stack_depths"]
 
@@ -26,5 +26,5 @@ def replay(selections: Selections, policy: str, sizes: Sequence[int]) -> Tensor:
     hits = torch.zeros(len(selections.streams) - 1, len(sizes), dtype=torch.int64)
     tensors = (x.contiguous() for x in selections)
     each = torch.tensor(sizes, dtype=torch.int32)
-    call_cpu("replay", *tensors, each, hits, selections.num_pages, policy)
+    call_cpu("replay", *tensors, each, hits, selections.num_pages, POLICIES.index(policy))
     return hits
