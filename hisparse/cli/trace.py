@@ -221,8 +221,10 @@ def _replay(arguments: argparse.Namespace) -> int:
                     "hit_ratio": (hits.sum(axis=(0, 1)) / accesses).tolist(),
                     "bytes_per_step": read.tolist(),
                     "hit_ratio_by_layer": by_layer.T.tolist(),
-                    "hit_ratio_by_head": by_head.transpose(2, 0, 1).tolist(),
                 }
+                if arguments.by == "head":
+                    heads = by_head.transpose(2, 0, 1).tolist()
+                    about["policies"][policy]["hit_ratio_by_head"] = heads
             found.append(about)
             curves.append((about, curve))
     if arguments.plot is not None:
