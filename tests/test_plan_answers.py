@@ -12,12 +12,14 @@ import pytest
 from transformers import DeepseekV3Config, LlamaConfig, MiniMaxM2Config, PretrainedConfig
 
 from hisparse.cli import main
+from hisparse.cli.plan_trace import Traced
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.plan.estimate import estimate_step
 from hisparse.plan.fit import Machine, fit
 from hisparse.plan.hardware import Hardware
 from hisparse.plan.tpot import loads_within
+from hisparse.trace import SelectionTrace, lru_curve
 from hisparse.transformers.model_config import shape_per_rank
 from hisparse.units import parse_rate, parse_seconds
 from tests.shapes import LLAMA
@@ -212,3 +214,68 @@ def test_times_and_rates() -> None:
     for text in ("20gb/s", "20iB/s", "1e3MB/s", "٣GB/s", "9" * 50 + "B/s"):
         with pytest.raises(ConfigError, match="x: got"):
             parse_rate("x", text)
+
+
+@pytest.fixture
+def trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    path = str(tmp_path / "selections.trace")
+    line = ["--context", "8192", "--budget", "2048", "--overlap", "0.6", "--steps", "40"]
+    assert main(["trace", "record", "--synthetic", *line, "--out", path]) == 0
+    capsys.readouterr()
+    return path
+
+
+def test_a_trace_gives_the_hit_ratio_of_the_buffer(
+    trace: str, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--model", folder, "--context", "8192", "--slo-tpot", "5ms"]
+    configs = [f'{{"algorithm": "quest", "device_buffer_size": {n}}}' for n in (2048, 4096)]
+    line += ["--trace", trace, "--config", configs[0], "--config", configs[1]]
+    found = planned(capsys, *line)
+    with SelectionTrace(Path(trace)) as opened:
+        curve = lru_curve(opened)
+    expected = [curve.hit_ratio(tokens) for tokens in (2048, 4096)]
+    assert 0.4 < expected[0] < expected[1] < 1
+    for row, hits in zip(found["plans"], expected, strict=True):
+        assert {step["hit_ratio"] for step in row["estimates"]} == {hits}
+        assert {load["hit_ratio"] for load in row["loads"]} == {hits}
+    assert found["estimate"]["trace"]["source"] == "made up"
+    many, few = (row["estimates"][0]["bytes_per_layer"]["misses"] for row in found["plans"])
+    assert many > few > 0
+    memory = ["--device-memory", "1GiB", "--host-memory", "1TiB"]
+    plot = f"{trace}.svg"
+    assert main(["plan", *line, *memory, "--plot", plot]) == 0
+    assert "MADE UP, by no model" in " ".join(capsys.readouterr().out.split())
+    assert "MADE-UP trace" in Path(plot).read_text()
+
+
+@pytest.mark.parametrize("other", [{"algorithm": "quest"}, {"budget": 1024}, {"page_size": 32}])
+def test_a_recorded_trace_is_of_one_configuration(trace: str, other: dict[str, Any]) -> None:
+    with SelectionTrace(Path(trace)) as opened:
+        curve = lru_curve(opened)
+    about = {"file": "a.trace", "source": "recorded"}
+    about |= {"algorithm": "sketch", "budget": 2048, "page_size": 16}
+    traced = Traced(curve=curve, about=about)
+    assert traced.hit_ratio(HiSparseConfig()) == curve.hit_ratio(4096)
+    (name,) = other
+    with pytest.raises(ConfigError, match=f"a.trace' of {name} .*; expected the same"):
+        traced.hit_ratio(HiSparseConfig(**{"device_buffer_size": 4096} | other))
+
+
+def test_a_trace_of_something_else_is_one_line(
+    trace: str, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "damaged.trace"
+    damaged.write_bytes(Path(trace).read_bytes()[:-40] + b"x" * 40)
+    memory = ["--device-memory", "1GiB", "--host-memory", "1TiB", "--context", "8192"]
+    for flags, words in (
+        (["--trace", trace, "--hit-ratio", "0.5"], "and --hit-ratio, expected one of them"),
+        (["--trace", trace, "--config", '{"page_size": 32}'], "of page_size 16, but a row of the"),
+        (["--trace", trace, "--budget", "256"], "expected at least the"),
+        (["--trace", str(damaged)], "expected a trace that hisparse recorded"),
+        (["--trace", str(tmp_path / "none")], "cannot be read: No such file"),
+    ):
+        assert main(["plan", "--model", folder, *memory, *flags]) == 2
+        out, err = capsys.readouterr()
+        assert (out, len(err.splitlines())) == ("", 1), flags
+        assert words in err

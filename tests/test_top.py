@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -163,6 +169,7 @@ def test_a_wrong_server_is_one_line(
         (["127.0.0.1:30000"], "expected a URL such as http://127.0.0.1:30000"),
         (["http://[1"], "got ValueError: Invalid IPv6 URL"),
         (["http://127.0.0.1:port"], "expected a running SGLang server"),
+        (["http://127.0.0.1:9", "--interval", "9999s"], "expected at most 1h"),
         (["http://127.0.0.1:9", "--interval", "2"], "--interval: got '2', expected a time"),
     ],
 )
@@ -178,3 +185,22 @@ def assert_one_line(capsys: pytest.CaptureFixture[str], words: str) -> None:
     assert out == ""
     assert len(err.splitlines()) == 1
     assert words in err
+
+
+def test_on_a_terminal_it_draws_until_ctrl_c(serve: Any) -> None:
+    url = serve(*(page(step) for step in range(100)))
+    terminal, side = pty.openpty()
+    line = [sys.executable, "-m", "hisparse", "top", url, *QUICK]
+    process = subprocess.Popen(line, stdin=side, stdout=side, stderr=side, start_new_session=True)
+    os.close(side)
+    drawn = b""
+    while drawn.count(b"requests running") < 3:
+        drawn += os.read(terminal, 65536)
+    process.send_signal(signal.SIGINT)
+    while process.poll() is None:
+        # A terminal that nobody reads would block it.
+        with contextlib.suppress(OSError):
+            drawn += os.read(terminal, 65536)
+    os.close(terminal)
+    assert process.returncode == 0
+    assert b"Traceback" not in drawn

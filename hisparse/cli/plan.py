@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hisparse.algorithms import build_algorithm
-from hisparse.cli import plan_links, plan_plot, plan_slo, plan_times
+from hisparse.cli import plan_links, plan_plot, plan_slo, plan_times, plan_trace
 from hisparse.cli.lists import names, numbers
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.config import HiSparseConfig
@@ -67,6 +67,7 @@ def add_parser(commands: Any) -> None:
     add("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), help="dtype of K and V (auto)")
     add("--tp", type=int, default=1, metavar="N", help="number of GPUs, all on one node (1)")
     plan_times.add_flags(parser)
+    plan_trace.add_flag(parser)
     plan_slo.add_flags(parser)
     plan_links.add_flag(parser)
     text = "draw requests and time per token against the context, for the first GPU and batch"
@@ -79,6 +80,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from hisparse.eval.models import resolve
 
     hardware, links = plan_times.read_hardware(arguments), plan_links.read_links(arguments)
+    traced = plan_trace.read_trace(arguments)
     folder = resolve(arguments.model, progress=lambda line: print(line, file=sys.stderr))
     try:
         import transformers
@@ -94,10 +96,13 @@ def _run(arguments: argparse.Namespace) -> int:
     target = plan_slo.read_target(arguments, hardware, machine)
 
     def row(capacity: Capacity) -> dict[str, Any]:
+        hits = arguments.hit_ratio or plan_times.HIT_RATIOS
+        if traced is not None and capacity.limit is not None:
+            hits = [traced.hit_ratio(capacity.config)]
         moved = capacity.context * capacity.spec.token_bytes
         return _describe(capacity, machine, folder) | {
-            "estimates": plan_times.describe_steps(capacity, hardware, arguments),
-            "loads": plan_slo.describe_loads(capacity, hardware, target, arguments.hit_ratio),
+            "estimates": plan_times.describe_steps(capacity, hardware, arguments.batch, hits),
+            "loads": plan_slo.describe_loads(capacity, hardware, target, hits),
             "moves": plan_links.describe_moves(moved, links),
         }
 
@@ -105,32 +110,41 @@ def _run(arguments: argparse.Namespace) -> int:
     estimate = plan_times.describe_hardware(hardware, arguments, machine)
     if target is not None:
         estimate["assumptions"] = (*estimate["assumptions"], target.assumption)
+    source = f"{arguments.model}, {estimate['host']}"
+    if traced is not None:
+        estimate["trace"] = traced.about
+        source += ", MADE-UP trace" if traced.made_up else ", recorded trace"
     if arguments.plot:
         arguments.context = plan_plot.contexts(_contexts(arguments.context, model))
         plotted = [row(capacity) for capacity in _fit_all(arguments, model)[0]]
-        plan_plot.write(arguments.plot, plotted, f"{arguments.model}, {estimate['host']}")
+        plan_plot.write(arguments.plot, plotted, source)
     if arguments.json:
-        about = {
-            "model": arguments.model,
-            "tp": machine.tp,
-            "device_memory_bytes": machine.device_bytes,
-            "host_memory_bytes": machine.host_bytes,
-            "weight_bytes": machine.weight_bytes,
-            "mem_fraction_static": machine.mem_fraction,
-            "estimate": estimate,
-        }
+        about = _about(arguments, machine) | {"estimate": estimate}
         first = next(row for row in rows if row["hisparse"]["limit"] is not None)
         print(json.dumps(about | first | {"plans": rows}, indent=2))
         return 0
     console = Console(highlight=False)
     _print(console, rows, machine)
+    if traced is not None:
+        plan_trace.print_source(console, traced)
     if target is not None:
         plan_slo.print_loads(console, rows, target)
-    if links:
-        plan_links.print_moves(console, rows)
+    plan_links.print_moves(console, rows)
     plan_times.print_steps(console, rows, estimate)
     _print_commands(console, rows)
     return 0
+
+
+def _about(arguments: argparse.Namespace, machine: Machine) -> dict[str, Any]:
+    """What all rows are for."""
+    return {
+        "model": arguments.model,
+        "tp": machine.tp,
+        "device_memory_bytes": machine.device_bytes,
+        "host_memory_bytes": machine.host_bytes,
+        "weight_bytes": machine.weight_bytes,
+        "mem_fraction_static": machine.mem_fraction,
+    }
 
 
 def _fit_all(arguments: argparse.Namespace, model: Any) -> tuple[list[Capacity], Machine]:

@@ -45,7 +45,7 @@ def describe_moves(num_bytes: int, links: Mapping[str, float]) -> list[dict[str,
 
 
 def print_moves(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """One line for each link, context and size of a token; algorithms share them."""
+    """One line for each link, context and size of a token; nothing without links."""
     figures = ("context", "a token", "K and V", "link", "seconds")
     table = make_table(*figures, right=figures, title="Time to move K and V of a request, computed")
     shown = {
@@ -53,6 +53,8 @@ def print_moves(console: Console, rows: Sequence[dict[str, Any]]) -> None:
         for row in rows
         for move in row["moves"]
     }
+    if not shown:
+        return
     for (context, token_bytes, link), move in shown.items():
         size = format_bytes(move["bytes"])
         cells = f"{context:,}", format_bytes(token_bytes), size, link, f"{move['seconds']:.3g}"

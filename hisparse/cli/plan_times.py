@@ -16,7 +16,17 @@ from hisparse.plan.fit import Capacity, Machine
 from hisparse.plan.hardware import GPUS, HOSTS, Hardware
 from hisparse.plan.tpot import weights_ms
 
-__all__ = ["add_flags", "describe_hardware", "describe_steps", "print_steps", "read_hardware"]
+__all__ = [
+    "HIT_RATIOS",
+    "add_flags",
+    "describe_hardware",
+    "describe_steps",
+    "print_steps",
+    "read_hardware",
+]
+
+#: Fractions of the selected pages that are on the device, unless others are given.
+HIT_RATIOS = (0.85, 0.95, 1.0)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "requests of a step (1,8)"
     add("--batch", type=numbers, default=[1, 8], metavar="N[,N]", help=text)
     text = "fractions of the selected pages that are on the device (0.85,0.95,1)"
-    add("--hit-ratio", type=ratios, default=[0.85, 0.95, 1.0], metavar="F[,F]", help=text)
+    add("--hit-ratio", type=ratios, metavar="F[,F]", help=text)
 
 
 def read_hardware(arguments: argparse.Namespace) -> dict[str, Hardware]:
@@ -62,7 +72,10 @@ def describe_hardware(
 
 
 def describe_steps(
-    capacity: Capacity, every: dict[str, Hardware], arguments: argparse.Namespace
+    capacity: Capacity,
+    every: dict[str, Hardware],
+    batches: Sequence[int],
+    hit_ratios: Sequence[float],
 ) -> list[dict[str, Any]]:
     """Estimates for each GPU, batch and hit ratio; none if the settings are refused.
 
@@ -71,7 +84,7 @@ def describe_steps(
     if capacity.limit is None:
         return []
     config, spec, context = capacity.config, capacity.spec, capacity.context
-    hits = [1.0] if is_resident(config, spec, context) else arguments.hit_ratio
+    hits = [1.0] if is_resident(config, spec, context) else hit_ratios
 
     def step(hardware: Hardware, batch: int, hit: float) -> dict[str, Any]:
         return _describe(
@@ -81,7 +94,7 @@ def describe_steps(
     return [
         {"gpu": gpu} | step(hardware, batch, hit)
         for gpu, hardware in every.items()
-        for batch in arguments.batch
+        for batch in batches
         for hit in hits
     ]
 

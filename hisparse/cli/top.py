@@ -13,9 +13,12 @@ from rich.table import Table
 
 from hisparse.cli.output import make_table
 from hisparse.cli.top_view import Reading, read, view
+from hisparse.errors import ConfigError
 from hisparse.units import format_bytes, parse_seconds
 
 __all__ = ["add_parser"]
+
+_MAX_INTERVAL_S = 3600.0
 
 
 def add_parser(commands: Any) -> None:
@@ -33,6 +36,8 @@ def add_parser(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     interval_s = parse_seconds("--interval", arguments.interval)
+    if interval_s > _MAX_INTERVAL_S:
+        raise ConfigError(f"--interval: got {arguments.interval}, expected at most 1h")
     url = arguments.url.rstrip("/")
     console = Console(highlight=False)
     before = read(url)
