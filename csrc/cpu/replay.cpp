@@ -327,7 +327,7 @@ struct TwoQueues {
 
 // Evicts the page that is selected last of all (Belady, 1966): no policy hits more often.
 struct Belady {
-  explicit Belady(const Trace& trace) : trace(trace), next(trace.num_pages), uses(trace.num_pages) {}
+  explicit Belady(const Trace& trace) : trace(trace), uses(trace.num_pages) {}
   void start(int64_t, int64_t stream) {
     heap = {};
     if (stream != current) {
@@ -345,25 +345,20 @@ struct Belady {
     const auto& rows = uses[page];
     const auto later = std::lower_bound(rows.begin(), rows.end(), row,
                                         [](int64_t use, int64_t now) { return use > now; });
-    next[page] = later == rows.begin() ? kNever : *std::prev(later);
-    heap.emplace(next[page], page);
+    heap.emplace(later == rows.begin() ? kNever : *std::prev(later), page);
   }
   void hit(std::vector<int32_t>& pages, int64_t row) {
     for (const int32_t page : pages) load(page, row);
   }
   int32_t evict(const Selected&) {
-    for (;;) {
-      const auto [use, page] = heap.top();
-      heap.pop();
-      if (next[page] != use) continue;
-      next[page] = -1;
-      return page;
-    }
+    // A page that was used again has an older entry, which is in the past and so never on top.
+    const int32_t page = heap.top().second;
+    heap.pop();
+    return page;
   }
 
   static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
   const Trace& trace;
-  std::vector<int64_t> next;
   std::vector<std::vector<int64_t>> uses;
   std::priority_queue<std::pair<int64_t, int32_t>> heap;
   int64_t current = -1;

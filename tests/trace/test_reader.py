@@ -107,6 +107,25 @@ def test_changes_behind_fitting_checksums_are_refused_or_read(tmp_path: Path) ->
     assert not [line for line in refusals if "\n" in line]
 
 
+def test_a_changed_byte_is_found_or_ends_the_file(tmp_path: Path) -> None:
+    """What is read in spite of it is a beginning of the trace, as of a process that was killed."""
+    made = MadeUpTrace(context=600, budget=128, overlap=0.8, steps=20, layers=2)
+    path = made.write(tmp_path / "a")
+    data = path.read_bytes()
+    rng, read = random.Random(0), []
+    for _ in range(200):
+        changed = bytearray(data)
+        changed[rng.randrange(len(MAGIC), len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(changed)
+        try:
+            with SelectionTrace(path) as trace:
+                read.append(trace.end)
+        except ConfigError:
+            continue
+    assert len(read) < 20
+    assert not any(read)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
