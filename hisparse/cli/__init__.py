@@ -26,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_parser(commands)
     arguments = parser.parse_args(argv)
     # A supervisor ends the command as Ctrl-C does: servers that a benchmark started are stopped.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _leave)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, _leave)
     try:
         result: int = arguments.run(arguments)
         sys.stdout.flush()
@@ -41,6 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("hisparse: interrupted", file=sys.stderr)
         return 130
     return result
+
+
+def _leave(number: int, _: object) -> None:
+    """End by a signal; more of them do not interrupt what still has to stop."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 def _drop_output() -> None:

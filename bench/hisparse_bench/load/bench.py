@@ -27,7 +27,8 @@ from hisparse_bench.load.gate import (
 )
 from hisparse_bench.load.options import LoadOptions, round_up
 from hisparse_bench.load.prompts import Prompts
-from hisparse_bench.load.report import LoadResult
+from hisparse_bench.load.report import UNCHECKED, LoadResult
+from hisparse_bench.load.running import RunningServer
 from hisparse_bench.load.served_model import ServedModel
 from hisparse_bench.load.usage import Usage
 from hisparse_bench.report import Case, Result
@@ -54,13 +55,17 @@ class LoadBench:
         self._task = progress.add_task("reading the model", total=None)
         self._model = ServedModel.load(options, self._say)
         self._prompts = Prompts.of(self._model.tokenizer, options.text)
-        self._contenders = contenders(options, self._model)
+        self._contenders = [] if options.url else contenders(options, self._model)
         self._references: dict[int, list[Reference]] = {}
         self._steps: dict[int, list[list[Step]]] = {}
         self._distances: dict[tuple[str, int], Distance] = {}
 
     def run(self) -> None:
         """Check all contenders, then measure them."""
+        if self._options.url:
+            self._run_urls()
+            self._progress.remove_task(self._task)
+            return
         with tempfile.TemporaryDirectory(prefix="hisparse-bench-") as folder:
             failure = self._check(Path(folder))
             for device_bytes, contexts in self._memories():
@@ -94,8 +99,50 @@ class LoadBench:
         count = count or max(map(options.num_requests, options.loads))
         return self._prompts.equal(count, context, options.shared_prefix, options.output)
 
+    def _run_urls(self) -> None:
+        """Measure running servers; of two the first is the reference of a check."""
+        servers = list(map(RunningServer.connect, self._options.url))
+        gate, failure = UNCHECKED, None
+        if len(servers) == 2:
+            gate, failure = "passed", self._check_running(*servers)
+        for context in self._contexts:
+            for load in self._options.loads:
+                case = self._case(None, context, load, failure, gate)
+                self.cases.append(case)
+                for i, server in enumerate(servers if failure is None else ()):
+                    distance = self._distance(server, server.url, context) if i else None
+                    result = self._load(server, server.url, context, load, case.name, distance)
+                    case.results.append(result)
+                    if errors := result.load["errors"]:
+                        case.params["failures"][server.url] = "; ".join(errors)
+
+    def _check_running(self, dense: RunningServer, other: RunningServer) -> str | None:
+        """Compare answers to prompts that fit the budget; measure the reference of distances."""
+        for context in self._contexts:
+            prompts = [x.ids for x in self._requests(context)[:_NUM_CHECKED]]
+            short = max(1, other.budget - NUM_TOKENS)
+            for ids in prompts:
+                self._say(f"check: a prompt of {min(short, len(ids))} tokens")
+                reference = measure_reference(dense, ids[:short], self._options.output)
+                place = first_difference(other, reference, self._options.device)
+                if place is not None:
+                    return (
+                        f"{other.url}, prompts of at most {short} tokens: token {place} of an "
+                        f"answer is not that of {dense.url}"
+                    )
+            self._say(f"check: dense answers at context {context or 'of the trace'}")
+            references = [measure_reference(dense, x, self._options.output) for x in prompts]
+            self._references[context] = references
+            self._steps[context] = [measure_steps(dense, x) for x in references]
+        return None
+
     def _case(
-        self, device_bytes: int, context: int, load: dict[str, float], failure: str | None
+        self,
+        device_bytes: int | None,
+        context: int,
+        load: dict[str, float],
+        failure: str | None,
+        gate: str = "passed",
     ) -> Case:
         options = self._options
         requests = self._requests(context, options.num_requests(load))
@@ -118,14 +165,12 @@ class LoadBench:
         }
         if failure is not None:
             params["failure"] = failure
-        results: list[Result] = []
-        size = f"{device_bytes / self._model.kv_token_bytes:,.0f} dense tokens"
-        return Case(
-            name=f"{options.model}, {where}, {what}, {format_bytes(device_bytes)} = {size}",
-            params=params,
-            gate="passed" if failure is None else "failed",
-            results=results,
-        )
+        name = f"{options.model}, {where}, {what}"
+        if device_bytes is not None:
+            tokens = device_bytes // self._model.kv_token_bytes
+            name += f", {format_bytes(device_bytes)} = {tokens:,} dense tokens"
+        gate = gate if failure is None else "failed"
+        return Case(name=name, params=params, gate=gate, results=[])
 
     def _check(self, folder: Path) -> str | None:
         """The gate: why no figure is shown, or None."""
@@ -186,7 +231,9 @@ class LoadBench:
                     self._add(case)
                 return
             for (context, load), case in zip(cells, cases, strict=True):
-                result = self._load(server, contender, context, load, case.name)
+                is_dense = contender.algorithm == DENSE
+                distance = None if is_dense else self._distance(server, contender.name, context)
+                result = self._load(server, contender.name, context, load, case.name, distance)
                 case.results.append(result)
                 if errors := result.load["errors"]:
                     case.params["failures"][contender.name] = "; ".join(errors)
@@ -212,15 +259,15 @@ class LoadBench:
     def _load(
         self,
         server: ServerClient,
-        contender: Contender,
+        contender: str,
         context: int,
         load: dict[str, float],
         name: str,
+        distance: Distance | None,
     ) -> LoadResult:
         options = self._options
         requests = self._requests(context, options.num_requests(load))
-        self._say(f"{contender.name}: before {name}")
-        distance = self._distance(server, contender, context)
+        self._say(f"{contender}: before {name}")
         server.flush_cache()
         prefix = int(options.shared_prefix * context)
         known = [x.ids for x in requests] if options.repeat_prompts else [requests[0].ids[:prefix]]
@@ -228,7 +275,7 @@ class LoadBench:
             if ids:
                 with suppress(HiSparseError):  # A refusal is counted when it is timed.
                     server.generate([ids], 1)
-        self._say(f"{contender.name}: {name}", total=len(requests))
+        self._say(f"{contender}: {name}", total=len(requests))
         before = Usage.read(server)
         run = run_load(
             server.url,
@@ -239,7 +286,7 @@ class LoadBench:
             lambda: self._progress.advance(self._task),
         )
         usage = Usage.read(server)
-        times = Result.of(contender.name, run.tpot_s or [0.0])
+        times = Result.of(contender, run.tpot_s or [0.0])
         result = LoadResult(
             impl=times.impl,
             median_us=times.median_us,
@@ -251,17 +298,13 @@ class LoadBench:
             quality={} if distance is None else asdict(distance),
         )
         self._progress.console.print(
-            f"{contender.name}: {name}: {result.throughput:.4g} tokens/s", highlight=False
+            f"{contender}: {name}: {result.throughput:.4g} tokens/s", highlight=False
         )
         return result
 
-    def _distance(
-        self, server: ServerClient, contender: Contender, context: int
-    ) -> Distance | None:
+    def _distance(self, server: ServerClient, contender: str, context: int) -> Distance:
         """Measured once for a context: selections depend neither on load nor on memory."""
-        if contender.algorithm == DENSE:
-            return None
-        key = (contender.name, context)
+        key = (contender, context)
         if key not in self._distances:
             pairs = zip(self._references[context], self._steps[context], strict=True)
             found = [measure_distance(server, *pair) for pair in pairs]

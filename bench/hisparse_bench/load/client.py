@@ -157,7 +157,8 @@ def _summarise(
         # An answer that broke off, or an error inside of the stream, counts as a success there.
         if output.success and (not output.ttft or output.output_len < row.output_len):
             output.success = False
-            output.error = f"got {len(output.itl)} of {row.output_len} tokens"
+            got = len(output.itl) + bool(output.ttft)
+            output.error = f"refused or broken off: got {got} of {row.output_len} tokens"
     good = [output for output in outputs if output.success]
     fields: dict[str, Any] = {
         "duration": seconds,

@@ -27,9 +27,8 @@ def draw(report: LoadReport) -> str:
         for result in case.results:
             if case.gate == "failed" or not isinstance(result, LoadResult) or not result.throughput:
                 continue
-            memory = (
-                f"{params['device_memory'] / 2**20:,.0f} MiB" if params["device_memory"] else ""
-            )
+            size = params["device_memory"]
+            memory = "" if size is None else f"{size / 2**20:,.0f} MiB"
             line = ", ".join(filter(None, (result.impl, params["model"], memory)))
             load = params.get("concurrency") or params.get("rate") or 0
             context = params["context"] or 0

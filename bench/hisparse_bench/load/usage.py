@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.error import HTTPError
 
 from hisparse_bench.server import ServerClient
 
@@ -15,6 +16,14 @@ _HOST = ("host_kv_bytes", "host_index_bytes", "host_representation_bytes")
 _MOVED = ("hit_pages", "miss_pages", "decode_read_bytes", "prefill_read_bytes", "written_bytes")
 #: Metrics are published when a request ends, by another process than the one that answers.
 _SETTLE_S = 0.5
+
+
+def _metrics(server: ServerClient) -> dict[str, float]:
+    """A server's metrics; none if it runs without ``--enable-metrics``."""
+    try:
+        return server.metrics()
+    except HTTPError:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class Usage:
         """Ask an idle server."""
         time.sleep(_SETTLE_S)
         memory = server.info()["internal_states"][0]["memory_usage"]
-        return cls(server.metrics(), int(memory["token_capacity"]))
+        return cls(_metrics(server), int(memory["token_capacity"]))
 
     @property
     def is_hisparse(self) -> bool:
