@@ -96,7 +96,7 @@ def test_a_wrong_line_of_a_trace_is_named(tmp_path: Path, line: str, message: st
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--slo-ttft", "2"], "expected a duration such as '100ms'"),
+        (["--slo-ttft", "2"], "expected a time above 0"),
         (["--concurrency", "2", "--rate", "1"], "expected one of them"),
         (["--device-memory", "1GiB", "--dense-requests", "1"], "expected one of them"),
         (["--device-memory", "lots"], "expected a size"),

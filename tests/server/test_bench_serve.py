@@ -43,7 +43,7 @@ def test_dense_and_sparse_under_the_same_load(
     model: Path, text: Path, log_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--model", str(model), "--text", str(text), "--output", "6", "--requests", "4"]
-    flags += ["--slo-ttft", "1h", "--slo-tpot", "1us", "--shared-prefix", "0.5", "--json"]
+    flags += ["--slo-ttft", "3600s", "--slo-tpot", "1us", "--shared-prefix", "0.5", "--json"]
     with (
         Server(model, log_dir / "load-dense.log", *LIMITS, backend="torch_native", tokenizer=True)
         as dense,
