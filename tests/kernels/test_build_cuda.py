@@ -82,8 +82,8 @@ def test_tensors_of_cuda_go_to_the_reference_without_a_library(
 
 
 def test_all_implementations_have_all_operations() -> None:
-    # Keys in host memory are scored by the CPU.
-    on_cpu_only = {"graph_score", "key_score"}
+    # Keys in host memory are scored by the CPU, and it replays traces.
+    on_cpu_only = {"graph_score", "key_score", "replay", "stack_depths"}
     assert {*cuda.__all__, *cuda.IN_TRITON} == set(reference.__all__) - on_cpu_only
     assert set(cpu.__all__) == set(reference.__all__)
     with pytest.raises(AttributeError, match="no attribute 'gather'"):
