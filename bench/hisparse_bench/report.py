@@ -51,7 +51,8 @@ class Case:
         name: name of the case.
         params: sizes and other parameters.
         gate: "passed" or "failed", the outcome of the correctness check; ``results`` of a failed
-            case are not shown.
+            case are not shown. ``bench serve`` also has "not checked", for a running server that
+            nothing is compared with: its results are shown without ratios.
         results: one per implementation.
         parts: microseconds of each part of a step, and of the whole "step"; empty if not measured.
     """

@@ -19,12 +19,13 @@ from hisparse.cli import main
 from hisparse.errors import ConfigError
 from hisparse_bench.load import bench, gate
 from hisparse_bench.load.client import _summarise
-from hisparse_bench.load.gate import Distance, Reference, first_difference, measure_distance
+from hisparse_bench.load.gate import Distance, Reference, compare_answers, measure_distance
 from hisparse_bench.load.options import LoadOptions
 from hisparse_bench.load.plot import draw
 from hisparse_bench.load.prompts import Prompts
 from hisparse_bench.load.recipes import read_recipe, recipe_names
 from hisparse_bench.load.report import UNCHECKED, LoadReport, LoadResult
+from hisparse_bench.load.usage import Usage
 from hisparse_bench.report import Case
 
 
@@ -71,14 +72,30 @@ def test_requests_of_a_trace_share_blocks_with_the_same_hash(tmp_path: Path) -> 
     assert len(late.ids) == 1100
 
 
+def test_a_recorded_trace_has_its_own_blocks_and_a_part_of_one_at_its_end(tmp_path: Path) -> None:
+    about = {"format": "hisparse prefix 1", "source": "recorded", "note": "", "block_size": 32}
+    line = {"input_length": 70, "output_length": 4, "hash_ids": [3, 4]}
+    lines = [about, line | {"timestamp": 0}, line | {"timestamp": 5}]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    first, second = prompts().trace(str(file), 0, 4096)
+    assert len(first.ids) == len(second.ids) == 70
+    assert first.ids[:64] == second.ids[:64]
+    assert first.ids[64:] != second.ids[64:]
+    about["block_size"] = 4
+    file.write_text("\n".join(map(json.dumps, [about, line | {"timestamp": 0}])))
+    with pytest.raises(ConfigError, match="got blocks of 4 tokens, expected"):
+        prompts().trace(str(file), 0, 4096)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("[]", "expected an object"),
         ('{"timestamp": 0}', "lacks hash_ids, input_length, output_length"),
         (
-            '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1]}',
-            "got 1 hash_ids for 600 tokens",
+            '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1]}',
+            "got 1 hash_ids for 1024 tokens",
         ),
         (
             '{"timestamp": 0, "input_length": 5000, "output_length": 1, "hash_ids": [1]}',
@@ -89,7 +106,7 @@ def test_requests_of_a_trace_share_blocks_with_the_same_hash(tmp_path: Path) -> 
 def test_a_wrong_line_of_a_trace_is_named(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(line)
-    with pytest.raises(ConfigError, match=f"line 1.*{message}"):
+    with pytest.raises(ConfigError, match=f"(line|request) 1.*{message}"):
         prompts().trace(str(file), 0, 4096)
 
 
@@ -103,6 +120,15 @@ def test_a_wrong_line_of_a_trace_is_named(tmp_path: Path, line: str, message: st
         (["--device", "tpu"], "expected cpu or cuda"),
         (["--shared-prefix", "1"], r"expected \[0, 1\)"),
         (["--url", "localhost"], "expected such as http"),
+        (["--url", "http://127.0.0.1:9", "--budget", "64"], "got --url and --budget"),
+        (["--url", "http://127.0.0.1:9", "--algorithm", "quest"], "got --url and --algorithm"),
+        (["--url", "http://127.0.0.1:9", "--threads", "1"], "got --url and --threads"),
+        (["--url", "http://127.0.0.1:9", "--device-buffer-size", "64"], "--device-buffer-size"),
+        (["--trace", "t.jsonl", "--context", "64"], "got --trace and --context"),
+        (["--trace", "t.jsonl", "--output", "64"], "got --trace and --output"),
+        (["--trace", "t.jsonl", "--shared-prefix", "0.5"], "got --trace and --shared-prefix"),
+        (["--plot", "load.png"], "expected a name that ends with .svg"),
+        (["--plot", "no-such-folder/load.svg"], "expected a file in a folder that exists"),
         (["--recipe", "seed-thruput"], "did you mean 'seed-throughput'"),
         (["--recipe", "none.toml"], "cannot read"),
     ],
@@ -137,20 +163,47 @@ def test_a_damaged_recipe_is_one_line(tmp_path: Path, text: str, message: str) -
         read_recipe(str(file), {})
 
 
+@pytest.mark.parametrize("name", ["requests", "threads", "device_buffer_size"])
+def test_a_negative_number_of_a_recipe_is_one_line(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}: got -1, expected"):
+        LoadOptions.read("recipe", {name: -1})
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_flags_take_the_place_of_what_a_recipe_says_of_servers_or_prompts(name: str) -> None:
+    for run in read_recipe(name, {"url": ["http://127.0.0.1:9"]}).runs:
+        assert (run.model, run.device_memory, run.dense_requests) == ("", (), ())
+    for run in read_recipe(name, {"trace": "t.jsonl"}).runs:
+        assert run.trace == "t.jsonl" and not run.dense_requests and not run.shared_prefix
+
+
 def test_an_unknown_option_of_a_recipe_names_the_close_one() -> None:
     with pytest.raises(ConfigError, match="did you mean 'context'"):
         LoadOptions.read("recipe", {"contxt": [1]})
 
 
 @pytest.mark.parametrize(
-    ("answer", "place"),
-    [([4, 5, 6], None), ([4, 8, 1], None), ([4, 9, 6], 1), ([4, 5], 2)],
+    ("answer", "compared", "failure"),
+    [
+        ([4, 5, 6], 3, None),
+        ([4, 8, 1], 1, "only 1 tokens could be compared before ties, expected 3 or more"),
+        ([4, 9, 6], 1, "token 1 of an answer is not the dense one"),
+        ([4, 5], 2, "token 2 of an answer is not the dense one"),
+    ],
     ids=["equal", "a tie within rounding", "another token", "too short"],
 )
-def test_first_difference(answer: list[int], place: int | None) -> None:
+def test_compare_answers(answer: list[int], compared: int, failure: str | None) -> None:
     steps = [{4: -0.1}, {5: -0.5, 8: -0.5005, 9: -1.0}, {6: -0.1}]
     reference = Reference([1, 2], [4, 5, 6], steps)
-    assert first_difference(Answers([{"output_ids": answer}]), reference, "cpu") == place
+    found = compare_answers(Answers([{"output_ids": answer}]), [reference], "cpu")
+    assert (found.compared, found.failure) == (compared, failure)
+
+
+def test_a_tie_ends_one_comparison_and_the_others_count() -> None:
+    tied, equal = Reference([1], [4], [{4: -0.5, 8: -0.5}]), Reference([1], [5] * 8, [{}] * 8)
+    answers = Answers([{"output_ids": [8]}], [{"output_ids": [5] * 8}])
+    found = compare_answers(answers, [tied, equal], "cpu")
+    assert (found.compared, found.failure) == (8, None)
 
 
 def test_distance_is_the_divergence_over_the_likeliest_tokens_and_the_rest() -> None:
@@ -172,8 +225,9 @@ def result(impl: str, rate: float) -> LoadResult:
     return LoadResult(impl=impl, median_us=2.0, p10_us=1.0, p90_us=3.0, load=load, memory=memory)
 
 
-def case(kind: str, *results: LoadResult) -> Case:
-    params = {"model": "m", "context": 64, "concurrency": 2, "device_memory": 2**20}
+def case(kind: str, *results: LoadResult, context: int = 64) -> Case:
+    params = {"model": "m", "context": context, "concurrency": 2, "dense_requests": 4}
+    params["device_memory"] = context * 2**14
     return Case(name="m", params=params, gate=kind, results=list(results))
 
 
@@ -188,6 +242,26 @@ def test_no_ratio_without_a_check_and_no_figure_of_a_failed_one() -> None:
     assert failed["results"] == []
     # In each of two panels, two lines have two points and one in the legend.
     assert draw(report).count("<circle") == 2 * 2 * (2 + 1)
+
+
+def test_a_load_without_an_answer_has_no_times() -> None:
+    cases = [case("passed", result("dense", 10.0), result("quest", 0.0))]
+    report = LoadReport(command="bench serve", device="cpu", cases=cases)
+    dense, quest = json.loads(report.to_json())["cases"][0]["results"]
+    assert (dense["median_us"], quest["median_us"], quest["p90_us"]) == (2.0, None, None)
+
+
+def test_a_hit_ratio_needs_a_selected_page() -> None:
+    metrics = {"hisparse:device_kv_bytes": 1.0, "hisparse:hit_pages_total": 6.0}
+    before, after = Usage(metrics, 1), Usage(metrics | {"hisparse:hit_pages_total": 9.0}, 1)
+    assert "hit_ratio" not in before.moved_since(before)
+    assert after.moved_since(before)["hit_ratio"] == 1.0
+
+
+def test_time_per_token_is_a_line_over_contexts_though_memory_follows_the_context() -> None:
+    cases = [case("passed", result("dense", 10.0), context=context) for context in (64, 128)]
+    svg = draw(LoadReport(command="bench serve", device="cpu", cases=cases))
+    assert svg.count("dense, m, 4 dense requests, load 2<") == 1
 
 
 def test_an_answer_that_breaks_off_is_no_success() -> None:
@@ -207,6 +281,8 @@ def test_an_interrupted_run_prints_what_it_has(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Interrupted:
+        device = "cpu"
+
         def __init__(self, *_: Any) -> None:
             self.cases: list[Case] = []
 
@@ -231,6 +307,7 @@ from hisparse.cli import main
 from hisparse_bench.server import ServerProcess
 
 class Bench:
+    device = "cpu"
     def __init__(self, *_):
         self.cases = []
     def run(self):

@@ -6,11 +6,12 @@ instead of repeating one token, and the best token leads by much more than float
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import torch
+
+from hisparse_bench.load.random_dsa import drop_layer_types, scale_weights
 
 __all__ = [
     "CONTEXT",
@@ -103,9 +104,6 @@ KINDS = {
     "deepseek_v32": "DeepseekV32",
 }
 
-#: Weights that make attention peaked.
-_LOUD = ("q_proj", "q_b_proj", "o_proj")
-
 #: Counted up when the weights change, so that no old folder is taken.
 _VERSION = 4
 
@@ -125,32 +123,10 @@ def tiny_model(kind: str) -> Path:
         shape = _SHAPES.get(kind, _SHAPE)
         config = getattr(transformers, f"{KINDS[kind]}Config")(**shape)
         model = getattr(transformers, f"{KINDS[kind]}ForCausalLM")(config)
-        _scale(model.float())
+        scale_weights(model.float(), bias=0.5)
+        with torch.no_grad():
+            # The end-of-text token never leads.
+            model.lm_head.weight[_SHAPE["eos_token_id"]] = 0
         model.save_pretrained(folder)
-        _drop_layer_types(folder / "config.json")
+        drop_layer_types(folder / "config.json")
     return folder
-
-
-def _drop_layer_types(path: Path) -> None:
-    """Leave out what DeepSeek's own files leave out and releases of transformers call otherwise."""
-    config = json.loads(path.read_text())
-    config.pop("layer_types", None)
-    path.write_text(json.dumps(config, indent=2))
-
-
-@torch.no_grad()
-def _scale(model: torch.nn.Module) -> None:
-    """Unit-variance activations, attention logits of a standard deviation of about 3."""
-    for name, weight in model.named_parameters():
-        if name.endswith("bias"):
-            weight.normal_(0, 0.5)
-        elif weight.ndim == 2 and "embed" in name:
-            weight.normal_(0, 1)
-        elif weight.ndim >= 2:
-            gain = 2.0 if any(x in name for x in _LOUD) else 1.5
-            weight.normal_(0, gain / weight.shape[-1] ** 0.5)
-        if "indexer.weights_proj" in name:
-            # SGLang keeps these in bfloat16, whatever the dtype of the model.
-            weight.copy_(weight.bfloat16())
-    # The end-of-text token never leads.
-    model.lm_head.weight[_SHAPE["eos_token_id"]] = 0

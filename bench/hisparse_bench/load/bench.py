@@ -5,13 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
-from hisparse.errors import HiSparseError
+from hisparse.errors import HiSparseError, one_line
 from hisparse.units import format_bytes
 from hisparse_bench.load.client import Request, run_load
 from hisparse_bench.load.contenders import DENSE, Contender, contenders
@@ -20,7 +20,7 @@ from hisparse_bench.load.gate import (
     Distance,
     Reference,
     Step,
-    first_difference,
+    compare_answers,
     measure_distance,
     measure_reference,
     measure_steps,
@@ -38,6 +38,8 @@ __all__ = ["LoadBench"]
 
 #: Prompts of each context that the gate compares.
 _NUM_CHECKED = 2
+#: Tokens of the request before the first load, above the budget.
+_WARM_UP = 64
 
 
 class LoadBench:
@@ -50,15 +52,32 @@ class LoadBench:
 
     def __init__(self, options: LoadOptions, progress: Progress) -> None:
         self.cases: list[Case] = []
-        self._options = options
         self._progress = progress
         self._task = progress.add_task("reading the model", total=None)
-        self._model = ServedModel.load(options, self._say)
+        self._running = list(map(RunningServer.connect, options.url))
+        dtype = None
+        if self._running:
+            name = options.model
+            for server in self._running:
+                name = server.check_model(name)
+            options = replace(options, model=name, device=self._running[-1].device)
+            dtype = self._running[-1].dtype
+        self._model = ServedModel.load(options, self._say, dtype)
         self._prompts = Prompts.of(self._model.tokenizer, options.text)
+        if options.trace and not options.requests:
+            self._options = options
+            options = replace(options, requests=len(self._requests(0)))
+        self._options = options
         self._contenders = [] if options.url else contenders(options, self._model)
         self._references: dict[int, list[Reference]] = {}
         self._steps: dict[int, list[list[Step]]] = {}
         self._distances: dict[tuple[str, int], Distance] = {}
+        self._compared: dict[int, int] = {}
+
+    @property
+    def device(self) -> str:
+        """The servers' device, "cpu" or "cuda"."""
+        return self._options.device
 
     def run(self) -> None:
         """Check all contenders, then measure them."""
@@ -87,9 +106,13 @@ class LoadBench:
             return
         counts = options.dense_requests or (options.most_running,)
         for context in contexts:
-            longest = context + options.output if context else max(map(_tokens, self._requests(0)))
             for count in counts:
-                yield count * round_up(longest + 1) * self._model.kv_token_bytes, (context,)
+                yield count * self._dense_bytes(context), (context,)
+
+    def _dense_bytes(self, context: int) -> int:
+        """KV bytes of a dense request of a context; of a trace, of the longest request."""
+        longest = max(map(_tokens, self._requests(context, 1 if context else 0)))
+        return round_up(longest + 1) * self._model.kv_token_bytes
 
     def _requests(self, context: int, count: int = 0) -> list[Request]:
         """Requests of a context; 0: those of the trace."""
@@ -101,35 +124,33 @@ class LoadBench:
 
     def _run_urls(self) -> None:
         """Measure running servers; of two the first is the reference of a check."""
-        servers = list(map(RunningServer.connect, self._options.url))
+        servers = self._running
         gate, failure = UNCHECKED, None
         if len(servers) == 2:
             gate, failure = "passed", self._check_running(*servers)
+        for server in servers if failure is None else ():
+            self._warm_up(server, self._contexts[0])
         for context in self._contexts:
             for load in self._options.loads:
                 case = self._case(None, context, load, failure, gate)
                 self.cases.append(case)
                 for i, server in enumerate(servers if failure is None else ()):
-                    distance = self._distance(server, server.url, context) if i else None
-                    result = self._load(server, server.url, context, load, case.name, distance)
-                    case.results.append(result)
-                    if errors := result.load["errors"]:
-                        case.params["failures"][server.url] = "; ".join(errors)
+                    key = server.url if i else None
+                    self._load_case(case, server, server.url, key, context, load)
 
     def _check_running(self, dense: RunningServer, other: RunningServer) -> str | None:
         """Compare answers to prompts that fit the budget; measure the reference of distances."""
         for context in self._contexts:
             prompts = [x.ids for x in self._requests(context)[:_NUM_CHECKED]]
-            short = max(1, other.budget - NUM_TOKENS)
-            for ids in prompts:
-                self._say(f"check: a prompt of {min(short, len(ids))} tokens")
-                reference = measure_reference(dense, ids[:short], self._options.output)
-                place = first_difference(other, reference, self._options.device)
-                if place is not None:
-                    return (
-                        f"{other.url}, prompts of at most {short} tokens: token {place} of an "
-                        f"answer is not that of {dense.url}"
-                    )
+            short = max(map(len, prompts))
+            if other.exact_tokens is not None:
+                short = max(1, min(short, other.exact_tokens - NUM_TOKENS))
+            self._say(f"check: prompts of at most {short} tokens")
+            pairs = [measure_reference(dense, x[:short], self._options.output) for x in prompts]
+            found = compare_answers(other, pairs, self._options.device)
+            self._compared[context] = found.compared
+            if found.failure is not None:
+                return f"{other.url}, prompts of at most {short} tokens: {found.failure}"
             self._say(f"check: dense answers at context {context or 'of the trace'}")
             references = [measure_reference(dense, x, self._options.output) for x in prompts]
             self._references[context] = references
@@ -146,6 +167,7 @@ class LoadBench:
     ) -> Case:
         options = self._options
         requests = self._requests(context, options.num_requests(load))
+        by_requests = device_bytes is not None and not options.device_bytes
         what = ", ".join(f"{name} {value:g}" for name, value in load.items()) or "trace's arrivals"
         where = f"context {context}" if context else "trace"
         params: dict[str, Any] = {
@@ -157,10 +179,12 @@ class LoadBench:
             "shared_prefix": options.shared_prefix,
             "repeat_prompts": options.repeat_prompts,
             "trace": options.trace,
-            "budget": self._model.index_top_k or options.budget,
+            "budget": self._budget,
             "device_memory": device_bytes,
+            "dense_requests": device_bytes // self._dense_bytes(context) if by_requests else None,
             "kv_token_bytes": self._model.kv_token_bytes,
-            "threads": options.num_threads,
+            "threads": None if self._running else options.num_threads,
+            "compared_tokens": self._compared.get(context),
             "failures": {},
         }
         if failure is not None:
@@ -168,9 +192,24 @@ class LoadBench:
         name = f"{options.model}, {where}, {what}"
         if device_bytes is not None:
             tokens = device_bytes // self._model.kv_token_bytes
-            name += f", {format_bytes(device_bytes)} = {tokens:,} dense tokens"
+            params["dense_holds"] = holds = self._dense_holds(tokens, context, requests)
+            name += f", {format_bytes(device_bytes)} = {tokens:,} dense tokens, which hold {holds} "
+            name += f"of the {len(requests)} requests"
         gate = gate if failure is None else "failed"
         return Case(name=name, params=params, gate=gate, results=[])
+
+    @property
+    def _budget(self) -> int | None:
+        """Tokens that a decode step of hisparse attends."""
+        if self._running:
+            return self._running[-1].budget
+        return self._model.index_top_k or self._options.budget
+
+    def _dense_holds(self, tokens: int, context: int, requests: Sequence[Request]) -> int:
+        """Requests whose KV a dense cache of ``tokens`` holds at once, their prefix once."""
+        prefix = int(self._options.shared_prefix * context)
+        each = round_up(max(map(_tokens, requests)) - prefix)
+        return min(len(requests), max(0, tokens - prefix) // each)
 
     def _check(self, folder: Path) -> str | None:
         """The gate: why no figure is shown, or None."""
@@ -186,20 +225,18 @@ class LoadBench:
                 self._references[context] = [
                     measure_reference(server, ids, self._options.output) for ids in prompts
                 ]
-        for contender in self._contenders:
-            if contender.algorithm == DENSE:
-                continue
+        # Sizes of device buffers are no part of this check.
+        by_algorithm = {x.algorithm: x for x in self._contenders if x.algorithm != DENSE}
+        for name, contender in by_algorithm.items():
             flags = contender.exact_flags(tokens)
             with self._server(flags, folder / "exact.log") as server:
-                self._say(f"check: {contender.name} with all tokens in its budget")
-                for references in self._references.values():
-                    for reference in references:
-                        place = first_difference(server, reference, self._options.device)
-                        if place is not None:
-                            return (
-                                f"{contender.name}, budget >= context: token {place} of an answer "
-                                "is not the dense one"
-                            )
+                self._say(f"check: {name} with all tokens in its budget")
+                for context, references in self._references.items():
+                    found = compare_answers(server, references, self._options.device)
+                    known = self._compared.get(context, found.compared)
+                    self._compared[context] = min(known, found.compared)
+                    if found.failure is not None:
+                        return f"{name}, budget >= context: {found.failure}"
                 if not self._steps:
                     self._say("check: decode steps that attend all tokens")
                     self._steps = {
@@ -230,14 +267,37 @@ class LoadBench:
                     case.params["failures"][contender.name] = f"did not start: {_reason(error)}"
                     self._add(case)
                 return
+            self._warm_up(server, cells[0][0])
+            key = None if contender.algorithm == DENSE else contender.algorithm
             for (context, load), case in zip(cells, cases, strict=True):
-                is_dense = contender.algorithm == DENSE
-                distance = None if is_dense else self._distance(server, contender.name, context)
-                result = self._load(server, contender.name, context, load, case.name, distance)
-                case.results.append(result)
-                if errors := result.load["errors"]:
-                    case.params["failures"][contender.name] = "; ".join(errors)
+                self._load_case(case, server, contender.name, key, context, load)
                 self._add(case)
+
+    def _load_case(
+        self,
+        case: Case,
+        server: ServerClient,
+        name: str,
+        key: str | None,
+        context: int,
+        load: dict[str, float],
+    ) -> None:
+        """Add the result of a load, or why there is none; ``key``: see :meth:`_distance`."""
+        try:
+            distance = None if key is None else self._distance(server, key, context)
+            result = self._load(server, name, context, load, case.name, distance)
+        except (HiSparseError, OSError) as error:  # Such as a server that ended.
+            case.params["failures"][name] = one_line(error)
+            return
+        case.results.append(result)
+        if errors := result.load["errors"]:
+            case.params["failures"][name] = "; ".join(errors)
+
+    def _warm_up(self, server: ServerClient, context: int) -> None:
+        """One request that is not timed, alike for all servers: sparse decode steps of hisparse."""
+        ids = self._requests(context, 1)[0].ids
+        with suppress(HiSparseError, OSError):  # It may not fit; a load says more.
+            server.generate([ids[: (self._budget or 0) + _WARM_UP]], 8)
 
     def _add(self, case: Case) -> None:
         if all(case is not known for known in self.cases):

@@ -19,6 +19,8 @@ __all__ = ["DENSE", "SGLANG_HISPARSE", "Contender", "contenders"]
 
 DENSE, SGLANG_HISPARSE = "dense", "sglang-hisparse"
 _MIB = 2**20
+#: Tokens in host memory for each one on the device, SGLang's default.
+_UPSTREAM_RATIO = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,8 @@ class Contender:
     @property
     def name(self) -> str:
         """Name in reports."""
+        if self.algorithm == DENSE and self.model.stands_in_for_dense:
+            return f"{self.model.own_algorithm}, all resident"
         size = self.device_buffer_size
         return self.algorithm if size is None else f"{self.algorithm}, buffer {size}"
 
@@ -74,15 +78,19 @@ class Contender:
         return [*self._common(), *self._hisparse(config, num_tokens)]
 
     def exact_flags(self, num_tokens: int) -> list[str]:
-        """Flags of a server that attends all tokens, with memory for ``num_tokens``."""
+        """Flags of a server that attends all tokens, with memory for ``num_tokens``.
+
+        With a model's own indexer, all tokens that the indexer selects.
+        """
         if self.algorithm == DENSE and not self.model.stands_in_for_dense:
             return [*self._common(), *self._dense_backend(), "--max-total-tokens", str(num_tokens)]
-        config = self._config() | {
+        if self.algorithm == SGLANG_HISPARSE:
+            return [*self._common(), *self._upstream(num_tokens * self._upstream_token_bytes)]
+        config = replace(self, device_buffer_size=None)._config() | {
             "device_memory": 4 * num_tokens * self.model.kv_token_bytes + 256 * _MIB
         }
         if self.model.index_top_k is None:
             config["budget"] = round_up(self.model.longest_request(self.options))
-            config.pop("device_buffer_size", None)
         elif self.algorithm == DENSE:
             config |= self._resident()
         return [*self._common(), *self._hisparse(config, num_tokens)]
@@ -95,7 +103,8 @@ class Contender:
         return flags + (["--dtype", "float32"] if options.device == "cpu" else [])
 
     def _dense_backend(self) -> list[str]:
-        # On CUDA SGLang knows best.
+        # On CUDA SGLang knows best. On x86 CPUs its default is intel_amx, which needs sgl-kernel
+        # for CPUs: no package index has a wheel of it.
         return ["--attention-backend", "torch_native"] if self.options.device == "cpu" else []
 
     def _hisparse(self, config: dict[str, Any], num_tokens: int) -> list[str]:
@@ -111,17 +120,27 @@ class Contender:
             config |= {"budget": self.model.index_top_k, "page_size": 1}
             config |= {"num_sink_pages": 0, "num_recent_pages": 0}
         if self.device_buffer_size is not None:
-            config["device_buffer_size"] = self.device_buffer_size
+            # A minimum alone would let a row grow into whatever device memory is unused.
+            size = self.device_buffer_size
+            config |= {"device_buffer_size": size, "max_row_capacity": size}
         return config
 
     def _resident(self) -> dict[str, Any]:
         """The whole KV cache of each running request lies on the device."""
         return {"device_buffer_size": round_up(self.model.longest_request(self.options)) + 16}
 
+    @property
+    def _upstream_token_bytes(self) -> int:
+        """Device bytes of a device token: those in host memory have indexer keys there as well."""
+        return self.model.kv_token_bytes + (_UPSTREAM_RATIO - 1) * self.model.index_token_bytes
+
     def _upstream(self, device_bytes: int) -> list[str]:
         """SGLang's own HiSparse: device buffers of all requests and the pool share the bytes."""
-        tokens = max(1, device_bytes // self.model.kv_token_bytes)
-        config = {"top_k": self.model.index_top_k, "device_buffer_size": 2 * self.options.budget}
+        tokens = max(1, device_bytes // self._upstream_token_bytes)
+        top_k = self.model.index_top_k
+        assert top_k is not None, "contenders() refuses a model without an indexer"
+        config = {"top_k": top_k, "device_buffer_size": 2 * top_k}
+        config["host_to_device_ratio"] = _UPSTREAM_RATIO
         flags = ["--enable-hisparse", "--disable-radix-cache", "--max-total-tokens", str(tokens)]
         return [*flags, "--hisparse-config", json.dumps(config)]
 

@@ -17,10 +17,11 @@ from hisparse.errors import HiSparseError
 from hisparse_bench.server import ServerClient
 
 __all__ = [
+    "Comparison",
     "Distance",
     "Reference",
     "Step",
-    "first_difference",
+    "compare_answers",
     "measure_distance",
     "measure_reference",
     "measure_steps",
@@ -28,6 +29,8 @@ __all__ = [
 
 #: Tokens of an answer that are compared.
 NUM_TOKENS = 32
+#: Fewer compared tokens say nothing: a tie may end a comparison at its first token.
+_MIN_COMPARED = 8
 #: Likeliest tokens of the dense server that a distance compares one by one, the others as one.
 _TOP = 20
 #: A token whose dense log-probability is this close to the best one's ties with it: sums in another
@@ -51,6 +54,19 @@ class Reference:
     prompt: Sequence[int]
     ids: Sequence[int]
     steps: Sequence[Step]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Answers beside the dense ones.
+
+    Attributes:
+        compared: equal tokens before the first difference or tie, over all answers.
+        failure: what differs, or that too few tokens were compared; None if the check passed.
+    """
+
+    compared: int
+    failure: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +113,29 @@ def measure_steps(server: ServerClient, reference: Reference) -> list[Step]:
     return [_as_step(x["meta_info"]["output_top_logprobs"][1]) for x in answers]
 
 
-def first_difference(server: ServerClient, reference: Reference, device: str) -> int | None:
-    """Position of the first token that is not the dense one; None if all are.
+def compare_answers(
+    server: ServerClient, references: Sequence[Reference], device: str
+) -> Comparison:
+    """Compare a server's answers with dense ones, token by token."""
+    compared = 0
+    for reference in references:
+        equal, differs = _equal_tokens(server, reference, device)
+        compared += equal
+        if differs:
+            return Comparison(
+                compared=compared, failure=f"token {equal} of an answer is not the dense one"
+            )
+    wanted = min(_MIN_COMPARED, sum(len(reference.ids) for reference in references))
+    if compared >= wanted:
+        return Comparison(compared=compared, failure=None)
+    return Comparison(
+        compared=compared,
+        failure=f"only {compared} tokens could be compared before ties, expected {wanted} or more",
+    )
+
+
+def _equal_tokens(server: ServerClient, reference: Reference, device: str) -> tuple[int, bool]:
+    """Equal tokens at the beginning of an answer, and whether the next one differs.
 
     Where two tokens tie within rounding, either is right, and what follows is not compared.
     """
@@ -107,8 +144,8 @@ def first_difference(server: ServerClient, reference: Reference, device: str) ->
         if got != wanted:
             step = reference.steps[i]
             tied = got in step and step[wanted] - step[got] <= _TIE[device]
-            return None if tied else i
-    return None if len(answer) == len(reference.ids) else len(answer)
+            return i, not tied
+    return len(answer), len(answer) != len(reference.ids)
 
 
 def measure_distance(server: ServerClient, reference: Reference, steps: Sequence[Step]) -> Distance:

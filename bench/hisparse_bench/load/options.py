@@ -5,14 +5,37 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Final
 
 from hisparse.errors import ConfigError, quoted
 from hisparse.options import from_options
 from hisparse.units import parse_seconds, resolve_memory
 
-__all__ = ["LoadOptions", "round_up"]
+__all__ = ["EXCLUDED", "LoadOptions", "round_up"]
 
+#: What each of these options decides in place of others.
+EXCLUDED: Final = {
+    "url": (
+        "device",
+        "algorithm",
+        "budget",
+        "device_buffer_size",
+        "device_memory",
+        "dense_requests",
+        "threads",
+    ),
+    "trace": ("context", "output", "shared_prefix", "dense_requests"),
+}
+
+_POSITIVE = (
+    "context",
+    "output",
+    "concurrency",
+    "rate",
+    "budget",
+    "dense_requests",
+    "device_buffer_size",
+)
 #: Tokens of an exact page, for budgets and contexts that are rounded up.
 _PAGE = 16
 
@@ -22,17 +45,20 @@ class LoadOptions:
     """One run of ``hisparse bench serve``; each field is a flag and a key of a recipe.
 
     Attributes:
-        model: folder, hub id or name; "random-dsa" is a small random model with an indexer.
+        model: folder, hub id or name; "random-dsa" is a small random model with an indexer. Empty
+            for smollm2-135m, with ``url`` for the server's.
         device: "cpu" or "cuda".
         context: tokens of the prompts.
         output: tokens that each request generates.
         concurrency: most requests in flight.
         rate: requests per second, with Poisson arrivals, in place of ``concurrency``.
-        requests: requests of each load; 0: twice the concurrency, or all of ``trace``.
+        requests: requests of each load; 0: twice the concurrency, 8 with ``rate``, or all of
+            ``trace``.
         algorithm: contenders: "dense", "sglang-hisparse" (CUDA, models with an indexer) or
             algorithms of hisparse.
         budget: tokens that hisparse attends per step.
-        device_buffer_size: tokens of a row's device buffer, a contender each; the default if empty.
+        device_buffer_size: tokens of a row's device buffer, which then does not grow, a contender
+            each; the default if empty.
         shared_prefix: share of a prompt that all requests of a load have in common.
         repeat_prompts: whether each prompt was sent once before the clock starts.
         trace: Mooncake's JSONL, in place of ``context`` and ``output``; its timestamps are the
@@ -40,12 +66,12 @@ class LoadOptions:
         slo_ttft, slo_tpot: limits that a request of the goodput meets, such as "2s" and "100ms".
         device_memory: device memory for the KV cache, the same for all contenders.
         dense_requests: the same as the KV of so many dense requests of this context.
-        url: running servers in place of ``device_memory``; the first of two is the reference.
+        url: running servers, whose radix caches are emptied; the first of two is the reference.
         text: file whose text is in the prompts; the built-in texts if None.
         threads: CPU threads of a server; one for each core if 0.
     """
 
-    model: str = "smollm2-135m"
+    model: str = ""
     device: str = "cpu"
     context: tuple[int, ...] = (7000,)
     output: int = 64
@@ -67,7 +93,9 @@ class LoadOptions:
     threads: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("context", "output", "concurrency", "rate", "budget", "dense_requests"):
+        if not (self.model or self.url):
+            object.__setattr__(self, "model", "smollm2-135m")
+        for name in _POSITIVE:
             values = getattr(self, name)
             for value in values if isinstance(values, tuple) else (values,):
                 if not value > 0:
@@ -78,21 +106,15 @@ class LoadOptions:
             raise ConfigError("--output: got 1, expected 2 or more: a time per token needs two")
         if not 0 <= self.shared_prefix < 1:
             raise ConfigError(f"--shared-prefix: got {self.shared_prefix}, expected [0, 1)")
-        self._exclude("concurrency", "rate")
-        self._exclude("device_memory", "dense_requests")
-        self._exclude("url", "device_memory")
-        self._exclude("url", "dense_requests")
-        self._exclude("trace", "dense_requests")
+        for name in ("requests", "threads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name}: got {getattr(self, name)}, expected 0 or more")
         if len(self.url) > 2:
             raise ConfigError(f"--url: got {len(self.url)}, expected one or two")
         if self.url and any("://" not in url for url in self.url):
             raise ConfigError(f"--url: got {self.url}, expected such as http://127.0.0.1:30000")
         # Wrong values are found before a server starts.
         _ = self.slos_ms, self.device_bytes
-
-    def _exclude(self, one: str, other: str) -> None:
-        if getattr(self, one) and getattr(self, other):
-            raise ConfigError(f"got --{_flag(one)} and --{_flag(other)}, expected one of them")
 
     @classmethod
     def read(cls, source: str, values: Mapping[str, Any]) -> LoadOptions:
@@ -101,6 +123,10 @@ class LoadOptions:
         Raises:
             ConfigError: a name is unknown, or a value is of the wrong type or out of range.
         """
+        pairs = [(one, other) for one, others in EXCLUDED.items() for other in others]
+        for one, other in (("concurrency", "rate"), ("device_memory", "dense_requests"), *pairs):
+            if values.get(one) and other in values:
+                raise ConfigError(f"got --{_flag(one)} and --{_flag(other)}, expected one of them")
         lists = {f.name for f in fields(cls) if str(f.type).startswith("tuple")}
         whole = {
             name: [value] if name in lists and not isinstance(value, list | tuple) else value

@@ -19,7 +19,10 @@ Points = list[tuple[float, float]]
 
 
 def draw(report: LoadReport) -> str:
-    """An SVG file; lines are contenders at one device memory and, on the left, one context."""
+    """An SVG file; lines are contenders at one device memory and, on the left, one context.
+
+    Memory in units of dense requests grows with the context: on the right such a line has units.
+    """
     by_load: dict[str, Points] = defaultdict(list)
     by_context: dict[str, Points] = defaultdict(list)
     for case in report.cases:
@@ -29,11 +32,16 @@ def draw(report: LoadReport) -> str:
                 continue
             size = params["device_memory"]
             memory = "" if size is None else f"{size / 2**20:,.0f} MiB"
-            line = ", ".join(filter(None, (result.impl, params["model"], memory)))
+            units = params["dense_requests"]
+            follows = memory if units is None else f"{units} dense requests"
+            line, by_units = (
+                ", ".join(filter(None, (result.impl, params["model"], x)))
+                for x in (memory, follows)
+            )
             load = params.get("concurrency") or params.get("rate") or 0
             context = params["context"] or 0
             by_load[f"{line}, {context} tokens"].append((load, result.throughput))
-            by_context[f"{line}, load {load:g}"].append((context, result.median_us / 1e3))
+            by_context[f"{by_units}, load {load:g}"].append((context, result.median_us / 1e3))
     names = [*by_load, *by_context]
     rows = max(len(by_load), len(by_context), 1)
     chart = Chart(

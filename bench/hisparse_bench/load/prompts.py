@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+from zlib import crc32
 
 from hisparse.errors import ConfigError, quoted
 from hisparse.eval.texts import TEXTS
 from hisparse.eval.texts import read_text as read_built_in
-from hisparse.options import check_fields, parse_object, read_text
+from hisparse.options import read_text
+from hisparse.trace.prefix import PrefixRequest, read_prefix
 from hisparse_bench.load.client import Request
 
 __all__ = ["Prompts"]
 
-#: Tokens of a block of Mooncake's traces.
-_BLOCK = 512
-_EXAMPLE = '{"timestamp": 0, "input_length": 512, "output_length": 64, "hash_ids": [0]}'
-
-
-class _Line(TypedDict):
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
+#: Fewest tokens of a text.
+_SHORTEST = 512
 
 
 @dataclass(frozen=True)
@@ -48,8 +42,8 @@ class Prompts:
         """
         text = "\n\n".join(map(read_built_in, TEXTS)) if file is None else read_text(file, "--text")
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(ids) < _BLOCK:
-            raise ConfigError(f"--text: got {len(ids)} tokens, expected {_BLOCK} or more")
+        if len(ids) < _SHORTEST:
+            raise ConfigError(f"--text: got {len(ids)} tokens, expected {_SHORTEST} or more")
         return cls(tokenizer, ids)
 
     def equal(self, count: int, context: int, shared: float, output: int) -> list[Request]:
@@ -69,43 +63,45 @@ class Prompts:
         """Requests of a trace: those that have hash ids in common share as many tokens.
 
         Args:
-            file: Mooncake's JSONL.
-            count: requests, from the beginning; 0 for all.
+            file: Mooncake's JSONL, or a prefix trace of ``hisparse trace record``.
+            count: requests, the earliest ones; 0 for all.
             longest: tokens that the model takes, prompt and output.
 
         Raises:
-            ConfigError: the file cannot be read, or a line is no request.
+            ConfigError: the file cannot be read, or a request cannot be made.
         """
-        lines = [line for line in read_text(Path(file), "--trace").splitlines() if line.strip()]
-        requests = [
-            self._request(f"--trace {quoted(file)} line {i}", line, longest)
-            for i, line in enumerate(lines[: count or None], 1)
+        trace = read_prefix(Path(file))
+        return [
+            self._request(f"--trace {quoted(file)} request {i}", x, trace.block_size, longest)
+            for i, x in enumerate(trace.requests[: count or None], 1)
         ]
-        if not requests:
-            raise ConfigError(f"--trace: got {quoted(file)} without lines, expected {_EXAMPLE}")
-        return sorted(requests, key=lambda request: request.arrival_ms or 0.0)
 
-    def _request(self, where: str, text: str, longest: int) -> Request:
-        line = parse_object(text, where, _EXAMPLE)
-        check_fields(where, line, _Line)
-        length, output, hashes = line["input_length"], line["output_length"], line["hash_ids"]
+    def _request(self, where: str, request: PrefixRequest, size: int, longest: int) -> Request:
+        length, output, hashes = request.input_length, request.output_length, request.hash_ids
+        where += f" (at {request.timestamp:g} ms)"
         if min(length, output) < 1 or length + output > longest:
             raise ConfigError(
                 f"{where}: got {length} and {output} tokens, expected 1 or more, and at most "
                 f"{longest} in all, which the model takes"
             )
-        if len(hashes) * _BLOCK < length:
+        # SGLang's export has whole blocks alone.
+        if len(hashes) < length // size:
             raise ConfigError(
                 f"{where}: got {len(hashes)} hash_ids for {length} tokens, expected one for each "
-                f"{_BLOCK} tokens"
+                f"{size} tokens"
             )
-        ids = [token for each in hashes for token in self._block(each)]
-        return Request(ids=ids[:length], output=max(2, output), arrival_ms=line["timestamp"])
+        ids = [token for each in hashes for token in self._block(f"Part {each}", size, where)]
+        if len(ids) < length:
+            ids += self._block(f"End {request.timestamp:g}", size, where)
+        return Request(ids=ids[:length], output=max(2, output), arrival_ms=request.timestamp)
 
-    def _block(self, number: int) -> list[int]:
-        """The tokens of a block: its number, which no other block has, then a part of the text."""
-        head = self.tokenizer(f"\n\nPart {number}.\n\n", add_special_tokens=False)["input_ids"]
-        return [*head, *self._slice(number * _BLOCK, _BLOCK - len(head))]
+    def _block(self, title: str, size: int, where: str) -> list[int]:
+        """The tokens of a block: its title, which no other block has, then a part of the text."""
+        head = self.tokenizer(f"\n\n{title}.\n\n", add_special_tokens=False)["input_ids"]
+        if len(head) > size:
+            raise ConfigError(f"{where}: got blocks of {size} tokens, expected {len(head)} or more")
+        # The title alone decides where the text begins.
+        return [*head, *self._slice(crc32(title.encode()), size - len(head))]
 
     def _slice(self, start: int, length: int) -> list[int]:
         size = len(self.ids)

@@ -12,7 +12,7 @@ import torch
 
 from hisparse.eval import models
 
-__all__ = ["NAME", "make"]
+__all__ = ["NAME", "drop_layer_types", "make", "scale_weights"]
 
 #: Its name on the command line.
 NAME = "random-dsa"
@@ -73,22 +73,31 @@ def make(say: Callable[[str], None]) -> str:
             torch.manual_seed(7)
             config = transformers.DeepseekV32Config(**_SHAPE, vocab_size=len(tokenizer))
             model = transformers.DeepseekV32ForCausalLM(config).float()
-            _scale(model)
+            scale_weights(model)
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{NAME}-") as temporary:
             made = Path(temporary) / "made"
             model.save_pretrained(made)
             tokenizer.save_pretrained(made)
-            _drop_layer_types(made / "config.json")
+            drop_layer_types(made / "config.json")
             made.rename(target)
     return str(target)
 
 
 @torch.no_grad()
-def _scale(model: torch.nn.Module) -> None:
-    """Scale weights so that attention is peaked and continuations wander."""
+def scale_weights(model: torch.nn.Module, *, bias: float | None = None) -> None:
+    """Scale weights so that attention is peaked and continuations wander.
+
+    Args:
+        model: random weights, which are replaced: activations have unit variance, attention logits
+            a standard deviation of about 3.
+        bias: standard deviation of biases; None leaves them as they are.
+    """
     for name, weight in model.named_parameters():
-        if weight.ndim == 2 and "embed" in name:
+        if name.endswith("bias"):
+            if bias is not None:
+                weight.normal_(0, bias)
+        elif weight.ndim == 2 and "embed" in name:
             weight.normal_(0, 1)
         elif weight.ndim >= 2:
             gain = 2.0 if any(x in name for x in ("q_proj", "q_b_proj", "o_proj")) else 1.5
@@ -98,7 +107,7 @@ def _scale(model: torch.nn.Module) -> None:
             weight.copy_(weight.bfloat16())
 
 
-def _drop_layer_types(path: Path) -> None:
+def drop_layer_types(path: Path) -> None:
     """Leave out what DeepSeek's own files leave out and releases of transformers call otherwise."""
     config = json.loads(path.read_text())
     config.pop("layer_types", None)

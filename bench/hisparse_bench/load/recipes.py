@@ -11,7 +11,7 @@ from typing import Any
 
 from hisparse.errors import ConfigError, quoted, unknown_name
 from hisparse.options import read_text
-from hisparse_bench.load.options import LoadOptions
+from hisparse_bench.load.options import EXCLUDED, LoadOptions
 
 __all__ = ["Recipe", "read_recipe", "recipe_names"]
 
@@ -72,10 +72,18 @@ def read_recipe(name: str, replaced: Mapping[str, Any]) -> Recipe:
 
 def _merge(run: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a run; one that excludes another takes its place."""
-    merged = dict(run)
-    for group in (("concurrency", "rate"), ("device_memory", "dense_requests", "url")):
+    dropped: set[str] = set()
+    for group in (("concurrency", "rate"), ("device_memory", "dense_requests")):
         if any(name in replaced for name in group):
-            merged = {name: value for name, value in merged.items() if name not in group}
+            dropped.update(group)
+    for one, others in EXCLUDED.items():
+        if one in replaced:
+            dropped.update(others)
+        elif any(name in replaced for name in others):
+            dropped.add(one)
+    if "url" in replaced:
+        dropped.add("model")
+    merged = {name: value for name, value in run.items() if name not in dropped}
     return merged | dict(replaced)
 
 

@@ -18,6 +18,10 @@ __all__ = ["UNCHECKED", "LoadReport", "LoadResult"]
 
 #: The gate of a server that nothing is compared with.
 UNCHECKED = "not checked"
+_CPU_NOTE = (
+    "On a CPU dense SGLang (torch_native) computes a cached prefix again in each prefill. Its TTFT "
+    "and tokens/s contain that; its time per token only where a prefill ran between two steps."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +32,8 @@ class LoadResult(Result):
         load: what SGLang's client measured, under its names.
         memory: ``device_bytes`` and ``host_bytes`` of the KV cache and all that belongs to it, as
             the server reports them, and ``kv_tokens``, its capacity.
-        cache: hits, misses and bytes moved during the load; empty without hisparse.
+        cache: hits, misses and bytes moved during the load, and ``hit_ratio`` if a page was
+            selected; empty without hisparse.
         quality: distance from dense decoding, ``kl``, ``agreement`` and ``positions``; empty for
             the dense server and where nothing was compared.
     """
@@ -70,6 +75,9 @@ class LoadReport(Report):
             )
             if case.gate == "failed":
                 entry["results"] = []
+            for result in entry["results"]:
+                if not result["load"]["completed"]:
+                    result |= dict.fromkeys(("median_us", "p10_us", "p90_us"))
         return json.dumps(found, indent=2)
 
     def print_table(self, console: Console) -> None:
@@ -90,10 +98,12 @@ class LoadReport(Report):
             if case.gate == UNCHECKED:
                 console.print("not checked against dense decoding, so no ratios")
                 continue
-            ratios = _ratios(_completed(case), "throughput")
-            if ratios:
-                text = ", ".join(f"{pair} {ratio}" for pair, ratio in ratios.items())
-                console.print(f"output tokens/s: {text}", highlight=False)
+            for what, name in (("output tokens/s", "throughput"), ("time per token", "median_us")):
+                if ratios := _ratios(_completed(case), name):
+                    text = ", ".join(f"{pair} {ratio}" for pair, ratio in ratios.items())
+                    console.print(f"{what}: {text}", highlight=False)
+        if self.device == "cpu" and any(x.impl == "dense" for y in self.cases for x in y.results):
+            console.print(f"\n{_CPU_NOTE}", highlight=False)
         if self.interrupted:
             console.print("\ninterrupted: later loads are missing")
 
@@ -148,7 +158,7 @@ def _sizes(results: Sequence[LoadResult]) -> Table:
             format_bytes(memory["device_bytes"]),
             format_bytes(memory["host_bytes"]) if memory["host_bytes"] else "",
             f"{memory['kv_tokens']:,}",
-            f"{cache['hit_ratio']:.1%}" if cache else "",
+            f"{cache['hit_ratio']:.1%}" if "hit_ratio" in cache else "",
             format_bytes(int(cache["decode_read_bytes"])) if cache else "",
             f"{quality['kl']:.3g}" if quality else "",
             f"{quality['agreement']:.0%}" if quality else "",

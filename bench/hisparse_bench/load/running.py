@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import torch
+
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError, HiSparseError, one_line
+from hisparse.eval import models
 from hisparse_bench.server import ServerClient
 
 __all__ = ["RunningServer"]
+
+#: SGLang's names; "auto" is the model's.
+_DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 
 class RunningServer(ServerClient):
@@ -14,12 +32,42 @@ class RunningServer(ServerClient):
 
     Args:
         url: its address.
-        budget: tokens within which it attends to all, as far as known.
+        info: what it says of itself.
+        config: hisparse's settings; None if hisparse does not serve.
     """
 
-    def __init__(self, url: str, budget: int) -> None:
+    def __init__(self, url: str, info: dict[str, Any], config: HiSparseConfig | None) -> None:
         super().__init__(url)
-        self.budget = budget
+        self._config = config
+        self.model = str(info["model_path"])
+        self.device = str(info["device"])
+        names = str(info["kv_cache_dtype"]), str(info["dtype"])
+        #: Of its KV cache; None: the model's.
+        self.dtype = next((_DTYPES[name] for name in names if name in _DTYPES), None)
+
+    @property
+    def budget(self) -> int | None:
+        """Tokens that hisparse attends per step; None without hisparse."""
+        return None if self._config is None else self._config.budget
+
+    @property
+    def exact_tokens(self) -> int | None:
+        """Tokens within which hisparse attends to all; None without hisparse."""
+        config = self._config
+        return None if config is None else max(config.budget, config.min_sparse_context)
+
+    def check_model(self, given: str) -> str:
+        """The model to read the tokenizer from: ``given``, or the server's if that is empty.
+
+        Raises:
+            ConfigError: the server has another one.
+        """
+        if not given:
+            return self.model
+        known = {Path(x).name.lower() for x in (given, models.resolve(given))}
+        if Path(self.model).name.lower() not in known:
+            raise ConfigError(f"--model: got {given!r}, expected {self.model!r}, as at {self.url}")
+        return given
 
     @classmethod
     def connect(cls, url: str) -> RunningServer:
@@ -30,10 +78,10 @@ class RunningServer(ServerClient):
         """
         try:
             info = ServerClient(url).info()
-            settings = info["hisparse_config"] if info["attention_backend"] == "hisparse" else None
-            config = HiSparseConfig.parse(settings or "{}")
+            hisparse = info["attention_backend"] == "hisparse"
+            config = HiSparseConfig.parse(info["hisparse_config"] or "{}") if hisparse else None
+            return cls(url, info, config)
         except (HiSparseError, OSError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(
                 f"--url: got {url!r}, expected a running SGLang server: {one_line(error)}"
             ) from None
-        return cls(url, max(config.budget, config.min_sparse_context))

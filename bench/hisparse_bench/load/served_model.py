@@ -28,6 +28,7 @@ class ServedModel:
         folder: folder or hub id.
         tokenizer: of transformers.
         kv_token_bytes: device bytes of a token in a dense KV cache: K, V, and the indexer's key.
+        index_token_bytes: the part of ``kv_token_bytes`` that is the indexer's.
         longest: tokens that the model takes.
         index_top_k: tokens that the model's own indexer selects; None without an indexer.
         stands_in_for_dense: whether hisparse with the whole KV cache on the device is the dense
@@ -39,13 +40,22 @@ class ServedModel:
     tokenizer: Any
     kv_token_bytes: int
     longest: int
+    index_token_bytes: int = 0
     index_top_k: int | None = None
     stands_in_for_dense: bool = False
     flags: tuple[str, ...] = ()
 
     @classmethod
-    def load(cls, options: LoadOptions, say: Callable[[str], None]) -> ServedModel:
+    def load(
+        cls, options: LoadOptions, say: Callable[[str], None], dtype: torch.dtype | None = None
+    ) -> ServedModel:
         """Fetch the model if needed, and read its configuration and tokenizer.
+
+        Args:
+            options: the run.
+            say: told what happens.
+            dtype: of a running server's KV cache; None for the model's. Servers that are started
+                on a CPU have float32.
 
         Raises:
             ConfigError: the model cannot be read, or is too short for a context.
@@ -61,8 +71,9 @@ class ServedModel:
             folder = models.resolve(options.model, progress=say)
         config = read_model_config(folder)
         spec, text = shape_per_rank(config, 1, 1), text_config(config)
-        if options.device == "cpu":
-            spec = replace(spec, dtype=torch.float32)
+        if options.device == "cpu" and not options.url:
+            dtype = torch.float32
+        spec = replace(spec, dtype=dtype or spec.dtype)
         indexed = spec.index_head_dim > 0
         index = spec.num_layers * (spec.index_head_dim + _INDEX_SCALE_BYTES) if indexed else 0
         longest = int(getattr(text, "max_position_embeddings", 0) or 2**31)
@@ -71,6 +82,7 @@ class ServedModel:
             tokenizer=models.load(AutoTokenizer, folder),
             kv_token_bytes=spec.token_bytes + index,
             longest=longest,
+            index_token_bytes=index,
             index_top_k=int(text.index_topk) if indexed else None,
             # The kernels of SGLang's own sparse attention need a GPU.
             stands_in_for_dense=indexed and options.device == "cpu",

@@ -62,7 +62,7 @@ class Usage:
         return {"device_bytes": device, "host_bytes": host, "kv_tokens": self.kv_tokens}
 
     def moved_since(self, before: Usage) -> dict[str, float]:
-        """Hits, misses, bytes moved and the hit ratio since an earlier time."""
+        """Hits, misses, bytes moved and, if a page was selected, the hit ratio, since then."""
         if not self.is_hisparse:
             return {}
         found = {}
@@ -70,4 +70,4 @@ class Usage:
             key = f"hisparse:{name}_total"
             found[name] = self.metrics.get(key, 0.0) - before.metrics.get(key, 0.0)
         selected = found["hit_pages"] + found["miss_pages"]
-        return found | {"hit_ratio": found["hit_pages"] / selected if selected else 1.0}
+        return found | ({"hit_ratio": found["hit_pages"] / selected} if selected else {})
