@@ -83,7 +83,8 @@ def test_a_recorded_trace_has_its_own_blocks_and_a_part_of_one_at_its_end(tmp_pa
     assert first.ids[:64] == second.ids[:64]
     assert first.ids[64:] != second.ids[64:]
     about["block_size"] = 4
-    file.write_text("\n".join(map(json.dumps, [about, line | {"timestamp": 0}])))
+    short = {"timestamp": 0, "input_length": 8, "output_length": 4, "hash_ids": [3, 4]}
+    file.write_text("\n".join(map(json.dumps, [about, short])))
     with pytest.raises(ConfigError, match="got blocks of 4 tokens, expected"):
         prompts().trace(str(file), 0, 4096)
 

@@ -161,7 +161,7 @@ class LoadOptions:
     @property
     def most_running(self) -> int:
         """Requests that a server is to run at once: the largest load."""
-        return max(self.concurrency, default=0) or self.requests or 8
+        return max(int(load.get("concurrency", self.requests or 8)) for load in self.loads)
 
     @property
     def num_threads(self) -> int:
