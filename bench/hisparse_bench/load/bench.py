@@ -167,7 +167,6 @@ class LoadBench:
     ) -> Case:
         options = self._options
         requests = self._requests(context, options.num_requests(load))
-        by_requests = device_bytes is not None and not options.device_bytes
         what = ", ".join(f"{name} {value:g}" for name, value in load.items()) or "trace's arrivals"
         where = f"context {context}" if context else "trace"
         params: dict[str, Any] = {
@@ -181,7 +180,7 @@ class LoadBench:
             "trace": options.trace,
             "budget": self._budget,
             "device_memory": device_bytes,
-            "dense_requests": device_bytes // self._dense_bytes(context) if by_requests else None,
+            "dense_requests": None,
             "kv_token_bytes": self._model.kv_token_bytes,
             "threads": None if self._running else options.num_threads,
             "compared_tokens": self._compared.get(context),
@@ -192,6 +191,8 @@ class LoadBench:
         name = f"{options.model}, {where}, {what}"
         if device_bytes is not None:
             tokens = device_bytes // self._model.kv_token_bytes
+            if not options.device_bytes:
+                params["dense_requests"] = device_bytes // self._dense_bytes(context)
             params["dense_holds"] = holds = self._dense_holds(tokens, context, requests)
             name += f", {format_bytes(device_bytes)} = {tokens:,} dense tokens, which hold {holds} "
             name += f"of the {len(requests)} requests"
