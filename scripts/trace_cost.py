@@ -1,9 +1,10 @@
 """Measure what recording a trace adds to a decode step on a CPU.
 
 ``python -m scripts.trace_cost OUT.json`` decodes with the same random requests twice, with a trace
-and without, in pairs of blocks whose order alternates. A step is the attention of all layers and no
-matrix product of a model, so that the share of a whole step is smaller. It exits with 1 if the
-upper end of the ratio's 95% interval is above 1.03.
+and without, in pairs of blocks whose order alternates. A block with a trace ends when the writer
+has compressed and written all of it. A step is the attention of all layers and no matrix product of
+a model, so that the share of a whole step is smaller. It exits with 1 if the upper end of the
+ratio's 95% interval is above 1.03.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def _requests(shape: ModelShape, arguments: argparse.Namespace, trace: Path | No
     )
 
 
-def _seconds(requests: Any, tokens: int) -> float:
-    """Median time of a token's steps in all layers."""
-    kv, times = requests.kv, []
+def _seconds(requests: Any, tokens: int, trace: Trace | None) -> float:
+    """Time of a block of tokens in all layers, until the writer of the trace is idle again."""
+    kv, total = requests.kv, 0.0
     shape = (kv.num_layers, requests.batch, kv.num_q_heads, kv.head_dim)
     for _ in range(tokens):
         queries, token = torch.randn(shape).to(kv.dtype), requests.new_token()
@@ -57,8 +58,11 @@ def _seconds(requests: Any, tokens: int) -> float:
         for layer in range(kv.num_layers):
             requests.coordinator.attention(layer, queries[layer], *token)
         requests.coordinator.forward_end()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        total += time.perf_counter() - start
+    start = time.perf_counter()
+    if trace is not None:
+        trace.flush()
+    return total + time.perf_counter() - start
 
 
 def main(words: list[str] | None = None) -> int:
@@ -77,13 +81,13 @@ def main(words: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         off = _requests(shape, arguments, None)
         on = _requests(shape, arguments, Path(folder) / "a.trace")
-        pairs = []
+        (trace,) = (x for x in on.coordinator.extensions if isinstance(x, Trace))
+        traces, pairs = {id(off): None, id(on): trace}, []
         for pair in range(-1, arguments.pairs):
             order = (off, on) if pair % 2 else (on, off)
-            found = {id(x): _seconds(x, arguments.tokens) for x in order}
+            found = {id(x): _seconds(x, arguments.tokens, traces[id(x)]) for x in order}
             if pair >= 0:  # The first pair warms up.
                 pairs.append((found[id(off)], found[id(on)]))
-        (trace,) = (x for x in on.coordinator.extensions if isinstance(x, Trace))
         trace.close()
         stats = on.coordinator.stats().extensions
         num_bytes = trace.path.stat().st_size

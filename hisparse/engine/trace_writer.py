@@ -78,9 +78,11 @@ class TraceWriter:
         self.path, self._file = _create(path)
         self._num_bytes = 0
         self._write(MAGIC + encode_chunk(HEAD, header.to_json()))
-        self._queue: queue.Queue[RecordedStep | None] = queue.Queue(_QUEUED_STEPS)
+        self._queue: queue.Queue[RecordedStep | threading.Event | None]
+        self._queue = queue.Queue(_QUEUED_STEPS)
         self._stopped: str | None = None
-        self._dropped = 0
+        # Steps that were refused or taken by `put`, and those that the thread has written.
+        self._refused = self._taken = self._written = 0
         self._pending: list[RecordedStep] = []
         self._requests: dict[int, tuple[int, int]] = {}
         self._num_requests = 0
@@ -99,11 +101,26 @@ class TraceWriter:
         if self._stopped is None:
             try:
                 self._queue.put(step, block=wait)
+                self._taken += 1
                 return True
             except queue.Full:
                 pass
-        self._dropped += 1
+        self._refused += 1
         return False
+
+    @property
+    def dropped_steps(self) -> int:
+        """Steps that the file lacks: refused, or taken before the writer stopped."""
+        lost = 0 if self._stopped is None else self._taken - self._written
+        return self._refused + lost
+
+    def flush(self) -> None:
+        """Write the steps that were handed over, and wait until the thread has done so."""
+        done = threading.Event()
+        if self._thread.is_alive():
+            self._queue.put(done)
+        while self._thread.is_alive() and not done.wait(0.01):
+            pass
 
     def close(self) -> None:
         """Write what is queued, and the end of the file."""
@@ -123,11 +140,15 @@ class TraceWriter:
                     continue
                 if step is None:
                     break
+                if isinstance(step, threading.Event):
+                    self._flush()
+                    step.set()
+                    continue
                 self._pending.append(step)
                 if sum(len(x.slots) for x in self._pending) >= self._chunk_visits:
                     self._flush()
             self._flush()
-            end = TraceEnd(dropped_steps=self._dropped, reason=self._stopped or "closed")
+            end = TraceEnd(dropped_steps=self.dropped_steps, reason=self._stopped or "closed")
             self._write(encode_chunk(DONE, end.to_json()))
         except (OSError, RuntimeError) as error:
             # The disk is full, or the device failed, which the forward reports.
@@ -139,7 +160,6 @@ class TraceWriter:
         """Write the pending steps, in chunks whose sections are not too long."""
         steps, self._pending = self._pending, []
         if not steps or self._stopped is not None:
-            self._dropped += len(steps)
             return
         for step in steps:
             if step.ready is not None:
@@ -154,10 +174,10 @@ class TraceWriter:
             visits = Visits(np.array(requests[part], np.int32), seq_lens[part])
             chunk = encode_chunk(STEP, encode_steps(visits, pages[:, part]))
             if self._num_bytes + len(chunk) + _END_BYTES > self._max_bytes:
-                self._dropped += len(steps)
                 self._stop(f"the trace has reached max_bytes ({self._max_bytes})")
                 return
             self._write(chunk)
+        self._written += len(steps)
 
     def _request(self, slot: int, seq_len: int) -> int:
         """Number of the request in a slot: a new one unless its length grew by one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from hisparse.errors import ConfigError
 from hisparse.testing import Simulator
 from hisparse.testing.replaying_simulator import ReplayingSimulator
 from hisparse.trace import SelectionTrace, lru_curve, policy_hits
+from hisparse.types import Selection
 
 #: ``(layer, slot, seq_len) -> [H, K] pages``.
 Seen = dict[tuple[int, int, int], torch.Tensor]
@@ -35,10 +37,13 @@ def observed(sim: Simulator) -> Seen:
     return seen
 
 
+def recorder(sim: Simulator) -> Trace:
+    (trace,) = (x for x in sim.coordinator.extensions if isinstance(x, Trace))
+    return trace
+
+
 def close(sim: Simulator) -> None:
-    for extension in sim.coordinator.extensions:
-        if isinstance(extension, Trace):
-            extension.close()
+    recorder(sim).close()
 
 
 def pages_of(trace: SelectionTrace, layer: int) -> dict[tuple[int, int, int], list[int]]:
@@ -148,13 +153,23 @@ def test_a_file_grows_no_further_than_allowed(
     monkeypatch.setattr(trace_writer, "_CHUNK_PAGES", 1)
     path = tmp_path / "a.trace"
     with caplog.at_level(logging.WARNING, "hisparse"):
-        close(decoding(path, 40, max_bytes=4000))
+        sim = Simulator(extensions={"trace": {"path": str(path), "max_bytes": 4000}})
+        request = sim.request(1, 300, seed=1)
+        sim.prefill((request, 200))
+        for _ in range(39):
+            sim.decode(request)
+        recorder(sim).flush()
+        # The counter has what the file lacks, as of the last step.
+        sim.decode(request)
+        counted = sim.coordinator.stats().extensions["trace_dropped_steps"]
+        close(sim)
     assert 3000 < path.stat().st_size <= 4000
     assert "has reached max_bytes (4000)" in caplog.text
     with SelectionTrace(path) as trace:
         assert trace.end is not None
         assert trace.end.reason.endswith("max_bytes (4000)")
         assert len(trace.visits.requests) + trace.end.dropped_steps == 40
+        assert counted == trace.end.dropped_steps
 
 
 def test_a_disk_that_fails_ends_the_recording_alone(
@@ -173,7 +188,33 @@ def test_a_disk_that_fails_ends_the_recording_alone(
         close(sim)
         sim.decode(request)
     assert "No space left on device" in caplog.text
-    assert sim.coordinator.stats().extensions["trace_dropped_steps"] == 1
+    # Three that were taken and never written, and one that was refused.
+    assert sim.coordinator.stats().extensions["trace_dropped_steps"] == 4
+
+
+def test_a_flush_writes_what_was_handed_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace"
+    sim = decoding(path, 5)
+    recorder(sim).flush()
+    with SelectionTrace(path) as trace:
+        assert len(trace.visits.requests) == 5
+    close(sim)
+    recorder(sim).flush()
+
+
+def test_a_shorter_selection_leaves_no_page_of_a_longer_one(tmp_path: Path) -> None:
+    """An algorithm may return fewer columns than the most that it may select."""
+    sim = Simulator(extensions={"trace": str(tmp_path / "a.trace")})
+    trace, policy = recorder(sim), sim.policy
+    part: Any = SimpleNamespace(view=SimpleNamespace(slots=torch.tensor([2])))
+    for width in (policy.max_pages, 1):
+        pages = torch.arange(width, dtype=torch.int32).expand(1, policy.heads, width)
+        lengths = torch.full((1, policy.heads), width, dtype=torch.int32)
+        trace.after_selection(0, Selection(pages, lengths), part)
+    kept = trace.context.state["trace.pages"]
+    assert kept[0, 2, :, 0].eq(0).all()
+    assert kept[0, 2, :, 1:].eq(-1).all()
+    close(sim)
 
 
 def test_a_file_that_ends_early_has_its_whole_chunks(

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from hisparse import __version__
 from hisparse.algorithms import Representation, SelectionPolicy
@@ -72,7 +71,8 @@ class Trace(Extension):
     options_type: ClassVar[type[Any]] = TraceOptions
     counters: ClassVar[Mapping[str, str]] = {
         "trace_steps": "Decode steps that were handed to the writer of the trace",
-        "trace_dropped_steps": "Decode steps that the trace lacks: its writer was behind or ended",
+        "trace_dropped_steps": "Decode steps that the trace lacks: its writer was behind, the "
+        "file has reached max_bytes, or the disk failed",
     }
 
     def __init__(self, options: TraceOptions, context: ExtensionContext) -> None:
@@ -105,6 +105,7 @@ class Trace(Extension):
         if len(layers) < policy.kv.num_layers:
             self._layers = torch.tensor(layers, device=self._state.device)
         self._step: tuple[np.ndarray, np.ndarray] | None = None
+        self._counted_dropped = 0
         logger.info("hisparse: trace of selections: %s", self.path)
 
     @classmethod
@@ -121,19 +122,24 @@ class Trace(Extension):
 
     def after_selection(self, layer_id: int, selection: Selection, part: DecodePart) -> None:
         """Copy the pages: an algorithm may return the same tensor in each step."""
-        pages, most = selection.pages, self._state.shape[-1]
-        if pages.shape[-1] < most:
-            pages = pad(pages, (0, most - pages.shape[-1]), value=-1)
-        self._by_layer[layer_id].index_copy_(0, part.view.slots, pages)
+        pages, state, slots = selection.pages, self._by_layer[layer_id], part.view.slots
+        width = pages.shape[-1]
+        state[..., :width].index_copy_(0, slots, pages)
+        if width < state.shape[-1]:
+            state[..., width:].index_fill_(0, slots, -1)
 
     def after_step(self, *, complete: bool) -> None:
         """Hand the step to the writer."""
         step, self._step = self._step, None
         if step is None or not complete:
             return
-        state = self._state
-        pages = state if self._layers is None else state[self._layers]
-        pages = pages.index_select(1, torch.from_numpy(step[0]).to(state.device))
+        slots = torch.from_numpy(step[0])
+        if self._state.is_cuda:
+            # A copy from pageable memory would wait for the stream.
+            slots = slots.pin_memory().to(self._state.device, non_blocking=True)
+        pages = self._state.index_select(1, slots)
+        if self._layers is not None:
+            pages = pages.index_select(0, self._layers)
         ready = None
         if pages.is_cuda:
             # PyTorch reuses page-locked blocks; this has not run on a GPU yet.
@@ -141,8 +147,15 @@ class Trace(Extension):
             pages = on_host.copy_(pages, non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        taken = self._writer.put(RecordedStep(*step, pages, ready))
-        self.context.manager.counters.add("trace_steps" if taken else "trace_dropped_steps", 1)
+        counters = self.context.manager.counters
+        counters.add("trace_steps", int(self._writer.put(RecordedStep(*step, pages, ready))))
+        dropped = self._writer.dropped_steps
+        counters.add("trace_dropped_steps", dropped - self._counted_dropped)
+        self._counted_dropped = dropped
+
+    def flush(self) -> None:
+        """Write the steps that were handed over, and wait for that."""
+        self._writer.flush()
 
     def close(self) -> None:
         """Write what is left, and the end of the file. No step may be running."""
