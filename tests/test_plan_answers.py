@@ -249,6 +249,23 @@ def test_a_trace_gives_the_hit_ratio_of_the_buffer(
     assert "MADE-UP trace" in Path(plot).read_text()
 
 
+def test_rows_with_contexts_beyond_the_trace_are_marked(
+    trace: str, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trace has contexts of up to 8,232 tokens."""
+    line = ["--model", folder, "--context", "8192,16384", "--trace", trace, "--slo-tpot", "5ms"]
+    found = planned(capsys, *line)
+    assert [row["beyond_trace"] for row in found["plans"]] == [False, True]
+    memory = ["--device-memory", "1GiB", "--host-memory", "1TiB"]
+    assert main(["plan", *line, *memory]) == 0
+    out = capsys.readouterr().out
+    ratio = f"{found['plans'][1]['estimates'][0]['hit_ratio']:.0%}"
+    assert f"{ratio}?" in out
+    assert "?: 16,384 tokens of context are more than any in the trace" in " ".join(out.split())
+    assert main(["plan", *line[:3], "8192", *line[4:], *memory]) == 0
+    assert "?" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("other", [{"algorithm": "quest"}, {"budget": 1024}, {"page_size": 32}])
 def test_a_recorded_trace_is_of_one_configuration(trace: str, other: dict[str, Any]) -> None:
     with SelectionTrace(Path(trace)) as opened:

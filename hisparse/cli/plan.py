@@ -104,6 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
             "estimates": plan_times.describe_steps(capacity, hardware, arguments.batch, hits),
             "loads": plan_slo.describe_loads(capacity, hardware, target, hits),
             "moves": plan_links.describe_moves(moved, links),
+            "beyond_trace": traced is not None and capacity.context > traced.longest,
         }
 
     rows = [row(capacity) for capacity in capacities]
@@ -114,6 +115,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if traced is not None:
         estimate["trace"] = traced.about
         source += ", MADE-UP trace" if traced.made_up else ", recorded trace"
+        source += f" of up to {traced.longest:,} tokens"
     if arguments.plot:
         arguments.context = plan_plot.contexts(_contexts(arguments.context, model))
         plotted = [row(capacity) for capacity in _fit_all(arguments, model)[0]]
@@ -126,7 +128,7 @@ def _run(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False)
     _print(console, rows, machine)
     if traced is not None:
-        plan_trace.print_source(console, traced)
+        plan_trace.print_source(console, traced, rows)
     if target is not None:
         plan_slo.print_loads(console, rows, target)
     plan_links.print_moves(console, rows)

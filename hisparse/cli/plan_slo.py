@@ -132,7 +132,8 @@ def print_loads(console: Console, rows: Sequence[dict[str, Any]], target: Target
         for row in rows:
             for load in row["loads"]:
                 if load["gpu"] == gpu:
-                    start = f"{row['budget']:,}", f"{row['context']:,}", f"{load['hit_ratio']:.0%}"
+                    hits = f"{load['hit_ratio']:.0%}{'?' * row['beyond_trace']}"
+                    start = f"{row['budget']:,}", f"{row['context']:,}", hits
                     sides = (*_cells(load["dense"]), *_cells(load["hisparse"]))
                     table.add_row(row["algorithm"], *start, *sides)
         console.print(table)

@@ -159,7 +159,7 @@ def _cells(row: dict[str, Any], step: dict[str, Any]) -> tuple[str, ...]:
         f"{row['budget']:,}",
         f"{row['context']:,}",
         f"{step['batch']:,}",
-        f"{step['hit_ratio']:.0%}",
+        f"{step['hit_ratio']:.0%}{'?' * row['beyond_trace']}",
         f"{dense['us_per_layer']:,.0f}",
         f"{ours['us_per_layer']:,.0f}{'*' * ours['host_bound']}",
         f"{dense['ms_per_token']:,.1f}",

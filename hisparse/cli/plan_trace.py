@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,11 @@ class Traced:
         return self.curve.hit_ratio(config.min_row_tokens)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest context in the trace."""
+        return int(self.about["context"][1])
+
+    @property
     def made_up(self) -> bool:
         """Whether no model has selected these pages."""
         return bool(self.about["source"] == "made up")
@@ -85,7 +91,7 @@ def read_trace(arguments: argparse.Namespace) -> Traced | None:
         return Traced(curve=lru_curve(trace), about=about)
 
 
-def print_source(console: Console, traced: Traced) -> None:
+def print_source(console: Console, traced: Traced, rows: Sequence[dict[str, Any]]) -> None:
     """One paragraph on where the hit ratios come from."""
     about = traced.about
     low, high = about["context"]
@@ -96,4 +102,11 @@ def print_source(console: Console, traced: Traced) -> None:
         f"hits: of an LRU buffer of device_buffer_size tokens in {about['file']} ({source}{note}), "
         f"with contexts of {low:,} to {high:,} tokens. Other contexts may have other hit ratios.",
     )
+    beyond = sorted({row["context"] for row in rows if row["beyond_trace"]})
+    if beyond:
+        print_paragraph(
+            console,
+            f"?: {', '.join(f'{x:,}' for x in beyond)} tokens of context are more than any in the "
+            "trace. A buffer of the same size holds a smaller part of them, so expect fewer hits.",
+        )
     console.print()
