@@ -169,7 +169,7 @@ def test_a_wrong_server_is_one_line(
         (["127.0.0.1:30000"], "expected a URL such as http://127.0.0.1:30000"),
         (["http://[1"], "got ValueError: Invalid IPv6 URL"),
         (["http://127.0.0.1:port"], "expected a running SGLang server"),
-        (["http://127.0.0.1:9", "--interval", "9999s"], "expected at most 1h"),
+        (["http://127.0.0.1:9", "--interval", "9999s"], "expected at most 3600s"),
         (["http://127.0.0.1:9", "--interval", "2"], "--interval: got '2', expected a time"),
     ],
 )

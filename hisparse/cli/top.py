@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     interval_s = parse_seconds("--interval", arguments.interval)
     if interval_s > _MAX_INTERVAL_S:
-        raise ConfigError(f"--interval: got {arguments.interval}, expected at most 1h")
+        raise ConfigError(f"--interval: got {arguments.interval}, expected at most 3600s")
     url = arguments.url.rstrip("/")
     console = Console(highlight=False)
     before = read(url)

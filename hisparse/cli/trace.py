@@ -46,14 +46,14 @@ def _add_replay(actions: Any) -> None:
     _add_files(replay)
     add = replay.add_argument
     shown = ",".join(map(str, _BUFFERS))
-    text = f"tokens of a row's buffer ({shown})"
-    add("--buffer", type=numbers, default=_BUFFERS, metavar="N[,N]", help=text)
+    text = f"tokens of a row's buffer ({shown}, but those that a selection does not fit)"
+    add("--device-buffer-size", type=numbers, metavar="N[,N]", help=text)
     text = f"{', '.join(POLICIES)}; of prefixes: {', '.join(PREFIX_POLICIES)} (lru)"
     add("--policy", type=names, default=["lru"], metavar="NAME[,NAME]", help=text)
     text = "tokens of a prefix cache (the whole trace, a half, a quarter, ...)"
     add("--capacity", type=numbers, metavar="N[,N]", help=text)
     text = "seconds that an unused block stays in a prefix cache, or none (none)"
-    add("--ttl", type=trace_prefix.seconds, default=[None], metavar="S[,S]", help=text)
+    add("--ttl", type=trace_prefix.seconds, metavar="S[,S]", help=text)
     add("--by", choices=("layer", "head"), help="also the hit ratios of each layer or head")
     text = "draw hit ratio and bytes against the size of the buffer"
     add("--plot", type=Path, metavar="FILE.svg", help=text)
@@ -114,7 +114,7 @@ def _about(file: Path, trace: SelectionTrace) -> dict[str, Any]:
         "layers": len(header.layers),
         "heads": header.heads,
         "requests": int(visits.requests.max()) + 1,
-        "steps": len(visits.requests),
+        "request_steps": len(visits.requests),
         "context": [int(visits.seq_lens.min()), int(visits.seq_lens.max())],
         "selected_pages": pages,
         "bytes": trace.num_bytes,
@@ -156,8 +156,8 @@ def _show(arguments: argparse.Namespace) -> int:
             "source": _source(about),
             "selected by": f"{about['algorithm']}, per {about['scope']}, pages of "
             f"{about['page_size']} tokens, {about['layers']} layers of {about['heads']} rows",
-            "steps": f"{about['steps']:,} of {about['requests']:,} requests, contexts of {low:,} "
-            f"to {high:,} tokens",
+            "steps": f"{about['request_steps']:,}, one for each request in each decode step, of "
+            f"{about['requests']:,} requests; contexts of {low:,} to {high:,} tokens",
             "pages": f"{about['selected_pages']:,} selected, {about['bytes_per_page']:.2f} bytes "
             f"each ({format_bytes(about['bytes'])})",
             "overlap": "no two steps in a row"
@@ -186,13 +186,27 @@ def _source(about: dict[str, Any]) -> str:
     return f"{source}: {about['note']}" if about["note"] else source
 
 
+def _refuse(arguments: argparse.Namespace, flags: tuple[str, ...], kind: str) -> None:
+    """Refuse flags that traces of this kind do not use.
+
+    Raises:
+        ConfigError: one of them was given.
+    """
+    for flag in flags:
+        if getattr(arguments, flag[2:].replace("-", "_")) is not None:
+            raise ConfigError(f"{flag}: got it with {kind}, which do not use it; leave it out")
+
+
 def _replay(arguments: argparse.Namespace) -> int:
     if trace_prefix.are_prefixes(arguments.files):
+        _refuse(arguments, ("--device-buffer-size", "--by", "--plot"), "prefix traces")
+        ttls = arguments.ttl or [None]
         found = [
-            trace_prefix.replay_all(x, arguments.capacity, arguments.policy, arguments.ttl)
+            trace_prefix.replay_all(x, arguments.capacity, arguments.policy, ttls)
             for x in arguments.files
         ]
         return _print_prefixes("replay", arguments, found)
+    _refuse(arguments, ("--capacity", "--ttl"), "traces of selections")
     for policy in arguments.policy:
         if policy not in POLICIES:
             raise ConfigError(f"--policy: {unknown_name('policy', policy, POLICIES)}")
@@ -202,12 +216,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     for file in arguments.files:
         with SelectionTrace(file) as trace:
             curve = lru_curve(trace)
-            buffers = [tokens for tokens in arguments.buffer if tokens >= curve.least_tokens]
-            if not buffers:
-                raise ConfigError(
-                    f"--buffer: got {', '.join(map(str, arguments.buffer))}, expected at least the "
-                    f"{curve.least_tokens} tokens of the longest selection in {str(file)!r}"
-                )
+            buffers = _buffers(arguments.device_buffer_size, curve.least_tokens, file)
             accesses = max(1, int(curve.accesses.sum()))
             about = _about(file, trace) | _overlaps(trace)
             about |= {"buffers": buffers, "policies": {}, "curve": _curve_points(curve)}
@@ -234,6 +243,21 @@ def _replay(arguments: argparse.Namespace) -> int:
     else:
         _print_replay(found, arguments.by)
     return 0
+
+
+def _buffers(given: list[int] | None, least: int, file: Path) -> list[int]:
+    """Tokens of the buffers to replay: those that were given, or the usual ones that are enough.
+
+    Raises:
+        ConfigError: a buffer that was given, or each of the usual ones, is too small.
+    """
+    enough = [tokens for tokens in given or _BUFFERS if tokens >= least]
+    if not enough or (given and len(enough) < len(given)):
+        raise ConfigError(
+            f"--device-buffer-size: got {', '.join(map(str, given or _BUFFERS))}, expected at "
+            f"least the {least} tokens of the longest selection in {str(file)!r}"
+        )
+    return enough
 
 
 def _curve_points(curve: Any) -> list[dict[str, float]]:

@@ -49,7 +49,8 @@ def describe_prefix(file: Path, trace: PrefixTrace) -> dict[str, Any]:
     """What a prefix trace holds."""
     requests = trace.requests
     inputs = sum(x.input_length for x in requests)
-    cached = [x.cached_length for x in requests if x.cached_length is not None]
+    known = [(x.cached_length, x.input_length) for x in requests if x.cached_length is not None]
+    cached, asked = (sum(column) for column in zip(*known, strict=True)) if known else (0, 0)
     return {
         "file": str(file),
         "source": trace.source,
@@ -59,10 +60,23 @@ def describe_prefix(file: Path, trace: PrefixTrace) -> dict[str, Any]:
         "seconds": (requests[-1].timestamp - requests[0].timestamp) / 1000,
         "input_tokens": inputs,
         "output_tokens": sum(x.output_length for x in requests),
-        "unique_tokens": len({b for x in requests for b in x.hash_ids}) * trace.block_size,
-        "found_by_server": sum(cached) / max(1, inputs) if cached else None,
+        "blocks": len({b for x in requests for b in x.hash_ids}),
+        "unique_tokens": _count_unique(trace),
+        "found_by_server": cached / max(1, asked) if known else None,
         "unlimited_hit_ratio": replay_prefix(trace, "lru", None, None).hit_ratio,
     }
+
+
+def _count_unique(trace: PrefixTrace) -> int:
+    """Tokens of the different blocks; the last block of a prompt may be partly filled."""
+    tokens: dict[int, int] = {}
+    for request in trace.requests:
+        left = request.input_length
+        for block in request.hash_ids:
+            filled = min(left, trace.block_size)
+            tokens[block] = max(tokens.get(block, 0), filled)
+            left -= filled
+    return sum(tokens.values())
 
 
 def replay_all(
@@ -80,7 +94,7 @@ def replay_all(
     trace = read_prefix(file)
     about = describe_prefix(file, trace)
     if capacities is None:
-        whole = max(1, about["unique_tokens"] // trace.block_size)
+        whole = max(1, about["blocks"])
         capacities = [max(1, whole >> i) * trace.block_size for i in range(6, -1, -1)]
     points = [
         replay_prefix(trace, policy, capacity, ttl)
@@ -106,8 +120,8 @@ def print_prefix(found: Sequence[dict[str, Any]]) -> None:
             f"{source}{': ' if about['note'] else ''}{about['note']}. {about['requests']:,} "
             f"requests in {about['seconds']:,.0f} s, {about['input_tokens']:,} prompt tokens, "
             f"{about['unique_tokens']:,} of them different, in blocks of {about['block_size']}. "
-            f"An unlimited cache holds {about['unlimited_hit_ratio']:.1%} of them"
-            + ("." if served is None else f"; the server found {served:.1%}.")
+            f"An unlimited cache holds {about['unlimited_hit_ratio']:.1%} of all prompt tokens"
+            + ("." if served is None else f"; the server found {served:.1%} of those it reports.")
         )
         print_paragraph(console, text)
         if "points" in about:

@@ -30,9 +30,12 @@ def add_parser(actions: Any) -> None:
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FILE", help="the trace; with several "
         "algorithms their names are added")  # fmt: skip
-    add("--context", type=number, default=4096, metavar="N", help="tokens of the prompt (4096)")
-    add("--steps", type=number, default=256, metavar="N", help="decode steps (256)")
-    add("--budget", type=number, default=512, metavar="N", help="tokens attended per step (512)")
+    for name, text in (
+        ("context", "tokens of the prompt"),
+        ("steps", "decode steps"),
+        ("budget", "tokens attended per step"),
+    ):
+        add(f"--{name}", type=number, metavar="N", help=f"{text} ({_DEFAULTS[name]})")
     model = parser.add_argument_group("of a model")
     add = model.add_argument
     add("--model", metavar="PATH|HUB_ID|NAME", help="the model (smollm2-135m)")
@@ -64,31 +67,53 @@ def add_parser(actions: Any) -> None:
 
 #: Tokens of a block of recorded prefixes.
 _BLOCK = 64
-#: Flags of each kind of trace, with what switches it on.
+_DEFAULTS = {"context": 4096, "steps": 256, "budget": 512}
+_SELECTIONS = tuple(_DEFAULTS)
+#: Flags that each kind of trace uses, by the flag that asks for it; "" for a model's selections.
 _KINDS = {
-    "--synthetic": ("overlap", "zipf", "requests", "layers", "heads", "page_size", "seed", "turns"),
-    "--exported": ("block_size",),
-    "no --synthetic": ("text", "algorithm", "config"),
+    "": (*_SELECTIONS, "model", "text", "algorithm", "config"),
+    "--synthetic": (
+        *(*_SELECTIONS, "synthetic", "overlap", "zipf", "requests"),
+        *("layers", "heads", "page_size", "seed"),
+    ),
+    "--turns": ("synthetic", "turns", "context", "requests", "zipf", "seed"),
+    "--exported": ("exported", "block_size", "model"),
 }
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    kind = "--synthetic" if arguments.synthetic else "no --synthetic"
+    kind = ""
     if arguments.exported is not None:
         kind = "--exported"
-    elif not arguments.synthetic:
-        arguments.model = arguments.model or "smollm2-135m"
-    for needed, flags in _KINDS.items():
-        given = [name for name in flags if getattr(arguments, name) is not None]
-        if given and needed != kind:
-            raise ConfigError(
-                f"--{given[0].replace('_', '-')}: got it with {kind}, expected it with {needed}"
-            )
-    if arguments.synthetic and (arguments.model or arguments.exported):
-        raise ConfigError("--synthetic: got --model or --exported too, expected one of them")
+    elif arguments.synthetic:
+        kind = "--synthetic" if arguments.turns is None else "--turns"
+    _check_flags(arguments, kind)
+    for name, value in _DEFAULTS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
     if kind == "--exported":
         return _convert(arguments)
     return _make_up(arguments) if arguments.synthetic else _record(arguments)
+
+
+def _check_flags(arguments: argparse.Namespace, kind: str) -> None:
+    """Refuse flags that this kind of trace does not use.
+
+    Raises:
+        ConfigError: one of them was given.
+    """
+    for needed, flags in _KINDS.items():
+        for name in flags:
+            value = getattr(arguments, name)
+            if name in _KINDS[kind] or value is None or value is False:
+                continue
+            flag = f"--{name.replace('_', '-')}"
+            if kind:
+                raise ConfigError(
+                    f"{flag}: got it with {kind}, which does not use it; leave out {flag} or {kind}"
+                )
+            needed = "--synthetic" if needed == "--turns" else needed
+            raise ConfigError(f"{flag}: expected {needed} with it; add that, or leave out {flag}")
 
 
 def _make_up(arguments: argparse.Namespace) -> int:
@@ -143,7 +168,7 @@ def _record(arguments: argparse.Namespace) -> int:
     from hisparse.eval.texts import read_text as built_in
     from hisparse.trace.record import record_model
 
-    name = arguments.model
+    name = arguments.model or "smollm2-135m"
     console = Console(stderr=True)
     folder = resolve(name, progress=lambda line: console.print(line, highlight=False))
     words = (

@@ -36,7 +36,9 @@ __all__ = ["SelectionTrace"]
 R = TypeVar("R")
 
 #: Longer contexts are refused: replay needs memory for all of their pages.
-_MAX_TOKENS = 1 << 26
+_MAX_TOKENS = 1 << 24
+#: Counters of a replay, 8 bytes each: one for each page of the longest context, in each stream.
+_MAX_COUNTERS = 1 << 28
 
 
 class SelectionTrace:
@@ -186,6 +188,13 @@ class SelectionTrace:
         if visits.seq_lens.max() > _MAX_TOKENS:
             raise self._error(
                 f"got a context of {visits.seq_lens.max()} tokens, expected at most {_MAX_TOKENS}"
+            )
+        header, pages = self.header, int(visits.seq_lens.max()) // self.header.page_size
+        rows = header.heads * max(len(header.layers), len(np.unique(visits.requests)))
+        if rows * pages > _MAX_COUNTERS:
+            raise self._error(
+                f"a replay needs {rows * pages >> 27} GiB, got contexts of up to {pages} pages in "
+                f"{rows} rows, expected at most {_MAX_COUNTERS >> 27} GiB"
             )
         return visits
 

@@ -54,11 +54,6 @@ class HitCurve:
         ratios = self._hits(tokens).sum(axis=1) / np.maximum(1, self.accesses.sum(axis=1))
         return [float(x) for x in ratios]
 
-    def head_hit_ratios(self, tokens: int) -> list[list[float]]:
-        """As :meth:`hit_ratio`, of each layer and head."""
-        ratios: list[list[float]] = (self._hits(tokens) / np.maximum(1, self.accesses)).tolist()
-        return ratios
-
     def bytes_per_step(self, tokens: int) -> float:
         """Bytes that a decode step of one request reads from host memory, on average."""
         misses = (self.accesses - self._hits(tokens)).sum(axis=1)

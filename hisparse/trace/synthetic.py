@@ -35,7 +35,7 @@ class MadeUpTrace:
         requests: requests, side by side.
         layers, heads: rows of a request.
         page_size: S, tokens.
-        page_bytes: bytes of a page in one row and layer.
+        token_bytes: K and V of a token in one row and layer.
         seed: of the generator.
     """
 
@@ -48,7 +48,7 @@ class MadeUpTrace:
     layers: int = 4
     heads: int = 2
     page_size: int = 16
-    page_bytes: int = 16 * 256
+    token_bytes: int = 256
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class MadeUpTrace:
             algorithm="made up",
             scope=scope,
             page_size=self.page_size,
-            page_bytes=self.page_bytes,
+            page_bytes=self.page_size * self.token_bytes,
             heads=self.heads,
             max_pages=self._width,
             layers=tuple(range(self.layers)),

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hisparse.cli import main
+from hisparse.cli.trace_prefix import describe_prefix
 from hisparse.errors import ConfigError
 from hisparse.trace.prefix import (
     PrefixRequest,
@@ -174,3 +175,22 @@ def test_the_command_sweeps_capacity_and_lifetime(
         assert "made up, from no server" in " ".join(capsys.readouterr().out.split())
     assert main(["trace", "replay", path, "--policy", "belady"]) == 2
     assert "unknown policy of prefix traces 'belady'" in capsys.readouterr().err
+    for flag in (["--device-buffer-size", "512"], ["--by", "layer"], ["--plot", "a.svg"]):
+        assert main(["trace", "replay", path, *flag]) == 2
+        said = capsys.readouterr()
+        assert (said.out, said.err.count("\n")) == ("", 1)
+        assert f"{flag[0]}: got it with prefix traces, which do not use it" in said.err
+
+
+def test_tokens_of_the_last_block_and_of_reported_hits() -> None:
+    """A last block counts the tokens that it has; requests without a report do not dilute hits."""
+    requests = [
+        PrefixRequest(0, 25, 1, (1, 2, 3), None),
+        PrefixRequest(1, 27, 1, (1, 2, 4), 20),
+        PrefixRequest(2, 13, 1, (1, 5), 10),
+    ]
+    made = PrefixTrace(source="recorded", note="", block_size=10, requests=requests)
+    about = describe_prefix(Path("a"), made)
+    assert about["unique_tokens"] == 10 + 10 + 5 + 7 + 3
+    assert about["blocks"] == 5
+    assert about["found_by_server"] == 30 / 40

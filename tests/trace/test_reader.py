@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from hisparse.engine.trace_file import (
     CHUNK,
+    HEAD,
     MAGIC,
+    STEP,
     TraceHeader,
     Visits,
     decode_layer,
@@ -75,6 +77,23 @@ def test_made_up_traces_have_the_overlap_that_was_asked_for(tmp_path: Path) -> N
         assert curve.hit_ratio(wanted) >= 0.95 > curve.hit_ratio(wanted - 16)
         with pytest.raises(ConfigError, match="buffer: got 16 tokens, expected at least the 496"):
             curve.hit_ratio(16)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [(1 << 25, "got a context of 33554432 tokens"), (1 << 24, "a replay needs 4 GiB")],
+)
+def test_a_trace_that_needs_too_much_memory_is_refused(
+    tokens: int, message: str, tmp_path: Path
+) -> None:
+    """A few bytes may name a page far out, in many layers."""
+    pages = np.zeros((128, 1, 1, 1), np.int32)
+    visits = Visits(np.zeros(1, np.int32), np.full(1, tokens, np.int32))
+    about = encode_chunk(HEAD, header(1, 1, 128).to_json())
+    path = tmp_path / "a"
+    path.write_bytes(MAGIC + about + encode_chunk(STEP, encode_steps(visits, pages)))
+    with pytest.raises(ConfigError, match=message):
+        SelectionTrace(path)
 
 
 def test_changes_behind_fitting_checksums_are_refused_or_read(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from hisparse.cli import main
+from hisparse.trace import SelectionTrace
 from tests.transformers.hf_models import model
 
+_BUFFER = ["--device-buffer-size"]
 SMALL = ["--context", "600", "--budget", "128", "--steps", "30"]
 
 
@@ -29,7 +31,7 @@ def test_replay_and_recommend_agree(made_up: str, capsys: pytest.CaptureFixture[
     assert size % 16 == 0
     assert size >= 128
     buffers = f"{size - 16},{size},600"
-    line = ["trace", "replay", made_up, "--buffer", buffers, "--policy", "lru,belady", "--json"]
+    line = ["trace", "replay", made_up, *_BUFFER, buffers, "--policy", "lru,belady", "--json"]
     assert main(line) == 0
     result = json.loads(capsys.readouterr().out)
     (about,) = result["traces"]
@@ -51,7 +53,7 @@ def test_made_up_traces_are_called_so(
     plot = tmp_path / "a.svg"
     for line in (
         ["show", made_up],
-        ["replay", made_up, "--buffer", "256", "--by", by, "--plot", str(plot)],
+        ["replay", made_up, *_BUFFER, "256", "--by", by, "--plot", str(plot)],
         ["recommend", made_up],
     ):
         assert main(["trace", *line]) == 0
@@ -63,7 +65,10 @@ def test_made_up_traces_are_called_so(
     ("line", "message"),
     [
         (["show", "absent"], "'absent': cannot be read: No such file"),
-        (["replay", "FILE", "--buffer", "16"], "expected at least the 112 tokens of the longest"),
+        (["replay", "FILE", *_BUFFER, "16"], "expected at least the 112 tokens of the longest"),
+        (["replay", "FILE", *_BUFFER, "16,2048"], "got 16, 2048, expected at least the 112 tokens"),
+        (["replay", "FILE", "--capacity", "100"], "--capacity: got it with traces of selections"),
+        (["replay", "FILE", "--ttl", "60"], "--ttl: got it with traces of selections"),
         (["replay", "FILE", "--policy", "mru"], "unknown policy 'mru'"),
         (["replay", "FILE", "--plot", "a.png"], "expected a file.svg"),
         (["record", "--synthetic", *SMALL, "--out", "/nowhere/a"], "cannot create '/nowhere/a'"),
@@ -71,9 +76,27 @@ def test_made_up_traces_are_called_so(
         (["record", "--synthetic", "--context", "64", "--out", "b"], "--context, --budget: got 64"),
         (
             ["record", "--synthetic", "--model", "x", "--out", "b"],
-            "--synthetic: got --model or --exported too",
+            "--model: got it with --synthetic, which does not use it; leave out --model or",
         ),
-        (["record", "--zipf", "1", "--out", "b"], "--zipf: got it with no --synthetic"),
+        (["record", "--zipf", "1", "--out", "b"], "--zipf: expected --synthetic with it"),
+        (["record", "--overlap", "0", "--out", "b"], "--overlap: expected --synthetic with it"),
+        (["record", "--turns", "2", "--out", "b"], "--turns: expected --synthetic with it"),
+        (
+            ["record", "--block-size", "2", "--out", "b"],
+            "--block-size: expected --exported with it",
+        ),
+        (
+            ["record", "--synthetic", "--turns", "2", "--overlap", "0", "--out", "b"],
+            "--overlap: got it with --turns, which does not use it",
+        ),
+        (
+            ["record", "--synthetic", "--turns", "2", "--steps", "9", "--out", "b"],
+            "--steps: got it with --turns, which does not use it",
+        ),
+        (
+            ["record", "--exported", "a", "--budget", "512", "--out", "b"],
+            "--budget: got it with --exported, which does not use it",
+        ),
         (["record", "--model", "nothing", "--out", "b"], "unknown model 'nothing'"),
         (["record", "--algorithm", "nothing", "--out", "b"], "unknown algorithm 'nothing'"),
         (["record", "--config", "{", "--out", "b"], "--config: not JSON"),
@@ -104,7 +127,6 @@ def test_a_model_that_reads_a_text_is_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step of each layer, of a small model with random weights."""
-    from hisparse.trace import SelectionTrace
     from hisparse.trace.record import record_model
 
     net = model("llama")
@@ -120,3 +142,16 @@ def test_a_model_that_reads_a_text_is_recorded(
     with pytest.raises(ValueError, match="which the budget holds"):
         record_model(net, ids[:60], context=50, path=tmp_path / "b", **options)
     assert not (tmp_path / "b").exists()
+
+
+def test_a_page_has_the_bytes_of_its_tokens(
+    made_up: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the size of a page: bytes a step are those of the tokens that are read."""
+    path = str(tmp_path / "b.trace")
+    assert main(["trace", "record", "--synthetic", *SMALL, "--page-size", "8", "--out", path]) == 0
+    sizes = []
+    for file in (made_up, path):
+        with SelectionTrace(Path(file)) as trace:
+            sizes.append(trace.header.page_bytes / trace.header.page_size)
+    assert sizes[0] == sizes[1] > 0
