@@ -269,18 +269,16 @@ def build(
         gather_queries: see :class:`EngineParts`.
     """
     types = {name: _extension_type(name) for name in config.extensions}
-    counters = Counters(
-        device,
-        [name for cls in types.values() for name in cls.counters],
-        layers=policy.kv.num_layers if config.layer_metrics else 0,
-    )
+    named = [name for cls in types.values() for name in cls.counters]
+    num_layers = policy.kv.num_layers
+    counters = Counters(device, named, layers=num_layers if config.layer_metrics else 0)
     if config.overlap and streams is None:
         streams = make_streams(device)
     policy = replace(policy, invalid_scores=counters.total("invalid_scores"))
     manager = _make_manager(config, policy, host, sizes, device, counters, streams)
     representations = Representations(
         kept_tensors(config, algorithm, policy),
-        num_layers=policy.kv.num_layers,
+        num_layers=num_layers,
         host_pages=host.num_pages,
         num_slots=sizes.num_slots,
         device=device,
@@ -297,13 +295,9 @@ def build(
         modes=modes,
         gather_queries=gather_queries,
     )
+    state = representations.tensors
     context = ExtensionContext(
-        config=config,
-        policy=policy,
-        manager=manager,
-        adapter=adapter,
-        state=representations.tensors,
-        modes=modes,
+        config=config, policy=policy, manager=manager, adapter=adapter, state=state, modes=modes
     )
     extensions = tuple(cls(config.extensions[name], context) for name, cls in types.items())
     return SparseCoordinator(replace(parts, extensions=extensions))
