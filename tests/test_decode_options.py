@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hisparse.testing import Request, Simulator
 from hisparse.testing.recorder import Recorder, Retrieved
 
 SCOPES = ["layer", "kv_head", "query_head"]
+LATENT = {"scope": "layer", "kv_heads": 1, "head_dim": 24, "latent_rank": 16}
 
 
 def estimated(sim: Simulator, request: Request, seen: Retrieved, row: int) -> Tensor:
@@ -41,11 +43,16 @@ def estimated(sim: Simulator, request: Request, seen: Retrieved, row: int) -> Te
     return torch.stack(outs).float()
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-def test_a_tail_estimate_is_a_mean_token_for_every_other_page(scope: str) -> None:
+@pytest.mark.parametrize(
+    "shape", [*({"scope": scope} for scope in SCOPES), LATENT], ids=[*SCOPES, "latent"]
+)
+def test_a_tail_estimate_is_a_mean_token_for_every_other_page(shape: dict[str, Any]) -> None:
     """Pages of prefill, of decoding, and of a context that is all selected."""
     recorder = Recorder(Quest())
-    sim = Simulator(scope=scope, algorithm=recorder, extensions={"tail_estimate": True})
+    sim = Simulator(**shape, algorithm=recorder, extensions={"tail_estimate": True})
+    state = sim.coordinator.representations.tensors
+    means = [name for name in state if name.startswith("tail_estimate")]
+    assert len(means) == (1 if sim.spec.latent else 2), "a latent's mean is kept once"
     long, short = sim.request(1, 180, seed=1), sim.request(2, 40, seed=2)
     sim.prefill((long, 61))
     sim.prefill((long, 64), (short, 10))

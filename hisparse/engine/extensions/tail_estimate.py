@@ -52,12 +52,12 @@ class TailEstimate(Extension):
     def state(
         cls, options: TailEstimateOptions, policy: SelectionPolicy
     ) -> dict[str, Representation]:
-        """Mean key and mean value of each page."""
+        """Mean key and mean value of each page; values that are a part of the keys are not kept."""
         kv = policy.kv
-        return {
-            _MEAN_K: Representation((kv.num_kv_heads, kv.head_dim), kv.dtype),
-            _MEAN_V: Representation((kv.num_kv_heads, kv.v_head_dim), kv.dtype),
-        }
+        state = {_MEAN_K: Representation((kv.num_kv_heads, kv.head_dim), kv.dtype)}
+        if not kv.latent:
+            state[_MEAN_V] = Representation((kv.num_kv_heads, kv.v_head_dim), kv.dtype)
+        return state
 
     @classmethod
     def attended_tables(
@@ -71,8 +71,9 @@ class TailEstimate(Extension):
     def store_pages(self, layer_id: int, keys: Tensor, values: Tensor, host_pages: Tensor) -> None:
         """Store the means of complete pages."""
         for name, tokens in ((_MEAN_K, keys), (_MEAN_V, values)):
-            means = self.context.state[name][layer_id]
-            means[host_pages.long()] = tokens.float().mean(1).to(means.dtype)
+            if name in self.context.state:
+                means = self.context.state[name][layer_id]
+                means[host_pages.long()] = tokens.float().mean(1).to(means.dtype)
 
     def after_attention(
         self,
@@ -95,17 +96,24 @@ class TailEstimate(Extension):
         table = view.host_page_table[:, None, : view.max_pages].expand_as(others)
         table = table.gather(-1, others)
         # Each mean is a page of one token; a row per head sees only the means of its KV head.
-        k, v = (self.context.state[name][layer_id] for name in (_MEAN_K, _MEAN_V))
-        if heads == 1:
-            means = PagedKV(k[:, :, None], v[:, :, None])
-        else:
-            means = PagedKV(k.view(-1, 1, 1, k.shape[-1]), v.view(-1, 1, 1, v.shape[-1]))
+        means = self._means(layer_id, one_head=heads > 1)
+        if heads > 1:
             kv_head = torch.arange(heads, dtype=torch.int32, device=table.device)
             table = table * kv_heads + (kv_head * kv_heads // heads)[:, None]
         out, lse = self.context.adapter.attend(
             queries, means, table.flatten(0, 1), counts.flatten(), policy.scale
         )
         return Attended(out, lse + math.log(policy.kv.page_size))
+
+    def _means(self, layer_id: int, *, one_head: bool) -> PagedKV:
+        """The means as pages of one token: with all KV heads, or with one KV head each."""
+        state, kv = self.context.state, self.context.policy.kv
+        k = state[_MEAN_K][layer_id]
+        k = k.view(-1, 1, 1, k.shape[-1]) if one_head else k[:, :, None]
+        if kv.latent:
+            return PagedKV(k, k[..., : kv.v_head_dim])
+        v = state[_MEAN_V][layer_id]
+        return PagedKV(k, v.view(-1, 1, 1, v.shape[-1]) if one_head else v[:, :, None])
 
 
 def _complement(selection: Selection, num_pages: Tensor, width: int) -> tuple[Tensor, Tensor]:

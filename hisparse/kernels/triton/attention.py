@@ -120,7 +120,7 @@ def launch_options(
     With three stages, two steps of keys and values are in shared memory, one of them on its way.
     """
     if width > 128 and dtype == torch.float32:
-        return {"TOKENS": 16, "num_warps": 8, "num_stages": 2}
+        return {"TOKENS": 16, "num_warps": 8 if width <= 256 else 16, "num_stages": 2}
     if width > 256 and most_shared < LARGEST_SHARED:
         return {"TOKENS": 32, "num_warps": 8, "num_stages": 2}
     if width > 128:

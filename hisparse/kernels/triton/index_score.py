@@ -18,10 +18,8 @@ from hisparse.kernels.triton.query import (
 from hisparse.kernels.triton.rounding import INTERPRETED, rounded
 from hisparse.types import IndexerInputs
 
-__all__ = ["index_score", "store_index_keys"]
+__all__ = ["index_score", "launch_options", "store_index_keys"]
 
-#: Tokens of a program: rows of a matrix product.
-_TOKENS = 64
 _MIN_DOT = 16
 
 
@@ -32,7 +30,7 @@ def index_score(
     num_pages: Tensor,
     scales: Tensor | None,
 ) -> Tensor:
-    """See :func:`hisparse.kernels.index_score`; a program scores 64 tokens of a request."""
+    """See :func:`hisparse.kernels.index_score`; a program scores some tokens of a request."""
     (batch, heads, dim), width = new.queries.shape, host_page_table.shape[1]
     scores = torch.empty(batch, 1, width, dtype=torch.float32, device=keys.device)
     if scores.numel() == 0:
@@ -40,9 +38,8 @@ def index_score(
     fp8 = keys.dtype == torch.float8_e4m3fn
     as_bytes = fp8 and not reads_e4m3(keys.device)
     narrow = torch.float16 if fp8 else keys.dtype
-    # Bytes are converted in registers.
-    tokens = _TOKENS // 2 if as_bytes else _TOKENS
-    _score_kernel[(triton.cdiv(width, tokens), batch)](
+    options = launch_options(keys.dtype, as_bytes)
+    _score_kernel[(triton.cdiv(width, options["TOKENS"]), batch)](
         new.queries,
         new.keys,
         new.weights,
@@ -62,13 +59,25 @@ def index_score(
         HEADS_BLOCK=max(_MIN_DOT, triton.next_power_of_2(heads)),
         DIM=dim,
         DIM_BLOCK=max(_MIN_DOT, triton.next_power_of_2(dim)),
-        TOKENS=tokens,
         PARTS=num_parts(new.queries.dtype, narrow),
         FP8=fp8,
         BYTES=as_bytes,
         WIDE=INTERPRETED,
+        **options,
     )
     return scores
+
+
+def launch_options(dtype: torch.dtype, as_bytes: bool) -> dict[str, int]:
+    """Tokens of a program and its warps, chosen so that no kernel spills registers.
+
+    Args:
+        dtype: of the stored keys.
+        as_bytes: whether keys in eight bits are converted in registers.
+    """
+    if dtype == torch.float8_e4m3fn:
+        return {"TOKENS": 32 if as_bytes else 64, "num_warps": 4}
+    return {"TOKENS": 32 if dtype == torch.float32 else 64, "num_warps": 8}
 
 
 def store_index_keys(new: Tensor, keys: Tensor, host_pages: Tensor, scales: Tensor | None) -> None:

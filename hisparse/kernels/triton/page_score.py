@@ -43,11 +43,11 @@ def page_score(
     if scores.numel() == 0:
         return scores
     group = q_heads // kv_heads
-    options = launch_options(dim, group, summaries.dtype)
-    blocks = triton.cdiv(group, options["QUERIES"])
     fp8 = summaries.dtype == torch.float8_e4m3fn
     as_bytes = fp8 and not reads_e4m3(query.device)
-    narrow = torch.float16 if fp8 else summaries.dtype
+    parts = num_parts(query.dtype, torch.float16 if fp8 else summaries.dtype)
+    options = launch_options(dim, group, summaries.dtype, parts)
+    blocks = triton.cdiv(group, options["QUERIES"])
     grid = (triton.cdiv(width, options["PAGES"]), kv_heads * blocks, batch)
     _score_kernel[grid](
         query,
@@ -67,7 +67,7 @@ def page_score(
         GROUP=group,
         RANGES=ranges,
         DIM=dim,
-        PARTS=num_parts(query.dtype, narrow),
+        PARTS=parts,
         FP8=fp8,
         BYTES=as_bytes,
         SCALED=scales is not None,
@@ -77,14 +77,15 @@ def page_score(
     return scores
 
 
-def launch_options(dim: int, group: int, dtype: torch.dtype) -> dict[str, int]:
+def launch_options(dim: int, group: int, dtype: torch.dtype, parts: int) -> dict[str, int]:
     """Sizes of a program's tiles and stages, chosen so that no kernel spills registers."""
     columns = triton.next_power_of_2(max(2 * dim, 16))
     queries = max(_MIN_QUERIES, triton.next_power_of_2(group))
     if dtype == torch.float32:
         sizes = {"COLUMNS": min(32, columns), "QUERIES": _MIN_QUERIES, "PAGES": 16}
     elif columns > 256:
-        sizes = {"COLUMNS": 64, "QUERIES": min(16, queries), "PAGES": 64}
+        pages = 64 if parts == 1 else 32
+        sizes = {"COLUMNS": 64, "QUERIES": min(16, queries), "PAGES": pages}
     else:
         sizes = {"COLUMNS": columns, "QUERIES": min(16, queries), "PAGES": 64}
     # Two more buffers of summaries would take the registers of two more blocks.

@@ -80,19 +80,27 @@ def sketch_score(
 
 def launch_options(dim: int, group: int) -> dict[str, int]:
     """Sizes of a program's tiles, warps and stages, chosen so that no kernel spills registers."""
-    queries = max(_MIN_QUERIES, triton.next_power_of_2(group))
+    queries = min(16, max(_MIN_QUERIES, triton.next_power_of_2(group)))
     if dim > _CHANNELS:
-        sizes = {"DIM_BLOCK": 64, "QUERIES": min(16, queries), "PAGES": 32, "num_warps": 4}
+        sizes = {"DIM_BLOCK": 64, "QUERIES": queries, "PAGES": 32}
     else:
-        block = max(16, triton.next_power_of_2(dim))
-        sizes = {"DIM_BLOCK": block, "QUERIES": min(16, queries), "PAGES": 64, "num_warps": 8}
-    return sizes | {"num_stages": 1}
+        sizes = {
+            "DIM_BLOCK": max(16, triton.next_power_of_2(dim)),
+            "QUERIES": queries,
+            "PAGES": 64,
+        }
+    return sizes | {"num_warps": 8, "num_stages": 1}
 
 
 def _loaded(sketches: Tensor, layout: SketchLayout) -> int:
-    """Bytes of codes in a load: 4 if those of each channel are whole words, behind its D bytes."""
-    places = (sketches.data_ptr(), *sketches.stride()[:2], layout.dim, layout.code_bytes)
-    return 4 if layout.dim <= _CHANNELS and all(x % 4 == 0 for x in places) else 1
+    """Bytes of codes in a load: 4 if those of each channel are one word, behind its D bytes.
+
+    With more words a program would unroll four bytes in a loop, which takes too many registers.
+    """
+    if layout.dim > _CHANNELS or layout.code_bytes != 4:
+        return 1
+    places = (sketches.data_ptr(), *sketches.stride()[:2], layout.dim)
+    return 4 if all(x % 4 == 0 for x in places) else 1
 
 
 @triton.jit
@@ -277,7 +285,7 @@ def _score_kernel(
             steps, places, _ = _detail(source, none, 0, DIM, DIM_BLOCK, COUNT, BLOCKS, CODE_BYTES)
         highest = tl.full((PAGES, QUERIES), -float("inf"), tl.float32)
         total = tl.zeros((PAGES, QUERIES), tl.float32)
-        for turn in range(CODE_BYTES // LOADED):
+        for turn in tl.range(CODE_BYTES // LOADED, disable_licm=True):
             if once:
                 codes = _load_codes(source, places, turn, LOADED)
             for four in tl.static_range(LOADED):
