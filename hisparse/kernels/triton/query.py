@@ -11,8 +11,10 @@ from hisparse.kernels.triton.rounding import rounded
 __all__ = [
     "dot_parts",
     "from_e4m3",
+    "load_query",
     "num_parts",
     "power_of",
+    "powers_of_queries",
     "reads_e4m3",
 ]
 
@@ -52,6 +54,34 @@ def power_of(largest, TOP: tl.constexpr):
     up = (254 + TOP - exponent) << 23
     down = (exponent - TOP) << 23
     return up.to(tl.float32, bitcast=True), down.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_query(asking, start, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
+    """``[Q, DIM_BLOCK] float32``, channels of queries.
+
+    Args:
+        asking: the place of each query's first channel, the stride of channels, and whether it is
+            a query of the model: ``([Q], scalar, [Q])``.
+        start: first channel.
+        DIM: channels of a query; others are 0.
+        DIM_BLOCK: channels that are loaded.
+    """
+    source, stride, asked = asking
+    dim = start + tl.arange(0, DIM_BLOCK)
+    there = asked[:, None] & (dim < DIM)[None, :]
+    q = tl.load(source[:, None] + (dim * stride)[None, :], mask=there, other=0.0)
+    return q.to(tl.float32)
+
+
+@triton.jit
+def powers_of_queries(asking, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
+    """``[Q]`` each: powers of two under which float16 holds the queries, and their inverses."""
+    largest = tl.zeros(asking[2].shape, tl.float32)
+    for start in range(0, DIM, DIM_BLOCK):
+        q = load_query(asking, start, DIM, DIM_BLOCK)
+        largest = tl.maximum(largest, tl.max(tl.abs(q), axis=1))
+    return power_of(largest, 14)
 
 
 @triton.jit

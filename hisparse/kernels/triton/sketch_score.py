@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hisparse.kernels.sketch_layout import SketchLayout
 from hisparse.kernels.tail_pages import TailPages
-from hisparse.kernels.triton.query import dot_parts, num_parts, power_of
+from hisparse.kernels.triton.query import dot_parts, load_query, num_parts, powers_of_queries
 from hisparse.kernels.triton.rounding import INTERPRETED
 from hisparse.kernels.triton.sketch import scale_of
 from hisparse.kernels.triton.tail_lse import find_tail_lse, tail_arguments
@@ -104,14 +104,6 @@ def _loaded(sketches: Tensor, layout: SketchLayout) -> int:
 
 
 @triton.jit
-def _load_query(source, stride, asked, start, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
-    dim = start + tl.arange(0, DIM_BLOCK)
-    there = asked[:, None] & (dim < DIM)[None, :]
-    q = tl.load(source[:, None] + (dim * stride)[None, :], mask=there, other=0.0)
-    return q.to(tl.float32)
-
-
-@triton.jit
 def _detail(
     source,  # [PAGES, 1], the first byte of each sketch
     before,  # [PAGES], detailed channels before ``start``
@@ -152,6 +144,91 @@ def _keys(codes, scale, token: tl.constexpr):
     shifted = codes << 1 if byte == 0 else codes >> (8 * byte - 1)
     whole = (shifted.to(tl.int16) & (6 << 2 * (token % 4))) | 0x6400
     return (whole.to(tl.float16, bitcast=True) - (1024.0 + 3 * 4 ** (token % 4))) * scale
+
+
+@triton.jit
+def _base(
+    source,  # [PAGES, 1], the first byte of each sketch
+    asking,  # see load_query
+    up,  # [QUERIES], powers of two for queries
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    DETAIL_BYTES: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """``[PAGES, QUERIES]``, products with what all tokens of a page share."""
+    base = tl.zeros((source.shape[0], up.shape[0]), tl.float32)
+    for start in range(0, DIM, DIM_BLOCK):
+        dim = start + tl.arange(0, DIM_BLOCK)
+        there = (dim < DIM)[None, :]
+        whole = tl.load(source + dim[None, :], mask=there, other=0)
+        code = tl.load(source + (DIM + DETAIL_BYTES + dim // 8)[None, :], mask=there, other=0)
+        # Under 2^-4, so that all keys are within float16.
+        key = whole.to(tl.int8, bitcast=True).to(tl.float32) * (scale_of(code) * 0.0625)
+        q = load_query(asking, start, DIM, DIM_BLOCK) * up[:, None]
+        base = dot_parts(key.to(tl.float16), q, base, tl.float16, PARTS, WIDE)
+    return base
+
+
+@triton.jit
+def _sum_tokens(
+    source,  # [PAGES, 1], the first byte of each sketch
+    asking,  # see load_query
+    up,  # [QUERIES], powers of two for queries
+    base,  # [PAGES, QUERIES]
+    factor,
+    SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CODE_BYTES: tl.constexpr,
+    LOADED: tl.constexpr,
+    PARTS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """``[PAGES, QUERIES]``, the log of the sum of e^(q.k) over the tokens of each page."""
+    once: tl.constexpr = DIM_BLOCK >= DIM
+    none = tl.zeros((source.shape[0],), tl.int32)
+    if once:
+        q = load_query(asking, 0, DIM, DIM_BLOCK) * up[:, None]
+        steps, places, _ = _detail(source, none, 0, DIM, DIM_BLOCK, COUNT, BLOCKS, CODE_BYTES)
+    highest = tl.full(base.shape, -float("inf"), tl.float32)
+    total = tl.zeros(base.shape, tl.float32)
+    # What the loop does not hoist takes no registers for the whole loop.
+    for turn in tl.range(CODE_BYTES // LOADED, disable_licm=True):
+        if once:
+            codes = _load_codes(source, places, turn, LOADED)
+        for four in tl.static_range(LOADED):
+            logits = ()
+            for token in tl.static_range(4 * four, 4 * four + 4):
+                product = tl.zeros(base.shape, tl.float32)
+                if once:
+                    keys = _keys(codes, steps, token)
+                    product = dot_parts(keys, q, product, tl.float16, PARTS, WIDE)
+                else:
+                    before = none
+                    for start in range(0, DIM, DIM_BLOCK):
+                        steps, places, before = _detail(
+                            source, before, start, DIM, DIM_BLOCK, COUNT, BLOCKS, CODE_BYTES
+                        )
+                        codes = _load_codes(source, places, turn, LOADED)
+                        keys = _keys(codes, steps, token)
+                        q = load_query(asking, start, DIM, DIM_BLOCK)
+                        q *= up[:, None]
+                        product = dot_parts(keys, q, product, tl.float16, PARTS, WIDE)
+                logit = base + product * (factor * (0.5 / 4 ** (token % 4)))
+                exists = 4 * LOADED * turn + token < SIZE
+                logits += (tl.where(exists, logit, -float("inf")),)  # type: ignore[assignment]
+            first, second, third, fourth = logits  # type: ignore[misc]
+            higher = tl.maximum(tl.maximum(first, second), tl.maximum(third, fourth))
+            higher = tl.maximum(highest, higher)
+            total *= tl.exp(highest - higher)
+            total += tl.exp(first - higher) + tl.exp(second - higher)
+            total += tl.exp(third - higher) + tl.exp(fourth - higher)
+            highest = higher
+    return highest + tl.log(total)
 
 
 @triton.jit
@@ -204,12 +281,12 @@ def _score_kernel(
     TAIL_FP8: tl.constexpr,
 ):
     blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
-    once: tl.constexpr = DIM_BLOCK >= DIM
     head = tl.program_id(1) // blocks
     request = tl.program_id(2).to(tl.int64)
     member = tl.program_id(1) % blocks * QUERIES + tl.arange(0, QUERIES)
     asked = member < GROUP
-    queries = query + request * query_request + (head * GROUP + member) * query_head
+    place = query + request * query_request + (head * GROUP + member) * query_head
+    asking = (place, query_dim, asked)
     row = request * q_heads + head * GROUP + member
     block = tl.program_id(0)
     if TAIL:
@@ -217,24 +294,14 @@ def _score_kernel(
         if block == 0:
             tail_row = request * tail_rows + head * tail_rows // kv_heads
             lse = find_tail_lse(
-                queries,
-                query_dim,
-                asked,
+                asking,
                 scale,
-                tail_keys,
-                tail_scales,
-                tl.load(tail_pages + tail_row).to(tl.int64),
+                (tail_keys, tail_page, tail_head, tail_token),
+                (tail_scales, tail_scale_page, tail_scale_head, tail_scale_token),
+                (tl.load(tail_pages + tail_row).to(tl.int64), head % tail_heads),
                 tl.load(tail_lens + tail_row),
-                head % tail_heads,
-                tail_page,
-                tail_head,
-                tail_token,
-                tail_scale_page,
-                tail_scale_head,
-                tail_scale_token,
                 DIM,
                 DIM_BLOCK,
-                QUERIES,
                 TAIL_SIZE,
                 TAIL_PARTS,
                 TAIL_FP8,
@@ -253,69 +320,34 @@ def _score_kernel(
         return
     # What is read in place of absent pages is discarded.
     present = page < count
-    none = tl.zeros((PAGES,), tl.int32)
     entry = host_page_table + request * stride_table + page * stride_entry
     host_page = tl.load(entry, mask=present, other=0).to(tl.int64)
     # What a launch finds out about strides is whether 16 divides them, but a sketch's bytes seldom
     # are a multiple of 16.
     offset = tl.multiple_of(host_page * stride_page + head * stride_head, UNIT)
     source = (sketches + offset)[:, None]
-    largest = tl.zeros((QUERIES,), tl.float32)
-    for start in range(0, DIM, DIM_BLOCK):
-        q = _load_query(queries, query_dim, asked, start, DIM, DIM_BLOCK)
-        largest = tl.maximum(largest, tl.max(tl.abs(q), axis=1))
-    up, down = power_of(largest, 14)
-    # The base of all tokens; keys are under 2^-4, so that all are within float16.
-    base = tl.zeros((PAGES, QUERIES), tl.float32)
-    for start in range(0, DIM, DIM_BLOCK):
-        dim = start + tl.arange(0, DIM_BLOCK)
-        there = (dim < DIM)[None, :]
-        whole = tl.load(source + dim[None, :], mask=there, other=0)
-        code = tl.load(source + (DIM + COUNT * CODE_BYTES + dim // 8)[None, :], mask=there, other=0)
-        key = whole.to(tl.int8, bitcast=True).to(tl.float32) * (scale_of(code) * 0.0625)
-        q = _load_query(queries, query_dim, asked, start, DIM, DIM_BLOCK) * up[:, None]
-        base = dot_parts(key.to(tl.float16), q, base, tl.float16, PARTS, WIDE)
+    up, down = powers_of_queries(asking, DIM, DIM_BLOCK)
+    base = _base(source, asking, up, DIM, DIM_BLOCK, COUNT * CODE_BYTES, PARTS, WIDE)
     factor = (down * 16.0 * scale)[None, :]
     base *= factor
     if COUNT == 0:
         score = base + tl.log(tl.full((1, 1), SIZE, tl.float32))
     else:
-        if once:
-            q = _load_query(queries, query_dim, asked, 0, DIM, DIM_BLOCK) * up[:, None]
-            steps, places, _ = _detail(source, none, 0, DIM, DIM_BLOCK, COUNT, BLOCKS, CODE_BYTES)
-        highest = tl.full((PAGES, QUERIES), -float("inf"), tl.float32)
-        total = tl.zeros((PAGES, QUERIES), tl.float32)
-        for turn in tl.range(CODE_BYTES // LOADED, disable_licm=True):
-            if once:
-                codes = _load_codes(source, places, turn, LOADED)
-            for four in tl.static_range(LOADED):
-                logits = ()
-                for token in tl.static_range(4 * four, 4 * four + 4):
-                    product = tl.zeros((PAGES, QUERIES), tl.float32)
-                    if once:
-                        keys = _keys(codes, steps, token)
-                        product = dot_parts(keys, q, product, tl.float16, PARTS, WIDE)
-                    else:
-                        before = none
-                        for start in range(0, DIM, DIM_BLOCK):
-                            steps, places, before = _detail(
-                                source, before, start, DIM, DIM_BLOCK, COUNT, BLOCKS, CODE_BYTES
-                            )
-                            codes = _load_codes(source, places, turn, LOADED)
-                            keys = _keys(codes, steps, token)
-                            q = _load_query(queries, query_dim, asked, start, DIM, DIM_BLOCK)
-                            q *= up[:, None]
-                            product = dot_parts(keys, q, product, tl.float16, PARTS, WIDE)
-                    logit = base + product * (factor * (0.5 / 4 ** (token % 4)))
-                    exists = 4 * LOADED * turn + token < SIZE
-                    logits += (tl.where(exists, logit, -float("inf")),)  # type: ignore[assignment]
-                first, second, third, fourth = logits  # type: ignore[misc]
-                higher = tl.maximum(tl.maximum(first, second), tl.maximum(third, fourth))
-                higher = tl.maximum(highest, higher)
-                total *= tl.exp(highest - higher)
-                total += tl.exp(first - higher) + tl.exp(second - higher)
-                total += tl.exp(third - higher) + tl.exp(fourth - higher)
-                highest = higher
-        score = highest + tl.log(total)
+        score = _sum_tokens(
+            source,
+            asking,
+            up,
+            base,
+            factor,
+            SIZE,
+            DIM,
+            DIM_BLOCK,
+            COUNT,
+            BLOCKS,
+            CODE_BYTES,
+            LOADED,
+            PARTS,
+            WIDE,
+        )
     score = tl.where(present[:, None], score, -float("inf"))
     tl.store(target, score, mask=inside)

@@ -10,7 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hisparse.kernels.tail_pages import TailPages
-from hisparse.kernels.triton.query import dot_parts, from_e4m3, num_parts, power_of
+from hisparse.kernels.triton.query import (
+    dot_parts,
+    from_e4m3,
+    load_query,
+    num_parts,
+    powers_of_queries,
+)
 
 __all__ = ["find_tail_lse", "tail_arguments"]
 
@@ -50,54 +56,40 @@ def tail_arguments(query: Tensor, tail: TailPages | None, lse: Tensor | None) ->
 
 @triton.jit
 def find_tail_lse(
-    source,  # [QUERIES], the first channel of each query
-    query_dim,
-    asked,  # [QUERIES], whether there is a query
+    asking,  # see load_query
     scale,
-    keys,  # [N, heads, S, D]
-    scales,  # [N, heads, S, 2], if FP8
-    page,
+    keys,  # [N, heads, S, D], and its strides of pages, heads and tokens
+    scales,  # [N, heads, S, 2], and its strides, if FP8
+    where,  # page and head
     length,
-    head,
-    key_page,
-    key_head,
-    key_token,
-    scale_page,
-    scale_head,
-    scale_token,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
-    QUERIES: tl.constexpr,
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     FP8: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """``[QUERIES]``, the log of the sum of e^(q.k) over the first ``length`` tokens of a page."""
-    kind: tl.constexpr = tl.float16 if FP8 else keys.dtype.element_ty
+    pages, key_page, key_head, key_token = keys
+    page, head = where
+    kind: tl.constexpr = tl.float16 if FP8 else pages.dtype.element_ty
     wide: tl.constexpr = tl.float32 if WIDE and kind == tl.bfloat16 else kind
     token = tl.arange(0, SIZE)
     live = token < length
-    place = keys + page * key_page + head * key_head + token * key_token
-    largest = tl.zeros((QUERIES,), tl.float32)
+    place = pages + page * key_page + head * key_head + token * key_token
+    up, down = powers_of_queries(asking, DIM, DIM_BLOCK)
+    logits = tl.zeros((SIZE, up.shape[0]), tl.float32)
     for start in range(0, DIM, DIM_BLOCK):
         dim = start + tl.arange(0, DIM_BLOCK)
-        there = asked[:, None] & (dim < DIM)[None, :]
-        q = tl.load(source[:, None] + (dim * query_dim)[None, :], mask=there, other=0.0)
-        largest = tl.maximum(largest, tl.max(tl.abs(q.to(tl.float32)), axis=1))
-    up, down = power_of(largest, 14)
-    logits = tl.zeros((SIZE, QUERIES), tl.float32)
-    for start in range(0, DIM, DIM_BLOCK):
-        dim = start + tl.arange(0, DIM_BLOCK)
-        there = asked[:, None] & (dim < DIM)[None, :]
-        q = tl.load(source[:, None] + (dim * query_dim)[None, :], mask=there, other=0.0)
+        q = load_query(asking, start, DIM, DIM_BLOCK) * up[:, None]
         seen = live[:, None] & (dim < DIM)[None, :]
         k = tl.load(place[:, None] + dim[None, :], mask=seen, other=0.0)
         k = (from_e4m3(k) if FP8 else k).to(wide)
-        logits = dot_parts(k, q.to(tl.float32) * up[:, None], logits, kind, PARTS, WIDE)
+        logits = dot_parts(k, q, logits, kind, PARTS, WIDE)
     logits *= (down * scale)[None, :]
     if FP8:
-        place = scales + page * scale_page + head * scale_head + token * scale_token
+        exponents, scale_page, scale_head, scale_token = scales
+        place = exponents + page * scale_page + head * scale_head + token * scale_token
         # With the 2^8 that from_e4m3 leaves out.
         exponent = tl.load(place, mask=live, other=0).to(tl.int32) + 8
         logits *= (exponent << 23).to(tl.float32, bitcast=True)[:, None]
