@@ -163,6 +163,36 @@ def _load_pages(entries, stride, token, start, end, SIZE: tl.constexpr, TOKENS: 
 
 
 @triton.jit
+def _query_parts(q, narrow: tl.constexpr, kind: tl.constexpr, EXACT: tl.constexpr, WIDE):
+    """Numbers of ``narrow`` whose sum is ``q``: three if EXACT, or else one, which rounds it."""
+    high = rounded(q, narrow, WIDE)
+    if EXACT:
+        left = q - high.to(tl.float32)
+        middle = rounded(left, narrow, WIDE)
+        low = rounded(left - middle.to(tl.float32), narrow, WIDE)
+        parts = (high.to(kind), middle.to(kind), low.to(kind))
+    else:
+        parts = (high.to(kind),)  # type: ignore[assignment]
+    return parts
+
+
+@triton.jit
+def _load_tokens(
+    source,  # [TOKENS], the first channel of each token
+    live,  # [TOKENS]
+    dim,  # [channels]
+    COUNT: tl.constexpr,
+    kind: tl.constexpr,
+    FP8: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """``[TOKENS, channels]``, keys or values; channels from COUNT on are 0."""
+    seen = live[:, None] if dim.shape[0] == COUNT else live[:, None] & (dim < COUNT)[None, :]
+    x = tl.load(source[:, None] + dim[None, :], mask=seen, other=0)
+    return (_from_e4m3(x, WIDE) if FP8 else x).to(kind)
+
+
+@triton.jit
 def _attend_kernel(
     query,  # [R, Q, Dk]
     keys,  # [N, Hr, S, Dk]
@@ -222,17 +252,12 @@ def _attend_kernel(
     source = query + row * query_row + (head * GROUP + member)[:, None] * query_head
     seen_q = asked[:, None] & (first < FIRST)[None, :]
     q = tl.load(source + first[None, :] * query_dim, mask=seen_q, other=0.0).to(tl.float32)
-    q_high = rounded(q, narrow, WIDE)
-    if EXACT:
-        q_left = q - q_high.to(tl.float32)
-        q_middle = rounded(q_left, narrow, WIDE)
-        q_low = rounded(q_left - q_middle.to(tl.float32), narrow, WIDE).to(kind)
-        q_middle = q_middle.to(kind)
-    q_high = q_high.to(kind)
+    parts = _query_parts(q, narrow, kind, EXACT, WIDE)
     if REST_BLOCK > 0:
-        rest = FIRST + tl.arange(0, REST_BLOCK)
-        more = asked[:, None] & (rest < WIDTH)[None, :]
-        q_rest = tl.load(source + rest[None, :] * query_dim, mask=more, other=0.0).to(tl.float32)
+        rest = tl.arange(0, REST_BLOCK)
+        more = asked[:, None] & (rest < WIDTH - FIRST)[None, :]
+        others = source + (FIRST + rest)[None, :] * query_dim
+        q_rest = tl.load(others, mask=more, other=0.0).to(tl.float32)
         q_rest = rounded(q_rest, narrow, WIDE).to(kind)
     length = tl.load(seq_lens + row)
     share = tl.cdiv(tl.cdiv(length, splits), TOKENS) * TOKENS
@@ -257,23 +282,19 @@ def _attend_kernel(
         # while the steps before it compute.
         page = _load_pages(entries, table_entry, token + TOKENS, start + TOKENS, end, SIZE, TOKENS)
         place = at * key_page + inside * key_token
-        seen = live[:, None] if FIRST == FIRST_BLOCK else live[:, None] & (first < FIRST)[None, :]
-        k = tl.load(keys + (place[:, None] + first[None, :]), mask=seen, other=0)
-        k = (_from_e4m3(k, WIDE) if FP8 else k).to(kind)
-        logits = tl.dot(q_high, tl.trans(k), input_precision="ieee")
-        if EXACT:
-            logits += tl.dot(q_middle, tl.trans(k), input_precision="ieee")
-            logits += tl.dot(q_low, tl.trans(k), input_precision="ieee")
+        k = _load_tokens(keys + place, live, first, FIRST, kind, FP8, WIDE)
+        logits = tl.dot(parts[0], tl.trans(k), input_precision="ieee")
+        for part in tl.static_range(1, len(parts)):
+            logits += tl.dot(parts[part], tl.trans(k), input_precision="ieee")
         if REST_BLOCK > 0:
-            seen = live[:, None] & (rest < WIDTH)[None, :]
-            k_rest = tl.load(keys + (place[:, None] + rest[None, :]), mask=seen, other=0.0).to(kind)
+            k_rest = _load_tokens(
+                keys + place + FIRST, live, rest, WIDTH - FIRST, kind, False, WIDE
+            )
             logits += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
             v = k
         else:
             place = place if SAME else at * value_page + inside * value_token
-            seen = live[:, None] if VALUE == VALUE_BLOCK else live[:, None] & (dim < VALUE)[None, :]
-            v = tl.load(values + (place[:, None] + dim[None, :]), mask=seen, other=0)
-            v = (_from_e4m3(v, WIDE) if FP8 else v).to(kind)
+            v = _load_tokens(values + place, live, dim, VALUE, kind, FP8, WIDE)
         logits *= scale
         if FP8:
             spot = scales + at * scale_page + head * scale_head + inside * scale_token
@@ -302,14 +323,10 @@ def _attend_kernel(
         tl.store(partial + target[:, None] * VALUE + dim[None, :], acc, mask=shown)
         tl.store(lses + target, summed, mask=asked)
         merge_last(
-            out,
-            lse,
-            partial,
-            lses,
+            (out, lse),
+            (partial, lses),
             arrivals + row * tl.num_programs(1) + tl.program_id(1),
-            row,
-            head * GROUP + block,
-            GROUP - block,
+            (row, head * GROUP + block, GROUP - block),
             queries,
             splits,
             VALUE,

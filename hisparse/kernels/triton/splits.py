@@ -48,14 +48,10 @@ def merged_at_once(elements: int) -> int:
 
 @triton.jit
 def merge_last(
-    out,
-    lse,
-    partial,
-    lses,
+    results,  # out [R, Q, Dv] and lse [R, Q]
+    partials,  # of splits: [R, splits, Q, Dv] and [R, splits, Q]
     arrival,  # of this block of queries: its splits that have ended
-    row,
-    first,  # query of the block
-    count,  # queries of the block, or more
+    block,  # the row, the first query, and a count of queries that may be beyond the last
     queries,
     splits,
     VALUE: tl.constexpr,
@@ -70,6 +66,9 @@ def merge_last(
     of summation is that of the splits, whichever ends last. The counter is 0 again for the next
     launch.
     """
+    out, lse = results
+    partial, lses = partials
+    row, first, count = block
     tl.debug_barrier()
     ended = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
     if ended == splits - 1:
