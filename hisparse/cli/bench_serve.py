@@ -130,6 +130,7 @@ def _measure(arguments: argparse.Namespace, about: dict[str, str], runs: Sequenc
     from hisparse_bench.load.bench import LoadBench
     from hisparse_bench.load.plot import draw
     from hisparse_bench.load.report import LoadReport
+    from hisparse_bench.load.status import Status
 
     started, benches, finished = time.monotonic(), [], False
     columns: list[ProgressColumn] = [SpinnerColumn(), TextColumn("{task.description}")]
@@ -138,8 +139,9 @@ def _measure(arguments: argparse.Namespace, about: dict[str, str], runs: Sequenc
     try:
         bar = Progress(*columns, console=console, disable=not console.is_terminal)
         with bar as progress, without_sglang_warnings():
-            for options in runs:
-                bench = LoadBench(options, progress)
+            for i, options in enumerate(runs, 1):
+                run = f"run {i} of {len(runs)}" if len(runs) > 1 else ""
+                bench = LoadBench(options, Status(progress, run))
                 benches.append(bench)
                 bench.run()
         finished = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from hisparse.cli import main
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError, HiSparseError
-from hisparse_bench.load import bench
+from hisparse_bench.load import bench, check
 from hisparse_bench.load.client import LoadRun
 from hisparse_bench.load.contenders import DENSE, SGLANG_HISPARSE, Contender
 from hisparse_bench.load.gate import Comparison, Distance, Reference
@@ -166,15 +167,15 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> type[Server]:
     fields = {"completed": 1, "failed": 0, "errors": [], "output_throughput": 5.0}
     rates = ("input_throughput", *(f"{x}_{y}_ms" for x in ("median", "p99") for y in TIMES))
     run = LoadRun(fields=fields | dict.fromkeys(rates, 1.0), tpot_s=[0.5])
+    monkeypatch.setattr(bench, "ServerProcess", Server)
+    monkeypatch.setattr(bench, "run_load", lambda *_: run)
     for name, found in {
-        "ServerProcess": Server,
         "measure_reference": lambda *_: Reference([1], [2], [{}]),
         "measure_steps": lambda *_: [],
         "measure_distance": lambda *_: Distance(kl=0.0, agreement=1.0, positions=1),
         "compare_answers": lambda *_: Comparison(compared=9, failure=None),
-        "run_load": lambda *_: run,
     }.items():
-        monkeypatch.setattr(bench, name, found)
+        monkeypatch.setattr(check, name, found)
     monkeypatch.setattr(bench.ServedModel, "load", lambda *_: model)
     monkeypatch.setattr(bench.Prompts, "of", lambda *_: Prompts(one_token, range(5000)))
     monkeypatch.setattr(bench.Usage, "read", lambda *_: Usage({}, 7))
@@ -219,6 +220,67 @@ def test_a_run_without_a_result_is_no_success(
     assert main(FLAGS) == 1
     (case,) = json.loads(capsys.readouterr().out)["cases"]
     assert set(case["params"]["failures"]) == {"dense", "quest"}
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("gone"), IncompleteRead(b"", 9)])
+def test_a_server_that_ends_during_the_check_fails_its_run_and_the_next_one_goes_on(
+    servers: type[Server],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    error: Exception,
+) -> None:
+    calls = []
+
+    def answer(*_: object) -> Comparison:
+        calls.append(_)
+        if len(calls) == 1:
+            raise error
+        return Comparison(compared=9, failure=None)
+
+    monkeypatch.setattr(check, "compare_answers", answer)
+    about = "".join(f'{x} = "x"\n' for x in ("title", "published", "cpu_says", "cpu_does_not_say"))
+    run = '[[run]]\ncontext = {}\nalgorithm = ["dense", "quest"]\n'
+    file = tmp_path / "two.toml"
+    file.write_text(about + run.format(1024) + run.format(2048))
+    assert main(["bench", "serve", "--json", "--recipe", str(file)]) == 1
+    out, err = capsys.readouterr()
+    failed, passed = json.loads(out)["cases"]
+    assert (failed["gate"], failed["results"]) == ("failed", [])
+    why = f"quest failed during the check: {type(error).__name__}: {error}"
+    assert failed["params"]["failure"] == why
+    assert why in err
+    assert (passed["gate"], len(passed["results"])) == ("passed", 2)
+
+
+def test_memory_for_dense_requests_counts_their_common_prefix_once(
+    servers: type[Server], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes: list[int] = []
+
+    def read(flags: list[str]) -> str:
+        if "torch_native" in flags:
+            sizes.append(int(value(flags, "--max-total-tokens")))
+        return ""
+
+    monkeypatch.setattr(servers, "broken", staticmethod(read))
+    load = ["--output", "48", "--shared-prefix", "0.75", "--concurrency", "8"]
+    assert main([*FLAGS, *load, "--dense-requests", "1,2,4,8"]) == 0
+    each = 256 + 48 + 16
+    assert sizes[1:] == [768 + count * each for count in (1, 2, 4, 8)]
+    params = [x["params"] for x in json.loads(capsys.readouterr().out)["cases"]]
+    assert [x["dense_requests"] for x in params] == [1, 2, 4, 8]
+    assert [x["dense_holds"] for x in params] == [1, 2, 4, 8]
+
+
+def test_the_state_of_a_run_is_a_line_for_each_server(
+    servers: type[Server], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(FLAGS) == 0
+    err = capsys.readouterr().err
+    for i, name in enumerate(("the check, dense", "the check, quest", "dense", "quest"), 1):
+        assert f"server {i} of 4: starting the server of {name}" in err
+    assert "about 0 min left of this run" in err
 
 
 def test_servers_may_run_all_requests_of_a_trace_at_once(

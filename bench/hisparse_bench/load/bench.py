@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress
-
-from hisparse.errors import HiSparseError, one_line
+from hisparse.errors import HiSparseError
 from hisparse.units import format_bytes
+from hisparse_bench.load.check import BROKEN, Check, reason
 from hisparse_bench.load.client import Request, run_load
 from hisparse_bench.load.contenders import DENSE, Contender, contenders
-from hisparse_bench.load.gate import (
-    NUM_TOKENS,
-    Distance,
-    Reference,
-    Step,
-    compare_answers,
-    measure_distance,
-    measure_reference,
-    measure_steps,
-)
 from hisparse_bench.load.options import LoadOptions, round_up
 from hisparse_bench.load.prompts import Prompts
 from hisparse_bench.load.report import UNCHECKED, LoadResult
 from hisparse_bench.load.running import RunningServer
 from hisparse_bench.load.served_model import ServedModel
+from hisparse_bench.load.status import Status
 from hisparse_bench.load.usage import Usage
 from hisparse_bench.report import Case, Result
 from hisparse_bench.server import ServerClient, ServerProcess
@@ -47,13 +37,12 @@ class LoadBench:
 
     Args:
         options: what to run.
-        progress: shows what happens.
+        status: told what happens.
     """
 
-    def __init__(self, options: LoadOptions, progress: Progress) -> None:
+    def __init__(self, options: LoadOptions, status: Status) -> None:
         self.cases: list[Case] = []
-        self._progress = progress
-        self._task = progress.add_task("reading the model", total=None)
+        self._status = status
         self._running = list(map(RunningServer.connect, options.url))
         dtype = None
         if self._running:
@@ -62,17 +51,15 @@ class LoadBench:
                 name = server.check_model(name)
             options = replace(options, model=name, device=self._running[-1].device)
             dtype = self._running[-1].dtype
-        self._model = ServedModel.load(options, self._say, dtype)
+        self._model = ServedModel.load(options, status.say, dtype)
         self._prompts = Prompts.of(self._model.tokenizer, options.text)
         if options.trace and not options.requests:
             self._options = options
             options = replace(options, requests=len(self._requests(0)))
         self._options = options
         self._contenders = [] if options.url else contenders(options, self._model)
-        self._references: dict[int, list[Reference]] = {}
-        self._steps: dict[int, list[list[Step]]] = {}
-        self._distances: dict[tuple[str, int], Distance] = {}
-        self._compared: dict[int, int] = {}
+        prompts = {x: [y.ids for y in self._requests(x)[:_NUM_CHECKED]] for x in self._contexts}
+        self._check = Check(options, prompts, status.say)
 
     @property
     def device(self) -> str:
@@ -83,19 +70,34 @@ class LoadBench:
         """Check all contenders, then measure them."""
         if self._options.url:
             self._run_urls()
-            self._progress.remove_task(self._task)
-            return
-        with tempfile.TemporaryDirectory(prefix="hisparse-bench-") as folder:
-            failure = self._check(Path(folder))
-            for device_bytes, contexts in self._memories():
-                cells = [(context, load) for context in contexts for load in self._options.loads]
-                cases = [self._case(device_bytes, *cell, failure) for cell in cells]
-                if failure is not None:
-                    self.cases += cases
-                    continue
-                for contender in self._contenders:
-                    self._measure(contender, device_bytes, cells, cases, Path(folder))
-        self._progress.remove_task(self._task)
+        else:
+            with tempfile.TemporaryDirectory(prefix="hisparse-bench-") as folder:
+                self._run_servers(Path(folder))
+        self._status.close()
+
+    def _run_servers(self, folder: Path) -> None:
+        """Start and measure a server of each contender for each device memory."""
+        memories = list(self._memories())
+        algorithms = {x.algorithm for x in self._contenders} | {DENSE}
+        self._status.expect(len(algorithms) + len(memories) * len(self._contenders))
+        dense = Contender(options=self._options, model=self._model, algorithm=DENSE)
+
+        def start(
+            flags: Sequence[str], log: str, name: str
+        ) -> AbstractContextManager[ServerClient]:
+            return self._server(flags, folder / log, name)
+
+        failure = self._check.started(dense, self._contenders, start)
+        if failure is not None:
+            self._status.show(failure)
+        for device_bytes, contexts in memories:
+            cells = [(context, load) for context in contexts for load in self._options.loads]
+            cases = [self._case(device_bytes, *cell, failure) for cell in cells]
+            if failure is not None:
+                self.cases += cases
+                continue
+            for contender in self._contenders:
+                self._measure(contender, device_bytes, cells, cases, folder)
 
     def _memories(self) -> Iterator[tuple[int, Sequence[int]]]:
         """Device bytes of the servers, and the contexts that each serves."""
@@ -107,12 +109,14 @@ class LoadBench:
         counts = options.dense_requests or (options.most_running,)
         for context in contexts:
             for count in counts:
-                yield count * self._dense_bytes(context), (context,)
+                prefix, each = self._dense_tokens(context)
+                yield (prefix + count * each) * self._model.kv_token_bytes, (context,)
 
-    def _dense_bytes(self, context: int) -> int:
-        """KV bytes of a dense request of a context; of a trace, of the longest request."""
+    def _dense_tokens(self, context: int) -> tuple[int, int]:
+        """Tokens of a dense server: of the common prefix, and of each request (the longest)."""
+        prefix = int(self._options.shared_prefix * context)
         longest = max(map(_tokens, self._requests(context, 1 if context else 0)))
-        return round_up(longest + 1) * self._model.kv_token_bytes
+        return prefix, round_up(longest - prefix + 1)
 
     def _requests(self, context: int, count: int = 0) -> list[Request]:
         """Requests of a context; 0: those of the trace."""
@@ -127,7 +131,7 @@ class LoadBench:
         servers = self._running
         gate, failure = UNCHECKED, None
         if len(servers) == 2:
-            gate, failure = "passed", self._check_running(*servers)
+            gate, failure = "passed", self._check.running(*servers)
         for server in servers if failure is None else ():
             self._warm_up(server, self._contexts[0])
         for context in self._contexts:
@@ -137,25 +141,6 @@ class LoadBench:
                 for i, server in enumerate(servers if failure is None else ()):
                     key = server.url if i else None
                     self._load_case(case, server, server.url, key, context, load)
-
-    def _check_running(self, dense: RunningServer, other: RunningServer) -> str | None:
-        """Compare answers to prompts that fit the budget; measure the reference of distances."""
-        for context in self._contexts:
-            prompts = [x.ids for x in self._requests(context)[:_NUM_CHECKED]]
-            short = max(map(len, prompts))
-            if other.exact_tokens is not None:
-                short = max(1, min(short, other.exact_tokens - NUM_TOKENS))
-            self._say(f"check: prompts of at most {short} tokens")
-            pairs = [measure_reference(dense, x[:short], self._options.output) for x in prompts]
-            found = compare_answers(other, pairs, self._options.device)
-            self._compared[context] = found.compared
-            if found.failure is not None:
-                return f"{other.url}, prompts of at most {short} tokens: {found.failure}"
-            self._say(f"check: dense answers at context {context or 'of the trace'}")
-            references = [measure_reference(dense, x, self._options.output) for x in prompts]
-            self._references[context] = references
-            self._steps[context] = [measure_steps(dense, x) for x in references]
-        return None
 
     def _case(
         self,
@@ -183,7 +168,7 @@ class LoadBench:
             "dense_requests": None,
             "kv_token_bytes": self._model.kv_token_bytes,
             "threads": None if self._running else options.num_threads,
-            "compared_tokens": self._compared.get(context),
+            "compared_tokens": self._check.compared.get(context),
             "failures": {},
         }
         if failure is not None:
@@ -191,9 +176,10 @@ class LoadBench:
         name = f"{options.model}, {where}, {what}"
         if device_bytes is not None:
             tokens = device_bytes // self._model.kv_token_bytes
-            if not options.device_bytes:
-                params["dense_requests"] = device_bytes // self._dense_bytes(context)
-            params["dense_holds"] = holds = self._dense_holds(tokens, context, requests)
+            prefix, each = self._dense_tokens(context)
+            fit = max(0, tokens - prefix) // each
+            params["dense_requests"] = None if options.device_bytes else fit
+            params["dense_holds"] = holds = min(len(requests), fit)
             name += f", {format_bytes(device_bytes)} = {tokens:,} dense tokens, which hold {holds} "
             name += f"of the {len(requests)} requests"
         gate = gate if failure is None else "failed"
@@ -205,46 +191,6 @@ class LoadBench:
         if self._running:
             return self._running[-1].budget
         return self._model.index_top_k or self._options.budget
-
-    def _dense_holds(self, tokens: int, context: int, requests: Sequence[Request]) -> int:
-        """Requests whose KV a dense cache of ``tokens`` holds at once, their prefix once."""
-        prefix = int(self._options.shared_prefix * context)
-        each = round_up(max(map(_tokens, requests)) - prefix)
-        return min(len(requests), max(0, tokens - prefix) // each)
-
-    def _check(self, folder: Path) -> str | None:
-        """The gate: why no figure is shown, or None."""
-        checked = [
-            [x.ids for x in self._requests(context)[:_NUM_CHECKED]] for context in self._contexts
-        ]
-        longest = max(len(ids) for prompts in checked for ids in prompts)
-        tokens = (_NUM_CHECKED + 1) * round_up(longest + NUM_TOKENS + 16)
-        dense = Contender(options=self._options, model=self._model, algorithm=DENSE)
-        with self._server(dense.exact_flags(tokens), folder / "dense.log") as server:
-            for context, prompts in zip(self._contexts, checked, strict=True):
-                self._say(f"check: dense answers at context {context or 'of the trace'}")
-                self._references[context] = [
-                    measure_reference(server, ids, self._options.output) for ids in prompts
-                ]
-        # Sizes of device buffers are no part of this check.
-        by_algorithm = {x.algorithm: x for x in self._contenders if x.algorithm != DENSE}
-        for name, contender in by_algorithm.items():
-            flags = contender.exact_flags(tokens)
-            with self._server(flags, folder / "exact.log") as server:
-                self._say(f"check: {name} with all tokens in its budget")
-                for context, references in self._references.items():
-                    found = compare_answers(server, references, self._options.device)
-                    known = self._compared.get(context, found.compared)
-                    self._compared[context] = min(known, found.compared)
-                    if found.failure is not None:
-                        return f"{name}, budget >= context: {found.failure}"
-                if not self._steps:
-                    self._say("check: decode steps that attend all tokens")
-                    self._steps = {
-                        context: [measure_steps(server, x) for x in references]
-                        for context, references in self._references.items()
-                    }
-        return None
 
     @property
     def _contexts(self) -> Sequence[int]:
@@ -262,10 +208,13 @@ class LoadBench:
         flags = contender.flags(device_bytes, self._pool_tokens(cells))
         with ExitStack() as stack:
             try:
-                server = stack.enter_context(self._server(flags, folder / "server.log"))
+                server = stack.enter_context(
+                    self._server(flags, folder / "server.log", contender.name)
+                )
             except HiSparseError as error:
+                self._status.show(why := f"did not start: {reason(error)}")
                 for case in cases:
-                    case.params["failures"][contender.name] = f"did not start: {_reason(error)}"
+                    case.params["failures"][contender.name] = why
                     self._add(case)
                 return
             self._warm_up(server, cells[0][0])
@@ -283,12 +232,17 @@ class LoadBench:
         context: int,
         load: dict[str, float],
     ) -> None:
-        """Add the result of a load, or why there is none; ``key``: see :meth:`_distance`."""
+        """Add the result of a load, or why there is none; ``key``: see :meth:`Check.distance`."""
         try:
-            distance = None if key is None else self._distance(server, key, context)
-            result = self._load(server, name, context, load, case.name, distance)
-        except (HiSparseError, OSError) as error:  # Such as a server that ended.
-            case.params["failures"][name] = one_line(error)
+            result = self._load(server, name, context, load, case.name)
+            if key is not None:
+                self._status.say(f"{name}: distance from dense decoding")
+                # After the load: the cache still holds the prompts.
+                quality = asdict(self._check.distance(server, key, context))
+                result = replace(result, quality=quality)
+        except BROKEN as error:
+            case.params["failures"][name] = reason(error)
+            self._status.show(f"{name}: {reason(error)}")
             return
         case.results.append(result)
         if errors := result.load["errors"]:
@@ -297,7 +251,7 @@ class LoadBench:
     def _warm_up(self, server: ServerClient, context: int) -> None:
         """One request that is not timed, alike for all servers: sparse decode steps of hisparse."""
         ids = self._requests(context, 1)[0].ids
-        with suppress(HiSparseError, OSError):  # It may not fit; a load says more.
+        with suppress(*BROKEN):  # It may not fit; a load says more.
             server.generate([ids[: (self._budget or 0) + _WARM_UP]], 8)
 
     def _add(self, case: Case) -> None:
@@ -324,11 +278,10 @@ class LoadBench:
         context: int,
         load: dict[str, float],
         name: str,
-        distance: Distance | None,
     ) -> LoadResult:
         options = self._options
         requests = self._requests(context, options.num_requests(load))
-        self._say(f"{contender}: before {name}")
+        self._status.say(f"{contender}: before {name}")
         server.flush_cache()
         prefix = int(options.shared_prefix * context)
         known = [x.ids for x in requests] if options.repeat_prompts else [requests[0].ids[:prefix]]
@@ -336,7 +289,7 @@ class LoadBench:
             if ids:
                 with suppress(HiSparseError):  # A refusal is counted when it is timed.
                     server.generate([ids], 1)
-        self._say(f"{contender}: {name}", total=len(requests))
+        self._status.say(f"{contender}: {name}", total=len(requests))
         before = Usage.read(server)
         run = run_load(
             server.url,
@@ -344,7 +297,7 @@ class LoadBench:
             self._model.tokenizer,
             load,
             options.slos_ms,
-            lambda: self._progress.advance(self._task),
+            self._status.advance,
         )
         usage = Usage.read(server)
         times = Result.of(contender, run.tpot_s or [0.0])
@@ -356,41 +309,19 @@ class LoadBench:
             load=run.fields,
             memory=usage.memory(self._model.kv_token_bytes),
             cache=usage.moved_since(before),
-            quality={} if distance is None else asdict(distance),
         )
-        self._progress.console.print(
-            f"{contender}: {name}: {result.throughput:.4g} tokens/s", highlight=False
-        )
+        self._status.show(f"{contender}: {name}: {result.throughput:.4g} tokens/s")
         return result
 
-    def _distance(self, server: ServerClient, contender: str, context: int) -> Distance:
-        """Measured once for a context: selections depend neither on load nor on memory."""
-        key = (contender, context)
-        if key not in self._distances:
-            pairs = zip(self._references[context], self._steps[context], strict=True)
-            found = [measure_distance(server, *pair) for pair in pairs]
-            self._distances[key] = Distance.mean(found)
-        return self._distances[key]
-
     @contextmanager
-    def _server(self, flags: Sequence[str], log: Path) -> Iterator[ServerProcess]:
-        self._say("starting a server")
+    def _server(self, flags: Sequence[str], log: Path, name: str) -> Iterator[ServerProcess]:
+        self._status.start_server(name)
         options = self._options
         on_cpu = options.device == "cpu"
         with ServerProcess(self._model.folder, log, flags) as server:
             server.start(ServerProcess.cpu_environment(options.num_threads) if on_cpu else {})
             yield server
 
-    def _say(self, text: str, total: int | None = None) -> None:
-        self._progress.reset(self._task, description=text, total=total)
-
 
 def _tokens(request: Request) -> int:
     return len(request.ids) + request.output
-
-
-def _reason(error: HiSparseError) -> str:
-    """The line of a server's log that says why it ended."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines[1:] if "rror" in line]
-    return (named or lines)[-1][:300]

@@ -21,6 +21,8 @@ DENSE, SGLANG_HISPARSE = "dense", "sglang-hisparse"
 _MIB = 2**20
 #: Tokens in host memory for each one on the device, SGLang's default.
 _UPSTREAM_RATIO = 2
+#: Fewest tokens of a prefill on a CPU, SGLang's default.
+_CHUNK = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,13 @@ class Contender:
         flags = ["--device", options.device, "--skip-server-warmup", "--sleep-on-idle"]
         flags += ["--max-running-requests", str(max(options.most_running, 2))]
         flags += self.model.flags
-        return flags + (["--dtype", "float32"] if options.device == "cpu" else [])
+        if options.device == "cpu":
+            # In chunks, torch_native computes what is before each chunk again. SGLang's default of
+            # the fraction leaves memory for a large chunk on a GPU, more than a CPU's machine has.
+            chunk = max(_CHUNK, round_up(self.model.longest_request(options)))
+            flags += ["--dtype", "float32", "--chunked-prefill-size", str(chunk)]
+            flags += ["--mem-fraction-static", "0.8"]
+        return flags
 
     def _dense_backend(self) -> list[str]:
         # On CUDA SGLang knows best. On x86 CPUs its default is intel_amx, which needs sgl-kernel
