@@ -24,6 +24,7 @@ from hisparse_bench.load.running import RunningServer
 from hisparse_bench.load.served_model import ServedModel
 from hisparse_bench.load.usage import Usage
 
+CHUNK = "--chunked-prefill-size"
 TOKEN, INDEX_KEY, TOP_K, MIB = 1000, 200, 2048, 2**20
 
 
@@ -60,6 +61,13 @@ def test_a_dense_server_has_the_tokens_that_the_memory_holds() -> None:
     assert value(flags, "--attention-backend") == "torch_native"
     assert value(flags, "--max-running-requests") == "8"
     assert "--hisparse-config" not in flags
+
+
+def test_a_cpu_prefills_a_prompt_in_one_chunk_of_whole_pages() -> None:
+    for algorithm, indexed in ((DENSE, False), ("quest", False), ("dsa", True)):
+        chunk = int(value(contender(algorithm, indexed=indexed).flags(MIB, 9), CHUNK))
+        assert chunk >= 4000 + 64 and chunk % 64 == 0
+    assert CHUNK not in contender(SGLANG_HISPARSE, indexed=True).flags(MIB, 9)
 
 
 def test_a_hisparse_server_has_the_memory_and_checks_with_all_tokens_in_its_budget() -> None:

@@ -21,7 +21,7 @@ DENSE, SGLANG_HISPARSE = "dense", "sglang-hisparse"
 _MIB = 2**20
 #: Tokens in host memory for each one on the device, SGLang's default.
 _UPSTREAM_RATIO = 2
-#: Fewest tokens of a prefill on a CPU, SGLang's default.
+#: Tokens of a prefill on a CPU are a multiple of SGLang's default, and so of any page size.
 _CHUNK = 4096
 
 
@@ -105,7 +105,7 @@ class Contender:
         if options.device == "cpu":
             # In chunks, torch_native computes what is before each chunk again. SGLang's default of
             # the fraction leaves memory for a large chunk on a GPU, more than a CPU's machine has.
-            chunk = max(_CHUNK, round_up(self.model.longest_request(options)))
+            chunk = -(-self.model.longest_request(options) // _CHUNK) * _CHUNK
             flags += ["--dtype", "float32", "--chunked-prefill-size", str(chunk)]
             flags += ["--mem-fraction-static", "0.8"]
         return flags
