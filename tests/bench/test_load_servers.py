@@ -281,6 +281,27 @@ def test_memory_for_dense_requests_counts_their_common_prefix_once(
     assert [x["dense_holds"] for x in params] == [1, 2, 4, 8]
 
 
+def test_a_request_of_the_stand_in_for_dense_takes_more_than_its_kv(
+    servers: type[Server], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ServedModel(
+        folder="m",
+        tokenizer=None,
+        kv_token_bytes=TOKEN,
+        longest=8192,
+        index_top_k=512,
+        stands_in_for_dense=True,
+    )
+    monkeypatch.setattr(bench.ServedModel, "load", lambda *_: model)
+    flags = ["bench", "serve", "--json", "--context", "1024", "--algorithm", "dense,dsa"]
+    load = ["--output", "48", "--shared-prefix", "0.75", "--concurrency", "8"]
+    assert main([*flags, *load, "--dense-requests", "1,2"]) == 0
+    params = [x["params"] for x in json.loads(capsys.readouterr().out)["cases"]]
+    assert [x["dense_holds"] for x in params] == [1, 2]
+    for count, found in enumerate(params, 1):
+        assert found["device_memory"] > 1.1 * count * (1024 + 48) * TOKEN
+
+
 def test_the_state_of_a_run_is_a_line_for_each_server(
     servers: type[Server], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,6 +28,9 @@ __all__ = ["LoadBench"]
 
 #: Prompts of each context that the gate compares.
 _NUM_CHECKED = 2
+#: Memory of a request of the stand-in for dense, in that of its KV: it has staging and tables too,
+#: and its requests share no device pages.
+_STAND_IN = 1.125
 #: Tokens of the request before the first load, above the budget.
 _WARM_UP = 64
 
@@ -116,6 +119,8 @@ class LoadBench:
         """Tokens of a dense server: of the common prefix, and of each request (the longest)."""
         prefix = int(self._options.shared_prefix * context)
         longest = max(map(_tokens, self._requests(context, 1 if context else 0)))
+        if self._model.stands_in_for_dense:
+            return 0, round_up(int(_STAND_IN * longest))
         return prefix, round_up(longest - prefix + 1)
 
     def _requests(self, context: int, count: int = 0) -> list[Request]:
