@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from email.message import Message
 from http.client import IncompleteRead
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from hisparse_bench.load.prompts import Prompts
 from hisparse_bench.load.running import RunningServer
 from hisparse_bench.load.served_model import ServedModel
 from hisparse_bench.load.usage import Usage
+from hisparse_bench.server import ServerClient
 
 CHUNK = "--chunked-prefill-size"
 TOKEN, INDEX_KEY, TOP_K, MIB = 1000, 200, 2048, 2**20
@@ -124,6 +127,21 @@ def test_a_running_server_says_its_model_dtype_and_budget() -> None:
         running().check_model("owner/other")
     # A copy elsewhere has the tokenizer too.
     assert running().check_model("owner/SmolLM2") == "owner/SmolLM2"
+
+
+def test_a_running_server_of_hisparse_needs_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(server: RunningServer) -> dict[str, float]:
+        raise HTTPError(f"{server.url}/metrics", 404, "Not Found", Message(), None)
+
+    info = {"model_path": "m", "device": "cpu", "dtype": "auto", "kv_cache_dtype": "auto"}
+    info |= {"hisparse_config": None, "attention_backend": "hisparse"}
+    monkeypatch.setattr(ServerClient, "info", lambda _: info)
+    monkeypatch.setattr(ServerClient, "metrics", refuse)
+    with pytest.raises(ConfigError, match="'http://host', a server of hisparse without metrics"):
+        RunningServer.connect("http://host")
+    # A dense one needs none.
+    info["attention_backend"] = "torch_native"
+    assert RunningServer.connect("http://host").budget is None
 
 
 class Server:

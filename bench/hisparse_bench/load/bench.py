@@ -30,7 +30,7 @@ __all__ = ["LoadBench"]
 _NUM_CHECKED = 2
 #: Memory of a request of the stand-in for dense, in that of its KV: it has staging and tables too,
 #: and its requests share no device pages.
-_STAND_IN = 1.125
+_STAND_IN = 1.25
 #: Tokens of the request before the first load, above the budget.
 _WARM_UP = 64
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import torch
 
@@ -25,6 +26,8 @@ _DTYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
+
+_NOT_A_SERVER = "--url: got {!r}, expected a running SGLang server: {}"
 
 
 class RunningServer(ServerClient):
@@ -74,14 +77,22 @@ class RunningServer(ServerClient):
         """Ask a server for its settings.
 
         Raises:
-            ConfigError: no SGLang server answers there.
+            ConfigError: no SGLang server answers there, or one of hisparse has no metrics.
         """
         try:
             info = ServerClient(url).info()
             hisparse = info["attention_backend"] == "hisparse"
             config = HiSparseConfig.parse(info["hisparse_config"] or "{}") if hisparse else None
-            return cls(url, info, config)
-        except (HiSparseError, OSError, ValueError, LookupError, TypeError) as error:
+            found = cls(url, info, config)
+            if hisparse:
+                found.metrics()
+            return found
+        except HTTPError as error:
+            if not error.url.endswith("/metrics"):
+                raise ConfigError(_NOT_A_SERVER.format(url, one_line(error))) from None
             raise ConfigError(
-                f"--url: got {url!r}, expected a running SGLang server: {one_line(error)}"
+                f"--url: got {url!r}, a server of hisparse without metrics, expected one started "
+                "with --enable-metrics, which has the bytes of its KV cache"
             ) from None
+        except (HiSparseError, OSError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(_NOT_A_SERVER.format(url, one_line(error))) from None
