@@ -21,7 +21,7 @@ from hisparse_bench.load import bench, gate
 from hisparse_bench.load.client import _summarise
 from hisparse_bench.load.gate import Distance, Reference, compare_answers, measure_distance
 from hisparse_bench.load.options import LoadOptions
-from hisparse_bench.load.plot import draw
+from hisparse_bench.load.plot import _ticks, draw
 from hisparse_bench.load.prompts import Prompts
 from hisparse_bench.load.recipes import read_recipe, recipe_names
 from hisparse_bench.load.report import UNCHECKED, LoadReport, LoadResult
@@ -263,6 +263,15 @@ def test_time_per_token_is_a_line_over_contexts_though_memory_follows_the_contex
     cases = [case("passed", result("dense", 10.0), context=context) for context in (64, 128)]
     svg = draw(LoadReport(command="bench serve", device="cpu", cases=cases))
     assert svg.count("dense, m, 4 dense requests, load 2<") == 1
+
+
+@pytest.mark.parametrize(
+    ("high", "last"), [(8.8, "8"), (1317, "1,200"), (0.33, "0.3"), (4.0, "4"), (99.0, "80")]
+)
+def test_axes_have_round_numbers(high: float, last: str) -> None:
+    ticks = _ticks(high)
+    assert 4 < len(ticks) < 11 and ticks[0] == (0, "0")
+    assert ticks[-1][1] == last and ticks[-1][0] <= high
 
 
 def test_an_answer_that_breaks_off_is_no_success() -> None:

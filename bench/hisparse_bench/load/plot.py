@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -80,4 +81,7 @@ def _ceiling(values: Sequence[float]) -> float:
 
 
 def _ticks(high: float) -> list[tuple[float, str]]:
-    return [(high * i / 5, f"{high * i / 5:.3g}") for i in range(6)]
+    """Four to ten round numbers from 0."""
+    power = 10.0 ** math.floor(math.log10(high / 4))
+    step = next(x * power for x in (5, 2, 1) if 4 * x * power <= high)
+    return [(i * step, f"{i * step:,.10g}") for i in range(int(high / step) + 1)]
