@@ -177,7 +177,7 @@ def encode_steps(visits: Visits, pages: np.ndarray) -> bytes:
     """
     sections = [b"".join(x.astype("<i4").tobytes() for x in visits)]
     sections += [_encode_layer(layer) for layer in pages]
-    packed = [zlib.compress(section, 1) for section in sections]
+    packed = [_compress(section) for section in sections]
     sizes = np.array([len(visits.requests), *map(len, packed)], dtype="<u4")
     return b"".join([sizes.tobytes(), *packed])
 
@@ -261,6 +261,12 @@ def decode_layer(section: bytes, count: int, header: TraceHeader) -> LayerPages:
     if total and (pages.min() < 0 or pages.max() >= 2**31):
         raise ValueError("a page is out of range")
     return LayerPages(lengths.reshape(header.heads, count), pages.astype(np.int32))
+
+
+def _compress(section: bytes) -> bytes:
+    # Matches of deflate save 1% of random selections and take half of the time.
+    deflater = zlib.compressobj(1, strategy=zlib.Z_HUFFMAN_ONLY)
+    return deflater.compress(section) + deflater.flush()
 
 
 def _decompress(section: bytes) -> bytes:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-import time
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -33,7 +31,7 @@ logger = logging.getLogger("hisparse")
 
 #: Steps that wait for the writer; further ones are dropped.
 _QUEUED_STEPS = 64
-#: Pages of a chunk, padding included: enough that zlib finds what adjacent steps share.
+#: Pages of a chunk, padding included: what the writer holds besides the steps that wait.
 _CHUNK_PAGES = 1 << 20
 #: A process that is killed loses no more than this.
 _FLUSH_S = 1.0
@@ -48,14 +46,21 @@ class RecordedStep(NamedTuple):
     Attributes:
         slots: ``[B]``, request slots.
         seq_lens: ``[B]``, tokens.
-        pages: ``[L, B, H, K] int32``, in host memory.
+        pages: ``[L, R, H, K] int32``, in host memory.
+        rows: ``[R] bool``, the B rows of ``pages`` to record; None: all.
         ready: the copy of ``pages`` from the device; None: they are there.
     """
 
     slots: np.ndarray
     seq_lens: np.ndarray
     pages: Tensor
+    rows: np.ndarray | None = None
     ready: torch.cuda.Event | None = None
+
+    def recorded_pages(self) -> np.ndarray:
+        """``[L, B, H, K] int32``."""
+        pages: np.ndarray = self.pages.numpy()
+        return pages if self.rows is None else pages[:, self.rows]
 
 
 class TraceWriter:
@@ -78,16 +83,19 @@ class TraceWriter:
         self.path, self._file = _create(path)
         self._num_bytes = 0
         self._write(MAGIC + encode_chunk(HEAD, header.to_json()))
-        self._queue: queue.Queue[RecordedStep | threading.Event | None]
-        self._queue = queue.Queue(_QUEUED_STEPS)
         self._stopped: str | None = None
         # Steps that were refused or taken by `put`, and those that the thread has written.
         self._refused = self._taken = self._written = 0
-        self._pending: list[RecordedStep] = []
         self._requests: dict[int, tuple[int, int]] = {}
         self._num_requests = 0
         step_pages = len(header.layers) * header.heads * header.max_pages
         self._chunk_visits = min(visits_that_fit(header), max(1, _CHUNK_PAGES // step_pages))
+        # What waits, and who waits for it: a step pays for no more than a lock.
+        self._lock = threading.Lock()
+        self._waiting: list[RecordedStep] = []
+        self._waiting_visits = 0
+        self._closing = False
+        self._wake, self._idle = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="hisparse-trace", daemon=True)
         self._thread.start()
 
@@ -98,15 +106,26 @@ class TraceWriter:
             step: the step.
             wait: wait for a writer that is behind.
         """
-        if self._stopped is None:
-            try:
-                self._queue.put(step, block=wait)
-                self._taken += 1
-                return True
-            except queue.Full:
-                pass
+        while self._stopped is None:
+            with self._lock:
+                count = len(self._waiting)
+                if count < _QUEUED_STEPS:
+                    self._waiting.append(step)
+                    self._waiting_visits += len(step.slots)
+                    self._taken += 1
+                    # The thread also looks once a second.
+                    if 2 * count >= _QUEUED_STEPS or self._waiting_visits >= self._chunk_visits:
+                        self._wake.set()
+                    return True
+            if not wait:
+                break
+            self.flush()
         self._refused += 1
         return False
+
+    def drop(self) -> None:
+        """Count a step that cannot be handed over."""
+        self._refused += 1
 
     @property
     def dropped_steps(self) -> int:
@@ -116,49 +135,42 @@ class TraceWriter:
 
     def flush(self) -> None:
         """Write the steps that were handed over, and wait until the thread has done so."""
-        done = threading.Event()
-        if self._thread.is_alive():
-            self._queue.put(done)
-        while self._thread.is_alive() and not done.wait(0.01):
-            pass
+        taken = self._taken
+        while self._thread.is_alive() and self._stopped is None and self._written < taken:
+            self._idle.clear()
+            self._wake.set()
+            # Not for ever: the thread may end at any time.
+            self._idle.wait(0.01)
 
     def close(self) -> None:
-        """Write what is queued, and the end of the file."""
-        if self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join()
+        """Write what waits, and the end of the file."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join()
 
     def _run(self) -> None:
-        due = time.monotonic() + _FLUSH_S
         try:
-            while True:
-                try:
-                    step = self._queue.get(timeout=max(0.0, due - time.monotonic()))
-                except queue.Empty:
-                    self._flush()
-                    due = time.monotonic() + _FLUSH_S
-                    continue
-                if step is None:
-                    break
-                if isinstance(step, threading.Event):
-                    self._flush()
-                    step.set()
-                    continue
-                self._pending.append(step)
-                if sum(len(x.slots) for x in self._pending) >= self._chunk_visits:
-                    self._flush()
-            self._flush()
+            closing = False
+            while not closing:
+                self._wake.wait(_FLUSH_S)
+                self._wake.clear()
+                closing = self._closing
+                with self._lock:
+                    steps, self._waiting = self._waiting, []
+                    self._waiting_visits = 0
+                self._write_steps(steps)
+                self._idle.set()
             end = TraceEnd(dropped_steps=self.dropped_steps, reason=self._stopped or "closed")
             self._write(encode_chunk(DONE, end.to_json()))
-        except (OSError, RuntimeError) as error:
-            # The disk is full, or the device failed, which the forward reports.
+        except Exception as error:
+            # The disk or memory is full, or the device failed, which the forward reports.
             self._stop(f"the trace cannot be written: {one_line(error)}")
         finally:
+            self._stopped = self._stopped or "closed"
             self._file.close()
 
-    def _flush(self) -> None:
-        """Write the pending steps, in chunks whose sections are not too long."""
-        steps, self._pending = self._pending, []
+    def _write_steps(self, steps: list[RecordedStep]) -> None:
+        """Write steps in chunks whose sections are not too long."""
         if not steps or self._stopped is not None:
             return
         for step in steps:
@@ -168,7 +180,7 @@ class TraceWriter:
             self._request(*at) for x in steps for at in zip(x.slots, x.seq_lens, strict=True)
         ]
         seq_lens = np.concatenate([x.seq_lens for x in steps])
-        pages = np.concatenate([x.pages.numpy() for x in steps], axis=1)
+        pages = np.concatenate([x.recorded_pages() for x in steps], axis=1)
         for first in range(0, len(requests), self._chunk_visits):
             part = slice(first, first + self._chunk_visits)
             visits = Visits(np.array(requests[part], np.int32), seq_lens[part])

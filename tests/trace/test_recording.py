@@ -129,12 +129,14 @@ def test_a_writer_that_is_behind_drops_steps_and_counts_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    flush = trace_writer.TraceWriter._flush
+    write = trace_writer.TraceWriter._write_steps
     monkeypatch.setattr(trace_writer, "_QUEUED_STEPS", 4)
-    monkeypatch.setattr(trace_writer, "_FLUSH_S", 0.0)
-    monkeypatch.setattr(
-        trace_writer.TraceWriter, "_flush", lambda writer: (gate.wait(), flush(writer))[1]
-    )
+
+    def slowly(writer: Any, steps: Any) -> None:
+        gate.wait()
+        write(writer, steps)
+
+    monkeypatch.setattr(trace_writer.TraceWriter, "_write_steps", slowly)
     sim = decoding(tmp_path / "a.trace", 40)
     counted = sim.coordinator.stats().extensions
     gate.set()
@@ -202,11 +204,38 @@ def test_a_flush_writes_what_was_handed_over(tmp_path: Path) -> None:
     recorder(sim).flush()
 
 
-def test_a_shorter_selection_leaves_no_page_of_a_longer_one(tmp_path: Path) -> None:
+def test_selections_of_another_width_are_padded(tmp_path: Path) -> None:
     """An algorithm may return fewer columns than the most that it may select."""
+    path = tmp_path / "a.trace"
+    sim = Simulator(extensions={"trace": str(path)})
+    trace, policy = recorder(sim), sim.policy
+    part: Any = None
+    slots, seq_lens = np.array([2, 5]), np.array([8, 900])
+    for widths in ((policy.max_pages, 1, 1, 2), (1, 1, 1, 1)):
+        # The first request fits the budget.
+        trace.before_step(slots, seq_lens, np.array([True, True]))
+        for layer in range(sim.layers):
+            width = widths[layer % 4]
+            pages = torch.arange(2 * width, dtype=torch.int32).view(2, 1, width)
+            pages = pages.expand(-1, policy.heads, -1).contiguous()
+            trace.after_selection(layer, Selection(pages, torch.tensor([])), part)
+        trace.after_step(complete=True)
+        seq_lens = seq_lens + 1
+    close(sim)
+    with SelectionTrace(path) as found:
+        assert found.visits.seq_lens.tolist() == [900, 901]
+        for layer in range(sim.layers):
+            first, width = (policy.max_pages, 1, 1, 2)[layer % 4], policy.heads
+            lengths, pages = found.layer(layer)
+            assert lengths.tolist() == [[first, 1]] * width
+            assert pages.tolist() == [*range(first, 2 * first), 1] * width
+
+
+def test_a_captured_selection_leaves_no_page_of_a_longer_one(tmp_path: Path) -> None:
     sim = Simulator(extensions={"trace": str(tmp_path / "a.trace")})
     trace, policy = recorder(sim), sim.policy
-    part: Any = SimpleNamespace(view=SimpleNamespace(slots=torch.tensor([2])))
+    view = SimpleNamespace(slots=torch.tensor([2]))
+    part: Any = SimpleNamespace(view=view)
     for width in (policy.max_pages, 1):
         pages = torch.arange(width, dtype=torch.int32).expand(1, policy.heads, width)
         lengths = torch.full((1, policy.heads), width, dtype=torch.int32)
@@ -215,6 +244,65 @@ def test_a_shorter_selection_leaves_no_page_of_a_longer_one(tmp_path: Path) -> N
     assert kept[0, 2, :, 0].eq(0).all()
     assert kept[0, 2, :, 1:].eq(-1).all()
     close(sim)
+
+
+@pytest.mark.parametrize("in_all_layers", [False, True])
+def test_an_algorithm_may_return_the_same_tensor_again(tmp_path: Path, in_all_layers: bool) -> None:
+    """In each step, or even in each layer: then the first step is lost, and is counted."""
+    path = tmp_path / "a.trace"
+    sim = Simulator(extensions={"trace": str(path)})
+    seen, own = observed(sim), {}
+    retrieve = sim.algorithm.retrieve_topk
+
+    def same_tensor(queries: Any, layer_id: int, step: Any) -> Selection:
+        pages, lengths = retrieve(queries, layer_id, step)
+        kept = own.setdefault(0 if in_all_layers else layer_id, torch.empty(1 << 12).int())
+        view = kept[: pages.numel()].view(pages.shape)
+        return Selection(view.copy_(pages), lengths)
+
+    object.__setattr__(sim.algorithm, "retrieve_topk", same_tensor)
+    request = sim.request(1, 300, seed=1)
+    sim.prefill((request, 200))
+    for _ in range(6):
+        sim.decode(request)
+    close(sim)
+    counted, lost = sim.coordinator.stats().extensions, int(in_all_layers)
+    assert (counted["trace_steps"], counted["trace_dropped_steps"]) == (6 - lost, lost)
+    with SelectionTrace(path) as trace:
+        assert trace.end is not None
+        assert trace.end.dropped_steps == lost
+        for layer in range(sim.layers):
+            found = pages_of(trace, layer)
+            assert len(found) == (6 - lost) * sim.policy.heads
+            for (_, seq_len, head), pages in found.items():
+                expected = [p for p in seen[layer, 1, seq_len][head].tolist() if p >= 0]
+                assert pages == expected
+
+
+@pytest.mark.parametrize("end", ["close", "flush"])
+def test_a_writer_whose_thread_has_ended_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Whatever ended the thread, while as many steps wait as may."""
+
+    gate = threading.Event()
+
+    def fail(writer: Any, steps: Any) -> None:
+        gate.wait()
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(trace_writer, "_QUEUED_STEPS", 4)
+    monkeypatch.setattr(trace_writer.TraceWriter, "_write_steps", fail)
+    sim = decoding(tmp_path / "a.trace", 8)
+    gate.set()
+    waiting = threading.Thread(target=getattr(recorder(sim), end), daemon=True)
+    waiting.start()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    request = sim.request(2, 300, seed=1)
+    sim.prefill((request, 200))
+    sim.decode(request)
+    assert sim.coordinator.stats().extensions["trace_dropped_steps"] == 9
 
 
 def test_a_file_that_ends_early_has_its_whole_chunks(

@@ -14,10 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
 from hisparse import __version__
 from hisparse.algorithms import Representation, SelectionPolicy
@@ -34,6 +36,19 @@ __all__ = ["Trace", "TraceOptions"]
 logger = logging.getLogger("hisparse")
 
 _PAGES: Final = "trace.pages"
+
+
+class _Step(NamedTuple):
+    """The requests of a step that are recorded.
+
+    Attributes:
+        slots, seq_lens: ``[B]``.
+        rows: ``[R] bool``, which of the requests that attend sparsely they are.
+    """
+
+    slots: np.ndarray
+    seq_lens: np.ndarray
+    rows: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +77,9 @@ class TraceOptions:
 
 @register_extension("trace")
 class Trace(Extension):
-    """Copies each selection into a tensor that the writer reads after the step.
+    """Keeps the selections of a step, and hands them to the writer when it has ended.
+
+    A captured step copies them into a tensor of the engine: its own are reused by then.
 
     Attributes:
         path: the file.
@@ -104,7 +121,12 @@ class Trace(Extension):
         self._layers = None
         if len(layers) < policy.kv.num_layers:
             self._layers = torch.tensor(layers, device=self._state.device)
-        self._step: tuple[np.ndarray, np.ndarray] | None = None
+        # Longer requests do not fit the budget.
+        self._most_tokens = (policy.budget_pages + 1) * policy.kv.page_size
+        self._step: _Step | None = None
+        #: Selections of an eager step, by layer.
+        self._eager: list[Tensor] = []
+        self._shares_tensors = False
         self._counted_dropped = 0
         logger.info("hisparse: trace of selections: %s", self.path)
 
@@ -116,30 +138,35 @@ class Trace(Extension):
 
     def before_step(self, slots: np.ndarray, seq_lens: np.ndarray, sparse: np.ndarray) -> None:
         """Remember which requests are beyond the budget: others attend all of their pages."""
-        policy = self.context.policy
-        chosen = sparse & ((seq_lens - 1) // policy.kv.page_size > policy.budget_pages)
-        self._step = (slots[chosen], seq_lens[chosen]) if chosen.any() else None
+        chosen = sparse & (seq_lens > self._most_tokens)
+        self._step = _Step(slots[chosen], seq_lens[chosen], chosen[sparse])
 
     def after_selection(self, layer_id: int, selection: Selection, part: DecodePart) -> None:
-        """Copy the pages: an algorithm may return the same tensor in each step."""
-        pages, state, slots = selection.pages, self._by_layer[layer_id], part.view.slots
-        width = pages.shape[-1]
+        """Keep the selection until the end of the step; a step that is being captured copies it."""
+        pages = selection.pages
+        if self._step is not None:
+            self._eager.append(pages.clone() if self._shares_tensors else pages)
+            return
+        state, slots, width = self._by_layer[layer_id], part.view.slots, pages.shape[-1]
         state[..., :width].index_copy_(0, slots, pages)
         if width < state.shape[-1]:
             state[..., width:].index_fill_(0, slots, -1)
 
     def after_step(self, *, complete: bool) -> None:
         """Hand the step to the writer."""
-        step, self._step = self._step, None
-        if step is None or not complete:
+        step, eager = self._step, self._eager
+        self._step, self._eager = None, []
+        if step is None or not complete or not len(step.slots):
             return
-        slots = torch.from_numpy(step[0])
-        if self._state.is_cuda:
-            # A copy from pageable memory would wait for the stream.
-            slots = slots.pin_memory().to(self._state.device, non_blocking=True)
-        pages = self._state.index_select(1, slots)
-        if self._layers is not None:
-            pages = pages.index_select(0, self._layers)
+        rows = None
+        if not eager:
+            pages = self._captured_pages(step.slots)
+        elif self._are_apart(eager):
+            pages = torch.stack([self._padded(x) for x in eager])
+            rows = None if len(step.slots) == len(step.rows) else step.rows
+        else:
+            self._writer.drop()
+            return
         ready = None
         if pages.is_cuda:
             # PyTorch reuses page-locked blocks; this has not run on a GPU yet.
@@ -148,10 +175,34 @@ class Trace(Extension):
             ready = torch.cuda.Event()
             ready.record()
         counters = self.context.manager.counters
-        counters.add("trace_steps", int(self._writer.put(RecordedStep(*step, pages, ready))))
+        recorded = RecordedStep(step.slots, step.seq_lens, pages, rows, ready)
+        counters.add("trace_steps", int(self._writer.put(recorded)))
         dropped = self._writer.dropped_steps
         counters.add("trace_dropped_steps", dropped - self._counted_dropped)
         self._counted_dropped = dropped
+
+    def _are_apart(self, selections: list[Tensor]) -> bool:
+        """Whether no layer has overwritten the selection of another one.
+
+        An algorithm may return one tensor in all layers. Then the first step is lost.
+        """
+        if self._shares_tensors:
+            return True
+        self._shares_tensors = len({x.data_ptr() for x in selections}) < len(selections)
+        return not self._shares_tensors
+
+    def _padded(self, pages: Tensor) -> Tensor:
+        missing = self._state.shape[-1] - pages.shape[-1]
+        return pad(pages, (0, missing), value=-1) if missing else pages
+
+    def _captured_pages(self, slots: np.ndarray) -> Tensor:
+        """``[L, B, H, K]``, what a captured step has copied."""
+        index = torch.from_numpy(slots)
+        if self._state.is_cuda:
+            # A copy from pageable memory would wait for the stream.
+            index = index.pin_memory().to(self._state.device, non_blocking=True)
+        pages = self._state.index_select(1, index)
+        return pages if self._layers is None else pages.index_select(0, self._layers)
 
     def flush(self) -> None:
         """Write the steps that were handed over, and wait for that."""
