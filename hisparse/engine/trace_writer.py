@@ -181,6 +181,7 @@ class TraceWriter:
         ]
         seq_lens = np.concatenate([x.seq_lens for x in steps])
         pages = np.concatenate([x.recorded_pages() for x in steps], axis=1)
+        before, ends = self._written, np.cumsum([len(x.slots) for x in steps])
         for first in range(0, len(requests), self._chunk_visits):
             part = slice(first, first + self._chunk_visits)
             visits = Visits(np.array(requests[part], np.int32), seq_lens[part])
@@ -189,7 +190,7 @@ class TraceWriter:
                 self._stop(f"the trace has reached max_bytes ({self._max_bytes})")
                 return
             self._write(chunk)
-        self._written += len(steps)
+            self._written = before + int(np.searchsorted(ends, part.stop, side="right"))
 
     def _request(self, slot: int, seq_len: int) -> int:
         """Number of the request in a slot: a new one unless its length grew by one."""
