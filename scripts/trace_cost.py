@@ -1,10 +1,12 @@
 """Measure what recording a trace adds to a decode step on a CPU.
 
 ``python -m scripts.trace_cost OUT.json`` decodes with the same random requests twice, with a trace
-and without, in pairs of blocks whose order alternates. A block with a trace ends when the writer
-has compressed and written all of it. A step is the attention of all layers and no matrix product of
-a model, so that the share of a whole step is smaller. It exits with 1 if the upper end of the
-ratio's 95% interval is above 1.03.
+and without. A step is the attention of all layers and no matrix product of a model; with
+``--model NAME`` it is a step of a model that reads a text, by ``hisparse.transformers``. A pair has
+16 steps of each kind. They take turns, so that other work on the machine meets both kinds, and
+their order alternates by pair. The writer encodes and writes them at the end of the pair; that time
+counts as time with a trace. It exits with 1 if the upper end of the ratio's 95% interval is above
+1.03.
 """
 
 from __future__ import annotations
@@ -15,13 +17,18 @@ import math
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hisparse.doctor import provenance
 from hisparse.engine.extensions.trace import Trace
+from hisparse.eval.models import load, resolve
+from hisparse.eval.texts import TEXTS, read_text
+from hisparse.transformers import enable
 from hisparse_bench.random_requests import RandomRequests
 from hisparse_bench.shape import ModelShape
 
@@ -32,9 +39,15 @@ _LIMIT = 1.03
 _T95 = {20: 2.093, 40: 2.023}
 
 
-def _requests(shape: ModelShape, arguments: argparse.Namespace, trace: Path | None) -> Any:
-    steps = arguments.tokens * arguments.pairs + 2 * arguments.tokens
-    return RandomRequests(
+#: Does a step and returns its seconds.
+Step = Callable[[], float]
+
+
+def _attention(arguments: argparse.Namespace, trace: Path | None) -> tuple[Step, Any]:
+    """Steps of attention alone."""
+    shape = ModelShape(layers=arguments.layers)
+    steps = arguments.tokens * (arguments.pairs + 1)
+    requests = RandomRequests(
         kv=shape.kv,
         batch=arguments.batch,
         context=arguments.context,
@@ -45,24 +58,56 @@ def _requests(shape: ModelShape, arguments: argparse.Namespace, trace: Path | No
         algorithm=arguments.algorithm,
         extensions={} if trace is None else {"trace": str(trace)},
     )
+    kv = requests.kv
+    size = (kv.num_layers, requests.batch, kv.num_q_heads, kv.head_dim)
 
-
-def _seconds(requests: Any, tokens: int, trace: Trace | None) -> float:
-    """Time of a block of tokens in all layers, until the writer of the trace is idle again."""
-    kv, total = requests.kv, 0.0
-    shape = (kv.num_layers, requests.batch, kv.num_q_heads, kv.head_dim)
-    for _ in range(tokens):
-        queries, token = torch.randn(shape).to(kv.dtype), requests.new_token()
+    def step() -> float:
+        queries, token = torch.randn(size).to(kv.dtype), requests.new_token()
         start = time.perf_counter()
         requests.begin_token()
         for layer in range(kv.num_layers):
             requests.coordinator.attention(layer, queries[layer], *token)
         requests.coordinator.forward_end()
-        total += time.perf_counter() - start
-    start = time.perf_counter()
+        return time.perf_counter() - start
+
+    return step, requests.coordinator
+
+
+def _model(arguments: argparse.Namespace, trace: Path | None) -> tuple[Step, Any]:
+    """Steps of a model."""
+    folder = resolve(arguments.model)
+    model = load(AutoModelForCausalLM, folder).eval()
+    needed = arguments.context + arguments.tokens * (arguments.pairs + 1)
+    words = "\n\n".join(map(read_text, TEXTS))
+    tokens = torch.tensor([load(AutoTokenizer, folder)(words)["input_ids"][:needed]])
+    settings: dict[str, Any] = {"algorithm": arguments.algorithm, "budget": arguments.budget}
     if trace is not None:
-        trace.flush()
-    return total + time.perf_counter() - start
+        settings["trace"] = str(trace)
+    cache = enable(model, settings, max_length=needed)
+    done = arguments.context
+
+    @torch.no_grad()
+    def step() -> float:
+        nonlocal done
+        start = time.perf_counter()
+        model(tokens[:, done : done + 1], past_key_values=cache, logits_to_keep=1)
+        done += 1
+        return time.perf_counter() - start
+
+    with torch.no_grad():
+        model(tokens[:, :done], past_key_values=cache, logits_to_keep=1)
+    return step, cache.coordinator
+
+
+def _pair(steps: Sequence[tuple[int, Step]], tokens: int, trace: Trace) -> tuple[float, float]:
+    """Seconds of ``tokens`` steps without a trace and with it; steps take turns in their order."""
+    seconds = [0.0, 0.0]
+    for _ in range(tokens):
+        for at, step in steps:
+            seconds[at] += step()
+    start = time.perf_counter()
+    trace.flush()
+    return seconds[0], seconds[1] + time.perf_counter() - start
 
 
 def main(words: list[str] | None = None) -> int:
@@ -70,26 +115,26 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--pairs", type=int, choices=sorted(_T95), default=20)
-    parser.add_argument("--tokens", type=int, default=16, help="of a block")
+    parser.add_argument("--tokens", type=int, default=16, help="of a pair, of each kind")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--algorithm", default="sketch")
+    parser.add_argument("--model", help="a model's steps in place of attention alone")
     arguments = parser.parse_args(words)
-    shape = ModelShape(layers=arguments.layers)
+    make, pairs = _attention if arguments.model is None else _model, []
     with tempfile.TemporaryDirectory() as folder:
-        off = _requests(shape, arguments, None)
-        on = _requests(shape, arguments, Path(folder) / "a.trace")
-        (trace,) = (x for x in on.coordinator.extensions if isinstance(x, Trace))
-        traces, pairs = {id(off): None, id(on): trace}, []
+        off, _ = make(arguments, None)
+        on, coordinator = make(arguments, Path(folder) / "a.trace")
+        (trace,) = (x for x in coordinator.extensions if isinstance(x, Trace))
         for pair in range(-1, arguments.pairs):
-            order = (off, on) if pair % 2 else (on, off)
-            found = {id(x): _seconds(x, arguments.tokens, traces[id(x)]) for x in order}
+            steps = [(0, off), (1, on)]
+            found = _pair(steps if pair % 2 else steps[::-1], arguments.tokens, trace)
             if pair >= 0:  # The first pair warms up.
-                pairs.append((found[id(off)], found[id(on)]))
+                pairs.append(found)
         trace.close()
-        stats = on.coordinator.stats().extensions
+        stats = coordinator.stats().extensions
         num_bytes = trace.path.stat().st_size
     logs = [math.log(with_trace / without) for without, with_trace in pairs]
     half = _T95[arguments.pairs] * statistics.stdev(logs) / math.sqrt(len(logs))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hisparse.engine.contract import call
 from hisparse.engine.decode import DecodeAttention, SelectionObserver
+from hisparse.engine.extensions.base import overriding
 from hisparse.engine.metrics import CacheStats
 from hisparse.engine.modes import ModeMasks
 from hisparse.engine.parts import EngineParts
@@ -50,6 +51,8 @@ class SparseCoordinator:
         self.manager = parts.manager
         self.representations = parts.representations
         self.extensions = parts.extensions
+        self._storing = overriding("store_pages", parts.extensions)
+        self._starting = overriding("before_layer", parts.extensions)
         self._modes = parts.modes
         self._decode = DecodeAttention(parts)
         self._prefill = Prefill(parts)
@@ -230,16 +233,16 @@ class SparseCoordinator:
     def _finish(self, layer_id: int, step: DecodeForward, filled: FilledTails) -> None:
         """Move full tail pages into the LRU, and store their representations."""
         tails = self.manager.finish(
-            layer_id, step.whole.rows, filled.rows, with_values=bool(self.extensions)
+            layer_id, step.whole.rows, filled.rows, with_values=bool(self._storing)
         )
         keys, values = tails[0].transpose(1, 2), tails[-1].transpose(1, 2)
         update = self.algorithm.update_representations
         call(update, layer_id, keys, layer_id, filled.host_pages, step.whole.view)
-        for extension in self.extensions:
+        for extension in self._storing:
             call(extension.store_pages, layer_id, layer_id, keys, values, filled.host_pages)
 
     def _before_layer(self, layer_id: int, parts: tuple[DecodePart, ...]) -> None:
-        for extension in self.extensions:
+        for extension in self._starting:
             for part in parts:
                 if part.mode == "sparse":
                     call(extension.before_layer, layer_id, layer_id, part)

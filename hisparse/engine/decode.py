@@ -11,6 +11,7 @@ from hisparse.adapters import Attended
 from hisparse.algorithms import DecodeStep
 from hisparse.cache import PageTable, Selected, StepRows
 from hisparse.engine.contract import blame, call, named, require_selection
+from hisparse.engine.extensions.base import overriding
 from hisparse.engine.parts import EngineParts
 from hisparse.engine.staged import StagedAttention
 from hisparse.engine.step import DecodePart
@@ -39,6 +40,9 @@ class DecodeAttention:
         self._staged = StagedAttention(parts)
         # A dense context that a captured step serves fits its row.
         self._dense_width = min(parts.modes.dense_width, parts.manager.device.max_row_pages)
+        self._refining = overriding("refine_selection", parts.extensions)
+        self._after_selection = overriding("after_selection", parts.extensions)
+        self._after_attention = overriding("after_attention", parts.extensions)
         self.observer: SelectionObserver | None = None
 
     def attention(self, layer_id: int, q: Tensor, parts: Sequence[DecodePart]) -> Tensor:
@@ -74,7 +78,7 @@ class DecodeAttention:
             except Exception as error:
                 blame(error, layer_id, selection, part.rows, self._parts.algorithm)
                 raise
-        for extension in self._parts.extensions:
+        for extension in self._after_attention:
             attended = call(
                 extension.after_attention, layer_id, layer_id, queries, selection, part, attended
             )
@@ -105,16 +109,16 @@ class DecodeAttention:
         """Select pages for ``q [B, Hq, D]``, the heads of this rank."""
         selection = self._retrieve(layer_id, q, part)
         self._count_capped(selection, part)
-        for extension in self._parts.extensions:
+        for extension in self._refining:
             refined = call(extension.refine_selection, layer_id, layer_id, q, selection, part)
             selection = require_selection(
                 refined, extension, "refine_selection", layer_id, self._parts.policy, len(q)
             )
-        for extension in self._parts.extensions:
+        for extension in self._after_selection:
             call(extension.after_selection, layer_id, layer_id, selection, part)
         if self.observer is not None:
             self.observer(layer_id, q, part.view, selection)
-        if part.dense is None or not self._parts.extensions:
+        if part.dense is None or not self._after_attention:
             return selection
         # Extensions see what dense requests attend.
         return _all_where(part.dense, selection, part.rows, self._dense_width)

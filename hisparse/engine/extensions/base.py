@@ -11,7 +11,7 @@ An extension is one file in this folder, or in any package with an entry point i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -27,7 +27,7 @@ from hisparse.engine.step import DecodePart
 from hisparse.errors import ConfigError
 from hisparse.types import Selection
 
-__all__ = ["Extension", "ExtensionContext", "register_extension"]
+__all__ = ["Extension", "ExtensionContext", "overriding", "register_extension"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +164,11 @@ class Extension:
             attended: out ``[R, Q, Dv]``, lse ``[R, Q]``.
         """
         return attended
+
+
+def overriding(hook: str, extensions: Iterable[Extension]) -> tuple[Extension, ...]:
+    """The extensions that override a hook; a step calls it on no other."""
+    return tuple(x for x in extensions if getattr(type(x), hook) is not getattr(Extension, hook))
 
 
 E = TypeVar("E", bound=Extension)
