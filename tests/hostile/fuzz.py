@@ -75,9 +75,10 @@ def read_checked(reader: Reader, path: Path, content: bytes, capture: io.StringI
 
 
 def changed(rng: random.Random, data: bytes, mutate: Callable[[bytes], bytes]) -> bytes:
-    """A file with changed bytes or JSON; checksums of tensors often fit the change."""
+    """A file with changed bytes or JSON; checksums of tensors and traces often fit the change."""
     from tests.hostile.mutations import damaged, mutated_object, mutated_text
     from tests.hostile.seals import parts, sealed
+    from tests.hostile.trace_seals import chunks_of, resealed
 
     way = rng.randrange(4)
     with contextlib.suppress(ValueError, RecursionError):  # Not JSON, or nested too deep.
@@ -85,6 +86,8 @@ def changed(rng: random.Random, data: bytes, mutate: Callable[[bytes], bytes]) -
             header = _changed_header(rng, found[0])
             if isinstance(header, dict):
                 return sealed(header, found[1], checksums=rng.random() < 0.5)
+        elif way > 1 and (chunks := chunks_of(data)):
+            return resealed(rng, chunks)
         elif way == 3:
             lines = data.splitlines() or [b""]
             chosen = rng.randrange(len(lines))

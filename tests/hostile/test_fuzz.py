@@ -13,6 +13,8 @@ import torch
 
 from hisparse.errors import ConfigError
 from hisparse.options import parse_object
+from hisparse.trace import SelectionTrace, lru_curve
+from hisparse.trace.synthetic import MadeUpTrace
 from hisparse.transformers.tensor_file import TensorFile, write_tensors
 from tests.hostile.fuzz import changed, read_checked
 from tests.hostile.mutations import damaged
@@ -75,3 +77,27 @@ def test_changed_metadata_get_past_their_checksums(tmp_path: Path) -> None:
         read_checked(reader, path, variant, io.StringIO())
     assert reached > 10
     assert is_sealed(content) and not is_sealed(content[:-1] + b"?")
+
+
+def test_changed_traces_get_past_their_checksums(tmp_path: Path) -> None:
+    """Chunks whose checksums fit reach the code that decodes pages; none breaks it."""
+    made = MadeUpTrace(context=600, budget=128, overlap=0.8, steps=20, layers=2)
+    content, path, refusals = made.write(tmp_path / "made").read_bytes(), tmp_path / "file", []
+
+    def read(path: Path) -> None:
+        try:
+            with SelectionTrace(path) as trace:
+                lru_curve(trace)
+        except ConfigError as error:
+            refusals.append(str(error))
+            raise
+
+    reader = Reader(name="test", content=content, read=read)
+    for seed in range(300):
+        rng = random.Random(seed)
+        variant = changed(rng, content, lambda data, rng=rng: damaged(rng, data))
+        read_checked(reader, path, variant, io.StringIO())
+    behind = [line for line in refusals if "checksum" not in line]
+    # Of the header, the sections, the visits, the lengths and the pages.
+    for text in ("header", "section", "range", "length", "does not have"):
+        assert any(text in line for line in behind), text
