@@ -9,14 +9,20 @@ from typing import Any
 
 from rich.console import Console
 
-from hisparse.cli import trace_prefix, trace_record
+from hisparse.cli import trace_prefix, trace_record, trace_tpot
 from hisparse.cli.lists import names, numbers
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.cli.trace_plot import draw
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, unknown_name
 from hisparse.kernels import POLICIES
-from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve, policy_hits
+from hisparse.trace import (
+    HitCurve,
+    SelectionTrace,
+    adjacent_overlap,
+    lru_curve,
+    policy_hits,
+)
 from hisparse.trace.prefix import read_prefix
 from hisparse.trace.prefix_replay import PREFIX_POLICIES
 from hisparse.units import format_bytes
@@ -24,6 +30,7 @@ from hisparse.units import format_bytes
 __all__ = ["add_parser"]
 
 _BUFFERS = [2048, 4096, 8192]
+_HIT_RATIO = 0.8
 
 
 def add_parser(commands: Any) -> None:
@@ -61,16 +68,16 @@ def _add_replay(actions: Any) -> None:
 
 
 def _add_recommend(actions: Any) -> None:
-    text = "the smallest device_buffer_size with the hit ratio that is wanted"
+    text = "the smallest device_buffer_size for a hit ratio, or for a time per token"
     recommend = actions.add_parser("recommend", help=text, description=text)
     _add_files(recommend)
     recommend.add_argument(
         "--hit-ratio",
         type=_ratio,
-        default=0.8,
         metavar="F",
-        help="share of the selected pages that must be on the device (0.8)",
+        help=f"share of the selected pages that must be on the device ({_HIT_RATIO})",
     )
+    trace_tpot.add_flags(recommend)
     recommend.set_defaults(run=_recommend)
 
 
@@ -319,29 +326,18 @@ def _print_parts(console: Console, about: dict[str, Any], by: str) -> None:
 
 
 def _recommend(arguments: argparse.Namespace) -> int:
-    found = []
+    target, found = trace_tpot.read_target(arguments), []
     for file in arguments.files:
         with SelectionTrace(file) as trace:
             curve, about = lru_curve(trace), _about(file, trace)
-        budget = about["settings"].get("budget")
-        # A row holds the budget at least, the page being filled included.
-        least = budget if isinstance(budget, int) else 0
-        tokens = curve.tokens_for(arguments.hit_ratio, least)
-        if tokens is None:
-            whole = (curve.hits.shape[-1] - 1) * curve.page_size
-            raise ConfigError(
-                f"--hit-ratio: got {arguments.hit_ratio}, expected at most "
-                f"{curve.hit_ratio(whole):.4f}, which {str(file)!r} has with all of its pages on "
-                "the device"
-            )
-        found.append(
-            about
-            | {
-                "device_buffer_size": tokens,
-                "hit_ratio": curve.hit_ratio(tokens),
-                "bytes_per_step": curve.bytes_per_step(tokens),
-            }
-        )
+        if target is not None:
+            about |= target.recommend(curve, about)
+        else:
+            wanted = _HIT_RATIO if arguments.hit_ratio is None else arguments.hit_ratio
+            about["device_buffer_size"] = _tokens_for(wanted, curve, about)
+        tokens = about["device_buffer_size"]
+        about |= {"hit_ratio": curve.hit_ratio(tokens)}
+        found.append(about | {"bytes_per_step": curve.bytes_per_step(tokens)})
     if arguments.json:
         print(json.dumps(_origin("recommend") | {"traces": found}, indent=2))
         return 0
@@ -353,4 +349,24 @@ def _recommend(arguments: argparse.Namespace) -> int:
             f"hits and reads {format_bytes(round(about['bytes_per_step']))} for each decode step "
             f"of a request ({about['file']}; {_source(about)}).",
         )
+        if target is not None:
+            target.print(console, about["estimate"])
     return 0
+
+
+def _tokens_for(hit_ratio: float, curve: HitCurve, about: dict[str, Any]) -> int:
+    """The smallest ``device_buffer_size`` with a hit ratio.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    budget = about["settings"].get("budget")
+    # A row holds the budget at least, the page being filled included.
+    tokens = curve.tokens_for(hit_ratio, budget if isinstance(budget, int) else 0)
+    if tokens is None:
+        whole = (curve.hits.shape[-1] - 1) * curve.page_size
+        raise ConfigError(
+            f"--hit-ratio: got {hit_ratio}, expected at most {curve.hit_ratio(whole):.4f}, which "
+            f"{about['file']!r} has with all of its pages on the device"
+        )
+    return tokens

@@ -88,12 +88,13 @@ def _run(arguments: argparse.Namespace) -> int:
     elif arguments.synthetic:
         kind = "--synthetic" if arguments.turns is None else "--turns"
     _check_flags(arguments, kind)
+    budget = arguments.budget
     for name, value in _DEFAULTS.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
     if kind == "--exported":
         return _convert(arguments)
-    return _make_up(arguments) if arguments.synthetic else _record(arguments)
+    return _make_up(arguments) if arguments.synthetic else _record(arguments, budget)
 
 
 def _check_flags(arguments: argparse.Namespace, kind: str) -> None:
@@ -153,10 +154,15 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _record(arguments: argparse.Namespace) -> int:
+def _record(arguments: argparse.Namespace, budget: int | None) -> int:
+    """Record a model; flags that were given, such as ``budget``, win over ``--config``."""
     settings = parse_object(arguments.config or "{}", "--config", '{"page_size": 32}')
+    if budget is not None:
+        settings["budget"] = budget
+    elif "top_k" not in settings:  # The other name of budget.
+        settings.setdefault("budget", _DEFAULTS["budget"])
     algorithms = arguments.algorithm or [settings.get("algorithm", HiSparseConfig.algorithm)]
-    each = [{"budget": arguments.budget} | settings | {"algorithm": x} for x in algorithms]
+    each = [settings | {"algorithm": x} for x in algorithms]
     for chosen in each:
         if "trace" in chosen:
             raise ConfigError('--config: got "trace", expected --out to name the file')
