@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hisparse.trace import (
     lru_curve,
     policy_hits,
 )
+from hisparse.trace.cache_events import is_event_file
 from hisparse.trace.prefix import read_prefix
 from hisparse.trace.prefix_replay import PREFIX_POLICIES
 from hisparse.units import format_bytes
@@ -147,6 +149,9 @@ def _overlaps(trace: SelectionTrace) -> dict[str, Any]:
 
 def _show(arguments: argparse.Namespace) -> int:
     found = []
+    if all(map(is_event_file, arguments.files)):
+        found = list(map(trace_prefix.describe_events, arguments.files))
+        return _print_prefixes("show", arguments, found, trace_prefix.print_events)
     if trace_prefix.are_prefixes(arguments.files):
         found = [trace_prefix.describe_prefix(x, read_prefix(x)) for x in arguments.files]
         return _print_prefixes("show", arguments, found)
@@ -179,11 +184,16 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_prefixes(action: str, arguments: argparse.Namespace, found: list[dict[str, Any]]) -> int:
+def _print_prefixes(
+    action: str,
+    arguments: argparse.Namespace,
+    found: list[dict[str, Any]],
+    print_all: Callable[[list[dict[str, Any]]], None] = trace_prefix.print_prefix,
+) -> int:
     if arguments.json:
         print(json.dumps(_origin(action) | {"traces": found}, indent=2))
     else:
-        trace_prefix.print_prefix(found)
+        print_all(found)
     return 0
 
 

@@ -12,10 +12,19 @@ from rich.console import Console
 
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.errors import ConfigError, unknown_name
+from hisparse.trace.cache_events import read_events, summarize
 from hisparse.trace.prefix import PrefixTrace, is_prefix_trace, read_prefix
 from hisparse.trace.prefix_replay import PREFIX_POLICIES, PrefixPoint, on_front, replay_prefix
 
-__all__ = ["are_prefixes", "describe_prefix", "print_prefix", "replay_all", "seconds"]
+__all__ = [
+    "are_prefixes",
+    "describe_events",
+    "describe_prefix",
+    "print_events",
+    "print_prefix",
+    "replay_all",
+    "seconds",
+]
 
 
 def seconds(text: str) -> list[float | None]:
@@ -144,3 +153,26 @@ def print_prefix(found: Sequence[dict[str, Any]]) -> None:
             "capacity, peak: tokens that the cache may hold, and held at most. hits: prompt tokens "
             "that it held. *: no other cache holds at most as much and hits at least as often.",
         )
+
+
+def describe_events(file: Path) -> dict[str, Any]:
+    """What a file of cache events holds."""
+    note, events = read_events(file)
+    return {"file": str(file), "source": "recorded", "note": note} | summarize(events)
+
+
+def print_events(found: Sequence[dict[str, Any]]) -> None:
+    """What each file of cache events holds."""
+    console = Console(highlight=False)
+    for about in found:
+        console.print(f"[bold]{about['file']}[/bold]", soft_wrap=True)
+        age, lost = about["median_age_s"], about["lost_messages"]
+        text = (
+            f"recorded: {about['note']}. In {about['seconds']:,.0f} s the cache inserted "
+            f"{about['inserted']:,} blocks, {about['inserted_again']:,} of them after it had "
+            f"evicted them, evicted {about['evicted']:,} and cleared {about['cleared']:,}. It held "
+            f"at most {about['most_tokens']:,} tokens"
+            + ("." if age is None else f", an evicted block for {age:,.1f} s (median).")
+            + (f" Messages are missing in {lost:,} places." if lost else "")
+        )
+        print_paragraph(console, text)

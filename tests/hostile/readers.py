@@ -19,6 +19,7 @@ from hisparse.eval.records import Records
 from hisparse.eval.report import read_result, write_reports
 from hisparse.options import read_text
 from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve, policy_hits
+from hisparse.trace.cache_events import read_events, summarize
 from hisparse.trace.prefix import convert_sglang, make_up_sessions, read_prefix, write_prefix
 from hisparse.trace.prefix_replay import replay_prefix
 from hisparse.trace.synthetic import MadeUpTrace
@@ -35,6 +36,11 @@ __all__ = ["Reader", "Refused", "readers"]
 
 _RESULTS = Path(__file__).parents[2] / "bench" / "results"
 _TOKENS = 40
+_EVENTS = b"""{"format": "hisparse cache events 1", "source": "recorded", "note": ""}
+{"timestamp": 0.0, "event": "insert", "hash_ids": [0, 1], "block_size": 16}
+{"timestamp": 9.5, "event": "evict", "hash_ids": [1]}
+{"timestamp": 12, "event": "clear", "hash_ids": []}
+"""
 
 
 class Refused(Exception):
@@ -151,6 +157,7 @@ def _prefixes(folder: Path) -> list[Reader]:
             (folder / "made.jsonl").read_bytes(),
             lambda path: replay_prefix(read_prefix(path), "lfu", 4096, 60.0),
         ),
+        _reader("cache events", _EVENTS, lambda path: summarize(read_events(path)[1])),
         _reader("exported", json.dumps(exported).encode(), lambda p: convert_sglang([p], 64, None)),
     ]
 

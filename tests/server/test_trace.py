@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from harness import Server
@@ -10,10 +16,21 @@ from tiny_models import LAYERS, tiny_model
 from workload import tokens
 
 from hisparse.trace import SelectionTrace, lru_curve, policy_hits
+from hisparse.trace.cache_events import read_events, summarize
 from hisparse.trace.prefix import PrefixTrace, convert_sglang
 from hisparse.trace.prefix_replay import replay_prefix
+from hisparse_bench.server import free_port
 
 PAGE, BUDGET, PROMPT, STEPS = 16, 128, 800, 24
+
+
+def wait_for_events(path: Path) -> None:
+    """Until the recorder has heard something: it connects when the server is up."""
+    for _ in range(600):
+        if path.exists() and len(path.read_text().splitlines()) > 1:
+            return
+        time.sleep(0.1)
+    raise AssertionError("no event was recorded")
 
 
 def exported(folder: Path, count: int) -> PrefixTrace:
@@ -26,8 +43,23 @@ def exported(folder: Path, count: int) -> PrefixTrace:
     raise AssertionError(f"the server exported fewer than {count} requests")
 
 
+@contextmanager
+def listening(endpoint: str, path: Path) -> Iterator[None]:
+    """``hisparse trace record --kv-events``, interrupted in the end as by Ctrl-C."""
+    command = [sys.executable, "-m", "hisparse", "trace", "record", "--kv-events", endpoint]
+    recorder = subprocess.Popen([*command, "--out", str(path)])
+    try:
+        yield
+        recorder.send_signal(signal.SIGINT)
+        assert recorder.wait(60) == 0
+    finally:
+        recorder.kill()
+        recorder.wait()
+
+
 def test_a_server_records_selections_and_prefixes(log_dir: Path, tmp_path: Path) -> None:
-    path, folder = tmp_path / "server.trace", tmp_path / "requests"
+    path, folder, listened = tmp_path / "server.trace", tmp_path / "requests", tmp_path / "events"
+    port = free_port()
     config = {
         "budget": BUDGET,
         "max_row_capacity": 2 * BUDGET,
@@ -37,13 +69,20 @@ def test_a_server_records_selections_and_prefixes(log_dir: Path, tmp_path: Path)
     }
     flags = ("--max-total-tokens", "8000", "--export-metrics-to-file")
     flags += ("--export-metrics-to-file-dir", str(folder), "--enable-metrics")
+    publisher = {"publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": ""}
+    flags += ("--kv-events-config", json.dumps(publisher))
     prompt, other = tokens(PROMPT, seed=1), tokens(PROMPT, seed=2)
-    with Server(tiny_model("llama"), log_dir / "trace.log", *flags, config=config) as server:
+    with (
+        listening(f"tcp://127.0.0.1:{port}", listened),
+        Server(tiny_model("llama"), log_dir / "trace.log", *flags, config=config) as server,
+    ):
+        server.generate(tokens(PAGE, seed=3), 1)
+        wait_for_events(listened)
         for ids in (prompt, other, prompt):
             server.generate(ids, STEPS)
         handed, dropped = server.counted("trace_steps", "trace_dropped_steps")
         selected = sum(server.counted("hit_pages", "miss_pages"))
-        requests = exported(folder, 3).requests
+        requests = exported(folder, 4).requests[1:]
         time.sleep(1.5)  # The writer's last flush.
     # The server was killed.
     with SelectionTrace(path) as trace:
@@ -66,6 +105,12 @@ def test_a_server_records_selections_and_prefixes(log_dir: Path, tmp_path: Path)
         None,
         None,
     )
+    _, events = read_events(listened)
+    inserted = [event for event in events if event.event == "insert"]
+    assert {event.block_size for event in inserted} == {PAGE}
+    # The blocks of two prompts and of the answers to them; the third request finds its blocks.
+    assert summarize(events)["inserted"] >= 2 * PROMPT // PAGE
+    assert summarize(events)["inserted_again"] == 0
     # A server computes the last token of a prompt anew, and so its page.
     assert again.cached_length == PROMPT - PAGE
     assert found.hit_ratio == PROMPT / (3 * PROMPT)
