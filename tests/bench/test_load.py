@@ -16,10 +16,16 @@ from typing import Any
 import pytest
 
 from hisparse.cli import main
-from hisparse.errors import ConfigError
+from hisparse.errors import ConfigError, HiSparseError
 from hisparse_bench.load import bench, gate
 from hisparse_bench.load.client import _summarise
-from hisparse_bench.load.gate import Distance, Reference, compare_answers, measure_distance
+from hisparse_bench.load.gate import (
+    Distance,
+    Reference,
+    compare_answers,
+    measure_distance,
+    measure_reference,
+)
 from hisparse_bench.load.options import LoadOptions
 from hisparse_bench.load.plot import _ticks, draw
 from hisparse_bench.load.prompts import Prompts
@@ -220,6 +226,12 @@ def test_distance_is_the_divergence_over_the_likeliest_tokens_and_the_rest() -> 
     assert gate.NUM_TOKENS > 2
 
 
+def test_an_answer_that_was_broken_off_is_an_error_of_its_server() -> None:
+    answer = {"output_ids": [4], "meta_info": {"output_top_logprobs": [], "finish_reason": "abort"}}
+    with pytest.raises(HiSparseError, match="got 1 tokens with 0 output_top_logprobs.*abort"):
+        measure_reference(Answers([answer]), [1], 1)
+
+
 def result(impl: str, rate: float) -> LoadResult:
     load = {"completed": 1, "failed": 0, "output_throughput": rate} if rate else {"completed": 0}
     memory = {"device_bytes": 1, "host_bytes": 0, "kv_tokens": 1}
@@ -266,12 +278,20 @@ def test_time_per_token_is_a_line_over_contexts_though_memory_follows_the_contex
 
 
 @pytest.mark.parametrize(
-    ("high", "last"), [(8.8, "8"), (1317, "1,200"), (0.33, "0.3"), (4.0, "4"), (99.0, "80")]
+    ("high", "last"),
+    [
+        (8.8, "8"),
+        (1317, "1,200"),
+        (0.33, "0.3"),
+        (4.0, "4"),
+        (99.0, "80"),
+        (3.9999999999999996e-4, "0.0004"),
+    ],
 )
 def test_axes_have_round_numbers(high: float, last: str) -> None:
     ticks = _ticks(high)
     assert 4 < len(ticks) < 11 and ticks[0] == (0, "0")
-    assert ticks[-1][1] == last and ticks[-1][0] <= high
+    assert ticks[-1][1] == last and ticks[-1][0] <= high * (1 + 1e-9)
 
 
 def test_an_answer_that_breaks_off_is_no_success() -> None:

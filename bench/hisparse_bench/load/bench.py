@@ -185,7 +185,11 @@ class LoadBench:
             fit = max(0, tokens - prefix) // each
             params["dense_requests"] = None if options.device_bytes else fit
             params["dense_holds"] = holds = min(len(requests), fit)
-            name += f", {format_bytes(device_bytes)} = {tokens:,} dense tokens, which hold {holds} "
+            # What the stand-in for dense takes besides KV is not known before it starts.
+            hold = "hold about" if self._model.stands_in_for_dense else "hold"
+            name += (
+                f", {format_bytes(device_bytes)} = {tokens:,} dense tokens, which {hold} {holds} "
+            )
             name += f"of the {len(requests)} requests"
         gate = gate if failure is None else "failed"
         return Case(name=name, params=params, gate=gate, results=[])
@@ -239,12 +243,13 @@ class LoadBench:
     ) -> None:
         """Add the result of a load, or why there is none; ``key``: see :meth:`Check.distance`."""
         try:
-            result = self._load(server, name, context, load, case.name)
+            quality = {}
             if key is not None:
                 self._status.say(f"{name}: distance from dense decoding")
-                # After the load: the cache still holds the prompts.
+                # Before the load, whose answers the cache would hold, decoded sparsely.
                 quality = asdict(self._check.distance(server, key, context))
-                result = replace(result, quality=quality)
+            result = self._load(server, name, context, load, case.name)
+            result = replace(result, quality=quality)
         except BROKEN as error:
             case.params["failures"][name] = reason(error)
             self._status.show(f"{name}: {reason(error)}")

@@ -99,7 +99,7 @@ def measure_reference(server: ServerClient, prompt: Sequence[int], output: int) 
     """Let the dense server answer."""
     count = min(output, NUM_TOKENS)
     answer = server.generate([prompt], count, top_logprobs_num=_TOP)[0]
-    steps = [_as_step(entries) for entries in answer["meta_info"]["output_top_logprobs"]]
+    steps = _steps(answer, "output_top_logprobs")
     return Reference(prompt, list(answer["output_ids"]), steps)
 
 
@@ -110,7 +110,7 @@ def measure_steps(server: ServerClient, reference: Reference) -> list[Step]:
     server that attends all tokens, and whose answers are the dense ones, measures them.
     """
     answers = _forced(server, reference.prompt, reference.ids, top_logprobs_num=_TOP)
-    return [_as_step(x["meta_info"]["output_top_logprobs"][1]) for x in answers]
+    return [_steps(x, "output_top_logprobs")[1] for x in answers]
 
 
 def compare_answers(
@@ -154,10 +154,10 @@ def measure_distance(server: ServerClient, reference: Reference, steps: Sequence
     answers = _forced(server, reference.prompt, reference.ids, token_ids_logprob=tops)
     found = []
     for i, (answer, dense) in enumerate(zip(answers, steps, strict=True)):
+        ours = _steps(answer, "output_token_ids_logprobs")[1]
         first, second = answer["output_ids"]
         if first != reference.ids[i]:
             continue  # A tie in prefill: the decode step continued another text.
-        ours = _as_step(answer["meta_info"]["output_token_ids_logprobs"][1])
         best = max(dense, key=lambda token: dense[token])
         found.append(Distance(kl=_kl(dense, ours), agreement=second == best, positions=1))
     return Distance.mean(found)
@@ -172,8 +172,15 @@ def _forced(
     return server.generate([[*prompt, *ids[:i]] for i in range(len(ids) - 1)], 2, **logprobs)
 
 
-def _as_step(entries: Sequence[Sequence[Any]]) -> Step:
-    return {int(token): float(logprob) for logprob, token, *_ in entries}
+def _steps(answer: Mapping[str, Any], key: str) -> list[Step]:
+    """The log-probabilities of each generated token."""
+    about, count = answer["meta_info"], len(answer["output_ids"])
+    found = about.get(key) or []
+    if not 0 < len(found) == count:
+        raise HiSparseError(
+            f"got {count} tokens with {len(found)} {key}, finished by {about.get('finish_reason')}"
+        )
+    return [{int(token): float(x) for x, token, *_ in entries} for entries in found]
 
 
 def _kl(dense: Step, ours: Step) -> float:

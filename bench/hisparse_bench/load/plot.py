@@ -83,5 +83,6 @@ def _ceiling(values: Sequence[float]) -> float:
 def _ticks(high: float) -> list[tuple[float, str]]:
     """Four to ten round numbers from 0."""
     power = 10.0 ** math.floor(math.log10(high / 4))
-    step = next(x * power for x in (5, 2, 1) if 4 * x * power <= high)
-    return [(i * step, f"{i * step:,.10g}") for i in range(int(high / step) + 1)]
+    # A power that rounding has made too large is a step of its own.
+    step = next((x * power for x in (5, 2, 1) if 4 * x * power <= high), power)
+    return [(i * step, f"{i * step:,.10g}") for i in range(int(high / step + 1e-9) + 1)]
