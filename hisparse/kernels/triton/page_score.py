@@ -82,9 +82,10 @@ def launch_options(dim: int, group: int, dtype: torch.dtype, parts: int) -> dict
     columns = triton.next_power_of_2(max(2 * dim, 16))
     queries = max(_MIN_QUERIES, triton.next_power_of_2(group))
     if dtype == torch.float32:
-        sizes = {"COLUMNS": min(32, columns), "QUERIES": _MIN_QUERIES, "PAGES": 16}
+        block = 64 if columns > 256 else min(32, columns)
+        sizes = {"COLUMNS": block, "QUERIES": _MIN_QUERIES, "PAGES": 16}
     elif columns > 256:
-        pages = 64 if parts == 1 else 32
+        pages = 64 if dtype == torch.float8_e4m3fn and parts == 1 else 32
         sizes = {"COLUMNS": 64, "QUERIES": min(16, queries), "PAGES": pages}
     else:
         sizes = {"COLUMNS": columns, "QUERIES": min(16, queries), "PAGES": 64}
