@@ -48,7 +48,9 @@ def _add_load_flags(add: Any) -> None:
     add("--rate", type=_rates, metavar="X[,X]", help="requests per second, Poisson arrivals")
     add("--requests", type=number, metavar="N", help="requests of a load (2x concurrency)")
     add("--shared-prefix", type=_share, metavar="X", help="common share of the prompts (0)")
-    add("--repeat-prompts", action="store_true", help="send each prompt once before the clock")
+    add(
+        "--turns", type=number, metavar="N", help="how often a prompt is sent, longer each time (1)"
+    )
     add("--trace", metavar="FILE", help="requests of a trace, Mooncake's JSONL")
     add("--text", metavar="FILE", help="text of the prompts (two built-in texts)")
     add("--slo-ttft", metavar="TIME", help="limit of the time to first token, such as 2s")

@@ -129,7 +129,8 @@ class LoadBench:
         if options.trace:
             return self._prompts.trace(options.trace, options.requests, self._model.longest)
         count = count or max(map(options.num_requests, options.loads))
-        return self._prompts.equal(count, context, options.shared_prefix, options.output)
+        found = self._prompts.equal(count, context, options.shared_prefix, options.output)
+        return [replace(x, turns=options.turns) for x in found]
 
     def _run_urls(self) -> None:
         """Measure running servers; of two the first is the reference of a check."""
@@ -166,7 +167,7 @@ class LoadBench:
             **load,
             "requests": len(requests),
             "shared_prefix": options.shared_prefix,
-            "repeat_prompts": options.repeat_prompts,
+            "turns": options.turns,
             "trace": options.trace,
             "budget": self._budget,
             "device_memory": device_bytes,
@@ -269,13 +270,11 @@ class LoadBench:
             self.cases.append(case)
 
     def _pool_tokens(self, cells: Sequence[tuple[int, dict[str, float]]]) -> int:
-        """Tokens of all requests that run at once, or of all if their prompts are sent again."""
+        """Tokens of all requests that run at once."""
         options, most = self._options, 0
         for context, load in cells:
             requests = self._requests(context, options.num_requests(load))
-            running = len(requests)
-            if not options.repeat_prompts:
-                running = min(running, options.most_running)
+            running = min(len(requests), options.most_running)
             longest = max(map(_tokens, requests))
             prefix = int(options.shared_prefix * context)
             most = max(most, prefix + running * (round_up(longest - prefix) + 32))
@@ -294,12 +293,10 @@ class LoadBench:
         self._status.say(f"{contender}: before {name}")
         server.flush_cache()
         prefix = int(options.shared_prefix * context)
-        known = [x.ids for x in requests] if options.repeat_prompts else [requests[0].ids[:prefix]]
-        for ids in known:
-            if ids:
-                with suppress(HiSparseError):  # A refusal is counted when it is timed.
-                    server.generate([ids], 1)
-        self._status.say(f"{contender}: {name}", total=len(requests))
+        if prefix:
+            with suppress(HiSparseError):  # A refusal is counted when it is timed.
+                server.generate([requests[0].ids[:prefix]], 1)
+        self._status.say(f"{contender}: {name}", total=len(requests) * options.turns)
         before = Usage.read(server)
         run = run_load(
             server.url,

@@ -52,11 +52,13 @@ class Request:
         ids: prompt, token ids.
         output: tokens to generate.
         arrival_ms: when it is sent, from the start of its trace; None without a trace.
+        turns: how often it is sent, each time with more of the prompt, after the answer before.
     """
 
     ids: Sequence[int]
     output: int
     arrival_ms: float | None = None
+    turns: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,32 +100,49 @@ def run_load(
         tokenizer: the model's; counts tokens as the client does.
         load: ``concurrency`` or ``rate``; neither: the arrivals of the requests.
         slos_ms: limits of the goodput: "ttft", "tpot".
-        done: called after each request.
+        done: called after each turn of a request.
     """
     client = _client()
     client.set_global_args(_ARGUMENTS)
     # All contenders get the same arrivals.
     random.seed(0)
     np.random.seed(0)
-    rows = [
-        client.DatasetRow(
-            prompt=list(x.ids), prompt_len=len(x.ids), output_len=x.output, timestamp=x.arrival_ms
-        )
-        for x in requests
-    ]
+    turns = [_turns(client, x) for x in requests]
     with contextlib.redirect_stdout(sys.stderr):
-        outputs, seconds = asyncio.run(_send_all(client, url, rows, load, _Progress(done)))
+        outputs, seconds = asyncio.run(_send_all(client, url, turns, load, _Progress(done)))
+        rows = [row for each in turns for row in each]
         return _summarise(client, rows, outputs, seconds, tokenizer, slos_ms)
 
 
+def _turns(client: Any, request: Request) -> list[Any]:
+    """The rows of a request: turn t of T has t/T of the prompt."""
+    rows = []
+    for turn in range(1, request.turns + 1):
+        ids = list(request.ids[: -(-len(request.ids) * turn // request.turns)])
+        rows.append(
+            client.DatasetRow(
+                prompt=ids,
+                prompt_len=len(ids),
+                output_len=request.output,
+                timestamp=request.arrival_ms,
+            )
+        )
+    return rows
+
+
 async def _send_all(
-    client: Any, url: str, rows: Sequence[Any], load: Mapping[str, float], progress: _Progress
+    client: Any,
+    url: str,
+    turns: Sequence[Sequence[Any]],
+    load: Mapping[str, float],
+    progress: _Progress,
 ) -> tuple[list[Any], float]:
+    """Send each request's turns one after the other; return outputs in the order of the rows."""
     concurrency = load.get("concurrency")
     slots = asyncio.Semaphore(int(concurrency)) if concurrency else contextlib.nullcontext()
     send = client.ASYNC_REQUEST_FUNCS["sglang"]
 
-    async def one(row: Any) -> Any:
+    async def answer(row: Any) -> Any:
         request = client.RequestFuncInput(
             model="",
             prompt=row.prompt,
@@ -134,14 +153,18 @@ async def _send_all(
             image_data=None,
             extra_request_body={},
         )
+        return await send(request_func_input=request, pbar=progress)
+
+    async def converse(rows: Sequence[Any]) -> list[Any]:
         async with slots:
-            return await send(request_func_input=request, pbar=progress)
+            return [await answer(row) for row in rows]
 
     started, tasks = time.perf_counter(), []
-    arrivals = client.get_request(list(rows), load.get("rate", float("inf")), not load)
-    async for row in arrivals:
-        tasks.append(asyncio.create_task(one(row)))
-    outputs = await asyncio.gather(*tasks)
+    later = {id(rows[0]): rows for rows in turns}
+    firsts = [rows[0] for rows in turns]
+    async for row in client.get_request(firsts, load.get("rate", float("inf")), not load):
+        tasks.append(asyncio.create_task(converse(later[id(row)])))
+    outputs = [output for each in await asyncio.gather(*tasks) for output in each]
     return outputs, time.perf_counter() - started
 
 

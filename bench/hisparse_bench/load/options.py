@@ -24,7 +24,7 @@ EXCLUDED: Final = {
         "dense_requests",
         "threads",
     ),
-    "trace": ("context", "output", "shared_prefix", "dense_requests"),
+    "trace": ("context", "output", "shared_prefix", "dense_requests", "turns"),
 }
 
 _POSITIVE = (
@@ -35,6 +35,7 @@ _POSITIVE = (
     "budget",
     "dense_requests",
     "device_buffer_size",
+    "turns",
 )
 #: Tokens of an exact page, for budgets and contexts that are rounded up.
 _PAGE = 16
@@ -60,7 +61,8 @@ class LoadOptions:
         device_buffer_size: tokens of a row's device buffer, which then does not grow, a contender
             each; the default if empty.
         shared_prefix: share of a prompt that all requests of a load have in common.
-        repeat_prompts: whether each prompt was sent once before the clock starts.
+        turns: how often each prompt is sent: turn t of T has t/T of its tokens, and waits for the
+            answer to the turn before.
         trace: Mooncake's JSONL, in place of ``context`` and ``output``; its timestamps are the
             arrivals unless ``concurrency`` or ``rate`` is given.
         slo_ttft, slo_tpot: limits that a request of the goodput meets, such as "2s" and "100ms".
@@ -82,7 +84,7 @@ class LoadOptions:
     budget: int = 512
     device_buffer_size: tuple[int, ...] = ()
     shared_prefix: float = 0.0
-    repeat_prompts: bool = False
+    turns: int = 1
     trace: str | None = None
     slo_ttft: str | None = None
     slo_tpot: str | None = None
