@@ -93,6 +93,10 @@ class SparseCoordinator:
             return "selections are observed"
         return None
 
+    def prepare_capture(self) -> None:
+        """End the replayed step: a capture would otherwise take its end into the graph."""
+        self._end_step(complete=self._replayed)
+
     def prepare_replay(self, batch: DecodeBatch) -> bool:
         """Run the host's part of a captured decode step: resets, capacities, counts.
 
@@ -187,8 +191,8 @@ class SparseCoordinator:
         dense = self._modes.dense_requests(whole.view.num_pages, batch.seq_lens)
         self._step = replace(
             step,
-            parts=(replace(whole, dense=dense),),
-            dense_parts=(replace(whole, mode="resident"),),
+            parts=(replace(whole, dense=dense, captured=True),),
+            dense_parts=(replace(whole, mode="resident", captured=True),),
         )
 
     def _new_step(self, batch: DecodeBatch) -> DecodeForward:

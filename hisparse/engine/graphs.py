@@ -89,7 +89,11 @@ class CapturedSteps:
         self._batch = StaticBatch(max_requests, -(-context_length // size), size, device)
 
     def before_capture(self) -> None:
-        """Load padding only, for a capture and for SGLang's warm-up steps before it."""
+        """Load padding only, for a capture and for SGLang's warm-up steps before it.
+
+        SGLang also captures while it serves, after an update of the weights.
+        """
+        self._coordinator.prepare_capture()
         self._batch.load(None)
 
     def before_replay(self, batch: DecodeBatch) -> bool:

@@ -149,6 +149,7 @@ class DecodePart:
         seq_lens_cpu: ``[B]``, tokens of each request; in a captured step, the most it may have.
         index: ``[B] int64``, indices of the requests in the batch; None: the whole batch.
         dense: ``[B] bool``, dense requests of a sparse part; None: no request is dense.
+        captured: whether this is a captured step, or one that warms up for the capture.
         selection: the selection that the current group of layers shares.
     """
 
@@ -158,6 +159,7 @@ class DecodePart:
     seq_lens_cpu: np.ndarray
     index: Tensor | None = None
     dense: Tensor | None = None
+    captured: bool = False
     selection: Selection | None = None
 
     @property

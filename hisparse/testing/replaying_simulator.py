@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hisparse.engine.graphs import StaticBatch
 from hisparse.testing.simulator import Request, Simulator
-from hisparse.testing.step_recording import Recording, record
+from hisparse.testing.step_recording import record
 from hisparse.types import IndexerInputs
 
 __all__ = ["ReplayingSimulator"]
@@ -36,7 +36,14 @@ class ReplayingSimulator(Simulator):
         self.static = StaticBatch(
             self.batch_size, self.num_pages, self.page_size, torch.device("cpu")
         )
-        self.recording = self._capture()
+        example = self.request(1, 1, seed=0)
+        self.end(example)
+        self.streams = [
+            torch.randn(x.shape[0], self.batch_size, *x.shape[2:]) for x in example.streams
+        ]
+        if self.spec.latent:
+            self.streams[2] = self.streams[1][..., : self.spec.v_head_dim]
+        self.capture()
 
     def decode(self, *requests: Request) -> Tensor:
         """Decode one token of each request; returns the outputs ``[L, B, Hq, D]``."""
@@ -56,21 +63,16 @@ class ReplayingSimulator(Simulator):
         self.num_replayed += 1
         return self.out[:, : len(requests)].clone()
 
-    def _capture(self) -> Recording:
-        """Run a step of padding twice and record the second run."""
-        example = self.request(1, 1, seed=0)
-        self.end(example)
-        self.streams = [
-            torch.randn(x.shape[0], self.batch_size, *x.shape[2:]) for x in example.streams
-        ]
-        if self.spec.latent:
-            self.streams[2] = self.streams[1][..., : self.spec.v_head_dim]
-        self._run()
-        with record("a decode step") as recording:
-            self.out = self._run()
-        return recording
+    def capture(self) -> None:
+        """Run a step of padding twice and record the second run, for all later replays."""
+        self.coordinator.prepare_capture()
+        self.static.load(None)
+        self.run()
+        with record("a decode step") as self.recording:
+            self.out = self.run()
 
-    def _run(self) -> Tensor:
+    def run(self) -> Tensor:
+        """Run a step with the static tensors; returns the outputs ``[L, B, Hq, D]``."""
         self.coordinator.forward_begin(self.static.first(self.batch_size))
         outs = []
         for layer in range(self.layers):

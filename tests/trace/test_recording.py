@@ -14,7 +14,9 @@ import torch
 
 from hisparse.engine import trace_writer
 from hisparse.engine.extensions.trace import Trace
+from hisparse.engine.graphs import CapturedSteps
 from hisparse.engine.trace_file import CHUNK, MAGIC
+from hisparse.engine.trace_writer import TraceWriter
 from hisparse.errors import ConfigError
 from hisparse.testing import Simulator
 from hisparse.testing.replaying_simulator import ReplayingSimulator
@@ -129,14 +131,14 @@ def test_a_writer_that_is_behind_drops_steps_and_counts_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = threading.Event()
-    write = trace_writer.TraceWriter._write_steps
+    write = TraceWriter._write_steps
     monkeypatch.setattr(trace_writer, "_QUEUED_STEPS", 4)
 
     def slowly(writer: Any, steps: Any) -> None:
         gate.wait()
         write(writer, steps)
 
-    monkeypatch.setattr(trace_writer.TraceWriter, "_write_steps", slowly)
+    monkeypatch.setattr(TraceWriter, "_write_steps", slowly)
     sim = decoding(tmp_path / "a.trace", 40)
     counted = sim.coordinator.stats().extensions
     gate.set()
@@ -181,7 +183,7 @@ def test_a_disk_that_fails_ends_the_recording_alone(
         raise OSError(28, "No space left on device")
 
     sim = Simulator(extensions={"trace": str(tmp_path / "a.trace")})
-    monkeypatch.setattr(trace_writer.TraceWriter, "_write", fail)
+    monkeypatch.setattr(TraceWriter, "_write", fail)
     request = sim.request(1, 300, seed=1)
     sim.prefill((request, 200))
     with caplog.at_level(logging.WARNING, "hisparse"):
@@ -209,7 +211,7 @@ def test_selections_of_another_width_are_padded(tmp_path: Path) -> None:
     path = tmp_path / "a.trace"
     sim = Simulator(extensions={"trace": str(path)})
     trace, policy = recorder(sim), sim.policy
-    part: Any = None
+    part: Any = SimpleNamespace(captured=False)
     slots, seq_lens = np.array([2, 5]), np.array([8, 900])
     for widths in ((policy.max_pages, 1, 1, 2), (1, 1, 1, 1)):
         # The first request fits the budget.
@@ -235,7 +237,7 @@ def test_a_captured_selection_leaves_no_page_of_a_longer_one(tmp_path: Path) -> 
     sim = Simulator(extensions={"trace": str(tmp_path / "a.trace")})
     trace, policy = recorder(sim), sim.policy
     view = SimpleNamespace(slots=torch.tensor([2]))
-    part: Any = SimpleNamespace(view=view)
+    part: Any = SimpleNamespace(view=view, captured=True)
     for width in (policy.max_pages, 1):
         pages = torch.arange(width, dtype=torch.int32).expand(1, policy.heads, width)
         lengths = torch.full((1, policy.heads), width, dtype=torch.int32)
@@ -248,7 +250,7 @@ def test_a_captured_selection_leaves_no_page_of_a_longer_one(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("in_all_layers", [False, True])
 def test_an_algorithm_may_return_the_same_tensor_again(tmp_path: Path, in_all_layers: bool) -> None:
-    """In each step, or even in each layer: then the first step is lost, and is counted."""
+    """In each step, or even in each layer."""
     path = tmp_path / "a.trace"
     sim = Simulator(extensions={"trace": str(path)})
     seen, own = observed(sim), {}
@@ -266,14 +268,12 @@ def test_an_algorithm_may_return_the_same_tensor_again(tmp_path: Path, in_all_la
     for _ in range(6):
         sim.decode(request)
     close(sim)
-    counted, lost = sim.coordinator.stats().extensions, int(in_all_layers)
-    assert (counted["trace_steps"], counted["trace_dropped_steps"]) == (6 - lost, lost)
+    counted = sim.coordinator.stats().extensions
+    assert (counted["trace_steps"], counted["trace_dropped_steps"]) == (6, 0)
     with SelectionTrace(path) as trace:
-        assert trace.end is not None
-        assert trace.end.dropped_steps == lost
         for layer in range(sim.layers):
             found = pages_of(trace, layer)
-            assert len(found) == (6 - lost) * sim.policy.heads
+            assert len(found) == 6 * sim.policy.heads
             for (_, seq_len, head), pages in found.items():
                 expected = [p for p in seen[layer, 1, seq_len][head].tolist() if p >= 0]
                 assert pages == expected
@@ -292,7 +292,7 @@ def test_a_writer_whose_thread_has_ended_is_not_waited_for(
         raise ValueError("a fault")
 
     monkeypatch.setattr(trace_writer, "_QUEUED_STEPS", 4)
-    monkeypatch.setattr(trace_writer.TraceWriter, "_write_steps", fail)
+    monkeypatch.setattr(TraceWriter, "_write_steps", fail)
     sim = decoding(tmp_path / "a.trace", 8)
     gate.set()
     waiting = threading.Thread(target=getattr(recorder(sim), end), daemon=True)
@@ -327,13 +327,18 @@ def test_a_file_that_ends_early_has_its_whole_chunks(
 
 
 def test_steps_that_are_replayed_from_a_graph_are_in_the_trace(tmp_path: Path) -> None:
-    """The same as those of eager steps; padding and dense requests are not."""
+    """The same as those of eager steps; padding and dense requests are not. So is the step before a
+    capture while requests run, as a server's after an update of its weights.
+    """
 
     def play(sim: Simulator, path: Path) -> list[dict[tuple[int, int, int], list[int]]]:
         long, short = sim.request(1, 190, seed=1), sim.request(2, 190, seed=2)
         sim.prefill((long, 101), (short, 6))
         for _ in range(6):
             sim.decode(short, long)
+        if isinstance(sim, ReplayingSimulator):
+            sim.capture()
+        sim.decode(long, short)
         sim.end(long)
         long = sim.request(1, 190, seed=4)
         sim.prefill((long, 90))
@@ -348,21 +353,41 @@ def test_steps_that_are_replayed_from_a_graph_are_in_the_trace(tmp_path: Path) -
         path = tmp_path / cls.__name__
         sim = cls(extensions={"trace": str(path)}, max_row=1536)
         made.append(play(sim, path))
-        assert len(made[-1][0]) == 9 * sim.policy.heads
-    assert sim.num_replayed == 9
+        assert len(made[-1][0]) == 10 * sim.policy.heads
+    assert sim.num_replayed == 10
     assert made[0] == made[1]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("", "trace: path: got ''"),
-        ({"path": "x", "max_bytes": "1"}, "max_bytes: got '1', expected a size"),
-        ({"path": "x", "size": 1}, "unknown trace option 'size'"),
-        ({"path": "/dev/null/x"}, "trace.path: cannot create '/dev/null/x': Not a directory"),
-        (3, "trace: got 3 "),
-    ],
-)
-def test_wrong_options_are_refused(options: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Simulator(extensions={"trace": options})
+def test_a_captured_step_that_runs_as_it_is_captured_is_in_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its selections have the rows of the padding, which an eager step has not."""
+    made = []
+    for as_captured in (False, True):
+        path = tmp_path / f"{as_captured}.trace"
+        sim = ReplayingSimulator(extensions={"trace": str(path)})
+        if as_captured:
+            monkeypatch.setattr(sim.recording, "replay", sim.run)
+        request = sim.request(2, 190, seed=1)
+        sim.prefill((request, 101))
+        for _ in range(3):
+            sim.decode(request)
+        close(sim)
+        with SelectionTrace(path) as trace:
+            made.append([pages_of(trace, layer) for layer in range(sim.layers)])
+    assert made[0] == made[1]
+    assert len(made[0][0]) == 3 * sim.policy.heads
+
+
+def test_a_replayed_step_ends_before_a_capture_begins(tmp_path: Path) -> None:
+    """A capture must not take into its graph what ends a step on the host."""
+    path = tmp_path / "a.trace"
+    sim = ReplayingSimulator(extensions={"trace": str(path)})
+    request = sim.request(1, 190, seed=1)
+    sim.prefill((request, 101))
+    sim.decode(request)
+    CapturedSteps(sim.coordinator, 2, 200, torch.device("cpu")).before_capture()
+    recorder(sim).flush()
+    with SelectionTrace(path) as trace:
+        assert trace.visits.seq_lens.tolist() == [102]
+    close(sim)

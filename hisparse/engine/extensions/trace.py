@@ -79,7 +79,11 @@ class TraceOptions:
 class Trace(Extension):
     """Keeps the selections of a step, and hands them to the writer when it has ended.
 
-    A captured step copies them into a tensor of the engine: its own are reused by then.
+    A captured step copies them into a tensor of the engine: its own are reused by then. An eager
+    step keeps the tensors of the algorithm and copies them once when it has ended. For R requests
+    that attend sparsely these are ``2 * L * R * H * K * 4`` bytes of the device, which the sizing
+    formula does not have. The first eager step copies each layer too, to see whether layers share
+    memory; if so, all do.
 
     Attributes:
         path: the file.
@@ -126,7 +130,10 @@ class Trace(Extension):
         self._step: _Step | None = None
         #: Selections of an eager step, by layer.
         self._eager: list[Tensor] = []
-        self._shares_tensors = False
+        #: The same as the algorithm returned it, in the first eager step.
+        self._originals: list[Tensor] = []
+        #: Whether eager steps copy each selection, for layers share their memory; None: not known.
+        self._copies: bool | None = None
         self._counted_dropped = 0
         logger.info("hisparse: trace of selections: %s", self.path)
 
@@ -142,10 +149,12 @@ class Trace(Extension):
         self._step = _Step(slots[chosen], seq_lens[chosen], chosen[sparse])
 
     def after_selection(self, layer_id: int, selection: Selection, part: DecodePart) -> None:
-        """Keep the selection until the end of the step; a step that is being captured copies it."""
+        """Keep the selection until the end of the step; a captured step copies it."""
         pages = selection.pages
-        if self._step is not None:
-            self._eager.append(pages.clone() if self._shares_tensors else pages)
+        if not part.captured:
+            self._eager.append(pages if self._copies is False else pages.clone())
+            if self._copies is None:
+                self._originals.append(pages)
             return
         state, slots, width = self._by_layer[layer_id], part.view.slots, pages.shape[-1]
         state[..., :width].index_copy_(0, slots, pages)
@@ -156,17 +165,18 @@ class Trace(Extension):
         """Hand the step to the writer."""
         step, eager = self._step, self._eager
         self._step, self._eager = None, []
+        originals, self._originals = self._originals, []
+        if originals and complete:
+            storages = {x.untyped_storage().data_ptr() for x in originals}
+            self._copies = len(storages) < len(originals)
         if step is None or not complete or not len(step.slots):
             return
         rows = None
         if not eager:
             pages = self._captured_pages(step.slots)
-        elif self._are_apart(eager):
+        else:
             pages = torch.stack([self._padded(x) for x in eager])
             rows = None if len(step.slots) == len(step.rows) else step.rows
-        else:
-            self._writer.drop()
-            return
         ready = None
         if pages.is_cuda:
             # PyTorch reuses page-locked blocks; this has not run on a GPU yet.
@@ -180,16 +190,6 @@ class Trace(Extension):
         dropped = self._writer.dropped_steps
         counters.add("trace_dropped_steps", dropped - self._counted_dropped)
         self._counted_dropped = dropped
-
-    def _are_apart(self, selections: list[Tensor]) -> bool:
-        """Whether no layer has overwritten the selection of another one.
-
-        An algorithm may return one tensor in all layers. Then the first step is lost.
-        """
-        if self._shares_tensors:
-            return True
-        self._shares_tensors = len({x.data_ptr() for x in selections}) < len(selections)
-        return not self._shares_tensors
 
     def _padded(self, pages: Tensor) -> Tensor:
         missing = self._state.shape[-1] - pages.shape[-1]
