@@ -29,9 +29,12 @@ __all__ = ["RecordedStep", "TraceWriter"]
 
 logger = logging.getLogger("hisparse")
 
-#: Steps that wait for the writer; further ones are dropped.
+#: Steps that wait for the writer, and bytes of their pages; further steps are dropped. One step may
+#: always wait.
 _QUEUED_STEPS = 64
-#: Pages of a chunk, padding included: what the writer holds besides the steps that wait.
+_QUEUED_BYTES = 256 << 20
+#: Pages of a chunk, padding included. Besides what waits, the writer holds the steps of one chunk,
+#: or one step that takes several, and a few copies of a chunk.
 _CHUNK_PAGES = 1 << 20
 #: A process that is killed loses no more than this.
 _FLUSH_S = 1.0
@@ -57,10 +60,10 @@ class RecordedStep(NamedTuple):
     rows: np.ndarray | None = None
     ready: torch.cuda.Event | None = None
 
-    def recorded_pages(self) -> np.ndarray:
-        """``[L, B, H, K] int32``."""
+    def recorded_pages(self, part: slice) -> np.ndarray:
+        """``[L, b, H, K] int32``, of a part of the B requests."""
         pages: np.ndarray = self.pages.numpy()
-        return pages if self.rows is None else pages[:, self.rows]
+        return pages[:, part if self.rows is None else np.flatnonzero(self.rows)[part]]
 
 
 class TraceWriter:
@@ -93,7 +96,7 @@ class TraceWriter:
         # What waits, and who waits for it: a step pays for no more than a lock.
         self._lock = threading.Lock()
         self._waiting: list[RecordedStep] = []
-        self._waiting_visits = 0
+        self._waiting_bytes = 0
         self._closing = False
         self._wake, self._idle = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="hisparse-trace", daemon=True)
@@ -108,13 +111,14 @@ class TraceWriter:
         """
         while self._stopped is None:
             with self._lock:
-                count = len(self._waiting)
-                if count < _QUEUED_STEPS:
+                count, num_bytes = len(self._waiting), self._waiting_bytes + step.pages.nbytes
+                fits = count < _QUEUED_STEPS and num_bytes <= _QUEUED_BYTES
+                if self._stopped is None and (fits or not count):
                     self._waiting.append(step)
-                    self._waiting_visits += len(step.slots)
+                    self._waiting_bytes = num_bytes
                     self._taken += 1
                     # The thread also looks once a second.
-                    if 2 * count >= _QUEUED_STEPS or self._waiting_visits >= self._chunk_visits:
+                    if 2 * count >= _QUEUED_STEPS or num_bytes >= 4 * _CHUNK_PAGES:
                         self._wake.set()
                     return True
             if not wait:
@@ -122,10 +126,6 @@ class TraceWriter:
             self.flush()
         self._refused += 1
         return False
-
-    def drop(self) -> None:
-        """Count a step that cannot be handed over."""
-        self._refused += 1
 
     @property
     def dropped_steps(self) -> int:
@@ -155,10 +155,8 @@ class TraceWriter:
                 self._wake.wait(_FLUSH_S)
                 self._wake.clear()
                 closing = self._closing
-                with self._lock:
-                    steps, self._waiting = self._waiting, []
-                    self._waiting_visits = 0
-                self._write_steps(steps)
+                while steps := self._take(closing=closing):
+                    self._write_steps(steps)
                 self._idle.set()
             end = TraceEnd(dropped_steps=self.dropped_steps, reason=self._stopped or "closed")
             self._write(encode_chunk(DONE, end.to_json()))
@@ -166,12 +164,33 @@ class TraceWriter:
             # The disk or memory is full, or the device failed, which the forward reports.
             self._stop(f"the trace cannot be written: {one_line(error)}")
         finally:
-            self._stopped = self._stopped or "closed"
+            with self._lock:
+                self._stopped = self._stopped or "closed"
+                self._waiting.clear()
             self._file.close()
 
+    def _take(self, *, closing: bool) -> list[RecordedStep]:
+        """The oldest steps that wait: as many as fit a chunk, or one that does not.
+
+        Args:
+            closing: refuse steps from now on if none waits.
+        """
+        with self._lock:
+            count = visits = 0
+            for step in self._waiting:
+                visits += len(step.slots)
+                if count and visits > self._chunk_visits:
+                    break
+                count += 1
+            steps, self._waiting = self._waiting[:count], self._waiting[count:]
+            self._waiting_bytes -= sum(step.pages.nbytes for step in steps)
+            if closing and not steps:
+                self._stopped = self._stopped or "closed"
+        return steps
+
     def _write_steps(self, steps: list[RecordedStep]) -> None:
-        """Write steps in chunks whose sections are not too long."""
-        if not steps or self._stopped is not None:
+        """Write the steps of a chunk, or one step that takes several."""
+        if self._stopped is not None:
             return
         for step in steps:
             if step.ready is not None:
@@ -180,17 +199,17 @@ class TraceWriter:
             self._request(*at) for x in steps for at in zip(x.slots, x.seq_lens, strict=True)
         ]
         seq_lens = np.concatenate([x.seq_lens for x in steps])
-        pages = np.concatenate([x.recorded_pages() for x in steps], axis=1)
-        before, ends = self._written, np.cumsum([len(x.slots) for x in steps])
         for first in range(0, len(requests), self._chunk_visits):
             part = slice(first, first + self._chunk_visits)
             visits = Visits(np.array(requests[part], np.int32), seq_lens[part])
-            chunk = encode_chunk(STEP, encode_steps(visits, pages[:, part]))
+            # There are several parts of one step alone.
+            pages = np.concatenate([x.recorded_pages(part) for x in steps], axis=1)
+            chunk = encode_chunk(STEP, encode_steps(visits, pages))
             if self._num_bytes + len(chunk) + _END_BYTES > self._max_bytes:
                 self._stop(f"the trace has reached max_bytes ({self._max_bytes})")
                 return
             self._write(chunk)
-            self._written = before + int(np.searchsorted(ends, part.stop, side="right"))
+        self._written += len(steps)
 
     def _request(self, slot: int, seq_len: int) -> int:
         """Number of the request in a slot: a new one unless its length grew by one."""
