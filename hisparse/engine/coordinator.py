@@ -53,6 +53,8 @@ class SparseCoordinator:
         self.extensions = parts.extensions
         self._storing = overriding("store_pages", parts.extensions)
         self._starting = overriding("before_layer", parts.extensions)
+        self._before_step = overriding("before_step", parts.extensions)
+        self._after_step = overriding("after_step", parts.extensions)
         self._modes = parts.modes
         self._decode = DecodeAttention(parts)
         self._prefill = Prefill(parts)
@@ -130,13 +132,13 @@ class SparseCoordinator:
     def _count(self, batch: DecodeBatch, masks: ModeMasks, dense: ModeMasks | None) -> None:
         """Count a step and tell the extensions of it."""
         self._modes.count(self.manager.counters, batch.seq_lens_cpu, masks, dense)
-        for extension in self.extensions:
+        for extension in self._before_step:
             call(extension.before_step, None, batch.slots_cpu, batch.seq_lens_cpu, masks.sparse)
 
     def _end_step(self, *, complete: bool) -> None:
         """Tell the extensions that the last step has ended."""
         self._replayed = False
-        for extension in self.extensions:
+        for extension in self._after_step:
             call(extension.after_step, None, complete=complete)
 
     def forward_begin(self, batch: PrefillBatch | DecodeBatch) -> None:

@@ -14,6 +14,7 @@ from hisparse.cache import Tile
 from hisparse.cache.codec import as_read, encode
 from hisparse.cache.streams import Lane, Pending
 from hisparse.engine.contract import call, check_positions
+from hisparse.engine.extensions.base import overriding
 from hisparse.engine.parts import EngineParts
 from hisparse.engine.step import PrefillBatch, PrefillChunk
 from hisparse.types import IndexerInputs, PagedKV
@@ -32,6 +33,7 @@ class Prefill:
         self._parts = parts
         self._policy = parts.policy
         self._manager = parts.manager
+        self._storing = overriding("store_pages", parts.extensions)
         self._moving: list[Pending[None]] = []
 
     def attention(
@@ -146,7 +148,7 @@ class Prefill:
         )
         construct = self._parts.algorithm.construct_representations
         call(construct, layer_id, keys, q, layer_id, step)
-        for extension in self._parts.extensions:
+        for extension in self._storing:
             call(extension.store_pages, layer_id, layer_id, keys, values, step.host_pages)
         return step
 

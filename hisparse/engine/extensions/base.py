@@ -54,6 +54,9 @@ class ExtensionContext:
 class Extension:
     """Base class; every hook does nothing unless it is overridden.
 
+    Hooks are looked up on the class when the engine is built, and only those that it overrides are
+    called: a hook that is set on an instance, or later, is not.
+
     Hooks run in every decode step and follow the rules of algorithms: tensor operations without
     host syncs or loops over requests, so that a step can be captured in a CUDA graph. Only
     ``before_step`` and ``after_step`` run outside of the graph, on the host, in each replay.
