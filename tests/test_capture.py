@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 from hisparse.algorithms import DecodeStep
 from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.quest import Quest
-from hisparse.engine.step import DecodeBatch
+from hisparse.config import EXTENSIONS
+from hisparse.engine.extensions.base import Extension
+from hisparse.engine.step import DecodeBatch, DecodePart
 from hisparse.errors import HiSparseError
 from hisparse.testing import Request, Simulator, Violation
 from hisparse.testing.operations import Operations, no_sync
@@ -75,6 +78,55 @@ def test_a_number_of_the_host_shows_as_a_wrong_replay() -> None:
         sim.prefill((request, 120))
         outs.append(torch.cat([sim.decode(request) for _ in range(3)]))
     assert not torch.equal(*outs)
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The readers have none."""
+
+
+class LayerReader(Extension):
+    """Keeps the selection that the layer before had."""
+
+    options_type = NoOptions
+
+    def __init__(self, options: Any, context: Any) -> None:
+        super().__init__(options, context)
+        self.lengths: list[torch.Tensor] = []
+
+    def before_layer(self, layer_id: int, part: DecodePart) -> None:
+        if layer_id:
+            assert part.selection is not None
+            self.lengths.append(part.selection.lengths.clone())
+
+
+class AttentionReader(LayerReader):
+    """Sees the selection in the other hook."""
+
+    def before_layer(self, layer_id: int, part: DecodePart) -> None:
+        """Nothing."""
+
+    def after_attention(self, layer_id: int, queries: Any, selection: Any, *rest: Any) -> Any:
+        self.lengths.append(selection.lengths.clone())
+        return rest[-1]
+
+
+@pytest.mark.parametrize("reader", [LayerReader, AttentionReader])
+def test_an_extension_sees_what_dense_requests_attend(
+    reader: type[LayerReader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a captured step too, whichever of the hooks it overrides."""
+    monkeypatch.setattr(EXTENSIONS, "_entries", EXTENSIONS._entries | {"reader": reader})
+    sim = ReplayingSimulator(extensions={"reader": True}, min_sparse_context=120, max_row=96)
+    monkeypatch.setattr(sim.recording, "replay", sim.run)
+    request = sim.request(1, 190, seed=1)
+    sim.prefill((request, 80))
+    found: Any = sim.coordinator.extensions[0]
+    found.lengths.clear()
+    sim.decode(request)
+    assert found.lengths
+    for lengths in found.lengths:
+        assert lengths[0].tolist() == [80 // sim.page_size] * sim.policy.heads
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,10 @@ class DecodeAttention:
         self._refining = overriding("refine_selection", parts.extensions)
         self._after_selection = overriding("after_selection", parts.extensions)
         self._after_attention = overriding("after_attention", parts.extensions)
+        # These read the selection: of this layer or, in the part, of the layer before.
+        self._has_readers = bool(
+            self._after_attention or overriding("before_layer", parts.extensions)
+        )
         self.observer: SelectionObserver | None = None
 
     def attention(self, layer_id: int, q: Tensor, parts: Sequence[DecodePart]) -> Tensor:
@@ -118,9 +122,9 @@ class DecodeAttention:
             call(extension.after_selection, layer_id, layer_id, selection, part)
         if self.observer is not None:
             self.observer(layer_id, q, part.view, selection)
-        if part.dense is None or not self._after_attention:
+        if part.dense is None or not self._has_readers:
             return selection
-        # Extensions see what dense requests attend.
+        # `before_layer` and `after_attention` see what dense requests attend.
         return _all_where(part.dense, selection, part.rows, self._dense_width)
 
     def _retrieve(self, layer_id: int, q: Tensor, part: DecodePart) -> Selection:
