@@ -151,7 +151,8 @@ def record_events(
         The number of events.
 
     Raises:
-        ConfigError: the address or the file cannot be used, or a message is no batch of events.
+        ConfigError: the address or the file cannot be used, or a message is no batch of events. The
+            file then has the events before it, and is removed if there is none.
     """
     try:
         import zmq
@@ -187,6 +188,11 @@ def record_events(
                         progress(writer.count)
             except KeyboardInterrupt:
                 pass
+            except ConfigError as error:
+                if not writer.count:
+                    path.unlink()
+                    raise
+                raise ConfigError(f"{error}; {str(path)!r} has what came before") from None
             return writer.count
 
 

@@ -80,8 +80,13 @@ def test_what_a_server_publishes_is_recorded(
     "payload", [b"\xc1", b"\x00", msgspec.msgpack.encode([1.0, [{"type": "Other"}]])]
 )
 def test_messages_of_something_else_are_refused(payload: bytes, tmp_path: Path) -> None:
+    path, good = tmp_path / "a", msgspec.msgpack.encode([1.0, BATCHES[0]])
     with pytest.raises(ConfigError, match="no batch of SGLang's KV events"):
-        record(tmp_path / "a", [(0, payload)], 1)
+        record(path, [(0, payload)], 1)
+    assert not path.exists()
+    with pytest.raises(ConfigError, match="/a' has what came before$"):
+        record(path, [(0, good), (1, payload)], 2)
+    assert [event.hash_ids for event in read_events(path)[1]] == [(0, 1)]
 
 
 def test_blocks_that_are_not_known_count_as_evicted() -> None:
