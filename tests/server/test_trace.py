@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from harness import Server
 from tiny_models import LAYERS, tiny_model
 from workload import tokens
 
+from hisparse.errors import ConfigError
 from hisparse.trace import SelectionTrace, lru_curve, policy_hits
 from hisparse.trace.cache_events import read_events, summarize
 from hisparse.trace.prefix import PrefixTrace, convert_sglang
@@ -24,13 +25,29 @@ from hisparse_bench.server import free_port
 PAGE, BUDGET, PROMPT, STEPS = 16, 128, 800, 24
 
 
-def wait_for_events(path: Path) -> None:
-    """Until the recorder has heard something: it connects when the server is up."""
-    for _ in range(600):
-        if path.exists() and len(path.read_text().splitlines()) > 1:
-            return
-        time.sleep(0.1)
+def send_until_heard(server: Server, path: Path) -> int:
+    """Send requests until the recorder, which connects when the server is up, has heard of one.
+
+    Returns:
+        How many were sent.
+    """
+    for sent in range(1, 61):
+        server.generate(tokens(PAGE, seed=2 + sent), 1)
+        for _ in range(10):
+            if path.exists() and len(path.read_text().splitlines()) > 1:
+                return sent
+            time.sleep(0.1)
     raise AssertionError("no event was recorded")
+
+
+def wait_for_steps(path: Path, count: int) -> None:
+    """Until the trace has so many steps: its thread writes once a second."""
+    for _ in range(600):
+        with suppress(ConfigError), SelectionTrace(path) as trace:
+            if len(trace.visits.requests) >= count:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"the trace has fewer than {count} steps")
 
 
 def exported(folder: Path, count: int) -> PrefixTrace:
@@ -76,14 +93,13 @@ def test_a_server_records_selections_and_prefixes(log_dir: Path, tmp_path: Path)
         listening(f"tcp://127.0.0.1:{port}", listened),
         Server(tiny_model("llama"), log_dir / "trace.log", *flags, config=config) as server,
     ):
-        server.generate(tokens(PAGE, seed=3), 1)
-        wait_for_events(listened)
+        before = send_until_heard(server, listened)
         for ids in (prompt, other, prompt):
             server.generate(ids, STEPS)
         handed, dropped = server.counted("trace_steps", "trace_dropped_steps")
         selected = sum(server.counted("hit_pages", "miss_pages"))
-        requests = exported(folder, 4).requests[1:]
-        time.sleep(1.5)  # The writer's last flush.
+        requests = exported(folder, before + 3).requests[before:]
+        wait_for_steps(path, int(handed))
     # The server was killed.
     with SelectionTrace(path) as trace:
         count = len(trace.visits.requests)
