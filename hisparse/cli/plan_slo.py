@@ -14,14 +14,7 @@ from hisparse.errors import ConfigError
 from hisparse.plan.estimate import is_resident
 from hisparse.plan.fit import Capacity, Machine
 from hisparse.plan.hardware import Hardware
-from hisparse.plan.tpot import (
-    REST_IS_GIVEN,
-    REST_IS_WEIGHTS,
-    Load,
-    Loads,
-    loads_within,
-    weights_ms,
-)
+from hisparse.plan.tpot import Load, Loads, loads_within, rest_of_step
 from hisparse.units import parse_seconds
 
 __all__ = ["Target", "add_flags", "describe_loads", "print_loads", "read_target"]
@@ -66,16 +59,15 @@ def read_target(
             raise ConfigError(f"--rest: got {arguments.rest} without --slo-tpot, expected both")
         return None
     token_ms = 1000 * parse_seconds("--slo-tpot", arguments.slo_tpot)
-    if arguments.rest is None:
-        rank_bytes = -(-machine.weight_bytes // machine.tp)
-        rest = {gpu: weights_ms(rank_bytes, hardware) for gpu, hardware in every.items()}
-        return Target(token_ms=token_ms, rest_ms=rest, assumption=REST_IS_WEIGHTS)
-    if len(every) > 1:
+    if arguments.rest is not None and len(every) > 1:
         raise ConfigError(
             f"--rest: got one time for {len(every)} GPUs ({', '.join(every)}), expected one --gpu"
         )
-    rest = dict.fromkeys(every, 1000 * parse_seconds("--rest", arguments.rest))
-    return Target(token_ms=token_ms, rest_ms=rest, assumption=REST_IS_GIVEN)
+    rank_bytes = -(-machine.weight_bytes // machine.tp)
+    rest, assumption = {}, ""
+    for gpu, hardware in every.items():
+        rest[gpu], assumption = rest_of_step(arguments.rest, hardware, lambda: rank_bytes)
+    return Target(token_ms=token_ms, rest_ms=rest, assumption=assumption)
 
 
 def describe_loads(

@@ -17,7 +17,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.plan.estimate import estimate_step
 from hisparse.plan.hardware import GPUS, HOSTS, Hardware
-from hisparse.plan.tpot import REST_IS_GIVEN, REST_IS_WEIGHTS, weights_ms
+from hisparse.plan.tpot import rest_of_step
 from hisparse.trace import HitCurve
 from hisparse.units import parse_seconds
 
@@ -147,16 +147,15 @@ def read_target(arguments: argparse.Namespace) -> TokenTime | None:
     flags = {x: getattr(arguments, x) or default for x, default in _DEFAULTS.items()}
     hardware = Hardware.named(flags["gpu"], flags["host"])
     model = _read_model(arguments.model)
+    rest_ms, assumption = rest_of_step(arguments.rest, hardware, lambda: _weight_bytes(model))
     return TokenTime(
         limit_ms=limit_ms,
         model=model,
         hardware=hardware,
         batch=flags["batch"],
         context=arguments.context,
-        rest_ms=_rest_ms(arguments.rest, model, hardware),
-        about=flags
-        | {"model": arguments.model, "tpot_ms": limit_ms}
-        | {"assumption": REST_IS_WEIGHTS if arguments.rest is None else REST_IS_GIVEN},
+        rest_ms=rest_ms,
+        about=flags | {"model": arguments.model, "tpot_ms": limit_ms, "assumption": assumption},
     )
 
 
@@ -170,19 +169,12 @@ def _read_model(name: str) -> Any:
     return read_model_config(resolve(name, progress=lambda line: print(line, file=sys.stderr)))
 
 
-def _rest_ms(given: str | None, model: Any, hardware: Hardware) -> float:
-    """Time of a step without attention.
-
-    Raises:
-        ConfigError: the time cannot be read, or the weights cannot be counted.
-    """
+def _weight_bytes(model: Any) -> int:
     from hisparse.transformers.model_config import count_weight_bytes, shape_per_rank
 
-    if given is not None:
-        return 1000 * parse_seconds("--rest", given)
     if getattr(model, "quantization_config", None):
         raise ConfigError(
             "--rest: got nothing for a quantized model, expected the time of a step without "
             "attention, such as 9ms"
         )
-    return weights_ms(count_weight_bytes(model, shape_per_rank(model, 1, 1).dtype), hardware)
+    return count_weight_bytes(model, shape_per_rank(model, 1, 1).dtype)

@@ -13,15 +13,16 @@ from typing import Final, Literal
 from hisparse.plan.estimate import StepEstimate, estimate_step
 from hisparse.plan.fit import Capacity, largest
 from hisparse.plan.hardware import Hardware
+from hisparse.units import parse_seconds
 
-__all__ = ["REST_IS_GIVEN", "REST_IS_WEIGHTS", "Load", "Loads", "loads_within", "weights_ms"]
+__all__ = ["Load", "Loads", "loads_within", "rest_of_step", "weights_ms"]
 
-REST_IS_WEIGHTS: Final = (
+_REST_IS_WEIGHTS: Final = (
     "The rest of a step takes as long as reading all weights of a GPU once. That leaves out "
     "arithmetic, which counts from a few hundred requests on, and exchanges between GPUs; with "
     "experts, a small batch reads fewer weights. --rest replaces it by a time that you measured."
 )
-REST_IS_GIVEN: Final = (
+_REST_IS_GIVEN: Final = (
     "The rest of a step takes --rest, whatever the number of requests: true until arithmetic takes "
     "longer than reading the weights, at a few hundred requests."
 )
@@ -66,6 +67,24 @@ class Loads:
 def weights_ms(rank_bytes: int, hardware: Hardware) -> float:
     """Time in which a GPU reads its weights once."""
     return rank_bytes / hardware.gpu.hbm_gb_s.value / 1e6
+
+
+def rest_of_step(
+    given: str | None, hardware: Hardware, rank_bytes: Callable[[], int]
+) -> tuple[float, str]:
+    """Time of a step without attention in ms, and what it stands on.
+
+    Args:
+        given: the user's time, from ``--rest``; None: the time to read all weights once.
+        hardware: the GPU.
+        rank_bytes: counts the weights of a GPU, if no time is given.
+
+    Raises:
+        ConfigError: ``given`` is no time.
+    """
+    if given is not None:
+        return 1000 * parse_seconds("--rest", given), _REST_IS_GIVEN
+    return weights_ms(rank_bytes(), hardware), _REST_IS_WEIGHTS
 
 
 def loads_within(
