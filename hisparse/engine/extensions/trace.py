@@ -79,11 +79,11 @@ class TraceOptions:
 class Trace(Extension):
     """Keeps the selections of a step, and hands them to the writer when it has ended.
 
-    A captured step copies them into a tensor of the engine: its own are reused by then. An eager
-    step keeps the tensors of the algorithm and copies them once when it has ended. For R requests
-    that attend sparsely these are ``2 * L * R * H * K * 4`` bytes of the device, which the sizing
-    formula does not have. The first eager step copies each layer too, to see whether layers share
-    memory; if so, all do.
+    A captured step copies them into a tensor of the engine: its own are reused by then. So does a
+    step on a GPU, whose memory is planned. An eager step on a CPU keeps the tensors of the
+    algorithm and copies them once when it has ended: ``L * R * H * K * 4`` bytes for R requests
+    that attend sparsely. The first one copies each layer too, to see whether layers share memory;
+    if so, all do.
 
     Attributes:
         path: the file.
@@ -149,9 +149,9 @@ class Trace(Extension):
         self._step = _Step(slots[chosen], seq_lens[chosen], chosen[sparse])
 
     def after_selection(self, layer_id: int, selection: Selection, part: DecodePart) -> None:
-        """Keep the selection until the end of the step; a captured step copies it."""
+        """Keep the selection until the end of the step, or copy it."""
         pages = selection.pages
-        if not part.captured:
+        if not part.captured and not pages.is_cuda:
             self._eager.append(pages if self._copies is False else pages.clone())
             if self._copies is None:
                 self._originals.append(pages)
@@ -173,7 +173,7 @@ class Trace(Extension):
             return
         rows = None
         if not eager:
-            pages = self._captured_pages(step.slots)
+            pages = self._copied_pages(step.slots)
         else:
             pages = torch.stack([self._padded(x) for x in eager])
             rows = None if len(step.slots) == len(step.rows) else step.rows
@@ -195,8 +195,8 @@ class Trace(Extension):
         missing = self._state.shape[-1] - pages.shape[-1]
         return pad(pages, (0, missing), value=-1) if missing else pages
 
-    def _captured_pages(self, slots: np.ndarray) -> Tensor:
-        """``[L, B, H, K]``, what a captured step has copied."""
+    def _copied_pages(self, slots: np.ndarray) -> Tensor:
+        """``[L, B, H, K]``, what the step has copied into the engine's tensor."""
         index = torch.from_numpy(slots)
         if self._state.is_cuda:
             # A copy from pageable memory would wait for the stream.

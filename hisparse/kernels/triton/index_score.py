@@ -30,7 +30,7 @@ def index_score(
     num_pages: Tensor,
     scales: Tensor | None,
 ) -> Tensor:
-    """See :func:`hisparse.kernels.index_score`; a program scores some tokens of a request."""
+    """See :func:`hisparse.kernels.index_score`; a program scores 32 or 64 tokens of a request."""
     (batch, heads, dim), width = new.queries.shape, host_page_table.shape[1]
     scores = torch.empty(batch, 1, width, dtype=torch.float32, device=keys.device)
     if scores.numel() == 0:
