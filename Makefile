@@ -21,6 +21,7 @@
 # make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
 # make site    build/site/, the pages of docs/ as a site (mkdocs.yml); no network but for the set-up
 # make site-tools   .venv/site/, 80 MB, which make site and make test make themselves
+# make otel-tools   .venv/otel/, 30 MB, which make test makes itself
 # make older-triton   .venv/triton/, 600 MB, which PART=compile makes itself
 # make fuzz-tools   .venv/fuzz/, 130 MB, which PART=hostile makes itself where atheris has a wheel
 # make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, speed, a served
@@ -38,7 +39,7 @@
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-all test-range test-sweeps test-isa test-sanitizers test-quality \
 	test-hostile test-faults test-soak test-compile soak lint setup lm-eval fuzz-tools \
-	older-triton site site-tools gpu-check gpu-wheels pins audit licences wheel docs clean
+	older-triton site site-tools otel-tools gpu-check gpu-wheels pins audit licences wheel docs clean
 
 export PYTHONUNBUFFERED := 1
 python := .venv/bin/python
@@ -46,7 +47,7 @@ python := .venv/bin/python
 demo: setup
 	@$(python) -m hisparse.demo $(if $(MODEL),--model "$(MODEL)")
 
-test: setup lm-eval site-tools
+test: setup lm-eval site-tools otel-tools
 	@$(python) scripts/run_tests.py
 
 parts := range sweeps isa sanitizers compile quality hostile faults soak
@@ -129,6 +130,12 @@ site-tools: setup
 			--only-binary :all: --require-hashes -r requirements/site.txt && \
 		cp requirements/site.txt .venv/site/pins.txt; }
 
+otel-tools: setup
+	@cmp -s requirements/otel.txt .venv/otel/pins.txt || { \
+		$(python) -m pip install --quiet --no-deps --upgrade --target .venv/otel \
+			--only-binary :all: --require-hashes -r requirements/otel.txt && \
+		cp requirements/otel.txt .venv/otel/pins.txt; }
+
 # The variable leaves out a notice about a release that the pins do not take. With --quiet, MkDocs
 # would count no warnings.
 site: site-tools
@@ -149,7 +156,7 @@ gpu-check:
 gpu-wheels:
 	@scripts/gpu_wheels.sh
 
-pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt fuzz.txt triton.txt site.txt)
+pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt fuzz.txt triton.txt site.txt otel.txt)
 
 # Apart from .venv, whose packages are pinned.
 release_python := .venv/release/bin/python

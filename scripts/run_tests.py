@@ -1,4 +1,6 @@
-"""What ``make test`` does after the set-up: lint, then all of pytest on two workers.
+"""What ``make test`` does after the set-up: lint, then all of pytest on three workers.
+
+Two of them run servers, and often wait.
 
 ``tests/conftest.py`` prints what the run took, in the line before pytest's summary. The processor
 time is that of all processes that were started here, those of servers too that ended after the
@@ -20,7 +22,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 COMMANDS = (
     [os.environ.get("MAKE", "make"), "--no-print-directory", "lint"],
     [sys.executable, "-m", "tests.prepare"],
-    [sys.executable, "-m", "pytest", "-n", "2", "--no-loadscope-reorder"],
+    [sys.executable, "-m", "pytest", "-n", "3", "--no-loadscope-reorder"],
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+import zlib
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,16 @@ settings.load_profile("hisparse")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several workers, a file stays together, and all servers: they share what they import."""
+    """With several workers, a file stays together, and servers are two groups: each forks its
+    servers from one process that has imported SGLang."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "tests/server" if file.startswith("tests/server/") else file
+            if file.startswith("tests/server/"):
+                return f"tests/server {zlib.crc32(file.encode()) % 2}"
+            return file
 
     return Scheduling(config, log)
 

@@ -20,12 +20,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from hisparse.errors import HiSparseError
 
 __all__ = ["Generation", "ServerClient", "ServerProcess", "free_port"]
 
 _START_TIMEOUT_S = 300.0
-_STOP_TIMEOUT_S = 15.0
+_STOP_TIMEOUT_S = 60.0
 
 #: Below the ports of outgoing connections (Linux: from 32768 on), one of which could take the port
 #: while the server still starts.
@@ -231,17 +233,30 @@ class ServerProcess(ServerClient):
         self.stop()
 
     def stop(self) -> None:
-        """Send SIGTERM to the server, then SIGKILL to the rest of its process group."""
+        """SIGKILL to its process group: SGLang looks for SIGTERM every 5 s.
+
+        Waits until all of its processes have given their memory back, which the next server needs.
+        """
         if self._process is None:
             return
+        process, self._process = self._process, None
+        children = []
         try:
-            if self._process.poll() is None:
-                self._process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_STOP_TIMEOUT_S)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                children = psutil.Process(process.pid).children(recursive=True)
         finally:
-            # Whatever else interrupts: `timeout` sends SIGTERM twice, to a process and its group.
+            # Whatever interrupts: `timeout` sends SIGTERM twice, to a process and its group.
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        end = time.monotonic() + _STOP_TIMEOUT_S
+        while any(map(_runs, children)) and time.monotonic() < end:
+            time.sleep(0.05)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """False for one that has ended, also if nobody has waited for it."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

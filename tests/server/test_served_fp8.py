@@ -47,7 +47,7 @@ def text(model: Path) -> list[int]:
 def server(model: Path, log_dir: Path) -> Iterator[Server]:
     flags = ("--kv-cache-dtype", "fp8_e4m3", "--max-total-tokens", "8192")
     flags += ("--chunked-prefill-size", "128", "--max-running-requests", "4")
-    with Server(model, log_dir / "fp8.log", *flags, config=CONFIG, forked=False) as running:
+    with Server(model, log_dir / "fp8.log", *flags, config=CONFIG) as running:
         yield running
 
 

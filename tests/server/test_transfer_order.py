@@ -84,7 +84,6 @@ def slow_server(log_dir: Path, seen: Path) -> Iterator[Server]:
         config=CONFIG,
         python_path=[folder],
         env={"SLOW_TRANSFERS": str(seen)},
-        forked=False,
     ) as server:
         yield server
 

@@ -26,8 +26,9 @@ from hisparse_bench.server import ServerClient, ServerProcess
 
 __all__ = ["LoadBench"]
 
-#: Prompts of each context that the gate compares.
-_NUM_CHECKED = 2
+#: Prompts of each context that the gate compares; one where a prompt is longer than this, which
+#: takes a CPU minutes.
+_NUM_CHECKED, _LONG = 2, 8192
 #: Memory of a request of the stand-in for dense, in that of its KV: it has staging and tables too,
 #: and its requests share no device pages.
 _STAND_IN = 1.25
@@ -61,8 +62,7 @@ class LoadBench:
             options = replace(options, requests=len(self._requests(0)))
         self._options = options
         self._contenders = [] if options.url else contenders(options, self._model)
-        prompts = {x: [y.ids for y in self._requests(x)[:_NUM_CHECKED]] for x in self._contexts}
-        self._check = Check(options, prompts, status.say)
+        self._check = Check(options, {x: self._checked(x) for x in self._contexts}, status.say)
 
     @property
     def device(self) -> str:
@@ -131,6 +131,11 @@ class LoadBench:
         count = count or max(map(options.num_requests, options.loads))
         found = self._prompts.equal(count, context, options.shared_prefix, options.output)
         return [replace(x, turns=options.turns) for x in found]
+
+    def _checked(self, context: int) -> list[Sequence[int]]:
+        """Token ids of the prompts that are checked."""
+        prompts = [request.ids for request in self._requests(context)]
+        return prompts[: 1 if len(prompts[0]) > _LONG else _NUM_CHECKED]
 
     def _run_urls(self) -> None:
         """Measure running servers; of two the first is the reference of a check."""
