@@ -21,7 +21,7 @@
 # make lm-eval   .venv/lm-eval/, 600 MB more, which make test makes itself
 # make site    build/site/, the pages of docs/ as a site (mkdocs.yml); no network but for the set-up
 # make site-tools   .venv/site/, 80 MB, which make site and make test make themselves
-# make otel-tools   .venv/otel/, 30 MB, which make test makes itself
+# make otel-tools   .venv/otel/, 30 MB, which PART=sweeps makes itself
 # make older-triton   .venv/triton/, 600 MB, which PART=compile makes itself
 # make fuzz-tools   .venv/fuzz/, 130 MB, which PART=hostile makes itself where atheris has a wheel
 # make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, speed, a served
@@ -47,7 +47,7 @@ python := .venv/bin/python
 demo: setup
 	@$(python) -m hisparse.demo $(if $(MODEL),--model "$(MODEL)")
 
-test: setup lm-eval site-tools otel-tools
+test: setup lm-eval site-tools
 	@$(python) scripts/run_tests.py
 
 parts := range sweeps isa sanitizers compile quality hostile faults soak
@@ -59,7 +59,7 @@ test-all:
 test-range: setup
 	@scripts/sglang_range.sh
 
-test-sweeps: setup
+test-sweeps: setup otel-tools
 	@$(python) -m tests.prepare
 	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m "sweeps or hypothesis" \
 		--ignore tests/server

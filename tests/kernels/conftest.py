@@ -25,7 +25,7 @@ from tests.kernels.verified import Verified
 ON_FIBERS = "cuda-on-cpu"
 UNVERIFIED = "cuda-on-cpu-unverified"
 # The tests whose operations are CUDA C++; the others' are in Triton.
-_CUDA_TESTS = {
+CUDA_TESTS = {
     "test_append_tokens",
     "test_diff_tables",
     "test_fp8_transfer",
@@ -51,7 +51,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     names = ["reference", "cpu"]
     in_triton = "page_score" in metafunc.definition.name
-    if metafunc.module.__name__.rpartition(".")[2] in _CUDA_TESTS and not in_triton:
+    if metafunc.module.__name__.rpartition(".")[2] in CUDA_TESTS and not in_triton:
         names.append(ON_FIBERS)
     if os.environ.get("HISPARSE_TEST_CUDA") in ("1", "proxy"):
         names = [on_gpu.ON_GPU]

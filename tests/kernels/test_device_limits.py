@@ -14,11 +14,18 @@ from tests.fake_cuda.device import SHARED_BYTES
 from tests.fake_cuda.engine import model
 from tests.fake_cuda.variants import Setting, Variant, variants
 from tests.kernels.triton_compile import compile_one
+from tests.sizes import sized
 
 # Triton says once in which release a default will change.
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 #: A GPU with little: 99 KiB.
 SMALL = (8, 9)
+_CASES = [
+    ("GQA", torch.bfloat16),
+    ("MLA", torch.float32),
+    ("GQA", torch.float32),
+    ("MLA", torch.bfloat16),
+]
 WIDTHS = ("WIDTH", "FIRST", "FIRST_BLOCK", "VALUE", "VALUE_BLOCK")
 
 
@@ -39,8 +46,8 @@ def with_heads_of_256(variant: Variant, dtype: torch.dtype) -> Variant:
     )
 
 
-@pytest.mark.parametrize("kind", ["GQA", "MLA"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.sweeps
+@pytest.mark.parametrize(("kind", "dtype"), sized(_CASES[:2], _CASES), ids=str)
 def test_attention_takes_the_shared_memory_that_is_said(kind: str, dtype: torch.dtype) -> None:
     """Whoever changes a kernel changes the number: a start is refused by it."""
     page_size = 64 if kind == "MLA" else 16

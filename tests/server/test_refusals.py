@@ -339,8 +339,7 @@ def test_too_little_memory_for_one_request_names_the_term(
     config: object, term: str, tmp_path: Path
 ) -> None:
     """Known only when the model's shape is: the message stands in the log, once."""
-    forked = "device_memory" in config
-    code, out, err = run_to_exit(tiny_model("llama"), config=config, folder=tmp_path, forked=forked)
+    code, out, err = run_to_exit(tiny_model("llama"), config=config, folder=tmp_path)
     assert code != 0
     lines = [line for line in (out + err).splitlines() if "hisparse: error: " in line]
     assert len(lines) == 1

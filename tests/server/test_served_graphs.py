@@ -25,9 +25,7 @@ Served = tuple[list[list[int]], tuple[float, ...]]
 def serve(kind: str, log: Path, python_path: list[Path], config: dict[str, object]) -> Served:
     """Tokens of requests one by one and of several at once, and what was counted for the former."""
     flags = ("--max-total-tokens", "20000", "--max-running-requests", "8")
-    # One real start: MLA, an indexer and graphs at once.
-    forked = not (python_path and kind == "deepseek_v32")
-    options = {"config": config, "python_path": python_path, "env": QUICK, "forked": forked}
+    options = {"config": config, "python_path": python_path, "env": QUICK}
     with Server(tiny_model(kind), log, *flags, **options) as server:
         answers = [server.generate(tokens(n, seed=n), 40) for n in (30, 300, 701)]
         counted = server.counted(*COUNTS)

@@ -71,10 +71,13 @@ def test_tokens_do_not_depend_on_what_else_runs(
     step = -1 if order == "reversed" else 1
     delay = 0.1 if order == "one after the other" else 0.0
     before = server.counted("decode_read_bytes")[0]
-    answers = server.generate_many(PROMPTS.prompts[::step], NEW_TOKENS, delay_s=delay)
-    assert [a.ids for a in answers][::step] == alone
-    if not delay:
-        assert server.counted("decode_read_bytes")[0] > before, "rows did not shrink: no misses"
+    # All run at the same time unless this process, which sends them, has to wait for a core.
+    for _ in range(10):
+        answers = server.generate_many(PROMPTS.prompts[::step], NEW_TOKENS, delay_s=delay)
+        assert [a.ids for a in answers][::step] == alone
+        if delay or server.counted("decode_read_bytes")[0] > before:
+            return
+    raise AssertionError("rows did not shrink: no misses")
 
 
 def test_rows_shrink_and_grow_while_a_long_request_decodes(server: Server) -> None:

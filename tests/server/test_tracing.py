@@ -17,12 +17,14 @@ from harness import Server
 from tiny_models import tiny_model
 from workload import NEW_TOKENS, PROMPTS
 
+from tests.sizes import SWEEPS
+
 ROOT = Path(__file__).parents[2]
 TOOLS = Path(sys.prefix) / "otel"
-pytestmark = pytest.mark.skipif(
-    not (TOOLS / "opentelemetry").exists(),
-    reason="not installed: make otel-tools, which make test does",
-)
+pytestmark = [
+    pytest.mark.sweeps,
+    pytest.mark.skipif(not SWEEPS, reason="a server of its own: make test-all PART=sweeps"),
+]
 
 
 class _Collector(BaseHTTPRequestHandler):
