@@ -26,9 +26,10 @@ from hisparse_bench.server import ServerClient, ServerProcess
 
 __all__ = ["LoadBench"]
 
-#: Prompts of each context that the gate compares; one where a prompt is longer than this, which
-#: takes a CPU minutes.
-_NUM_CHECKED, _LONG = 2, 8192
+#: Prompts of each context that the gate compares.
+_NUM_CHECKED = 2
+#: Tokens of a prompt beyond which it compares one: a CPU takes minutes for each.
+_LONG = 8192
 #: Memory of a request of the stand-in for dense, in that of its KV: it has staging and tables too,
 #: and its requests share no device pages.
 _STAND_IN = 1.25
