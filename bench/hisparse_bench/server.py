@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from hisparse.errors import HiSparseError
+from hisparse_bench.fork_server import ForkedProcess, ForkServer
 
 __all__ = ["Generation", "ServerClient", "ServerProcess", "free_port"]
 
@@ -182,15 +183,19 @@ class ServerProcess(ServerClient):
         model: folder or hub id.
         log: file for the server's output.
         flags: SGLang's flags besides model, address and metrics.
+        forks: forks the server, so that it need not import SGLang; None: a new interpreter.
     """
 
-    def __init__(self, model: str, log: Path, flags: Sequence[str]) -> None:
+    def __init__(
+        self, model: str, log: Path, flags: Sequence[str], forks: ForkServer | None = None
+    ) -> None:
         port = free_port()
         super().__init__(f"http://127.0.0.1:{port}")
         self._log = log
         self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
         self._command += ["--host", "127.0.0.1", "--port", str(port), "--enable-metrics", *flags]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._forks = forks
+        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @staticmethod
     def cpu_environment(num_threads: int) -> dict[str, str]:
@@ -203,14 +208,15 @@ class ServerProcess(ServerClient):
         Raises:
             HiSparseError: the server did not start; the message has the end of its log.
         """
+        env = os.environ | dict(environment)
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdout=log,
-                stderr=log,
-                env=os.environ | dict(environment),
-                start_new_session=True,
-            )
+            if self._forks is not None:
+                line = self._command[2:]
+                self._process = self._forks.start(line, env, (), self._log, self._log)
+            else:
+                self._process = subprocess.Popen(
+                    self._command, stdout=log, stderr=log, env=env, start_new_session=True
+                )
         end = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < end and self._process.poll() is None:
             with contextlib.suppress(OSError):

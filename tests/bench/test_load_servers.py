@@ -144,6 +144,16 @@ def test_a_running_server_of_hisparse_needs_metrics(monkeypatch: pytest.MonkeyPa
     assert RunningServer.connect("http://host").budget is None
 
 
+class Forks:
+    """In place of the process that forks servers."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
 class Server:
     """Stands in for a process; ``broken`` says of its flags whether a "start" or "load" fails."""
 
@@ -151,7 +161,7 @@ class Server:
     broken: Callable[[list[str]], str] = staticmethod(lambda flags: "")
     log: list[str]
 
-    def __init__(self, folder: str, log: Path, flags: list[str]) -> None:
+    def __init__(self, folder: str, log: Path, flags: list[str], forks: Forks) -> None:
         self.kind = config(flags)["algorithm"] if "--hisparse-config" in flags else DENSE
         self.how = type(self).broken(flags)
 
@@ -194,6 +204,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> type[Server]:
     rates = ("input_throughput", *(f"{x}_{y}_ms" for x in ("median", "p99") for y in TIMES))
     run = LoadRun(fields=fields | dict.fromkeys(rates, 1.0), tpot_s=[0.5])
     monkeypatch.setattr(bench, "ServerProcess", Server)
+    monkeypatch.setattr(bench, "ForkServer", Forks)
     monkeypatch.setattr(Server, "log", log := [], raising=False)
 
     def measure(server: Server, *_: object) -> Distance:

@@ -174,6 +174,14 @@ def run_to_exit(
         _kill_group(process)
 
 
+def _group_exists(pid: int) -> bool:
+    try:
+        os.killpg(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def _kill_group(process: subprocess.Popen[bytes] | ForkedProcess) -> None:
     """End what is left of the process's own group."""
     try:
@@ -269,6 +277,15 @@ class Server:
     def log(self) -> str:
         """What the server has printed."""
         return self._log.read_text(errors="replace")
+
+    def wait_until_gone(self) -> None:
+        """Wait for a server that was told to end, until no process of its group is left."""
+        end = time.monotonic() + _REQUEST_TIMEOUT_S
+        self._process.wait(_REQUEST_TIMEOUT_S)
+        while _group_exists(self.pid):
+            if time.monotonic() > end:
+                raise RuntimeError(f"the server left processes behind{self._end()}")
+            time.sleep(0.05)
 
     def stop(self) -> None:
         """SIGKILL to its process group: SGLang looks for SIGTERM every 5 s."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
 from harness import Server
 from tiny_models import LAYERS, tiny_model
 from workload import tokens
@@ -21,8 +23,20 @@ from hisparse.trace.cache_events import read_events, summarize
 from hisparse.trace.prefix import PrefixTrace, convert_sglang
 from hisparse.trace.prefix_replay import replay_prefix
 from hisparse_bench.server import free_port
+from tests.sizes import SWEEPS
 
 PAGE, BUDGET, PROMPT, STEPS = 16, 128, 800, 24
+
+
+def config(path: Path) -> dict[str, object]:
+    """Configuration of a server that records into ``path``."""
+    return {
+        "budget": BUDGET,
+        "max_row_capacity": 2 * BUDGET,
+        "host_memory": "1GiB",
+        "device_memory": "14MB",
+        "trace": str(path),
+    }
 
 
 def send_until_heard(server: Server, path: Path) -> int:
@@ -77,13 +91,6 @@ def listening(endpoint: str, path: Path) -> Iterator[None]:
 def test_a_server_records_selections_and_prefixes(log_dir: Path, tmp_path: Path) -> None:
     path, folder, listened = tmp_path / "server.trace", tmp_path / "requests", tmp_path / "events"
     port = free_port()
-    config = {
-        "budget": BUDGET,
-        "max_row_capacity": 2 * BUDGET,
-        "host_memory": "1GiB",
-        "device_memory": "14MB",
-        "trace": str(path),
-    }
     flags = ("--max-total-tokens", "8000", "--export-metrics-to-file")
     flags += ("--export-metrics-to-file-dir", str(folder), "--enable-metrics")
     publisher = {"publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": ""}
@@ -91,7 +98,7 @@ def test_a_server_records_selections_and_prefixes(log_dir: Path, tmp_path: Path)
     prompt, other = tokens(PROMPT, seed=1), tokens(PROMPT, seed=2)
     with (
         listening(f"tcp://127.0.0.1:{port}", listened),
-        Server(tiny_model("llama"), log_dir / "trace.log", *flags, config=config) as server,
+        Server(tiny_model("llama"), log_dir / "trace.log", *flags, config=config(path)) as server,
     ):
         before = send_until_heard(server, listened)
         for ids in (prompt, other, prompt):
@@ -130,3 +137,27 @@ def test_a_server_records_selections_and_prefixes(log_dir: Path, tmp_path: Path)
     # A server computes the last token of a prompt anew, and so its page.
     assert again.cached_length == PROMPT - PAGE
     assert found.hit_ratio == PROMPT / (3 * PROMPT)
+
+
+@pytest.mark.sweeps
+@pytest.mark.skipif(not SWEEPS, reason="a server of its own: make test-all PART=sweeps")
+def test_sigterm_lets_an_answer_end_and_completes_the_trace(log_dir: Path, tmp_path: Path) -> None:
+    path, prompt = tmp_path / "server.trace", tokens(PROMPT, seed=1)
+    log = log_dir / "sigterm.log"
+    flags = ("--max-total-tokens", "8000")
+    # A fork does not end as a process of a real server does.
+    server = Server(tiny_model("llama"), log, *flags, config=config(path), forked=False)
+    with server:
+        right = server.generate(prompt, STEPS).ids
+        with server.stream(prompt, STEPS) as events:
+            next(events)
+            os.kill(server.pid, signal.SIGTERM)
+            for event in events:
+                ids = event["output_ids"]
+        assert ids == right
+        server.wait_until_gone()
+        assert "hisparse: error" not in server.log()
+    with SelectionTrace(path) as trace:
+        assert trace.end is not None
+        assert (trace.end.dropped_steps, trace.end.reason) == (0, "closed")
+        assert len(trace.visits.requests) == 2 * (STEPS - 1)

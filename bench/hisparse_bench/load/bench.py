@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -11,6 +12,7 @@ from typing import Any
 
 from hisparse.errors import HiSparseError
 from hisparse.units import format_bytes
+from hisparse_bench.fork_server import ForkServer
 from hisparse_bench.load.check import BROKEN, Check, reason
 from hisparse_bench.load.client import Request, run_load
 from hisparse_bench.load.contenders import DENSE, Contender, contenders
@@ -48,6 +50,8 @@ class LoadBench:
     def __init__(self, options: LoadOptions, status: Status) -> None:
         self.cases: list[Case] = []
         self._status = status
+        #: Forks the servers on a CPU, where most of a start is imports.
+        self._forks: ForkServer | None = None
         self._running = list(map(RunningServer.connect, options.url))
         dtype = None
         if self._running:
@@ -75,8 +79,13 @@ class LoadBench:
         if self._options.url:
             self._run_urls()
         else:
-            with tempfile.TemporaryDirectory(prefix="hisparse-bench-") as folder:
-                self._run_servers(Path(folder))
+            with ExitStack() as stack:
+                prefix = "hisparse-bench-"
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix)))
+                if self._options.device == "cpu":
+                    self._forks = ForkServer(os.environ | self._environment, folder / "forks.log")
+                    stack.callback(self._forks.stop)
+                self._run_servers(folder)
         self._status.close()
 
     def _run_servers(self, folder: Path) -> None:
@@ -329,11 +338,16 @@ class LoadBench:
     @contextmanager
     def _server(self, flags: Sequence[str], log: Path, name: str) -> Iterator[ServerProcess]:
         self._status.start_server(name)
+        with ServerProcess(self._model.folder, log, flags, self._forks) as server:
+            server.start(self._environment)
+            yield server
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        """Environment variables of the servers."""
         options = self._options
         on_cpu = options.device == "cpu"
-        with ServerProcess(self._model.folder, log, flags) as server:
-            server.start(ServerProcess.cpu_environment(options.num_threads) if on_cpu else {})
-            yield server
+        return ServerProcess.cpu_environment(options.num_threads) if on_cpu else {}
 
 
 def _tokens(request: Request) -> int:
