@@ -1,0 +1,83 @@
+"""What a store says about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hisparse.storage.namespace import Namespace
+
+__all__ = ["Damage", "NamespaceUse", "StoreReport", "VerifyReport"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamespaceUse:
+    """What a store holds of one namespace.
+
+    Attributes:
+        namespace: the namespace.
+        pages: number of pages.
+        bytes: bytes of their records in the segments.
+        last_used: when a page was last written or read, in seconds since 1970.
+    """
+
+    namespace: Namespace
+    pages: int
+    bytes: int
+    last_used: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreReport:
+    """What a store holds.
+
+    Attributes:
+        path: the folder.
+        size_bytes: the limit of the segments' size; None: not known.
+        policy: which pages leave first; None: not known.
+        pages: number of pages.
+        live_bytes: bytes of their records.
+        segment_bytes: bytes of all segments, live or not.
+        segments: number of segments.
+        namespaces: by namespace, the most bytes first.
+    """
+
+    path: str
+    size_bytes: int | None
+    policy: str | None
+    pages: int
+    live_bytes: int
+    segment_bytes: int
+    segments: int
+    namespaces: tuple[NamespaceUse, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Damage:
+    """A record that cannot be read.
+
+    Attributes:
+        segment: name of the file.
+        offset: of the record in the file, in bytes.
+        key: the page's key, hexadecimal.
+        reason: "short", "header", "checksum of part N" or the system's error.
+    """
+
+    segment: str
+    offset: int
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """What :meth:`FileStore.verify` found.
+
+    Attributes:
+        pages: records read.
+        bytes: their bytes.
+        damaged: records that were dropped from the index.
+    """
+
+    pages: int
+    bytes: int
+    damaged: tuple[Damage, ...]
