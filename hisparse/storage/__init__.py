@@ -14,9 +14,10 @@ tensors: it stores bytes. docs/storage.md has the format and how to operate a st
         store.get(namespace, keys[:found], buffers)   # buffers: one of 196,608 bytes a key
 """
 
+from hisparse.storage.limits import POLICIES
 from hisparse.storage.namespace import Namespace
 from hisparse.storage.report import Damage, NamespaceUse, StoreReport, VerifyReport
-from hisparse.storage.store import POLICIES, FileStore
+from hisparse.storage.store import FileStore
 
 __all__ = [
     "POLICIES",

@@ -15,7 +15,8 @@ __all__ = ["MAX_PARTS", "Namespace"]
 
 #: Sizes and checksums of so many parts fit into the header of a record.
 MAX_PARTS = 64
-_MAX_TEXT = 512
+#: A header has one block for these and all else, whatever is escaped in JSON.
+_MAX_TEXT = 256
 _MAX_PAGE_BYTES = 1 << 31
 
 
@@ -27,8 +28,9 @@ class Namespace:
     and algorithms exchange pages.
 
     Attributes:
-        model: fingerprint of the weights and of all that changes K and V; 1 to 512 characters.
-        kv_dtype: of K and V, such as "bfloat16" or "fp8_e4m3"; 1 to 512 characters.
+        model: fingerprint of the weights and of all that changes K and V; 1 to 256 ASCII
+            characters.
+        kv_dtype: of K and V, such as "bfloat16" or "fp8_e4m3"; 1 to 256 ASCII characters.
         page_size: tokens of a page.
         rank: which share of the heads or layers a page holds, from 0.
         num_ranks: into how many shares the model is divided.
@@ -51,8 +53,8 @@ class Namespace:
     def __post_init__(self) -> None:
         for name in ("model", "kv_dtype"):
             text = getattr(self, name)
-            if not 0 < len(text) <= _MAX_TEXT or not text.isprintable():
-                expected = f"1 to {_MAX_TEXT} printable characters"
+            if not 0 < len(text) <= _MAX_TEXT or not (text.isascii() and text.isprintable()):
+                expected = f"1 to {_MAX_TEXT} printable ASCII characters"
                 raise ConfigError(f"namespace: {name}: got {quoted(text)}, expected {expected}")
         for name, value, low, high in (
             ("page_size", self.page_size, 1, 2**31),
@@ -80,7 +82,12 @@ class Namespace:
     @cached_property
     def key(self) -> str:
         """32 hexadecimal digits: xxh3_128 of :attr:`text`."""
-        return xxhash.xxh3_128_hexdigest(self.text.encode())
+        return self.key_bytes.hex()
+
+    @cached_property
+    def key_bytes(self) -> bytes:
+        """The 16 bytes of :attr:`key`."""
+        return xxhash.xxh3_128_digest(self.text.encode())
 
     @classmethod
     def parse(cls, text: str) -> Namespace:

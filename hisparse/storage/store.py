@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
+import math
+import sqlite3
+import threading
 import time
-from collections.abc import Buffer, Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
+from hisparse.storage.collect import collect
+from hisparse.storage.folder import Folder
+from hisparse.storage.index import Row
+from hisparse.storage.limits import Limits
 from hisparse.storage.namespace import Namespace
-from hisparse.storage.report import StoreReport, VerifyReport
+from hisparse.storage.read import make_block, read_page, span_of
+from hisparse.storage.record import checksum, key_bytes, make_header, record_bytes
+from hisparse.storage.report import Damage, StoreReport, VerifyReport
+from hisparse.storage.segments import SegmentWriter
 
-__all__ = ["POLICIES", "FileStore"]
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
-#: Which pages leave first when the store is full: the least recently used, the least often used,
-#: or, after those that nobody used for ``ttl_s``, the least recently used.
-POLICIES: Final = ("lru", "lfu", "ttl")
+__all__ = ["FileStore"]
+
+logger = logging.getLogger(__name__)
+
+_COUNTERS: Final = (
+    "hits", "misses", "read_bytes", "puts", "put_bytes", "duplicates", "damaged", "read_errors",
+    "refused_size", "refused_read_only", "refused_disk", "evicted", "collected_bytes",
+    "index_errors",
+)  # fmt: skip
+#: Bytes that are worth a thread.
+_LEAST_SHARE: Final = 1 << 20
+#: A page can be moved while it is looked up and read, again and again.
+_TRIES: Final = 3
+#: Seconds between collections.
+_PAUSE_S: Final = 1.0
+#: Pages whose uses wait in memory.
+_MOST_USES: Final = 1024
 
 
 class FileStore:
@@ -38,7 +69,8 @@ class FileStore:
         path: the folder; it is made if absent. Local, as SQLite and file locks need it.
         size_bytes: limit of the segments' size; a process may exceed it by one record. None: what
             the store was last opened with, or no limit.
-        policy: one of :data:`POLICIES`; None: what the store was last opened with, or "lru".
+        policy: "lru", "lfu" or "ttl", as :data:`POLICIES` says; None: what the store was last
+            opened with, or "lru".
         ttl_s: seconds that an unused page stays; needed by "ttl" and refused by the others.
         high_water: share of ``size_bytes`` at which eviction begins.
         low_water: share of ``size_bytes`` at which eviction ends.
@@ -70,7 +102,29 @@ class FileStore:
         create: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        raise NotImplementedError
+        for name, value in (("segment_bytes", segment_bytes), ("threads", threads)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: got {value}, expected at least 1")
+        given = {"size_bytes": size_bytes, "policy": policy, "ttl_s": ttl_s}
+        given |= {"high_water": high_water, "low_water": low_water}
+        Limits.merged({}, **given)
+        self._folder = Folder(Path(path), create=create, direct=direct)
+        self._closed = False
+        try:
+            self._limits = Limits.merged(self._folder.index.settings(), **given)
+            self._save_limits()
+        except BaseException as error:
+            self._folder.close()
+            if isinstance(error, sqlite3.Error):
+                raise HiSparseError(f"store {quoted(str(path))}: {one_line(error)}") from None
+            raise
+        self._clock, self._threads = clock, threads
+        segment_bytes = segment_bytes or self._limits.default_segment_bytes
+        self._writer = SegmentWriter(self._folder.segments, segment_bytes)
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), "hisparse-storage")
+        self._counts, self._counts_lock = Counter[str](), threading.Lock()
+        self._collector: threading.Thread | None = None
+        self._collect_after = 0.0
 
     def find(self, namespace: Namespace, keys: Sequence[str]) -> int:
         """Length of the longest prefix of ``keys`` whose pages are all stored.
@@ -82,7 +136,8 @@ class FileStore:
         Raises:
             ConfigError: a key is malformed.
         """
-        raise NotImplementedError
+        rows = self._find(namespace, [key_bytes(key) for key in keys])
+        return next((i for i, row in enumerate(rows) if row is None), len(rows))
 
     def get(
         self,
@@ -109,7 +164,24 @@ class FileStore:
         Raises:
             ConfigError: a key is malformed, or a buffer has another size.
         """
-        raise NotImplementedError
+        if len(buffers) != len(keys):
+            raise ConfigError(f"got {len(buffers)} buffers for {len(keys)} keys, expected as many")
+        if part is not None and not 0 <= part < len(namespace.part_bytes):
+            expected = f"0 to {len(namespace.part_bytes) - 1}"
+            raise ConfigError(f"part: got {quoted(part)}, expected {expected}")
+        size = span_of(namespace, part)[1]
+        views = [_view(buffer, size, writable=True) for buffer in buffers]
+        rows = self._find(namespace, [key_bytes(key) for key in keys])
+        jobs = [(i, row, views[i]) for i, row in enumerate(rows) if row is not None]
+        each = max(-(-len(jobs) // self._threads), -(-_LEAST_SHARE // size))
+        shares = [jobs[i : i + each] for i in range(0, len(jobs), each)]
+        others = [self._pool.submit(self._read, namespace, part, x) for x in shares[1:]]
+        done = self._read(namespace, part, shares[0]) if shares else []
+        done += [i for other in others for i in other.result()]
+        self._note_uses(namespace, [row.key for i in done if (row := rows[i]) is not None])
+        self._count(hits=len(done), misses=len(keys) - len(done), read_bytes=len(done) * size)
+        found = set(done)
+        return [i in found for i in range(len(keys))]
 
     def put(self, namespace: Namespace, key: str, parts: Sequence[Buffer]) -> bool:
         """Store a page.
@@ -126,7 +198,25 @@ class FileStore:
         Raises:
             ConfigError: the key is malformed, or a part has another size.
         """
-        raise NotImplementedError
+        page_key, sizes = key_bytes(key), namespace.part_bytes
+        if len(parts) != len(sizes):
+            raise ConfigError(f"got {len(parts)} parts, expected {len(sizes)}")
+        views = [_view(part, size) for part, size in zip(parts, sizes, strict=True)]
+        if self._closed or self._folder.read_only:
+            self._count(refused_read_only=1)
+            return False
+        try:
+            name = self._put(namespace, page_key, views)
+        except OSError as error:
+            logger.warning("store %s: a page is not stored: %s", self._folder.path, one_line(error))
+            name = "refused_disk"
+        except sqlite3.Error as error:
+            self._note_index_error(error)
+            name = "refused_disk"
+        self._count(**{name: 1})
+        if name == "puts":
+            self._count(put_bytes=namespace.page_bytes)
+        return name == "puts"
 
     def flush(self) -> None:
         """Write to the disk what this process put.
@@ -134,19 +224,67 @@ class FileStore:
         Raises:
             HiSparseError: the disk refuses.
         """
-        raise NotImplementedError
+        if self._closed or self._folder.read_only:
+            return
+        with self._named_errors():
+            self._writer.flush()
+            self._folder.index.write_uses()
 
     def close(self) -> None:
         """Flush, and let go of all files. A closed store holds and takes nothing."""
-        raise NotImplementedError
+        if self._closed:
+            return
+        if self._collector is not None:
+            self._collector.join()
+        try:
+            self.flush()
+        finally:
+            self._closed = True
+            self._pool.shutdown()
+            with self._named_errors():
+                self._writer.close()
+            self._folder.close()
 
     def describe(self) -> StoreReport:
         """What the store holds."""
-        raise NotImplementedError
+        with self._named_errors():
+            index = self._folder.index
+            segments, uses = index.segments(), index.namespaces()
+        return StoreReport(
+            path=str(self._folder.path),
+            size_bytes=self._limits.size_bytes,
+            policy=self._limits.policy,
+            pages=sum(use.pages for use in uses),
+            live_bytes=sum(live for _, live in segments.values()),
+            segment_bytes=sum(size for size, _ in segments.values()),
+            segments=len(segments),
+            namespaces=tuple(uses),
+        )
 
     def verify(self) -> VerifyReport:
         """Read and check every page; drop the damaged ones from the index."""
-        raise NotImplementedError
+        pages, num_bytes, damaged = 0, 0, []
+        block = make_block()
+        with self._named_errors():
+            index = self._folder.index
+            namespaces = index.namespace_numbers()
+            for segment in index.segments():
+                for row in index.pages_of(segment):
+                    namespace = namespaces[row.namespace]
+                    view = memoryview(bytearray(namespace.page_bytes))
+                    reason = self._reason(namespace, row, None, view, block)
+                    pages, num_bytes = pages + 1, num_bytes + row.num_bytes
+                    if reason is not None and self._drop(row, reason):
+                        name = self._folder.segments.path(segment).name
+                        damaged.append(
+                            Damage(
+                                segment=name,
+                                offset=row.place.offset,
+                                key=row.key.hex(),
+                                reason=reason,
+                            )
+                        )
+        return VerifyReport(pages=pages, bytes=num_bytes, damaged=tuple(damaged))
 
     def collect(self, min_live_ratio: float = 0.5) -> int:
         """Drop expired pages; at the high-water mark evict to the low one; give space back.
@@ -157,7 +295,16 @@ class FileStore:
         Returns:
             Bytes that were given back to the file system.
         """
-        raise NotImplementedError
+        if self._closed or self._folder.read_only:
+            return 0
+        with self._named_errors():
+            self._folder.index.write_uses()
+            with contextlib.closing(self._folder.open_index()) as index:
+                done = collect(
+                    self._folder, index, self._writer, self._limits, min_live_ratio, self._clock()
+                )
+        self._count(evicted=done.pages, collected_bytes=done.num_bytes)
+        return done.num_bytes
 
     def remove(
         self,
@@ -175,19 +322,29 @@ class FileStore:
         Returns:
             The number of pages removed.
         """
-        raise NotImplementedError
+        if keys is not None and namespace is None:
+            raise ConfigError("got keys without a namespace, expected both")
+        raw = None if keys is None else [key_bytes(key) for key in keys]
+        before = math.inf if unused_s is None else self._clock() - unused_s
+        with self._named_errors():
+            index = self._folder.index
+            number = None if namespace is None else index.namespace_id(namespace)
+            if namespace is not None and number is None:
+                return 0
+            return index.remove(number, raw, before)
 
     @property
     def counters(self) -> dict[str, int]:
         """Since this process opened the store, by name:
 
-        ``hits``, ``misses`` pages that :meth:`get` was asked for; ``read_bytes``;
+        ``hits``, ``misses``: pages that :meth:`get` was asked for; ``read_bytes``;
         ``puts``, ``put_bytes`` pages stored; ``duplicates`` that were there already;
         ``damaged`` pages that were dropped; ``read_errors`` reads that the system refused;
         ``refused_size``, ``refused_read_only``, ``refused_disk`` puts that were refused;
         ``evicted`` pages, ``collected_bytes`` given back; ``index_errors`` of SQLite.
         """
-        raise NotImplementedError
+        with self._counts_lock:
+            return {name: self._counts[name] for name in _COUNTERS}
 
     def __enter__(self) -> FileStore:
         return self
@@ -199,3 +356,168 @@ class FileStore:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    # Below, a row is where the index says that a page is.
+
+    def _find(self, namespace: Namespace, keys: Sequence[bytes]) -> list[Row | None]:
+        """Rows of pages that are stored and not expired."""
+        try:
+            rows = [] if self._closed else self._folder.index.find(namespace, keys)
+        except sqlite3.Error as error:
+            self._note_index_error(error)
+            rows = []
+        since = self._limits.used_since(self._clock())
+        found = [row if row is None or row.used >= since else None for row in rows]
+        return found or [None] * len(keys)
+
+    def _read(
+        self, namespace: Namespace, part: int | None, jobs: Sequence[tuple[int, Row, memoryview]]
+    ) -> list[int]:
+        """Read pages into their buffers. Returns the numbers of those that were read."""
+        block = make_block()
+        return [i for i, row, view in jobs if self._read_one(namespace, row, part, view, block)]
+
+    def _read_one(
+        self,
+        namespace: Namespace,
+        row: Row,
+        part: int | None,
+        view: memoryview,
+        block: memoryview,
+    ) -> bool:
+        for _ in range(_TRIES):
+            try:
+                reason = self._reason(namespace, row, part, view, block)
+            except OSError as error:
+                logger.warning("store %s: cannot read: %s", self._folder.path, one_line(error))
+                self._count(read_errors=1)
+                return False
+            if reason is None:
+                return True
+            # A collection may have moved it meanwhile.
+            (now,) = self._find(namespace, [row.key])
+            if now is None:
+                return False
+            if now.place == row.place:
+                with contextlib.suppress(sqlite3.Error):
+                    self._drop(row, reason)
+                return False
+            row = now
+        return False
+
+    def _reason(
+        self,
+        namespace: Namespace,
+        row: Row,
+        part: int | None,
+        view: memoryview,
+        block: memoryview,
+    ) -> str | None:
+        """Read a page. Returns what is wrong with its record."""
+        try:
+            segment = self._folder.segments.open(row.place.segment)
+            return read_page(segment, row.place.offset, namespace, row.key, part, view, block)
+        except FileNotFoundError:
+            return "no such segment"
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return one_line(error)
+
+    def _drop(self, row: Row, reason: str) -> bool:
+        """Drop a damaged page; False if it was gone already."""
+        if dropped := self._folder.index.drop(row):
+            self._count(damaged=1)
+            name = self._folder.segments.path(row.place.segment).name
+            logger.warning(
+                "store %s: page %s is dropped: %s at offset %d: %s",
+                self._folder.path, row.key.hex(), name, row.place.offset, reason,
+            )  # fmt: skip
+        return dropped
+
+    def _put(self, namespace: Namespace, key: bytes, views: Sequence[memoryview]) -> str:
+        """Store a page. Returns the name of the counter."""
+        index, limits, now = self._folder.index, self._limits, self._clock()
+        (row,) = index.find(namespace, [key])
+        if row is not None:
+            if row.used >= limits.used_since(now):
+                return "duplicates"
+            index.drop(row)
+        size, used = record_bytes(namespace.page_bytes), index.num_bytes()
+        most = limits.size_bytes or math.inf
+        if used + size > limits.high_water * most:
+            self._collect_soon()
+        if used + size > most:
+            return "refused_size"
+        header = make_header(namespace, key, [checksum(view) for view in views], now)
+        with self._writer.lock:
+            place = self._writer.append([memoryview(header), *views], adopt=True)
+            try:
+                added = index.add(namespace, key, place, size, now)
+            except sqlite3.Error:
+                self._writer.undo(place)
+                raise
+            if not added:
+                self._writer.undo(place)
+        return "puts" if added else "duplicates"
+
+    def _collect_soon(self) -> None:
+        """Begin a collection in a thread, unless one is running or has just ended."""
+        with self._counts_lock:
+            running = self._collector is not None and self._collector.is_alive()
+            if running or time.monotonic() < self._collect_after:
+                return
+            self._collector = threading.Thread(target=self._collect_now, daemon=True)
+            self._collector.start()
+
+    def _collect_now(self) -> None:
+        try:
+            self.collect()
+        except HiSparseError as error:
+            logger.warning("%s", error)
+        self._collect_after = time.monotonic() + _PAUSE_S
+
+    def _note_uses(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            index = self._folder.index
+            if index.use(namespace, keys, self._clock()) > _MOST_USES:
+                index.write_uses()
+
+    def _note_index_error(self, error: sqlite3.Error) -> None:
+        logger.warning("store %s: index: %s", self._folder.path, one_line(error))
+        self._count(index_errors=1)
+
+    def _count(self, **more: int) -> None:
+        with self._counts_lock:
+            self._counts.update(more)
+
+    def _save_limits(self) -> None:
+        saved = self._limits.saved()
+        if not self._folder.read_only and saved != self._folder.index.settings():
+            self._folder.index.save_settings(saved)
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Errors of the system and of SQLite become ours, with the folder."""
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            message = f"store {quoted(str(self._folder.path))}: {one_line(error)}"
+            raise HiSparseError(message) from None
+
+
+def _view(buffer: Buffer, size: int, *, writable: bool = False) -> memoryview:
+    """The bytes of a buffer.
+
+    Raises:
+        ConfigError: it is not contiguous, has another size, or is not writable.
+    """
+    try:
+        view = memoryview(buffer).cast("B")
+    except TypeError as error:
+        raise ConfigError(f"got {quoted(buffer)}, expected a contiguous buffer: {error}") from None
+    if len(view) != size:
+        raise ConfigError(f"got a buffer of {len(view):,} bytes, expected {size:,}")
+    if writable and view.readonly:
+        raise ConfigError("got a read-only buffer, expected a writable one")
+    return view

@@ -1,0 +1,351 @@
+"""The index: an SQLite file that says where each page is. It can be made from the segments."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from hisparse.storage.namespace import Namespace
+from hisparse.storage.record import Header
+from hisparse.storage.report import NamespaceUse
+from hisparse.storage.segments import Place
+
+__all__ = ["Index", "Row"]
+
+#: Of the tables: an index with another is rebuilt.
+_VERSION: Final = 1
+#: Keys of one statement; SQLite's own limit is higher.
+_BATCH: Final = 500
+_WAIT_S: Final = 10.0
+
+_SCHEMA: Final = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE namespaces (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
+CREATE TABLE segments (id INTEGER PRIMARY KEY, bytes INTEGER NOT NULL, live INTEGER NOT NULL);
+CREATE TABLE pages (
+    namespace INTEGER NOT NULL, key BLOB NOT NULL,
+    segment INTEGER NOT NULL, offset INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    written REAL NOT NULL, used INTEGER NOT NULL, uses INTEGER NOT NULL,
+    PRIMARY KEY (namespace, key)
+) WITHOUT ROWID;
+CREATE INDEX pages_by_segment ON pages (segment);
+CREATE TRIGGER added AFTER INSERT ON pages BEGIN
+    UPDATE segments SET live = live + new.bytes WHERE id = new.segment;
+END;
+CREATE TRIGGER removed AFTER DELETE ON pages BEGIN
+    UPDATE segments SET live = live - old.bytes WHERE id = old.segment;
+END;
+CREATE TRIGGER moved AFTER UPDATE OF segment ON pages BEGIN
+    UPDATE segments SET live = live - old.bytes WHERE id = old.segment;
+    UPDATE segments SET live = live + new.bytes WHERE id = new.segment;
+END;
+PRAGMA user_version = {_VERSION};
+COMMIT;
+"""
+_COLUMNS: Final = "namespace, key, segment, offset, bytes"
+_INSERT: Final = (
+    f"INSERT INTO pages ({_COLUMNS}, written, used, uses) VALUES (?, ?, ?, ?, ?, ?, ?, 1) "
+    "ON CONFLICT (namespace, key)"
+)
+#: Of two records the newer stays.
+_OR_REPLACE: Final = (
+    "DO UPDATE SET segment = excluded.segment, offset = excluded.offset, bytes = excluded.bytes, "
+    "written = excluded.written WHERE excluded.written > pages.written"
+)
+#: Among pages used in the same second those written last leave first: the end of a prefix.
+_ORDERS: Final = {
+    "lru": "used, written DESC",
+    "ttl": "used, written DESC",
+    "lfu": "uses, used, written DESC",
+}
+
+
+class Row(NamedTuple):
+    """A page in the index.
+
+    Attributes:
+        namespace: number of its namespace.
+        key: its key.
+        place: where its record is.
+        num_bytes: bytes of the record.
+        used: when it was last written or read, seconds since 1970.
+    """
+
+    namespace: int
+    key: bytes
+    place: Place
+    num_bytes: int
+    used: int
+
+
+class Index:
+    """Where pages are, and how they are used. Its methods may be called from any thread.
+
+    Methods raise ``sqlite3.Error`` if SQLite cannot do it, such as on a full disk.
+
+    Args:
+        file: the database; None: one in memory.
+        create: make its tables.
+        source: copy a database that cannot be written.
+    """
+
+    def __init__(
+        self, file: Path | None, *, create: bool = False, source: Path | None = None
+    ) -> None:
+        self._lock = threading.RLock()
+        self._ids: dict[str, int] = {}
+        #: Pages read since uses were last written: the last second, and the number of times.
+        self._uses: dict[tuple[int, bytes], tuple[int, int]] = {}
+        self._database = sqlite3.connect(
+            file or ":memory:", timeout=_WAIT_S, isolation_level=None, check_same_thread=False
+        )
+        try:
+            # The file survives a loss of power, though not its last transactions.
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute("PRAGMA synchronous = NORMAL")
+            if create:
+                self._database.executescript(_SCHEMA)
+            if source:
+                name = f"{source.as_uri()}?mode=ro&immutable=1"
+                with contextlib.closing(sqlite3.connect(name, uri=True)) as database:
+                    database.backup(self._database)
+        except sqlite3.Error:
+            self._database.close()
+            raise
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All changes inside, or none if an exception leaves the context."""
+        with self._lock:
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._database
+                self._database.execute("COMMIT")
+            except BaseException:
+                # SQLite may have rolled back by itself.
+                with contextlib.suppress(sqlite3.Error):
+                    self._database.execute("ROLLBACK")
+                raise
+
+    def _all(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._database.execute(statement, values).fetchall()
+
+    def is_whole(self) -> bool:
+        """Whether the tables are those of this version, and undamaged."""
+        try:
+            version, found = self._all("PRAGMA user_version"), self._all("PRAGMA quick_check(1)")
+        except sqlite3.Error:
+            return False
+        return version == [(_VERSION,)] and found == [("ok",)]
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._lock:
+            self._database.close()
+
+    # Settings and namespaces.
+
+    def settings(self) -> dict[str, str]:
+        """What :meth:`save_settings` saved last, by name."""
+        return dict(self._all("SELECT name, value FROM settings"))
+
+    def save_settings(self, settings: Mapping[str, str]) -> None:
+        """Save settings for whoever opens the store without any."""
+        with self.transaction() as database:
+            database.execute("DELETE FROM settings")
+            database.executemany("INSERT INTO settings VALUES (?, ?)", settings.items())
+
+    def namespace_id(self, namespace: Namespace) -> int | None:
+        """Number of a namespace, or None if no page of it was stored."""
+        with self._lock:
+            if (known := self._ids.get(namespace.text)) is not None:
+                return known
+            for (found,) in self._all("SELECT id FROM namespaces WHERE text = ?", [namespace.text]):
+                self._ids[namespace.text] = found
+            return self._ids.get(namespace.text)
+
+    def _make_namespace_id(self, namespace: Namespace) -> int:
+        """Number of a namespace that is to be there; inside of a transaction."""
+        if (found := self.namespace_id(namespace)) is not None:
+            return found
+        self._database.execute("INSERT INTO namespaces (text) VALUES (?)", [namespace.text])
+        # Not remembered yet: the transaction may fail.
+        return int(self._all("SELECT last_insert_rowid()")[0][0])
+
+    def namespace_numbers(self) -> dict[int, Namespace]:
+        """Every namespace by its number."""
+        rows = self._all("SELECT id, text FROM namespaces")
+        return {number: Namespace.parse(text) for number, text in rows}
+
+    def namespaces(self) -> list[NamespaceUse]:
+        """What namespaces hold, the largest first."""
+        self.write_uses()
+        rows = self._all(
+            "SELECT namespace, count(*), sum(bytes), max(used) FROM pages GROUP BY namespace "
+            "ORDER BY sum(bytes) DESC, namespace"
+        )
+        known = self.namespace_numbers()
+        return [
+            NamespaceUse(namespace=known[number], pages=pages, bytes=size, last_used=used)
+            for number, pages, size, used in rows
+        ]
+
+    # Pages.
+
+    def find(self, namespace: Namespace, keys: Sequence[bytes]) -> list[Row | None]:
+        """Look up pages; None for each that is not there."""
+        if (number := self.namespace_id(namespace)) is None:
+            return [None] * len(keys)
+        found: dict[bytes, Row] = {}
+        for start in range(0, len(keys), _BATCH):
+            batch = keys[start : start + _BATCH]
+            rule = f"namespace = ? AND key IN ({','.join('?' * len(batch))})"
+            found |= {row.key: row for row in self._pages(rule, [number, *batch])}
+        return [found.get(key) for key in keys]
+
+    def _pages(self, rule: str, values: Sequence[object]) -> list[Row]:
+        rows = self._all(f"SELECT {_COLUMNS}, used FROM pages WHERE {rule}", values)
+        with self._lock:
+            recent = self._uses.get
+            return [
+                Row(ns, key, Place(*place), size, max(used, recent((ns, key), (0, 0))[0]))
+                for ns, key, *place, size, used in rows
+            ]
+
+    def add(
+        self, namespace: Namespace, key: bytes, place: Place, num_bytes: int, now: float
+    ) -> bool:
+        """Add a page that was just written; False if there is one already."""
+        with self.transaction() as database:
+            number = self._make_namespace_id(namespace)
+            self._extend(place.segment, place.offset + num_bytes)
+            values = [number, key, *place, num_bytes, now, int(now)]
+            return bool(database.execute(f"{_INSERT} DO NOTHING", values).rowcount)
+
+    def recover(self, segment: int, pages: Iterable[tuple[int, Header]], end: int) -> None:
+        """Add the pages that a segment has up to the offset ``end``; of two, the newer stays."""
+        with self.transaction() as database:
+            self._extend(segment, end)
+            for offset, header in pages:
+                number, written = self._make_namespace_id(header.namespace), header.written
+                values = [number, header.key, segment, offset, header.num_bytes]
+                database.execute(f"{_INSERT} {_OR_REPLACE}", [*values, written, int(written)])
+
+    def move(self, row: Row, place: Place) -> None:
+        """Set the place of a page that was copied, unless it was dropped meanwhile."""
+        with self.transaction() as database:
+            self._extend(place.segment, place.offset + row.num_bytes)
+            database.execute(
+                "UPDATE pages SET segment = ?, offset = ? "
+                "WHERE namespace = ? AND key = ? AND segment = ? AND offset = ?",
+                [*place, row.namespace, row.key, *row.place],
+            )
+
+    def drop(self, row: Row) -> bool:
+        """Drop a page if it is still at this place. Returns whether it was."""
+        with self.transaction() as database:
+            rule = "namespace = ? AND key = ? AND segment = ? AND offset = ?"
+            values = [row.namespace, row.key, *row.place]
+            return bool(database.execute(f"DELETE FROM pages WHERE {rule}", values).rowcount)
+
+    def remove(self, number: int | None, keys: Sequence[bytes] | None, used_before: float) -> int:
+        """Drop pages of a namespace, with these keys, and unused since; None: whatever they are.
+
+        Returns:
+            The number of pages.
+        """
+        self.write_uses()
+        rule, values = "used <= ?", [used_before]
+        if number is not None:
+            rule, values = f"namespace = ? AND {rule}", [number, *values]
+        with self.transaction() as database:
+            if keys is None:
+                return database.execute(f"DELETE FROM pages WHERE {rule}", values).rowcount
+            rule += " AND key = ?"
+            rows = [[*values, key] for key in keys]
+            return database.executemany(f"DELETE FROM pages WHERE {rule}", rows).rowcount
+
+    def evict(self, policy: str, num_bytes: int, spared: Sequence[int]) -> int:
+        """Drop pages of at least ``num_bytes`` bytes by a policy, but none of ``spared`` segments.
+
+        Returns:
+            The number of pages.
+        """
+        self.write_uses()
+        marks = ",".join("?" * len(spared))
+        victims: list[tuple[int, bytes]] = []
+        with self.transaction() as database:
+            rows = database.execute(
+                f"SELECT namespace, key, bytes FROM pages WHERE segment NOT IN ({marks}) "
+                f"ORDER BY {_ORDERS[policy]}",
+                spared,
+            )
+            for number, key, size in rows:
+                if num_bytes <= 0:
+                    break
+                victims.append((number, key))
+                num_bytes -= size
+            rows.close()
+            rule = "DELETE FROM pages WHERE namespace = ? AND key = ?"
+            database.executemany(rule, victims)
+        return len(victims)
+
+    def use(self, namespace: Namespace, keys: Iterable[bytes], now: float) -> int:
+        """Remember that pages were read. Returns how many pages :meth:`write_uses` has to write."""
+        with self._lock:
+            if (number := self.namespace_id(namespace)) is not None:
+                for key in keys:
+                    times = self._uses.get((number, key), (0, 0))[1]
+                    self._uses[number, key] = int(now), times + 1
+            return len(self._uses)
+
+    def write_uses(self) -> None:
+        """Write which pages were read."""
+        with self._lock:
+            if not self._uses:
+                return
+            rows = [(used, times, *page) for page, (used, times) in self._uses.items()]
+            with self.transaction() as database:
+                database.executemany(
+                    "UPDATE pages SET used = max(used, ?), uses = uses + ? "
+                    "WHERE namespace = ? AND key = ?",
+                    rows,
+                )
+            self._uses.clear()
+
+    # Segments.
+
+    def _extend(self, segment: int, end: int) -> None:
+        self._database.execute(
+            "INSERT INTO segments VALUES (?, ?, 0) "
+            "ON CONFLICT (id) DO UPDATE SET bytes = max(bytes, excluded.bytes)",
+            [segment, end],
+        )
+
+    def segments(self) -> dict[int, tuple[int, int]]:
+        """Bytes and live bytes of each segment by number."""
+        rows = self._all("SELECT id, bytes, live FROM segments ORDER BY id")
+        return {number: (num_bytes, live) for number, num_bytes, live in rows}
+
+    def num_bytes(self) -> int:
+        """Bytes of all segments."""
+        return int(self._all("SELECT coalesce(sum(bytes), 0) FROM segments")[0][0])
+
+    def pages_of(self, segment: int) -> list[Row]:
+        """The pages of a segment in the order of their offsets."""
+        return self._pages("segment = ? ORDER BY offset", [segment])
+
+    def cut_segment(self, segment: int, end: int) -> None:
+        """Forget all beyond the offset ``end``; 0: the whole segment."""
+        with self.transaction() as database:
+            rule = "DELETE FROM pages WHERE segment = ? AND offset + bytes > ?"
+            database.execute(rule, [segment, end])
+            database.execute("UPDATE segments SET bytes = ? WHERE id = ?", [end, segment])
+            if not end:
+                database.execute("DELETE FROM segments WHERE id = ?", [segment])

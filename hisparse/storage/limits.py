@@ -1,0 +1,74 @@
+"""How large a store may grow, and which pages leave first."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from typing import Final
+
+from hisparse.errors import ConfigError, quoted, unknown_name
+
+__all__ = ["POLICIES", "Limits"]
+
+#: Which pages leave first when the store is full: the least recently used, the least often used,
+#: or, after those that nobody used for ``ttl_s``, the least recently used.
+POLICIES: Final = ("lru", "lfu", "ttl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How large a store may grow, and which pages leave first; see :class:`FileStore`.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    size_bytes: int | None = None
+    policy: str = "lru"
+    ttl_s: float | None = None
+    high_water: float = 0.95
+    low_water: float = 0.85
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ConfigError(unknown_name("policy", self.policy, POLICIES))
+        if self.size_bytes is not None and not 0 < self.size_bytes < 2**63:
+            got = quoted(self.size_bytes)
+            raise ConfigError(f"size_bytes: got {got}, expected more than 0, below 8 EiB")
+        if not 0 < self.low_water <= self.high_water <= 1:
+            got = f"low_water {self.low_water} and high_water {self.high_water}"
+            raise ConfigError(f"got {got}, expected 0 < low_water <= high_water <= 1")
+        if self.policy == "ttl":
+            if self.ttl_s is None or not (self.ttl_s > 0 and math.isfinite(self.ttl_s)):
+                got = quoted(self.ttl_s)
+                raise ConfigError(f"ttl_s: got {got}, expected seconds above 0 for policy 'ttl'")
+        elif self.ttl_s is not None:
+            got = f"ttl_s {self.ttl_s} with policy {self.policy!r}"
+            raise ConfigError(f"got {got}, expected it with policy 'ttl' alone")
+
+    @property
+    def default_segment_bytes(self) -> int:
+        """1/64 of the size, so that little space waits in unfinished segments."""
+        return min(max((self.size_bytes or 2**63) // 64, 4 << 20), 1 << 30)
+
+    def used_since(self, now: float) -> float:
+        """Pages that were last used before this time are expired."""
+        return 0.0 if self.ttl_s is None else now - self.ttl_s
+
+    def saved(self) -> dict[str, str]:
+        """As texts that :meth:`merged` reads."""
+        return {name: json.dumps(value) for name, value in asdict(self).items()}
+
+    @classmethod
+    def merged(cls, saved: dict[str, str], **given: object) -> Limits:
+        """What is given, and for None what was saved; a policy brings its own ``ttl_s``.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        known = {x.name for x in fields(cls)}
+        values = {name: json.loads(text) for name, text in saved.items() if name in known}
+        if given.get("policy") is not None:
+            values["ttl_s"] = None
+        return cls(**values | {name: value for name, value in given.items() if value is not None})
