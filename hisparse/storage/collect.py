@@ -30,6 +30,7 @@ def collect(
     writer: SegmentWriter,
     limits: Limits,
     min_live_ratio: float,
+    room: int,
     now: float,
 ) -> Collected:
     """Drop expired pages; above the high-water mark evict to the low one; give space back.
@@ -40,6 +41,7 @@ def collect(
         writer: takes what is copied.
         limits: of the store.
         min_live_ratio: segments with less live bytes than this share of theirs are copied.
+        room: bytes that are wanted besides what is there.
         now: seconds since 1970.
 
     Raises:
@@ -55,11 +57,11 @@ def collect(
         _seal_if_sparse(index, writer, min_live_ratio)
         num_bytes = _compact(folder, index, writer, min_live_ratio)
         size = limits.size_bytes
-        if size is None or index.num_bytes() <= limits.high_water * size:
+        if size is None or index.num_bytes() + room <= limits.high_water * size:
             return Collected(pages, num_bytes)
         spared = folder.segments.busy()
         for _ in range(_ROUNDS):
-            excess = index.num_bytes() - int(limits.low_water * size)
+            excess = index.num_bytes() + room - int(limits.low_water * size)
             if excess <= 0 or not (evicted := index.evict(limits.policy, excess, spared)):
                 break
             pages += evicted

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from hisparse.errors import ConfigError
 from hisparse.storage.namespace import Namespace
 from hisparse.storage.record import Header
 from hisparse.storage.report import NamespaceUse
@@ -22,16 +23,20 @@ _VERSION: Final = 1
 _BATCH: Final = 500
 _WAIT_S: Final = 10.0
 
+#: Damage that leaves no trace but another type is found when the database is checked.
+_INTEGERS: Final = " AND ".join(
+    f"typeof({name}) = 'integer'" for name in ("segment", "offset", "bytes", "used", "uses")
+)
 _SCHEMA: Final = f"""
 BEGIN IMMEDIATE;
-CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE namespaces (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
 CREATE TABLE segments (id INTEGER PRIMARY KEY, bytes INTEGER NOT NULL, live INTEGER NOT NULL);
 CREATE TABLE pages (
     namespace INTEGER NOT NULL, key BLOB NOT NULL,
     segment INTEGER NOT NULL, offset INTEGER NOT NULL, bytes INTEGER NOT NULL,
     written REAL NOT NULL, used INTEGER NOT NULL, uses INTEGER NOT NULL,
-    PRIMARY KEY (namespace, key)
+    PRIMARY KEY (namespace, key),
+    CHECK (typeof(key) = 'blob' AND offset >= 0 AND bytes > 0 AND {_INTEGERS})
 ) WITHOUT ROWID;
 CREATE INDEX pages_by_segment ON pages (segment);
 CREATE TRIGGER added AFTER INSERT ON pages BEGIN
@@ -140,7 +145,8 @@ class Index:
         """Whether the tables are those of this version, and undamaged."""
         try:
             version, found = self._all("PRAGMA user_version"), self._all("PRAGMA quick_check(1)")
-        except sqlite3.Error:
+            self.namespaces()
+        except (sqlite3.Error, ConfigError):
             return False
         return version == [(_VERSION,)] and found == [("ok",)]
 
@@ -149,17 +155,7 @@ class Index:
         with self._lock:
             self._database.close()
 
-    # Settings and namespaces.
-
-    def settings(self) -> dict[str, str]:
-        """What :meth:`save_settings` saved last, by name."""
-        return dict(self._all("SELECT name, value FROM settings"))
-
-    def save_settings(self, settings: Mapping[str, str]) -> None:
-        """Save settings for whoever opens the store without any."""
-        with self.transaction() as database:
-            database.execute("DELETE FROM settings")
-            database.executemany("INSERT INTO settings VALUES (?, ?)", settings.items())
+    # Namespaces.
 
     def namespace_id(self, namespace: Namespace) -> int | None:
         """Number of a namespace, or None if no page of it was stored."""
@@ -178,22 +174,27 @@ class Index:
         # Not remembered yet: the transaction may fail.
         return int(self._all("SELECT last_insert_rowid()")[0][0])
 
-    def namespace_numbers(self) -> dict[int, Namespace]:
-        """Every namespace by its number."""
+    def namespaces(self) -> dict[int, Namespace]:
+        """Every namespace by its number.
+
+        Raises:
+            ConfigError: the text of one is damaged.
+        """
         rows = self._all("SELECT id, text FROM namespaces")
         return {number: Namespace.parse(text) for number, text in rows}
 
-    def namespaces(self) -> list[NamespaceUse]:
+    def namespace_uses(self) -> list[NamespaceUse]:
         """What namespaces hold, the largest first."""
         self.write_uses()
         rows = self._all(
             "SELECT namespace, count(*), sum(bytes), max(used) FROM pages GROUP BY namespace "
             "ORDER BY sum(bytes) DESC, namespace"
         )
-        known = self.namespace_numbers()
+        known = self.namespaces()
         return [
             NamespaceUse(namespace=known[number], pages=pages, bytes=size, last_used=used)
             for number, pages, size, used in rows
+            if number in known
         ]
 
     # Pages.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 from hisparse.errors import ConfigError, quoted, unknown_name
@@ -16,7 +15,7 @@ __all__ = ["POLICIES", "Limits"]
 POLICIES: Final = ("lru", "lfu", "ttl")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Limits:
     """How large a store may grow, and which pages leave first; see :class:`FileStore`.
 
@@ -24,11 +23,11 @@ class Limits:
         ConfigError: a value is out of range.
     """
 
-    size_bytes: int | None = None
-    policy: str = "lru"
-    ttl_s: float | None = None
-    high_water: float = 0.95
-    low_water: float = 0.85
+    size_bytes: int | None
+    policy: str
+    ttl_s: float | None
+    high_water: float
+    low_water: float
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -55,20 +54,3 @@ class Limits:
     def used_since(self, now: float) -> float:
         """Pages that were last used before this time are expired."""
         return 0.0 if self.ttl_s is None else now - self.ttl_s
-
-    def saved(self) -> dict[str, str]:
-        """As texts that :meth:`merged` reads."""
-        return {name: json.dumps(value) for name, value in asdict(self).items()}
-
-    @classmethod
-    def merged(cls, saved: dict[str, str], **given: object) -> Limits:
-        """What is given, and for None what was saved; a policy brings its own ``ttl_s``.
-
-        Raises:
-            ConfigError: a value is out of range.
-        """
-        known = {x.name for x in fields(cls)}
-        values = {name: json.loads(text) for name, text in saved.items() if name in known}
-        if given.get("policy") is not None:
-            values["ttl_s"] = None
-        return cls(**values | {name: value for name, value in given.items() if value is not None})

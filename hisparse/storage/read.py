@@ -1,26 +1,33 @@
-"""Reads one page into a caller's buffer, and checks every byte of it."""
+"""Reads pages into callers' buffers, checks every byte, and drops what is damaged."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import mmap
 import os
+import sqlite3
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
 
+from hisparse.errors import one_line
+from hisparse.storage.folder import Folder
+from hisparse.storage.index import Row
 from hisparse.storage.namespace import Namespace
 from hisparse.storage.record import BLOCK_BYTES, checksum, checksums_in
+from hisparse.storage.report import Damage, VerifyReport
 from hisparse.storage.segments import OpenSegment, transfer
 
-__all__ = ["make_block", "read_page", "span_of"]
+__all__ = ["Reader", "span_of"]
+
+logger = logging.getLogger(__name__)
 
 _ALIGNMENT_MASK: Final = BLOCK_BYTES - 1
-
-
-def make_block() -> memoryview:
-    """A buffer for a header, aligned for direct reads. One thread uses it at a time."""
-    return memoryview(mmap.mmap(-1, BLOCK_BYTES))
+#: A page can be moved while it is looked up and read, again and again.
+_TRIES: Final = 3
 
 
 def span_of(namespace: Namespace, part: int | None) -> tuple[int, int]:
@@ -30,37 +37,122 @@ def span_of(namespace: Namespace, part: int | None) -> tuple[int, int]:
     return sum(namespace.part_bytes[:part]), namespace.part_bytes[part]
 
 
-def read_page(
+class Reader:
+    """Reads pages of a store. Its methods may be called from any thread.
+
+    Args:
+        folder: of the store.
+        count: adds to counters of the store by name.
+    """
+
+    def __init__(self, folder: Folder, count: Callable[..., None]) -> None:
+        self._folder, self._count = folder, count
+
+    def read(
+        self, namespace: Namespace, part: int | None, jobs: Sequence[tuple[int, Row, memoryview]]
+    ) -> list[int]:
+        """Read pages, or a part of each.
+
+        Args:
+            namespace: of the pages.
+            part: number of the part; None: all.
+            jobs: a number, where the page is, and as many bytes to fill as it has.
+
+        Returns:
+            The numbers of the pages that were read.
+        """
+        block = _make_block()
+        return [i for i, row, view in jobs if self._read_one(namespace, row, part, view, block)]
+
+    def verify(self) -> VerifyReport:
+        """Read every page.
+
+        Raises:
+            OSError, sqlite3.Error: a file cannot be read at all.
+        """
+        index, block, damaged = self._folder.index, _make_block(), []
+        pages, num_bytes, namespaces = 0, 0, index.namespaces()
+        for segment in index.segments():
+            for row in index.pages_of(segment):
+                reason: str | None = "unknown namespace"
+                if (namespace := namespaces.get(row.namespace)) is not None:
+                    view = memoryview(bytearray(namespace.page_bytes))
+                    reason = self._reason(namespace, row, None, view, block)
+                pages, num_bytes = pages + 1, num_bytes + row.num_bytes
+                if reason is not None and self._drop(row, reason):
+                    name = self._folder.segments.path(segment).name
+                    key, offset = row.key.hex(), row.place.offset
+                    damaged.append(Damage(segment=name, offset=offset, key=key, reason=reason))
+        return VerifyReport(pages=pages, bytes=num_bytes, damaged=tuple(damaged))
+
+    def _read_one(
+        self, namespace: Namespace, row: Row, part: int | None, view: memoryview, block: memoryview
+    ) -> bool:
+        try:
+            for _ in range(_TRIES):
+                reason = self._reason(namespace, row, part, view, block)
+                if reason is None:
+                    return True
+                # A collection may have moved it meanwhile.
+                (now,) = self._folder.index.find(namespace, [row.key])
+                if now is None:
+                    return False
+                if now.place == row.place:
+                    self._drop(row, reason)
+                    return False
+                row = now
+        except (OSError, sqlite3.Error) as error:
+            logger.warning("store %s: cannot read: %s", self._folder.path, one_line(error))
+            self._count(read_errors=1)
+        return False
+
+    def _reason(
+        self, namespace: Namespace, row: Row, part: int | None, view: memoryview, block: memoryview
+    ) -> str | None:
+        """Read a page. Returns what is wrong with its record."""
+        try:
+            segment = self._folder.segments.open(row.place.segment)
+            return _read_page(segment, row, namespace, part, view, block)
+        except FileNotFoundError:
+            return "no such segment"
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return one_line(error)
+
+    def _drop(self, row: Row, reason: str) -> bool:
+        """Drop a damaged page; False if it was gone already."""
+        if dropped := self._folder.index.drop(row):
+            self._count(damaged=1)
+            name = self._folder.segments.path(row.place.segment).name
+            logger.warning(
+                "store %s: page %s is dropped: %s at offset %d: %s",
+                self._folder.path, row.key.hex(), name, row.place.offset, reason,
+            )  # fmt: skip
+        return dropped
+
+
+def _make_block() -> memoryview:
+    """A buffer for a header, aligned for direct reads. One thread uses it at a time."""
+    return memoryview(mmap.mmap(-1, BLOCK_BYTES))
+
+
+def _read_page(
     segment: OpenSegment,
-    offset: int,
+    row: Row,
     namespace: Namespace,
-    key: bytes,
     part: int | None,
     view: memoryview,
     block: memoryview,
 ) -> str | None:
-    """Read a page, or a part of it, with one system call if that begins the page.
+    """Read a page or a part into ``view``. Returns what is wrong with it, or None.
 
-    Args:
-        segment: that has the record.
-        offset: of the record in the segment.
-        namespace: of the page.
-        key: of the page.
-        part: number of the part; None: all.
-        view: bytes to fill, as many as the part has, or the page.
-        block: of :func:`make_block`.
-
-    Returns:
-        What is wrong with the record: "short", "header" or "checksum of part N"; None: nothing.
-
-    Raises:
-        OSError: the system refuses.
+    It takes one system call if the part begins the page.
     """
     start, size = span_of(namespace, part)
-    read = _fill(segment, offset, start, view, block)
-    if read < BLOCK_BYTES + size:
+    if _fill(segment, row.place.offset, start, view, block) < BLOCK_BYTES + size:
         return "short"
-    if (checksums := checksums_in(block, namespace, key)) is None:
+    if (checksums := checksums_in(block, namespace, row.key)) is None:
         return "header"
     for number in range(len(checksums)) if part is None else [part]:
         first, num_bytes = span_of(namespace, number)
@@ -73,7 +165,6 @@ def _fill(
     segment: OpenSegment, offset: int, start: int, view: memoryview, block: memoryview
 ) -> int:
     """Read header and part. Returns the number of bytes read."""
-    # The first part follows the header.
     steps = [([block], 0), ([view], BLOCK_BYTES + start)] if start else [([block, view], 0)]
     if segment.direct_fd is not None and _is_aligned(view, start):
         # The system may want another alignment.

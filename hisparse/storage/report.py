@@ -32,8 +32,6 @@ class StoreReport:
 
     Attributes:
         path: the folder.
-        size_bytes: the limit of the segments' size; None: not known.
-        policy: which pages leave first; None: not known.
         pages: number of pages.
         live_bytes: bytes of their records.
         segment_bytes: bytes of all segments, live or not.
@@ -42,8 +40,6 @@ class StoreReport:
     """
 
     path: str
-    size_bytes: int | None
-    policy: str | None
     pages: int
     live_bytes: int
     segment_bytes: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import math
 import sqlite3
@@ -22,9 +21,9 @@ from hisparse.storage.folder import Folder
 from hisparse.storage.index import Row
 from hisparse.storage.limits import Limits
 from hisparse.storage.namespace import Namespace
-from hisparse.storage.read import make_block, read_page, span_of
+from hisparse.storage.read import Reader, span_of
 from hisparse.storage.record import checksum, key_bytes, make_header, record_bytes
-from hisparse.storage.report import Damage, StoreReport, VerifyReport
+from hisparse.storage.report import StoreReport, VerifyReport
 from hisparse.storage.segments import SegmentWriter
 
 if TYPE_CHECKING:
@@ -41,10 +40,10 @@ _COUNTERS: Final = (
 )  # fmt: skip
 #: Bytes that are worth a thread.
 _LEAST_SHARE: Final = 1 << 20
-#: A page can be moved while it is looked up and read, again and again.
-_TRIES: Final = 3
 #: Seconds between collections.
 _PAUSE_S: Final = 1.0
+#: Segments with less live bytes are not worth their space.
+_MIN_LIVE_RATIO: Final = 0.5
 #: Pages whose uses wait in memory.
 _MOST_USES: Final = 1024
 
@@ -67,10 +66,9 @@ class FileStore:
 
     Args:
         path: the folder; it is made if absent. Local, as SQLite and file locks need it.
-        size_bytes: limit of the segments' size; a process may exceed it by one record. None: what
-            the store was last opened with, or no limit.
-        policy: "lru", "lfu" or "ttl", as :data:`POLICIES` says; None: what the store was last
-            opened with, or "lru".
+        size_bytes: limit of the segments' size; None: no limit. Each process may exceed it by one
+            record, and a collection by what it copies at once.
+        policy: which pages leave first; one of :data:`POLICIES`.
         ttl_s: seconds that an unused page stays; needed by "ttl" and refused by the others.
         high_water: share of ``size_bytes`` at which eviction begins.
         low_water: share of ``size_bytes`` at which eviction ends.
@@ -92,7 +90,7 @@ class FileStore:
         path: str | Path,
         size_bytes: int | None = None,
         *,
-        policy: str | None = None,
+        policy: str = "lru",
         ttl_s: float | None = None,
         high_water: float = 0.95,
         low_water: float = 0.85,
@@ -105,22 +103,13 @@ class FileStore:
         for name, value in (("segment_bytes", segment_bytes), ("threads", threads)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: got {value}, expected at least 1")
-        given = {"size_bytes": size_bytes, "policy": policy, "ttl_s": ttl_s}
-        given |= {"high_water": high_water, "low_water": low_water}
-        Limits.merged({}, **given)
+        self._limits = Limits(size_bytes, policy, ttl_s, high_water, low_water)
         self._folder = Folder(Path(path), create=create, direct=direct)
         self._closed = False
-        try:
-            self._limits = Limits.merged(self._folder.index.settings(), **given)
-            self._save_limits()
-        except BaseException as error:
-            self._folder.close()
-            if isinstance(error, sqlite3.Error):
-                raise HiSparseError(f"store {quoted(str(path))}: {one_line(error)}") from None
-            raise
         self._clock, self._threads = clock, threads
         segment_bytes = segment_bytes or self._limits.default_segment_bytes
         self._writer = SegmentWriter(self._folder.segments, segment_bytes)
+        self._reader = Reader(self._folder, self._count)
         self._pool = ThreadPoolExecutor(max(1, threads - 1), "hisparse-storage")
         self._counts, self._counts_lock = Counter[str](), threading.Lock()
         self._collector: threading.Thread | None = None
@@ -175,8 +164,8 @@ class FileStore:
         jobs = [(i, row, views[i]) for i, row in enumerate(rows) if row is not None]
         each = max(-(-len(jobs) // self._threads), -(-_LEAST_SHARE // size))
         shares = [jobs[i : i + each] for i in range(0, len(jobs), each)]
-        others = [self._pool.submit(self._read, namespace, part, x) for x in shares[1:]]
-        done = self._read(namespace, part, shares[0]) if shares else []
+        others = [self._pool.submit(self._reader.read, namespace, part, x) for x in shares[1:]]
+        done = self._reader.read(namespace, part, shares[0]) if shares else []
         done += [i for other in others for i in other.result()]
         self._note_uses(namespace, [row.key for i in done if (row := rows[i]) is not None])
         self._count(hits=len(done), misses=len(keys) - len(done), read_bytes=len(done) * size)
@@ -249,11 +238,9 @@ class FileStore:
         """What the store holds."""
         with self._named_errors():
             index = self._folder.index
-            segments, uses = index.segments(), index.namespaces()
+            segments, uses = index.segments(), index.namespace_uses()
         return StoreReport(
             path=str(self._folder.path),
-            size_bytes=self._limits.size_bytes,
-            policy=self._limits.policy,
             pages=sum(use.pages for use in uses),
             live_bytes=sum(live for _, live in segments.values()),
             segment_bytes=sum(size for size, _ in segments.values()),
@@ -263,30 +250,10 @@ class FileStore:
 
     def verify(self) -> VerifyReport:
         """Read and check every page; drop the damaged ones from the index."""
-        pages, num_bytes, damaged = 0, 0, []
-        block = make_block()
         with self._named_errors():
-            index = self._folder.index
-            namespaces = index.namespace_numbers()
-            for segment in index.segments():
-                for row in index.pages_of(segment):
-                    namespace = namespaces[row.namespace]
-                    view = memoryview(bytearray(namespace.page_bytes))
-                    reason = self._reason(namespace, row, None, view, block)
-                    pages, num_bytes = pages + 1, num_bytes + row.num_bytes
-                    if reason is not None and self._drop(row, reason):
-                        name = self._folder.segments.path(segment).name
-                        damaged.append(
-                            Damage(
-                                segment=name,
-                                offset=row.place.offset,
-                                key=row.key.hex(),
-                                reason=reason,
-                            )
-                        )
-        return VerifyReport(pages=pages, bytes=num_bytes, damaged=tuple(damaged))
+            return self._reader.verify()
 
-    def collect(self, min_live_ratio: float = 0.5) -> int:
+    def collect(self, min_live_ratio: float = _MIN_LIVE_RATIO) -> int:
         """Drop expired pages; at the high-water mark evict to the low one; give space back.
 
         Segments whose live bytes are below ``min_live_ratio`` of their size are copied together
@@ -295,16 +262,7 @@ class FileStore:
         Returns:
             Bytes that were given back to the file system.
         """
-        if self._closed or self._folder.read_only:
-            return 0
-        with self._named_errors():
-            self._folder.index.write_uses()
-            with contextlib.closing(self._folder.open_index()) as index:
-                done = collect(
-                    self._folder, index, self._writer, self._limits, min_live_ratio, self._clock()
-                )
-        self._count(evicted=done.pages, collected_bytes=done.num_bytes)
-        return done.num_bytes
+        return self._collect(min_live_ratio, 0)
 
     def remove(
         self,
@@ -370,71 +328,6 @@ class FileStore:
         found = [row if row is None or row.used >= since else None for row in rows]
         return found or [None] * len(keys)
 
-    def _read(
-        self, namespace: Namespace, part: int | None, jobs: Sequence[tuple[int, Row, memoryview]]
-    ) -> list[int]:
-        """Read pages into their buffers. Returns the numbers of those that were read."""
-        block = make_block()
-        return [i for i, row, view in jobs if self._read_one(namespace, row, part, view, block)]
-
-    def _read_one(
-        self,
-        namespace: Namespace,
-        row: Row,
-        part: int | None,
-        view: memoryview,
-        block: memoryview,
-    ) -> bool:
-        for _ in range(_TRIES):
-            try:
-                reason = self._reason(namespace, row, part, view, block)
-            except OSError as error:
-                logger.warning("store %s: cannot read: %s", self._folder.path, one_line(error))
-                self._count(read_errors=1)
-                return False
-            if reason is None:
-                return True
-            # A collection may have moved it meanwhile.
-            (now,) = self._find(namespace, [row.key])
-            if now is None:
-                return False
-            if now.place == row.place:
-                with contextlib.suppress(sqlite3.Error):
-                    self._drop(row, reason)
-                return False
-            row = now
-        return False
-
-    def _reason(
-        self,
-        namespace: Namespace,
-        row: Row,
-        part: int | None,
-        view: memoryview,
-        block: memoryview,
-    ) -> str | None:
-        """Read a page. Returns what is wrong with its record."""
-        try:
-            segment = self._folder.segments.open(row.place.segment)
-            return read_page(segment, row.place.offset, namespace, row.key, part, view, block)
-        except FileNotFoundError:
-            return "no such segment"
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            return one_line(error)
-
-    def _drop(self, row: Row, reason: str) -> bool:
-        """Drop a damaged page; False if it was gone already."""
-        if dropped := self._folder.index.drop(row):
-            self._count(damaged=1)
-            name = self._folder.segments.path(row.place.segment).name
-            logger.warning(
-                "store %s: page %s is dropped: %s at offset %d: %s",
-                self._folder.path, row.key.hex(), name, row.place.offset, reason,
-            )  # fmt: skip
-        return dropped
-
     def _put(self, namespace: Namespace, key: bytes, views: Sequence[memoryview]) -> str:
         """Store a page. Returns the name of the counter."""
         index, limits, now = self._folder.index, self._limits, self._clock()
@@ -445,9 +338,9 @@ class FileStore:
             index.drop(row)
         size, used = record_bytes(namespace.page_bytes), index.num_bytes()
         most = limits.size_bytes or math.inf
-        if used + size > limits.high_water * most:
-            self._collect_soon()
         if used + size > most:
+            if size <= limits.low_water * most:
+                self._collect_soon(size)
             return "refused_size"
         header = make_header(namespace, key, [checksum(view) for view in views], now)
         with self._writer.lock:
@@ -459,20 +352,37 @@ class FileStore:
                 raise
             if not added:
                 self._writer.undo(place)
+        if used + size > limits.high_water * most:
+            self._collect_soon(0)
         return "puts" if added else "duplicates"
 
-    def _collect_soon(self) -> None:
+    def _collect(self, min_live_ratio: float, room: int) -> int:
+        if self._closed or self._folder.read_only:
+            return 0
+        with self._named_errors():
+            self._folder.index.write_uses()
+            with contextlib.closing(self._folder.open_index()) as index:
+                done = collect(
+                    self._folder, index, self._writer, self._limits, min_live_ratio, room,
+                    self._clock(),
+                )  # fmt: skip
+        self._count(evicted=done.pages, collected_bytes=done.num_bytes)
+        return done.num_bytes
+
+    def _collect_soon(self, room: int) -> None:
         """Begin a collection in a thread, unless one is running or has just ended."""
         with self._counts_lock:
             running = self._collector is not None and self._collector.is_alive()
             if running or time.monotonic() < self._collect_after:
                 return
-            self._collector = threading.Thread(target=self._collect_now, daemon=True)
+            self._collector = threading.Thread(
+                target=self._collect_now, args=(room,), daemon=True
+            )
             self._collector.start()
 
-    def _collect_now(self) -> None:
+    def _collect_now(self, room: int) -> None:
         try:
-            self.collect()
+            self._collect(_MIN_LIVE_RATIO, room)
         except HiSparseError as error:
             logger.warning("%s", error)
         self._collect_after = time.monotonic() + _PAUSE_S
@@ -490,11 +400,6 @@ class FileStore:
     def _count(self, **more: int) -> None:
         with self._counts_lock:
             self._counts.update(more)
-
-    def _save_limits(self) -> None:
-        saved = self._limits.saved()
-        if not self._folder.read_only and saved != self._folder.index.settings():
-            self._folder.index.save_settings(saved)
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from hisparse.eval import quality_plot
 from hisparse.eval.records import Records
 from hisparse.eval.report import read_result, write_reports
 from hisparse.options import read_text
+from hisparse.storage import FileStore
 from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve, policy_hits
 from hisparse.trace.cache_events import read_events, summarize
 from hisparse.trace.prefix import convert_sglang, make_up_sessions, read_prefix, write_prefix
@@ -30,6 +31,7 @@ from hisparse_bench import speed_plot
 from scripts import compare_quality
 from tests.eval.synthetic_records import record
 from tests.eval.test_eval_report import result
+from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
 from tests.transformers.hf_models import SMALL, model, prompt
 
 __all__ = ["Reader", "Refused", "readers"]
@@ -162,6 +164,36 @@ def _prefixes(folder: Path) -> list[Reader]:
     ]
 
 
+def _store(folder: Path) -> list[Reader]:
+    """A segment and an index of a store. A damaged file loses pages, and no store is refused."""
+    made = folder / "store"
+    with FileStore(made) as store:
+        keys = fill(store, range(3))
+    (segment,) = (made / "segments").iterdir()
+    index = made / "index.sqlite"
+
+    def read_store(changed: Path, target: Path) -> None:
+        before = {file: file.read_bytes() for file in (segment, index)}
+        try:
+            target.write_bytes(changed.read_bytes())
+            if target == segment:
+                index.unlink()
+            with FileStore(made, create=False) as store:
+                store.verify()
+                found = read(store, keys)
+                assert store.find(NAMESPACE, keys) == (*found, False).index(False)
+                assert store.put(NAMESPACE, key_of(9), parts_of(key_of(9)))
+                assert read(store, [key_of(9)]) == [True]
+        finally:
+            for file, content in before.items():
+                file.write_bytes(content)
+
+    return [
+        _reader("segment", segment.read_bytes(), lambda path: read_store(path, segment)),
+        _reader("index", index.read_bytes(), lambda path: read_store(path, index), weight=1),
+    ]
+
+
 def _page(folder: Path) -> Callable[[Path], None]:
     def read(path: Path) -> None:
         with warnings.catch_warnings():
@@ -191,6 +223,7 @@ def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
         _records(),
         _trace(folder),
         *_prefixes(folder),
+        *_store(folder),
         _reader("settings", json.dumps(settings).encode(), lambda p: HiSparseConfig.parse(f"@{p}")),
         _reader("text", "Straße 😀\n".encode(), lambda path: read_text(path, "--text")),
         _reader(
