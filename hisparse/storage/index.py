@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -21,7 +22,11 @@ __all__ = ["Index", "Row"]
 _VERSION: Final = 1
 #: Keys of one statement; SQLite's own limit is higher.
 _BATCH: Final = 500
+#: Seconds to wait for other processes.
 _WAIT_S: Final = 10.0
+#: Pages whose uses wait in memory, and seconds.
+_MOST_USES: Final = 1024
+_USES_S: Final = 10.0
 
 #: Damage that leaves no trace but another type is found when the database is checked.
 _INTEGERS: Final = " AND ".join(
@@ -54,13 +59,13 @@ COMMIT;
 """
 _COLUMNS: Final = "namespace, key, segment, offset, bytes"
 _INSERT: Final = (
-    f"INSERT INTO pages ({_COLUMNS}, written, used, uses) VALUES (?, ?, ?, ?, ?, ?, ?, 1) "
-    "ON CONFLICT (namespace, key)"
+    f"INSERT INTO pages ({_COLUMNS}, written, used, uses) VALUES (?, ?, ?, ?, ?, ?, ?, 1)"
 )
 #: Of two records the newer stays.
 _OR_REPLACE: Final = (
-    "DO UPDATE SET segment = excluded.segment, offset = excluded.offset, bytes = excluded.bytes, "
-    "written = excluded.written WHERE excluded.written > pages.written"
+    " ON CONFLICT (namespace, key) DO UPDATE SET segment = excluded.segment, "
+    "offset = excluded.offset, bytes = excluded.bytes, written = excluded.written "
+    "WHERE excluded.written > pages.written"
 )
 #: Among pages used in the same second those written last leave first: the end of a prefix.
 _ORDERS: Final = {
@@ -106,6 +111,7 @@ class Index:
         self._ids: dict[str, int] = {}
         #: Pages read since uses were last written: the last second, and the number of times.
         self._uses: dict[tuple[int, bytes], tuple[int, int]] = {}
+        self._write_uses_at = 0.0
         self._database = sqlite3.connect(
             file or ":memory:", timeout=_WAIT_S, isolation_level=None, check_same_thread=False
         )
@@ -224,10 +230,12 @@ class Index:
     ) -> bool:
         """Add a page that was just written; False if there is one already."""
         with self.transaction() as database:
+            if self.find(namespace, [key]) != [None]:
+                return False
             number = self._make_namespace_id(namespace)
             self._extend(place.segment, place.offset + num_bytes)
-            values = [number, key, *place, num_bytes, now, int(now)]
-            return bool(database.execute(f"{_INSERT} DO NOTHING", values).rowcount)
+            database.execute(_INSERT, [number, key, *place, num_bytes, now, int(now)])
+            return True
 
     def recover(self, segment: int, pages: Iterable[tuple[int, Header]], end: int) -> None:
         """Add the pages that a segment has up to the offset ``end``; of two, the newer stays."""
@@ -236,7 +244,7 @@ class Index:
             for offset, header in pages:
                 number, written = self._make_namespace_id(header.namespace), header.written
                 values = [number, header.key, segment, offset, header.num_bytes]
-                database.execute(f"{_INSERT} {_OR_REPLACE}", [*values, written, int(written)])
+                database.execute(_INSERT + _OR_REPLACE, [*values, written, int(written)])
 
     def move(self, row: Row, place: Place) -> None:
         """Set the place of a page that was copied, unless it was dropped meanwhile."""
@@ -280,31 +288,32 @@ class Index:
         """
         self.write_uses()
         marks = ",".join("?" * len(spared))
-        victims: list[tuple[int, bytes]] = []
-        with self.transaction() as database:
-            rows = database.execute(
-                f"SELECT namespace, key, bytes FROM pages WHERE segment NOT IN ({marks}) "
-                f"ORDER BY {_ORDERS[policy]}",
-                spared,
-            )
-            for number, key, size in rows:
-                if num_bytes <= 0:
-                    break
-                victims.append((number, key))
-                num_bytes -= size
-            rows.close()
-            rule = "DELETE FROM pages WHERE namespace = ? AND key = ?"
-            database.executemany(rule, victims)
+        victims = []
+        # Sorting takes seconds if there are millions: others write meanwhile.
+        rows = self._database.execute(
+            f"SELECT namespace, key, bytes FROM pages WHERE segment NOT IN ({marks}) "
+            f"ORDER BY {_ORDERS[policy]}",
+            spared,
+        )
+        while num_bytes > 0 and (row := rows.fetchone()):
+            victims.append(row[:2])
+            num_bytes -= row[2]
+        rows.close()
+        for start in range(0, len(victims), _BATCH):
+            with self.transaction() as database:
+                rule = "DELETE FROM pages WHERE namespace = ? AND key = ?"
+                database.executemany(rule, victims[start : start + _BATCH])
         return len(victims)
 
-    def use(self, namespace: Namespace, keys: Iterable[bytes], now: float) -> int:
-        """Remember that pages were read. Returns how many pages :meth:`write_uses` has to write."""
+    def use(self, namespace: Namespace, keys: Iterable[bytes], now: float) -> None:
+        """Remember that pages were read; write it after so many pages or seconds."""
         with self._lock:
             if (number := self.namespace_id(namespace)) is not None:
                 for key in keys:
                     times = self._uses.get((number, key), (0, 0))[1]
                     self._uses[number, key] = int(now), times + 1
-            return len(self._uses)
+            if len(self._uses) > _MOST_USES or time.monotonic() > self._write_uses_at:
+                self.write_uses()
 
     def write_uses(self) -> None:
         """Write which pages were read."""
@@ -319,6 +328,7 @@ class Index:
                     rows,
                 )
             self._uses.clear()
+            self._write_uses_at = time.monotonic() + _USES_S
 
     # Segments.
 

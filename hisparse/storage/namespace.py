@@ -9,7 +9,7 @@ from functools import cached_property
 import xxhash
 
 from hisparse.errors import ConfigError, quoted
-from hisparse.options import from_options
+from hisparse.options import from_options, parse_object
 
 __all__ = ["MAX_PARTS", "Namespace"]
 
@@ -96,10 +96,5 @@ class Namespace:
         Raises:
             ConfigError: it is no such text.
         """
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
-            raise ConfigError(f"namespace: got {quoted(text)}, expected a JSON object")
+        found = parse_object(text, "namespace", '{"model": "...", ...}')
         return from_options(cls, "namespace", "namespace", found)

@@ -8,7 +8,7 @@ import logging
 import mmap
 import os
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -18,7 +18,7 @@ from hisparse.storage.folder import Folder
 from hisparse.storage.index import Row
 from hisparse.storage.namespace import Namespace
 from hisparse.storage.record import BLOCK_BYTES, checksum, checksums_in
-from hisparse.storage.report import Damage, VerifyReport
+from hisparse.storage.report import Counters, Damage, VerifyReport
 from hisparse.storage.segments import OpenSegment, transfer
 
 __all__ = ["Reader", "span_of"]
@@ -42,11 +42,11 @@ class Reader:
 
     Args:
         folder: of the store.
-        count: adds to counters of the store by name.
+        counters: of the store.
     """
 
-    def __init__(self, folder: Folder, count: Callable[..., None]) -> None:
-        self._folder, self._count = folder, count
+    def __init__(self, folder: Folder, counters: Counters) -> None:
+        self._folder, self._counters = folder, counters
 
     def read(
         self, namespace: Namespace, part: int | None, jobs: Sequence[tuple[int, Row, memoryview]]
@@ -103,7 +103,7 @@ class Reader:
                 row = now
         except (OSError, sqlite3.Error) as error:
             logger.warning("store %s: cannot read: %s", self._folder.path, one_line(error))
-            self._count(read_errors=1)
+            self._counters.add(read_errors=1)
         return False
 
     def _reason(
@@ -123,7 +123,7 @@ class Reader:
     def _drop(self, row: Row, reason: str) -> bool:
         """Drop a damaged page; False if it was gone already."""
         if dropped := self._folder.index.drop(row):
-            self._count(damaged=1)
+            self._counters.add(damaged=1)
             name = self._folder.segments.path(row.place.segment).name
             logger.warning(
                 "store %s: page %s is dropped: %s at offset %d: %s",

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from dataclasses import dataclass
+from typing import Final
 
 from hisparse.storage.namespace import Namespace
 
-__all__ = ["Damage", "NamespaceUse", "StoreReport", "VerifyReport"]
+__all__ = ["Counters", "Damage", "NamespaceUse", "StoreReport", "VerifyReport"]
+
+_COUNTERS: Final = (
+    "hits", "misses", "read_bytes", "puts", "put_bytes", "duplicates", "damaged", "read_errors",
+    "refused_size", "refused_read_only", "refused_disk", "evicted", "collected_bytes",
+    "index_errors",
+)  # fmt: skip
+
+
+class Counters:
+    """What :attr:`FileStore.counters` says. Its methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._counts, self._lock = Counter[str](), threading.Lock()
+
+    def add(self, **more: int) -> None:
+        """Add to counters by name."""
+        with self._lock:
+            self._counts.update(more)
+
+    def all(self) -> dict[str, int]:
+        """Every counter by name."""
+        with self._lock:
+            return {name: self._counts[name] for name in _COUNTERS}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -201,6 +201,11 @@ class SegmentWriter:
         """The segment that is being written, if any."""
         return None if self._fd is None else self._next.segment
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the next record begins another segment."""
+        return self._next.offset >= self._segment_bytes
+
     def append(self, views: Sequence[memoryview], *, adopt: bool) -> Place:
         """Append a record; nothing is left of it if that fails.
 
@@ -211,7 +216,7 @@ class SegmentWriter:
         Raises:
             OSError: the system refuses, such as for a full disk.
         """
-        if self._fd is not None and self._next.offset >= self._segment_bytes:
+        if self.is_full:
             self.seal()
         fd = self._begin(adopt) if self._fd is None else self._fd
         place, size = self._next, sum(map(len, views))

@@ -6,24 +6,21 @@ import contextlib
 import logging
 import math
 import sqlite3
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
-from hisparse.storage.collect import collect
+from hisparse.storage.collect import MIN_LIVE_RATIO, Collector
 from hisparse.storage.folder import Folder
 from hisparse.storage.index import Row
 from hisparse.storage.limits import Limits
 from hisparse.storage.namespace import Namespace
 from hisparse.storage.read import Reader, span_of
 from hisparse.storage.record import checksum, key_bytes, make_header, record_bytes
-from hisparse.storage.report import StoreReport, VerifyReport
+from hisparse.storage.report import Counters, StoreReport, VerifyReport
 from hisparse.storage.segments import SegmentWriter
 
 if TYPE_CHECKING:
@@ -33,22 +30,13 @@ __all__ = ["FileStore"]
 
 logger = logging.getLogger(__name__)
 
-_COUNTERS: Final = (
-    "hits", "misses", "read_bytes", "puts", "put_bytes", "duplicates", "damaged", "read_errors",
-    "refused_size", "refused_read_only", "refused_disk", "evicted", "collected_bytes",
-    "index_errors",
-)  # fmt: skip
 #: Bytes that are worth a thread.
 _LEAST_SHARE: Final = 1 << 20
-#: Seconds between collections.
-_PAUSE_S: Final = 1.0
-#: Segments with less live bytes are not worth their space.
-_MIN_LIVE_RATIO: Final = 0.5
-#: Pages whose uses wait in memory.
-_MOST_USES: Final = 1024
+#: Seconds between lines of the log that say the same.
+_QUIET_S: Final = 60.0
 
 
-class FileStore:
+class FileStore(contextlib.AbstractContextManager["FileStore"]):
     """A store of pages in one folder, shared by threads and processes.
 
     Pages are appended to segments, large files; each process has a segment of its own. An SQLite
@@ -109,11 +97,13 @@ class FileStore:
         self._clock, self._threads = clock, threads
         segment_bytes = segment_bytes or self._limits.default_segment_bytes
         self._writer = SegmentWriter(self._folder.segments, segment_bytes)
-        self._reader = Reader(self._folder, self._count)
+        self._counters = Counters()
+        self._reader = Reader(self._folder, self._counters)
+        self._collector = Collector(
+            self._folder, self._writer, self._limits, self._counters, clock
+        )
         self._pool = ThreadPoolExecutor(max(1, threads - 1), "hisparse-storage")
-        self._counts, self._counts_lock = Counter[str](), threading.Lock()
-        self._collector: threading.Thread | None = None
-        self._collect_after = 0.0
+        self._warn_after = 0.0
 
     def find(self, namespace: Namespace, keys: Sequence[str]) -> int:
         """Length of the longest prefix of ``keys`` whose pages are all stored.
@@ -167,8 +157,10 @@ class FileStore:
         others = [self._pool.submit(self._reader.read, namespace, part, x) for x in shares[1:]]
         done = self._reader.read(namespace, part, shares[0]) if shares else []
         done += [i for other in others for i in other.result()]
-        self._note_uses(namespace, [row.key for i in done if (row := rows[i]) is not None])
-        self._count(hits=len(done), misses=len(keys) - len(done), read_bytes=len(done) * size)
+        with contextlib.suppress(sqlite3.Error):
+            used = [row.key for i in done if (row := rows[i]) is not None]
+            self._folder.index.use(namespace, used, self._clock())
+        self._counters.add(hits=len(done), misses=len(keys) - len(done), read_bytes=len(done) * size)
         found = set(done)
         return [i in found for i in range(len(keys))]
 
@@ -192,20 +184,16 @@ class FileStore:
             raise ConfigError(f"got {len(parts)} parts, expected {len(sizes)}")
         views = [_view(part, size) for part, size in zip(parts, sizes, strict=True)]
         if self._closed or self._folder.read_only:
-            self._count(refused_read_only=1)
+            self._counters.add(refused_read_only=1)
             return False
         try:
             name = self._put(namespace, page_key, views)
-        except OSError as error:
-            logger.warning("store %s: a page is not stored: %s", self._folder.path, one_line(error))
-            name = "refused_disk"
-        except sqlite3.Error as error:
-            self._note_index_error(error)
-            name = "refused_disk"
-        self._count(**{name: 1})
-        if name == "puts":
-            self._count(put_bytes=namespace.page_bytes)
-        return name == "puts"
+        except (OSError, sqlite3.Error) as error:
+            self._note_error("refused_disk", error)
+            return False
+        stored = name == "puts"
+        self._counters.add(**{name: 1}, put_bytes=stored * namespace.page_bytes)
+        return stored
 
     def flush(self) -> None:
         """Write to the disk what this process put.
@@ -223,8 +211,7 @@ class FileStore:
         """Flush, and let go of all files. A closed store holds and takes nothing."""
         if self._closed:
             return
-        if self._collector is not None:
-            self._collector.join()
+        self._collector.join()
         try:
             self.flush()
         finally:
@@ -253,7 +240,7 @@ class FileStore:
         with self._named_errors():
             return self._reader.verify()
 
-    def collect(self, min_live_ratio: float = _MIN_LIVE_RATIO) -> int:
+    def collect(self, min_live_ratio: float = MIN_LIVE_RATIO) -> int:
         """Drop expired pages; at the high-water mark evict to the low one; give space back.
 
         Segments whose live bytes are below ``min_live_ratio`` of their size are copied together
@@ -262,7 +249,11 @@ class FileStore:
         Returns:
             Bytes that were given back to the file system.
         """
-        return self._collect(min_live_ratio, 0)
+        if self._closed or self._folder.read_only:
+            return 0
+        with self._named_errors():
+            self._folder.index.write_uses()
+            return self._collector.run(min_live_ratio)
 
     def remove(
         self,
@@ -296,23 +287,15 @@ class FileStore:
         """Since this process opened the store, by name:
 
         ``hits``, ``misses``: pages that :meth:`get` was asked for; ``read_bytes``;
-        ``puts``, ``put_bytes`` pages stored; ``duplicates`` that were there already;
-        ``damaged`` pages that were dropped; ``read_errors`` reads that the system refused;
-        ``refused_size``, ``refused_read_only``, ``refused_disk`` puts that were refused;
-        ``evicted`` pages, ``collected_bytes`` given back; ``index_errors`` of SQLite.
+        ``puts``, ``put_bytes``: stored; ``duplicates``: put and there already;
+        ``damaged``: pages dropped; ``read_errors``: pages that the system did not read;
+        ``refused_size``, ``refused_read_only``, ``refused_disk``: puts refused for the limit, for
+        the folder, and by the system or SQLite;
+        ``evicted`` pages; ``collected_bytes`` given back; ``index_errors``: look-ups that failed.
         """
-        with self._counts_lock:
-            return {name: self._counts[name] for name in _COUNTERS}
+        return self._counters.all()
 
-    def __enter__(self) -> FileStore:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Below, a row is where the index says that a page is.
@@ -322,7 +305,7 @@ class FileStore:
         try:
             rows = [] if self._closed else self._folder.index.find(namespace, keys)
         except sqlite3.Error as error:
-            self._note_index_error(error)
+            self._note_error("index_errors", error)
             rows = []
         since = self._limits.used_since(self._clock())
         found = [row if row is None or row.used >= since else None for row in rows]
@@ -340,7 +323,7 @@ class FileStore:
         most = limits.size_bytes or math.inf
         if used + size > most:
             if size <= limits.low_water * most:
-                self._collect_soon(size)
+                self._collector.run_soon(size)
             return "refused_size"
         header = make_header(namespace, key, [checksum(view) for view in views], now)
         with self._writer.lock:
@@ -353,53 +336,15 @@ class FileStore:
             if not added:
                 self._writer.undo(place)
         if used + size > limits.high_water * most:
-            self._collect_soon(0)
+            self._collector.run_soon(0)
         return "puts" if added else "duplicates"
 
-    def _collect(self, min_live_ratio: float, room: int) -> int:
-        if self._closed or self._folder.read_only:
-            return 0
-        with self._named_errors():
-            self._folder.index.write_uses()
-            with contextlib.closing(self._folder.open_index()) as index:
-                done = collect(
-                    self._folder, index, self._writer, self._limits, min_live_ratio, room,
-                    self._clock(),
-                )  # fmt: skip
-        self._count(evicted=done.pages, collected_bytes=done.num_bytes)
-        return done.num_bytes
-
-    def _collect_soon(self, room: int) -> None:
-        """Begin a collection in a thread, unless one is running or has just ended."""
-        with self._counts_lock:
-            running = self._collector is not None and self._collector.is_alive()
-            if running or time.monotonic() < self._collect_after:
-                return
-            self._collector = threading.Thread(
-                target=self._collect_now, args=(room,), daemon=True
-            )
-            self._collector.start()
-
-    def _collect_now(self, room: int) -> None:
-        try:
-            self._collect(_MIN_LIVE_RATIO, room)
-        except HiSparseError as error:
-            logger.warning("%s", error)
-        self._collect_after = time.monotonic() + _PAUSE_S
-
-    def _note_uses(self, namespace: Namespace, keys: Sequence[bytes]) -> None:
-        with contextlib.suppress(sqlite3.Error):
-            index = self._folder.index
-            if index.use(namespace, keys, self._clock()) > _MOST_USES:
-                index.write_uses()
-
-    def _note_index_error(self, error: sqlite3.Error) -> None:
-        logger.warning("store %s: index: %s", self._folder.path, one_line(error))
-        self._count(index_errors=1)
-
-    def _count(self, **more: int) -> None:
-        with self._counts_lock:
-            self._counts.update(more)
+    def _note_error(self, name: str, error: Exception) -> None:
+        """Count an error; log it if none was logged in the last minute."""
+        self._counters.add(**{name: 1})
+        if time.monotonic() > self._warn_after:
+            self._warn_after = time.monotonic() + _QUIET_S
+            logger.warning("store %s: %s", self._folder.path, one_line(error))
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:
