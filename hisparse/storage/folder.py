@@ -17,7 +17,6 @@ from typing import Final
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
 from hisparse.storage.index import Index
-from hisparse.storage.record import BLOCK_BYTES
 from hisparse.storage.segments import Segments, locked
 
 __all__ = ["Folder"]
@@ -126,23 +125,18 @@ class Folder:
     def _recovered(self, index: Index) -> Index:
         """Make an index agree with the segments: add what it lacks, drop what is not there."""
         try:
-            known = {number: size for number, (size, _) in index.segments().items()}
+            known = index.ends()
             for number, size in self.segments.sizes().items():
                 start = known.pop(number, 0)
                 if size < start:
-                    index.cut_segment(number, size // BLOCK_BYTES * BLOCK_BYTES)
+                    index.cut_segment(number, size)
                 elif size > start:
-                    self._recover(index, number, start, -(-size // BLOCK_BYTES) * BLOCK_BYTES)
+                    pages = self.segments.open(number).headers(start)
+                    while batch := list(islice(pages, _BATCH)):
+                        index.recover(number, batch)
             for number in known:
                 index.cut_segment(number, 0)
         except BaseException:
             index.close()
             raise
         return index
-
-    def _recover(self, index: Index, segment: int, start: int, end: int) -> None:
-        pages = self.segments.open(segment).headers(start)
-        while batch := list(islice(pages, _BATCH)):
-            last, header = batch[-1]
-            index.recover(segment, batch, last + header.num_bytes)
-        index.recover(segment, [], end)

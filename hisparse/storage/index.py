@@ -237,11 +237,11 @@ class Index:
             database.execute(_INSERT, [number, key, *place, num_bytes, now, int(now)])
             return True
 
-    def recover(self, segment: int, pages: Iterable[tuple[int, Header]], end: int) -> None:
-        """Add the pages that a segment has up to the offset ``end``; of two, the newer stays."""
+    def recover(self, segment: int, pages: Iterable[tuple[int, Header]]) -> None:
+        """Add pages that a segment has, by their offsets; of two with one key the newer stays."""
         with self.transaction() as database:
-            self._extend(segment, end)
             for offset, header in pages:
+                self._extend(segment, offset + header.num_bytes)
                 number, written = self._make_namespace_id(header.namespace), header.written
                 values = [number, header.key, segment, offset, header.num_bytes]
                 database.execute(_INSERT + _OR_REPLACE, [*values, written, int(written)])
@@ -352,11 +352,20 @@ class Index:
         """The pages of a segment in the order of their offsets."""
         return self._pages("segment = ? ORDER BY offset", [segment])
 
+    def ends(self) -> dict[int, int]:
+        """Where the last record of each segment ends, by the segment's number."""
+        return {number: num_bytes for number, (num_bytes, _) in self.segments().items()}
+
     def cut_segment(self, segment: int, end: int) -> None:
         """Forget all beyond the offset ``end``; 0: the whole segment."""
         with self.transaction() as database:
             rule = "DELETE FROM pages WHERE segment = ? AND offset + bytes > ?"
             database.execute(rule, [segment, end])
-            database.execute("UPDATE segments SET bytes = ? WHERE id = ?", [end, segment])
+            database.execute(
+                "UPDATE segments SET bytes = "
+                "(SELECT coalesce(max(offset + bytes), 0) FROM pages WHERE segment = segments.id) "
+                "WHERE id = ?",
+                [segment],
+            )
             if not end:
                 database.execute("DELETE FROM segments WHERE id = ?", [segment])

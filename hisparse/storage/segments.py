@@ -186,11 +186,14 @@ class SegmentWriter:
     Args:
         segments: of the folder.
         segment_bytes: size at which a segment is closed.
+        ends: says where the last record of each segment ends, by the segment's number.
     """
 
-    def __init__(self, segments: Segments, segment_bytes: int) -> None:
+    def __init__(
+        self, segments: Segments, segment_bytes: int, ends: Callable[[], dict[int, int]]
+    ) -> None:
         self.lock = threading.RLock()
-        self._segments, self._segment_bytes = segments, segment_bytes
+        self._segments, self._segment_bytes, self._ends = segments, segment_bytes, ends
         self._fd: int | None = None
         #: Where the next record goes.
         self._next = Place(0, 0)
@@ -280,10 +283,9 @@ class SegmentWriter:
 
     def _begin(self, adopt: bool) -> int:
         """Open and lock the segment that the next record goes to."""
-        if adopt:
-            for segment, size in reversed(self._segments.sizes().items()):
-                if size < self._segment_bytes and self._take(segment, 0) is not None:
-                    break
+        for segment, end in reversed(list(self._ends().items()) if adopt else []):
+            if end < self._segment_bytes and self._take(segment, 0) is not None:
+                break
         while self._fd is None:
             # Two processes may have the same time: the later tries again.
             with contextlib.suppress(FileExistsError):
@@ -296,10 +298,15 @@ class SegmentWriter:
             fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
         except FileNotFoundError:
             return None
-        if not _lock(fd, path):
-            os.close(fd)
-            return None
-        # A writer that was killed may have left a part of a block.
-        end = -(-os.fstat(fd).st_size // BLOCK_BYTES) * BLOCK_BYTES
-        self._fd, self._next = fd, Place(segment, end)
-        return fd
+        try:
+            if _lock(fd, path):
+                # A writer that was killed may have left a part of a record. Its header would hide
+                # what is appended behind it.
+                end = self._ends().get(segment, 0)
+                os.ftruncate(fd, end)
+                self._fd, self._next = fd, Place(segment, end)
+                return fd
+        finally:
+            if self._fd != fd:
+                os.close(fd)
+        return None

@@ -96,7 +96,9 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         self._closed = False
         self._clock, self._threads = clock, threads
         segment_bytes = segment_bytes or self._limits.default_segment_bytes
-        self._writer = SegmentWriter(self._folder.segments, segment_bytes)
+        self._writer = SegmentWriter(
+            self._folder.segments, segment_bytes, self._folder.index.ends
+        )
         self._counters = Counters()
         self._reader = Reader(self._folder, self._counters)
         self._collector = Collector(

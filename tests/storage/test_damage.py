@@ -244,3 +244,19 @@ def test_a_record_that_was_half_written(tmp_path: Path, cut: int) -> None:
     (tmp_path / "index.sqlite").unlink()
     with FileStore(tmp_path) as store:
         assert all(read(store, [*keys, key_of(3)]))
+
+
+def test_half_a_record_hides_nothing_that_comes_behind_it(tmp_path: Path) -> None:
+    """Though a process that is not alone does not bring the index up to date."""
+    with FileStore(tmp_path, 1 << 30):
+        with FileStore(tmp_path) as store:
+            keys = fill(store, range(3))
+        (file,) = segment_files(tmp_path)
+        content = file.read_bytes()
+        file.write_bytes(content + content[: 2 * _BLOCK])
+        with FileStore(tmp_path) as store:
+            keys += fill(store, range(3, 6))
+            assert segment_files(tmp_path) == [file]
+    (tmp_path / "index.sqlite").unlink()
+    with FileStore(tmp_path) as store:
+        assert all(read(store, keys))
