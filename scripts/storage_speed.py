@@ -53,7 +53,7 @@ class Pages:
             part_bytes=tuple(part + (i < more) for i in range(arguments.parts)),
         )  # fmt: skip
         count = arguments.bytes // arguments.page_bytes
-        self.keys = [xxhash.xxh3_128_hexdigest(str(i)) for i in range(count)]
+        self.keys = [xxhash.xxh3_128_hexdigest(str(i).encode()) for i in range(count)]
         self.store = FileStore(folder, threads=arguments.threads, direct=arguments.direct)
         self._expected = []
         rng = np.random.default_rng(0)
@@ -124,7 +124,10 @@ class Pages:
 def _cached(file: Path) -> float:
     """The share of a file that is in the page cache."""
     size = file.stat().st_size
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_COPY) as mapped:
+    with (
+        file.open("rb") as opened,
+        mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_COPY) as mapped,
+    ):
         found = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
         pointer = ctypes.c_char.from_buffer(mapped)
         address = ctypes.addressof(pointer)

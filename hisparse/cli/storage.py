@@ -33,7 +33,11 @@ def add_parser(commands: Any) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text, run in (
         ("ls", "what a store holds", _list),
-        ("check", "read every page and drop the damaged ones (exit code 1: there were some)", _check),
+        (
+            "check",
+            "read every page and drop damaged ones (exit code 1: there were some)",
+            _check,
+        ),
         ("gc", "give back the space of evicted pages, and evict more down to a size", _collect),
         ("rm", "remove pages and give back their space", _remove),
     ):

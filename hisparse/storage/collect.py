@@ -57,7 +57,7 @@ class Collector:
         self._lock, self._not_before = threading.Lock(), 0.0
 
     def run_soon(self, room: int) -> None:
-        """Collect in a thread of its own, unless one is at it or has just ended; see :meth:`run`."""
+        """Collect in another thread, unless one is at it or has just ended; see :meth:`run`."""
         with self._lock:
             running = self._thread is not None and self._thread.is_alive()
             if not running and time.monotonic() >= self._not_before:

@@ -102,8 +102,9 @@ class Reader:
                     return False
                 row = now
         except (OSError, sqlite3.Error) as error:
-            logger.warning("store %s: cannot read: %s", self._folder.path, one_line(error))
             self._counters.add(read_errors=1)
+            if self._counters.may_log():
+                logger.warning("store %s: cannot read: %s", self._folder.path, one_line(error))
         return False
 
     def _reason(
@@ -124,6 +125,7 @@ class Reader:
         """Drop a damaged page; False if it was gone already."""
         if dropped := self._folder.index.drop(row):
             self._counters.add(damaged=1)
+        if dropped and self._counters.may_log():
             name = self._folder.segments.path(row.place.segment).name
             logger.warning(
                 "store %s: page %s is dropped: %s at offset %d: %s",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Final
@@ -17,17 +18,30 @@ _COUNTERS: Final = (
     "index_errors",
 )  # fmt: skip
 
+#: Seconds between lines of the log.
+_QUIET_S: Final = 60.0
+
 
 class Counters:
     """What :attr:`FileStore.counters` says. Its methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._counts, self._lock = Counter[str](), threading.Lock()
+        self._log_after = 0.0
 
     def add(self, **more: int) -> None:
         """Add to counters by name."""
         with self._lock:
             self._counts.update(more)
+
+    def may_log(self) -> bool:
+        """Whether a line may be logged: true once a minute, so that a bad disk fills no log."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._log_after:
+                return False
+            self._log_after = now + _QUIET_S
+            return True
 
     def all(self) -> dict[str, int]:
         """Every counter by name."""

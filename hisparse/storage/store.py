@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 #: Bytes that are worth a thread.
 _LEAST_SHARE: Final = 1 << 20
-#: Seconds between lines of the log that say the same.
-_QUIET_S: Final = 60.0
 
 
 class FileStore(contextlib.AbstractContextManager["FileStore"]):
@@ -96,16 +94,11 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         self._closed = False
         self._clock, self._threads = clock, threads
         segment_bytes = segment_bytes or self._limits.default_segment_bytes
-        self._writer = SegmentWriter(
-            self._folder.segments, segment_bytes, self._folder.index.ends
-        )
+        self._writer = SegmentWriter(self._folder.segments, segment_bytes, self._folder.index.ends)
         self._counters = Counters()
         self._reader = Reader(self._folder, self._counters)
-        self._collector = Collector(
-            self._folder, self._writer, self._limits, self._counters, clock
-        )
+        self._collector = Collector(self._folder, self._writer, self._limits, self._counters, clock)
         self._pool = ThreadPoolExecutor(max(1, threads - 1), "hisparse-storage")
-        self._warn_after = 0.0
 
     def find(self, namespace: Namespace, keys: Sequence[str]) -> int:
         """Length of the longest prefix of ``keys`` whose pages are all stored.
@@ -162,8 +155,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         with contextlib.suppress(sqlite3.Error):
             used = [row.key for i in done if (row := rows[i]) is not None]
             self._folder.index.use(namespace, used, self._clock())
-        self._counters.add(hits=len(done), misses=len(keys) - len(done), read_bytes=len(done) * size)
-        found = set(done)
+        found, hits = set(done), len(done)
+        self._counters.add(hits=hits, misses=len(keys) - hits, read_bytes=hits * size)
         return [i in found for i in range(len(keys))]
 
     def put(self, namespace: Namespace, key: str, parts: Sequence[Buffer]) -> bool:
@@ -342,10 +335,9 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         return "puts" if added else "duplicates"
 
     def _note_error(self, name: str, error: Exception) -> None:
-        """Count an error; log it if none was logged in the last minute."""
+        """Count an error."""
         self._counters.add(**{name: 1})
-        if time.monotonic() > self._warn_after:
-            self._warn_after = time.monotonic() + _QUIET_S
+        if self._counters.may_log():
             logger.warning("store %s: %s", self._folder.path, one_line(error))
 
     @contextlib.contextmanager

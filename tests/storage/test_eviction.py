@@ -126,7 +126,7 @@ def test_the_size_is_kept_under_a_stream_of_pages(tmp_path: Path, policy: str) -
     rng, limit, deadline = random.Random(0), 40 * _RECORD, time.monotonic() + 60
     with _small(tmp_path, 40, policy=policy, background=True) as store:
         number = 0
-        while number < sized(150, 5000) or not store.counters["evicted"]:
+        while number < sized(60, 5000) or not store.counters["evicted"]:
             assert time.monotonic() < deadline, store.counters
             key = key_of(number)
             if store.put(NAMESPACE, key, parts_of(key)):
@@ -170,7 +170,7 @@ def test_pages_that_are_large_for_their_store(tmp_path: Path) -> None:
     namespace = replace(NAMESPACE, part_bytes=(12 * 4096,))
     with FileStore(tmp_path / "a", 20 * 4096, segment_bytes=4096) as store:
         deadline = time.monotonic() + 30
-        for number in range(3):
+        for number in range(2):
             key = key_of(number)
             while not store.put(namespace, key, parts_of(key, namespace)):
                 assert time.monotonic() < deadline
