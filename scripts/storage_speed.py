@@ -54,7 +54,7 @@ class Pages:
         )  # fmt: skip
         count = arguments.bytes // arguments.page_bytes
         self.keys = [xxhash.xxh3_128_hexdigest(str(i).encode()) for i in range(count)]
-        self.store = FileStore(folder, threads=arguments.threads, direct=arguments.direct)
+        self.store = FileStore(folder, threads=arguments.threads)
         self._expected = []
         rng = np.random.default_rng(0)
         for key in self.keys:
@@ -172,7 +172,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--parts", type=int, default=1, help="of a page")
     add("--batch", type=int, default=64, help="pages of a call")
     add("--threads", type=int, default=2, help="of a call")
-    add("--direct", action="store_true", help="read past the page cache")
     add("--rounds", type=int, default=7)
     arguments = parser.parse_args(argv)
     folder = arguments.folder or arguments.out.absolute().parent

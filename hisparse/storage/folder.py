@@ -33,7 +33,6 @@ class Folder:
     Args:
         path: the folder.
         create: make it if it is absent.
-        direct: whether segments may be read past the page cache.
 
     Attributes:
         path: the folder.
@@ -46,9 +45,9 @@ class Folder:
         HiSparseError: the folder can be neither made nor read.
     """
 
-    def __init__(self, path: Path, *, create: bool, direct: bool) -> None:
+    def __init__(self, path: Path, *, create: bool) -> None:
         self.path = path.expanduser().absolute()
-        self.segments = Segments(self.path / "segments", direct=direct)
+        self.segments = Segments(self.path / "segments")
         self._file = self.path / "index.sqlite"
         if not create and not self.segments.folder.is_dir():
             raise ConfigError(f"got {quoted(str(path))}, expected the folder of a store")
@@ -103,7 +102,7 @@ class Folder:
     def _checked_index(self) -> Index:
         """The index as it is, or an empty one if it is absent or damaged."""
         if self._file.exists():
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(sqlite3.Error, UnicodeDecodeError):
                 index = Index(self._file)
                 if index.is_whole():
                     return index

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from hisparse.errors import ConfigError
 from hisparse.storage.namespace import Namespace
 from hisparse.storage.record import Header
 from hisparse.storage.report import NamespaceUse
@@ -34,8 +33,13 @@ _INTEGERS: Final = " AND ".join(
 )
 _SCHEMA: Final = f"""
 BEGIN IMMEDIATE;
-CREATE TABLE namespaces (id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE);
-CREATE TABLE segments (id INTEGER PRIMARY KEY, bytes INTEGER NOT NULL, live INTEGER NOT NULL);
+CREATE TABLE namespaces (
+    id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE, CHECK (typeof(text) = 'text')
+);
+CREATE TABLE segments (
+    id INTEGER PRIMARY KEY, bytes INTEGER NOT NULL, live INTEGER NOT NULL,
+    CHECK (typeof(bytes) = 'integer' AND typeof(live) = 'integer')
+);
 CREATE TABLE pages (
     namespace INTEGER NOT NULL, key BLOB NOT NULL,
     segment INTEGER NOT NULL, offset INTEGER NOT NULL, bytes INTEGER NOT NULL,
@@ -150,11 +154,16 @@ class Index:
     def is_whole(self) -> bool:
         """Whether the tables are those of this version, and undamaged."""
         try:
-            version, found = self._all("PRAGMA user_version"), self._all("PRAGMA quick_check(1)")
+            version, found = (
+                self._all("PRAGMA user_version"),
+                self._all("PRAGMA integrity_check(1)"),
+            )
+            if version != [(_VERSION,)] or found != [("ok",)]:
+                return False
             self.namespaces()
-        except (sqlite3.Error, ConfigError):
+        except (sqlite3.Error, ValueError):  # Also text, and messages, that are not UTF-8.
             return False
-        return version == [(_VERSION,)] and found == [("ok",)]
+        return True
 
     def close(self) -> None:
         """Let go of the file."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
-import mmap
 import os
 import sqlite3
 from collections.abc import Sequence
 from typing import Final
-
-import numpy as np
 
 from hisparse.errors import one_line
 from hisparse.storage.folder import Folder
@@ -25,7 +21,6 @@ __all__ = ["Reader", "span_of"]
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT_MASK: Final = BLOCK_BYTES - 1
 #: A page can be moved while it is looked up and read, again and again.
 _TRIES: Final = 3
 
@@ -61,7 +56,7 @@ class Reader:
         Returns:
             The numbers of the pages that were read.
         """
-        block = _make_block()
+        block = memoryview(bytearray(BLOCK_BYTES))
         return [i for i, row, view in jobs if self._read_one(namespace, row, part, view, block)]
 
     def verify(self) -> VerifyReport:
@@ -70,7 +65,7 @@ class Reader:
         Raises:
             OSError, sqlite3.Error: a file cannot be read at all.
         """
-        index, block, damaged = self._folder.index, _make_block(), []
+        index, block, damaged = self._folder.index, memoryview(bytearray(BLOCK_BYTES)), []
         pages, num_bytes, namespaces = 0, 0, index.namespaces()
         for segment in index.segments():
             for row in index.pages_of(segment):
@@ -134,11 +129,6 @@ class Reader:
         return dropped
 
 
-def _make_block() -> memoryview:
-    """A buffer for a header, aligned for direct reads. One thread uses it at a time."""
-    return memoryview(mmap.mmap(-1, BLOCK_BYTES))
-
-
 def _read_page(
     segment: OpenSegment,
     row: Row,
@@ -152,31 +142,20 @@ def _read_page(
     It takes one system call if the part begins the page.
     """
     start, size = span_of(namespace, part)
-    if _fill(segment, row.place.offset, start, view, block) < BLOCK_BYTES + size:
+    offset, fd = row.place.offset, segment.fd
+    if not start:
+        num_bytes = transfer(os.preadv, fd, [block, view], offset)
+    else:
+        num_bytes = transfer(os.preadv, fd, [block], offset)
+        num_bytes += transfer(os.preadv, fd, [view], offset + BLOCK_BYTES + start)
+    if num_bytes < BLOCK_BYTES + size:
         return "short"
     if (checksums := checksums_in(block, namespace, row.key)) is None:
         return "header"
-    for number in range(len(checksums)) if part is None else [part]:
+    if part is not None:
+        return None if checksum(view) == checksums[part] else f"checksum of part {part}"
+    for number, expected in enumerate(checksums):
         first, num_bytes = span_of(namespace, number)
-        if checksum(view[first - start :][:num_bytes]) != checksums[number]:
+        if checksum(view[first : first + num_bytes]) != expected:
             return f"checksum of part {number}"
     return None
-
-
-def _fill(
-    segment: OpenSegment, offset: int, start: int, view: memoryview, block: memoryview
-) -> int:
-    """Read header and part. Returns the number of bytes read."""
-    steps = [([block], 0), ([view], BLOCK_BYTES + start)] if start else [([block, view], 0)]
-    if segment.direct_fd is not None and _is_aligned(view, start):
-        # The system may want another alignment.
-        with contextlib.suppress(OSError):
-            fd = segment.direct_fd
-            return sum(transfer(os.preadv, fd, views, offset + at) for views, at in steps)
-    return sum(transfer(os.preadv, segment.fd, views, offset + at) for views, at in steps)
-
-
-def _is_aligned(view: memoryview, start: int) -> bool:
-    """Whether address, offset and size suit a direct read."""
-    address = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return not (address | start | len(view)) & _ALIGNMENT_MASK

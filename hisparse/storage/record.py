@@ -40,7 +40,7 @@ __all__ = [
     "record_bytes",
 ]
 
-#: Records begin and end at multiples of this, which direct reads need.
+#: Records begin and end at multiples of this, where a lost one's successor is looked for.
 BLOCK_BYTES: Final = 4096
 MAX_KEY_BYTES: Final = 64
 _MAGIC: Final = b"hiSpage\x01"

@@ -45,13 +45,17 @@ def transfer(
     Raises:
         OSError: the system refuses.
     """
-    left, total = [view for view in views if len(view)], 0
-    while left and (done := call(fd, left, offset + total)):
-        total += done
+    total = call(fd, views, offset)
+    if total == sum(map(len, views)):
+        return total
+    left, done = list(views), total
+    while left and done:
         while left and done >= len(left[0]):
             done -= len(left.pop(0))
         if done:
             left[0] = left[0][done:]
+        done = call(fd, left, offset + total) if left else 0
+        total += done
     return total
 
 
@@ -60,21 +64,14 @@ class OpenSegment:
 
     Attributes:
         fd: a descriptor.
-        direct_fd: one that reads past the page cache, or None.
     """
 
-    def __init__(self, path: Path, *, direct: bool) -> None:
-        self.direct_fd: int | None = None
+    def __init__(self, path: Path) -> None:
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        if direct:
-            # Some file systems have no such reads.
-            with contextlib.suppress(OSError):
-                self.direct_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
     def __del__(self) -> None:
-        for name in ("fd", "direct_fd"):
-            if (fd := getattr(self, name, None)) is not None:
-                os.close(fd)
+        if hasattr(self, "fd"):
+            os.close(self.fd)
 
     def headers(self, start: int) -> Iterator[tuple[int, Header]]:
         """Offset and header of each whole record from ``start`` on; damage is skipped."""
@@ -93,11 +90,10 @@ class Segments:
 
     Args:
         folder: of the files.
-        direct: whether readers may read past the page cache.
     """
 
-    def __init__(self, folder: Path, *, direct: bool = False) -> None:
-        self.folder, self._direct = folder, direct
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._open: OrderedDict[int, OpenSegment] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -124,7 +120,7 @@ class Segments:
         """
         with self._lock:
             if (found := self._open.get(segment)) is None:
-                found = self._open[segment] = OpenSegment(self.path(segment), direct=self._direct)
+                found = self._open[segment] = OpenSegment(self.path(segment))
             self._open.move_to_end(segment)
             while len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)

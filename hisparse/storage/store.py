@@ -61,8 +61,6 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         segment_bytes: size at which a segment is closed; None: ``size_bytes`` / 64 within 4 MiB
             and 1 GiB.
         threads: threads that read one call's pages.
-        direct: read past the system's page cache (O_DIRECT) where buffer, file and part sizes are
-            aligned to 4 KiB; other reads are as without it.
         create: make the folder if it is absent; False: a folder that is no store is an error.
         clock: seconds since 1970; tests set their own.
 
@@ -82,7 +80,6 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         low_water: float = 0.85,
         segment_bytes: int | None = None,
         threads: int = 2,
-        direct: bool = False,
         create: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -90,7 +87,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: got {value}, expected at least 1")
         self._limits = Limits(size_bytes, policy, ttl_s, high_water, low_water)
-        self._folder = Folder(Path(path), create=create, direct=direct)
+        self._folder = Folder(Path(path), create=create)
         self._closed = False
         self._clock, self._threads = clock, threads
         segment_bytes = segment_bytes or self._limits.default_segment_bytes

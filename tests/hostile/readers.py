@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -166,31 +167,26 @@ def _prefixes(folder: Path) -> list[Reader]:
 
 def _store(folder: Path) -> list[Reader]:
     """A segment and an index of a store. A damaged file loses pages, and no store is refused."""
-    made = folder / "store"
-    with FileStore(made) as store:
+    whole, made = folder / "whole", folder / "store"
+    with FileStore(whole) as store:
         keys = fill(store, range(3))
-    (segment,) = (made / "segments").iterdir()
-    index = made / "index.sqlite"
+    (segment,) = (whole / "segments").iterdir()
+    index = whole / "index.sqlite"
 
-    def read_store(changed: Path, target: Path) -> None:
-        before = {file: file.read_bytes() for file in (segment, index)}
-        try:
-            target.write_bytes(changed.read_bytes())
-            if target == segment:
-                index.unlink()
-            with FileStore(made, create=False) as store:
-                store.verify()
-                found = read(store, keys)
-                assert store.find(NAMESPACE, keys) == (*found, False).index(False)
-                assert store.put(NAMESPACE, key_of(9), parts_of(key_of(9)))
-                assert read(store, [key_of(9)]) == [True]
-        finally:
-            for file, content in before.items():
-                file.write_bytes(content)
+    def read_store(changed: Path, damaged: Path, lost: str) -> None:
+        shutil.rmtree(made, ignore_errors=True)
+        shutil.copytree(whole, made, ignore=shutil.ignore_patterns(lost))
+        shutil.copyfile(changed, made / damaged.relative_to(whole))
+        with FileStore(made, create=False) as store:
+            store.verify()
+            found = read(store, keys)
+            assert store.find(NAMESPACE, keys) == (*found, False).index(False)
+            assert store.put(NAMESPACE, key_of(9), parts_of(key_of(9)))
+            assert read(store, [key_of(9)]) == [True]
 
     return [
-        _reader("segment", segment.read_bytes(), lambda path: read_store(path, segment)),
-        _reader("index", index.read_bytes(), lambda path: read_store(path, index), weight=1),
+        _reader("segment", segment.read_bytes(), lambda x: read_store(x, segment, index.name)),
+        _reader("index", index.read_bytes(), lambda x: read_store(x, index, ""), weight=1),
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import random
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.storage import FileStore, Namespace
-from tests.storage.pages import NAMESPACE, contents, fill, key_of, parts_of, read, segment_files
+from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
 
 
 @pytest.fixture
@@ -160,20 +159,6 @@ def test_large_reads_are_shared_among_threads(tmp_path: Path) -> None:
         keys = fill(store, range(12), namespace)
         order = random.Random(0).sample([*keys, key_of(77)], 13)
         assert read(store, order, namespace) == [key != key_of(77) for key in order]
-
-
-def test_direct_reads_of_aligned_and_other_buffers(tmp_path: Path) -> None:
-    """Whether a file system has direct reads or not, the bytes are the same."""
-    namespace = replace(NAMESPACE, part_bytes=(8192, 4096))
-    with FileStore(tmp_path, 1 << 30, direct=True) as store:
-        (key,) = fill(store, [1], namespace)
-        store.flush()
-        data, memory = contents(key, namespace), mmap.mmap(-1, 16384)
-        for start in (0, 64):
-            for part, expected in ((None, data), (0, data[:8192]), (1, data[8192:])):
-                view = memoryview(memory)[start : start + len(expected)]
-                assert store.get(namespace, [key], [view], part) == [True]
-                assert view == expected
 
 
 @pytest.mark.parametrize("key", ["", "abc", "zz", "ab cd", " ab", "ab" * 65, "é" * 2])
