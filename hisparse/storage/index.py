@@ -17,8 +17,8 @@ from hisparse.storage.segments import Place
 
 __all__ = ["Index", "Row"]
 
-#: Of the tables: an index with another is rebuilt.
-_VERSION: Final = 1
+#: What tables there are: an index with others is made anew.
+_TABLES: Final = "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"
 #: Keys of one statement; SQLite's own limit is higher.
 _BATCH: Final = 500
 #: Seconds to wait for other processes.
@@ -58,7 +58,6 @@ CREATE TRIGGER moved AFTER UPDATE OF segment ON pages BEGIN
     UPDATE segments SET live = live - old.bytes WHERE id = old.segment;
     UPDATE segments SET live = live + new.bytes WHERE id = new.segment;
 END;
-PRAGMA user_version = {_VERSION};
 COMMIT;
 """
 _COLUMNS: Final = "namespace, key, segment, offset, bytes"
@@ -154,16 +153,15 @@ class Index:
     def is_whole(self) -> bool:
         """Whether the tables are those of this version, and undamaged."""
         try:
-            version, found = (
-                self._all("PRAGMA user_version"),
-                self._all("PRAGMA integrity_check(1)"),
-            )
-            if version != [(_VERSION,)] or found != [("ok",)]:
+            with contextlib.closing(Index(None, create=True)) as other:
+                if self._all(_TABLES) != other._all(_TABLES):
+                    return False
+            if self._all("PRAGMA integrity_check(1)") != [("ok",)]:
                 return False
             self.namespaces()
+            return True
         except (sqlite3.Error, ValueError):  # Also text, and messages, that are not UTF-8.
             return False
-        return True
 
     def close(self) -> None:
         """Let go of the file."""

@@ -151,7 +151,7 @@ def _scribble(index: Path) -> None:
 
 def _other_version(index: Path) -> None:
     with sqlite3.connect(index) as database:
-        database.execute("PRAGMA user_version = 77")
+        database.execute("ALTER TABLE pages ADD COLUMN novel")
     database.close()
 
 
