@@ -296,8 +296,8 @@ class SegmentWriter:
             return None
         try:
             if _lock(fd, path):
-                # A writer that was killed may have left a part of a record. Its header would hide
-                # what is appended behind it.
+                # A writer that was killed may have left a part of a record behind the last whole
+                # one. Its header would hide what is appended after it.
                 end = self._ends().get(segment, 0)
                 os.ftruncate(fd, end)
                 self._fd, self._next = fd, Place(segment, end)
