@@ -23,6 +23,7 @@ def test_a_small_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert case["gate"] == "passed"
         assert {name: len(rates) for name, rates in case["bytes_per_second"].items()} == {
             "dd": 2,
+            "dd large": 2,
             "get": 2,
         }
     # How fast so small a store is says nothing.
