@@ -46,12 +46,18 @@ def test_algorithms_fit_80_columns(
     assert "  option ranges: int (default 4)" in details
 
 
-_COMMANDS = ["algorithms", "build", "check", "doctor", "eval", "plan", "bench"]
+_COMMANDS = ["algorithms", "build", "check", "doctor", "eval", "plan", "bench", "storage"]
 _BENCHES = ["serve", "prefetch", "lru-diff", "transfer", "swap-in", "decode", "step", "prefill"]
 
 
 @pytest.mark.parametrize(
-    "argv", [[], *([name] for name in _COMMANDS), *(["bench", name] for name in _BENCHES)]
+    "argv",
+    [
+        [],
+        *([name] for name in _COMMANDS),
+        *(["bench", name] for name in _BENCHES),
+        *(["storage", name] for name in ("ls", "check", "gc", "rm")),
+    ],
 )
 def test_help_fits_80_columns_and_explains_every_flag(
     argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

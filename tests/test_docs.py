@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from hisparse.algorithms import ALGORITHMS
-from hisparse.cli import algorithms, bench, build, check, doctor, plan, top, trace
+from hisparse.cli import algorithms, bench, build, check, doctor, plan, storage, top, trace
 from hisparse.cli import eval as eval_command
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.registry import Registry
@@ -98,7 +98,9 @@ def test_benches_in_the_text_exist(page: str, names: str) -> None:
 
 def test_every_command_has_a_row() -> None:
     commands = argparse.ArgumentParser().add_subparsers()
-    for module in (algorithms, bench, build, check, doctor, eval_command, plan, top, trace):
+    for module in (
+        algorithms, bench, build, check, doctor, eval_command, plan, storage, top, trace,
+    ):  # fmt: skip
         module.add_parser(commands)
     listed = set(re.findall(r"^\| `hisparse (\w+)", README, re.MULTILINE))
     assert listed == set(commands.choices)

@@ -33,6 +33,7 @@ ROOMS = (
     ("hisparse.sglang", "hisparse.transformers"),
     ("hisparse.engine",),
     ("hisparse.memory",),
+    ("hisparse.storage",),
     ("hisparse.cache",),
     ("hisparse.adapters",),
     ("hisparse.algorithms",),
@@ -146,7 +147,8 @@ def test_every_module_says_what_is_public() -> None:
 @pytest.mark.parametrize(
     "package",
     ["hisparse", "hisparse.algorithms", "hisparse.adapters", "hisparse.cache", "hisparse.kernels",
-     "hisparse.testing", "hisparse.trace", "hisparse.transformers", "hisparse.eval"],
+     "hisparse.storage", "hisparse.testing", "hisparse.trace", "hisparse.transformers",
+     "hisparse.eval"],
 )  # fmt: skip
 def test_what_a_package_offers_is_there(package: str) -> None:
     module = importlib.import_module(package)

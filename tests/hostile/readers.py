@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from hisparse.eval import quality_plot
 from hisparse.eval.records import Records
 from hisparse.eval.report import read_result, write_reports
 from hisparse.options import read_text
+from hisparse.storage import FileStore
 from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve, policy_hits
 from hisparse.trace.cache_events import read_events, summarize
 from hisparse.trace.prefix import convert_sglang, make_up_sessions, read_prefix, write_prefix
@@ -30,6 +32,7 @@ from hisparse_bench import speed_plot
 from scripts import compare_quality
 from tests.eval.synthetic_records import record
 from tests.eval.test_eval_report import result
+from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
 from tests.transformers.hf_models import SMALL, model, prompt
 
 __all__ = ["Reader", "Refused", "readers"]
@@ -162,6 +165,31 @@ def _prefixes(folder: Path) -> list[Reader]:
     ]
 
 
+def _store(folder: Path) -> list[Reader]:
+    """A segment and an index of a store. A damaged file loses pages, and no store is refused."""
+    whole, made = folder / "whole", folder / "store"
+    with FileStore(whole) as store:
+        keys = fill(store, range(3))
+    (segment,) = (whole / "segments").iterdir()
+    index = whole / "index.sqlite"
+
+    def read_store(changed: Path, damaged: Path, lost: str) -> None:
+        shutil.rmtree(made, ignore_errors=True)
+        shutil.copytree(whole, made, ignore=shutil.ignore_patterns(lost))
+        shutil.copyfile(changed, made / damaged.relative_to(whole))
+        with FileStore(made, create=False) as store:
+            store.verify()
+            found = read(store, keys)
+            assert store.find(NAMESPACE, keys) == (*found, False).index(False)
+            assert store.put(NAMESPACE, key_of(9), parts_of(key_of(9)))
+            assert read(store, [key_of(9)]) == [True]
+
+    return [
+        _reader("segment", segment.read_bytes(), lambda x: read_store(x, segment, index.name)),
+        _reader("index", index.read_bytes(), lambda x: read_store(x, index, ""), weight=1),
+    ]
+
+
 def _page(folder: Path) -> Callable[[Path], None]:
     def read(path: Path) -> None:
         with warnings.catch_warnings():
@@ -191,6 +219,7 @@ def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
         _records(),
         _trace(folder),
         *_prefixes(folder),
+        *_store(folder),
         _reader("settings", json.dumps(settings).encode(), lambda p: HiSparseConfig.parse(f"@{p}")),
         _reader("text", "Straße 😀\n".encode(), lambda path: read_text(path, "--text")),
         _reader(

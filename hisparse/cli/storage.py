@@ -1,0 +1,170 @@
+"""``hisparse storage``: what a store of pages holds, whether it is whole, and how to shrink it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from hisparse.cli.lists import ratios
+from hisparse.cli.output import make_table, print_paragraph
+from hisparse.errors import ConfigError
+from hisparse.units import format_bytes, parse_memory
+
+if TYPE_CHECKING:
+    from hisparse.storage import FileStore, StoreReport
+
+__all__ = ["add_parser"]
+
+_DAY_S = 86_400
+#: Characters of a namespace's key that `ls` prints, and fewest that `rm` takes.
+_SHOWN, _FEWEST = 12, 4
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the ``hisparse`` parser."""
+    text = "list, check and shrink a store of KV pages"
+    parser = commands.add_parser("storage", help=text, description=text)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text, run in (
+        ("ls", "what a store holds", _list),
+        (
+            "check",
+            "read every page and drop damaged ones (exit code 1: there were some)",
+            _check,
+        ),
+        ("gc", "give back the space of evicted pages, and evict more down to a size", _collect),
+        ("rm", "remove pages and give back their space", _remove),
+    ):
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument("path", type=Path, metavar="PATH", help="folder of the store")
+        action.add_argument("--json", action="store_true", help="print one JSON object instead")
+        action.set_defaults(run=run)
+        if name == "gc":
+            _add_gc_flags(action)
+        elif name == "rm":
+            _add_rm_flags(action)
+
+
+def _add_gc_flags(parser: argparse.ArgumentParser) -> None:
+    text = "evict the least recently used pages down to this, such as 100GiB (nothing)"
+    parser.add_argument("--size", metavar="SIZE", help=text)
+    text = "copy together segments with a smaller share of live bytes (0.5)"
+    parser.add_argument("--live-ratio", type=ratios, default=[0.5], metavar="F", help=text)
+
+
+def _add_rm_flags(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--all", action="store_true", help="every page")
+    text = "pages of one namespace: its key, or the beginning that ls prints"
+    which.add_argument("--namespace", metavar="KEY", help=text)
+    text = "pages that nobody wrote or read for so many days"
+    which.add_argument("--unused-days", type=_days, metavar="N", help=text)
+
+
+def _days(text: str) -> float:
+    try:
+        days = float(text)
+    except ValueError:
+        days = -1.0
+    if not 0 <= days < 1e6:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of days")
+    return days
+
+
+def _open(arguments: argparse.Namespace, size: str | None = None) -> FileStore:
+    # Other commands do without the packages that a store needs.
+    from hisparse.storage import FileStore
+
+    num_bytes = None if size is None else parse_memory("--size", size)
+    if isinstance(num_bytes, float):
+        raise ConfigError(f"--size: got {size!r}, expected a size such as 100GiB")
+    return FileStore(arguments.path, num_bytes, low_water=1, high_water=1, create=False)
+
+
+def _print(arguments: argparse.Namespace, found: dict[str, Any], lines: list[str]) -> None:
+    if arguments.json:
+        print(json.dumps({"command": f"storage {arguments.action}", **found}, indent=2))
+        return
+    console = Console(highlight=False)
+    for line in lines:
+        print_paragraph(console, line)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    with _open(arguments) as store:
+        report = store.describe()
+    keys = {"namespaces": [{"key": x.namespace.key, **asdict(x)} for x in report.namespaces]}
+    _print(arguments, asdict(report) | keys, [_summary(report)])
+    if arguments.json or not report.namespaces:
+        return 0
+    right = ("page", "rank", "pages", "size")
+    table = make_table("namespace", "model", "dtype", *right, "last used", right=right)
+    for use in report.namespaces:
+        names = use.namespace
+        table.add_row(
+            names.key[:_SHOWN],
+            names.model,
+            names.kv_dtype,
+            str(names.page_size),
+            f"{names.rank}/{names.num_ranks}",
+            f"{use.pages:,}",
+            format_bytes(use.bytes),
+            datetime.fromtimestamp(use.last_used).strftime("%Y-%m-%d %H:%M"),
+        )
+    Console(highlight=False).print(table)
+    return 0
+
+
+def _summary(report: StoreReport) -> str:
+    return (
+        f"{report.path}: {report.pages:,} pages, {format_bytes(report.live_bytes)}, in "
+        f"{report.segments:,} segments of {format_bytes(report.segment_bytes)}"
+    )
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    with _open(arguments) as store:
+        report = store.verify()
+    lines = [f"{x.segment} at {x.offset:,}: page {x.key}: {x.reason}" for x in report.damaged]
+    total = f"{report.pages:,} pages, {format_bytes(report.bytes)}: {len(lines):,} damaged"
+    _print(arguments, asdict(report), [*lines, total + (", dropped" if lines else "")])
+    return int(bool(report.damaged))
+
+
+def _collect(arguments: argparse.Namespace) -> int:
+    with _open(arguments, arguments.size) as store:
+        return _report_collection(arguments, store, arguments.live_ratio[0])
+
+
+def _report_collection(
+    arguments: argparse.Namespace, store: FileStore, live_ratio: float, removed: int = 0
+) -> int:
+    given_back = store.collect(live_ratio)
+    evicted = store.counters["evicted"]
+    left = store.describe()
+    found = {"removed": removed, "evicted": evicted, "bytes": given_back, "pages": left.pages}
+    done = f"{removed:,} pages removed, " if arguments.action == "rm" else ""
+    line = f"{done}{evicted:,} evicted, {format_bytes(given_back)} given back"
+    _print(arguments, found, [line, _summary(left)])
+    return 0
+
+
+def _remove(arguments: argparse.Namespace) -> int:
+    with _open(arguments) as store:
+        namespace = None
+        if arguments.namespace is not None:
+            known = {use.namespace.key: use.namespace for use in store.describe().namespaces}
+            given = arguments.namespace
+            matches = [key for key in known if key.startswith(given) and len(given) >= _FEWEST]
+            if len(matches) != 1:
+                choices = ", ".join(key[:_SHOWN] for key in known) or "none"
+                raise ConfigError(f"--namespace: got {given!r}, expected one of: {choices}")
+            namespace = known[matches[0]]
+        unused_s = None if arguments.unused_days is None else arguments.unused_days * _DAY_S
+        return _report_collection(arguments, store, 1.0, store.remove(namespace, None, unused_s))

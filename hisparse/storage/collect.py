@@ -1,0 +1,152 @@
+"""Eviction, and copying what is left of old segments together so that their space is given back."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from hisparse.errors import one_line
+from hisparse.storage.folder import Folder
+from hisparse.storage.index import Index, Row
+from hisparse.storage.limits import Limits
+from hisparse.storage.record import read_header
+from hisparse.storage.report import Counters
+from hisparse.storage.segments import SegmentWriter, locked
+
+__all__ = ["MIN_LIVE_RATIO", "Collector"]
+
+logger = logging.getLogger(__name__)
+
+#: Segments with less live bytes are not worth their space.
+MIN_LIVE_RATIO: Final = 0.5
+
+#: Evictions of one collection: each is followed by looking what can be given back.
+_ROUNDS: Final = 16
+#: Seconds between collections that puts begin.
+_PAUSE_S: Final = 1.0
+
+
+class Collector:
+    """Evicts pages and gives space back. Its methods may be called from any thread.
+
+    Args:
+        folder: of the store.
+        writer: takes what is copied.
+        limits: of the store.
+        counters: of the store.
+        clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        writer: SegmentWriter,
+        limits: Limits,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._folder, self._writer, self._limits = folder, writer, limits
+        self._counters, self._clock = counters, clock
+        self._thread: threading.Thread | None = None
+        self._lock, self._not_before = threading.Lock(), 0.0
+
+    def run_soon(self, room: int) -> None:
+        """Collect in another thread, unless one is at it or has just ended; see :meth:`run`."""
+        with self._lock:
+            running = self._thread is not None and self._thread.is_alive()
+            if not running and time.monotonic() >= self._not_before:
+                self._thread = threading.Thread(target=self._run_alone, args=(room,), daemon=True)
+                self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the thread."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run_alone(self, room: int) -> None:
+        try:
+            self.run(MIN_LIVE_RATIO, room)
+        except (OSError, sqlite3.Error) as error:
+            logger.warning("store %s: cannot collect: %s", self._folder.path, one_line(error))
+        self._not_before = time.monotonic() + _PAUSE_S
+
+    def run(self, min_live_ratio: float, room: int = 0) -> int:
+        """Drop expired pages; above the high-water mark evict to the low one; give space back.
+
+        Args:
+            min_live_ratio: segments with less live bytes than this share of theirs are copied.
+            room: bytes that are wanted besides what is there.
+
+        Returns:
+            Bytes given back; 0 if another thread or process is at it.
+
+        Raises:
+            OSError: the system refuses; what was not copied stays where it is.
+            sqlite3.Error: SQLite cannot do it.
+        """
+        with (
+            self._folder.collecting() as alone,
+            contextlib.closing(self._folder.open_index()) as index,
+        ):
+            if not alone:
+                return 0
+            limits = self._limits
+            if limits.ttl_s is not None:
+                expired = index.remove(None, None, limits.used_since(self._clock()))
+                self._counters.add(evicted=expired)
+            self._seal(index, min_live_ratio)
+            freed = self._compact(index, min_live_ratio)
+            size = limits.size_bytes
+            if size is None or index.num_bytes() + room <= limits.high_water * size:
+                return freed
+            spared = self._folder.segments.busy()
+            for _ in range(_ROUNDS):
+                excess = index.num_bytes() + room - int(limits.low_water * size)
+                if excess <= 0 or not (evicted := index.evict(limits.policy, excess, spared)):
+                    break
+                self._counters.add(evicted=evicted)
+                freed += self._compact(index, min_live_ratio)
+            return freed
+
+    def _seal(self, index: Index, min_live_ratio: float) -> None:
+        """Close the segment that is being written if it is full or sparse."""
+        writer = self._writer
+        with writer.lock:
+            size, live = index.segments().get(writer.segment or 0, (0, 0))
+            if writer.is_full or live < min_live_ratio * size:
+                writer.seal()
+
+    def _compact(self, index: Index, min_live_ratio: float) -> int:
+        """Copy what lives in sparse segments, and delete them. Returns the bytes given back."""
+        segments, indexed, freed = self._folder.segments, index.segments(), 0
+        for segment, size in segments.sizes().items():
+            if size and indexed.get(segment, (0, 0))[1] >= min_live_ratio * size:
+                continue
+            with locked(segments.path(segment)) as free:
+                if free:
+                    copied = sum(self._copy(index, row) for row in index.pages_of(segment))
+                    # What was on the disk stays there.
+                    self._writer.flush()
+                    segments.delete(segment)
+                    index.cut_segment(segment, 0)
+                    self._counters.add(collected_bytes=size - copied)
+                    freed += size - copied
+        return freed
+
+    def _copy(self, index: Index, row: Row) -> int:
+        """Copy a record, or drop it if its header is damaged. Returns the bytes copied."""
+        fd = self._folder.segments.open(row.place.segment).fd
+        record = os.pread(fd, row.num_bytes, row.place.offset)
+        header = read_header(record)
+        if header is None or header.key != row.key or header.num_bytes != len(record):
+            index.drop(row)
+            return 0
+        with self._writer.lock:
+            index.move(row, self._writer.append([memoryview(record)], adopt=False))
+        return row.num_bytes

@@ -1,0 +1,378 @@
+"""The index: an SQLite file that says where each page is. It can be made from the segments."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from hisparse.storage.namespace import Namespace
+from hisparse.storage.record import Header
+from hisparse.storage.report import NamespaceUse
+from hisparse.storage.segments import Place
+
+__all__ = ["Index", "Row"]
+
+#: What tables there are: an index with others is made anew.
+_TABLES: Final = "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"
+#: Keys of one statement; SQLite's own limit is higher.
+_BATCH: Final = 500
+#: Seconds to wait for other processes.
+_WAIT_S: Final = 10.0
+#: Pages whose uses wait in memory, and seconds.
+_MOST_USES: Final = 1024
+_USES_S: Final = 10.0
+
+#: Damage that leaves no trace but another type is found when the database is checked.
+_INTEGERS: Final = " AND ".join(
+    f"typeof({name}) = 'integer'" for name in ("segment", "offset", "bytes", "used", "uses")
+)
+_SCHEMA: Final = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE namespaces (
+    id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE, CHECK (typeof(text) = 'text')
+);
+CREATE TABLE segments (
+    id INTEGER PRIMARY KEY, bytes INTEGER NOT NULL, live INTEGER NOT NULL,
+    CHECK (typeof(bytes) = 'integer' AND typeof(live) = 'integer')
+);
+CREATE TABLE pages (
+    namespace INTEGER NOT NULL, key BLOB NOT NULL,
+    segment INTEGER NOT NULL, offset INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    written REAL NOT NULL, used INTEGER NOT NULL, uses INTEGER NOT NULL,
+    PRIMARY KEY (namespace, key),
+    CHECK (typeof(key) = 'blob' AND offset >= 0 AND bytes > 0 AND {_INTEGERS})
+) WITHOUT ROWID;
+CREATE INDEX pages_by_segment ON pages (segment);
+CREATE TRIGGER added AFTER INSERT ON pages BEGIN
+    UPDATE segments SET live = live + new.bytes WHERE id = new.segment;
+END;
+CREATE TRIGGER removed AFTER DELETE ON pages BEGIN
+    UPDATE segments SET live = live - old.bytes WHERE id = old.segment;
+END;
+CREATE TRIGGER moved AFTER UPDATE OF segment ON pages BEGIN
+    UPDATE segments SET live = live - old.bytes WHERE id = old.segment;
+    UPDATE segments SET live = live + new.bytes WHERE id = new.segment;
+END;
+COMMIT;
+"""
+_COLUMNS: Final = "namespace, key, segment, offset, bytes"
+_INSERT: Final = (
+    f"INSERT INTO pages ({_COLUMNS}, written, used, uses) VALUES (?, ?, ?, ?, ?, ?, ?, 1)"
+)
+#: Of two records the newer stays.
+_OR_REPLACE: Final = (
+    " ON CONFLICT (namespace, key) DO UPDATE SET segment = excluded.segment, "
+    "offset = excluded.offset, bytes = excluded.bytes, written = excluded.written "
+    "WHERE excluded.written > pages.written"
+)
+#: Among pages used in the same second those written last leave first: the end of a prefix.
+_ORDERS: Final = {
+    "lru": "used, written DESC",
+    "ttl": "used, written DESC",
+    "lfu": "uses, used, written DESC",
+}
+
+
+class Row(NamedTuple):
+    """A page in the index.
+
+    Attributes:
+        namespace: number of its namespace.
+        key: its key.
+        place: where its record is.
+        num_bytes: bytes of the record.
+        used: when it was last written or read, seconds since 1970.
+    """
+
+    namespace: int
+    key: bytes
+    place: Place
+    num_bytes: int
+    used: int
+
+
+class Index:
+    """Where pages are, and how they are used. Its methods may be called from any thread.
+
+    Methods raise ``sqlite3.Error`` if SQLite cannot do it, such as on a full disk.
+
+    Args:
+        file: the database; None: one in memory.
+        create: make its tables.
+        source: copy a database that cannot be written.
+    """
+
+    def __init__(
+        self, file: Path | None, *, create: bool = False, source: Path | None = None
+    ) -> None:
+        self._lock = threading.RLock()
+        self._ids: dict[str, int] = {}
+        #: Pages read since uses were last written: the last second, and the number of times.
+        self._uses: dict[tuple[int, bytes], tuple[int, int]] = {}
+        self._write_uses_at = 0.0
+        self._database = sqlite3.connect(
+            file or ":memory:", timeout=_WAIT_S, isolation_level=None, check_same_thread=False
+        )
+        try:
+            # The file survives a loss of power, though not its last transactions.
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute("PRAGMA synchronous = NORMAL")
+            if create:
+                self._database.executescript(_SCHEMA)
+            if source:
+                name = f"{source.as_uri()}?mode=ro&immutable=1"
+                with contextlib.closing(sqlite3.connect(name, uri=True)) as database:
+                    database.backup(self._database)
+        except sqlite3.Error:
+            self._database.close()
+            raise
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All changes inside, or none if an exception leaves the context."""
+        with self._lock:
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._database
+                self._database.execute("COMMIT")
+            except BaseException:
+                # SQLite may have rolled back by itself.
+                with contextlib.suppress(sqlite3.Error):
+                    self._database.execute("ROLLBACK")
+                raise
+
+    def _all(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        with self._lock:
+            return self._database.execute(statement, values).fetchall()
+
+    def is_whole(self) -> bool:
+        """Whether the tables are those of this version, and undamaged."""
+        try:
+            with contextlib.closing(Index(None, create=True)) as other:
+                if self._all(_TABLES) != other._all(_TABLES):
+                    return False
+            if self._all("PRAGMA integrity_check(1)") != [("ok",)]:
+                return False
+            self.namespaces()
+            return True
+        except (sqlite3.Error, ValueError):  # Also text, and messages, that are not UTF-8.
+            return False
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self._lock:
+            self._database.close()
+
+    # Namespaces.
+
+    def namespace_id(self, namespace: Namespace) -> int | None:
+        """Number of a namespace, or None if no page of it was stored."""
+        with self._lock:
+            if (known := self._ids.get(namespace.text)) is not None:
+                return known
+            for (found,) in self._all("SELECT id FROM namespaces WHERE text = ?", [namespace.text]):
+                self._ids[namespace.text] = found
+            return self._ids.get(namespace.text)
+
+    def _make_namespace_id(self, namespace: Namespace) -> int:
+        """Number of a namespace that is to be there; inside of a transaction."""
+        if (found := self.namespace_id(namespace)) is not None:
+            return found
+        self._database.execute("INSERT INTO namespaces (text) VALUES (?)", [namespace.text])
+        # Not remembered yet: the transaction may fail.
+        return int(self._all("SELECT last_insert_rowid()")[0][0])
+
+    def namespaces(self) -> dict[int, Namespace]:
+        """Every namespace by its number.
+
+        Raises:
+            ConfigError: the text of one is damaged.
+        """
+        rows = self._all("SELECT id, text FROM namespaces")
+        return {number: Namespace.parse(text) for number, text in rows}
+
+    def namespace_uses(self) -> list[NamespaceUse]:
+        """What namespaces hold, the largest first."""
+        self.write_uses()
+        rows = self._all(
+            "SELECT namespace, count(*), sum(bytes), max(used) FROM pages GROUP BY namespace "
+            "ORDER BY sum(bytes) DESC, namespace"
+        )
+        known = self.namespaces()
+        return [
+            NamespaceUse(namespace=known[number], pages=pages, bytes=size, last_used=used)
+            for number, pages, size, used in rows
+            if number in known
+        ]
+
+    # Pages.
+
+    def find(self, namespace: Namespace, keys: Sequence[bytes]) -> list[Row | None]:
+        """Look up pages; None for each that is not there."""
+        if (number := self.namespace_id(namespace)) is None:
+            return [None] * len(keys)
+        found: dict[bytes, Row] = {}
+        for start in range(0, len(keys), _BATCH):
+            batch = keys[start : start + _BATCH]
+            rule = f"namespace = ? AND key IN ({','.join('?' * len(batch))})"
+            found |= {row.key: row for row in self._pages(rule, [number, *batch])}
+        return [found.get(key) for key in keys]
+
+    def _pages(self, rule: str, values: Sequence[object]) -> list[Row]:
+        rows = self._all(f"SELECT {_COLUMNS}, used FROM pages WHERE {rule}", values)
+        with self._lock:
+            recent = self._uses.get
+            return [
+                Row(ns, key, Place(*place), size, max(used, recent((ns, key), (0, 0))[0]))
+                for ns, key, *place, size, used in rows
+            ]
+
+    def add(
+        self, namespace: Namespace, key: bytes, place: Place, num_bytes: int, now: float
+    ) -> bool:
+        """Add a page that was just written; False if there is one already."""
+        with self.transaction() as database:
+            if self.find(namespace, [key]) != [None]:
+                return False
+            number = self._make_namespace_id(namespace)
+            self._extend(place.segment, place.offset + num_bytes)
+            database.execute(_INSERT, [number, key, *place, num_bytes, now, int(now)])
+            return True
+
+    def recover(self, segment: int, pages: Iterable[tuple[int, Header]]) -> None:
+        """Add pages that a segment has, by their offsets; of two with one key the newer stays."""
+        with self.transaction() as database:
+            for offset, header in pages:
+                self._extend(segment, offset + header.num_bytes)
+                number, written = self._make_namespace_id(header.namespace), header.written
+                values = [number, header.key, segment, offset, header.num_bytes]
+                database.execute(_INSERT + _OR_REPLACE, [*values, written, int(written)])
+
+    def move(self, row: Row, place: Place) -> None:
+        """Set the place of a page that was copied, unless it was dropped meanwhile."""
+        with self.transaction() as database:
+            self._extend(place.segment, place.offset + row.num_bytes)
+            database.execute(
+                "UPDATE pages SET segment = ?, offset = ? "
+                "WHERE namespace = ? AND key = ? AND segment = ? AND offset = ?",
+                [*place, row.namespace, row.key, *row.place],
+            )
+
+    def drop(self, row: Row) -> bool:
+        """Drop a page if it is still at this place. Returns whether it was."""
+        with self.transaction() as database:
+            rule = "namespace = ? AND key = ? AND segment = ? AND offset = ?"
+            values = [row.namespace, row.key, *row.place]
+            return bool(database.execute(f"DELETE FROM pages WHERE {rule}", values).rowcount)
+
+    def remove(self, number: int | None, keys: Sequence[bytes] | None, used_before: float) -> int:
+        """Drop pages of a namespace, with these keys, and unused since; None: whatever they are.
+
+        Returns:
+            The number of pages.
+        """
+        self.write_uses()
+        rule, values = "used <= ?", [used_before]
+        if number is not None:
+            rule, values = f"namespace = ? AND {rule}", [number, *values]
+        with self.transaction() as database:
+            if keys is None:
+                return database.execute(f"DELETE FROM pages WHERE {rule}", values).rowcount
+            rule += " AND key = ?"
+            rows = [[*values, key] for key in keys]
+            return database.executemany(f"DELETE FROM pages WHERE {rule}", rows).rowcount
+
+    def evict(self, policy: str, num_bytes: int, spared: Sequence[int]) -> int:
+        """Drop pages of at least ``num_bytes`` bytes by a policy, but none of ``spared`` segments.
+
+        Returns:
+            The number of pages.
+        """
+        self.write_uses()
+        marks = ",".join("?" * len(spared))
+        victims = []
+        # Sorting takes seconds if there are millions: others write meanwhile.
+        rows = self._database.execute(
+            f"SELECT namespace, key, bytes FROM pages WHERE segment NOT IN ({marks}) "
+            f"ORDER BY {_ORDERS[policy]}",
+            spared,
+        )
+        while num_bytes > 0 and (row := rows.fetchone()):
+            victims.append(row[:2])
+            num_bytes -= row[2]
+        rows.close()
+        for start in range(0, len(victims), _BATCH):
+            with self.transaction() as database:
+                rule = "DELETE FROM pages WHERE namespace = ? AND key = ?"
+                database.executemany(rule, victims[start : start + _BATCH])
+        return len(victims)
+
+    def use(self, namespace: Namespace, keys: Iterable[bytes], now: float) -> None:
+        """Remember that pages were read; write it after so many pages or seconds."""
+        with self._lock:
+            if (number := self.namespace_id(namespace)) is not None:
+                for key in keys:
+                    times = self._uses.get((number, key), (0, 0))[1]
+                    self._uses[number, key] = int(now), times + 1
+            if len(self._uses) > _MOST_USES or time.monotonic() > self._write_uses_at:
+                self.write_uses()
+
+    def write_uses(self) -> None:
+        """Write which pages were read."""
+        with self._lock:
+            if not self._uses:
+                return
+            rows = [(used, times, *page) for page, (used, times) in self._uses.items()]
+            with self.transaction() as database:
+                database.executemany(
+                    "UPDATE pages SET used = max(used, ?), uses = uses + ? "
+                    "WHERE namespace = ? AND key = ?",
+                    rows,
+                )
+            self._uses.clear()
+            self._write_uses_at = time.monotonic() + _USES_S
+
+    # Segments.
+
+    def _extend(self, segment: int, end: int) -> None:
+        self._database.execute(
+            "INSERT INTO segments VALUES (?, ?, 0) "
+            "ON CONFLICT (id) DO UPDATE SET bytes = max(bytes, excluded.bytes)",
+            [segment, end],
+        )
+
+    def segments(self) -> dict[int, tuple[int, int]]:
+        """Bytes and live bytes of each segment by number."""
+        rows = self._all("SELECT id, bytes, live FROM segments ORDER BY id")
+        return {number: (num_bytes, live) for number, num_bytes, live in rows}
+
+    def num_bytes(self) -> int:
+        """Bytes of all segments."""
+        return int(self._all("SELECT coalesce(sum(bytes), 0) FROM segments")[0][0])
+
+    def pages_of(self, segment: int) -> list[Row]:
+        """The pages of a segment in the order of their offsets."""
+        return self._pages("segment = ? ORDER BY offset", [segment])
+
+    def ends(self) -> dict[int, int]:
+        """Where the last record of each segment ends, by the segment's number."""
+        return {number: num_bytes for number, (num_bytes, _) in self.segments().items()}
+
+    def cut_segment(self, segment: int, end: int) -> None:
+        """Forget all beyond the offset ``end``; 0: the whole segment."""
+        with self.transaction() as database:
+            rule = "DELETE FROM pages WHERE segment = ? AND offset + bytes > ?"
+            database.execute(rule, [segment, end])
+            database.execute(
+                "UPDATE segments SET bytes = "
+                "(SELECT coalesce(max(offset + bytes), 0) FROM pages WHERE segment = segments.id) "
+                "WHERE id = ?",
+                [segment],
+            )
+            if not end:
+                database.execute("DELETE FROM segments WHERE id = ?", [segment])

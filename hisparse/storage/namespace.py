@@ -1,0 +1,100 @@
+"""What pages must have in common to be exchanged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import xxhash
+
+from hisparse.errors import ConfigError, quoted
+from hisparse.options import from_options, parse_object
+
+__all__ = ["MAX_PARTS", "Namespace"]
+
+#: Sizes and checksums of so many parts fit into the header of a record.
+MAX_PARTS = 64
+#: A header has one block for these and all else, whatever is escaped in JSON.
+_MAX_TEXT = 256
+_MAX_PAGE_BYTES = 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True)
+class Namespace:
+    """What pages must have in common to be exchanged.
+
+    Nothing here says how a server lays out its memory, so that servers with other layouts, budgets
+    and algorithms exchange pages.
+
+    Attributes:
+        model: fingerprint of the weights and of all that changes K and V; 1 to 256 ASCII
+            characters.
+        kv_dtype: of K and V, such as "bfloat16" or "fp8_e4m3"; 1 to 256 ASCII characters.
+        page_size: tokens of a page.
+        rank: which share of the heads or layers a page holds, from 0.
+        num_ranks: into how many shares the model is divided.
+        part_bytes: sizes of the parts of a page, 1 to 64 of them. A part has a checksum and can be
+            read alone; 256 KiB and more let reader threads overlap.
+        version: of the arrangement of bytes in a page, which the writer defines.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    model: str
+    kv_dtype: str
+    page_size: int
+    rank: int
+    num_ranks: int
+    part_bytes: tuple[int, ...]
+    version: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("model", "kv_dtype"):
+            text = getattr(self, name)
+            if not 0 < len(text) <= _MAX_TEXT or not (text.isascii() and text.isprintable()):
+                expected = f"1 to {_MAX_TEXT} printable ASCII characters"
+                raise ConfigError(f"namespace: {name}: got {quoted(text)}, expected {expected}")
+        for name, value, low, high in (
+            ("page_size", self.page_size, 1, 2**31),
+            ("num_ranks", self.num_ranks, 1, 2**31),
+            ("rank", self.rank, 0, self.num_ranks),
+            ("version", self.version, 0, 2**31),
+            ("number of parts", len(self.part_bytes), 1, MAX_PARTS + 1),
+            ("smallest part", min(self.part_bytes, default=1), 1, _MAX_PAGE_BYTES),
+            ("bytes of a page", sum(self.part_bytes), 1, _MAX_PAGE_BYTES),
+        ):
+            if not low <= value < high:
+                expected = f"{low:,} to {high - 1:,}"
+                raise ConfigError(f"namespace: {name}: got {quoted(value)}, expected {expected}")
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of a page: the sum of its parts."""
+        return sum(self.part_bytes)
+
+    @cached_property
+    def text(self) -> str:
+        """Canonical JSON: equal namespaces have the same text."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @cached_property
+    def key(self) -> str:
+        """32 hexadecimal digits: xxh3_128 of :attr:`text`."""
+        return self.key_bytes.hex()
+
+    @cached_property
+    def key_bytes(self) -> bytes:
+        """The 16 bytes of :attr:`key`."""
+        return xxhash.xxh3_128_digest(self.text.encode())
+
+    @classmethod
+    def parse(cls, text: str) -> Namespace:
+        """Read :attr:`text`.
+
+        Raises:
+            ConfigError: it is no such text.
+        """
+        found = parse_object(text, "namespace", '{"model": "...", ...}')
+        return from_options(cls, "namespace", "namespace", found)

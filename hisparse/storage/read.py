@@ -1,0 +1,161 @@
+"""Reads pages into callers' buffers, checks every byte, and drops what is damaged."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sqlite3
+from collections.abc import Sequence
+from typing import Final
+
+from hisparse.errors import one_line
+from hisparse.storage.folder import Folder
+from hisparse.storage.index import Row
+from hisparse.storage.namespace import Namespace
+from hisparse.storage.record import BLOCK_BYTES, checksum, checksums_in
+from hisparse.storage.report import Counters, Damage, VerifyReport
+from hisparse.storage.segments import OpenSegment, transfer
+
+__all__ = ["Reader", "span_of"]
+
+logger = logging.getLogger(__name__)
+
+#: A page can be moved while it is looked up and read, again and again.
+_TRIES: Final = 3
+
+
+def span_of(namespace: Namespace, part: int | None) -> tuple[int, int]:
+    """Offset in the page and bytes of a part; None: of all parts."""
+    if part is None:
+        return 0, namespace.page_bytes
+    return sum(namespace.part_bytes[:part]), namespace.part_bytes[part]
+
+
+class Reader:
+    """Reads pages of a store. Its methods may be called from any thread.
+
+    Args:
+        folder: of the store.
+        counters: of the store.
+    """
+
+    def __init__(self, folder: Folder, counters: Counters) -> None:
+        self._folder, self._counters = folder, counters
+
+    def read(
+        self, namespace: Namespace, part: int | None, jobs: Sequence[tuple[int, Row, memoryview]]
+    ) -> list[int]:
+        """Read pages, or a part of each.
+
+        Args:
+            namespace: of the pages.
+            part: number of the part; None: all.
+            jobs: a number, where the page is, and as many bytes to fill as it has.
+
+        Returns:
+            The numbers of the pages that were read.
+        """
+        block = memoryview(bytearray(BLOCK_BYTES))
+        return [i for i, row, view in jobs if self._read_one(namespace, row, part, view, block)]
+
+    def verify(self) -> VerifyReport:
+        """Read every page.
+
+        Raises:
+            OSError, sqlite3.Error: a file cannot be read at all.
+        """
+        index, block, damaged = self._folder.index, memoryview(bytearray(BLOCK_BYTES)), []
+        pages, num_bytes, namespaces = 0, 0, index.namespaces()
+        for segment in index.segments():
+            for row in index.pages_of(segment):
+                reason: str | None = "unknown namespace"
+                if (namespace := namespaces.get(row.namespace)) is not None:
+                    view = memoryview(bytearray(namespace.page_bytes))
+                    reason = self._reason(namespace, row, None, view, block)
+                pages, num_bytes = pages + 1, num_bytes + row.num_bytes
+                if reason is not None and self._drop(row, reason):
+                    name = self._folder.segments.path(segment).name
+                    key, offset = row.key.hex(), row.place.offset
+                    damaged.append(Damage(segment=name, offset=offset, key=key, reason=reason))
+        return VerifyReport(pages=pages, bytes=num_bytes, damaged=tuple(damaged))
+
+    def _read_one(
+        self, namespace: Namespace, row: Row, part: int | None, view: memoryview, block: memoryview
+    ) -> bool:
+        try:
+            for _ in range(_TRIES):
+                reason = self._reason(namespace, row, part, view, block)
+                if reason is None:
+                    return True
+                # A collection may have moved it meanwhile.
+                (now,) = self._folder.index.find(namespace, [row.key])
+                if now is None:
+                    return False
+                if now.place == row.place:
+                    self._drop(row, reason)
+                    return False
+                row = now
+        except (OSError, sqlite3.Error) as error:
+            self._counters.add(read_errors=1)
+            if self._counters.may_log():
+                logger.warning("store %s: cannot read: %s", self._folder.path, one_line(error))
+        return False
+
+    def _reason(
+        self, namespace: Namespace, row: Row, part: int | None, view: memoryview, block: memoryview
+    ) -> str | None:
+        """Read a page. Returns what is wrong with its record."""
+        try:
+            segment = self._folder.segments.open(row.place.segment)
+            return _read_page(segment, row, namespace, part, view, block)
+        except FileNotFoundError:
+            return "no such segment"
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return one_line(error)
+
+    def _drop(self, row: Row, reason: str) -> bool:
+        """Drop a damaged page; False if it was gone already."""
+        if dropped := self._folder.index.drop(row):
+            self._counters.add(damaged=1)
+        if dropped and self._counters.may_log():
+            name = self._folder.segments.path(row.place.segment).name
+            logger.warning(
+                "store %s: page %s is dropped: %s at offset %d: %s",
+                self._folder.path, row.key.hex(), name, row.place.offset, reason,
+            )  # fmt: skip
+        return dropped
+
+
+def _read_page(
+    segment: OpenSegment,
+    row: Row,
+    namespace: Namespace,
+    part: int | None,
+    view: memoryview,
+    block: memoryview,
+) -> str | None:
+    """Read a page or a part into ``view``. Returns what is wrong with it, or None.
+
+    It takes one system call if the part begins the page.
+    """
+    start, size = span_of(namespace, part)
+    offset, fd = row.place.offset, segment.fd
+    if not start:
+        num_bytes = transfer(os.preadv, fd, [block, view], offset)
+    else:
+        num_bytes = transfer(os.preadv, fd, [block], offset)
+        num_bytes += transfer(os.preadv, fd, [view], offset + BLOCK_BYTES + start)
+    if num_bytes < BLOCK_BYTES + size:
+        return "short"
+    if (checksums := checksums_in(block, namespace, row.key)) is None:
+        return "header"
+    if part is not None:
+        return None if checksum(view) == checksums[part] else f"checksum of part {part}"
+    for number, expected in enumerate(checksums):
+        first, num_bytes = span_of(namespace, number)
+        if checksum(view[first : first + num_bytes]) != expected:
+            return f"checksum of part {number}"
+    return None

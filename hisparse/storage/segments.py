@@ -1,0 +1,308 @@
+"""Segments: the large files that records are appended to."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from hisparse.storage.record import BLOCK_BYTES, Header, read_header
+
+__all__ = ["OpenSegment", "Place", "SegmentWriter", "Segments", "locked", "transfer"]
+
+_SUFFIX: Final = ".seg"
+#: Files that readers keep open.
+_MAX_OPEN: Final = 128
+#: Sealed files that wait for a flush; by then the system has written most of them.
+_MAX_UNSYNCED: Final = 4
+
+
+class Place(NamedTuple):
+    """Where a record is: the number of its segment, and its offset in bytes."""
+
+    segment: int
+    offset: int
+
+
+def transfer(
+    call: Callable[[int, Sequence[memoryview], int], int],
+    fd: int,
+    views: Sequence[memoryview],
+    offset: int,
+) -> int:
+    """Call ``os.preadv`` or ``os.pwritev`` until all views are done, or the file ends.
+
+    Returns:
+        The bytes done.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    total = call(fd, views, offset)
+    if total == sum(map(len, views)):
+        return total
+    left, done = list(views), total
+    while left and done:
+        while left and done >= len(left[0]):
+            done -= len(left.pop(0))
+        if done:
+            left[0] = left[0][done:]
+        done = call(fd, left, offset + total) if left else 0
+        total += done
+    return total
+
+
+class OpenSegment:
+    """A segment open for reading, closed when the last thread lets go of it.
+
+    Attributes:
+        fd: a descriptor.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+    def headers(self, start: int) -> Iterator[tuple[int, Header]]:
+        """Offset and header of each whole record from ``start`` on; damage is skipped."""
+        size, offset = os.fstat(self.fd).st_size, start
+        while offset + BLOCK_BYTES <= size:
+            header = read_header(os.pread(self.fd, BLOCK_BYTES, offset))
+            if header is None or offset + header.num_bytes > size:
+                offset += BLOCK_BYTES
+                continue
+            yield offset, header
+            offset += header.num_bytes
+
+
+class Segments:
+    """The segments of a folder. Its methods may be called from any thread.
+
+    Args:
+        folder: of the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: OrderedDict[int, OpenSegment] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def path(self, segment: int) -> Path:
+        """The file of a segment."""
+        return self.folder / f"{segment:016x}{_SUFFIX}"
+
+    def sizes(self) -> dict[int, int]:
+        """Number and bytes of each segment, the oldest first."""
+        found = {}
+        for entry in os.scandir(self.folder):
+            stem, suffix = os.path.splitext(entry.name)
+            # A file may be deleted meanwhile, and other files are none of ours.
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                if suffix == _SUFFIX and entry.is_file():
+                    found[int(stem, 16)] = entry.stat().st_size
+        return dict(sorted(found.items()))
+
+    def open(self, segment: int) -> OpenSegment:
+        """Open a segment, or find it open.
+
+        Raises:
+            OSError: it cannot be opened; FileNotFoundError: it was deleted.
+        """
+        with self._lock:
+            if (found := self._open.get(segment)) is None:
+                found = self._open[segment] = OpenSegment(self.path(segment))
+            self._open.move_to_end(segment)
+            while len(self._open) > _MAX_OPEN:
+                self._open.popitem(last=False)
+            return found
+
+    def busy(self) -> list[int]:
+        """The segments that a process is writing."""
+        found = []
+        for segment in self.sizes():
+            with locked(self.path(segment)) as free:
+                if not free:
+                    found.append(segment)
+        return found
+
+    def delete(self, segment: int) -> None:
+        """Delete a file. Whoever reads it can read on.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        self.path(segment).unlink(missing_ok=True)
+        with self._lock:
+            self._open.pop(segment, None)
+
+    def close(self) -> None:
+        """Let go of all files."""
+        with self._lock:
+            self._open.clear()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Lock a file inside the context; False if it is locked already, or gone."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        yield _lock(fd, path)
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, path: Path) -> bool:
+    """Lock an open file; False if it is locked, or no longer the file with this path."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except (BlockingIOError, FileNotFoundError):
+        return False
+
+
+class SegmentWriter:
+    """Appends records to a segment that this process has for itself.
+
+    Callers hold :attr:`lock` for as long as an append may be undone.
+
+    Args:
+        segments: of the folder.
+        segment_bytes: size at which a segment is closed.
+        ends: says where the last record of each segment ends, by the segment's number.
+    """
+
+    def __init__(
+        self, segments: Segments, segment_bytes: int, ends: Callable[[], dict[int, int]]
+    ) -> None:
+        self.lock = threading.RLock()
+        self._segments, self._segment_bytes, self._ends = segments, segment_bytes, ends
+        self._fd: int | None = None
+        #: Where the next record goes.
+        self._next = Place(0, 0)
+        self._unsynced: list[int] = []
+
+    @property
+    def segment(self) -> int | None:
+        """The segment that is being written, if any."""
+        return None if self._fd is None else self._next.segment
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next record begins another segment."""
+        return self._next.offset >= self._segment_bytes
+
+    def append(self, views: Sequence[memoryview], *, adopt: bool) -> Place:
+        """Append a record; nothing is left of it if that fails.
+
+        Args:
+            views: the record, without the padding to whole blocks.
+            adopt: whether to go on with a segment that another process left unfilled.
+
+        Raises:
+            OSError: the system refuses, such as for a full disk.
+        """
+        if self.is_full:
+            self.seal()
+        fd = self._begin(adopt) if self._fd is None else self._fd
+        place, size = self._next, sum(map(len, views))
+        padding = memoryview(bytes(-size % BLOCK_BYTES))
+        try:
+            if transfer(os.pwritev, fd, [*views, padding], place.offset) < size + len(padding):
+                raise OSError(errno.EIO, "a write ended early")
+        except OSError:
+            self.undo(place)
+            raise
+        self._next = Place(place.segment, place.offset + size + len(padding))
+        return place
+
+    def undo(self, place: Place) -> None:
+        """Cut off what was appended last, at ``place``."""
+        if self._fd is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, place.offset)
+            self._next = place
+
+    def seal(self) -> None:
+        """Close the segment: the next record begins another."""
+        with self.lock:
+            if self._fd is not None:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                self._unsynced.append(self._fd)
+                self._fd = None
+            while len(self._unsynced) > _MAX_UNSYNCED:
+                fd = self._unsynced.pop(0)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+
+    def flush(self) -> None:
+        """Write to the disk what was appended; others may append meanwhile.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        with self.lock:
+            sealed, self._unsynced = self._unsynced, []
+            fds = [*sealed, *([] if self._fd is None else [os.dup(self._fd)])]
+            if fds:
+                fds.append(os.open(self._segments.folder, os.O_RDONLY | os.O_CLOEXEC))
+        try:
+            for fd in fds:
+                os.fsync(fd)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def close(self) -> None:
+        """Seal and flush.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        self.seal()
+        self.flush()
+
+    def _begin(self, adopt: bool) -> int:
+        """Open and lock the segment that the next record goes to."""
+        for segment, end in reversed(list(self._ends().items()) if adopt else []):
+            if end < self._segment_bytes and self._take(segment, 0) is not None:
+                break
+        while self._fd is None:
+            # Two processes may have the same time: the later tries again.
+            with contextlib.suppress(FileExistsError):
+                self._take(time.time_ns(), os.O_CREAT | os.O_EXCL)
+        return self._fd
+
+    def _take(self, segment: int, flags: int) -> int | None:
+        path = self._segments.path(segment)
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
+        except FileNotFoundError:
+            return None
+        try:
+            if _lock(fd, path):
+                # A writer that was killed may have left a part of a record behind the last whole
+                # one. Its header would hide what is appended after it.
+                end = self._ends().get(segment, 0)
+                os.ftruncate(fd, end)
+                self._fd, self._next = fd, Place(segment, end)
+                return fd
+        finally:
+            if self._fd != fd:
+                os.close(fd)
+        return None

@@ -1,0 +1,364 @@
+"""A store of pages in one folder of the file system."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
+from hisparse.storage.collect import MIN_LIVE_RATIO, Collector
+from hisparse.storage.folder import Folder
+from hisparse.storage.index import Row
+from hisparse.storage.limits import Limits
+from hisparse.storage.namespace import Namespace
+from hisparse.storage.read import Reader, span_of
+from hisparse.storage.record import checksum, key_bytes, make_header, record_bytes
+from hisparse.storage.report import Counters, StoreReport, VerifyReport
+from hisparse.storage.segments import SegmentWriter
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["FileStore"]
+
+logger = logging.getLogger(__name__)
+
+#: Bytes that are worth a thread.
+_LEAST_SHARE: Final = 1 << 20
+
+
+class FileStore(contextlib.AbstractContextManager["FileStore"]):
+    """A store of pages in one folder, shared by threads and processes.
+
+    Pages are appended to segments, large files; each process has a segment of its own. An SQLite
+    file beside them says where each page is; it is rebuilt from the segments when it is absent,
+    damaged or behind them. Every page that is read is checked, so damage turns into absence.
+
+    What is promised:
+
+    - when :meth:`put` returned True, the page outlives the process, also by SIGKILL;
+    - when :meth:`flush` or :meth:`close` returned, it outlives a loss of power as well;
+    - :meth:`get` fills a buffer with the bytes that were put under this key, or returns False.
+
+    A full disk, a read-only folder or the size limit make :meth:`put` return False; pages that were
+    stored stay. Eviction runs in a thread of its own, begun by a put above the high-water mark.
+
+    Args:
+        path: the folder; it is made if absent. Local, as SQLite and file locks need it.
+        size_bytes: limit of the segments' size; None: no limit. Each process may exceed it by one
+            record, and a collection by what it copies at once.
+        policy: which pages leave first; one of :data:`POLICIES`.
+        ttl_s: seconds that an unused page stays; needed by "ttl" and refused by the others.
+        high_water: share of ``size_bytes`` at which eviction begins.
+        low_water: share of ``size_bytes`` at which eviction ends.
+        segment_bytes: size at which a segment is closed; None: ``size_bytes`` / 64 within 4 MiB
+            and 1 GiB.
+        threads: threads that read one call's pages.
+        create: make the folder if it is absent; False: a folder that is no store is an error.
+        clock: seconds since 1970; tests set their own.
+
+    Raises:
+        ConfigError: a setting is out of range, or ``create`` is False and there is no store.
+        HiSparseError: the folder can be neither made nor read.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        size_bytes: int | None = None,
+        *,
+        policy: str = "lru",
+        ttl_s: float | None = None,
+        high_water: float = 0.95,
+        low_water: float = 0.85,
+        segment_bytes: int | None = None,
+        threads: int = 2,
+        create: bool = True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        for name, value in (("segment_bytes", segment_bytes), ("threads", threads)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: got {value}, expected at least 1")
+        self._limits = Limits(size_bytes, policy, ttl_s, high_water, low_water)
+        self._folder = Folder(Path(path), create=create)
+        self._closed = False
+        self._clock, self._threads = clock, threads
+        segment_bytes = segment_bytes or self._limits.default_segment_bytes
+        self._writer = SegmentWriter(self._folder.segments, segment_bytes, self._folder.index.ends)
+        self._counters = Counters()
+        self._reader = Reader(self._folder, self._counters)
+        self._collector = Collector(self._folder, self._writer, self._limits, self._counters, clock)
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), "hisparse-storage")
+
+    def find(self, namespace: Namespace, keys: Sequence[str]) -> int:
+        """Length of the longest prefix of ``keys`` whose pages are all stored.
+
+        Args:
+            namespace: of the pages.
+            keys: hexadecimal, 2 to 128 digits, an even number of them.
+
+        Raises:
+            ConfigError: a key is malformed.
+        """
+        rows = self._find(namespace, [key_bytes(key) for key in keys])
+        return next((i for i, row in enumerate(rows) if row is None), len(rows))
+
+    def get(
+        self,
+        namespace: Namespace,
+        keys: Sequence[str],
+        buffers: Sequence[Buffer],
+        part: int | None = None,
+    ) -> list[bool]:
+        """Read pages, or one part of each.
+
+        A page that is short or damaged is dropped from the index and counted.
+
+        Args:
+            namespace: of the pages.
+            keys: as in :meth:`find`.
+            buffers: one for each key: writable, contiguous, of ``namespace.page_bytes`` bytes, or
+                of ``namespace.part_bytes[part]``.
+            part: number of the part; None: all parts, one after the other.
+
+        Returns:
+            For each key whether its buffer holds the page. If not, the buffer's content is
+            undefined.
+
+        Raises:
+            ConfigError: a key is malformed, or a buffer has another size.
+        """
+        if len(buffers) != len(keys):
+            raise ConfigError(f"got {len(buffers)} buffers for {len(keys)} keys, expected as many")
+        if part is not None and not 0 <= part < len(namespace.part_bytes):
+            expected = f"0 to {len(namespace.part_bytes) - 1}"
+            raise ConfigError(f"part: got {quoted(part)}, expected {expected}")
+        size = span_of(namespace, part)[1]
+        views = [_view(buffer, size, writable=True) for buffer in buffers]
+        rows = self._find(namespace, [key_bytes(key) for key in keys])
+        jobs = [(i, row, views[i]) for i, row in enumerate(rows) if row is not None]
+        each = max(-(-len(jobs) // self._threads), -(-_LEAST_SHARE // size))
+        shares = [jobs[i : i + each] for i in range(0, len(jobs), each)]
+        others = [self._pool.submit(self._reader.read, namespace, part, x) for x in shares[1:]]
+        done = self._reader.read(namespace, part, shares[0]) if shares else []
+        done += [i for other in others for i in other.result()]
+        with contextlib.suppress(sqlite3.Error):
+            used = [row.key for i in done if (row := rows[i]) is not None]
+            self._folder.index.use(namespace, used, self._clock())
+        found, hits = set(done), len(done)
+        self._counters.add(hits=hits, misses=len(keys) - hits, read_bytes=hits * size)
+        return [i in found for i in range(len(keys))]
+
+    def put(self, namespace: Namespace, key: str, parts: Sequence[Buffer]) -> bool:
+        """Store a page.
+
+        Args:
+            namespace: of the page.
+            key: as in :meth:`find`.
+            parts: contiguous buffers of ``namespace.part_bytes`` bytes.
+
+        Returns:
+            True if the page was written. False if it was there already, or if the store refused
+            it: full, read-only, or an error of the disk; :attr:`counters` says which.
+
+        Raises:
+            ConfigError: the key is malformed, or a part has another size.
+        """
+        page_key, sizes = key_bytes(key), namespace.part_bytes
+        if len(parts) != len(sizes):
+            raise ConfigError(f"got {len(parts)} parts, expected {len(sizes)}")
+        views = [_view(part, size) for part, size in zip(parts, sizes, strict=True)]
+        if self._closed or self._folder.read_only:
+            self._counters.add(refused_read_only=1)
+            return False
+        try:
+            name = self._put(namespace, page_key, views)
+        except (OSError, sqlite3.Error) as error:
+            self._note_error("refused_disk", error)
+            return False
+        stored = name == "puts"
+        self._counters.add(**{name: 1}, put_bytes=stored * namespace.page_bytes)
+        return stored
+
+    def flush(self) -> None:
+        """Write to the disk what this process put.
+
+        Raises:
+            HiSparseError: the disk refuses.
+        """
+        if self._closed or self._folder.read_only:
+            return
+        with self._named_errors():
+            self._writer.flush()
+            self._folder.index.write_uses()
+
+    def close(self) -> None:
+        """Flush, and let go of all files. A closed store holds and takes nothing."""
+        if self._closed:
+            return
+        self._collector.join()
+        try:
+            self.flush()
+        finally:
+            self._closed = True
+            self._pool.shutdown()
+            with self._named_errors():
+                self._writer.close()
+            self._folder.close()
+
+    def describe(self) -> StoreReport:
+        """What the store holds."""
+        with self._named_errors():
+            index = self._folder.index
+            segments, uses = index.segments(), index.namespace_uses()
+        return StoreReport(
+            path=str(self._folder.path),
+            pages=sum(use.pages for use in uses),
+            live_bytes=sum(live for _, live in segments.values()),
+            segment_bytes=sum(size for size, _ in segments.values()),
+            segments=len(segments),
+            namespaces=tuple(uses),
+        )
+
+    def verify(self) -> VerifyReport:
+        """Read and check every page; drop the damaged ones from the index."""
+        with self._named_errors():
+            return self._reader.verify()
+
+    def collect(self, min_live_ratio: float = MIN_LIVE_RATIO) -> int:
+        """Drop expired pages; at the high-water mark evict to the low one; give space back.
+
+        Segments whose live bytes are below ``min_live_ratio`` of their size are copied together
+        and deleted, but not those that a process is writing.
+
+        Returns:
+            Bytes that were given back to the file system.
+        """
+        if self._closed or self._folder.read_only:
+            return 0
+        with self._named_errors():
+            self._folder.index.write_uses()
+            return self._collector.run(min_live_ratio)
+
+    def remove(
+        self,
+        namespace: Namespace | None = None,
+        keys: Sequence[str] | None = None,
+        unused_s: float | None = None,
+    ) -> int:
+        """Remove pages from the index; :meth:`collect` gives their space back.
+
+        Args:
+            namespace: only its pages; None: of all namespaces.
+            keys: only these pages; needs ``namespace``. None: all.
+            unused_s: only pages that nobody wrote or read for so many seconds.
+
+        Returns:
+            The number of pages removed.
+        """
+        if keys is not None and namespace is None:
+            raise ConfigError("got keys without a namespace, expected both")
+        raw = None if keys is None else [key_bytes(key) for key in keys]
+        before = math.inf if unused_s is None else self._clock() - unused_s
+        with self._named_errors():
+            index = self._folder.index
+            number = None if namespace is None else index.namespace_id(namespace)
+            if namespace is not None and number is None:
+                return 0
+            return index.remove(number, raw, before)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Since this process opened the store, by name:
+
+        ``hits``, ``misses``: pages that :meth:`get` was asked for; ``read_bytes``;
+        ``puts``, ``put_bytes``: stored; ``duplicates``: put and there already;
+        ``damaged``: pages dropped; ``read_errors``: pages that the system did not read;
+        ``refused_size``, ``refused_read_only``, ``refused_disk``: puts refused for the limit, for
+        the folder, and by the system or SQLite;
+        ``evicted`` pages; ``collected_bytes`` given back; ``index_errors``: look-ups that failed.
+        """
+        return self._counters.all()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Below, a row is where the index says that a page is.
+
+    def _find(self, namespace: Namespace, keys: Sequence[bytes]) -> list[Row | None]:
+        """Rows of pages that are stored and not expired."""
+        try:
+            rows = [] if self._closed else self._folder.index.find(namespace, keys)
+        except sqlite3.Error as error:
+            self._note_error("index_errors", error)
+            rows = []
+        since = self._limits.used_since(self._clock())
+        found = [row if row is None or row.used >= since else None for row in rows]
+        return found or [None] * len(keys)
+
+    def _put(self, namespace: Namespace, key: bytes, views: Sequence[memoryview]) -> str:
+        """Store a page. Returns the name of the counter."""
+        index, limits, now = self._folder.index, self._limits, self._clock()
+        (row,) = index.find(namespace, [key])
+        if row is not None:
+            if row.used >= limits.used_since(now):
+                return "duplicates"
+            index.drop(row)
+        size, used = record_bytes(namespace.page_bytes), index.num_bytes()
+        most = limits.size_bytes or math.inf
+        if used + size > most:
+            if size <= limits.low_water * most:
+                self._collector.run_soon(size)
+            return "refused_size"
+        header = make_header(namespace, key, [checksum(view) for view in views], now)
+        with self._writer.lock:
+            place = self._writer.append([memoryview(header), *views], adopt=True)
+            try:
+                added = index.add(namespace, key, place, size, now)
+            except sqlite3.Error:
+                self._writer.undo(place)
+                raise
+            if not added:
+                self._writer.undo(place)
+        if used + size > limits.high_water * most:
+            self._collector.run_soon(0)
+        return "puts" if added else "duplicates"
+
+    def _note_error(self, name: str, error: Exception) -> None:
+        """Count an error."""
+        self._counters.add(**{name: 1})
+        if self._counters.may_log():
+            logger.warning("store %s: %s", self._folder.path, one_line(error))
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Errors of the system and of SQLite become ours, with the folder."""
+        try:
+            yield
+        except (OSError, sqlite3.Error) as error:
+            message = f"store {quoted(str(self._folder.path))}: {one_line(error)}"
+            raise HiSparseError(message) from None
+
+
+def _view(buffer: Buffer, size: int, *, writable: bool = False) -> memoryview:
+    """The bytes of a buffer.
+
+    Raises:
+        ConfigError: it is not contiguous, has another size, or is not writable.
+    """
+    try:
+        view = memoryview(buffer).cast("B")
+    except TypeError as error:
+        raise ConfigError(f"got {quoted(buffer)}, expected a contiguous buffer: {error}") from None
+    if len(view) != size:
+        raise ConfigError(f"got a buffer of {len(view):,} bytes, expected {size:,}")
+    if writable and view.readonly:
+        raise ConfigError("got a read-only buffer, expected a writable one")
+    return view

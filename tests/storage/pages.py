@@ -1,0 +1,65 @@
+"""Pages of tests: a key says what is in the page."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hisparse.storage import FileStore, Namespace
+
+__all__ = ["NAMESPACE", "contents", "fill", "key_of", "parts_of", "read", "segment_files"]
+
+#: A page is neither a whole number of blocks nor of words.
+NAMESPACE = Namespace(
+    model="tiny", kv_dtype="bfloat16", page_size=16, rank=0, num_ranks=1, part_bytes=(5000, 7, 1)
+)
+
+
+def key_of(number: int) -> str:
+    return hashlib.sha256(str(number).encode()).hexdigest()
+
+
+def contents(key: str, namespace: Namespace = NAMESPACE) -> bytes:
+    """The bytes of a page, which depend on its key."""
+    rng = np.random.default_rng(int(key[:15], 16))
+    return rng.bytes(namespace.page_bytes)
+
+
+def parts_of(key: str, namespace: Namespace = NAMESPACE) -> list[bytes]:
+    data, parts = contents(key, namespace), []
+    for size in namespace.part_bytes:
+        parts.append(data[:size])
+        data = data[size:]
+    return parts
+
+
+def fill(store: FileStore, numbers: Sequence[int], namespace: Namespace = NAMESPACE) -> list[str]:
+    """Put pages that must be taken. Returns their keys."""
+    keys = [key_of(number) for number in numbers]
+    for key in keys:
+        assert store.put(namespace, key, parts_of(key, namespace))
+    return keys
+
+
+def read(
+    store: FileStore,
+    keys: Sequence[str],
+    namespace: Namespace = NAMESPACE,
+    part: int | None = None,
+) -> list[bool]:
+    """Which pages the store has; each must have its own bytes, all of them."""
+    expected = [contents(key, namespace) for key in keys]
+    if part is not None:
+        expected = [parts_of(key, namespace)[part] for key in keys]
+    buffers = [bytearray(len(data)) for data in expected]
+    found = store.get(namespace, keys, buffers, part)
+    for key, data, buffer, ok in zip(keys, expected, buffers, found, strict=True):
+        assert not ok or bytes(buffer) == data, f"wrong bytes for {key}"
+    return found
+
+
+def segment_files(folder: Path) -> list[Path]:
+    return sorted((folder / "segments").glob("*.seg"))

@@ -1,0 +1,259 @@
+"""What is put is found and read back, by whoever opens the folder; all else is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hisparse.errors import ConfigError, HiSparseError
+from hisparse.storage import FileStore, Namespace
+from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[FileStore]:
+    with FileStore(tmp_path / "store", 1 << 30) as store:
+        yield store
+
+
+def test_pages_are_read_whole_and_by_parts(store: FileStore) -> None:
+    keys = fill(store, range(20))
+    assert read(store, [*keys, key_of(99)]) == [True] * 20 + [False]
+    for part in range(3):
+        assert all(read(store, keys, part=part))
+    assert store.counters["hits"] == 80 and store.counters["misses"] == 1
+    assert store.counters["puts"] == 20
+    assert store.counters["put_bytes"] == 20 * NAMESPACE.page_bytes
+
+
+def test_find_counts_pages_up_to_the_first_that_is_absent(store: FileStore) -> None:
+    # More keys than one statement of SQL takes.
+    keys = [key_of(number) for number in range(600)]
+    stored = fill(store, [*range(550), *range(551, 600)])
+    assert len(stored) == 599
+    assert store.find(NAMESPACE, keys) == 550
+    assert store.find(NAMESPACE, keys[551:]) == 49
+    assert store.find(NAMESPACE, [key_of(-1), *keys]) == 0
+    assert store.find(NAMESPACE, []) == 0
+    assert store.find(NAMESPACE, [keys[0].upper()]) == 1
+
+
+def test_another_process_reads_what_was_put_though_never_flushed(tmp_path: Path) -> None:
+    with FileStore(tmp_path, 1 << 30) as writer, FileStore(tmp_path) as reader:
+        keys = fill(writer, range(5))
+        assert all(read(reader, keys))
+
+
+def test_a_second_start_finds_all_pages(tmp_path: Path) -> None:
+    with FileStore(tmp_path, 1 << 30) as store:
+        keys = fill(store, range(5))
+    with FileStore(tmp_path) as store:
+        assert store.find(NAMESPACE, keys) == 5
+        assert all(read(store, keys))
+        fill(store, range(5, 10))
+        # A segment that is not full is filled by whoever comes next.
+        assert len(segment_files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"model": "tiny2"}, {"kv_dtype": "float16"}, {"page_size": 8}, {"num_ranks": 2},
+     {"num_ranks": 2, "rank": 1}, {"part_bytes": (5000, 8)}, {"part_bytes": (5000, 1, 7)},
+     {"version": 2}],
+    ids=str,
+)  # fmt: skip
+def test_namespaces_share_a_folder_and_no_page(store: FileStore, other: dict[str, Any]) -> None:
+    namespace = replace(NAMESPACE, **other)
+    assert namespace.key != NAMESPACE.key
+    (key,) = fill(store, [1])
+    assert store.find(namespace, [key]) == 0
+    assert read(store, [key], namespace) == [False]
+    assert store.put(namespace, key, parts_of(key, namespace))
+    assert read(store, [key], namespace) == read(store, [key]) == [True]
+
+
+def test_a_namespace_is_its_text() -> None:
+    assert Namespace.parse(NAMESPACE.text) == NAMESPACE
+    assert Namespace.parse(NAMESPACE.text).key == NAMESPACE.key
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": ""}, "model: got ''"),
+        ({"kv_dtype": "x" * 300}, "kv_dtype: got"),
+        ({"model": "a\nb"}, r"model: got 'a\\nb'"),
+        ({"rank": 1}, "rank: got 1, expected 0 to 0"),
+        ({"page_size": 0}, "page_size: got 0"),
+        ({"part_bytes": ()}, "number of parts: got 0, expected 1 to 64"),
+        ({"part_bytes": (1, 0)}, "smallest part: got 0"),
+        ({"part_bytes": (1 << 31,)}, "got 2147483648"),
+    ],
+)
+def test_a_namespace_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(NAMESPACE, **change)
+
+
+def test_the_largest_namespace_fits_its_header(store: FileStore) -> None:
+    namespace = replace(
+        NAMESPACE, model='"' * 256, kv_dtype="\\" * 256, part_bytes=(1 << 10,) * 64,
+        page_size=2**31 - 1, num_ranks=2**31 - 1, rank=2**31 - 2, version=2**31 - 1,
+    )  # fmt: skip
+    key = "ab" * 64
+    assert store.put(namespace, key, parts_of(key, namespace))
+    assert read(store, [key], namespace) == [True]
+
+
+def test_a_page_is_written_once(store: FileStore, tmp_path: Path) -> None:
+    (key,) = fill(store, [1])
+    size = segment_files(tmp_path / "store")[0].stat().st_size
+    assert not store.put(NAMESPACE, key, parts_of(key))
+    assert store.counters["duplicates"] == 1
+    assert segment_files(tmp_path / "store")[0].stat().st_size == size
+
+
+def test_two_writers_of_one_key(tmp_path: Path) -> None:
+    keys = [key_of(number) for number in range(100)]
+    with FileStore(tmp_path, 1 << 30) as one, FileStore(tmp_path) as other:
+
+        def write(store: FileStore) -> list[bool]:
+            return [store.put(NAMESPACE, key, parts_of(key)) for key in keys]
+
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(write, (one, other))
+        assert [a + b for a, b in zip(first, second, strict=True)] == [1] * 100
+        assert all(read(one, keys)) and all(read(other, keys))
+        assert one.describe().pages == 100
+
+
+def test_threads_share_a_store(tmp_path: Path) -> None:
+    keys = [key_of(number) for number in range(60)]
+    with FileStore(tmp_path, 1 << 30, segment_bytes=1 << 16, threads=3) as store:
+
+        def work(seed: int) -> int:
+            rng, taken = random.Random(seed), 0
+            for _ in range(40):
+                key = rng.choice(keys)
+                taken += store.put(NAMESPACE, key, parts_of(key))
+                assert read(store, [key]) == [True]
+                read(store, rng.sample(keys, 5), part=rng.randrange(3))
+            return taken
+
+        with ThreadPoolExecutor(6) as pool:
+            taken = sum(pool.map(work, range(6)))
+        assert taken == store.describe().pages == store.counters["puts"]
+        assert store.describe().segments > 1
+
+
+def test_large_reads_are_shared_among_threads(tmp_path: Path) -> None:
+    namespace = replace(NAMESPACE, part_bytes=(300_000, 300_000))
+    with FileStore(tmp_path, 1 << 30, threads=3) as store:
+        keys = fill(store, range(12), namespace)
+        order = random.Random(0).sample([*keys, key_of(77)], 13)
+        assert read(store, order, namespace) == [key != key_of(77) for key in order]
+
+
+@pytest.mark.parametrize("key", ["", "abc", "zz", "ab cd", " ab", "ab" * 65, "é" * 2])
+def test_a_key_that_is_none(store: FileStore, key: str) -> None:
+    for call in (
+        lambda: store.find(NAMESPACE, [key]),
+        lambda: store.get(NAMESPACE, [key], [bytearray(NAMESPACE.page_bytes)]),
+        lambda: store.put(NAMESPACE, key, parts_of(key_of(1))),
+    ):
+        with pytest.raises(ConfigError, match="key: got .*, expected 2 to 128 hexadecimal digits"):
+            call()
+
+
+def test_buffers_that_do_not_fit(store: FileStore) -> None:
+    (key,) = fill(store, [1])
+    size = NAMESPACE.page_bytes
+    with pytest.raises(ConfigError, match="got 0 buffers for 1 keys"):
+        store.get(NAMESPACE, [key], [])
+    with pytest.raises(ConfigError, match="buffer of 7 bytes, expected 5,008"):
+        store.get(NAMESPACE, [key], [bytearray(7)])
+    with pytest.raises(ConfigError, match="read-only"):
+        store.get(NAMESPACE, [key], [bytes(size)])
+    with pytest.raises(ConfigError, match="contiguous"):
+        store.get(NAMESPACE, [key], [memoryview(bytearray(2 * size))[::2]])
+    with pytest.raises(ConfigError, match="part: got 3, expected 0 to 2"):
+        store.get(NAMESPACE, [key], [bytearray(size)], 3)
+    with pytest.raises(ConfigError, match="got 1 parts, expected 3"):
+        store.put(NAMESPACE, key_of(2), [bytes(size)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size_bytes": 0}, "size_bytes: got 0"),
+        ({"policy": "fifo"}, "unknown policy 'fifo'"),
+        ({"policy": "ttl"}, "ttl_s: got None"),
+        ({"policy": "ttl", "ttl_s": float("nan")}, "ttl_s: got nan"),
+        ({"policy": "lru", "ttl_s": 1.0}, "ttl_s 1.0 with policy 'lru'"),
+        ({"low_water": 0.9, "high_water": 0.8}, "low_water 0.9 and high_water 0.8"),
+        ({"threads": 0}, "threads: got 0"),
+        ({"segment_bytes": 0}, "segment_bytes: got 0"),
+        ({"create": False}, "expected the folder of a store"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FileStore(tmp_path / "new", **options)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HiSparseError, match=r"^store '.*/file': \w+Error: .*$"):
+        FileStore(tmp_path / "file")
+
+
+def test_a_closed_store_holds_nothing_and_leaves_no_file_open(tmp_path: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    store = FileStore(tmp_path, 1 << 30, segment_bytes=1 << 14)
+    keys = fill(store, range(20))
+    assert all(read(store, keys))
+    store.close()
+    store.close()
+    assert set(os.listdir("/proc/self/fd")) <= before
+    assert store.find(NAMESPACE, keys) == 0
+    assert not any(read(store, keys))
+    assert not store.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
+
+
+def test_what_a_store_says_about_itself(store: FileStore) -> None:
+    other = replace(NAMESPACE, kv_dtype="float16", part_bytes=(50_000,))
+    fill(store, range(3))
+    fill(store, range(4), other)
+    report = store.describe()
+    assert [(use.namespace, use.pages) for use in report.namespaces] == [(other, 4), (NAMESPACE, 3)]
+    assert report.pages == 7
+    # Records are whole blocks of 4 KiB: one of header, 2 or 13 of page.
+    assert report.live_bytes == report.segment_bytes == 4096 * (3 * 3 + 4 * 14)
+    assert report.segments == 1
+
+
+def test_removed_pages_are_gone(tmp_path: Path) -> None:
+    now = [1000.0]
+    other = replace(NAMESPACE, model="other")
+    with FileStore(tmp_path, 1 << 30, clock=lambda: now[0]) as store:
+        keys = fill(store, range(4))
+        fill(store, range(4), other)
+        assert store.remove(NAMESPACE, keys[:1]) == 1
+        assert read(store, keys) == [False, True, True, True]
+        now[0] += 100
+        read(store, keys[2:])
+        assert store.remove(unused_s=50) == 5
+        assert store.find(NAMESPACE, keys[2:]) == 2
+        assert store.find(other, keys) == 0
+        assert store.remove() == 2
+        assert store.remove(replace(NAMESPACE, model="unknown")) == 0
+        with pytest.raises(ConfigError, match="keys without a namespace"):
+            store.remove(None, keys)

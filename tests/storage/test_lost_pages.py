@@ -1,0 +1,270 @@
+"""Damaged, lost and outdated files: a page is whole or absent; what was acknowledged is there."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hisparse.storage import FileStore
+from tests.sizes import sized
+from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
+
+_BLOCK = 4096
+#: Of a record of a test page: a block of header, two of page, the second with 3,184 unused bytes.
+_RECORD, _USED = 3 * _BLOCK, _BLOCK + NAMESPACE.page_bytes
+
+
+def _filled(folder: Path, count: int) -> list[str]:
+    with FileStore(folder, 1 << 30) as store:
+        return fill(store, range(count))
+
+
+def _damaged(rng: random.Random, record: bytes, other: bytes) -> bytes:
+    """A record with a change in its header or page."""
+    changed, at = bytearray(record), rng.randrange(_USED)
+    end = min(_USED, at + rng.randrange(1, 200))
+    change = rng.randrange(4)
+    if change == 0:
+        changed[at] ^= 1 << rng.randrange(8)
+    elif change == 1:
+        changed[at:end] = bytes(end - at)
+    elif change == 2:
+        changed[at:end] = rng.randbytes(end - at)
+    else:
+        # The whole record of another page, as a wrong sector would give.
+        return other
+    if changed == record:
+        changed[at] ^= 1
+    return bytes(changed)
+
+
+def test_a_thousand_damaged_records_give_no_wrong_byte(tmp_path: Path) -> None:
+    """Neither as the index knows them, nor after it is made anew from them."""
+    keys = _filled(tmp_path, 1100)
+    (file,) = segment_files(tmp_path)
+    data, rng, broken = bytearray(file.read_bytes()), random.Random(0), set()
+    whole = bytes(data)
+    for number in rng.sample(range(1100), 1000):
+        at, other = number * _RECORD, rng.choice([x for x in range(0, 1100, 7) if x != number])
+        record = _damaged(
+            rng, whole[at : at + _RECORD], whole[other * _RECORD : (other + 1) * _RECORD]
+        )
+        data[at : at + _RECORD] = record
+        assert record[:_USED] != whole[at : at + _USED]
+        broken.add(number)
+    file.write_bytes(data)
+    assert len(broken) == 1000
+    with FileStore(tmp_path) as store:
+        expected = [number not in broken for number in range(1100)]
+        assert read(store, keys) == expected
+        assert store.counters["damaged"] == len(broken)
+        assert read(store, keys) == expected
+        assert store.describe().pages == sum(expected)
+    (tmp_path / "index.sqlite").unlink()
+    with FileStore(tmp_path) as store:
+        found = read(store, keys)
+        # A page that is damaged in its place may be whole in that of another.
+        assert all(found[number] for number in range(1100) if number not in broken)
+        assert read(store, keys) == found
+        assert store.describe().pages == sum(found)
+
+
+def test_parts_are_checked_one_by_one(tmp_path: Path) -> None:
+    (key,) = _filled(tmp_path, 1)
+    (file,) = segment_files(tmp_path)
+    with file.open("r+b") as opened:
+        opened.seek(_BLOCK + 5000)
+        opened.write(bytes(7))
+    with FileStore(tmp_path) as store:
+        assert [read(store, [key], part=part) for part in (0, 2)] == [[True], [True]]
+        assert read(store, [key], part=1) == [False]
+        assert store.counters["damaged"] == 1
+        assert store.find(NAMESPACE, [key]) == 0
+        # What was damaged can be stored again.
+        fill(store, [0])
+        assert read(store, [key]) == [True]
+    (tmp_path / "index.sqlite").unlink()
+    with FileStore(tmp_path) as store:
+        assert read(store, [key]) == [True]
+
+
+def test_verify_names_what_is_damaged(tmp_path: Path) -> None:
+    keys = _filled(tmp_path, 10)
+    (file,) = segment_files(tmp_path)
+    data = bytearray(file.read_bytes())
+    data[3 * _RECORD + 20] ^= 1
+    data[5 * _RECORD + _BLOCK + 4999] ^= 1
+    file.write_bytes(data[: 10 * _RECORD - 1])
+    with FileStore(tmp_path) as store:
+        report = store.verify()
+        # The index dropped the last, which is cut short, when it was opened.
+        assert report.pages == 9
+        found = [(x.segment, x.offset, x.key, x.reason) for x in report.damaged]
+        assert found == [
+            (file.name, 3 * _RECORD, keys[3], "header"),
+            (file.name, 5 * _RECORD, keys[5], "checksum of part 0"),
+        ]
+        assert store.verify().damaged == ()
+        assert store.describe().pages == 7
+
+
+def test_a_segment_that_is_cut_or_deleted_in_use(tmp_path: Path) -> None:
+    with FileStore(tmp_path, 1 << 30, segment_bytes=3 * _RECORD) as store:
+        keys = fill(store, range(9))
+        first, second, _ = segment_files(tmp_path)
+        os.truncate(first, _RECORD + 100)
+        second.unlink()
+        assert read(store, keys) == [True, *[False] * 5, True, True, True]
+        assert store.counters["damaged"] == 5
+
+
+def _lose(index: Path) -> None:
+    index.unlink()
+
+
+def _empty(index: Path) -> None:
+    index.write_bytes(b"")
+
+
+def _cut(index: Path) -> None:
+    os.truncate(index, index.stat().st_size // 2)
+
+
+def _overwrite(index: Path) -> None:
+    index.write_bytes(random.Random(0).randbytes(20_000))
+
+
+def _scribble(index: Path) -> None:
+    """Overwrite all but the first page of the file."""
+    data = index.read_bytes()
+    index.write_bytes(data[:_BLOCK] + b"\xff" * (len(data) - _BLOCK))
+
+
+def _other_version(index: Path) -> None:
+    with sqlite3.connect(index) as database:
+        database.execute("ALTER TABLE pages ADD COLUMN novel")
+    database.close()
+
+
+@pytest.mark.parametrize(
+    "harm", [_lose, _empty, _cut, _overwrite, _scribble, _other_version], ids=lambda f: f.__name__
+)
+def test_an_index_is_made_anew(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    keys = _filled(tmp_path, 20)
+    harm(tmp_path / "index.sqlite")
+    with FileStore(tmp_path) as store:
+        assert store.find(NAMESPACE, keys) == 20
+        assert all(read(store, keys))
+        report = store.describe()
+        assert report.live_bytes == report.segment_bytes == 20 * _RECORD
+        assert report.namespaces[0].namespace == NAMESPACE
+
+
+def test_an_index_of_yesterday_learns_of_later_pages(tmp_path: Path) -> None:
+    old = _filled(tmp_path, 5)
+    shutil.copy(tmp_path / "index.sqlite", tmp_path / "yesterday")
+    with FileStore(tmp_path, segment_bytes=7 * _RECORD) as store:
+        new = fill(store, range(5, 12))
+        assert len(segment_files(tmp_path)) == 2
+    (tmp_path / "yesterday").replace(tmp_path / "index.sqlite")
+    with FileStore(tmp_path) as store:
+        assert store.find(NAMESPACE, [*old, *new]) == 12
+        assert all(read(store, [*old, *new]))
+
+
+def test_an_index_that_is_ahead_of_the_segments(tmp_path: Path) -> None:
+    """As a loss of power may leave it, before a flush."""
+    with FileStore(tmp_path, 1 << 30, segment_bytes=5 * _RECORD) as store:
+        keys = fill(store, range(15))
+    first, second, third = segment_files(tmp_path)
+    os.truncate(first, 2 * _RECORD + 50)
+    second.unlink()
+    third.write_bytes(bytes(third.stat().st_size))
+    with FileStore(tmp_path) as store:
+        assert read(store, keys) == [True, True, *[False] * 13]
+        assert store.describe().pages == 2
+        fill(store, range(2, 15))
+        assert all(read(store, keys))
+
+
+def _killed_after(folder: Path, seconds: float, seed: int) -> int:
+    """Pages that a process acknowledged before it was killed in the middle of its work."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Threads of pytest do not matter to the child.
+        child = os.fork()
+    if not child:
+        try:
+            store = FileStore(folder, 1 << 30, segment_bytes=40 * _RECORD)
+            for number in range(100_000):
+                key = key_of(seed + number)
+                if store.put(NAMESPACE, key, parts_of(key)):
+                    os.write(writing, b".")
+        finally:
+            os._exit(1)
+    os.close(writing)
+    acknowledged = len(os.read(reading, 1))  # It has begun.
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while more := os.read(reading, 1 << 16):
+        acknowledged += len(more)
+    os.close(reading)
+    return acknowledged
+
+
+def test_what_was_acknowledged_outlives_sigkill(tmp_path: Path) -> None:
+    rng, keys = random.Random(0), []
+    for turn in range(sized(4, 60)):
+        acknowledged = _killed_after(tmp_path, rng.uniform(0, 0.05), 1_000_000 * turn)
+        assert acknowledged
+        keys += [key_of(1_000_000 * turn + number) for number in range(acknowledged)]
+        if turn % 3 == 2:
+            # Without the index too.
+            (tmp_path / "index.sqlite").unlink()
+        with FileStore(tmp_path) as store:
+            assert store.find(NAMESPACE, keys) == len(keys)
+            assert all(read(store, keys))
+            # Of each process one page may have been written and not acknowledged.
+            assert len(keys) <= store.describe().pages <= len(keys) + turn + 1
+
+
+@pytest.mark.parametrize("cut", [1, 100, _BLOCK, _BLOCK + 1, 2 * _BLOCK + 5, _RECORD - 1])
+def test_a_record_that_was_half_written(tmp_path: Path, cut: int) -> None:
+    """As a kill in the middle of a put leaves it; the next process goes on behind it."""
+    keys = _filled(tmp_path, 3)
+    (file,) = segment_files(tmp_path)
+    os.truncate(file, 2 * _RECORD + cut)
+    with FileStore(tmp_path) as store:
+        assert read(store, keys) == [True, True, False]
+        fill(store, [2, 3])
+        assert segment_files(tmp_path) == [file]
+        assert all(read(store, [*keys, key_of(3)]))
+    (tmp_path / "index.sqlite").unlink()
+    with FileStore(tmp_path) as store:
+        assert all(read(store, [*keys, key_of(3)]))
+
+
+def test_half_a_record_hides_nothing_that_comes_behind_it(tmp_path: Path) -> None:
+    """Though a process that is not alone does not bring the index up to date."""
+    with FileStore(tmp_path, 1 << 30):
+        with FileStore(tmp_path) as store:
+            keys = fill(store, range(3))
+        (file,) = segment_files(tmp_path)
+        content = file.read_bytes()
+        file.write_bytes(content + content[: 2 * _BLOCK])
+        with FileStore(tmp_path) as store:
+            keys += fill(store, range(3, 6))
+            assert segment_files(tmp_path) == [file]
+    (tmp_path / "index.sqlite").unlink()
+    with FileStore(tmp_path) as store:
+        assert all(read(store, keys))
