@@ -50,7 +50,7 @@ PRELOADED = (
 )
 
 
-def preload() -> None:
+def _preload() -> None:
     """Import what every server imports, without loading plugins."""
     for name in PRELOADED:
         importlib.import_module(name)
@@ -59,11 +59,11 @@ def preload() -> None:
     ModelRegistry.get_supported_archs()
 
 
-def main() -> None:
+def _main() -> None:
     """Serve requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    preload()
+    _preload()
     started: set[int] = set()
     ended: dict[int, int] = {}
     answers.write('"ready"\n')
@@ -250,4 +250,4 @@ class ForkServer:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

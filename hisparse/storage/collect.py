@@ -106,12 +106,14 @@ class Collector:
             if size is None or index.num_bytes() + room <= limits.high_water * size:
                 return freed
             spared = self._folder.segments.busy()
+            # Counted once: pages that are put meanwhile took the room that was made for them.
+            excess = index.num_bytes() + room - int(limits.low_water * size)
             for _ in range(_ROUNDS):
-                excess = index.num_bytes() + room - int(limits.low_water * size)
                 if excess <= 0 or not (evicted := index.evict(limits.policy, excess, spared)):
                     break
                 self._counters.add(evicted=evicted)
-                freed += self._compact(index, min_live_ratio)
+                given_back = self._compact(index, min_live_ratio)
+                excess, freed = excess - given_back, freed + given_back
             return freed
 
     def _seal(self, index: Index, min_live_ratio: float) -> None:
