@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mooncake_master
 import pytest
 from conftest import DenseTokens
 from harness import Answer, Server
@@ -120,7 +121,7 @@ def test_a_restart_changes_no_token(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     """SIGKILL, the same server again, the same tokens from loaded pages as from computed ones."""
-    size = 64 if name == "pages of 64" else 16
+    size = 64 if name in ("pages of 64", "dsa") else 16
     cached = (len(DOCUMENT) - 1 - 32 * (name == "snapkv")) // size * size
     options = {"kind": kind, "flags": flags}
     with start(log_dir, f"{name}-first", tmp_path, config, **options) as server:
@@ -181,8 +182,7 @@ def test_a_server_that_ends_in_mid_offload(
 
 def damage(store: Path, seed: int) -> int:
     """Flip a bit in every 4 KiB of the segments' second half, and cut the longest one short."""
-    rng, files = random.Random(seed), [p for p in store.rglob("*") if p.stat().st_size > 1 << 16]
-    files = [p for p in files if p.is_file() and "sqlite" not in p.name and p.suffix != ".db"]
+    rng, files = random.Random(seed), sorted(store.glob("segments/*.seg"))
     flipped = 0
     for path in files:
         with path.open("r+b") as file:
@@ -282,6 +282,24 @@ def test_a_store_that_hangs_delays_no_one_beyond_the_limit(log_dir: Path, tmp_pa
 
 @sweeps
 @pytest.mark.sweeps
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v2"])
+def test_two_ranks_find_what_two_ranks_wrote(kind: str, log_dir: Path, tmp_path: Path) -> None:
+    """Each its heads; of latents, which are the same on both, one writes for both."""
+    env = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
+    options = {"kind": kind, "flags": ("--tp-size", "2"), "env": env}
+    config = SPARSE | {"device_memory": "200MB"}
+    with start(log_dir, f"ranks-{kind}-first", tmp_path, config, **options) as server:
+        # The metrics of both ranks are summed.
+        writers = 2 if kind == "llama" else 1
+        before = ask_and_store(server, DOCUMENT, 93 * writers)
+    with start(log_dir, f"ranks-{kind}-second", tmp_path, config, **options) as server:
+        after = server.generate(DOCUMENT, NEW_TOKENS)
+        assert (after.ids, after.cached) == (before.ids, CACHED)
+        assert server.counted("storage_loaded_pages") == (2 * 93,)
+
+
+@sweeps
+@pytest.mark.sweeps
 def test_flags_of_sglang_alone(log_dir: Path, tmp_path: Path) -> None:
     import json
 
@@ -295,3 +313,30 @@ def test_flags_of_sglang_alone(log_dir: Path, tmp_path: Path) -> None:
     with start(log_dir, "flags-second", tmp_path, SPARSE) as server:
         second = server.generate(DOCUMENT, NEW_TOKENS)
         assert (second.ids, second.cached) == (first.ids, CACHED)
+
+
+@sweeps
+@pytest.mark.sweeps
+@pytest.mark.skipif(mooncake_master.program() is None, reason="Mooncake is not installed")
+def test_two_servers_share_mooncake(log_dir: Path, tmp_path: Path) -> None:
+    """One writes, the other reads; then the master dies, and both go on without it."""
+    prompts = [tokens(n, seed=n) for n in (700, 900)]
+    with mooncake_master.running(tmp_path) as master:
+        storage = {"backend": "mooncake", "options": master.options, "timeout_s": 2.0}
+        config = SPARSE | {"storage": storage}
+        other = config | {"algorithm": "quest", "host_layout": "page_first"}
+        with (
+            start(log_dir, "mooncake-writer", None, config) as writer,
+            start(log_dir, "mooncake-reader", None, other) as reader,
+        ):
+            right = [ask_and_store(writer, prompts[0], 43), writer.generate(prompts[1], NEW_TOKENS)]
+            assert reader.generate(prompts[0], NEW_TOKENS).cached == 688
+            assert reader.counted("storage_loaded_pages", "storage_failed_loads") == (43, 0)
+            writer.flush_cache()
+            again = writer.generate(prompts[0], NEW_TOKENS)
+            assert (again.ids, again.cached) == (right[0].ids, 688)
+            master.process.kill()
+            writer.flush_cache()
+            after = [writer.generate(prompt, NEW_TOKENS).ids for prompt in prompts]
+            assert after == [answer.ids for answer in right]
+            assert len(reader.generate(prompts[1], NEW_TOKENS).ids) == NEW_TOKENS
