@@ -54,7 +54,7 @@ class StorageOptions:
         size: most bytes of the backend "file"; the least recently used pages leave first. A
             fraction is of the file system's size. None: no limit.
         policy: which pages leave first: the least recently used, the least often used, or those
-            that nobody used for ``ttl_s``. None: what the store has, or "lru".
+            that nobody used for ``ttl_s``.
         ttl_s: seconds that an unused page stays, with the policy "ttl".
         timeout_s: time limit of a call to the store, in seconds. A load or a write has a second
             more for every 256 MiB. What is late is computed.
@@ -66,17 +66,17 @@ class StorageOptions:
     backend: str = "file"
     path: str | None = None
     size: MemorySize | None = None
-    policy: Literal["lru", "lfu", "ttl"] | None = None
+    policy: Literal["lru", "lfu", "ttl"] = "lru"
     ttl_s: float | None = None
     timeout_s: float = 5.0
     threads: int = 2
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        own = {name: getattr(self, name) for name in ("path", "size", "policy", "ttl_s")}
         if self.backend == "file" and not self.path:
             raise ConfigError("path is not set; expected the folder of the store")
-        given = [name for name, value in own.items() if value is not None]
+        own = ("path", "size", "policy", "ttl_s")
+        given = [name for name in own if getattr(self, name) not in (None, "lru")]
         if self.backend != "file" and given:
             raise ConfigError(
                 f"{given[0]} is set for backend {quoted(self.backend)}; expected it only "
