@@ -88,7 +88,7 @@ class PageFormat:
         def take(dtype: torch.dtype, *shape: int) -> Tensor:
             nonlocal offset
             width = dtype.itemsize * torch.Size(shape).numel() // len(data)
-            part = data[:, offset : offset + width].contiguous()
+            part = data[:, offset : offset + width].clone(memory_format=torch.contiguous_format)
             offset += width
             return part.view(-1).view(dtype).view(shape)
 
