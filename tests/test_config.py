@@ -289,7 +289,7 @@ def test_storage_options() -> None:
         ({"path": "/x", "policy": "ttl"}, ["ttl_s is None and policy 'ttl'"]),
         ({"path": "/x", "ttl_s": 60}, ["ttl_s is 60 and policy 'lru'"]),
         ({"path": "/x", "policy": "fifo"}, ["storage.policy: got 'fifo'", '"lfu"']),
-        ({"path": "/x", "options": {"a": 1}}, ["options are set for backend \"file\""]),
+        ({"path": "/x", "options": {"a": 1}}, ['options are set for backend "file"']),
         ({"backend": "mooncake", "path": "/x"}, ["path is set for backend 'mooncake'"]),
     ],
 )

@@ -17,7 +17,7 @@ from hisparse.cache.codec import read_tokens, write_tokens
 from hisparse.engine.loaded import LoadedPages
 from hisparse.testing import Request, Simulator
 
-LENGTH, STORED = 150, 96
+LENGTH, STORED, PROMPT = 180, 96, 136
 SHAPES: dict[str, dict[str, Any]] = {
     "pages first": {"layout": "page_first"},
     "layers first": {"layout": "layer_first", "scope": "layer"},
@@ -52,10 +52,12 @@ def test_steps_are_those_of_a_computed_prompt(
 ) -> None:
     source, target = (Simulator(algorithm=algorithm, **shape) for _ in range(2))
     target.free_host_pages.reverse()
-    computed, request = source.request(1, LENGTH, seed=3), target.request(2, LENGTH, seed=3)
+    computed, request = (
+        sim.request(slot, LENGTH, 3, prompt=PROMPT) for sim, slot in ((source, 1), (target, 2))
+    )
     source.prefill((computed, STORED))
     load(source, computed, target, request)
-    pairs = [(source.prefill((computed, 20))[0], target.prefill((request, 20))[0])]
+    pairs = [(source.prefill((computed, 40))[0], target.prefill((request, 40))[0])]
     pairs += [(source.decode(computed), target.decode(request)) for _ in range(30)]
     for got, expected in pairs:
         assert torch.equal(got, expected)

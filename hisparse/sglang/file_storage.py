@@ -50,7 +50,7 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]
         """Read records of one namespace into ``target_locations``, a tensor for each key."""
         namespace, _ = self._split(keys[0])
         pages = [self._split(key)[1] for key in keys]
-        buffers = [memoryview(row.numpy()) for row in target_locations]
+        buffers = [row.numpy().data for row in target_locations]
         found = self.store.get(namespace, pages, buffers)
         return [row if ok else None for row, ok in zip(target_locations, found, strict=True)]
 
@@ -66,7 +66,7 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _put(self, key: str, record: Tensor) -> bool:
         namespace, page = self._split(key)
-        data = memoryview(record.numpy())
+        data = record.numpy().data
         parts = [data[start:end] for start, end in _bounds(namespace)]
         # A page that is there already is not written.
         return self.store.put(namespace, page, parts) or self.store.find(namespace, [page]) == 1

@@ -44,7 +44,9 @@ class PageFormat:
 
     def __init__(self, host: HostKVPool, page_tokens: int, entries: Mapping[str, Tensor]) -> None:
         self._host = host
-        self._kinds = [f"{n} {entries[n].dtype} {list(entries[n].shape[2:])}" for n in sorted(entries)]
+        self._kinds = [
+            f"{n} {entries[n].dtype} {list(entries[n].shape[2:])}" for n in sorted(entries)
+        ]
         # PyTorch does not index float8.
         self._entries = [
             x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -94,7 +94,8 @@ class PageLoader:
             )
             for first in range(0, len(keys), rows)
         ]
-        landed = all(self._health.result(call, began + limit_s, limit_s) for call in calls)
+        end = began + limit_s
+        landed = all(self._health.result(call, end, limit_s) is True for call in calls)
         if not landed:
             gate.close()
             self._counters.add(failed_loads=1)

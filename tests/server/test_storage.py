@@ -35,7 +35,9 @@ sweeps = pytest.mark.skipif(not SWEEPS, reason="more servers: make test-all PART
 def start(
     log_dir: Path, name: str, store: Path | None, config: dict[str, Any], **options: Any
 ) -> Server:
-    storage = {} if store is None else {"storage": {"path": str(store)} | options.pop("storage", {})}
+    storage = (
+        {} if store is None else {"storage": {"path": str(store)} | options.pop("storage", {})}
+    )
     kind, flags = options.pop("kind", "llama"), options.pop("flags", ())
     log = log_dir / f"storage-{name}.log"
     return Server(tiny_model(kind), log, *FLAGS, *flags, config=config | storage, **options)
@@ -148,7 +150,9 @@ def test_requests_at_the_same_time(log_dir: Path, tmp_path: Path) -> None:
     with start(log_dir, "many-second", tmp_path, SPARSE) as server:
         answers = server.generate_many(prompts, NEW_TOKENS)
         assert [x.ids for x in answers] == [x.ids for x in before]
-        assert all(x.cached == (len(p) - 1) // 16 * 16 for x, p in zip(answers, prompts, strict=True))
+        assert all(
+            x.cached == (len(p) - 1) // 16 * 16 for x, p in zip(answers, prompts, strict=True)
+        )
         # Host memory first: nothing is loaded twice.
         loaded = server.counted("storage_loaded_pages")
         assert [x.ids for x in server.generate_many(prompts, NEW_TOKENS)] == [x.ids for x in before]
@@ -260,7 +264,9 @@ def test_a_store_that_hangs_delays_no_one_beyond_the_limit(log_dir: Path, tmp_pa
     with start(log_dir, "before-hang", store, SPARSE) as server:
         right = [server.generate(prompt, 20).ids for prompt in prompts]
         wait_for(server, "storage_offloaded_pages", 4 * 37)
-    plugin = make_plugin(tmp_path / "p", "hanging", "sglang.srt.plugins", "h = hanging:install", HANGING)
+    plugin = make_plugin(
+        tmp_path / "p", "hanging", "sglang.srt.plugins", "h = hanging:install", HANGING
+    )
     hang.touch()
     options: dict[str, Any] = {"env": {"HANG_WHILE": str(hang)}, "python_path": [plugin]}
     with start(log_dir, "hang", store, SPARSE, storage={"timeout_s": 0.5}, **options) as server:

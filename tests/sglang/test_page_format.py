@@ -98,7 +98,7 @@ def test_records_of_other_shapes_have_other_descriptions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "width", "expected"), [(2, 16, 1), (32, 4096, 32), (30, 2048, 15)]
+    ("layers", "width", "expected"), [(2, 16, 1), (32, 4096, 32), (30, 1024, 15)]
 )
 def test_parts_are_groups_of_layers_of_a_quarter_mebibyte(
     layers: int, width: int, expected: int
