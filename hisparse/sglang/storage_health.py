@@ -80,7 +80,7 @@ class StorageHealth:
         self._pause_s = min(2 * self._pause_s or _PAUSE_S, _MAX_PAUSE_S)
         self._resume_at = time.monotonic() + self._pause_s
         logger.warning(
-            "hisparse: storage: %s; prompts are computed without the store for %g s",
+            "hisparse: storage: %s; prompts are computed without the store for %.0f s",
             why,
             self._pause_s,
         )

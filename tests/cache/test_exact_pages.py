@@ -9,7 +9,7 @@ from hisparse.cache.exact_pages import ExactPages
 from hisparse.testing import Simulator
 
 SIZE = 8
-#: Tokens up to which a step is dense, in the simulator too: its budget holds three pages and a tail.
+#: Tokens up to which a step is dense, in the simulator too: three pages and a tail.
 DENSE = 32
 
 

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -277,9 +276,8 @@ def test_a_store_that_hangs_delays_no_one_beyond_the_limit(log_dir: Path, tmp_pa
         assert "timeout_s is 0.5" in server.log()
         hang.unlink()
         server.flush_cache()
-        found: Callable[[], Answer] = lambda: server.generate(prompts[0], 20)
         end = time.monotonic() + 90
-        while not (answer := found()).cached:
+        while not (answer := server.generate(prompts[0], 20)).cached:
             assert time.monotonic() < end, "the store was not tried again"
             server.flush_cache()
             time.sleep(0.5)
