@@ -30,7 +30,8 @@ def make_namespace(
         page_tokens: tokens of a page of SGLang.
         ranks: the ranks of the server.
     """
-    own = fingerprint(session.model_settings, sorted(session.model.state_dict().items()))
+    # Buffers follow from the configuration, and SGLang extends some while it serves.
+    own = fingerprint(session.model_settings, sorted(session.model.named_parameters()))
     texts = [*ranks.gather(own), *_prefill_rules(session)]
     rank, num_ranks = ranks.key
     return Namespace(
