@@ -322,25 +322,27 @@ def test_flags_of_sglang_alone(log_dir: Path, tmp_path: Path) -> None:
 @sweeps
 @pytest.mark.sweeps
 @pytest.mark.skipif(mooncake_master.program() is None, reason="Mooncake is not installed")
-def test_two_servers_share_mooncake(log_dir: Path, tmp_path: Path) -> None:
-    """One writes, the other reads; then the master dies, and both go on without it."""
-    prompts = [tokens(n, seed=n) for n in (700, 900)]
+def test_two_servers_share_mooncake(
+    log_dir: Path, tmp_path: Path, dense_tokens: DenseTokens
+) -> None:
+    """One writes, the other reads; then the server with the pages dies, and then the master."""
+    prompts, right = PROMPTS.prompts[3:6], dense_tokens("llama", PROMPTS)[3:6]
     with mooncake_master.running(tmp_path) as master:
         storage = {"backend": "mooncake", "options": master.options, "timeout_s": 2.0}
-        config = SPARSE | {"storage": storage}
-        other = config | {"algorithm": "quest", "host_layout": "page_first"}
-        with (
-            start(log_dir, "mooncake-writer", None, config) as writer,
-            start(log_dir, "mooncake-reader", None, other) as reader,
-        ):
-            right = [ask_and_store(writer, prompts[0], 43), writer.generate(prompts[1], NEW_TOKENS)]
-            assert reader.generate(prompts[0], NEW_TOKENS).cached == 688
-            assert reader.counted("storage_loaded_pages", "storage_failed_loads") == (43, 0)
+        config, other = SPARSE | {"storage": storage}, DENSE | {"host_layout": "page_first"}
+        reader = start(log_dir, "mooncake-reader", None, other | {"storage": storage})
+        with start(log_dir, "mooncake-writer", None, config) as writer, reader:
+            sparse = ask_and_store(writer, prompts[2], 93)
+            answer = reader.generate(prompts[2], NEW_TOKENS)
+            assert (answer.ids, answer.cached) == (right[2], CACHED)
+            assert reader.counted("storage_loaded_pages", "storage_failed_loads") == (93, 0)
             writer.flush_cache()
-            again = writer.generate(prompts[0], NEW_TOKENS)
-            assert (again.ids, again.cached) == (right[0].ids, 688)
+            again = writer.generate(prompts[2], NEW_TOKENS)
+            assert (again.ids, again.cached) == (sparse.ids, CACHED)
+            # Each server holds a part of the store.
+            writer.stop()
+            reader.flush_cache()
+            assert [reader.generate(p, NEW_TOKENS).ids for p in prompts] == right
             master.process.kill()
-            writer.flush_cache()
-            after = [writer.generate(prompt, NEW_TOKENS).ids for prompt in prompts]
-            assert after == [answer.ids for answer in right]
-            assert len(reader.generate(prompts[1], NEW_TOKENS).ids) == NEW_TOKENS
+            reader.flush_cache()
+            assert [reader.generate(p, NEW_TOKENS).ids for p in prompts] == right
