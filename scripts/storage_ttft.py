@@ -55,7 +55,8 @@ def _serve(
         end = time.monotonic() + 60
         while (found := server.metrics())["hisparse:storage_offloaded_pages_total"] < pages:
             if time.monotonic() > end:
-                raise SystemExit(f"the document was not stored: {log.read_text()[-2000:]}")
+                lines = [x for x in log.read_text().splitlines() if "hisparse" in x]
+                raise SystemExit("\n".join(["the document was not stored:", *lines[-20:]]))
             time.sleep(0.2)
         return answer, found
 

@@ -36,7 +36,7 @@ logger = logging.getLogger("hisparse")
 #: Bytes of a block: what one call reads or writes.
 _BLOCK_BYTES = 8 * 2**20
 #: Share of the KV pool that may wait to be written.
-_MAX_WAITING = 0.25
+_MAX_WAITING = 0.5
 
 
 class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]

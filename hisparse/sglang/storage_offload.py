@@ -54,7 +54,8 @@ class PageWriter:
         health: time limits.
         counters: counts.
         exact: says which pages may be shared.
-        max_pages: most pages that may wait, since the radix cache cannot evict them.
+        max_pages: most pages that may wait, since the radix cache cannot evict them. A call that
+            finds none waiting is accepted whatever its size.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class PageWriter:
         job = _Job(keys, pages, ready)
         with self._changed:
             waiting = sum(len(each.pages) for each in self._jobs if each.stored is None)
-            refused = waiting + len(pages) > self._max_pages
+            refused = waiting > 0 and waiting + len(pages) > self._max_pages
             self._jobs.append(job)
         if refused or not self._health.is_usable(self._calls):
             self._end(job, stored=False)
