@@ -209,7 +209,7 @@ def test_damaged_extents_are_computed_instead(log_dir: Path, tmp_path: Path) -> 
     with start(log_dir, "to-damage", tmp_path, SPARSE) as server:
         right = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
         wait_for(server, "storage_offloaded_pages", 4 * 93)
-    assert damage(tmp_path, seed=1) > 100
+    assert damage(tmp_path, seed=1) > 1000
     with start(log_dir, "damaged", tmp_path, SPARSE) as server:
         answers = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
         assert [answer.ids for answer in answers] == [answer.ids for answer in right]
