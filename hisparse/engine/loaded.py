@@ -37,11 +37,13 @@ class LoadedPages:
         self._build = build
         self._size = page_size
         self._pending = np.zeros(num_pages, dtype=np.bool_)
+        self._has_pending = False
         self._chunks: list[PrefillChunk] = []
 
     def add(self, pages: Tensor) -> None:
         """Note that ``pages [P] int64`` were loaded."""
         self._pending[pages.numpy()] = True
+        self._has_pending = True
 
     def drop(self, pages: Tensor) -> None:
         """Forget pages whose request will not run."""
@@ -50,7 +52,7 @@ class LoadedPages:
     def begin(self, chunks: Sequence[PrefillChunk]) -> None:
         """Find the loaded pages among the prefixes of a prefill's chunks."""
         self._chunks = []
-        if not self._pending.any():
+        if not self._has_pending:
             return
         for chunk in chunks:
             pages = chunk.host_pages_cpu[: chunk.start // self._size].numpy()
@@ -58,6 +60,7 @@ class LoadedPages:
             # Another chunk of this forward may have the same prefix.
             self._pending[pages] = False
             self._chunks += self._runs(chunk, found)
+        self._has_pending = bool(self._pending.any())
 
     def _runs(self, chunk: PrefillChunk, found: np.ndarray) -> list[PrefillChunk]:
         """Consecutive pages as chunks, each at most a staging tile.
