@@ -13,7 +13,7 @@ from hisparse.registry import Registry
 from hisparse.types import HostLayout, SelectionScope
 from hisparse.units import MemorySize, parse_memory
 
-__all__ = ["EXTENSIONS", "HiSparseConfig"]
+__all__ = ["EXTENSIONS", "HiSparseConfig", "StorageOptions"]
 
 
 #: Extensions by name: subclasses of ``hisparse.engine.extensions.base.Extension``. Each name is
@@ -38,6 +38,67 @@ _REPLACED_VALUES: Final = {
     ("overlap", "transfers"): 'write "overlap": true',
     ("overlap", "attention"): 'attention in two parts is gone, write "overlap": true',
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageOptions:
+    """Where a server keeps prefixes below host memory.
+
+    Raises:
+        ConfigError: a value is out of range or contradicts another one.
+
+    Attributes:
+        backend: "file", hisparse's own store in a folder, or one of SGLang's storage backends by
+            its name there, such as "mooncake" or "dynamic".
+        path: folder of the backend "file".
+        size: most bytes of the backend "file"; the least recently used pages leave first. A
+            fraction is of the file system's size. None: no limit.
+        policy: which pages leave first: the least recently used, the least often used, or those
+            that nobody used for ``ttl_s``.
+        ttl_s: seconds that an unused page stays, with the policy "ttl".
+        timeout_s: time limit of a call to the store, in seconds. A load or a write has a second
+            more for every 256 MiB. What is late is computed.
+        threads: threads that load pages.
+        options: for a backend of SGLang: what ``--hicache-storage-backend-extra-config`` would
+            hold.
+    """
+
+    backend: str = "file"
+    path: str | None = None
+    size: MemorySize | None = None
+    policy: Literal["lru", "lfu", "ttl"] = "lru"
+    ttl_s: float | None = None
+    timeout_s: float = 5.0
+    threads: int = 2
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.backend == "file" and not self.path:
+            raise ConfigError("path is not set; expected the folder of the store")
+        own = ("path", "size", "policy", "ttl_s")
+        given = [name for name in own if getattr(self, name) not in (None, "lru")]
+        if self.backend != "file" and given:
+            raise ConfigError(
+                f"{given[0]} is set for backend {quoted(self.backend)}; expected it only "
+                'for "file", and options for others'
+            )
+        if self.backend == "file" and self.options:
+            raise ConfigError(
+                'options are set for backend "file"; expected path, size, policy and ttl_s'
+            )
+        if self.size is not None:
+            parse_memory("size", self.size)
+        if (self.policy == "ttl") != (self.ttl_s is not None):
+            raise ConfigError(
+                f"ttl_s is {self.ttl_s} and policy {quoted(self.policy)}; expected ttl_s "
+                'exactly with the policy "ttl"'
+            )
+        if not 0 < self.timeout_s < 3600:
+            raise ConfigError(
+                f"timeout_s: got {self.timeout_s}, expected seconds above 0, below 3600"
+            )
+        if not 1 <= self.threads <= 64:
+            raise ConfigError(f"threads: got {self.threads}, expected 1 to 64")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +146,9 @@ class HiSparseConfig:
             of a dense context that does not fit its row. Not yet run on a GPU.
         layer_metrics: count hits and misses of each layer too, for ``/metrics`` and ``hisparse
             top``. It takes six small operations more in a layer, and two series a layer and rank.
+        storage: keep prefixes in a store below host memory, where a restarted or another server
+            finds them. Only in a server, and only with SGLang 0.5.23 or newer. The options are
+            below. None: no store.
         extensions: options by the name of the extension (``tail_estimate``, ``prefetch``). In JSON
             each name is a key of its own: ``true`` for the defaults, an object of options or, where
             the options name a ``text_option``, the text alone.
@@ -112,9 +176,11 @@ class HiSparseConfig:
     checked: bool = False
     cuda_graph: Literal["auto", True, False] = "auto"
     layer_metrics: bool = False
+    storage: StorageOptions | None = None
     extensions: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._set("storage", _read_storage(self.storage))
         for name, hint in get_type_hints(type(self)).items():
             check_type(name, getattr(self, name), hint)
         if self.device_buffer_size is None:
@@ -270,9 +336,22 @@ class HiSparseConfig:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["algorithm_config"] = dict(self.algorithm_config)
         values["dense_layers"] = None if self.dense_layers is None else list(self.dense_layers)
+        values["storage"] = None if self.storage is None else asdict(self.storage)
         enabled = values.pop("extensions")
         off = dict.fromkeys(EXTENSIONS, False)
         return values | off | {name: asdict(options) for name, options in enabled.items()}
+
+
+def _read_storage(given: object) -> StorageOptions | None:
+    """Options of the storage, if there is one."""
+    if isinstance(given, StorageOptions) or given is None:
+        return given
+    if isinstance(given, Mapping):
+        return from_options(StorageOptions, "storage", "storage", given)
+    raise ConfigError(
+        f"storage: got {quoted(given)}, expected null or an object such as "
+        '{"backend": "file", "path": "/var/cache/hisparse", "size": "500GiB"}'
+    )
 
 
 def _read_extensions(given: Mapping[str, Any]) -> dict[str, Any]:

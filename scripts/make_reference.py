@@ -20,7 +20,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hisparse.algorithms import ALGORITHMS
-from hisparse.config import EXTENSIONS, HiSparseConfig
+from hisparse.config import EXTENSIONS, HiSparseConfig, StorageOptions
 from hisparse.registry import Registry
 from hisparse.units import MemorySize
 
@@ -49,6 +49,8 @@ _FLAGS = (
     ("--max-total-tokens", "caps the host pool, which `host_memory` sizes"),
     ("--max-running-requests", "lowered to the requests that fit the device memory"),
     ("--kv-cache-dtype fp8_e4m3", "stores K and V in eight bits with scales ([fp8.md](fp8.md))"),
+    ("--enable-unified-cache-external-linker", "is set by `storage`; given by itself, with backend "
+     "`dynamic` and `HiSparseLinker` of `hisparse.sglang.linker` ([storage.md](storage.md))"),
     ("--enable-metrics", "adds the metrics below to `/metrics`"),
 )  # fmt: skip
 
@@ -67,6 +69,12 @@ def _configuration() -> Iterator[str]:
     yield 'Memory sizes are bytes, a size such as `"64GiB"`, or a fraction between 0 and 1.'
     keys = [f for f in fields(HiSparseConfig) if f.name != "extensions"]
     yield _options_table("key", HiSparseConfig, keys)
+    yield "### `storage`"
+    yield (
+        "Options of the key `storage`. [storage.md](storage.md) says what a store keeps and how to "
+        "operate it."
+    )
+    yield _options_table("option", StorageOptions, fields(StorageOptions))
 
 
 def _extensions() -> Iterator[str]:
@@ -125,14 +133,7 @@ def _sglang() -> Iterator[str]:
 
 def _metrics() -> Iterator[tuple[str, str, str]]:
     """Name in Prometheus, kind and meaning of each metric."""
-    tree = ast.parse((ROOT / "hisparse" / "sglang" / "metrics.py").read_text(encoding="utf-8"))
-    tables = {
-        node.targets[0].id: ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and isinstance(node.value, ast.Dict)
-    }
+    tables = _dictionaries("metrics")
     for name, text in tables["_COUNTERS"].items():
         yield f"{name}_total", "counter", text
     for extension, cls in _built_in(EXTENSIONS):
@@ -140,8 +141,22 @@ def _metrics() -> Iterator[tuple[str, str, str]]:
             yield f"{name}_total", f"counter of `{extension}`", text
     for name, text in tables["_LAYER_COUNTERS"].items():
         yield f"{name}_total", "counter of `layer_metrics`", text
+    for name, text in _dictionaries("storage_counters")["COUNTERS"].items():
+        yield f"{name}_total", "counter of `storage`", text
     for name, text in tables["_GAUGES"].items():
         yield name, "gauge", text
+
+
+def _dictionaries(module: str) -> dict[str, dict[str, str]]:
+    """The dictionaries of a module of the plug-in, by name, read from its source."""
+    tree = ast.parse((ROOT / "hisparse" / "sglang" / f"{module}.py").read_text(encoding="utf-8"))
+    found = {}
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        if isinstance(targets[0], ast.Name) and isinstance(value, ast.Dict):
+            found[targets[0].id] = ast.literal_eval(value)
+    return found
 
 
 def _built_in(registry: Registry[Any]) -> Iterator[tuple[str, type[Any]]]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hisparse.algorithms import ALGORITHMS, build_algorithm
-from hisparse.config import HiSparseConfig
+from hisparse.config import HiSparseConfig, StorageOptions
 from hisparse.errors import ConfigError
 from hisparse.units import format_bytes, resolve_memory
 
@@ -267,3 +267,31 @@ def test_build_algorithm_refused(
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_storage_options() -> None:
+    config = HiSparseConfig.from_dict({"storage": {"path": "/store", "size": "500GiB"}})
+    assert config.storage == StorageOptions(path="/store", size="500GiB")
+    assert HiSparseConfig.from_dict(json.loads(json.dumps(config.effective()))) == config
+    assert HiSparseConfig.from_dict({"storage": None}).storage is None
+
+
+@pytest.mark.parametrize(
+    ("storage", "words"),
+    [
+        (True, ["storage: got True", "expected null or an object"]),
+        ({}, ["storage: path is not set"]),
+        ({"pth": "/x"}, ["unknown storage option 'pth'", "'path'"]),
+        ({"path": 3}, ["storage.path: got 3"]),
+        ({"path": "/x", "size": "much"}, ["storage: size: got 'much'", "such as '64GiB'"]),
+        ({"path": "/x", "timeout_s": 0}, ["timeout_s: got 0", "above 0"]),
+        ({"path": "/x", "threads": 0}, ["threads: got 0", "1 to 64"]),
+        ({"path": "/x", "policy": "ttl"}, ["ttl_s is None and policy 'ttl'"]),
+        ({"path": "/x", "ttl_s": 60}, ["ttl_s is 60 and policy 'lru'"]),
+        ({"path": "/x", "policy": "fifo"}, ["storage.policy: got 'fifo'", '"lfu"']),
+        ({"path": "/x", "options": {"a": 1}}, ['options are set for backend "file"']),
+        ({"backend": "mooncake", "path": "/x"}, ["path is set for backend 'mooncake'"]),
+    ],
+)
+def test_storage_refused(storage: object, words: list[str]) -> None:
+    refused({"storage": storage}, *words)

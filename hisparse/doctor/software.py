@@ -17,6 +17,7 @@ __all__ = [
     "python",
     "sglang_pin",
     "sglang_version",
+    "storage",
     "torch_version",
 ]
 
@@ -78,6 +79,18 @@ def sglang_version() -> list[Check]:
     if not compat.release_of(compat.OLDEST) <= release <= compat.release_of(compat.NEWEST):
         return [Check(name="sglang", status="error", message=message, remedy=remedy)]
     return [Check(name="sglang", status="ok", message=message)]
+
+
+def storage() -> list[Check]:
+    """Whether the installed release of SGLang can keep prefixes below host memory."""
+    found = compat.installed()
+    if found is None:
+        message = "not checked: SGLang is not installed"
+    elif compat.has_linker():
+        message = f"sglang {found} has the external linker that the key storage needs"
+    else:
+        message = f"the key storage needs sglang {compat.LINKER}; all else works with {found}"
+    return [Check(name="storage", status="ok", message=message)]
 
 
 def plugin_visible() -> list[Check]:

@@ -7,9 +7,11 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from hisparse.cache.exact_pages import ExactPages
 from hisparse.engine.contract import call
 from hisparse.engine.decode import DecodeAttention, SelectionObserver
 from hisparse.engine.extensions.base import overriding
+from hisparse.engine.loaded import LoadedPages
 from hisparse.engine.metrics import CacheStats
 from hisparse.engine.modes import ModeMasks
 from hisparse.engine.parts import EngineParts
@@ -61,6 +63,20 @@ class SparseCoordinator:
         self._prefill_batch: PrefillBatch | None = None
         self._step: DecodeForward | None = None
         self._replayed = False
+        self._exact: ExactPages | None = None
+        self._loaded: LoadedPages | None = None
+
+    def share_pages(self) -> tuple[ExactPages, LoadedPages]:
+        """Follow which pages a store may take, and build representations of those that it gave.
+
+        Called once, before the first request, by a server that has a store.
+        """
+        manager, size = self.manager, self.policy.kv.page_size
+        num_pages, device = manager.host.num_pages, manager.device.device
+        num_slots = manager.device.capacity.shape[0] // manager.device.heads
+        self._exact = ExactPages(num_pages, size, num_slots, self._modes.is_dense, device)
+        self._loaded = LoadedPages(manager, self.build_representations, num_pages, size)
+        return self._exact, self._loaded
 
     def observe(self, observer: SelectionObserver | None) -> None:
         """Set the selection callback, or None to remove it."""
@@ -70,6 +86,8 @@ class SparseCoordinator:
         """Start a request in a request slot. Safe while an earlier forward is running."""
         self.manager.residency.begin(slot)
         self.representations.begin(slot)
+        if self._exact is not None:
+            self._exact.begin(slot)
 
     def on_request_end(self, slot: int) -> None:
         """End the request of a slot. Safe while an earlier forward is running."""
@@ -126,6 +144,8 @@ class SparseCoordinator:
         slots, seq_lens = batch.slots_cpu, batch.seq_lens_cpu
         self.manager.start_forward(slots, seq_lens // self.policy.kv.page_size)
         self.manager.residency.drop_replaced(slots, batch.host_page_table)
+        if self._exact is not None:
+            self._exact.decode(slots, seq_lens, batch.host_page_table)
         held = self.manager.residency.held(slots)
         return self._modes.of(seq_lens, held), self._modes.of_dense_layers(seq_lens, held)
 
@@ -169,6 +189,10 @@ class SparseCoordinator:
         self.manager.residency.drop_replaced(slots, [c.host_pages for c in batch.chunks])
         for chunk in batch.chunks:
             self.manager.residency.keep_pages(chunk.slot, chunk.host_pages)
+            if self._exact is not None:
+                self._exact.prefill(chunk.start, chunk.host_pages)
+        if self._loaded is not None:
+            self._loaded.begin(batch.chunks)
         self.manager.counters.add("written_bytes", batch.host_slots.numel() * kv.token_bytes)
         self._prefill_batch = batch
 
@@ -220,6 +244,8 @@ class SparseCoordinator:
             ``[T, Hq, Dv]`` in the dtype of q.
         """
         if self._prefill_batch is not None:
+            if self._loaded is not None:
+                self._loaded.prepare(layer_id)
             return self._prefill.attention(layer_id, q, k, v, self._prefill_batch, indexer)
         step = self._step
         assert step is not None, "forward_begin comes before attention"

@@ -92,6 +92,11 @@ class AttentionModes:
         fits = capacities >= num_pages
         return ModeMasks(sparse, ~sparse & fits, ~sparse & ~fits)
 
+    def is_dense(self, seq_lens: np.ndarray) -> np.ndarray:
+        """Requests of ``seq_lens [B]`` tokens that attend their whole context in every layer."""
+        within_budget = (seq_lens - 1) // self._policy.kv.page_size <= self._policy.budget_pages
+        return within_budget | (seq_lens <= self._min_sparse_context)
+
     def of_dense_layers(self, seq_lens: np.ndarray, capacities: np.ndarray) -> ModeMasks | None:
         """Modes in a layer that is always dense; None: the model has no such layer."""
         if not self._num_dense:

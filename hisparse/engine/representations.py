@@ -28,6 +28,7 @@ class Representations:
     Attributes:
         tensors: by name, ``[L, host pages, *shape]``, ``[L, request slots, *shape]`` or
             ``[L, *shape]``, depending on the owner.
+        of_pages: those of them that belong to pages and are saved.
         indexes: the algorithm's host-memory indexes of each request.
     """
 
@@ -52,6 +53,7 @@ class Representations:
             name: _zeros(r, (num_layers, *entries[r.per], *r.shape), device)
             for name, r in kinds.items()
         }
+        self.of_pages = {n: self.tensors[n] for n, r in self._saved.items() if r.per == "page"}
         self._request_state = [self.tensors[n] for n, r in kinds.items() if r.per == "request"]
         self.indexes = RequestIndexes(num_layers, num_slots, index_bytes)
         self._begun: set[int] = set()

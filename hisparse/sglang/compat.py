@@ -8,10 +8,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 __all__ = [
+    "LINKER",
     "NEWEST",
     "OLDEST",
     "backend_choices",
     "enable_page_allocator",
+    "has_linker",
     "index_pool_size",
     "installed",
     "is_resolved",
@@ -27,6 +29,9 @@ __all__ = [
 #: The contract test passes on these two releases and on all between them.
 OLDEST: Final = "0.5.16"
 NEWEST: Final = "0.5.23"
+
+#: The first release with an external linker that a package can provide and that loads by request.
+LINKER: Final = "0.5.23"
 
 #: Flags that older releases lack.
 _NEW_FLAGS: Final = ("enable_kv_cache_sharding",)
@@ -49,6 +54,11 @@ def since(release: str) -> bool:
     """Whether the installed SGLang is ``release`` or newer; True if SGLang is not installed."""
     found = installed()
     return found is None or release_of(found) >= release_of(release)
+
+
+def has_linker() -> bool:
+    """Whether the installed release can keep prefixes in a store below host memory."""
+    return since(LINKER)
 
 
 def backend_choices() -> tuple[list[str], Callable[[list[str]], None]]:

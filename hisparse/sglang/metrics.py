@@ -9,6 +9,7 @@ from typing import Any
 from hisparse.engine.metrics import CacheStats
 from hisparse.sglang import compat
 from hisparse.sglang.session import Session
+from hisparse.sglang.storage_counters import COUNTERS as STORAGE_COUNTERS
 
 __all__ = ["MetricsReporter"]
 
@@ -71,6 +72,9 @@ class MetricsReporter:
         self._counter_texts = dict(_COUNTERS)
         for extension in self._coordinator.extensions:
             self._counter_texts |= extension.counters
+        self._storage = session.storage
+        if self._storage is not None:
+            self._counter_texts |= STORAGE_COUNTERS
         self._published: dict[str, int] = dict.fromkeys(self._counter_texts, 0)
         self._last_log = time.monotonic()
         self._last_publish = 0.0
@@ -152,6 +156,8 @@ class MetricsReporter:
 
     def _publish(self, stats: CacheStats) -> None:
         values = vars(stats) | dict(stats.extensions)
+        if self._storage is not None:
+            values |= self._storage.totals()
         for name, counter in self._counters.items():
             value = values[name]
             counter.inc(value - self._published[name])

@@ -98,6 +98,9 @@ _USED: tuple[_Name, ...] = (
     ("0.5.22", "", "sglang.srt.mem_cache.allocator.paged.alloc_extend_kernel"),
     ("0.5.22", "", "sglang.srt.model_executor.forward_batch_info.support_triton"),
     "sglang.srt.managers.schedule_batch.FINISH_ABORT",
+    ("0.5.23", "sglang.srt.mem_cache.hicache_storage.HiCacheStorage", ""),
+    ("0.5.23", "sglang.srt.mem_cache.hicache_storage.HiCacheStorageConfig", ""),
+    ("0.5.23", "sglang.srt.mem_cache.hicache_storage.PoolName.KV", ""),
     "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool",
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers",
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers",
@@ -108,6 +111,23 @@ _USED: tuple[_Name, ...] = (
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc",
     ),
     "sglang.srt.mem_cache.memory_pool.unwrap_write_loc",
+    (
+        "0.5.23",
+        "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend",
+        "",
+    ),
+    ("0.5.23", "sglang.srt.mem_cache.unified_cache.linker_factory.create_unified_cache_linker", ""),
+    (
+        "0.5.23",
+        "sglang.srt.mem_cache.unified_cache.unified_cache_linker.LayerWiseLoadCounter",
+        "",
+    ),
+    (
+        "0.5.23",
+        "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCacheLinker"
+        ".record_offload_ready",
+        "",
+    ),
     "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.register",
     "sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods"
     ".AttnForwardMethod.MLA",

@@ -17,6 +17,7 @@ from hisparse.memory.host import free_host_memory
 from hisparse.sglang import compat
 from hisparse.sglang.check_model import check_model
 from hisparse.sglang.requested import BACKEND
+from hisparse.sglang.storage_setup import request_linker
 from hisparse.units import resolve_memory
 
 __all__ = [
@@ -88,7 +89,7 @@ def prepare_before_resolution(server_args: Any) -> None:
 
     Args:
         server_args: SGLang's ``ServerArgs``; ``page_size``, ``kv_cache_dtype`` and the flags for
-            CUDA graphs are written.
+            CUDA graphs and the external linker are written.
 
     Raises:
         ConfigError: a setting or a flag is not supported, or the machine lacks the memory.
@@ -97,6 +98,7 @@ def prepare_before_resolution(server_args: Any) -> None:
     _check_flags(server_args)
     config = read_config(server_args)
     build_algorithm(config)
+    request_linker(server_args, config)
     resolve_memory(config.host_memory, free_host_memory(), "host_memory")
     if config.stores_fp8:
         # SGLang's fp8 pools have requirements of their own, such as a certain backend on a CPU.

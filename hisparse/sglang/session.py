@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from hisparse.cache.shared_memory import NodeRanks
 from hisparse.engine.build import EngineSetup
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import HiSparseError
+from hisparse.sglang.storage_counters import StorageCounters
 
 __all__ = ["Session", "current_session", "errors_logged", "require_session", "start_session"]
 
@@ -28,6 +29,9 @@ class Session(EngineSetup):
 
     Attributes:
         ranks: the processes of this node.
+        model: SGLang's model.
+        model_settings: the model's configuration.
+        storage: counts what the storage below host memory does; None: the server has none.
         slots_cpu: ``[B] int64``, request slots of the next forward, on the host.
         requests: SGLang's ``Req`` of the next forward.
         chunked_request_id: id of the request with a prompt that continues after the next forward.
@@ -38,6 +42,9 @@ class Session(EngineSetup):
     """
 
     ranks: NodeRanks | None = None
+    model: Any = None
+    model_settings: Mapping[str, object] = field(default_factory=dict)
+    storage: StorageCounters | None = None
     slots_cpu: torch.Tensor | None = None
     requests: Sequence[Any] = ()
     chunked_request_id: str | None = None

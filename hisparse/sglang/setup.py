@@ -23,6 +23,8 @@ from hisparse.sglang import compat
 from hisparse.sglang.model_shape import read_model_shape
 from hisparse.sglang.server_args import read_config
 from hisparse.sglang.session import Session
+from hisparse.sglang.storage_counters import StorageCounters
+from hisparse.sglang.storage_setup import has_linker
 from hisparse.units import resolve_memory
 
 __all__ = ["build_coordinator", "make_session"]
@@ -69,7 +71,12 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
             chunk_tokens=_chunk_tokens(configurator),
         ),
     )
-    return Session(**vars(setup), ranks=ranks)
+    session = Session(**vars(setup), ranks=ranks)
+    if has_linker(configurator.server_args):
+        session.storage = StorageCounters()
+        session.model = configurator.model
+        session.model_settings = configurator.model_config.hf_config.to_diff_dict()
+    return session
 
 
 def _chunk_tokens(configurator: Any) -> int:

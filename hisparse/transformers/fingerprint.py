@@ -1,28 +1,16 @@
-"""A fingerprint of a model: K/V of one model are wrong for any other."""
+"""The fingerprint of a transformers model."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import torch
-import xxhash
+from hisparse.engine.fingerprint import fingerprint
 
 __all__ = ["model_fingerprint"]
 
-#: Parts of a configuration that do not change what a model computes.
-_ORIGIN = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
-#: Runs of elements that are read of each tensor, and the length of each.
-_RUNS, _RUN_LENGTH = 16, 256
-
 
 def model_fingerprint(model: Any) -> str:
-    """A fingerprint of a model's configuration and weights.
-
-    The function reads up to 4,096 elements of each tensor in 16 evenly spaced runs: all weights of
-    a small layer, and enough of a large one, since training changes elements everywhere. Reading
-    every element would take as long as reading a long context from its file. Two models with the
-    same fingerprint can differ only in elements that fall between the runs of every tensor.
+    """A fingerprint of a model's configuration and weights; see :func:`fingerprint`.
 
     Args:
         model: a transformers model, or its configuration.
@@ -32,17 +20,4 @@ def model_fingerprint(model: Any) -> str:
     """
     if not hasattr(model, "state_dict"):
         return ""
-    settings = model.config.to_diff_dict()
-    settings = {name: value for name, value in settings.items() if name not in _ORIGIN}
-    digest = xxhash.xxh3_128(json.dumps(settings, sort_keys=True, default=str).encode())
-    for name, value in sorted(model.state_dict().items()):
-        if not isinstance(value, torch.Tensor):
-            continue
-        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
-        if value.is_meta:  # Offloaded: elsewhere until its layer runs.
-            continue
-        flat = value.detach().reshape(-1)
-        if flat.numel() > _RUNS * _RUN_LENGTH:
-            flat = flat[: flat.numel() // _RUNS * _RUNS].view(_RUNS, -1)[:, :_RUN_LENGTH]
-        digest.update(flat.contiguous().cpu().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return fingerprint(model.config.to_diff_dict(), sorted(model.state_dict().items()))

@@ -139,6 +139,26 @@ FLAGS = {
 }
 
 
+LINKER = '{"linker": "Other", "linker_module_path": "other"}'
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--disable-radix-cache",), "--disable-radix-cache is given, but storage"),
+        (("--unified-cache-external-linker-config", LINKER), "storage is set and --unified"),
+    ],
+)
+def test_a_store_with_flags_that_contradict_it(
+    resolve: Resolve, flags: tuple[str, ...], words: str
+) -> None:
+    assert words in refusal(resolve, *flags, config={"storage": {"path": "/somewhere"}})
+
+
+def test_another_linker(resolve: Resolve) -> None:
+    assert "expected dynamic with" in refusal(resolve, "--enable-unified-cache-external-linker")
+
+
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_a_feature_that_is_not_built(resolve: Resolve, flags: tuple[str, ...]) -> None:
     assert flags[-2 if len(flags) > 1 else 0] in refusal(resolve, *flags)

@@ -1,0 +1,121 @@
+"""The bytes of a page in a store: the same whatever the layout of host memory.
+
+A record is one page of SGLang, all layers of this rank. Each layer has the keys ``[T, Hkv, Dk]``,
+then the values ``[T, Hkv, Dv]`` unless they are part of the keys (MLA), then the scales
+``[T, Hkv, 2]`` of fp8, then what cannot be computed from keys again: the entries of a model's own
+indexer for the page's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from hisparse.cache import HostKVPool
+from hisparse.cache.codec import read_tokens, write_tokens
+from hisparse.types import StoredKV
+
+__all__ = ["FORMAT_VERSION", "PageFormat"]
+
+#: Counted up when the order of bytes changes.
+FORMAT_VERSION: Final = 1
+#: Layers are grouped into parts of at least so many bytes, each with a checksum of its own.
+_PART_BYTES: Final = 256 * 1024
+#: The store's limit.
+_MAX_PARTS: Final = 64
+
+
+class PageFormat:
+    """Moves pages between the host pool and the bytes of a store.
+
+    Args:
+        host: the KV pool.
+        page_tokens: T, tokens of a page of SGLang, a multiple of the pool's page size.
+        entries: tensors ``[L, host pages, ...]`` that records hold beside K and V, by name.
+
+    Attributes:
+        pages_per_record: host pages of a record.
+        part_bytes: sizes of the parts of a record: consecutive layers.
+        record_bytes: their sum.
+    """
+
+    def __init__(self, host: HostKVPool, page_tokens: int, entries: Mapping[str, Tensor]) -> None:
+        self._host = host
+        self._kinds = [
+            f"{n} {entries[n].dtype} {list(entries[n].shape[2:])}" for n in sorted(entries)
+        ]
+        # PyTorch does not index float8.
+        self._entries = [
+            x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+            for x in (entries[name] for name in sorted(entries))
+        ]
+        self._tokens = page_tokens
+        self.pages_per_record = page_tokens // host.kv.page_size
+        kv = host.kv
+        per_page = sum(x[0, 0].nbytes for x in self._entries)
+        layer = page_tokens * kv.token_bytes_per_layer + self.pages_per_record * per_page
+        self.part_bytes = tuple(layer * n for n in _layers_per_part(kv.num_layers, layer))
+        self.record_bytes = layer * kv.num_layers
+
+    def describe(self) -> str:
+        """Dtypes and shapes of a record, for the key: another description is another format."""
+        kv = self._host.kv
+        name = "fp8_e4m3" if kv.fp8 else str(kv.dtype).removeprefix("torch.")
+        shape = [kv.num_layers, kv.num_kv_heads, kv.head_dim, 0 if kv.latent else kv.v_head_dim]
+        return " ".join([name, str(shape), *self._kinds])
+
+    def host_pages(self, slots: Tensor) -> Tensor:
+        """Host pages of the host slots ``[records * T]`` of whole records, in order."""
+        size = self._host.kv.page_size
+        return slots.cpu().long()[::size] // size
+
+    def read(self, pages: Tensor, out: Tensor) -> None:
+        """Copy host pages ``[n * pages_per_record] int64`` to ``out [n, bytes] uint8``."""
+        slots, offset = self._slots(pages), 0
+        for layer in range(self._host.kv.num_layers):
+            stored = read_tokens(self._host.stored(layer), slots)
+            parts = stored.tensors[:1] if self._host.kv.latent else stored.tensors
+            for part in (*parts, *(x[layer][pages.to(x.device)].cpu() for x in self._entries)):
+                data = part.contiguous().view(-1).view(torch.uint8).view(len(out), -1)
+                out[:, offset : offset + data.shape[1]] = data
+                offset += data.shape[1]
+
+    def write(self, pages: Tensor, data: Tensor) -> None:
+        """Copy records ``data [n, bytes] uint8`` to host pages ``[n * pages_per_record] int64``."""
+        slots, kv, offset = self._slots(pages), self._host.kv, 0
+
+        def take(dtype: torch.dtype, *shape: int) -> Tensor:
+            nonlocal offset
+            width = dtype.itemsize * torch.Size(shape).numel() // len(data)
+            part = data[:, offset : offset + width].clone(memory_format=torch.contiguous_format)
+            offset += width
+            return part.view(-1).view(dtype).view(shape)
+
+        for layer in range(kv.num_layers):
+            tokens = (len(slots), kv.num_kv_heads)
+            k = take(kv.stored_dtype, *tokens, kv.head_dim)
+            v = k[..., : kv.v_head_dim]
+            if not kv.latent:
+                v = take(kv.stored_dtype, *tokens, kv.v_head_dim)
+            scales = take(torch.uint8, *tokens, 2) if kv.fp8 else None
+            write_tokens(StoredKV(k, v, scales), self._host.stored(layer), slots)
+            for each in self._entries:
+                entries = take(each.dtype, len(pages), *each.shape[2:])
+                each[layer, pages.to(each.device)] = entries.to(each.device)
+        if any(each.is_cuda for each in self._entries):
+            # The forward that reads them runs on another stream.
+            torch.cuda.current_stream().synchronize()
+
+    def _slots(self, pages: Tensor) -> Tensor:
+        size = self._host.kv.page_size
+        return (pages[:, None] * size + torch.arange(size)).flatten()
+
+
+def _layers_per_part(num_layers: int, layer_bytes: int) -> list[int]:
+    """Layers of each part, as equal as can be."""
+    at_least = max(1, -(-_PART_BYTES // layer_bytes))
+    count = max(1, min(_MAX_PARTS, num_layers // at_least))
+    return [num_layers * (i + 1) // count - num_layers * i // count for i in range(count)]

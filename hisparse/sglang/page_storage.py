@@ -1,0 +1,173 @@
+"""Records of pages in any of SGLang's storage backends: find, get and put, and nothing else."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from typing import Any, Final
+
+import torch
+import xxhash
+from torch import Tensor
+
+from hisparse.storage import Namespace
+
+__all__ = ["CHECKSUM_BYTES", "PageStorage", "Staging", "unwrapped"]
+
+#: A record of a backend that does not check what it reads ends with xxh3_128 of its key and bytes.
+CHECKSUM_BYTES: Final = 16
+
+
+class Staging:
+    """Host memory for records on their way; backends see it as SGLang's host pool.
+
+    Backends that move memory by address register it once.
+
+    Args:
+        blocks: number of blocks, which calls reserve.
+        block_rows: records of a block.
+        row_bytes: bytes of a record.
+
+    Attributes:
+        data: ``[blocks * block_rows, row_bytes] uint8``.
+        block_rows: as given.
+    """
+
+    #: What SGLang's backends read of a host pool: a "token" is a row here.
+    page_size = 1
+    layout = "page_first"
+    dtype = torch.uint8
+
+    def __init__(self, blocks: int, block_rows: int, row_bytes: int) -> None:
+        self.data = torch.empty(blocks * block_rows, row_bytes, dtype=torch.uint8)
+        self.kv_buffer = self.data
+        self.block_rows = block_rows
+        self._free: SimpleQueue[int] = SimpleQueue()
+        for block in range(blocks):
+            self._free.put(block)
+
+    def take(self, timeout_s: float) -> int | None:
+        """Reserve a block; None: none became free in time."""
+        try:
+            return self._free.get(timeout=timeout_s)
+        except Empty:
+            return None
+
+    def give(self, block: int) -> None:
+        """Free a block."""
+        self._free.put(block)
+
+    def rows(self, block: int, count: int) -> range:
+        """The first ``count`` rows of a block."""
+        return range(block * self.block_rows, block * self.block_rows + count)
+
+    def get_ksize_per_token(self) -> int:
+        """Bytes of a row."""
+        return self.data.shape[1]
+
+    def get_size_per_token(self) -> int:
+        """Bytes of a row."""
+        return self.data.shape[1]
+
+    def get_data_page(self, index: int, flat: bool = True) -> Tensor:
+        """A row."""
+        return self.data[index]
+
+    def get_dummy_flat_data_page(self) -> Tensor:
+        """Memory like a row."""
+        return torch.empty_like(self.data[0])
+
+    def set_from_flat_data_page(self, index: int, data_page: Tensor) -> None:
+        """Fill a row."""
+        self.data[index] = data_page
+
+    def get_page_buffer_meta(self, indices: Tensor) -> tuple[list[int], list[int]]:
+        """Addresses and sizes of rows."""
+        rows = indices.tolist()
+        return [self.data[row].data_ptr() for row in rows], [self.data.shape[1]] * len(rows)
+
+
+class PageStorage:
+    """A backend of SGLang's, and the records of one namespace in it.
+
+    Calls take as long as the backend takes, and raise what it raises.
+
+    Args:
+        backend: SGLang's ``HiCacheStorage``.
+        staging: rows of a record and, with ``checksums``, of its checksum.
+        checksums: give each record a checksum, because the backend has none.
+    """
+
+    def __init__(self, backend: Any, staging: Staging, *, checksums: bool) -> None:
+        self._backend = backend
+        self._staging = staging
+        self._inner = unwrapped(backend)
+        self._by_index = _overrides(self._inner, "batch_get_v1")
+        self._checks = checksums
+        self._prefix = ""
+        backend.register_mem_pool_host(staging)
+
+    def use(self, namespace: Namespace) -> None:
+        """Store and find records of ``namespace`` from now on."""
+        self._prefix = f"{namespace.key}-"
+        if hasattr(self._inner, "use"):
+            self._inner.use(namespace)
+
+    def find(self, pages: Sequence[str]) -> int:
+        """Length of the longest prefix of ``pages`` that is stored."""
+        return int(self._backend.batch_exists(self._keys(pages)))
+
+    def get(self, pages: Sequence[str], rows: Sequence[int]) -> list[bool | None]:
+        """Read records into rows; for each True, False if it is damaged, None if it is absent."""
+        keys, index = self._keys(pages), torch.tensor(rows)
+        if self._by_index:
+            found = list(self._backend.batch_get_v1(keys, index))
+        else:
+            targets = [self._staging.data[row] for row in rows]
+            found = [x is not None for x in self._backend.batch_get(keys, targets)]
+        return [
+            self._is_whole(key, row) if ok else None
+            for key, row, ok in zip(keys, rows, found, strict=True)
+        ]
+
+    def put(self, pages: Sequence[str], rows: Sequence[int]) -> bool:
+        """Store the records in rows; whether all of them are stored then."""
+        keys = self._keys(pages)
+        if self._checks:
+            for key, row in zip(keys, rows, strict=True):
+                self._staging.data[row, -CHECKSUM_BYTES:] = self._checksum(key, row)
+        if self._by_index:
+            return all(self._backend.batch_set_v1(keys, torch.tensor(rows)))
+        return bool(self._backend.batch_set(keys, [self._staging.data[row] for row in rows]))
+
+    def close(self) -> None:
+        """Close the backend."""
+        if hasattr(self._inner, "close"):
+            self._inner.close()
+
+    def _keys(self, pages: Sequence[str]) -> list[str]:
+        return [self._prefix + page for page in pages]
+
+    def _checksum(self, key: str, row: int) -> Tensor:
+        digest = xxhash.xxh3_128(key.encode())
+        digest.update(self._staging.data[row, :-CHECKSUM_BYTES].numpy().data)
+        return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+
+    def _is_whole(self, key: str, row: int) -> bool:
+        if not self._checks:
+            return True
+        stored = self._staging.data[row, -CHECKSUM_BYTES:]
+        return torch.equal(stored, self._checksum(key, row))
+
+
+def unwrapped(backend: Any) -> Any:
+    """The backend behind SGLang's injector of failures."""
+    return getattr(backend, "_backend", backend)
+
+
+def _overrides(backend: Any, method: str) -> bool:
+    """Whether a backend has a method of its own, in place of ``HiCacheStorage``'s empty one."""
+    function = inspect.getattr_static(type(backend), method)
+    base = next(x for x in type(backend).__mro__ if x.__name__ == "HiCacheStorage")
+    return function is not inspect.getattr_static(base, method)

@@ -1,0 +1,152 @@
+"""Finds pages in a store, and loads them into the KV pool: all of a request's, or none."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+from torch import Tensor
+
+from hisparse.sglang.page_format import PageFormat
+from hisparse.sglang.page_storage import PageStorage, Staging
+from hisparse.sglang.storage_counters import StorageCounters
+from hisparse.sglang.storage_health import StorageHealth
+from hisparse.sglang.storage_threads import Gate, Workers
+
+__all__ = ["PageLoader"]
+
+logger = logging.getLogger("hisparse")
+
+#: Seconds for which a page that could not be read counts as absent, and the most such pages.
+_AVOIDED_S: Final = 60.0
+_MAX_AVOIDED: Final = 65536
+
+
+class PageLoader:
+    """Reads pages for requests that wait to be admitted.
+
+    A load ends before its request is admitted. So whatever a store does, a request either has all
+    of its pages, checked, or computes its prompt, and no other request learns of it.
+
+    Args:
+        storage: the store.
+        page_format: moves records into the KV pool.
+        staging: memory for records.
+        health: time limits.
+        counters: counts.
+        threads: blocks of records that are read at a time.
+    """
+
+    def __init__(
+        self,
+        storage: PageStorage,
+        page_format: PageFormat,
+        staging: Staging,
+        health: StorageHealth,
+        counters: StorageCounters,
+        threads: int,
+    ) -> None:
+        self._storage = storage
+        self._format = page_format
+        self._staging = staging
+        self._health = health
+        self._counters = counters
+        self._workers = Workers(threads, "hisparse-load")
+        #: Keys of pages that could not be read, and until when they count as absent.
+        self._avoided: dict[str, float] = {}
+
+    def find(self, keys: Sequence[str]) -> int:
+        """Length of the longest prefix of ``keys`` that can be loaded."""
+        wanted, found = keys[: self._first_avoided(keys)], 0
+        if wanted and self._health.is_usable(self._workers):
+            found = self._health.call(self._workers, lambda: self._storage.find(wanted)) or 0
+        self._counters.add(found_pages=found, absent_pages=len(keys) - found)
+        return found
+
+    def load(self, keys: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> bool:
+        """Load records; whether all have arrived whole, and in time.
+
+        Args:
+            keys: of the records.
+            pages: ``[records * pages_per_record] int64``, host pages; after False nothing writes
+                to them any more.
+            ready: events after which no forward writes to the host pages.
+        """
+        if not self._health.is_usable(self._workers):
+            self._counters.add(failed_loads=1)
+            return False
+        began, gate = time.monotonic(), Gate()
+        num_bytes = len(keys) * self._format.record_bytes
+        limit_s = self._health.limit_s(num_bytes)
+        rows, per_record = self._staging.block_rows, self._format.pages_per_record
+        calls = [
+            self._workers.submit(
+                partial(
+                    self._load_block,
+                    keys[first : first + rows],
+                    pages[first * per_record : (first + rows) * per_record],
+                    ready,
+                    gate,
+                )
+            )
+            for first in range(0, len(keys), rows)
+        ]
+        end = began + limit_s
+        landed = all(self._health.result(call, end, limit_s) is True for call in calls)
+        if not landed:
+            gate.close()
+            self._counters.add(failed_loads=1)
+            logger.warning(
+                "hisparse: storage: %d pages could not be loaded; their request computes them",
+                len(keys),
+            )
+            return False
+        took_ms = round(1000 * (time.monotonic() - began))
+        self._counters.add(loaded_pages=len(keys), loaded_bytes=num_bytes, load_ms=took_ms)
+        return True
+
+    def _load_block(
+        self, keys: Sequence[str], pages: Tensor, ready: Sequence[Any], gate: Gate
+    ) -> bool:
+        """Read one block of records and, if all are whole, move them into the KV pool."""
+        block = None if gate.closed else self._staging.take(self._health.timeout_s)
+        if block is None:
+            return False
+        try:
+            rows = self._staging.rows(block, len(keys))
+            found = self._storage.get(keys, rows)
+            if not all(found):
+                self._note_unread(keys, found)
+                return False
+            for event in ready:
+                event.synchronize()
+            with gate.enter() as admitted:
+                if admitted:
+                    data = self._staging.data[rows.start : rows.stop, : self._format.record_bytes]
+                    self._format.write(pages, data)
+            return admitted
+        finally:
+            self._staging.give(block)
+
+    def _note_unread(self, keys: Sequence[str], found: Sequence[bool | None]) -> None:
+        until = time.monotonic() + _AVOIDED_S
+        unread = {key: until for key, ok in zip(keys, found, strict=True) if not ok}
+        if len(self._avoided) < _MAX_AVOIDED:
+            # One operation, since other threads read the dictionary.
+            self._avoided = self._avoided | unread
+        self._counters.add(damaged_pages=found.count(False), lost_pages=found.count(None))
+
+    def _first_avoided(self, keys: Sequence[str]) -> int:
+        """Index of the first key that counts as absent; their number if none does."""
+        if not self._avoided:
+            return len(keys)
+        now = time.monotonic()
+        self._avoided = {key: until for key, until in self._avoided.items() if until > now}
+        return next((i for i, key in enumerate(keys) if key in self._avoided), len(keys))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._workers.close()

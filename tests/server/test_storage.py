@@ -1,0 +1,348 @@
+"""Prefixes in a store below host memory: after a restart, and on servers with other settings."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import mooncake_master
+import pytest
+from conftest import DenseTokens
+from harness import Answer, Server
+from plugins import make_plugin
+from tiny_models import INDEX_TOP_K, tiny_model
+from workload import NEW_TOKENS, PROMPTS, tokens
+
+from tests.sizes import SWEEPS
+
+#: Dense for every prompt here, and far too small for them.
+DENSE = {"budget": 8192, "host_memory": "1GiB", "device_memory": "600MB"}
+SPARSE = {"budget": 128, "device_buffer_size": 128, "host_memory": "1GiB", "device_memory": "14MB"}
+FLAGS = ("--max-total-tokens", "40000", "--max-running-requests", "4")
+PROMPT = PROMPTS.prompts[5]
+DOCUMENT = tokens(1500, seed=1500)
+#: Whole pages of 16 tokens before the last token, which is always computed.
+CACHED = 1488
+
+sweeps = pytest.mark.skipif(not SWEEPS, reason="more servers: make test-all PART=sweeps")
+
+
+def start(
+    log_dir: Path, name: str, store: Path | None, config: dict[str, Any], **options: Any
+) -> Server:
+    storage = (
+        {} if store is None else {"storage": {"path": str(store)} | options.pop("storage", {})}
+    )
+    kind, flags = options.pop("kind", "llama"), options.pop("flags", ())
+    log = log_dir / f"storage-{name}.log"
+    return Server(tiny_model(kind), log, *FLAGS, *flags, config=config | storage, **options)
+
+
+def wait_for(server: Server, name: str, minimum: float) -> None:
+    """Wait until a counter has reached a number: writes go on after an answer."""
+    end = time.monotonic() + 60
+    while server.counted(name)[0] < minimum:
+        assert time.monotonic() < end, f"{name}: {server.counted(name)}, expected {minimum}"
+        time.sleep(0.1)
+
+
+def ask_and_store(server: Server, prompt: list[int], pages: int) -> Answer:
+    answer = server.generate(prompt, NEW_TOKENS)
+    wait_for(server, "storage_offloaded_pages", pages)
+    return answer
+
+
+def test_a_second_server_with_other_settings_reads_what_a_sparse_one_wrote(
+    log_dir: Path, tmp_path: Path, dense_tokens: DenseTokens
+) -> None:
+    """The first is killed. Its second turn follows sparse steps: no page of it may be shared."""
+    prompt = PROMPT
+    with start(log_dir, "writer", tmp_path, SPARSE) as server:
+        first = ask_and_store(server, prompt, 93)
+        turns = prompt + first.ids + tokens(200, seed=9)
+        second = server.generate(turns, NEW_TOKENS)
+        assert second.cached > len(prompt)
+        wait_for(server, "storage_inexact_pages", 12)
+        assert server.counted("storage_offloaded_pages") == (93,)
+        # What is in host memory comes from there.
+        assert server.generate(prompt, NEW_TOKENS).ids == first.ids
+        assert server.counted("storage_loaded_pages") == (0,)
+    other = DENSE | {"algorithm": "quest", "host_layout": "page_first"}
+    with start(log_dir, "reader", tmp_path, other) as server:
+        answer = server.generate(prompt, NEW_TOKENS)
+        assert answer.ids == dense_tokens("llama", PROMPTS)[5]
+        assert answer.cached == CACHED
+        assert server.counted("storage_loaded_pages", "storage_failed_loads") == (93, 0)
+        # Pages of the prompt are there, those of the sparse answer are not.
+        server.flush_cache()
+        exact = server.generate(turns, NEW_TOKENS)
+        assert exact.cached == CACHED
+    with start(log_dir, "again", tmp_path, SPARSE) as server:
+        again = server.generate(prompt, NEW_TOKENS)
+        assert (again.ids, again.cached) == (first.ids, CACHED)
+
+
+@sweeps
+@pytest.mark.sweeps
+@pytest.mark.parametrize(
+    ("name", "kind", "config", "flags"),
+    [
+        ("fp8", "llama", SPARSE | {"host_layout": "page_first"}, ("--kv-cache-dtype", "fp8_e4m3")),
+        ("layers", "qwen2", SPARSE | {"host_layout": "layer_first"}, ()),
+        ("pages of 64", "llama", SPARSE, ("--page-size", "64")),
+        ("snapkv", "llama", SPARSE | {"algorithm": "snapkv"}, ()),
+        ("dipr", "llama", SPARSE | {"algorithm": "dipr", "device_buffer_size": 512}, ()),
+        ("tail", "llama", SPARSE | {"tail_estimate": True, "overlap": True}, ()),
+        ("chunks", "llama", SPARSE, ("--chunked-prefill-size", "128")),
+        ("mla", "deepseek_v2", SPARSE, ()),
+        (
+            "dsa",
+            "deepseek_v32",
+            {
+                "algorithm": "dsa",
+                "page_size": 1,
+                "budget": INDEX_TOP_K,
+                "device_buffer_size": 2 * INDEX_TOP_K,
+                "num_sink_pages": 0,
+                "num_recent_pages": 0,
+                "host_memory": "1GiB",
+                "device_memory": "64MB",
+            },
+            (),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_restart_changes_no_token(
+    name: str, kind: str, config: dict[str, Any], flags: tuple[str, ...], log_dir: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """SIGKILL, the same server again, the same tokens from loaded pages as from computed ones."""
+    size = 64 if name in ("pages of 64", "dsa") else 16
+    cached = (len(DOCUMENT) - 1 - 32 * (name == "snapkv")) // size * size
+    options = {"kind": kind, "flags": flags}
+    with start(log_dir, f"{name}-first", tmp_path, config, **options) as server:
+        before = ask_and_store(server, DOCUMENT, len(DOCUMENT) // size)
+        other = server.generate(DOCUMENT[:800] + tokens(300, seed=5), NEW_TOKENS)
+    with start(log_dir, f"{name}-second", tmp_path, config, **options) as server:
+        after = server.generate(DOCUMENT, NEW_TOKENS)
+        assert after.ids == before.ids
+        assert after.cached == cached
+        server.flush_cache()
+        mixed = server.generate(DOCUMENT[:800] + tokens(300, seed=5), NEW_TOKENS)
+        assert mixed.ids == other.ids
+        assert mixed.cached >= 800 // size * size
+        assert server.counted("storage_failed_loads", "storage_errors") == (0, 0)
+
+
+@sweeps
+@pytest.mark.sweeps
+def test_requests_at_the_same_time(log_dir: Path, tmp_path: Path) -> None:
+    prompts = [tokens(n, seed=n) for n in (300, 500, 700, 900, 1100, 1300)]
+    with start(log_dir, "many-first", tmp_path, SPARSE) as server:
+        before = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
+        wait_for(server, "storage_offloaded_pages", sum(n // 16 for n in map(len, prompts)))
+    with start(log_dir, "many-second", tmp_path, SPARSE) as server:
+        answers = server.generate_many(prompts, NEW_TOKENS)
+        assert [x.ids for x in answers] == [x.ids for x in before]
+        assert all(
+            x.cached == (len(p) - 1) // 16 * 16 for x, p in zip(answers, prompts, strict=True)
+        )
+        # Host memory first: nothing is loaded twice.
+        loaded = server.counted("storage_loaded_pages")
+        assert [x.ids for x in server.generate_many(prompts, NEW_TOKENS)] == [x.ids for x in before]
+        assert server.counted("storage_loaded_pages") == loaded
+
+
+@sweeps
+@pytest.mark.sweeps
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_a_server_that_ends_in_mid_offload(
+    sign: signal.Signals, log_dir: Path, tmp_path: Path
+) -> None:
+    """What it wrote until then is there and whole; the rest is computed."""
+    prompts = [tokens(1500, seed=s) for s in range(50, 56)]
+    with start(log_dir, "reference", None, SPARSE) as server:
+        right = [server.generate(prompt, 20).ids for prompt in prompts]
+    with start(log_dir, f"ended-{sign.name}", tmp_path, SPARSE) as server:
+        for prompt in prompts:
+            server.generate(prompt, 1)
+        os.killpg(server.pid, sign) if sign == signal.SIGKILL else os.kill(server.pid, sign)
+        end = time.monotonic() + 60
+        while server._process.poll() is None:
+            assert time.monotonic() < end, "the server did not end"
+            time.sleep(0.1)
+    with start(log_dir, f"after-{sign.name}", tmp_path, SPARSE) as server:
+        answers = [server.generate(prompt, 20) for prompt in prompts]
+        assert [answer.ids for answer in answers] == right
+        assert max(answer.cached for answer in answers) == CACHED
+        assert server.counted("storage_damaged_pages", "storage_failed_loads") == (0, 0)
+
+
+def damage(store: Path, seed: int) -> int:
+    """Flip a bit in every 4 KiB of the segments' second half, and cut the longest one short."""
+    rng, files = random.Random(seed), sorted(store.glob("segments/*.seg"))
+    flipped = 0
+    for path in files:
+        with path.open("r+b") as file:
+            size = path.stat().st_size
+            for offset in range(size // 2, size, 4096):
+                at = min(offset + rng.randrange(4096), size - 1)
+                file.seek(at)
+                byte = file.read(1)[0]
+                file.seek(at)
+                file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+                flipped += 1
+    longest = max(files, key=lambda p: p.stat().st_size)
+    os.truncate(longest, longest.stat().st_size * 7 // 8)
+    return flipped
+
+
+@sweeps
+@pytest.mark.sweeps
+def test_damaged_extents_are_computed_instead(log_dir: Path, tmp_path: Path) -> None:
+    prompts = [tokens(1500, seed=s) for s in range(60, 64)]
+    with start(log_dir, "to-damage", tmp_path, SPARSE) as server:
+        right = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
+        wait_for(server, "storage_offloaded_pages", 4 * 93)
+    assert damage(tmp_path, seed=1) > 1000
+    with start(log_dir, "damaged", tmp_path, SPARSE) as server:
+        answers = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
+        assert [answer.ids for answer in answers] == [answer.ids for answer in right]
+        again = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
+        assert [answer.ids for answer in again] == [answer.ids for answer in right]
+
+
+@sweeps
+@pytest.mark.sweeps
+def test_failures_and_delays_that_sglang_injects(log_dir: Path, tmp_path: Path) -> None:
+    """Half of all calls fail and take up to a second, with a limit of half a second."""
+    prompts = [tokens(600, seed=s) for s in range(70, 78)]
+    with start(log_dir, "reference", None, SPARSE) as server:
+        right = [server.generate(prompt, 20).ids for prompt in prompts]
+    env = {
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3",
+        "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.7",
+    }
+    options = {"env": env, "storage": {"timeout_s": 0.5}}
+    with start(log_dir, "injected", tmp_path, SPARSE, **options) as server:
+        for _ in range(3):
+            assert [x.ids for x in server.generate_many(prompts, 20)] == right
+            server.flush_cache()
+        counted = server.counted("storage_late_calls", "storage_failed_offloads")
+        assert sum(counted) > 0
+
+
+#: A store that hangs in each read while a file exists; a package of its own.
+HANGING = """
+    import os, time
+
+    from hisparse.sglang import file_storage
+
+    def install() -> None:
+        get = file_storage.FileStorage.batch_get
+
+        def slow(self, *args, **options):
+            while os.path.exists(os.environ["HANG_WHILE"]):
+                time.sleep(0.05)
+            return get(self, *args, **options)
+
+        file_storage.FileStorage.batch_get = slow
+"""
+
+
+@sweeps
+@pytest.mark.sweeps
+def test_a_store_that_hangs_delays_no_one_beyond_the_limit(log_dir: Path, tmp_path: Path) -> None:
+    store, hang = tmp_path / "store", tmp_path / "hang"
+    prompts = [tokens(600, seed=s) for s in range(80, 84)]
+    with start(log_dir, "before-hang", store, SPARSE) as server:
+        right = [server.generate(prompt, 20).ids for prompt in prompts]
+        wait_for(server, "storage_offloaded_pages", 4 * 37)
+    plugin = make_plugin(
+        tmp_path / "p", "hanging", "sglang.srt.plugins", "h = hanging:install", HANGING
+    )
+    hang.touch()
+    options: dict[str, Any] = {"env": {"HANG_WHILE": str(hang)}, "python_path": [plugin]}
+    with start(log_dir, "hang", store, SPARSE, storage={"timeout_s": 0.5}, **options) as server:
+        answers = [server.generate(prompt, 20) for prompt in prompts]
+        assert [(x.ids, x.cached) for x in answers] == [(ids, 0) for ids in right]
+        late, failed = server.counted("storage_late_calls", "storage_failed_loads")
+        assert late >= 1 and failed >= 1
+        assert "timeout_s is 0.5" in server.log()
+        hang.unlink()
+        server.flush_cache()
+        end = time.monotonic() + 90
+        while not (answer := server.generate(prompts[0], 20)).cached:
+            assert time.monotonic() < end, "the store was not tried again"
+            server.flush_cache()
+            time.sleep(0.5)
+        assert (answer.ids, answer.cached) == (right[0], 592)
+
+
+@sweeps
+@pytest.mark.sweeps
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v2"])
+def test_two_ranks_find_what_two_ranks_wrote(kind: str, log_dir: Path, tmp_path: Path) -> None:
+    """Each its heads; of latents, which are the same on both, one writes for both."""
+    env = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
+    options = {"kind": kind, "flags": ("--tp-size", "2"), "env": env}
+    config = SPARSE | {"device_memory": "200MB"}
+    with start(log_dir, f"ranks-{kind}-first", tmp_path, config, **options) as server:
+        # The metrics of both ranks are summed.
+        writers = 2 if kind == "llama" else 1
+        before = ask_and_store(server, DOCUMENT, 93 * writers)
+    with start(log_dir, f"ranks-{kind}-second", tmp_path, config, **options) as server:
+        after = server.generate(DOCUMENT, NEW_TOKENS)
+        assert (after.ids, after.cached) == (before.ids, CACHED)
+        assert server.counted("storage_loaded_pages") == (2 * 93,)
+
+
+@sweeps
+@pytest.mark.sweeps
+def test_flags_of_sglang_alone(log_dir: Path, tmp_path: Path) -> None:
+    import json
+
+    linker = {"linker": "HiSparseLinker", "linker_module_path": "hisparse.sglang.linker"}
+    config = json.dumps(linker | {"linker_extra_config": {"path": str(tmp_path)}})
+    flags = ("--enable-unified-cache-external-linker",)
+    flags += ("--unified-cache-external-linker-backend", "dynamic")
+    flags += ("--unified-cache-external-linker-config", config)
+    with start(log_dir, "flags-first", None, SPARSE, flags=flags) as server:
+        first = ask_and_store(server, DOCUMENT, 93)
+    with start(log_dir, "flags-second", tmp_path, SPARSE) as server:
+        second = server.generate(DOCUMENT, NEW_TOKENS)
+        assert (second.ids, second.cached) == (first.ids, CACHED)
+
+
+@sweeps
+@pytest.mark.sweeps
+@pytest.mark.skipif(mooncake_master.program() is None, reason="Mooncake is not installed")
+def test_two_servers_share_mooncake(
+    log_dir: Path, tmp_path: Path, dense_tokens: DenseTokens
+) -> None:
+    """One writes, the other reads; then the server with the pages dies, and then the master."""
+    prompts, right = PROMPTS.prompts[3:6], dense_tokens("llama", PROMPTS)[3:6]
+    with mooncake_master.running(tmp_path) as master:
+        storage = {"backend": "mooncake", "options": master.options, "timeout_s": 2.0}
+        config, other = SPARSE | {"storage": storage}, DENSE | {"host_layout": "page_first"}
+        reader = start(log_dir, "mooncake-reader", None, other | {"storage": storage})
+        with start(log_dir, "mooncake-writer", None, config) as writer, reader:
+            sparse = ask_and_store(writer, prompts[2], 93)
+            answer = reader.generate(prompts[2], NEW_TOKENS)
+            assert (answer.ids, answer.cached) == (right[2], CACHED)
+            assert reader.counted("storage_loaded_pages", "storage_failed_loads") == (93, 0)
+            writer.flush_cache()
+            again = writer.generate(prompts[2], NEW_TOKENS)
+            assert (again.ids, again.cached) == (sparse.ids, CACHED)
+            # Each server holds a part of the store.
+            writer.stop()
+            reader.flush_cache()
+            assert [reader.generate(p, NEW_TOKENS).ids for p in prompts] == right
+            master.process.kill()
+            reader.flush_cache()
+            assert [reader.generate(p, NEW_TOKENS).ids for p in prompts] == right

@@ -1,0 +1,243 @@
+"""A store that fails, hangs, cuts or flips: requests get whole pages or none, and in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from fake_backend import ByIndex, FakeBackend
+from test_page_format import bits_at, fill, make_pool, slots_of
+
+from hisparse.cache.exact_pages import ExactPages
+from hisparse.sglang import storage_health
+from hisparse.sglang.page_format import PageFormat
+from hisparse.sglang.page_storage import CHECKSUM_BYTES, PageStorage, Staging
+from hisparse.sglang.storage_counters import StorageCounters
+from hisparse.sglang.storage_health import StorageHealth
+from hisparse.sglang.storage_load import PageLoader
+from hisparse.sglang.storage_offload import PageWriter
+from hisparse.storage import Namespace
+from tests.sizes import sized
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TIMEOUT_S = 0.5
+KEYS = [f"{i:064x}" for i in range(6)]
+PAGES, OTHERS = [1, 2, 3, 4, 5, 6], [7, 9, 8, 11, 10, 12]
+READY = ()
+
+
+@dataclass
+class World:
+    """A pool with a store below it, and what a linker drives."""
+
+    backend: FakeBackend
+    counters: StorageCounters = field(default_factory=StorageCounters)
+
+    def __post_init__(self) -> None:
+        self.pool = make_pool("page_head")
+        fill(self.pool, seed=0)
+        form = PageFormat(self.pool, 8, {})
+        self.form, staging = form, Staging(4, 2, form.record_bytes + CHECKSUM_BYTES)
+        self.storage = PageStorage(self.backend, staging, checksums=True)
+        self.use("some model")
+        self.exact = ExactPages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
+        health = StorageHealth(self.counters, TIMEOUT_S)
+        self.common: tuple[Any, ...] = (self.storage, form, staging, health, self.counters)
+        self.loader = PageLoader(*self.common, 2)
+        self.writer = PageWriter(*self.common, self.exact, 30)
+
+    def use(self, model: str) -> None:
+        sizes: dict[str, Any] = {"page_size": 8, "part_bytes": self.form.part_bytes}
+        rank: dict[str, Any] = {"rank": 0, "num_ranks": 1}
+        self.storage.use(Namespace(model=model, kv_dtype=self.form.describe(), **sizes, **rank))
+
+    def pages(self, server_pages: list[int]) -> torch.Tensor:
+        return self.form.host_pages(slots_of(server_pages))
+
+    def offload(self, keys: list[str], server_pages: list[int]) -> bool:
+        self.writer.add(keys, self.pages(server_pages), READY)
+        self.writer.drain(20)
+        assert self.writer.num_done() == 1
+        return self.writer.pop()
+
+    def store_all(self) -> None:
+        self.exact.set_exact(self.pages(PAGES))
+        assert self.offload(KEYS, PAGES)
+
+    def load(self) -> bool:
+        return self.loader.load(KEYS, self.pages(OTHERS), READY)
+
+    def count(self, name: str) -> int:
+        return self.counters.totals()[f"storage_{name}"]
+
+    def same(self) -> bool:
+        """Whether the loaded pages are those that were stored."""
+        new, old = bits_at(self.pool, slots_of(OTHERS)), bits_at(self.pool, slots_of(PAGES))
+        return all(torch.equal(a, b) for a, b in zip(new, old, strict=True))
+
+
+@pytest.fixture(params=[FakeBackend, ByIndex], ids=["by tensor", "by index"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    made = World(request.param())
+    yield made
+    made.backend.woken.set()
+    made.writer.close()
+    made.loader.close()
+
+
+def test_pages_come_back_bit_for_bit(world: World) -> None:
+    world.store_all()
+    assert world.loader.find(KEYS) == 6
+    assert world.load()
+    assert world.same()
+    sizes = (6, 6 * world.form.record_bytes)
+    assert (world.count("offloaded_pages"), world.count("offloaded_bytes")) == sizes
+    assert (world.count("loaded_pages"), world.count("loaded_bytes")) == sizes
+
+
+def test_pages_of_another_model_are_not_found(world: World) -> None:
+    world.store_all()
+    world.use("another model")
+    assert world.loader.find(KEYS) == 0
+    assert (world.count("found_pages"), world.count("absent_pages")) == (0, 6)
+
+
+def test_only_exact_pages_are_stored_and_only_the_first_of_them(world: World) -> None:
+    world.exact.set_exact(world.pages([1, 2, 4]))
+    assert world.offload(KEYS, PAGES), "nothing is left to try again"
+    assert len(world.backend.puts) == 2
+    assert world.count("inexact_pages") == 4
+    assert world.loader.find(KEYS) == 2
+
+
+def test_a_page_of_half_exact_parts_is_not_stored(world: World) -> None:
+    world.exact.set_exact(world.pages([1])[:1])
+    assert world.offload(KEYS, PAGES)
+    assert world.backend.puts == []
+
+
+def test_known_pages_are_not_written_again(world: World) -> None:
+    world.store_all()
+    assert world.offload(KEYS, PAGES)
+    assert len(world.backend.puts) == 6
+    assert world.count("known_pages") == 6
+
+
+@pytest.mark.parametrize("fault", ["absent", "short", "flip", "other record", "raise"])
+@pytest.mark.parametrize("hit", [0, 5])
+def test_a_load_that_lacks_one_page_fails_as_a_whole(world: World, fault: str, hit: int) -> None:
+    world.store_all()
+    world.backend.fault, world.backend.hit = fault, hit
+    assert not world.load()
+    assert world.count("failed_loads") == 1
+    assert world.count("loaded_pages") == 0
+    reason = {"absent": "lost_pages", "raise": "errors"}.get(fault, "damaged_pages")
+    assert world.count(reason) >= 1
+    # What could not be read counts as absent for a while.
+    world.backend.fault = ""
+    if fault != "raise":
+        assert world.loader.find(KEYS) < 6
+
+
+def test_each_flipped_bit_is_found(world: World) -> None:
+    world.store_all()
+    world.backend.fault = "flip"
+    rows = range(2)
+    for _ in range(sized(30, 1000)):
+        assert world.storage.get(KEYS[:2], rows) == [False, False]
+
+
+def test_a_store_that_hangs_is_left_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first request waits for it, and the pause spares the next ones the wait."""
+    monkeypatch.setattr(storage_health, "_PAUSE_S", 1000.0)
+    monkeypatch.setattr(storage_health, "_MAX_PAUSE_S", 1000.0)
+    world.store_all()
+    world.backend.fault = "hang"
+    began = time.monotonic()
+    assert world.loader.find(KEYS) == 0
+    assert time.monotonic() - began >= TIMEOUT_S
+    world.backend.fault = ""
+    assert [world.loader.find(KEYS) for _ in range(20)] == [0] * 20
+    assert not world.load()
+    assert world.count("late_calls") == 1
+
+
+def test_a_store_that_hung_is_tried_again(world: World) -> None:
+    world.store_all()
+    world.backend.fault = "hang"
+    assert world.loader.find(KEYS) == 0
+    world.backend.fault = ""
+    world.backend.woken.set()
+    end = time.monotonic() + 60
+    while world.loader.find(KEYS) < 6:
+        assert time.monotonic() < end, "the store was not tried again"
+        time.sleep(0.05)
+    assert world.load() and world.same()
+
+
+def test_a_late_load_never_reaches_pages_that_were_given_back(world: World) -> None:
+    world.store_all()
+    world.backend.fault = "hang"
+    assert not world.load()
+    before = bits_at(world.pool, slots_of(OTHERS))
+    world.backend.woken.set()
+    time.sleep(0.2)
+    after = bits_at(world.pool, slots_of(OTHERS))
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_offloads_end_in_order_whatever_the_store_does(world: World) -> None:
+    world.exact.set_exact(world.pages(PAGES))
+    world.backend.fault = "hang"
+    for i in range(3):
+        world.writer.add(KEYS[i : i + 1], world.pages(PAGES[i : i + 1]), READY)
+    world.writer.drain(20)
+    assert world.writer.num_done() == 3
+    assert [world.writer.pop() for _ in range(3)] == [False] * 3
+    assert world.count("failed_offloads") == 3
+    assert world.count("late_calls") >= 1
+
+
+def test_a_refused_page_can_be_tried_again(world: World) -> None:
+    world.exact.set_exact(world.pages(PAGES))
+    world.backend.fault = "refuse"
+    assert not world.offload(KEYS, PAGES)
+    world.backend.fault = ""
+    assert world.offload(KEYS, PAGES)
+    assert world.load() and world.same()
+
+
+def test_too_many_waiting_pages_are_refused_at_once(world: World) -> None:
+    world.exact.set_exact(world.pages(PAGES))
+    world.backend.fault = "hang"
+    for _ in range(4):
+        world.writer.add(KEYS, world.pages(PAGES), READY)
+    # 30 host pages may wait: two calls of 12, and not a third.
+    assert [job.stored for job in world.writer._jobs][2:] == [False, False]
+
+
+def test_after_a_reset_nothing_of_the_pool_is_written(world: World) -> None:
+    """A flush frees the pages: what their slots hold later must not go under the old keys."""
+    world.exact.set_exact(world.pages(PAGES))
+    world.backend.fault = "hang"
+    for key, page in zip(KEYS, PAGES, strict=True):
+        world.writer.add([key], world.pages([page]), READY)
+    world.writer.reset()
+    before = [x.clone() for x in bits_at(world.pool, slots_of(PAGES))]
+    fill(world.pool, seed=9)
+    assert world.writer.num_done() == 0
+    world.backend.fault = ""
+    world.backend.woken.set()
+    time.sleep(0.5)
+    for key, record in world.backend.records.items():
+        index = next(i for i, known in enumerate(KEYS) if key.endswith(known))
+        row = record[None, : world.form.record_bytes]
+        world.form.write(world.pages([13]), row)
+        stored = bits_at(world.pool, slots_of([13]))
+        for got, old in zip(stored, before, strict=True):
+            assert torch.equal(got, old[8 * index : 8 * index + 8])

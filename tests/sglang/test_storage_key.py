@@ -1,0 +1,129 @@
+"""Which servers exchange pages, and the file store as a backend of SGLang's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_page_format import make_pool
+
+from hisparse.algorithms import BaseSparseAlgorithm
+from hisparse.algorithms.dsa import DSA
+from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.sketch import Sketch
+from hisparse.config import HiSparseConfig
+from hisparse.sglang.file_storage import FileStorage
+from hisparse.sglang.linker_ranks import LinkerRanks
+from hisparse.sglang.page_format import PageFormat
+from hisparse.sglang.storage_key import make_namespace
+from hisparse.storage import Namespace
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ALONE = LinkerRanks(rank=0, size=1, shared=False, group=None)
+
+
+def namespace(
+    algorithm: BaseSparseAlgorithm | None = None,
+    seed: int = 0,
+    ranks: LinkerRanks = ALONE,
+    page_tokens: int = 8,
+    layout: Any = "page_head",
+    **config: Any,
+) -> Namespace:
+    torch.manual_seed(seed)
+    session = SimpleNamespace(
+        model=torch.nn.Linear(64, 300),
+        model_settings={"layers": 2},
+        algorithm=algorithm or Sketch(),
+        config=HiSparseConfig(**config),
+    )
+    form = PageFormat(make_pool(layout), page_tokens, {})
+    return make_namespace(session, form, page_tokens, ranks)
+
+
+def test_budget_algorithm_and_layout_are_no_part_of_the_key() -> None:
+    other = namespace(Quest(), layout="layer_first", budget=128, num_sink_pages=2)
+    assert other == namespace()
+
+
+def test_weights_pages_and_ranks_are() -> None:
+    second = LinkerRanks(rank=1, size=2, shared=False, group=None)
+    found = [namespace(), namespace(seed=1), namespace(page_tokens=16), namespace(ranks=second)]
+    assert len({each.key for each in found}) == 4
+
+
+def test_one_element_in_a_run_of_a_weight_counts() -> None:
+    sessions = [
+        SimpleNamespace(
+            model=torch.nn.Linear(64, 300), model_settings={}, algorithm=Sketch(),
+            config=HiSparseConfig(),
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    sessions[1].model.load_state_dict(sessions[0].model.state_dict())
+    form = PageFormat(make_pool("page_head"), 8, {})
+    with torch.no_grad():
+        sessions[1].model.weight[0, 3] += 1e-3
+    keys = {make_namespace(each, form, 8, ALONE).key for each in sessions}
+    assert len(keys) == 2
+
+
+def test_ranks_with_the_same_latents_share_a_key() -> None:
+    first, second = (LinkerRanks(rank=r, size=2, shared=True, group=None) for r in (0, 1))
+    assert namespace(ranks=first) == namespace(ranks=second)
+    assert (first.writes, second.writes) == (True, False)
+
+
+def test_where_the_model_was_trained_sparse_the_budget_counts() -> None:
+    budgets = [namespace(DSA(), budget=budget, page_size=1).key for budget in (64, 128, 64)]
+    assert budgets[0] == budgets[2] != budgets[1]
+    rounded = namespace(DSA(index_dtype="float32"), budget=64, page_size=1).key
+    assert rounded != budgets[0]
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> FileStorage:
+    extra = {"path": str(tmp_path), "size_bytes": None, "policy": "lru", "ttl_s": None}
+    return FileStorage(SimpleNamespace(extra_config=extra), {})
+
+
+def test_the_file_store_keeps_namespaces_apart(backend: FileStorage) -> None:
+    first, second = namespace(), namespace(seed=1)
+    for each in (first, second):
+        backend.use(each)
+    records = torch.randint(0, 256, (2, first.page_bytes), dtype=torch.uint8)
+    pages = ["aa" * 32, "bb" * 32]
+    keys, others = ([f"{each.key}-{page}" for page in pages] for each in (first, second))
+    assert backend.batch_set(keys, list(records))
+    assert backend.batch_set(keys, list(records)), "they are there already"
+    assert (backend.batch_exists(keys), backend.batch_exists(others)) == (2, 0)
+    assert backend.batch_exists([]) == 0
+    assert backend.exists(keys[1]) and not backend.exists(others[1])
+    out = torch.zeros_like(records)
+    assert backend.batch_get(others, list(out)) == [None, None]
+    assert all(row is not None for row in backend.batch_get(keys, list(out)))
+    assert torch.equal(out, records)
+    assert backend.set(others[0], records[1])
+    got = backend.get(others[0], out[0])
+    assert got is not None and torch.equal(got, records[1])
+    backend.clear()
+    assert backend.batch_exists(keys) == backend.batch_exists(others) == 0
+    backend.close()
+
+
+def test_a_damaged_record_is_absent(backend: FileStorage, tmp_path: Path) -> None:
+    space = namespace()
+    backend.use(space)
+    key = f"{space.key}-{'cc' * 32}"
+    assert backend.set(key, torch.zeros(space.page_bytes, dtype=torch.uint8))
+    (segment,) = (tmp_path / "segments").glob("*.seg")
+    data = bytearray(segment.read_bytes())
+    data[5000] ^= 4
+    segment.write_bytes(data)
+    assert backend.get(key, torch.zeros(space.page_bytes, dtype=torch.uint8)) is None
+    assert not backend.exists(key)
+    backend.close()
