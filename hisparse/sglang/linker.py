@@ -18,15 +18,15 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 from torch import Tensor
 
 from hisparse.config import StorageOptions
-from hisparse.sglang.linker_ranks import LinkerRanks
-from hisparse.sglang.page_format import PageFormat
-from hisparse.sglang.page_storage import CHECKSUM_BYTES, PageStorage, Staging
 from hisparse.sglang.session import errors_logged, require_session
-from hisparse.sglang.storage_health import StorageHealth
-from hisparse.sglang.storage_key import make_namespace
-from hisparse.sglang.storage_load import PageLoader
-from hisparse.sglang.storage_offload import PageWriter
-from hisparse.sglang.storage_setup import create_backend, read_options
+from hisparse.sglang.storage.health import StorageHealth
+from hisparse.sglang.storage.key import make_namespace
+from hisparse.sglang.storage.load import PageLoader
+from hisparse.sglang.storage.offload import PageWriter
+from hisparse.sglang.storage.page_format import PageFormat
+from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
+from hisparse.sglang.storage.ranks import LinkerRanks
+from hisparse.sglang.storage.setup import create_backend, read_options
 from hisparse.units import format_bytes
 
 __all__ = ["HiSparseLinker"]

@@ -9,7 +9,7 @@ from typing import Any
 from hisparse.engine.metrics import CacheStats
 from hisparse.sglang import compat
 from hisparse.sglang.session import Session
-from hisparse.sglang.storage_counters import COUNTERS as STORAGE_COUNTERS
+from hisparse.sglang.storage.counters import COUNTERS as STORAGE_COUNTERS
 
 __all__ = ["MetricsReporter"]
 

@@ -17,7 +17,7 @@ from hisparse.memory.host import free_host_memory
 from hisparse.sglang import compat
 from hisparse.sglang.check_model import check_model
 from hisparse.sglang.requested import BACKEND
-from hisparse.sglang.storage_setup import request_linker
+from hisparse.sglang.storage.setup import request_linker
 from hisparse.units import resolve_memory
 
 __all__ = [

@@ -14,7 +14,7 @@ from hisparse.cache.shared_memory import NodeRanks
 from hisparse.engine.build import EngineSetup
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import HiSparseError
-from hisparse.sglang.storage_counters import StorageCounters
+from hisparse.sglang.storage.counters import StorageCounters
 
 __all__ = ["Session", "current_session", "errors_logged", "require_session", "start_session"]
 

@@ -23,8 +23,8 @@ from hisparse.sglang import compat
 from hisparse.sglang.model_shape import read_model_shape
 from hisparse.sglang.server_args import read_config
 from hisparse.sglang.session import Session
-from hisparse.sglang.storage_counters import StorageCounters
-from hisparse.sglang.storage_setup import has_linker
+from hisparse.sglang.storage.counters import StorageCounters
+from hisparse.sglang.storage.setup import has_linker
 from hisparse.units import resolve_memory
 
 __all__ = ["build_coordinator", "make_session"]

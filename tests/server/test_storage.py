@@ -241,7 +241,7 @@ def test_failures_and_delays_that_sglang_injects(log_dir: Path, tmp_path: Path) 
 HANGING = """
     import os, time
 
-    from hisparse.sglang import file_storage
+    from hisparse.sglang.storage import file_storage
 
     def install() -> None:
         get = file_storage.FileStorage.batch_get

@@ -13,13 +13,13 @@ from fake_backend import ByIndex, FakeBackend
 from test_page_format import bits_at, fill, make_pool, slots_of
 
 from hisparse.cache.exact_pages import ExactPages
-from hisparse.sglang import storage_health
-from hisparse.sglang.page_format import PageFormat
-from hisparse.sglang.page_storage import CHECKSUM_BYTES, PageStorage, Staging
-from hisparse.sglang.storage_counters import StorageCounters
-from hisparse.sglang.storage_health import StorageHealth
-from hisparse.sglang.storage_load import PageLoader
-from hisparse.sglang.storage_offload import PageWriter
+from hisparse.sglang.storage import health
+from hisparse.sglang.storage.counters import StorageCounters
+from hisparse.sglang.storage.health import StorageHealth
+from hisparse.sglang.storage.load import PageLoader
+from hisparse.sglang.storage.offload import PageWriter
+from hisparse.sglang.storage.page_format import PageFormat
+from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
 from hisparse.storage import Namespace
 from tests.sizes import sized
 
@@ -154,8 +154,8 @@ def test_each_flipped_bit_is_found(world: World) -> None:
 
 def test_a_store_that_hangs_is_left_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first request waits for it, and the pause spares the next ones the wait."""
-    monkeypatch.setattr(storage_health, "_PAUSE_S", 1000.0)
-    monkeypatch.setattr(storage_health, "_MAX_PAUSE_S", 1000.0)
+    monkeypatch.setattr(health, "_PAUSE_S", 1000.0)
+    monkeypatch.setattr(health, "_MAX_PAUSE_S", 1000.0)
     world.store_all()
     world.backend.fault = "hang"
     began = time.monotonic()

@@ -15,10 +15,10 @@ from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
 from hisparse.config import HiSparseConfig
-from hisparse.sglang.file_storage import FileStorage
-from hisparse.sglang.linker_ranks import LinkerRanks
-from hisparse.sglang.page_format import PageFormat
-from hisparse.sglang.storage_key import make_namespace
+from hisparse.sglang.storage.file_storage import FileStorage
+from hisparse.sglang.storage.key import make_namespace
+from hisparse.sglang.storage.page_format import PageFormat
+from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.storage import Namespace
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.errors import one_line
-from hisparse.sglang.page_format import PageFormat
-from hisparse.sglang.page_storage import PageStorage, Staging
-from hisparse.sglang.storage_counters import StorageCounters
-from hisparse.sglang.storage_health import StorageHealth
-from hisparse.sglang.storage_threads import Gate, Workers
+from hisparse.sglang.storage.counters import StorageCounters
+from hisparse.sglang.storage.health import StorageHealth
+from hisparse.sglang.storage.page_format import PageFormat
+from hisparse.sglang.storage.page_storage import PageStorage, Staging
+from hisparse.sglang.storage.threads import Gate, Workers
 
 __all__ = ["PageWriter"]
 

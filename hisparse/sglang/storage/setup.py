@@ -127,7 +127,7 @@ def _file_options(options: StorageOptions) -> dict[str, Any]:
         size = int(size * shutil.disk_usage(path).total)
     return {
         "backend_name": "hisparse-file",
-        "module_path": "hisparse.sglang.file_storage",
+        "module_path": "hisparse.sglang.storage.file_storage",
         "class_name": "FileStorage",
         "path": str(path),
         "size_bytes": size,

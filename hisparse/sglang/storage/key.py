@@ -9,8 +9,8 @@ import xxhash
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.engine.build import EngineSetup
 from hisparse.engine.fingerprint import fingerprint
-from hisparse.sglang.linker_ranks import LinkerRanks
-from hisparse.sglang.page_format import FORMAT_VERSION, PageFormat
+from hisparse.sglang.storage.page_format import FORMAT_VERSION, PageFormat
+from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.storage import Namespace
 
 __all__ = ["make_namespace"]

@@ -1,0 +1,1 @@
+"""What :class:`hisparse.sglang.linker.HiSparseLinker` does between the KV pool and a store."""
