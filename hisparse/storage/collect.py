@@ -55,6 +55,7 @@ class Collector:
         self._counters, self._clock = counters, clock
         self._thread: threading.Thread | None = None
         self._lock, self._not_before = threading.Lock(), 0.0
+        self._stopping = threading.Event()
 
     def run_soon(self, room: int) -> None:
         """Collect in another thread, unless one is at it or has just ended; see :meth:`run`."""
@@ -64,8 +65,9 @@ class Collector:
                 self._thread = threading.Thread(target=self._run_alone, args=(room,), daemon=True)
                 self._thread.start()
 
-    def join(self) -> None:
-        """Wait for the thread."""
+    def stop(self) -> None:
+        """End the thread after the record that it copies."""
+        self._stopping.set()
         if self._thread is not None:
             self._thread.join()
 
@@ -90,6 +92,7 @@ class Collector:
             OSError: the system refuses; what was not copied stays where it is.
             sqlite3.Error: SQLite cannot do it.
         """
+        self._folder.index.write_uses()
         with (
             self._folder.collecting() as alone,
             contextlib.closing(self._folder.open_index()) as index,
@@ -109,7 +112,11 @@ class Collector:
             # Counted once: pages that are put meanwhile took the room that was made for them.
             excess = index.num_bytes() + room - int(limits.low_water * size)
             for _ in range(_ROUNDS):
-                if excess <= 0 or not (evicted := index.evict(limits.policy, excess, spared)):
+                if (
+                    self._stopping.is_set()
+                    or excess <= 0
+                    or not (evicted := index.evict(limits.policy, excess, spared))
+                ):
                     break
                 self._counters.add(evicted=evicted)
                 given_back = self._compact(index, min_live_ratio)
@@ -127,12 +134,20 @@ class Collector:
     def _compact(self, index: Index, min_live_ratio: float) -> int:
         """Copy what lives in sparse segments, and delete them. Returns the bytes given back."""
         segments, indexed, freed = self._folder.segments, index.segments(), 0
-        for segment, size in segments.sizes().items():
+        sizes = segments.sizes()
+        for segment in indexed.keys() - sizes.keys():
+            # Whoever deleted the file was killed before it could say so.
+            index.cut_segment(segment, 0)
+        for segment, size in sizes.items():
             if size and indexed.get(segment, (0, 0))[1] >= min_live_ratio * size:
                 continue
             with locked(segments.path(segment)) as free:
                 if free:
-                    copied = sum(self._copy(index, row) for row in index.pages_of(segment))
+                    copied = 0
+                    for row in index.pages_of(segment):
+                        if self._stopping.is_set():
+                            return freed
+                        copied += self._copy(index, row)
                     # What was on the disk stays there.
                     self._writer.flush()
                     segments.delete(segment)

@@ -124,17 +124,17 @@ class Folder:
     def _recovered(self, index: Index) -> Index:
         """Make an index agree with the segments: add what it lacks, drop what is not there."""
         try:
+            sizes = self.segments.sizes()
+            # First, since copies of lost records are added only where no other is known.
+            for number, end in index.ends().items():
+                if sizes.get(number, 0) < end:
+                    index.cut_segment(number, sizes.get(number, 0))
             known = index.ends()
-            for number, size in self.segments.sizes().items():
-                start = known.pop(number, 0)
-                if size < start:
-                    index.cut_segment(number, size)
-                elif size > start:
-                    pages = self.segments.open(number).headers(start)
+            for number, size in sizes.items():
+                if size > known.get(number, 0):
+                    pages = self.segments.open(number).headers(known.get(number, 0))
                     while batch := list(islice(pages, _BATCH)):
                         index.recover(number, batch)
-            for number in known:
-                index.cut_segment(number, 0)
         except BaseException:
             index.close()
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sqlite3
 import threading
 import time
@@ -110,14 +111,15 @@ class Index:
     def __init__(
         self, file: Path | None, *, create: bool = False, source: Path | None = None
     ) -> None:
-        self._lock = threading.RLock()
+        self._lock, self._uses_lock = threading.RLock(), threading.Lock()
+        #: The thread with a transaction.
+        self._writer: int | None = None
         self._ids: dict[str, int] = {}
         #: Pages read since uses were last written: the last second, and the number of times.
         self._uses: dict[tuple[int, bytes], tuple[int, int]] = {}
         self._write_uses_at = 0.0
-        self._database = sqlite3.connect(
-            file or ":memory:", timeout=_WAIT_S, isolation_level=None, check_same_thread=False
-        )
+        self._database = self._reads = self._connect(file)
+        self._reads_lock = self._lock
         try:
             # The file survives a loss of power, though not its last transactions.
             self._database.execute("PRAGMA journal_mode = WAL")
@@ -128,15 +130,25 @@ class Index:
                 name = f"{source.as_uri()}?mode=ro&immutable=1"
                 with contextlib.closing(sqlite3.connect(name, uri=True)) as database:
                     database.backup(self._database)
+            if file is not None:
+                # Look-ups of their own connection wait for no writer.
+                self._reads, self._reads_lock = self._connect(file), threading.RLock()
         except sqlite3.Error:
             self._database.close()
             raise
+
+    @staticmethod
+    def _connect(file: Path | None) -> sqlite3.Connection:
+        return sqlite3.connect(
+            file or ":memory:", timeout=_WAIT_S, isolation_level=None, check_same_thread=False
+        )
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """All changes inside, or none if an exception leaves the context."""
         with self._lock:
             self._database.execute("BEGIN IMMEDIATE")
+            self._writer = threading.get_ident()
             try:
                 yield self._database
                 self._database.execute("COMMIT")
@@ -145,10 +157,14 @@ class Index:
                 with contextlib.suppress(sqlite3.Error):
                     self._database.execute("ROLLBACK")
                 raise
+            finally:
+                self._writer = None
 
     def _all(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        with self._lock:
+        if self._writer == threading.get_ident():  # It sees what its transaction changed.
             return self._database.execute(statement, values).fetchall()
+        with self._reads_lock:
+            return self._reads.execute(statement, values).fetchall()
 
     def is_whole(self) -> bool:
         """Whether the tables are those of this version, and undamaged."""
@@ -165,26 +181,28 @@ class Index:
 
     def close(self) -> None:
         """Let go of the file."""
-        with self._lock:
+        with self._lock, self._reads_lock:
+            self._reads.close()
             self._database.close()
 
     # Namespaces.
 
     def namespace_id(self, namespace: Namespace) -> int | None:
         """Number of a namespace, or None if no page of it was stored."""
-        with self._lock:
-            if (known := self._ids.get(namespace.text)) is not None:
-                return known
-            for (found,) in self._all("SELECT id FROM namespaces WHERE text = ?", [namespace.text]):
-                self._ids[namespace.text] = found
-            return self._ids.get(namespace.text)
+        if (known := self._ids.get(namespace.text)) is not None:
+            return known
+        found = self._all("SELECT id FROM namespaces WHERE text = ?", [namespace.text])
+        if not found:
+            return None
+        if self._writer != threading.get_ident():  # A transaction may fail.
+            self._ids[namespace.text] = found[0][0]
+        return int(found[0][0])
 
     def _make_namespace_id(self, namespace: Namespace) -> int:
         """Number of a namespace that is to be there; inside of a transaction."""
         if (found := self.namespace_id(namespace)) is not None:
             return found
         self._database.execute("INSERT INTO namespaces (text) VALUES (?)", [namespace.text])
-        # Not remembered yet: the transaction may fail.
         return int(self._all("SELECT last_insert_rowid()")[0][0])
 
     def namespaces(self) -> dict[int, Namespace]:
@@ -225,7 +243,7 @@ class Index:
 
     def _pages(self, rule: str, values: Sequence[object]) -> list[Row]:
         rows = self._all(f"SELECT {_COLUMNS}, used FROM pages WHERE {rule}", values)
-        with self._lock:
+        with self._uses_lock:
             recent = self._uses.get
             return [
                 Row(ns, key, Place(*place), size, max(used, recent((ns, key), (0, 0))[0]))
@@ -277,14 +295,25 @@ class Index:
             The number of pages.
         """
         self.write_uses()
-        rule, values = "used <= ?", [used_before]
-        if number is not None:
-            rule, values = f"namespace = ? AND {rule}", [number, *values]
+        if keys is not None:
+            return self._delete([(number, key) for key in keys], used_before)
+        rule = "" if number is None else f"AND namespace = {number} "
+        removed, after = 0, (-1, b"")
+        # In steps: others wait 10 s for their turn to write, and millions take longer.
+        while rows := self._all(
+            f"SELECT namespace, key FROM pages WHERE used <= ? {rule}AND (namespace, key) > (?, ?) "
+            f"ORDER BY namespace, key LIMIT {_BATCH}",
+            [used_before, *after],
+        ):
+            removed += self._delete(rows, used_before)
+            after = rows[-1]
+        return removed
+
+    def _delete(self, pages: Iterable[tuple[Any, ...]], used_before: float = math.inf) -> int:
+        """Drop pages by numbers of namespaces and keys. Returns how many there were."""
         with self.transaction() as database:
-            if keys is None:
-                return database.execute(f"DELETE FROM pages WHERE {rule}", values).rowcount
-            rule += " AND key = ?"
-            rows = [[*values, key] for key in keys]
+            rule = "namespace = ? AND key = ? AND used <= ?"
+            rows = [(*page, used_before) for page in pages]
             return database.executemany(f"DELETE FROM pages WHERE {rule}", rows).rowcount
 
     def evict(self, policy: str, num_bytes: int, spared: Sequence[int]) -> int:
@@ -297,7 +326,7 @@ class Index:
         marks = ",".join("?" * len(spared))
         victims = []
         # Sorting takes seconds if there are millions: others write meanwhile.
-        rows = self._database.execute(
+        rows = self._reads.execute(
             f"SELECT namespace, key, bytes FROM pages WHERE segment NOT IN ({marks}) "
             f"ORDER BY {_ORDERS[policy]}",
             spared,
@@ -307,35 +336,38 @@ class Index:
             num_bytes -= row[2]
         rows.close()
         for start in range(0, len(victims), _BATCH):
-            with self.transaction() as database:
-                rule = "DELETE FROM pages WHERE namespace = ? AND key = ?"
-                database.executemany(rule, victims[start : start + _BATCH])
+            self._delete(victims[start : start + _BATCH])
         return len(victims)
 
-    def use(self, namespace: Namespace, keys: Iterable[bytes], now: float) -> None:
-        """Remember that pages were read; write it after so many pages or seconds."""
-        with self._lock:
-            if (number := self.namespace_id(namespace)) is not None:
-                for key in keys:
-                    times = self._uses.get((number, key), (0, 0))[1]
-                    self._uses[number, key] = int(now), times + 1
-            if len(self._uses) > _MOST_USES or time.monotonic() > self._write_uses_at:
-                self.write_uses()
+    def use(self, namespace: Namespace, keys: Iterable[bytes], now: float) -> bool:
+        """Remember that pages were read. Returns whether it is time to :meth:`write_uses`."""
+        if (number := self.namespace_id(namespace)) is None:
+            return False
+        with self._uses_lock:
+            for key in keys:
+                times = self._uses.get((number, key), (0, 0))[1]
+                self._uses[number, key] = int(now), times + 1
+            return len(self._uses) > _MOST_USES or time.monotonic() > self._write_uses_at
 
     def write_uses(self) -> None:
         """Write which pages were read."""
-        with self._lock:
-            if not self._uses:
-                return
-            rows = [(used, times, *page) for page, (used, times) in self._uses.items()]
+        with self._uses_lock:
+            uses, self._uses = self._uses, {}
+            self._write_uses_at = time.monotonic() + _USES_S
+        if not uses:
+            return
+        rows = [(used, times, *page) for page, (used, times) in uses.items()]
+        try:
             with self.transaction() as database:
                 database.executemany(
                     "UPDATE pages SET used = max(used, ?), uses = uses + ? "
                     "WHERE namespace = ? AND key = ?",
                     rows,
                 )
-            self._uses.clear()
-            self._write_uses_at = time.monotonic() + _USES_S
+        except sqlite3.Error:
+            with self._uses_lock:
+                self._uses = uses | self._uses
+            raise
 
     # Segments.
 

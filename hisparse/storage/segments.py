@@ -193,7 +193,9 @@ class SegmentWriter:
         self._fd: int | None = None
         #: Where the next record goes.
         self._next = Place(0, 0)
+        #: Sealed files that are not on the disk yet.
         self._unsynced: list[int] = []
+        self._flushing = threading.Lock()
 
     @property
     def segment(self) -> int | None:
@@ -243,30 +245,44 @@ class SegmentWriter:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
                 self._unsynced.append(self._fd)
                 self._fd = None
-            while len(self._unsynced) > _MAX_UNSYNCED:
-                fd = self._unsynced.pop(0)
-                try:
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+            if len(self._unsynced) > _MAX_UNSYNCED:
+                self._sync_sealed(self._unsynced[:1])
 
     def flush(self) -> None:
         """Write to the disk what was appended; others may append meanwhile.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the disk refuses; the next flush tries again.
         """
-        with self.lock:
-            sealed, self._unsynced = self._unsynced, []
-            fds = [*sealed, *([] if self._fd is None else [os.dup(self._fd)])]
-            if fds:
-                fds.append(os.open(self._segments.folder, os.O_RDONLY | os.O_CLOEXEC))
-        try:
-            for fd in fds:
+        # A second caller waits for the first, whose files may hold what it appended.
+        with self._flushing:
+            with self.lock:
+                sealed = list(self._unsynced)
+                open_fds = [] if self._fd is None else [os.dup(self._fd)]
+                if sealed or open_fds:
+                    open_fds.append(os.open(self._segments.folder, os.O_RDONLY | os.O_CLOEXEC))
+            try:
+                self._sync_sealed(sealed)
+                for fd in open_fds:
+                    os.fsync(fd)
+            finally:
+                for fd in open_fds:
+                    os.close(fd)
+
+    def _sync_sealed(self, fds: Sequence[int]) -> None:
+        """Sync and close sealed files, unless another thread has done so."""
+        for fd in fds:
+            with self.lock:
+                if fd not in self._unsynced:
+                    continue
+                self._unsynced.remove(fd)
+            try:
                 os.fsync(fd)
-        finally:
-            for fd in fds:
-                os.close(fd)
+            except OSError:
+                with self.lock:
+                    self._unsynced.append(fd)
+                raise
+            os.close(fd)
 
     def close(self) -> None:
         """Seal and flush.

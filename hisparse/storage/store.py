@@ -151,7 +151,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         done += [i for other in others for i in other.result()]
         with contextlib.suppress(sqlite3.Error):
             used = [row.key for i in done if (row := rows[i]) is not None]
-            self._folder.index.use(namespace, used, self._clock())
+            if self._folder.index.use(namespace, used, self._clock()):
+                self._write_uses_soon()
         found, hits = set(done), len(done)
         self._counters.add(hits=hits, misses=len(keys) - hits, read_bytes=hits * size)
         return [i in found for i in range(len(keys))]
@@ -203,7 +204,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         """Flush, and let go of all files. A closed store holds and takes nothing."""
         if self._closed:
             return
-        self._collector.join()
+        self._collector.stop()
         try:
             self.flush()
         finally:
@@ -244,7 +245,6 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         if self._closed or self._folder.read_only:
             return 0
         with self._named_errors():
-            self._folder.index.write_uses()
             return self._collector.run(min_live_ratio)
 
     def remove(
@@ -330,6 +330,13 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         if used + size > limits.high_water * most:
             self._collector.run_soon(0)
         return "puts" if added else "duplicates"
+
+    def _write_uses_soon(self) -> None:
+        if self._folder.read_only:
+            self._folder.index.write_uses()  # To memory.
+        else:
+            # In another thread: a writer in any process can take its time.
+            self._collector.run_soon(0)
 
     def _note_error(self, name: str, error: Exception) -> None:
         """Count an error."""

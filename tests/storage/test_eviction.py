@@ -256,14 +256,14 @@ def test_an_index_that_is_full_takes_back_the_record(
         index = store._folder.index
         # As SQLite says it when the disk is full.
         with caplog.at_level(logging.ERROR):
-            pages = index._all("PRAGMA page_count")[0][0]
-            index._all(f"PRAGMA max_page_count = {pages}")
+            pages = index._database.execute("PRAGMA page_count").fetchone()[0]
+            index._database.execute(f"PRAGMA max_page_count = {pages}")
             numbers = iter(range(10, 10_000))
             while store.put(NAMESPACE, key := key_of(next(numbers)), parts_of(key)):
                 keys.append(key)
         assert store.counters["refused_disk"] == 1
         assert _disk_bytes(tmp_path) == len(keys) * _RECORD
-        index._all("PRAGMA max_page_count = 1000000")
+        index._database.execute("PRAGMA max_page_count = 1000000")
         assert store.put(NAMESPACE, key, parts_of(key))
         assert all(read(store, [*keys, key]))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
 import signal
 import sqlite3
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from hisparse.errors import HiSparseError
 from hisparse.storage import FileStore
 from tests.sizes import sized
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
@@ -179,6 +182,67 @@ def test_an_index_of_yesterday_learns_of_later_pages(tmp_path: Path) -> None:
     with FileStore(tmp_path) as store:
         assert store.find(NAMESPACE, [*old, *new]) == 12
         assert all(read(store, [*old, *new]))
+
+
+def test_an_index_of_before_a_collection_finds_what_was_copied(tmp_path: Path) -> None:
+    keys = _filled(tmp_path, 20)
+    with FileStore(tmp_path) as store:
+        shutil.copy(tmp_path / "index.sqlite", tmp_path / "yesterday")
+        store.remove(NAMESPACE, keys[::2])
+        assert store.collect(1.0) > 0
+    (tmp_path / "yesterday").replace(tmp_path / "index.sqlite")
+    with FileStore(tmp_path) as store:
+        assert all(read(store, keys[1::2]))
+
+
+def test_a_lookup_waits_for_no_writer(tmp_path: Path) -> None:
+    keys = _filled(tmp_path, 3)
+    with FileStore(tmp_path) as store:
+        other = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        putting = threading.Thread(target=fill, args=(store, [9]))
+        putting.start()
+        try:
+            # The put takes its turn when the other has ended; until then it holds no reader up.
+            assert store.find(NAMESPACE, keys) == 3
+            assert all(read(store, keys))
+            assert store.find(NAMESPACE, [key_of(9)]) == 0
+        finally:
+            other.execute("COMMIT")
+            other.close()
+            putting.join()
+        assert store.find(NAMESPACE, [key_of(9)]) == 1
+
+
+def test_a_flush_that_failed_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync, synced, broken = os.fsync, set(), [True]
+
+    def sync(fd: int) -> None:
+        if broken.pop() if broken else False:
+            raise OSError(errno.EIO, "Input/output error")
+        synced.add(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    with FileStore(tmp_path, segment_bytes=_RECORD) as store:
+        fill(store, range(4))
+        monkeypatch.setattr(os, "fsync", sync)
+        with pytest.raises(HiSparseError, match="Input/output error"):
+            store.flush()
+        store.flush()
+        assert set(map(str, segment_files(tmp_path))) <= synced
+
+
+def test_a_collection_killed_after_it_deleted_a_file(tmp_path: Path) -> None:
+    with FileStore(tmp_path, 1 << 30, segment_bytes=2 * _RECORD) as store:
+        keys = fill(store, range(8))
+        # What is left of the other process: its file is gone, and the index does not know.
+        segment_files(tmp_path)[0].unlink()
+        assert store.describe().segment_bytes == 8 * _RECORD
+        store.collect()
+        assert store.describe().segment_bytes == 6 * _RECORD
+        assert read(store, keys) == [False] * 2 + [True] * 6
 
 
 def test_an_index_that_is_ahead_of_the_segments(tmp_path: Path) -> None:
