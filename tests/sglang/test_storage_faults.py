@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -149,7 +150,7 @@ def test_each_flipped_bit_is_found(world: World) -> None:
     world.backend.fault = "flip"
     rows = range(2)
     for _ in range(sized(30, 1000)):
-        assert world.storage.get(KEYS[:2], rows) == [False, False]
+        assert world.storage.get(world.storage.keys(KEYS[:2]), rows) == [False, False]
 
 
 def test_a_store_that_hangs_is_left_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,3 +242,29 @@ def test_after_a_reset_nothing_of_the_pool_is_written(world: World) -> None:
         stored = bits_at(world.pool, slots_of([13]))
         for got, old in zip(stored, before, strict=True):
             assert torch.equal(got, old[8 * index : 8 * index + 8])
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_put_that_waits_keeps_the_model_of_its_pages(
+    world: World, reset: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flush after an update of the weights finds a put behind a slow call."""
+    world.exact.set_exact(world.pages(PAGES))
+    old = world.storage.keys(KEYS[:2])
+    read, copied, go = world.form.read, threading.Event(), threading.Event()
+
+    def read_and_stall(pages: torch.Tensor, out: torch.Tensor) -> None:
+        read(pages, out)
+        world.writer._calls.submit(lambda: go.wait(60))
+        copied.set()
+
+    monkeypatch.setattr(world.form, "read", read_and_stall)
+    world.writer.add(KEYS[:2], world.pages(PAGES[:2]), READY)
+    assert copied.wait(20)
+    if reset:
+        world.writer.reset()
+    world.use("another model")
+    go.set()
+    world.writer._copies.submit(lambda: None).result(20)
+    world.writer._calls.submit(lambda: None).result(20)
+    assert world.backend.puts == ([] if reset else old)

@@ -58,19 +58,20 @@ class PageLoader:
         #: Keys of pages that could not be read, and until when they count as absent.
         self._avoided: dict[str, float] = {}
 
-    def find(self, keys: Sequence[str]) -> int:
-        """Length of the longest prefix of ``keys`` that can be loaded."""
+    def find(self, names: Sequence[str]) -> int:
+        """Length of the longest prefix of the pages ``names`` that can be loaded."""
+        keys = self._storage.keys(names)
         wanted, found = keys[: self._first_avoided(keys)], 0
         if wanted and self._health.is_usable(self._workers):
             found = self._health.call(self._workers, lambda: self._storage.find(wanted)) or 0
         self._counters.add(found_pages=found, absent_pages=len(keys) - found)
         return found
 
-    def load(self, keys: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> bool:
+    def load(self, names: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> bool:
         """Load records; whether all have arrived whole, and in time.
 
         Args:
-            keys: of the records.
+            names: of the records, in the namespace that is in use.
             pages: ``[records * pages_per_record] int64``, host pages; after False nothing writes
                 to them any more.
             ready: events after which no forward writes to the host pages.
@@ -78,7 +79,7 @@ class PageLoader:
         if not self._health.is_usable(self._workers):
             self._counters.add(failed_loads=1)
             return False
-        began, gate = time.monotonic(), Gate()
+        began, gate, keys = time.monotonic(), Gate(), self._storage.keys(names)
         num_bytes = len(keys) * self._format.record_bytes
         limit_s = self._health.limit_s(num_bytes)
         rows, per_record = self._staging.block_rows, self._format.pages_per_record

@@ -80,9 +80,15 @@ class PageWriter:
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
 
-    def add(self, keys: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> None:
-        """Write records, later. Each call ends, in order; see :meth:`num_done` and :meth:`pop`."""
-        job = _Job(keys, pages, ready)
+    def add(self, names: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> None:
+        """Write records, later. Each call ends, in order; see :meth:`num_done` and :meth:`pop`.
+
+        Args:
+            names: of the records, in the namespace that is in use now.
+            pages: ``[records * pages_per_record] int64``, host pages.
+            ready: events after which the pages are written.
+        """
+        job = _Job(self._storage.keys(names), pages, ready)
         with self._changed:
             waiting = sum(len(each.pages) for each in self._jobs if each.stored is None)
             refused = waiting > 0 and waiting + len(pages) > self._max_pages
@@ -184,7 +190,7 @@ class PageWriter:
         def put() -> bool:
             # A call that is late keeps the block until it ends.
             try:
-                return self._storage.put(job.keys[first:end], rows)
+                return not job.gate.closed and self._storage.put(job.keys[first:end], rows)
             finally:
                 self._staging.give(block)
 
