@@ -113,6 +113,8 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
         """Lengths of the prefixes that can be loaded, in pages of SGLang."""
+        if self._session.weights_changed:
+            return []
         return list(range(1, self._loader.find(list(_kv(transfers).keys)) + 1))
 
     def load(self, rid: str, transfers: Sequence[Any]) -> bool:
@@ -120,6 +122,8 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
         The call waits for the store: SGLang cannot take a request back that it has admitted.
         """
+        if self._session.weights_changed:
+            return False
         transfer = _kv(transfers)
         pages = self._format.host_pages(transfer.device_indices)
         ready = self.record_offload_ready()
@@ -150,7 +154,9 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def offload(self, transfers: Sequence[Any], session_id: str | None = None) -> bool:
         """Write the exact pages among those of a node, later."""
         transfer = _kv(transfers)
-        keys = list(transfer.keys) if self._ranks.writes else []
+        # New weights may have computed the pages, or the tokens that they follow.
+        writes = self._ranks.writes and not self._session.weights_changed
+        keys = list(transfer.keys) if writes else []
         pages = self._format.host_pages(transfer.device_indices)
         self._writer.add(keys, pages if keys else pages[:0], self.record_offload_ready())
         return True
@@ -173,8 +179,9 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._loaded.drop(pages)
         self._admitted.clear()
         self.layer_done_counter.reset()
-        # SGLang flushes after an update of the weights.
+        # An update of the weights ends with a flush, at once or later.
         self._use_namespace()
+        self._session.weights_changed = False
 
     def close(self) -> None:
         """Write what waits, as far as ``timeout_s`` allows, and close the store."""
