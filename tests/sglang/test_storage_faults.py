@@ -268,3 +268,18 @@ def test_a_put_that_waits_keeps_the_model_of_its_pages(
     world.writer._copies.submit(lambda: None).result(20)
     world.writer._calls.submit(lambda: None).result(20)
     assert world.backend.puts == ([] if reset else old)
+
+
+def test_waiting_offloads_end_with_the_one_that_hangs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lock pages of the radix cache: one waits for the store, not each."""
+    monkeypatch.setattr(health, "_PAUSE_S", 1000.0)
+    monkeypatch.setattr(health, "_MAX_PAUSE_S", 1000.0)
+    world.exact.set_exact(world.pages(PAGES))
+    world.backend.fault = "hang"
+    for key, page in zip(KEYS, PAGES, strict=True):
+        world.writer.add([key], world.pages([page]), READY)
+    world.writer.drain(20)
+    assert [world.writer.pop() for _ in KEYS] == [False] * 6
+    assert world.count("late_calls") == 1

@@ -150,6 +150,8 @@ class PageWriter:
         """Write the exact pages that the store does not have."""
         if not job.keys:
             return True
+        if not self._may_call(job):
+            return False
         for event in job.ready:
             event.synchronize()
         with job.gate.enter() as admitted:
@@ -171,9 +173,13 @@ class PageWriter:
             for first in range(known, num_exact, rows)
         )
 
+    def _may_call(self, job: _Job) -> bool:
+        """Whether the store is usable. Behind one that hangs, jobs end and unlock their pages."""
+        return not job.gate.closed and self._health.is_usable(self._calls)
+
     def _store_block(self, job: _Job, first: int, end: int) -> bool:
         """Copy records ``first`` to ``end`` of a job, then put them."""
-        block = self._staging.take(self._health.timeout_s)
+        block = self._staging.take(self._health.timeout_s) if self._may_call(job) else None
         if block is None:
             return False
         rows, per_record = self._staging.rows(block, end - first), self._format.pages_per_record
