@@ -68,11 +68,8 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         coordinator = session.coordinator
         assert coordinator is not None, "SGLang builds the attention backend before the cache"
         self._exact, self._loaded = coordinator.share_pages()
-        # An indexer's keys are no function of K and V; other representations are built from K.
-        self._builds = not coordinator.algorithm.indexer
-        entries = {} if self._builds else coordinator.representations.of_pages
         self._page_tokens = params.page_size
-        self._format = PageFormat(pool.host, params.page_size, entries)
+        self._format = PageFormat(pool.host, params.page_size, coordinator.stored_entries())
         with errors_logged():
             self._connect(read_options(extra_config), pool.host.num_pages)
         #: Host pages of loads whose forward has not begun, by request.
@@ -130,8 +127,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not self._ranks.all_of(self._loader.load(list(transfer.keys), pages, ready)):
             return False
         self._exact.set_exact(pages)
-        if self._builds:
-            self._loaded.add(pages)
+        self._loaded.add(pages)
         self._admitted[rid] = pages
         return True
 

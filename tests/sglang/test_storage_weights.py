@@ -46,7 +46,7 @@ class Server:
         session.__dict__.update(
             spec=SimpleNamespace(latent=False, num_layers=3),
             coordinator=SimpleNamespace(
-                share_pages=lambda: (exact, LoadedNowhere()), algorithm=Quest()
+                share_pages=lambda: (exact, LoadedNowhere()), stored_entries=dict
             ),
             algorithm=Quest(),
             config=HiSparseConfig(),
