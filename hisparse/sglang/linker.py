@@ -27,6 +27,7 @@ from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
 from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.sglang.storage.setup import create_backend, read_options
+from hisparse.sglang.storage.unread import UnreadKeys
 from hisparse.units import format_bytes
 
 __all__ = ["HiSparseLinker"]
@@ -87,7 +88,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         assert self._session.storage is not None, "the session of a server with a linker counts"
         counters = self._session.storage
         self._health = health = StorageHealth(counters, options.timeout_s)
-        common = (self._storage, self._format, staging, health, counters)
+        common = (self._storage, self._format, staging, health, counters, UnreadKeys())
         self._loader = PageLoader(*common, options.threads)
         self._writer = PageWriter(*common, self._exact, int(num_pages * _MAX_WAITING))
         self._use_namespace()

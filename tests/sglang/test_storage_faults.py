@@ -21,6 +21,7 @@ from hisparse.sglang.storage.load import PageLoader
 from hisparse.sglang.storage.offload import PageWriter
 from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
+from hisparse.sglang.storage.unread import UnreadKeys
 from hisparse.storage import Namespace
 from tests.sizes import sized
 
@@ -48,7 +49,7 @@ class World:
         self.use("some model")
         self.exact = ExactPages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         health = StorageHealth(self.counters, TIMEOUT_S)
-        self.common: tuple[Any, ...] = (self.storage, form, staging, health, self.counters)
+        self.common: tuple[Any, ...] = (self.storage, form, staging, health, self.counters, UnreadKeys())
         self.loader = PageLoader(*self.common, 2)
         self.writer = PageWriter(*self.common, self.exact, 30)
 
@@ -283,3 +284,17 @@ def test_waiting_offloads_end_with_the_one_that_hangs(
     world.writer.drain(20)
     assert [world.writer.pop() for _ in KEYS] == [False] * 6
     assert world.count("late_calls") == 1
+
+
+@pytest.mark.parametrize("hit", [0, 3])
+def test_a_damaged_record_is_written_again(world: World, hit: int) -> None:
+    """The request that could not load it computes its page, and offloads it."""
+    world.store_all()
+    world.backend.records[world.storage.keys(KEYS)[hit]][0] ^= 1
+    assert not world.load()
+    assert world.loader.find(KEYS) == hit
+    assert world.offload(KEYS, PAGES)
+    assert world.loader.find(KEYS) == 6
+    assert world.load() and world.same()
+    assert world.offload(KEYS, PAGES)
+    assert len(world.backend.puts) == 6 + 6 - hit, "what is whole again is not written again"

@@ -19,6 +19,7 @@ from hisparse.sglang.storage.health import StorageHealth
 from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import PageStorage, Staging
 from hisparse.sglang.storage.threads import Gate, Workers
+from hisparse.sglang.storage.unread import UnreadKeys
 
 __all__ = ["PageWriter"]
 
@@ -53,6 +54,7 @@ class PageWriter:
         staging: memory for records.
         health: time limits.
         counters: counts.
+        unread: pages that are written again although the store has them.
         exact: says which pages may be shared.
         max_pages: most pages that may wait, since the radix cache cannot evict them. A call that
             finds none waiting is accepted whatever its size.
@@ -65,6 +67,7 @@ class PageWriter:
         staging: Staging,
         health: StorageHealth,
         counters: StorageCounters,
+        unread: UnreadKeys,
         exact: ExactPages,
         max_pages: int,
     ) -> None:
@@ -73,6 +76,7 @@ class PageWriter:
         self._staging = staging
         self._health = health
         self._counters = counters
+        self._unread = unread
         self._exact = exact
         self._max_pages = max_pages
         self._calls = Workers(1, "hisparse-put")
@@ -166,6 +170,7 @@ class PageWriter:
         known = self._health.call(self._calls, lambda: self._storage.find(keys))
         if known is None:
             return False
+        known = min(known, self._unread.first(keys))
         self._counters.add(known_pages=known)
         rows = self._staging.block_rows
         return all(
@@ -203,5 +208,6 @@ class PageWriter:
         num_bytes = (end - first) * self._format.record_bytes
         if not self._health.call(self._calls, put, num_bytes):
             return False
+        self._unread.drop(job.keys[first:end])
         self._counters.add(offloaded_pages=end - first, offloaded_bytes=num_bytes)
         return True
