@@ -94,6 +94,6 @@ class ExactPages:
             self._flags[pages.gather(1, last[:, None])[:, 0]] = exact.all(1)
 
     def _upload(self, rows: np.ndarray, pages: np.ndarray) -> Tensor:
-        """Both as ``[2, rows] int64`` on the device, in one copy that the host does not wait for."""
+        """Both as ``[2, rows] int64`` on the device, in one copy without a wait."""
         both = torch.from_numpy(np.stack([rows, pages]).astype(np.int64))
         return both.to(self._flags.device, non_blocking=True)

@@ -27,6 +27,7 @@ from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
 from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.sglang.storage.setup import create_backend, read_options
+from hisparse.sglang.storage.threads import Workers
 from hisparse.sglang.storage.unread import UnreadKeys
 from hisparse.units import format_bytes
 
@@ -181,11 +182,14 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._session.weights_changed = False
 
     def close(self) -> None:
-        """Write what waits, as far as ``timeout_s`` allows, and close the store."""
+        """Write what waits, then close the store; each takes at most ``timeout_s``."""
         self._writer.drain(self._health.timeout_s)
         self._writer.close()
         self._loader.close()
-        self._storage.close()
+        # Daemon threads: a store that does not close ends with the process.
+        closing = Workers(1, "hisparse-close")
+        self._health.call(closing, self._storage.close)
+        closing.close()
 
 
 def _kv(transfers: Sequence[Any]) -> Any:

@@ -49,7 +49,14 @@ class World:
         self.use("some model")
         self.exact = ExactPages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         health = StorageHealth(self.counters, TIMEOUT_S)
-        self.common: tuple[Any, ...] = (self.storage, form, staging, health, self.counters, UnreadKeys())
+        self.common: tuple[Any, ...] = (
+            self.storage,
+            form,
+            staging,
+            health,
+            self.counters,
+            UnreadKeys(),
+        )
         self.loader = PageLoader(*self.common, 2)
         self.writer = PageWriter(*self.common, self.exact, 30)
 

@@ -1,7 +1,8 @@
-"""Weights that change while a server runs: the store holds pages of no other weights than it says."""
+"""What a linker does beside loads and offloads: when weights change, and when it ends."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ class LoadedNowhere:
 class Server:
     """A linker of the file store, and what it needs of a server."""
 
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 20) -> None:
         self.pool = make_pool("page_head")
         fill(self.pool, seed=0)
         exact = ExactPages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
@@ -63,7 +64,7 @@ class Server:
             token_to_kv_pool_allocator=allocator, page_size=PAGE_TOKENS,
             attn_tp_cache_group=None, tp_cache_group=None,
         )  # fmt: skip
-        extra = {"path": str(path), "timeout_s": 20}
+        extra = {"path": str(path), "timeout_s": timeout_s}
         self.linker = HiSparseLinker(None, params, components=None, extra_config=extra)
 
     def transfers(self) -> list[Any]:
@@ -130,3 +131,20 @@ def test_an_update_past_the_loaders_counts_too(server: Server) -> None:
         updater = SimpleNamespace(_session=SimpleNamespace(loaded_weights=loaded))
         hooks.around_end_weight_update(lambda updater, recv_req: None, updater, None)
         assert server.num_found() == found
+
+
+def test_a_store_that_does_not_close_does_not_keep_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(tmp_path, monkeypatch, timeout_s=0.2)
+    go, done = threading.Event(), threading.Event()
+
+    def close() -> None:
+        go.wait(60)
+        done.set()
+
+    monkeypatch.setattr(server.linker._storage, "close", close)
+    server.linker.close()
+    assert not done.is_set()
+    go.set()
+    assert done.wait(20)
