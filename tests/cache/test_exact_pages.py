@@ -129,9 +129,7 @@ def test_steps_of_several_requests_flag_each_its_own() -> None:
 class CountCalls(TorchDispatchMode):
     """Counts calls of PyTorch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+    calls: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += 1

@@ -42,6 +42,7 @@ class Server:
         fill(self.pool, seed=0)
         exact = ExactPages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         exact.set_exact(torch.arange(60))
+        self.counters = StorageCounters()
         self.model = torch.nn.Linear(8, 8)
         session: Any = object.__new__(Session)
         session.__dict__.update(
@@ -51,7 +52,7 @@ class Server:
             ),
             algorithm=Quest(),
             config=HiSparseConfig(),
-            storage=StorageCounters(),
+            storage=self.counters,
             model=self.model,
             model_settings={},
             report_metrics=lambda: None,
@@ -105,7 +106,7 @@ def test_an_update_that_flushes_changes_to_pages_of_the_new_weights(server: Serv
     assert server.num_found() == 0
     assert server.offload()
     assert server.num_found() == 4
-    assert server.linker._session.storage.totals()["storage_offloaded_pages"] == 8
+    assert server.counters.totals()["storage_offloaded_pages"] == 8
 
 
 def test_an_update_without_a_flush_stops_the_store_until_one(
