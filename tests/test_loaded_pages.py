@@ -9,21 +9,26 @@ import torch
 
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.algorithms.dipr.algorithm import DIPR
+from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.cache.codec import read_tokens, write_tokens
+from hisparse.engine.extensions.tail_estimate import TailEstimate
 from hisparse.engine.loaded import LoadedPages
 from hisparse.testing import Request, Simulator
 
 LENGTH, STORED, PROMPT = 180, 96, 136
+LATENTS: dict[str, Any] = {"scope": "layer", "kv_heads": 1, "head_dim": 24, "latent_rank": 16}
+LATENTS |= {"page_size": 1}
 SHAPES: dict[str, dict[str, Any]] = {
     "pages first": {"layout": "page_first"},
     "layers first": {"layout": "layer_first", "scope": "layer"},
     "fp8": {"fp8": True},
     "latents": {"scope": "layer", "kv_heads": 1, "head_dim": 24, "latent_rank": 16},
     "tail estimate": {"extensions": {"tail_estimate": True}},
+    "indexer": {"algorithm": DSA(), **LATENTS},
     "reuse": {"reuse_layers": 2, "layers": 3},
 }
 
@@ -36,6 +41,10 @@ def load(source: Simulator, computed: Request, target: Simulator, request: Reque
     for layer in range(source.layers):
         tokens = read_tokens(source.manager.host.stored(layer), old)
         write_tokens(tokens, target.manager.host.stored(layer), new)
+    pages = [torch.tensor(r.host_pages[: STORED // source.page_size]) for r in (request, computed)]
+    stored = source.coordinator.stored_entries()
+    for name, entries in target.coordinator.stored_entries().items():
+        entries[:, pages[0]] = stored[name][:, pages[1]]
     loaded.add(torch.tensor(request.host_pages))
     request.done = STORED
     return loaded
@@ -50,7 +59,7 @@ def load(source: Simulator, computed: Request, target: Simulator, request: Reque
 def test_steps_are_those_of_a_computed_prompt(
     algorithm: BaseSparseAlgorithm, shape: dict[str, Any]
 ) -> None:
-    source, target = (Simulator(algorithm=algorithm, **shape) for _ in range(2))
+    source, target = (Simulator(**({"algorithm": algorithm} | shape)) for _ in range(2))
     target.free_host_pages.reverse()
     computed, request = (
         sim.request(slot, LENGTH, 3, prompt=PROMPT) for sim, slot in ((source, 1), (target, 2))
@@ -61,6 +70,20 @@ def test_steps_are_those_of_a_computed_prompt(
     pairs += [(source.decode(computed), target.decode(request)) for _ in range(30)]
     for got, expected in pairs:
         assert torch.equal(got, expected)
+
+
+def test_extensions_build_what_they_keep_of_an_indexers_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A store keeps the indexer's keys alone, so that servers need not have the same extensions."""
+    # No extension of hisparse's takes pages of one token, which indexers have; others may.
+    monkeypatch.setattr(TailEstimate, "check", lambda options, config: None)
+    shape = LATENTS | {"extensions": {"tail_estimate": True}}
+    with_means, without = (Simulator(algorithm=DSA(), **x) for x in (shape, LATENTS))
+    names = list(with_means.coordinator.stored_entries())
+    assert names == list(without.coordinator.stored_entries())
+    assert len(with_means.coordinator.representations.of_pages) > len(names) > 0
+    test_steps_are_those_of_a_computed_prompt(DSA(), shape)
 
 
 def test_without_building_them_steps_would_differ() -> None:

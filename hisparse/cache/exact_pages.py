@@ -81,9 +81,19 @@ class ExactPages:
         begun = offset == 0
         spoiled = ~dense & (self._marked[slots] != page)
         self._marked[slots] = np.where(dense, self._marked[slots], page)
-        for row in np.flatnonzero(begun | spoiled).tolist():
-            pages, last = host_page_table[row], int(page[row])
-            if dense[row]:
-                self._flags[pages[last : last + 1].long()] = self._flags[pages[:last].long()].all()
-            else:
-                self._flags[pages[last : last + 1].long()] = False
+        sparse, begins = np.flatnonzero(spoiled | begun & ~dense), np.flatnonzero(begun & dense)
+        if len(sparse):
+            row, last = self._upload(sparse, page[sparse])
+            self._flags[host_page_table[row, last].long()] = False
+        if len(begins):
+            row, last = self._upload(begins, page[begins])
+            pages = host_page_table[row, : int(page[begins].max()) + 1].long()
+            earlier = torch.arange(pages.shape[1], device=pages.device) < last[:, None]
+            # Entries after a row's last page are no pages of it.
+            exact = self._flags[pages.where(earlier, 0)] | ~earlier
+            self._flags[pages.gather(1, last[:, None])[:, 0]] = exact.all(1)
+
+    def _upload(self, rows: np.ndarray, pages: np.ndarray) -> Tensor:
+        """Both as ``[2, rows] int64`` on the device, in one copy without a wait."""
+        both = torch.from_numpy(np.stack([rows, pages]).astype(np.int64))
+        return both.to(self._flags.device, non_blocking=True)

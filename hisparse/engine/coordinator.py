@@ -11,7 +11,7 @@ from hisparse.cache.exact_pages import ExactPages
 from hisparse.engine.contract import call
 from hisparse.engine.decode import DecodeAttention, SelectionObserver
 from hisparse.engine.extensions.base import overriding
-from hisparse.engine.loaded import LoadedPages
+from hisparse.engine.loaded import Build, LoadedPages
 from hisparse.engine.metrics import CacheStats
 from hisparse.engine.modes import ModeMasks
 from hisparse.engine.parts import EngineParts
@@ -75,8 +75,22 @@ class SparseCoordinator:
         num_pages, device = manager.host.num_pages, manager.device.device
         num_slots = manager.device.capacity.shape[0] // manager.device.heads
         self._exact = ExactPages(num_pages, size, num_slots, self._modes.is_dense, device)
-        self._loaded = LoadedPages(manager, self.build_representations, num_pages, size)
+        self._loaded = LoadedPages(manager, self._build_loaded(), num_pages, size)
         return self._exact, self._loaded
+
+    def stored_entries(self) -> dict[str, Tensor]:
+        """What a store keeps of pages beside K and V, by name, ``[L, host pages, ...]``.
+
+        An indexer's keys are no function of K and V. All else is built again after a load.
+        """
+        own = self.algorithm.representations(self.policy) if self.algorithm.indexer else {}
+        return {n: tensor for n, tensor in self.representations.of_pages.items() if n in own}
+
+    def _build_loaded(self) -> Build | None:
+        """Builds the representations that no store keeps; None: it keeps them all."""
+        if not self.algorithm.indexer:
+            return self.build_representations
+        return self._prefill.store_extensions if self._storing else None
 
     def observe(self, observer: SelectionObserver | None) -> None:
         """Set the selection callback, or None to remove it."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from hisparse.cache import SparseKVCacheManager
 from hisparse.engine.step import PrefillChunk
 
-__all__ = ["LoadedPages"]
+__all__ = ["Build", "LoadedPages"]
 
 #: ``(layer_id, chunk, k, v)``, K and V ``[T, Hkv, D]``: builds the representations of a chunk.
 Build = Callable[[int, PrefillChunk, Tensor, Tensor], None]
@@ -25,13 +25,14 @@ class LoadedPages:
 
     Args:
         manager: reads K and V.
-        build: builds the representations of a chunk, which has no queries.
+        build: builds the representations of a chunk, which has no queries; None: pages come with
+            all that they need.
         num_pages: pages of the host pool.
         page_size: S, tokens.
     """
 
     def __init__(
-        self, manager: SparseKVCacheManager, build: Build, num_pages: int, page_size: int
+        self, manager: SparseKVCacheManager, build: Build | None, num_pages: int, page_size: int
     ) -> None:
         self._manager = manager
         self._build = build
@@ -42,8 +43,9 @@ class LoadedPages:
 
     def add(self, pages: Tensor) -> None:
         """Note that ``pages [P] int64`` were loaded."""
-        self._pending[pages.numpy()] = True
-        self._has_pending = True
+        if self._build is not None:
+            self._pending[pages.numpy()] = True
+            self._has_pending = True
 
     def drop(self, pages: Tensor) -> None:
         """Forget pages whose request will not run."""
@@ -88,6 +90,8 @@ class LoadedPages:
 
     def prepare(self, layer_id: int) -> None:
         """Build the representations of this forward's loaded pages in one layer."""
+        if self._build is None:
+            return
         for chunk in self._chunks:
             pages = chunk.host_pages_cpu[chunk.start // self._size :].long()
             slots = (pages[:, None] * self._size + torch.arange(self._size)).flatten()

@@ -130,16 +130,14 @@ class Prefill:
         Returns:
             the algorithm's view of the chunk.
         """
-        size = self._policy.kv.page_size
-        first, last = chunk.start // size, chunk.end // size
-        keys, values = (x[: (last - first) * size].unflatten(0, (-1, size)) for x in pages)
+        host_pages, keys, values = self._complete(chunk, pages)
         step = PrefillStep(
             policy=self._policy,
             representations=self._parts.representations.tensors,
             slot=chunk.slot,
             start=chunk.start,
             length=chunk.length,
-            host_pages=chunk.host_pages[first:last],
+            host_pages=host_pages,
             context_pages=chunk.host_pages,
             is_last=chunk.is_last,
             indexer=indexer,
@@ -148,9 +146,23 @@ class Prefill:
         )
         construct = self._parts.algorithm.construct_representations
         call(construct, layer_id, keys, q, layer_id, step)
-        for extension in self._storing:
-            call(extension.store_pages, layer_id, layer_id, keys, values, step.host_pages)
+        self._store(layer_id, host_pages, keys, values)
         return step
+
+    def store_extensions(self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor) -> None:
+        """Build the representations of the extensions alone, from K and V ``[T, Hkv, D]``."""
+        self._store(layer_id, *self._complete(chunk, PagedKV(k, v)))
+
+    def _complete(self, chunk: PrefillChunk, pages: PagedKV) -> tuple[Tensor, Tensor, Tensor]:
+        """Host pages ``[P]`` of a chunk's complete pages, and their K and V ``[P, S, Hkv, D]``."""
+        size = self._policy.kv.page_size
+        first, last = chunk.start // size, chunk.end // size
+        keys, values = (x[: (last - first) * size].unflatten(0, (-1, size)) for x in pages)
+        return chunk.host_pages[first:last], keys, values
+
+    def _store(self, layer_id: int, host_pages: Tensor, keys: Tensor, values: Tensor) -> None:
+        for extension in self._storing:
+            call(extension.store_pages, layer_id, layer_id, keys, values, host_pages)
 
     def _tile(self, layer_id: int, chunk: PrefillChunk, first: int, end: int) -> Tile:
         """The tile of a chunk's request that begins at page ``first``, up to position ``end``."""

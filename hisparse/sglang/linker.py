@@ -27,6 +27,8 @@ from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
 from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.sglang.storage.setup import create_backend, read_options
+from hisparse.sglang.storage.threads import Workers
+from hisparse.sglang.storage.unread import UnreadKeys
 from hisparse.units import format_bytes
 
 __all__ = ["HiSparseLinker"]
@@ -68,11 +70,8 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         coordinator = session.coordinator
         assert coordinator is not None, "SGLang builds the attention backend before the cache"
         self._exact, self._loaded = coordinator.share_pages()
-        # An indexer's keys are no function of K and V; other representations are built from K.
-        self._builds = not coordinator.algorithm.indexer
-        entries = {} if self._builds else coordinator.representations.of_pages
         self._page_tokens = params.page_size
-        self._format = PageFormat(pool.host, params.page_size, entries)
+        self._format = PageFormat(pool.host, params.page_size, coordinator.stored_entries())
         with errors_logged():
             self._connect(read_options(extra_config), pool.host.num_pages)
         #: Host pages of loads whose forward has not begun, by request.
@@ -90,7 +89,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         assert self._session.storage is not None, "the session of a server with a linker counts"
         counters = self._session.storage
         self._health = health = StorageHealth(counters, options.timeout_s)
-        common = (self._storage, self._format, staging, health, counters)
+        common = (self._storage, self._format, staging, health, counters, UnreadKeys())
         self._loader = PageLoader(*common, options.threads)
         self._writer = PageWriter(*common, self._exact, int(num_pages * _MAX_WAITING))
         self._use_namespace()
@@ -113,6 +112,8 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
         """Lengths of the prefixes that can be loaded, in pages of SGLang."""
+        if self._session.weights_changed:
+            return []
         return list(range(1, self._loader.find(list(_kv(transfers).keys)) + 1))
 
     def load(self, rid: str, transfers: Sequence[Any]) -> bool:
@@ -120,14 +121,15 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
         The call waits for the store: SGLang cannot take a request back that it has admitted.
         """
+        if self._session.weights_changed:
+            return False
         transfer = _kv(transfers)
         pages = self._format.host_pages(transfer.device_indices)
         ready = self.record_offload_ready()
         if not self._ranks.all_of(self._loader.load(list(transfer.keys), pages, ready)):
             return False
         self._exact.set_exact(pages)
-        if self._builds:
-            self._loaded.add(pages)
+        self._loaded.add(pages)
         self._admitted[rid] = pages
         return True
 
@@ -150,7 +152,9 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def offload(self, transfers: Sequence[Any], session_id: str | None = None) -> bool:
         """Write the exact pages among those of a node, later."""
         transfer = _kv(transfers)
-        keys = list(transfer.keys) if self._ranks.writes else []
+        # New weights may have computed the pages, or the tokens that they follow.
+        writes = self._ranks.writes and not self._session.weights_changed
+        keys = list(transfer.keys) if writes else []
         pages = self._format.host_pages(transfer.device_indices)
         self._writer.add(keys, pages if keys else pages[:0], self.record_offload_ready())
         return True
@@ -173,15 +177,19 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._loaded.drop(pages)
         self._admitted.clear()
         self.layer_done_counter.reset()
-        # SGLang flushes after an update of the weights.
+        # An update of the weights ends with a flush, at once or later.
         self._use_namespace()
+        self._session.weights_changed = False
 
     def close(self) -> None:
-        """Write what waits, as far as ``timeout_s`` allows, and close the store."""
+        """Write what waits, then close the store; each takes at most ``timeout_s``."""
         self._writer.drain(self._health.timeout_s)
         self._writer.close()
         self._loader.close()
-        self._storage.close()
+        # Daemon threads: a store that does not close ends with the process.
+        closing = Workers(1, "hisparse-close")
+        self._health.call(closing, self._storage.close)
+        closing.close()
 
 
 def _kv(transfers: Sequence[Any]) -> Any:

@@ -44,6 +44,18 @@ _HOOKS: tuple[_Name, ...] = (
     ),
     "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.write",
     "sglang.srt.managers.scheduler.Scheduler.flush_cache",
+    (
+        "0.5.23",
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".flush_cache_after_weight_update",
+        "",
+    ),
+    (
+        "0.5.23",
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+        ".end_weight_update",
+        "",
+    ),
     "sglang.srt.models.utils.enable_fused_set_kv_buffer",
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture",

@@ -32,6 +32,8 @@ class Session(EngineSetup):
         model: SGLang's model.
         model_settings: the model's configuration.
         storage: counts what the storage below host memory does; None: the server has none.
+        weights_changed: whether the weights are others than those of the pages in host memory. The
+            storage rests until a flush.
         slots_cpu: ``[B] int64``, request slots of the next forward, on the host.
         requests: SGLang's ``Req`` of the next forward.
         chunked_request_id: id of the request with a prompt that continues after the next forward.
@@ -45,6 +47,7 @@ class Session(EngineSetup):
     model: Any = None
     model_settings: Mapping[str, object] = field(default_factory=dict)
     storage: StorageCounters | None = None
+    weights_changed: bool = False
     slots_cpu: torch.Tensor | None = None
     requests: Sequence[Any] = ()
     chunked_request_id: str | None = None
@@ -52,6 +55,14 @@ class Session(EngineSetup):
     coordinator: SparseCoordinator | None = None
     report_metrics: Callable[[], None] = lambda: None
     can_replay: Callable[[Any], bool] = lambda forward_batch: False
+
+    def note_new_weights(self) -> None:
+        """Let the storage rest until a flush: host memory has K and V of the old weights."""
+        if self.storage is not None and not self.weights_changed:
+            logger.warning(
+                "hisparse: storage: the weights changed; it is not used until /flush_cache"
+            )
+        self.weights_changed = True
 
     def end_requests(self, slots: Iterable[int]) -> None:
         """End the requests in ``slots``: their device pages become free."""

@@ -18,6 +18,8 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "free": hooks.around_free,
     "write": hooks.around_write,
     "flush_cache": hooks.around_flush_cache,
+    "flush_cache_after_weight_update": hooks.around_flush_cache_after_weight_update,
+    "end_weight_update": hooks.around_end_weight_update,
     "enable_fused_set_kv_buffer": hooks.around_enable_fused_set_kv_buffer,
     "init_new": hooks.around_init_new,
     "capture": hooks.around_capture,

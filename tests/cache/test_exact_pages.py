@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.testing import Simulator
@@ -120,3 +124,44 @@ def test_steps_of_several_requests_flag_each_its_own() -> None:
         sim.decode(short, long)
     assert read(flags, *short.host_pages) == [True] * 3
     assert read(flags, *long.host_pages) == [True] * 8 + [False] * 2
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts calls of PyTorch."""
+
+    calls: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **kwargs or {})
+
+
+def count_calls(rows: int, seq_len: int) -> int:
+    flags, pages = exact_pages(rows * 8), torch.arange(rows * 8, dtype=torch.int32).view(rows, 8)
+    flags._marked = np.full(rows, -1)
+    with CountCalls() as counter:
+        flags.decode(np.arange(rows), np.full(rows, seq_len), pages)
+    return counter.calls
+
+
+@pytest.mark.parametrize("seq_len", [25, 57], ids=["dense", "sparse"])
+def test_a_step_takes_as_many_calls_for_many_requests_as_for_two(seq_len: int) -> None:
+    """With pages of one token each row begins a page at each step."""
+    assert count_calls(64, seq_len) == count_calls(2, seq_len) > 0
+
+
+def test_a_step_of_many_requests_flags_what_steps_of_each_one_flag() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        together, alone = exact_pages(4 * 8), exact_pages(4 * 8)
+        pages = torch.from_numpy(rng.permutation(32).astype(np.int32)).view(4, 8)
+        shown = torch.from_numpy(rng.choice(32, 14, replace=False))
+        lens = rng.choice([1, 8, 9, 17, 24, 25, 32, 33, 41, 57, 60], 4)
+        # What lies behind a request's last page is no page.
+        pages[torch.arange(8) > torch.from_numpy((lens - 1) // SIZE)[:, None]] = -(10**6)
+        for flags in (together, alone):
+            flags.set_exact(shown)
+        together.decode(np.arange(4), lens, pages)
+        for slot in range(4):
+            decode(alone, slot, int(lens[slot]), pages[slot])
+        assert torch.equal(together.read(torch.arange(32)), alone.read(torch.arange(32)))

@@ -15,8 +15,9 @@ from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
 from hisparse.config import HiSparseConfig
 from hisparse.doctor import software
 from hisparse.errors import ConfigError
-from hisparse.sglang import check_hooks, compat, dsa_indexer, names, plugin, storage_setup
+from hisparse.sglang import check_hooks, compat, dsa_indexer, names, plugin
 from hisparse.sglang.cpu_page_allocator import allocate_slots, replace_triton_kernels
+from hisparse.sglang.storage.setup import request_linker
 
 
 @pytest.fixture
@@ -39,8 +40,8 @@ def test_a_store_on_a_release_without_the_linker_is_one_line(
     release("0.5.22")
     config = HiSparseConfig.from_dict({"storage": {"path": "/somewhere"}})
     with pytest.raises(ConfigError, match=r"sglang 0\.5\.22 has no external linker .* 0\.5\.23"):
-        storage_setup.request_linker(SimpleNamespace(), config)
-    storage_setup.request_linker(SimpleNamespace(), HiSparseConfig())
+        request_linker(SimpleNamespace(), config)
+    request_linker(SimpleNamespace(), HiSparseConfig())
     (check,) = software.storage()
     assert check.message == "the key storage needs sglang 0.5.23; all else works with 0.5.22"
 

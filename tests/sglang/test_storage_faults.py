@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from hisparse.sglang.storage.load import PageLoader
 from hisparse.sglang.storage.offload import PageWriter
 from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
+from hisparse.sglang.storage.unread import UnreadKeys
 from hisparse.storage import Namespace
 from tests.sizes import sized
 
@@ -47,7 +49,14 @@ class World:
         self.use("some model")
         self.exact = ExactPages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         health = StorageHealth(self.counters, TIMEOUT_S)
-        self.common: tuple[Any, ...] = (self.storage, form, staging, health, self.counters)
+        self.common: tuple[Any, ...] = (
+            self.storage,
+            form,
+            staging,
+            health,
+            self.counters,
+            UnreadKeys(),
+        )
         self.loader = PageLoader(*self.common, 2)
         self.writer = PageWriter(*self.common, self.exact, 30)
 
@@ -149,7 +158,7 @@ def test_each_flipped_bit_is_found(world: World) -> None:
     world.backend.fault = "flip"
     rows = range(2)
     for _ in range(sized(30, 1000)):
-        assert world.storage.get(KEYS[:2], rows) == [False, False]
+        assert world.storage.get(world.storage.keys(KEYS[:2]), rows) == [False, False]
 
 
 def test_a_store_that_hangs_is_left_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,3 +250,58 @@ def test_after_a_reset_nothing_of_the_pool_is_written(world: World) -> None:
         stored = bits_at(world.pool, slots_of([13]))
         for got, old in zip(stored, before, strict=True):
             assert torch.equal(got, old[8 * index : 8 * index + 8])
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_put_that_waits_keeps_the_model_of_its_pages(
+    world: World, reset: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flush after an update of the weights finds a put behind a slow call."""
+    world.exact.set_exact(world.pages(PAGES))
+    old = world.storage.keys(KEYS[:2])
+    read, copied, go = world.form.read, threading.Event(), threading.Event()
+
+    def read_and_stall(pages: torch.Tensor, out: torch.Tensor) -> None:
+        read(pages, out)
+        world.writer._calls.submit(lambda: go.wait(60))
+        copied.set()
+
+    monkeypatch.setattr(world.form, "read", read_and_stall)
+    world.writer.add(KEYS[:2], world.pages(PAGES[:2]), READY)
+    assert copied.wait(20)
+    if reset:
+        world.writer.reset()
+    world.use("another model")
+    go.set()
+    world.writer._copies.submit(lambda: None).result(20)
+    world.writer._calls.submit(lambda: None).result(20)
+    assert world.backend.puts == ([] if reset else old)
+
+
+def test_waiting_offloads_end_with_the_one_that_hangs(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They lock pages of the radix cache: one waits for the store, not each."""
+    monkeypatch.setattr(health, "_PAUSE_S", 1000.0)
+    monkeypatch.setattr(health, "_MAX_PAUSE_S", 1000.0)
+    world.exact.set_exact(world.pages(PAGES))
+    world.backend.fault = "hang"
+    for key, page in zip(KEYS, PAGES, strict=True):
+        world.writer.add([key], world.pages([page]), READY)
+    world.writer.drain(20)
+    assert [world.writer.pop() for _ in KEYS] == [False] * 6
+    assert world.count("late_calls") == 1
+
+
+@pytest.mark.parametrize("hit", [0, 3])
+def test_a_damaged_record_is_written_again(world: World, hit: int) -> None:
+    """The request that could not load it computes its page, and offloads it."""
+    world.store_all()
+    world.backend.records[world.storage.keys(KEYS)[hit]][0] ^= 1
+    assert not world.load()
+    assert world.loader.find(KEYS) == hit
+    assert world.offload(KEYS, PAGES)
+    assert world.loader.find(KEYS) == 6
+    assert world.load() and world.same()
+    assert world.offload(KEYS, PAGES)
+    assert len(world.backend.puts) == 6 + 6 - hit, "what is whole again is not written again"

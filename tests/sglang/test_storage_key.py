@@ -15,6 +15,7 @@ from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
 from hisparse.config import HiSparseConfig
+from hisparse.engine.fingerprint import fingerprint
 from hisparse.sglang.storage.file_storage import FileStorage
 from hisparse.sglang.storage.key import make_namespace
 from hisparse.sglang.storage.page_format import PageFormat
@@ -70,6 +71,21 @@ def test_one_element_in_a_run_of_a_weight_counts() -> None:
         sessions[1].model.weight[0, 3] += 1e-3
     keys = {make_namespace(each, form, 8, ALONE).key for each in sessions}
     assert len(keys) == 2
+
+
+@pytest.mark.parametrize("size", [64, 3 * 2**20])
+def test_each_element_of_a_weight_counts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows of an embedding, or one expert, may be all that an edit changes."""
+    monkeypatch.setattr("hisparse.engine.fingerprint._CHUNK", 2**20)
+    weight = torch.zeros(size, dtype=torch.bfloat16)
+    found = {fingerprint({}, [("embedding", weight)])}
+    rng = torch.Generator().manual_seed(0)
+    for at in [0, size - 1, *torch.randint(1, size - 1, (10,), generator=rng).tolist()]:
+        weight[at] += 1
+        found.add(fingerprint({}, [("embedding", weight)]))
+    assert len(found) == 13
+    rows = weight.view(8, -1)
+    assert fingerprint({}, [("", rows.t())]) == fingerprint({}, [("", rows.t().contiguous())])
 
 
 def test_ranks_with_the_same_latents_share_a_key() -> None:

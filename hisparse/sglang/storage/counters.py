@@ -9,8 +9,8 @@ __all__ = ["COUNTERS", "StorageCounters"]
 
 #: Name of each counter, and what it counts.
 COUNTERS: Final = {
-    "storage_found_pages": "Pages of prompts that were looked up and found in the store",
-    "storage_absent_pages": "Pages of prompts that were looked up and not found in the store",
+    "storage_found_pages": "Pages that lookups found; a waiting request repeats its lookup",
+    "storage_absent_pages": "Pages that lookups did not find; a waiting request repeats its lookup",
     "storage_loaded_pages": "Pages read from the store into host memory",
     "storage_loaded_bytes": "Bytes read from the store into host memory",
     "storage_load_ms": "Time that loads took, in milliseconds",

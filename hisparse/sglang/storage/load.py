@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor
 
@@ -15,14 +15,11 @@ from hisparse.sglang.storage.health import StorageHealth
 from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import PageStorage, Staging
 from hisparse.sglang.storage.threads import Gate, Workers
+from hisparse.sglang.storage.unread import UnreadKeys
 
 __all__ = ["PageLoader"]
 
 logger = logging.getLogger("hisparse")
-
-#: Seconds for which a page that could not be read counts as absent, and the most such pages.
-_AVOIDED_S: Final = 60.0
-_MAX_AVOIDED: Final = 65536
 
 
 class PageLoader:
@@ -37,6 +34,7 @@ class PageLoader:
         staging: memory for records.
         health: time limits.
         counters: counts.
+        unread: notes pages that the store has and that could not be read.
         threads: blocks of records that are read at a time.
     """
 
@@ -47,6 +45,7 @@ class PageLoader:
         staging: Staging,
         health: StorageHealth,
         counters: StorageCounters,
+        unread: UnreadKeys,
         threads: int,
     ) -> None:
         self._storage = storage
@@ -54,23 +53,23 @@ class PageLoader:
         self._staging = staging
         self._health = health
         self._counters = counters
+        self._unread = unread
         self._workers = Workers(threads, "hisparse-load")
-        #: Keys of pages that could not be read, and until when they count as absent.
-        self._avoided: dict[str, float] = {}
 
-    def find(self, keys: Sequence[str]) -> int:
-        """Length of the longest prefix of ``keys`` that can be loaded."""
-        wanted, found = keys[: self._first_avoided(keys)], 0
+    def find(self, names: Sequence[str]) -> int:
+        """Length of the longest prefix of the pages ``names`` that can be loaded."""
+        keys = self._storage.keys(names)
+        wanted, found = keys[: self._unread.first(keys)], 0
         if wanted and self._health.is_usable(self._workers):
             found = self._health.call(self._workers, lambda: self._storage.find(wanted)) or 0
         self._counters.add(found_pages=found, absent_pages=len(keys) - found)
         return found
 
-    def load(self, keys: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> bool:
+    def load(self, names: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> bool:
         """Load records; whether all have arrived whole, and in time.
 
         Args:
-            keys: of the records.
+            names: of the records, in the namespace that is in use.
             pages: ``[records * pages_per_record] int64``, host pages; after False nothing writes
                 to them any more.
             ready: events after which no forward writes to the host pages.
@@ -78,7 +77,7 @@ class PageLoader:
         if not self._health.is_usable(self._workers):
             self._counters.add(failed_loads=1)
             return False
-        began, gate = time.monotonic(), Gate()
+        began, gate, keys = time.monotonic(), Gate(), self._storage.keys(names)
         num_bytes = len(keys) * self._format.record_bytes
         limit_s = self._health.limit_s(num_bytes)
         rows, per_record = self._staging.block_rows, self._format.pages_per_record
@@ -132,20 +131,8 @@ class PageLoader:
             self._staging.give(block)
 
     def _note_unread(self, keys: Sequence[str], found: Sequence[bool | None]) -> None:
-        until = time.monotonic() + _AVOIDED_S
-        unread = {key: until for key, ok in zip(keys, found, strict=True) if not ok}
-        if len(self._avoided) < _MAX_AVOIDED:
-            # One operation, since other threads read the dictionary.
-            self._avoided = self._avoided | unread
+        self._unread.add(key for key, ok in zip(keys, found, strict=True) if not ok)
         self._counters.add(damaged_pages=found.count(False), lost_pages=found.count(None))
-
-    def _first_avoided(self, keys: Sequence[str]) -> int:
-        """Index of the first key that counts as absent; their number if none does."""
-        if not self._avoided:
-            return len(keys)
-        now = time.monotonic()
-        self._avoided = {key: until for key, until in self._avoided.items() if until > now}
-        return next((i for i, key in enumerate(keys) if key in self._avoided), len(keys))
 
     def close(self) -> None:
         """End the threads."""

@@ -19,6 +19,7 @@ from hisparse.sglang.storage.health import StorageHealth
 from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import PageStorage, Staging
 from hisparse.sglang.storage.threads import Gate, Workers
+from hisparse.sglang.storage.unread import UnreadKeys
 
 __all__ = ["PageWriter"]
 
@@ -53,6 +54,7 @@ class PageWriter:
         staging: memory for records.
         health: time limits.
         counters: counts.
+        unread: pages that are written again although the store has them.
         exact: says which pages may be shared.
         max_pages: most pages that may wait, since the radix cache cannot evict them. A call that
             finds none waiting is accepted whatever its size.
@@ -65,6 +67,7 @@ class PageWriter:
         staging: Staging,
         health: StorageHealth,
         counters: StorageCounters,
+        unread: UnreadKeys,
         exact: ExactPages,
         max_pages: int,
     ) -> None:
@@ -73,6 +76,7 @@ class PageWriter:
         self._staging = staging
         self._health = health
         self._counters = counters
+        self._unread = unread
         self._exact = exact
         self._max_pages = max_pages
         self._calls = Workers(1, "hisparse-put")
@@ -80,9 +84,15 @@ class PageWriter:
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
 
-    def add(self, keys: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> None:
-        """Write records, later. Each call ends, in order; see :meth:`num_done` and :meth:`pop`."""
-        job = _Job(keys, pages, ready)
+    def add(self, names: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> None:
+        """Write records, later. Each call ends, in order; see :meth:`num_done` and :meth:`pop`.
+
+        Args:
+            names: of the records, in the namespace that is in use now.
+            pages: ``[records * pages_per_record] int64``, host pages.
+            ready: events after which the pages are written.
+        """
+        job = _Job(self._storage.keys(names), pages, ready)
         with self._changed:
             waiting = sum(len(each.pages) for each in self._jobs if each.stored is None)
             refused = waiting > 0 and waiting + len(pages) > self._max_pages
@@ -144,6 +154,8 @@ class PageWriter:
         """Write the exact pages that the store does not have."""
         if not job.keys:
             return True
+        if not self._may_call(job):
+            return False
         for event in job.ready:
             event.synchronize()
         with job.gate.enter() as admitted:
@@ -158,6 +170,7 @@ class PageWriter:
         known = self._health.call(self._calls, lambda: self._storage.find(keys))
         if known is None:
             return False
+        known = min(known, self._unread.first(keys))
         self._counters.add(known_pages=known)
         rows = self._staging.block_rows
         return all(
@@ -165,9 +178,13 @@ class PageWriter:
             for first in range(known, num_exact, rows)
         )
 
+    def _may_call(self, job: _Job) -> bool:
+        """Whether the store is usable. Behind one that hangs, jobs end and unlock their pages."""
+        return not job.gate.closed and self._health.is_usable(self._calls)
+
     def _store_block(self, job: _Job, first: int, end: int) -> bool:
         """Copy records ``first`` to ``end`` of a job, then put them."""
-        block = self._staging.take(self._health.timeout_s)
+        block = self._staging.take(self._health.timeout_s) if self._may_call(job) else None
         if block is None:
             return False
         rows, per_record = self._staging.rows(block, end - first), self._format.pages_per_record
@@ -184,12 +201,13 @@ class PageWriter:
         def put() -> bool:
             # A call that is late keeps the block until it ends.
             try:
-                return self._storage.put(job.keys[first:end], rows)
+                return not job.gate.closed and self._storage.put(job.keys[first:end], rows)
             finally:
                 self._staging.give(block)
 
         num_bytes = (end - first) * self._format.record_bytes
         if not self._health.call(self._calls, put, num_bytes):
             return False
+        self._unread.drop(job.keys[first:end])
         self._counters.add(offloaded_pages=end - first, offloaded_bytes=num_bytes)
         return True

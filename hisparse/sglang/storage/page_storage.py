@@ -89,7 +89,10 @@ class Staging:
 
 
 class PageStorage:
-    """A backend of SGLang's, and the records of one namespace in it.
+    """A backend of SGLang's, and the records of a namespace in it.
+
+    Callers ask for the keys of pages once, when they learn of the pages: the namespace changes with
+    the model's weights, and pages stay those of the weights that computed them.
 
     Calls take as long as the backend takes, and raise what it raises.
 
@@ -109,20 +112,23 @@ class PageStorage:
         backend.register_mem_pool_host(staging)
 
     def use(self, namespace: Namespace) -> None:
-        """Store and find records of ``namespace`` from now on."""
+        """Make :meth:`keys` in ``namespace`` from now on; keys of before stay valid."""
         self._prefix = f"{namespace.key}-"
         if hasattr(self._inner, "use"):
             self._inner.use(namespace)
 
-    def find(self, pages: Sequence[str]) -> int:
-        """Length of the longest prefix of ``pages`` that is stored."""
-        return int(self._backend.batch_exists(self._keys(pages)))
+    def keys(self, pages: Sequence[str]) -> list[str]:
+        """Keys of pages of the namespace that is in use."""
+        return [self._prefix + page for page in pages]
 
-    def get(self, pages: Sequence[str], rows: Sequence[int]) -> list[bool | None]:
+    def find(self, keys: Sequence[str]) -> int:
+        """Length of the longest prefix of ``keys`` that is stored."""
+        return int(self._backend.batch_exists(keys))
+
+    def get(self, keys: Sequence[str], rows: Sequence[int]) -> list[bool | None]:
         """Read records into rows; for each True, False if it is damaged, None if it is absent."""
-        keys, index = self._keys(pages), torch.tensor(rows)
         if self._by_index:
-            found = list(self._backend.batch_get_v1(keys, index))
+            found = list(self._backend.batch_get_v1(keys, torch.tensor(rows)))
         else:
             targets = [self._staging.data[row] for row in rows]
             found = [x is not None for x in self._backend.batch_get(keys, targets)]
@@ -131,9 +137,8 @@ class PageStorage:
             for key, row, ok in zip(keys, rows, found, strict=True)
         ]
 
-    def put(self, pages: Sequence[str], rows: Sequence[int]) -> bool:
+    def put(self, keys: Sequence[str], rows: Sequence[int]) -> bool:
         """Store the records in rows; whether all of them are stored then."""
-        keys = self._keys(pages)
         if self._checks:
             for key, row in zip(keys, rows, strict=True):
                 self._staging.data[row, -CHECKSUM_BYTES:] = self._checksum(key, row)
@@ -145,9 +150,6 @@ class PageStorage:
         """Close the backend."""
         if hasattr(self._inner, "close"):
             self._inner.close()
-
-    def _keys(self, pages: Sequence[str]) -> list[str]:
-        return [self._prefix + page for page in pages]
 
     def _checksum(self, key: str, row: int) -> Tensor:
         digest = xxhash.xxh3_128(key.encode())
