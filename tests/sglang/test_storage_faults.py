@@ -153,6 +153,7 @@ def test_a_load_that_lacks_one_page_fails_as_a_whole(world: World, fault: str, h
         assert world.loader.find(KEYS) < 6
 
 
+@pytest.mark.sweeps
 def test_each_flipped_bit_is_found(world: World) -> None:
     world.store_all()
     world.backend.fault = "flip"

@@ -120,6 +120,7 @@ def test_pages_expire(tmp_path: Path) -> None:
         assert store.counters["evicted"] == 3
 
 
+@pytest.mark.sweeps
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_the_size_is_kept_under_a_stream_of_pages(tmp_path: Path, policy: str) -> None:
     """Eviction runs beside puts and reads; every page that is found is whole."""

@@ -286,6 +286,7 @@ def _killed_after(folder: Path, seconds: float, seed: int) -> int:
     return acknowledged
 
 
+@pytest.mark.sweeps
 def test_what_was_acknowledged_outlives_sigkill(tmp_path: Path) -> None:
     rng, keys = random.Random(0), []
     for turn in range(sized(4, 60)):
