@@ -6,7 +6,6 @@ import contextlib
 import math
 import sqlite3
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -15,6 +14,7 @@ from hisparse.storage.namespace import Namespace
 from hisparse.storage.record import Header
 from hisparse.storage.report import NamespaceUse
 from hisparse.storage.segments import Place
+from hisparse.storage.uses import RecentUses
 
 __all__ = ["Index", "Row"]
 
@@ -24,9 +24,6 @@ _TABLES: Final = "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"
 _BATCH: Final = 500
 #: Seconds to wait for other processes.
 _WAIT_S: Final = 10.0
-#: Pages whose uses wait in memory, and seconds.
-_MOST_USES: Final = 1024
-_USES_S: Final = 10.0
 
 #: Damage that leaves no trace but another type is found when the database is checked.
 _INTEGERS: Final = " AND ".join(
@@ -111,13 +108,10 @@ class Index:
     def __init__(
         self, file: Path | None, *, create: bool = False, source: Path | None = None
     ) -> None:
-        self._lock, self._uses_lock = threading.RLock(), threading.Lock()
+        self._lock, self._uses = threading.RLock(), RecentUses()
         #: The thread with a transaction.
         self._writer: int | None = None
         self._ids: dict[str, int] = {}
-        #: Pages read since uses were last written: the last second, and the number of times.
-        self._uses: dict[tuple[int, bytes], tuple[int, int]] = {}
-        self._write_uses_at = 0.0
         self._database = self._reads = self._connect(file)
         self._reads_lock = self._lock
         try:
@@ -243,12 +237,11 @@ class Index:
 
     def _pages(self, rule: str, values: Sequence[object]) -> list[Row]:
         rows = self._all(f"SELECT {_COLUMNS}, used FROM pages WHERE {rule}", values)
-        with self._uses_lock:
-            recent = self._uses.get
-            return [
-                Row(ns, key, Place(*place), size, max(used, recent((ns, key), (0, 0))[0]))
-                for ns, key, *place, size, used in rows
-            ]
+        last = self._uses.last
+        return [
+            Row(ns, key, Place(*place), size, max(used, last((ns, key))))
+            for ns, key, *place, size, used in rows
+        ]
 
     def add(
         self, namespace: Namespace, key: bytes, place: Place, num_bytes: int, now: float
@@ -343,18 +336,11 @@ class Index:
         """Remember that pages were read. Returns whether it is time to :meth:`write_uses`."""
         if (number := self.namespace_id(namespace)) is None:
             return False
-        with self._uses_lock:
-            for key in keys:
-                times = self._uses.get((number, key), (0, 0))[1]
-                self._uses[number, key] = int(now), times + 1
-            return len(self._uses) > _MOST_USES or time.monotonic() > self._write_uses_at
+        return self._uses.add([(number, key) for key in keys], now)
 
     def write_uses(self) -> None:
         """Write which pages were read."""
-        with self._uses_lock:
-            uses, self._uses = self._uses, {}
-            self._write_uses_at = time.monotonic() + _USES_S
-        if not uses:
+        if not (uses := self._uses.take()):
             return
         rows = [(used, times, *page) for page, (used, times) in uses.items()]
         try:
@@ -365,8 +351,7 @@ class Index:
                     rows,
                 )
         except sqlite3.Error:
-            with self._uses_lock:
-                self._uses = uses | self._uses
+            self._uses.give_back(uses)
             raise
 
     # Segments.
