@@ -59,6 +59,9 @@ class StorageOptions:
         timeout_s: time limit of a call to the store, in seconds. A load or a write has a second
             more for every 256 MiB. What is late is computed.
         threads: threads that load pages.
+        representations: whether the store keeps page representations beside K and V: "stored", or
+            "built" from the keys of loaded pages; "auto": what takes less time, measured at start.
+            Backends other than "file" keep none.
         options: for a backend of SGLang: what ``--hicache-storage-backend-extra-config`` would
             hold.
     """
@@ -70,6 +73,7 @@ class StorageOptions:
     ttl_s: float | None = None
     timeout_s: float = 5.0
     threads: int = 2
+    representations: Literal["auto", "stored", "built"] = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -81,6 +85,11 @@ class StorageOptions:
             raise ConfigError(
                 f"{given[0]} is set for backend {quoted(self.backend)}; expected it only "
                 'for "file", and options for others'
+            )
+        if self.backend != "file" and self.representations == "stored":
+            raise ConfigError(
+                f'representations is "stored" for backend {quoted(self.backend)}; expected "auto" '
+                'or "built": only "file" takes records of two sizes'
             )
         if self.backend == "file" and self.options:
             raise ConfigError(

@@ -86,6 +86,17 @@ class SparseCoordinator:
         own = self.algorithm.representations(self.policy) if self.algorithm.indexer else {}
         return {n: tensor for n, tensor in self.representations.of_pages.items() if n in own}
 
+    def rebuilt_entries(self) -> dict[str, Tensor]:
+        """What a load has to build from K and V unless a store has it, ``[L, host pages, ...]``.
+
+        Empty if nothing is built, or if requests have state that only building fills.
+        """
+        algorithm, kept = self.algorithm, self.representations
+        own = algorithm.query_window or algorithm.host_token_bytes(self.policy.kv)
+        if algorithm.indexer or own or not kept.only_of_pages:
+            return {}
+        return dict(kept.of_pages)
+
     def _build_loaded(self) -> Build | None:
         """Builds the representations that no store keeps; None: it keeps them all."""
         if not self.algorithm.indexer:

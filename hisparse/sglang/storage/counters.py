@@ -14,6 +14,7 @@ COUNTERS: Final = {
     "storage_loaded_pages": "Pages read from the store into host memory",
     "storage_loaded_bytes": "Bytes read from the store into host memory",
     "storage_load_ms": "Time that loads took, in milliseconds",
+    "storage_built_pages": "Loaded pages whose representations are built from their keys",
     "storage_failed_loads": "Loads that did not get all pages; their requests compute the prompt",
     "storage_damaged_pages": "Pages that were read with a wrong checksum, and not used",
     "storage_lost_pages": "Pages that were looked up and found, and then not read",

@@ -47,10 +47,13 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[Tensor | None]:
-        """Read records of one namespace into ``target_locations``, a tensor for each key."""
+        """Read records of one namespace into ``target_locations``, a tensor for each key.
+
+        The tensors may be longer than the records.
+        """
         namespace, _ = self._split(keys[0])
         pages = [self._split(key)[1] for key in keys]
-        buffers = [row.numpy().data for row in target_locations]
+        buffers = [row.numpy().data[: namespace.page_bytes] for row in target_locations]
         found = self.store.get(namespace, pages, buffers)
         return [row if ok else None for row, ok in zip(target_locations, found, strict=True)]
 
