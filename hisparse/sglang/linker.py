@@ -20,13 +20,17 @@ from torch import Tensor
 from hisparse.config import StorageOptions
 from hisparse.sglang.session import errors_logged, require_session
 from hisparse.sglang.storage.health import StorageHealth
-from hisparse.sglang.storage.key import make_namespace
+from hisparse.sglang.storage.key import make_namespace, swap_namespace
 from hisparse.sglang.storage.load import PageLoader
 from hisparse.sglang.storage.offload import PageWriter
 from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
+from hisparse.sglang.storage.prefill_rate import PrefillRate
 from hisparse.sglang.storage.ranks import LinkerRanks
+from hisparse.sglang.storage.retracted import RetractedPages
 from hisparse.sglang.storage.setup import create_backend, read_options
+from hisparse.sglang.storage.swap import RequestSwap
+from hisparse.sglang.storage.swap_cost import SwapThreshold, measure_swap
 from hisparse.sglang.storage.threads import Workers
 from hisparse.sglang.storage.unread import UnreadKeys
 from hisparse.units import format_bytes
@@ -103,6 +107,47 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             options.timeout_s,
             format_bytes(staging.data.nbytes),
         )
+        self._swap = self._make_swap(options, staging)
+        self._session.swap_out = self._swap_out
+
+    def _make_swap(self, options: StorageOptions, staging: Staging) -> RequestSwap | None:
+        """What keeps pages of retracted requests; None: they are computed again."""
+        setting = options.swap_min_tokens
+        if setting is None:
+            return None
+        if not self._storage.can_remove:
+            logger.info(
+                "hisparse: storage: backend %s does not remove pages; retracted requests are "
+                "computed",
+                options.backend,
+            )
+            return None
+        storage = self._storage.within(
+            swap_namespace(self._format, self._page_tokens, self._ranks)
+        )
+        cost = None
+        if setting == "auto":
+            measuring = Workers(1, "hisparse-measure")
+            cost = self._health.call(
+                measuring, lambda: measure_swap(storage, self._format, staging)
+            )
+            measuring.close()
+        rate = self._session.prefill_rate or PrefillRate("cpu")
+        self._threshold = SwapThreshold(setting, cost, rate, self._page_tokens)
+        counters, exact = self._session.storage, self._exact
+        assert counters is not None, "the session of a server with a linker counts"
+        common = (storage, self._format, staging, self._health, counters)
+        return RequestSwap(*common, exact, options.threads)
+
+    def _swap_out(self, request: Any) -> None:
+        """Write the pages of a retracted request, if that is faster than computing them."""
+        if self._swap is None or self._session.weights_changed:
+            return
+        retracted = RetractedPages.of(request, self._page_tokens)
+        if retracted.num_tokens and self._threshold.reached_by(retracted.num_tokens):
+            slots = retracted.slots(self._session.req_to_token_pool.req_to_token)
+            pages, ready = self._format.host_pages(slots), self.record_offload_ready()
+            self._swap.swap_out(request, retracted.hashes(), pages, ready)
 
     def _use_namespace(self) -> None:
         """Address the pages of the weights that the model has now."""
@@ -114,7 +159,16 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Lengths of the prefixes that can be loaded, in pages of SGLang."""
         if self._session.weights_changed:
             return []
-        return list(range(1, self._loader.find(list(_kv(transfers).keys)) + 1))
+        names = list(_kv(transfers).keys)
+        first = self._first_swapped(rid, names)
+        found = self._loader.find(names[:first])
+        if found == first and self._swap is not None:
+            found += self._swap.find(rid, names[first:])
+        return list(range(1, found + 1))
+
+    def _first_swapped(self, rid: str, names: Sequence[str]) -> int:
+        """Place of the first page that the request itself has swapped; else their number."""
+        return len(names) if self._swap is None else self._swap.first(rid, names)
 
     def load(self, rid: str, transfers: Sequence[Any]) -> bool:
         """Load pages into host slots; False: the request computes them.
@@ -126,16 +180,29 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         transfer = _kv(transfers)
         pages = self._format.host_pages(transfer.device_indices)
         ready = self.record_offload_ready()
-        if not self._ranks.all_of(self._loader.load(list(transfer.keys), pages, ready)):
+        if not self._ranks.all_of(self._load(rid, list(transfer.keys), pages, ready)):
             return False
-        self._exact.set_exact(pages)
         self._loaded.add(pages)
         self._admitted[rid] = pages
         return True
 
+    def _load(self, rid: str, names: list[str], pages: Tensor, ready: Sequence[Any]) -> bool:
+        """Load pages that all servers share, then those of the request itself."""
+        first = self._first_swapped(rid, names)
+        end = first * self._format.pages_per_record
+        if first:
+            if not self._loader.load(names[:first], pages[:end], ready):
+                return False
+            self._exact.set_exact(pages[:end])
+        if self._swap is None or first == len(names):
+            return True
+        return self._swap.load(rid, names[first:], pages[end:], ready)
+
     def start_layer_wise_loading(self) -> int:
         """Nothing is left to load; the index stands for no batch."""
         self._admitted.clear()
+        if self._swap is not None:
+            self._threshold.log_once()
         return -1
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -176,6 +243,8 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         for pages in self._admitted.values():
             self._loaded.drop(pages)
         self._admitted.clear()
+        if self._swap is not None:
+            self._swap.reset()
         self.layer_done_counter.reset()
         # An update of the weights ends with a flush, at once or later.
         self._use_namespace()
@@ -186,6 +255,8 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._writer.drain(self._health.timeout_s)
         self._writer.close()
         self._loader.close()
+        if self._swap is not None:
+            self._swap.close()
         # Daemon threads: a store that does not close ends with the process.
         closing = Workers(1, "hisparse-close")
         self._health.call(closing, self._storage.close)
