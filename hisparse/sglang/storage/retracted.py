@@ -41,10 +41,8 @@ class RetractedPages:
         known = len(request.origin_input_ids) + len(request.output_ids) - 1
         first, end = kv.cache_protected_len // page_tokens, min(kv.kv_committed_len, known)
         starts_over = (
-            # A forward of it failed, or nothing of it may be kept.
-            request.skip_radix_cache_insert
-            # Its tokens do not say what it computes.
-            or request.input_embeds is not None
+            # A forward of it failed, or its K and V do not follow from its tokens.
+            request.skip_radix_cache_insert or request.input_embeds is not None
         )
         return cls(request, first, first if starts_over else end // page_tokens, page_tokens)
 
