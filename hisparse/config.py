@@ -62,6 +62,9 @@ class StorageOptions:
         representations: whether the store keeps page representations beside K and V: "stored", or
             "built" from the keys of loaded pages; "auto": what takes less time, measured at start.
             Backends other than "file" keep none.
+        swap_min_tokens: a retracted request with at least so many tokens that host memory is about
+            to lose has them written to the store and read back; one with fewer computes them again.
+            "auto": measured. None: all compute.
         options: for a backend of SGLang: what ``--hicache-storage-backend-extra-config`` would
             hold.
     """
@@ -74,6 +77,7 @@ class StorageOptions:
     timeout_s: float = 5.0
     threads: int = 2
     representations: Literal["auto", "stored", "built"] = "auto"
+    swap_min_tokens: Literal["auto"] | int | None = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -108,6 +112,10 @@ class StorageOptions:
             )
         if not 1 <= self.threads <= 64:
             raise ConfigError(f"threads: got {self.threads}, expected 1 to 64")
+        if isinstance(self.swap_min_tokens, int) and self.swap_min_tokens < 0:
+            raise ConfigError(
+                f'swap_min_tokens: got {self.swap_min_tokens}, expected "auto", null or at least 0'
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

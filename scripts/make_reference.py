@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields
 from importlib import import_module
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hisparse.algorithms import ALGORITHMS
 from hisparse.config import EXTENSIONS, HiSparseConfig, StorageOptions
@@ -191,6 +191,8 @@ def _type(hint: Any) -> str:
         return f"list of {_type(args[0])}s"
     if len(args) == 1:
         return _type(args[0])
+    if get_origin(hint) in (Union, UnionType):
+        return ", ".join(map(_type, args))
     return _WORDS.get(hint, "object")
 
 

@@ -54,6 +54,11 @@ class ExactPages:
         """Flag ``pages [P] int64`` that were filled with exact K and V."""
         self._flags[pages.to(self._flags.device)] = True
 
+    def write(self, pages: Tensor, flags: Tensor) -> None:
+        """Give ``pages [P] int64`` the ``flags [P] bool`` that were read with their K and V."""
+        device = self._flags.device
+        self._flags[pages.to(device)] = flags.to(device)
+
     def prefill(self, start: int, host_pages: Tensor) -> None:
         """Flag the pages that a chunk writes: they are as exact as all tokens before it.
 

@@ -42,6 +42,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         # SGLang's models read the pools from the backend.
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self._prefill_rate = session.prefill_rate
         self._metrics = MetricsReporter(session, model_runner)
         session.report_metrics = partial(self._metrics.report, now=True)
         session.can_replay = self._can_replay
@@ -85,6 +86,8 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         else:
             raise HiSparseError(f"forward mode: got {mode.name}, expected EXTEND or DECODE")
         self._num_tokens = batch.host_slots.shape[0]
+        if self._prefill_rate is not None:
+            self._prefill_rate.begin(0 if mode.is_decode() else self._num_tokens)
         self.coordinator.forward_begin(batch)
 
     def _all_have_failed(self) -> bool:
@@ -236,6 +239,8 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
             return q.new_zeros(q.shape[0], width)
         if layer.layer_id == self._last_layer:
             self.coordinator.forward_end()
+            if self._prefill_rate is not None:
+                self._prefill_rate.end()
             if not self._in_graph:
                 self._metrics.report()
         return out

@@ -28,6 +28,7 @@ __all__ = [
     "around_get_kv_pool_cls",
     "around_init_new",
     "around_profile_available_bytes",
+    "around_release_req",
     "around_resolve_max_num_reqs",
     "around_write",
 ]
@@ -104,6 +105,19 @@ def around_free(original: Callable[..., None], pool: Any, request: Any) -> None:
     original(pool, request)
     if session is not None and pool is session.req_to_token_pool:
         session.end_requests([slot])
+
+
+def around_release_req(
+    original: Callable[..., bool], *, req: Any, offload_kv: bool = True, **others: Any
+) -> bool:
+    """Offer the pages of a retracted request to the storage, before SGLang frees them.
+
+    SGLang clears ``offload_kv`` for a request that does not come back.
+    """
+    session = current_session()
+    if session is not None and offload_kv:
+        session.swap_out(req)
+    return original(req=req, offload_kv=offload_kv, **others)
 
 
 def around_write(original: Callable[..., None], pool: Any, indices: Any, values: Any) -> None:

@@ -7,9 +7,12 @@ another copy in between.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
     LayerWiseLoadCounter,
@@ -19,16 +22,24 @@ from torch import Tensor
 
 from hisparse.config import StorageOptions
 from hisparse.sglang.session import errors_logged, require_session
+from hisparse.sglang.storage.counters import StorageCounters
 from hisparse.sglang.storage.health import StorageHealth
-from hisparse.sglang.storage.key import make_namespace
+from hisparse.sglang.storage.key import make_namespace, swap_namespace
 from hisparse.sglang.storage.load import PageLoader
 from hisparse.sglang.storage.offload import PageWriter
 from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
+from hisparse.sglang.storage.prefill_rate import PrefillRate
 from hisparse.sglang.storage.ranks import LinkerRanks
+from hisparse.sglang.storage.records import Records
+from hisparse.sglang.storage.representation_cost import reads_faster
+from hisparse.sglang.storage.representations import RepresentationFormat, representation_namespace
+from hisparse.sglang.storage.retracted import RetractedPages
 from hisparse.sglang.storage.setup import create_backend, read_options
+from hisparse.sglang.storage.stored_representations import StoredRepresentations
+from hisparse.sglang.storage.swap import RequestSwap
+from hisparse.sglang.storage.swap_cost import SwapThreshold, measure_swap
 from hisparse.sglang.storage.threads import Workers
-from hisparse.sglang.storage.unread import UnreadKeys
 from hisparse.units import format_bytes
 
 __all__ = ["HiSparseLinker"]
@@ -89,9 +100,17 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         assert self._session.storage is not None, "the session of a server with a linker counts"
         counters = self._session.storage
         self._health = health = StorageHealth(counters, options.timeout_s)
-        common = (self._storage, self._format, staging, health, counters, UnreadKeys())
-        self._loader = PageLoader(*common, options.threads)
-        self._writer = PageWriter(*common, self._exact, int(num_pages * _MAX_WAITING))
+        self._records = Records(
+            storage=self._storage,
+            form=self._format,
+            staging=staging,
+            health=health,
+            counters=counters,
+        )
+        self._max_waiting = int(num_pages * _MAX_WAITING)
+        self._loader = PageLoader(self._records, options.threads)
+        self._writers = [PageWriter(self._records, self._exact, self._max_waiting)]
+        self._representations: StoredRepresentations | None = None
         self._use_namespace()
         logger.info(
             "hisparse: storage: backend %s, pages of %d tokens and %s in %d parts, timeout_s %g, "
@@ -103,18 +122,89 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             options.timeout_s,
             format_bytes(staging.data.nbytes),
         )
+        self._representations = self._make_representations(options)
+        if self._representations is not None:
+            self._writers.append(self._representations.writer)
+        self._swap = self._make_swap(options)
+        self._session.swap_out = self._swap_out
+
+    def _make_representations(self, options: StorageOptions) -> StoredRepresentations | None:
+        """What keeps representations beside pages; None: they are built from loaded keys."""
+        coordinator = self._session.coordinator
+        assert coordinator is not None, "SGLang builds the attention backend before the cache"
+        form = RepresentationFormat(coordinator.rebuilt_entries(), self._format.pages_per_record)
+        fits = 0 < form.record_bytes <= self._format.record_bytes
+        if options.representations == "built" or options.backend != "file" or not fits:
+            return None
+        # Counters of a server are those of K and V.
+        records = replace(self._records, form=form, counters=StorageCounters())
+        if options.representations == "auto" and not reads_faster(records, coordinator):
+            return None
+        records = records.within(
+            representation_namespace(self._namespace, self._session, form.record_bytes)
+        )
+        return StoredRepresentations(records, self._exact, self._max_waiting)
+
+    def _make_swap(self, options: StorageOptions) -> RequestSwap | None:
+        """What keeps pages of retracted requests; None: they are computed again."""
+        setting = options.swap_min_tokens
+        if setting is None:
+            return None
+        if not self._storage.can_remove:
+            logger.info(
+                "hisparse: storage: backend %s does not remove pages; retracted requests are "
+                "computed",
+                options.backend,
+            )
+            return None
+        records = self._records.within(
+            swap_namespace(self._format, self._page_tokens, self._ranks)
+        )
+        cost = None
+        if setting == "auto":
+            measuring = Workers(1, "hisparse-measure")
+            cost = self._health.call(
+                measuring, lambda: measure_swap(records.storage, self._format, records.staging)
+            )
+            measuring.close()
+        rate = self._session.prefill_rate or PrefillRate("cpu")
+        self._threshold = SwapThreshold(setting, cost, rate, self._page_tokens)
+        return RequestSwap(records, self._exact, options.threads)
+
+    def _swap_out(self, request: Any) -> None:
+        """Write the pages of a retracted request, if that is faster than computing them."""
+        if self._swap is None or self._session.weights_changed:
+            return
+        retracted = RetractedPages.of(request, self._page_tokens)
+        if retracted.num_tokens and self._threshold.reached_by(retracted.num_tokens):
+            slots = retracted.slots(self._session.req_to_token_pool.req_to_token)
+            pages, ready = self._format.host_pages(slots), self.record_offload_ready()
+            self._swap.swap_out(request, retracted.hashes(), pages, ready)
 
     def _use_namespace(self) -> None:
         """Address the pages of the weights that the model has now."""
-        self._storage.use(
-            make_namespace(self._session, self._format, self._page_tokens, self._ranks)
+        self._namespace = make_namespace(
+            self._session, self._format, self._page_tokens, self._ranks
         )
+        self._storage.use(self._namespace)
+        if (stored := self._representations) is not None:
+            size = stored.record_bytes
+            stored.use(representation_namespace(self._namespace, self._session, size))
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
         """Lengths of the prefixes that can be loaded, in pages of SGLang."""
         if self._session.weights_changed:
             return []
-        return list(range(1, self._loader.find(list(_kv(transfers).keys)) + 1))
+        names = list(_kv(transfers).keys)
+        first = self._first_swapped(rid, names)
+        found = self._loader.find(names[:first])
+        if found == first and self._swap is not None:
+            found += self._swap.find(rid, names[first:])
+        return list(range(1, found + 1))
+
+    def _first_swapped(self, rid: str, names: Sequence[str]) -> int:
+        """Place of the first page that the request itself has swapped; else their number."""
+        return len(names) if self._swap is None else self._swap.first(rid, names)
 
     def load(self, rid: str, transfers: Sequence[Any]) -> bool:
         """Load pages into host slots; False: the request computes them.
@@ -126,16 +216,43 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         transfer = _kv(transfers)
         pages = self._format.host_pages(transfer.device_indices)
         ready = self.record_offload_ready()
-        if not self._ranks.all_of(self._loader.load(list(transfer.keys), pages, ready)):
+        names = list(transfer.keys)
+        first = self._first_swapped(rid, names)
+        if not self._ranks.all_of(self._load(rid, names, first, pages, ready)):
             return False
-        self._exact.set_exact(pages)
-        self._loaded.add(pages)
+        self._add_loaded(names[:first], pages, ready)
         self._admitted[rid] = pages
         return True
+
+    def _load(
+        self, rid: str, names: list[str], first: int, pages: Tensor, ready: Sequence[Any]
+    ) -> bool:
+        """Load ``first`` pages that all servers share, then those of the request itself."""
+        end = first * self._format.pages_per_record
+        if first:
+            if not self._loader.load(names[:first], pages[:end], ready):
+                return False
+            self._exact.set_exact(pages[:end])
+        if self._swap is None or first == len(names):
+            return True
+        return self._swap.load(rid, names[first:], pages[end:], ready)
+
+    def _add_loaded(self, names: list[str], pages: Tensor, ready: Sequence[Any]) -> None:
+        """Load the representations of the pages ``names``; the others are built."""
+        unbuilt = pages
+        if names and self._representations is not None:
+            end = len(names) * self._format.pages_per_record
+            unbuilt = self._representations.load(names, pages[:end], ready)
+            unbuilt = torch.cat([unbuilt, pages[end:]])
+        self._loaded.add(unbuilt)
+        counters = self._records.counters
+        counters.add(built_pages=len(unbuilt) // self._format.pages_per_record)
 
     def start_layer_wise_loading(self) -> int:
         """Nothing is left to load; the index stands for no batch."""
         self._admitted.clear()
+        if self._swap is not None:
+            self._threshold.log_once()
         return -1
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -156,26 +273,32 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         writes = self._ranks.writes and not self._session.weights_changed
         keys = list(transfer.keys) if writes else []
         pages = self._format.host_pages(transfer.device_indices)
-        self._writer.add(keys, pages if keys else pages[:0], self.record_offload_ready())
+        for writer in self._writers:
+            writer.add(keys, pages if keys else pages[:0], self.record_offload_ready())
         return True
 
     def num_completed_offloads(self) -> int:
         """Offloads that have ended, not yet popped."""
-        return self._writer.num_done()
+        # SGLang keeps the pages until then.
+        return min(writer.num_done() for writer in self._writers)
 
     def pop_completed_offload(self) -> bool:
         """Whether the oldest offload needs no other attempt."""
-        stored = self._writer.pop()
-        if not self._writer.num_done():
+        # Representations that are absent are built.
+        stored, *_ = [writer.pop() for writer in self._writers]
+        if not self.num_completed_offloads():
             self._session.report_metrics()
         return stored
 
     def reset(self) -> None:
         """Let go of the KV pool, which is flushed; the store keeps its pages."""
-        self._writer.reset()
+        for writer in self._writers:
+            writer.reset()
         for pages in self._admitted.values():
             self._loaded.drop(pages)
         self._admitted.clear()
+        if self._swap is not None:
+            self._swap.reset()
         self.layer_done_counter.reset()
         # An update of the weights ends with a flush, at once or later.
         self._use_namespace()
@@ -183,9 +306,15 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def close(self) -> None:
         """Write what waits, then close the store; each takes at most ``timeout_s``."""
-        self._writer.drain(self._health.timeout_s)
-        self._writer.close()
+        end = time.monotonic() + self._health.timeout_s
+        for writer in self._writers:
+            writer.drain(max(0.0, end - time.monotonic()))
+            writer.close()
         self._loader.close()
+        if self._representations is not None:
+            self._representations.close()
+        if self._swap is not None:
+            self._swap.close()
         # Daemon threads: a store that does not close ends with the process.
         closing = Workers(1, "hisparse-close")
         self._health.call(closing, self._storage.close)

@@ -61,6 +61,7 @@ _HOOKS: tuple[_Name, ...] = (
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture",
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph",
     "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
+    ("0.5.23", "sglang.srt.managers.schedule_batch.release_req", ""),
     "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default",
     (
         "0.5.18",
@@ -123,6 +124,7 @@ _USED: tuple[_Name, ...] = (
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.alloc",
     ),
     "sglang.srt.mem_cache.memory_pool.unwrap_write_loc",
+    ("0.5.23", "sglang.srt.mem_cache.radix_cache.RadixKey", ""),
     (
         "0.5.23",
         "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend",
@@ -140,6 +142,7 @@ _USED: tuple[_Name, ...] = (
         ".record_offload_ready",
         "",
     ),
+    ("0.5.23", "sglang.srt.mem_cache.utils.get_storage_hash_str", ""),
     "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.register",
     "sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods"
     ".AttnForwardMethod.MLA",

@@ -15,6 +15,7 @@ from hisparse.engine.build import EngineSetup
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import HiSparseError
 from hisparse.sglang.storage.counters import StorageCounters
+from hisparse.sglang.storage.prefill_rate import PrefillRate
 
 __all__ = ["Session", "current_session", "errors_logged", "require_session", "start_session"]
 
@@ -32,6 +33,8 @@ class Session(EngineSetup):
         model: SGLang's model.
         model_settings: the model's configuration.
         storage: counts what the storage below host memory does; None: the server has none.
+        prefill_rate: how fast prefill is; None: the server has no storage.
+        swap_out: takes SGLang's ``Req`` before a retraction frees its host slots.
         weights_changed: whether the weights are others than those of the pages in host memory. The
             storage rests until a flush.
         slots_cpu: ``[B] int64``, request slots of the next forward, on the host.
@@ -47,6 +50,8 @@ class Session(EngineSetup):
     model: Any = None
     model_settings: Mapping[str, object] = field(default_factory=dict)
     storage: StorageCounters | None = None
+    prefill_rate: PrefillRate | None = None
+    swap_out: Callable[[Any], None] = lambda request: None
     weights_changed: bool = False
     slots_cpu: torch.Tensor | None = None
     requests: Sequence[Any] = ()

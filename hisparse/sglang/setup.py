@@ -24,6 +24,7 @@ from hisparse.sglang.model_shape import read_model_shape
 from hisparse.sglang.server_args import read_config
 from hisparse.sglang.session import Session
 from hisparse.sglang.storage.counters import StorageCounters
+from hisparse.sglang.storage.prefill_rate import PrefillRate
 from hisparse.sglang.storage.setup import has_linker
 from hisparse.units import resolve_memory
 
@@ -74,6 +75,7 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
     session = Session(**vars(setup), ranks=ranks)
     if has_linker(configurator.server_args):
         session.storage = StorageCounters()
+        session.prefill_rate = PrefillRate(configurator.device)
         session.model = configurator.model
         session.model_settings = configurator.model_config.hf_config.to_diff_dict()
     return session

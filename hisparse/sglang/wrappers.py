@@ -16,6 +16,7 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "_build_token_to_kv_pool": hooks.around_build_token_to_kv_pool,
     "free_rows": hooks.around_free_rows,
     "free": hooks.around_free,
+    "release_req": hooks.around_release_req,
     "write": hooks.around_write,
     "flush_cache": hooks.around_flush_cache,
     "flush_cache_after_weight_update": hooks.around_flush_cache_after_weight_update,

@@ -21,7 +21,7 @@ from hisparse.sglang.storage.load import PageLoader
 from hisparse.sglang.storage.offload import PageWriter
 from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
-from hisparse.sglang.storage.unread import UnreadKeys
+from hisparse.sglang.storage.records import Records
 from hisparse.storage import Namespace
 from tests.sizes import sized
 
@@ -49,16 +49,11 @@ class World:
         self.use("some model")
         self.exact = ExactPages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         health = StorageHealth(self.counters, TIMEOUT_S)
-        self.common: tuple[Any, ...] = (
-            self.storage,
-            form,
-            staging,
-            health,
-            self.counters,
-            UnreadKeys(),
+        self.records = Records(
+            storage=self.storage, form=form, staging=staging, health=health, counters=self.counters
         )
-        self.loader = PageLoader(*self.common, 2)
-        self.writer = PageWriter(*self.common, self.exact, 30)
+        self.loader = PageLoader(self.records, 2)
+        self.writer = PageWriter(self.records, self.exact, 30)
 
     def use(self, model: str) -> None:
         sizes: dict[str, Any] = {"page_size": 8, "part_bytes": self.form.part_bytes}

@@ -37,10 +37,13 @@ class LoadedNowhere:
 class Server:
     """A linker of the file store, and what it needs of a server."""
 
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 20) -> None:
+    def __init__(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 20, **options: Any
+    ) -> None:
         self.pool = make_pool("page_head")
         fill(self.pool, seed=0)
         exact = ExactPages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
+        self.exact = exact
         exact.set_exact(torch.arange(60))
         self.counters = StorageCounters()
         self.model = torch.nn.Linear(8, 8)
@@ -65,7 +68,7 @@ class Server:
             token_to_kv_pool_allocator=allocator, page_size=PAGE_TOKENS,
             attn_tp_cache_group=None, tp_cache_group=None,
         )  # fmt: skip
-        extra = {"path": str(path), "timeout_s": timeout_s}
+        extra = {"path": str(path), "timeout_s": timeout_s} | options
         self.linker = HiSparseLinker(None, params, components=None, extra_config=extra)
 
     def transfers(self) -> list[Any]:

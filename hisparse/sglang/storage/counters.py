@@ -23,6 +23,9 @@ COUNTERS: Final = {
     "storage_known_pages": "Pages that were not written because the store has them",
     "storage_inexact_pages": "Pages that were not written because sparse steps led to them",
     "storage_failed_offloads": "Groups of pages that were not written, or not all of them",
+    "storage_swapped_pages": "Pages of retracted requests that were written to the store",
+    "storage_swapped_in_pages": "Pages of retracted requests that were read back",
+    "storage_failed_swaps": "Retracted requests whose pages were not written, or not read back",
     "storage_late_calls": "Calls to the store that took longer than timeout_s",
     "storage_errors": "Calls to the store that ended with an error",
 }

@@ -92,6 +92,16 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]
         """Whether a record is stored."""
         return self.batch_exists([key]) == 1
 
+    def batch_remove(self, keys: Sequence[str]) -> None:
+        """Remove records of one namespace."""
+        if keys:
+            namespace, _ = self._split(keys[0])
+            self.store.remove(namespace, [self._split(key)[1] for key in keys])
+
+    def remove_unused(self, namespace: Namespace, unused_s: float) -> None:
+        """Remove the records that nobody wrote or read for so many seconds."""
+        self.store.remove(namespace, unused_s=unused_s)
+
     def clear(self) -> None:
         """Remove the pages of all namespaces in use."""
         for namespace in self._namespaces.values():

@@ -13,7 +13,7 @@ from hisparse.sglang.storage.page_format import FORMAT_VERSION, PageFormat
 from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.storage import Namespace
 
-__all__ = ["make_namespace"]
+__all__ = ["make_namespace", "swap_namespace"]
 
 
 def make_namespace(
@@ -33,9 +33,25 @@ def make_namespace(
     # Buffers follow from the configuration, and SGLang extends some while it serves.
     own = fingerprint(session.model_settings, sorted(session.model.named_parameters()))
     texts = [*ranks.gather(own), *_prefill_rules(session)]
+    model = xxhash.xxh3_128_hexdigest("\n".join(texts).encode())
+    return _namespace(model, page_format, page_tokens, ranks)
+
+
+def swap_namespace(page_format: PageFormat, page_tokens: int, ranks: LinkerRanks) -> Namespace:
+    """The namespace of retracted requests' pages; the names in it are those of one server.
+
+    Args:
+        page_format, page_tokens, ranks: as for :func:`make_namespace`.
+    """
+    return _namespace("retracted requests", page_format, page_tokens, ranks)
+
+
+def _namespace(
+    model: str, page_format: PageFormat, page_tokens: int, ranks: LinkerRanks
+) -> Namespace:
     rank, num_ranks = ranks.key
     return Namespace(
-        model=xxhash.xxh3_128_hexdigest("\n".join(texts).encode()),
+        model=model,
         kv_dtype=page_format.describe(),
         page_size=page_tokens,
         rank=rank,

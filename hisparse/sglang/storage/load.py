@@ -10,12 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hisparse.sglang.storage.counters import StorageCounters
-from hisparse.sglang.storage.health import StorageHealth
-from hisparse.sglang.storage.page_format import PageFormat
-from hisparse.sglang.storage.page_storage import PageStorage, Staging
+from hisparse.sglang.storage.records import Records
 from hisparse.sglang.storage.threads import Gate, Workers
-from hisparse.sglang.storage.unread import UnreadKeys
 
 __all__ = ["PageLoader"]
 
@@ -29,31 +25,17 @@ class PageLoader:
     of its pages, checked, or computes its prompt, and no other request learns of it.
 
     Args:
-        storage: the store.
-        page_format: moves records into the KV pool.
-        staging: memory for records.
-        health: time limits.
-        counters: counts.
-        unread: notes pages that the store has and that could not be read.
+        records: of the pages.
         threads: blocks of records that are read at a time.
     """
 
-    def __init__(
-        self,
-        storage: PageStorage,
-        page_format: PageFormat,
-        staging: Staging,
-        health: StorageHealth,
-        counters: StorageCounters,
-        unread: UnreadKeys,
-        threads: int,
-    ) -> None:
-        self._storage = storage
-        self._format = page_format
-        self._staging = staging
-        self._health = health
-        self._counters = counters
-        self._unread = unread
+    def __init__(self, records: Records, threads: int) -> None:
+        self._storage = records.storage
+        self._format = records.form
+        self._staging = records.staging
+        self._health = records.health
+        self._counters = records.counters
+        self._unread = records.unread
         self._workers = Workers(threads, "hisparse-load")
 
     def find(self, names: Sequence[str]) -> int:

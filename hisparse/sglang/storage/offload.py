@@ -14,12 +14,8 @@ from torch import Tensor
 
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.errors import one_line
-from hisparse.sglang.storage.counters import StorageCounters
-from hisparse.sglang.storage.health import StorageHealth
-from hisparse.sglang.storage.page_format import PageFormat
-from hisparse.sglang.storage.page_storage import PageStorage, Staging
+from hisparse.sglang.storage.records import Records
 from hisparse.sglang.storage.threads import Gate, Workers
-from hisparse.sglang.storage.unread import UnreadKeys
 
 __all__ = ["PageWriter"]
 
@@ -49,34 +45,19 @@ class PageWriter:
     """Copies pages out of the KV pool and puts them into a store.
 
     Args:
-        storage: the store.
-        page_format: reads records from the KV pool.
-        staging: memory for records.
-        health: time limits.
-        counters: counts.
-        unread: pages that are written again although the store has them.
+        records: of the pages.
         exact: says which pages may be shared.
         max_pages: most pages that may wait, since the radix cache cannot evict them. A call that
             finds none waiting is accepted whatever its size.
     """
 
-    def __init__(
-        self,
-        storage: PageStorage,
-        page_format: PageFormat,
-        staging: Staging,
-        health: StorageHealth,
-        counters: StorageCounters,
-        unread: UnreadKeys,
-        exact: ExactPages,
-        max_pages: int,
-    ) -> None:
-        self._storage = storage
-        self._format = page_format
-        self._staging = staging
-        self._health = health
-        self._counters = counters
-        self._unread = unread
+    def __init__(self, records: Records, exact: ExactPages, max_pages: int) -> None:
+        self._storage = records.storage
+        self._format = records.form
+        self._staging = records.staging
+        self._health = records.health
+        self._counters = records.counters
+        self._unread = records.unread
         self._exact = exact
         self._max_pages = max_pages
         self._calls = Workers(1, "hisparse-put")

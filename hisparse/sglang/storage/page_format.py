@@ -38,6 +38,7 @@ class PageFormat:
 
     Attributes:
         pages_per_record: host pages of a record.
+        num_records: records that the pool holds.
         part_bytes: sizes of the parts of a record: consecutive layers.
         record_bytes: their sum.
     """
@@ -54,6 +55,7 @@ class PageFormat:
         ]
         self._tokens = page_tokens
         self.pages_per_record = page_tokens // host.kv.page_size
+        self.num_records = host.num_pages // self.pages_per_record
         kv = host.kv
         per_page = sum(x[0, 0].nbytes for x in self._entries)
         layer = page_tokens * kv.token_bytes_per_layer + self.pages_per_record * per_page

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
@@ -109,13 +110,25 @@ class PageStorage:
         self._by_index = _overrides(self._inner, "batch_get_v1")
         self._checks = checksums
         self._prefix = ""
+        self._namespace: Namespace | None = None
         backend.register_mem_pool_host(staging)
 
     def use(self, namespace: Namespace) -> None:
         """Make :meth:`keys` in ``namespace`` from now on; keys of before stay valid."""
-        self._prefix = f"{namespace.key}-"
+        self._prefix, self._namespace = f"{namespace.key}-", namespace
         if hasattr(self._inner, "use"):
             self._inner.use(namespace)
+
+    def within(self, namespace: Namespace) -> PageStorage:
+        """The same backend with another namespace in use."""
+        other = copy.copy(self)
+        other.use(namespace)
+        return other
+
+    @property
+    def can_remove(self) -> bool:
+        """Whether the backend removes single records, which SGLang's interface does not ask for."""
+        return hasattr(self._inner, "batch_remove")
 
     def keys(self, pages: Sequence[str]) -> list[str]:
         """Keys of pages of the namespace that is in use."""
@@ -145,6 +158,14 @@ class PageStorage:
         if self._by_index:
             return all(self._backend.batch_set_v1(keys, torch.tensor(rows)))
         return bool(self._backend.batch_set(keys, [self._staging.data[row] for row in rows]))
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove records; see :attr:`can_remove`."""
+        self._inner.batch_remove(keys)
+
+    def remove_unused(self, unused_s: float) -> None:
+        """Remove all records of the namespace in use that were not used for so many seconds."""
+        self._inner.remove_unused(self._namespace, unused_s)
 
     def close(self) -> None:
         """Close the backend."""

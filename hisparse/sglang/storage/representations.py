@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -80,19 +81,20 @@ def representation_namespace(pages: Namespace, session: Any, record_bytes: int) 
 
     Args:
         pages: the namespace of K and V.
-        session: this rank's session.
+        session: this rank's session; its engine has the representations.
         record_bytes: bytes of a record.
     """
-    coordinator, config = session.coordinator, session.config
-    described = json.dumps(coordinator.representations.describe(), sort_keys=True)
-    extensions = {name: repr(config.extensions[name]) for name in sorted(config.extensions)}
-    texts = (pages.text, repr(coordinator.algorithm), described, json.dumps(extensions))
-    return Namespace(
+    coordinator = session.coordinator
+    kinds = coordinator.representations.describe()
+    # What extensions keep is named after them.
+    owners = {name.partition(".")[0] for name in kinds}
+    options = {n: repr(x) for n, x in session.config.extensions.items() if n in owners}
+    texts = [pages.text, repr(coordinator.algorithm)]
+    texts += [json.dumps(x, sort_keys=True) for x in (kinds, options)]
+    return replace(
+        pages,
         model=xxhash.xxh3_128_hexdigest("\n".join(texts).encode()),
         kv_dtype="representations",
-        page_size=pages.page_size,
-        rank=pages.rank,
-        num_ranks=pages.num_ranks,
         part_bytes=(record_bytes,),
         version=_FORMAT_VERSION,
     )

@@ -8,46 +8,39 @@ from typing import Any
 from torch import Tensor
 
 from hisparse.cache.exact_pages import ExactPages
-from hisparse.sglang.storage.counters import StorageCounters
-from hisparse.sglang.storage.health import StorageHealth
 from hisparse.sglang.storage.load import PageLoader
 from hisparse.sglang.storage.offload import PageWriter
-from hisparse.sglang.storage.page_storage import PageStorage, Staging
-from hisparse.sglang.storage.representations import RepresentationFormat
-from hisparse.sglang.storage.unread import UnreadKeys
+from hisparse.sglang.storage.records import Records
+from hisparse.storage import Namespace
 
 __all__ = ["StoredRepresentations"]
 
 
 class StoredRepresentations:
-    """Reads and writes representations as K and V are read and written, with counters of its own.
+    """Reads and writes representations as K and V are read and written.
 
     What is not there is built, so no fault of the store shows but in time.
 
     Args:
-        storage: the records of representations.
-        form: moves them.
-        staging: memory for records, at least as long.
-        health: time limits, those of K and V.
+        records: of representations.
         exact: says which pages may be shared.
         max_pages: most pages that may wait to be written.
+
+    Attributes:
+        writer: writes them.
+        record_bytes: bytes of a record.
     """
 
-    def __init__(
-        self,
-        storage: PageStorage,
-        form: RepresentationFormat,
-        staging: Staging,
-        health: StorageHealth,
-        exact: ExactPages,
-        max_pages: int,
-    ) -> None:
-        self._storage = storage
-        self._per_record = form.pages_per_record
-        # The counters of a server are those of K and V.
-        common = (storage, form, staging, health, StorageCounters(), UnreadKeys())
-        self._loader = PageLoader(*common, 1)
-        self.writer = PageWriter(*common, exact, max_pages)
+    def __init__(self, records: Records, exact: ExactPages, max_pages: int) -> None:
+        self._storage = records.storage
+        self._per_record = records.form.pages_per_record
+        self._loader = PageLoader(records, 1)
+        self.writer = PageWriter(records, exact, max_pages)
+        self.record_bytes = records.form.record_bytes
+
+    def use(self, namespace: Namespace) -> None:
+        """Address records in ``namespace`` from now on."""
+        self._storage.use(namespace)
 
     def load(self, names: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> Tensor:
         """Load representations of pages that have K and V.
@@ -67,6 +60,5 @@ class StoredRepresentations:
         return pages
 
     def close(self) -> None:
-        """End the threads."""
-        self.writer.close()
+        """End the threads that load."""
         self._loader.close()

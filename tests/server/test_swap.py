@@ -1,0 +1,119 @@
+"""Retracted requests leave host memory for a store, and come back to go on where they were."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DenseTokens
+from harness import Answer, Server
+from tiny_models import tiny_model
+from workload import NEW_TOKENS, RETRACTED, tokens
+
+from hisparse.storage import FileStore
+from tests.sizes import SWEEPS
+
+pytestmark = [
+    pytest.mark.sweeps,
+    pytest.mark.skipif(not SWEEPS, reason="more servers: make test-all PART=sweeps"),
+]
+
+#: The pool does not hold eight requests of 700 tokens, and SGLang admits more than fit.
+POOL = 4096
+FLAGS = ("--max-total-tokens", str(POOL), "--schedule-conservativeness", "0.01")
+DENSE = {"budget": POOL, "host_memory": "1GiB", "device_memory": "600MB"}
+SPARSE = {"budget": 128, "device_buffer_size": 128, "host_memory": "1GiB", "device_memory": "14MB"}
+
+
+def start(log_dir: Path, name: str, store: Path, config: dict[str, Any], **options: Any) -> Server:
+    storage = {"path": str(store), "swap_min_tokens": 0, "timeout_s": 60.0} | options
+    log = log_dir / f"swap-{name}.log"
+    return Server(tiny_model("llama"), log, *FLAGS, config=config | {"storage": storage})
+
+
+def retracted(server: Server) -> list[Answer]:
+    """Answers of eight requests, some of which were retracted."""
+    # Whether some are depends on when they come, so on the machine's load too.
+    for delay_s in (0.1, 0.3, 0.03, 1.0):
+        server.flush_cache()
+        answers = server.generate_many(
+            RETRACTED.prompts, RETRACTED.new_tokens, delay_s=delay_s, ignore_eos=False
+        )
+        if any(answer.retractions for answer in answers):
+            return answers
+    pytest.fail("nothing was retracted, the pool is too large")
+
+
+def num_swapped(store: Path) -> int:
+    """Pages of retracted requests in a store."""
+    with FileStore(store, create=False) as opened:
+        uses = opened.describe().namespaces
+    return sum(use.pages for use in uses if use.namespace.model == "retracted requests")
+
+
+def test_a_swapped_request_has_the_tokens_of_dense_attention(
+    log_dir: Path, tmp_path: Path, dense_tokens: DenseTokens
+) -> None:
+    with start(log_dir, "dense", tmp_path, DENSE) as server:
+        answers = retracted(server)
+        assert [answer.ids for answer in answers] == dense_tokens("llama", RETRACTED)
+        swapped, back, failed = server.counted(
+            "storage_swapped_pages", "storage_swapped_in_pages", "storage_failed_swaps"
+        )
+        assert swapped == back > 0
+        assert failed == 0
+        assert "retracted requests are swapped from 0 tokens on" in server.log()
+        # Nothing of them stays.
+        end = time.monotonic() + 60
+        while num_swapped(tmp_path):
+            assert time.monotonic() < end
+            time.sleep(0.2)
+
+
+def test_sparse_requests_are_swapped_with_what_they_are(log_dir: Path, tmp_path: Path) -> None:
+    """Their pages come back, and do not enter what servers share."""
+    with start(log_dir, "sparse", tmp_path, SPARSE) as server:
+        answers = retracted(server)
+        swapped, back, failed = server.counted(
+            "storage_swapped_pages", "storage_swapped_in_pages", "storage_failed_swaps"
+        )
+        assert swapped == back > 0
+        assert failed == 0
+        alone = server.generate(RETRACTED.prompts[0], RETRACTED.new_tokens)
+        never = [answer.ids for answer in answers[:1] if not answer.retractions]
+        assert never in ([], [alone.ids])
+        prompts = sum(len(prompt) // 16 for prompt in RETRACTED.prompts)
+        assert server.counted("storage_offloaded_pages")[0] <= prompts
+
+
+def test_pages_of_aborted_requests_are_removed(log_dir: Path, tmp_path: Path) -> None:
+    prompts = [tokens(300, seed=s) for s in range(200, 212)]
+    with start(log_dir, "aborted", tmp_path, DENSE) as server, ThreadPoolExecutor(12) as threads:
+        waiting = [
+            threads.submit(server.generate, prompt, 3000, ignore_eos=False) for prompt in prompts
+        ]
+        end = time.monotonic() + 120
+        while not num_swapped(tmp_path):
+            assert time.monotonic() < end, "nothing is swapped"
+            time.sleep(0.05)
+        server._post("/abort_request", {"rid": "", "abort_all": True})
+        for future in waiting:
+            future.exception()
+        # SGLang lets go of the last batch in the next one.
+        server.generate(prompts[0][:50], NEW_TOKENS)
+        while num_swapped(tmp_path):
+            assert time.monotonic() < end + 60, "pages of aborted requests stay"
+            time.sleep(0.2)
+        assert server.counted("storage_failed_swaps") == (0,)
+
+
+def test_the_threshold_is_measured_and_logged(log_dir: Path, tmp_path: Path) -> None:
+    with start(log_dir, "auto", tmp_path, DENSE, swap_min_tokens="auto") as server:
+        assert "a swap of a retracted request takes" in server.log()
+        for seed in (1, 2):
+            server.generate(tokens(300, seed=seed), 1)
+        assert server.log().count("hisparse: storage: prefill computes") == 1
+        assert num_swapped(tmp_path) == 0
