@@ -82,7 +82,7 @@ def share_prompt(server: Server, request: Request) -> None:
     """The radix cache offloads the first two pages."""
     keys, slots = request.hashes()[:2], slots_of(PAGES[:2])
     server.linker.offload([SimpleNamespace(name=PoolName.KV, keys=keys, device_indices=slots)])
-    server.linker._writer.drain(20)
+    server.linker._writers[0].drain(20)
     assert server.linker.pop_completed_offload()
 
 

@@ -51,7 +51,9 @@ class Server:
         session.__dict__.update(
             spec=SimpleNamespace(latent=False, num_layers=3),
             coordinator=SimpleNamespace(
-                share_pages=lambda: (exact, LoadedNowhere()), stored_entries=dict
+                share_pages=lambda: (exact, LoadedNowhere()),
+                stored_entries=dict,
+                rebuilt_entries=dict,
             ),
             algorithm=Quest(),
             config=HiSparseConfig(),
@@ -76,7 +78,7 @@ class Server:
 
     def offload(self) -> bool:
         self.linker.offload(self.transfers())
-        self.linker._writer.drain(20)
+        self.linker._writers[0].drain(20)
         assert self.linker.num_completed_offloads() == 1
         return self.linker.pop_completed_offload()
 

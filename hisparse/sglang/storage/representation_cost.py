@@ -73,8 +73,8 @@ def _read_s(records: Records, pages: torch.Tensor, device: torch.device) -> floa
         model="probe", kv_dtype="representations", page_size=1, rank=0, num_ranks=1,
         part_bytes=(size,),
     )  # fmt: skip
-    storage, rows = records.storage.within(probe), records.staging.rows(0, len(pages))
-    rows = rows[: len(pages) // records.form.pages_per_record]
+    storage = records.storage.within(probe)
+    rows = records.staging.rows(0, len(pages) // records.form.pages_per_record)
     keys = storage.keys([secrets.token_hex(16) for _ in rows])
     data = records.staging.data[rows.start : rows.stop, :size]
     records.form.read(pages, data)

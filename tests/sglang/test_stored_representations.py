@@ -1,0 +1,192 @@
+"""Representations in a store: what comes back is what building gives, and what is absent is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hisparse.algorithms import BaseSparseAlgorithm
+from hisparse.algorithms.dipr.algorithm import DIPR
+from hisparse.algorithms.dsa import DSA
+from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.sketch import Sketch
+from hisparse.algorithms.snapkv import SnapKV
+from hisparse.cache.exact_pages import ExactPages
+from hisparse.config import HiSparseConfig
+from hisparse.engine.step import PrefillChunk
+from hisparse.sglang.storage.counters import StorageCounters
+from hisparse.sglang.storage.file_storage import FileStorage
+from hisparse.sglang.storage.health import StorageHealth
+from hisparse.sglang.storage.page_storage import PageStorage, Staging
+from hisparse.sglang.storage.records import Records
+from hisparse.sglang.storage.representation_cost import reads_faster
+from hisparse.sglang.storage.representations import RepresentationFormat, representation_namespace
+from hisparse.sglang.storage.stored_representations import StoredRepresentations
+from hisparse.storage import Namespace
+from hisparse.testing import Simulator
+from tests.test_loaded_pages import LATENTS, LENGTH, PROMPT, STORED, load
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PER_RECORD = 2
+PAGES = Namespace(
+    model="model", kv_dtype="float32", page_size=8, rank=0, num_ranks=1, part_bytes=(8,)
+)
+STORABLE: dict[str, dict[str, Any]] = {
+    "quest": {"algorithm": Quest()},
+    "sketch": {"algorithm": Sketch()},
+    "fp8": {"algorithm": Quest(), "fp8": True},
+    "tail estimate": {"algorithm": Sketch(), "extensions": {"tail_estimate": True}},
+}
+
+
+class Storing:
+    """An engine with a store of representations."""
+
+    def __init__(self, path: Path, sim: Simulator, config: HiSparseConfig | None = None) -> None:
+        self.sim = sim
+        session = SimpleNamespace(coordinator=sim.coordinator, config=config or HiSparseConfig())
+        self.form = form = RepresentationFormat(sim.coordinator.rebuilt_entries(), PER_RECORD)
+        staging = Staging(2, 4, form.record_bytes + 100)
+        settings = {"path": str(path), "size_bytes": None, "policy": "lru", "ttl_s": None}
+        self.backend = FileStorage(SimpleNamespace(extra_config=settings), None)
+        storage, counters = PageStorage(self.backend, staging, checksums=False), StorageCounters()
+        health = StorageHealth(counters, 20)
+        self.records = Records(
+            storage=storage, form=form, staging=staging, health=health, counters=counters
+        )
+        namespace = representation_namespace(PAGES, session, form.record_bytes)
+        num_pages = sim.manager.host.num_pages
+        self.exact = ExactPages(num_pages, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
+        self.exact.set_exact(torch.arange(num_pages))
+        self.stored = StoredRepresentations(self.records.within(namespace), self.exact, 1000)
+
+    def offload(self, names: list[str], pages: Tensor) -> bool:
+        self.stored.writer.add(names, pages, ())
+        self.stored.writer.drain(30)
+        return self.stored.writer.pop()
+
+    def close(self) -> None:
+        self.stored.writer.close()
+        self.stored.close()
+        self.backend.close()
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Storing]]:
+    made: list[Storing] = []
+    yield made
+    for each in made:
+        each.close()
+
+
+def names_of(pages: Tensor) -> list[str]:
+    return [f"{i:064x}" for i in range(len(pages) // PER_RECORD)]
+
+
+@pytest.mark.parametrize("shape", STORABLE.values(), ids=STORABLE)
+def test_steps_are_those_of_a_computed_prompt(
+    shape: dict[str, Any], tmp_path: Path, opened: list[Storing]
+) -> None:
+    source, target = (Simulator(**shape) for _ in range(2))
+    target.free_host_pages.reverse()
+    computed, request = (
+        sim.request(slot, LENGTH, 3, prompt=PROMPT) for sim, slot in ((source, 1), (target, 2))
+    )
+    source.prefill((computed, STORED))
+    old, opened[:] = torch.tensor(computed.host_pages), [Storing(tmp_path, source)]
+    assert opened[0].offload(names_of(old), old)
+    loaded = load(source, computed, target, request)
+    new = torch.tensor(request.host_pages)
+    loaded.drop(new)
+    opened.append(Storing(tmp_path, target))
+    assert opened[1].stored.load(names_of(new), new, ()).tolist() == []
+    pairs = [(source.prefill((computed, 40))[0], target.prefill((request, 40))[0])]
+    pairs += [(source.decode(computed), target.decode(request)) for _ in range(30)]
+    for got, expected in pairs:
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("shape", STORABLE.values(), ids=STORABLE)
+def test_pages_of_decode_steps_have_what_building_gives(shape: dict[str, Any]) -> None:
+    sim = Simulator(**shape)
+    request = sim.request(1, LENGTH, 3, prompt=40)
+    sim.prefill((request, 40))
+    size = sim.page_size
+    while request.done < 40 + 10 * size:
+        sim.decode(request)
+    count = request.done // size
+    pages, coordinator = torch.tensor(request.host_pages[:count]), sim.coordinator
+    entries = coordinator.rebuilt_entries()
+    kept = {name: each[:, pages].clone() for name, each in entries.items()}
+    for each in entries.values():
+        each[:, pages] = 0
+    slots = (pages[:, None] * size + torch.arange(size)).flatten()
+    chunk = PrefillChunk(
+        slot=1, start=0, length=count * size, offset=0, host_pages=pages.int(), is_last=False
+    )
+    for layer in range(sim.layers):
+        coordinator.build_representations(
+            layer, chunk, *sim.manager.kv_io.read_tokens(layer, slots)
+        )
+    assert kept
+    for name, each in entries.items():
+        assert torch.equal(each[:, pages], kept[name]), name
+
+
+def test_what_the_store_lacks_is_built(tmp_path: Path, opened: list[Storing]) -> None:
+    sim = Simulator(algorithm=Quest())
+    opened.append(Storing(tmp_path, sim))
+    pages = torch.arange(1, 13)
+    names = names_of(pages)
+    assert opened[0].stored.load(names, pages, ()).tolist() == pages.tolist()
+    assert opened[0].offload(names[:4], pages[:8])
+    assert opened[0].stored.load(names, pages, ()).tolist() == [9, 10, 11, 12]
+    opened[0].backend.store.close()
+    assert opened[0].stored.load(names, pages, ()).tolist() == pages.tolist()
+
+
+def test_inexact_pages_are_not_stored(tmp_path: Path, opened: list[Storing]) -> None:
+    opened.append(Storing(tmp_path, Simulator(algorithm=Quest())))
+    pages = torch.arange(1, 13)
+    opened[0].exact._flags[7:] = False
+    assert opened[0].offload(names_of(pages), pages)
+    assert opened[0].stored.load(names_of(pages), pages, ()).tolist() == list(range(7, 13))
+
+
+def test_only_the_same_algorithm_and_options_find_them() -> None:
+    def key(sim: Simulator, **settings: Any) -> str:
+        config = HiSparseConfig.from_dict(settings)
+        session = SimpleNamespace(coordinator=sim.coordinator, config=config)
+        return representation_namespace(PAGES, session, 64).key
+
+    first = key(Simulator(algorithm=Sketch()))
+    assert key(Simulator(algorithm=Sketch()), budget=4096) == first
+    others = [key(Simulator(**shape)) for shape in STORABLE.values()]
+    assert others.index(first) == 1 and others.count(first) == 1
+    assert key(Simulator(algorithm=Sketch(economy=True))) != first
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [{"algorithm": SnapKV()}, {"algorithm": DIPR(beta=1.0)}, {"algorithm": DSA(), **LATENTS}],
+    ids=["snapkv", "dipr", "dsa"],
+)
+def test_state_of_requests_is_built(shape: dict[str, BaseSparseAlgorithm]) -> None:
+    assert Simulator(**shape).coordinator.rebuilt_entries() == {}
+
+
+def test_a_measurement_leaves_nothing_in_the_store(tmp_path: Path, opened: list[Storing]) -> None:
+    opened.append(Storing(tmp_path, Simulator(algorithm=Quest())))
+    each = opened[0]
+    assert reads_faster(each.records, each.sim.coordinator) in (True, False)
+    assert each.backend.store.describe().pages == 0
+    assert each.backend.store.counters["puts"] == 4
+    each.backend.store.close()
+    assert not reads_faster(each.records, each.sim.coordinator), "a store that takes nothing"
