@@ -68,9 +68,7 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> tuple[list[tuple[fl
     with ExitStack() as stack:
         servers = [_server(arguments, folder, "off", None), _server(arguments, folder, "on", store)]
         for server in servers:
-            stack.enter_context(server).start(
-                ServerProcess.cpu_environment(os.cpu_count() or 1)
-            )
+            stack.enter_context(server).start(ServerProcess.cpu_environment(os.cpu_count() or 1))
         for pair in range(-1, arguments.pairs):
             prompt = ids[(pair + 1) * arguments.tokens :][: arguments.tokens]
             seconds, answers = [0.0, 0.0], {}

@@ -157,9 +157,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 options.backend,
             )
             return None
-        records = self._records.within(
-            swap_namespace(self._format, self._page_tokens, self._ranks)
-        )
+        records = self._records.within(swap_namespace(self._format, self._page_tokens, self._ranks))
         cost = None
         if setting == "auto":
             measuring = Workers(1, "hisparse-measure")

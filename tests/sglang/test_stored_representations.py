@@ -1,4 +1,4 @@
-"""Representations in a store: what comes back is what building gives, and what is absent is built."""
+"""Representations in a store: what comes back is what building gives; what is absent is built."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ def test_pages_of_decode_steps_have_what_building_gives(shape: dict[str, Any]) -
         )
     assert kept
     for name, each in entries.items():
-        assert torch.equal(each[:, pages], kept[name]), name
+        # A mean of tokens that came one by one is rounded otherwise.
+        torch.testing.assert_close(each[:, pages].float(), kept[name].float(), msg=name)
 
 
 def test_what_the_store_lacks_is_built(tmp_path: Path, opened: list[Storing]) -> None:

@@ -43,8 +43,8 @@ def reads_faster(records: Records, coordinator: SparseCoordinator) -> bool:
     build = _build_s(coordinator, pages)
     faster = read is not None and read < build
     logger.info(
-        "hisparse: storage: for each page, representations take %s to read and %.0f us to build, so "
-        "they are %s",
+        "hisparse: storage: for each page, representations take %s to read and %.0f us to build, "
+        "so they are %s",
         "too long" if read is None else f"{1e6 * read / count:.0f} us",
         1e6 * build / count,
         "stored" if faster else "built",
