@@ -59,9 +59,9 @@ class StorageOptions:
         timeout_s: time limit of a call to the store, in seconds. A load or a write has a second
             more for every 256 MiB. What is late is computed.
         threads: threads that load pages.
-        swap_min_tokens: a retracted request with at least so many tokens that host memory is about
-            to lose has them written to the store and read back; one with fewer computes them again.
-            "auto": measured. None: all compute.
+        swap_min_tokens: if a retraction takes at least so many tokens from a request, they are
+            written to the store and read back, and else computed again. "auto": from measured
+            times. None: always computed.
         options: for a backend of SGLang: what ``--hicache-storage-backend-extra-config`` would
             hold.
     """

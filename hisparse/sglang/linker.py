@@ -122,9 +122,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 options.backend,
             )
             return None
-        storage = self._storage.within(
-            swap_namespace(self._format, self._page_tokens, self._ranks)
-        )
+        storage = self._storage.within(swap_namespace(self._format, self._page_tokens, self._ranks))
         cost = None
         if setting == "auto":
             measuring = Workers(1, "hisparse-measure")

@@ -133,9 +133,7 @@ class RequestSwap:
         """Length of the longest prefix of ``hashes`` that can be loaded for a request."""
         return self._loader.find(self._names(rid, hashes))
 
-    def load(
-        self, rid: str, hashes: Sequence[str], pages: Tensor, ready: Sequence[Any]
-    ) -> bool:
+    def load(self, rid: str, hashes: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> bool:
         """Load swapped pages and their flags; whether all have arrived. They leave the store.
 
         Args:
