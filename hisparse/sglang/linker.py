@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hisparse.config import StorageOptions
 from hisparse.sglang.session import errors_logged, require_session
+from hisparse.sglang.storage.counters import StorageCounters
 from hisparse.sglang.storage.health import StorageHealth
 from hisparse.sglang.storage.key import make_namespace, swap_namespace
 from hisparse.sglang.storage.load import PageLoader
@@ -107,10 +108,12 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             options.timeout_s,
             format_bytes(staging.data.nbytes),
         )
-        self._swap = self._make_swap(options, staging)
+        self._swap = self._make_swap(options, staging, counters)
         self._session.swap_out = self._swap_out
 
-    def _make_swap(self, options: StorageOptions, staging: Staging) -> RequestSwap | None:
+    def _make_swap(
+        self, options: StorageOptions, staging: Staging, counters: StorageCounters
+    ) -> RequestSwap | None:
         """What keeps pages of retracted requests; None: they are computed again."""
         setting = options.swap_min_tokens
         if setting is None:
@@ -132,20 +135,23 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             measuring.close()
         rate = self._session.prefill_rate or PrefillRate("cpu")
         self._threshold = SwapThreshold(setting, cost, rate, self._page_tokens)
-        counters, exact = self._session.storage, self._exact
-        assert counters is not None, "the session of a server with a linker counts"
         common = (storage, self._format, staging, self._health, counters)
-        return RequestSwap(*common, exact, options.threads)
+        return RequestSwap(*common, self._exact, options.threads)
 
     def _swap_out(self, request: Any) -> None:
         """Write the pages of a retracted request, if that is faster than computing them."""
         if self._swap is None or self._session.weights_changed:
             return
         retracted = RetractedPages.of(request, self._page_tokens)
-        if retracted.num_tokens and self._threshold.reached_by(retracted.num_tokens):
-            slots = retracted.slots(self._session.req_to_token_pool.req_to_token)
-            pages, ready = self._format.host_pages(slots), self.record_offload_ready()
-            self._swap.swap_out(request, retracted.hashes(), pages, ready)
+        tokens = retracted.num_tokens
+        if not tokens or not self._ranks.all_of(self._threshold.reached_by(tokens)):
+            return
+        slots = retracted.slots(self._session.req_to_token_pool.req_to_token)
+        pages, ready = self._format.host_pages(slots), self.record_offload_ready()
+        self._swap.swap_out(request, retracted.hashes(), pages, ready)
+        if self._ranks.shared:
+            # No rank goes on and writes to the pages in their common pool until all have read them.
+            self._ranks.all_of(True)
 
     def _use_namespace(self) -> None:
         """Address the pages of the weights that the model has now."""
