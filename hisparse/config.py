@@ -62,9 +62,9 @@ class StorageOptions:
         representations: whether the store keeps page representations beside K and V: "stored", or
             "built" from the keys of loaded pages; "auto": what takes less time, measured at start.
             Backends other than "file" keep none.
-        swap_min_tokens: a retracted request with at least so many tokens that host memory is about
-            to lose has them written to the store and read back; one with fewer computes them again.
-            "auto": measured. None: all compute.
+        swap_min_tokens: if a retraction takes at least so many tokens from a request, they are
+            written to the store and read back, and else computed again. "auto": from measured
+            times. None: always computed.
         options: for a backend of SGLang: what ``--hicache-storage-backend-extra-config`` would
             hold.
     """

@@ -174,10 +174,15 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._swap is None or self._session.weights_changed:
             return
         retracted = RetractedPages.of(request, self._page_tokens)
-        if retracted.num_tokens and self._threshold.reached_by(retracted.num_tokens):
-            slots = retracted.slots(self._session.req_to_token_pool.req_to_token)
-            pages, ready = self._format.host_pages(slots), self.record_offload_ready()
-            self._swap.swap_out(request, retracted.hashes(), pages, ready)
+        tokens = retracted.num_tokens
+        if not tokens or not self._ranks.all_of(self._threshold.reached_by(tokens)):
+            return
+        slots = retracted.slots(self._session.req_to_token_pool.req_to_token)
+        pages, ready = self._format.host_pages(slots), self.record_offload_ready()
+        self._swap.swap_out(request, retracted.hashes(), pages, ready)
+        if self._ranks.shared:
+            # No rank goes on and writes to the pages in their common pool until all have read them.
+            self._ranks.all_of(True)
 
     def _use_namespace(self) -> None:
         """Address the pages of the weights that the model has now."""

@@ -192,3 +192,14 @@ def test_a_server_that_ends_leaves_shared_pages_only(start: Start, tmp_path: Pat
     server.linker.close()
     with FileStore(tmp_path, create=False) as store:
         assert [use.pages for use in store.describe().namespaces if use.pages] == [2]
+
+
+def test_ranks_swap_a_request_together_or_not_at_all(start: Start) -> None:
+    """Each measures for itself, and pages of one rank alone are of no use."""
+    server, request = start(), Request()
+    asked = []
+    ranks = SimpleNamespace(all_of=lambda mine: asked.append(mine), shared=False)
+    server.linker._ranks = ranks
+    retract(server, request)
+    assert asked == [True]
+    assert count(server, "swapped_pages") == [0]

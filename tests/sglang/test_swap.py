@@ -154,7 +154,7 @@ def test_a_store_that_hangs_delays_one_retraction(
     world.backend.fault = "hang"
     began = time.monotonic()
     assert [world.out(request) for request in requests] == [False] * 20
-    assert TIMEOUT_S <= time.monotonic() - began
+    assert time.monotonic() - began >= TIMEOUT_S
     assert (world.count("late_calls"), world.count("failed_swaps")) == (1, 20)
     # What was late is written in the end, and removed after that.
     world.backend.woken.set()

@@ -21,6 +21,8 @@ logger = logging.getLogger("hisparse")
 
 #: Of so many measurements the shortest counts; the one before them makes files and memory warm.
 _ROUNDS: Final = 3
+#: Bytes that each of them moves, or two pages if that is more: the store gives space back late.
+_BYTES: Final = 2 * 2**20
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class SwapCost:
 def measure_swap(
     storage: PageStorage, page_format: PageFormat, staging: Staging
 ) -> SwapCost | None:
-    """Time the swap of one page, and of a block of pages. Nothing of them stays in the store.
+    """Time the swap of one page, and of some. Nothing of them stays in the store.
 
     Args:
         storage: the store; calls take as long as it takes.
@@ -63,7 +65,8 @@ def measure_swap(
     """
     block = staging.take(0)
     assert block is not None, "nothing else has begun yet"
-    count = min(staging.block_rows, page_format.num_records)
+    some = max(2, _BYTES // page_format.record_bytes)
+    count = min(some, staging.block_rows, page_format.num_records)
 
     def shortest(count: int) -> float:
         rows = staging.rows(block, count)
