@@ -54,6 +54,10 @@ class ExactPages:
         """Flag ``pages [P] int64`` that were filled with exact K and V."""
         self._flags[pages.to(self._flags.device)] = True
 
+    def copy(self, source: int, target: int) -> None:
+        """Flag a page that got the K and V of another one as that page."""
+        self._flags[target] = self._flags[source]
+
     def prefill(self, start: int, host_pages: Tensor) -> None:
         """Flag the pages that a chunk writes: they are as exact as all tokens before it.
 

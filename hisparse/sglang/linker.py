@@ -17,13 +17,13 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 )
 from torch import Tensor
 
+from hisparse.cache.page_format import PageFormat
 from hisparse.config import StorageOptions
 from hisparse.sglang.session import errors_logged, require_session
 from hisparse.sglang.storage.health import StorageHealth
 from hisparse.sglang.storage.key import make_namespace
 from hisparse.sglang.storage.load import PageLoader
 from hisparse.sglang.storage.offload import PageWriter
-from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
 from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.sglang.storage.setup import create_backend, read_options
@@ -70,7 +70,6 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         coordinator = session.coordinator
         assert coordinator is not None, "SGLang builds the attention backend before the cache"
         self._exact, self._loaded = coordinator.share_pages()
-        self._page_tokens = params.page_size
         self._format = PageFormat(pool.host, params.page_size, coordinator.stored_entries())
         with errors_logged():
             self._connect(read_options(extra_config), pool.host.num_pages)
@@ -97,7 +96,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             "hisparse: storage: backend %s, pages of %d tokens and %s in %d parts, timeout_s %g, "
             "staging %s",
             options.backend,
-            self._page_tokens,
+            self._format.page_tokens,
             format_bytes(record_bytes),
             len(self._format.part_bytes),
             options.timeout_s,
@@ -106,9 +105,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _use_namespace(self) -> None:
         """Address the pages of the weights that the model has now."""
-        self._storage.use(
-            make_namespace(self._session, self._format, self._page_tokens, self._ranks)
-        )
+        self._storage.use(make_namespace(self._session, self._format, self._ranks))
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
         """Lengths of the prefixes that can be loaded, in pages of SGLang."""

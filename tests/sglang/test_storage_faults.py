@@ -14,12 +14,12 @@ from fake_backend import ByIndex, FakeBackend
 from test_page_format import bits_at, fill, make_pool, slots_of
 
 from hisparse.cache.exact_pages import ExactPages
+from hisparse.cache.page_format import PageFormat
 from hisparse.sglang.storage import health
 from hisparse.sglang.storage.counters import StorageCounters
 from hisparse.sglang.storage.health import StorageHealth
 from hisparse.sglang.storage.load import PageLoader
 from hisparse.sglang.storage.offload import PageWriter
-from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
 from hisparse.sglang.storage.unread import UnreadKeys
 from hisparse.storage import Namespace

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from hisparse.cache.page_format import PageFormat
 from hisparse.sglang.storage.counters import StorageCounters
 from hisparse.sglang.storage.health import StorageHealth
-from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import PageStorage, Staging
 from hisparse.sglang.storage.threads import Gate, Workers
 from hisparse.sglang.storage.unread import UnreadKeys
