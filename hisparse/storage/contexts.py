@@ -75,7 +75,7 @@ class Contexts:
     """
 
     def __init__(self, folder: Path, namespace: Namespace) -> None:
-        self._file, self._namespace = folder / "contexts.sqlite", namespace
+        self._file, self._namespace = folder.absolute() / "contexts.sqlite", namespace
         self._lock = threading.RLock()
         self._writable = os.access(folder, os.W_OK)
         with self._named_errors():
@@ -86,7 +86,10 @@ class Contexts:
                 check_same_thread=False,
             )
             try:
-                self._prepare() if self._writable else self._copy()
+                if self._writable:
+                    self._prepare()
+                else:
+                    self._copy()
                 if (version := self._version()) != _VERSION:
                     raise HiSparseError(
                         f"{str(self._file)!r}: got contexts of version {version}, expected "

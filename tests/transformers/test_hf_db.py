@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 
 from hisparse.errors import CapacityError, ConfigError, HiSparseError
 from hisparse.transformers import DB, HiSparseCache, Session, disable
+from tests.server.tiny_models import tiny_model
 from tests.transformers.hf_models import GREEDY, ROOMY, SMALL, continuation, model, prompt
 
+DOCS = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
 SIZES = {"max_length": 400, "max_batch_size": 3}
 DOCUMENT, QUESTION, OTHER = (prompt(n, seed=n)[0] for n in (160, 21, 50))
 FINE = SMALL | {
@@ -352,3 +356,27 @@ def test_wrong_arguments_are_one_line(net: Any, db: DB, tmp_path: Path) -> None:
             DB(tmp_path / "new", net, SMALL, **SIZES, **options)
     with pytest.raises(ConfigError, match="got a LlamaConfig without weights, expected a model"):
         DB(tmp_path / "new", net.config, SMALL, **SIZES)
+
+
+class Characters:
+    """Stands for a tokenizer: a token for each character."""
+
+    def __call__(self, text: str, return_tensors: str) -> Any:
+        ids = torch.tensor([[2 + ord(letter) % 500 for letter in text]])
+        return SimpleNamespace(input_ids=ids)
+
+
+def test_the_program_of_the_docs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a tiny model, which has more tokens in the same text."""
+    (program,) = re.findall(r"```python\n(from transformers.*?)```", DOCS, re.DOTALL)
+    printed = re.search(r"has stored:\n\n```\n(.*?)```", DOCS, re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hisparse.eval.models.resolve", lambda name: tiny_model("llama"))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda folder: Characters())
+    exec(program.replace("[:4000]", "[:400]").replace("1024", "128"), {})
+    first, second = capsys.readouterr().out.splitlines()
+    assert re.sub(r"\d+", "N", first + "\n" + second + "\n") == re.sub(r"\d+", "N", printed)
+    assert first.split()[0] == first.split()[2] > second.split()[0]
+    assert int(second.split()[0]) < 60
