@@ -38,6 +38,8 @@ _REPLACED_VALUES: Final = {
     ("overlap", "transfers"): 'write "overlap": true',
     ("overlap", "attention"): 'attention in two parts is gone, write "overlap": true',
 }
+#: Page size of a server, tokens, for algorithms that select single tokens.
+_TOKEN_WISE_PAGE_SIZE: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,6 +346,11 @@ class HiSparseConfig:
         if text.startswith("@"):
             return cls.from_dict(read_object(text[1:], flag, example))
         return cls.from_dict(parse_object(text, flag, example))
+
+    @property
+    def server_page_size(self) -> int:
+        """Default of SGLang's ``--page-size``, and of the pages in a store, in tokens."""
+        return self.page_size if self.page_size > 1 else _TOKEN_WISE_PAGE_SIZE
 
     def effective(self) -> dict[str, Any]:
         """Every key and its value, ready for JSON and for the log at start.

@@ -27,7 +27,7 @@ from transformers import AutoConfig
 from hisparse.doctor import provenance
 from hisparse.engine.step import PrefillChunk
 from hisparse.eval.models import resolve
-from hisparse.sglang.storage.page_format import PageFormat
+from hisparse.cache.page_format import PageFormat
 from hisparse.storage import FileStore, Namespace
 from hisparse.transformers import HiSparseCache
 

@@ -127,6 +127,11 @@ class SparseCoordinator:
         """
         self.manager.residency.replace_pages(slot)
 
+    def on_page_copied(self, source: int, target: int) -> None:
+        """Tell that host page ``target`` got the K and V of ``source``."""
+        if self._exact is not None:
+            self._exact.copy(source, target)
+
     @property
     def not_capturable(self) -> str | None:
         """The reason why decode steps cannot be captured in a CUDA graph; None: they can."""

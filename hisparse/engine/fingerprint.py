@@ -3,43 +3,117 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import torch
 import xxhash
+from torch import Tensor
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "model_settings"]
 
 #: Parts of a configuration that do not change what a model computes.
-_ORIGIN = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
+_ORIGIN: Final = {
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
+    "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+#: The number of a layer in the name of a parameter, such as "model.layers.7.mlp.up_proj.weight".
+_LAYER: Final = re.compile(r"(?:^|\.)(\d+)\.")
+#: Vectors count in rows of so many elements, since a front end may join several to one.
+_VECTOR_ROW: Final = 16
 #: Elements of a tensor that are copied to the host at a time.
-_CHUNK = 2**24
+_CHUNK: Final = 2**24
+
+
+def model_settings(config: Any) -> dict[str, object]:
+    """The settings of a model that differ from the defaults, the same in every front end.
+
+    SGLang adds attributes of its own to a configuration. So only those count that the
+    configuration's class knows.
+
+    Args:
+        config: a ``PretrainedConfig`` of transformers.
+    """
+    settings: dict[str, object] = config.to_diff_dict()
+    if not getattr(config, "has_no_defaults_at_init", False):
+        known = {*type(config)().to_dict(), "quantization_config"}
+        settings = {name: value for name, value in settings.items() if name in known}
+    rope = settings.get("rope_parameters")
+    if isinstance(rope, Mapping) and rope.get("type") == rope.get("rope_type"):
+        # An older name of "rope_type", which SGLang adds.
+        settings["rope_parameters"] = {k: v for k, v in rope.items() if k != "type"}
+    return settings
 
 
 def fingerprint(settings: Mapping[str, object], weights: Iterable[tuple[str, object]]) -> str:
-    """A fingerprint of a model's configuration and weights.
+    """A fingerprint of a model's configuration and weights, the same in every front end.
+
+    SGLang joins matrices that transformers keeps apart (queries, keys and values; gate and up) and
+    gives them other names. So the fingerprint of a layer is a sum over the rows of its parameters
+    (the last dimension), whatever their order. Rows of zeros do not count: SGLang pads
+    vocabularies with them.
 
     The function reads every element, since an edit may change a few rows of an embedding or one
-    expert alone. A core does 15 to 23 GB a second (on an AMD EPYC); weights on a GPU are
+    expert alone. It does not see rows of one layer that change places with each other, in one
+    parameter or between parameters of the same dtype and width: so neither experts of a layer that
+    change places, nor a query matrix and an output matrix that do. What is in no layer, such as
+    embeddings, counts as one layer.
+
+    A core does 5 to 14 GB a second of rows of a KiB and more (on an AMD EPYC); weights on a GPU are
     copied to the host first, which takes longer than that.
 
     Args:
-        settings: the model's configuration. Keys that only say where the model is from are
-            ignored.
-        weights: names and values of the model's state, in an order that does not vary. Values that
-            are no tensors are ignored.
+        settings: the model's configuration. Keys that do not change what a model computes are
+            ignored: where it is from, and the numbers of its special tokens.
+        weights: names and values of the model's parameters, in any order; a value that two of them
+            share counts once. Values that are no tensors are ignored.
 
     Returns:
         32 hexadecimal digits.
     """
     kept = {name: value for name, value in settings.items() if name not in _ORIGIN}
-    digest = xxhash.xxh3_128(json.dumps(kept, sort_keys=True, default=str).encode())
+    sums: Counter[str] = Counter()
+    seen: set[Tensor] = set()
     for name, value in weights:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor) or value in seen:
             continue
-        digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+        seen.add(value)
         if value.is_meta:  # Offloaded: elsewhere until its layer runs.
+            sums[f"{name} {value.dtype} {list(value.shape)}"] += 1
             continue
-        for part in value.detach().reshape(-1).split(_CHUNK):
-            digest.update(part.contiguous().cpu().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        layer = _LAYER.search(name)
+        for rows in _rows(value.detach()):
+            kind = f"{layer[1] if layer else ''} {value.dtype} {rows.shape[1]}"
+            sums[kind] += _sum_of_rows(rows)
+    totals = sorted((kind, total % 2**128) for kind, total in sums.items() if total)
+    text = json.dumps([kept, totals], sort_keys=True, default=str)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _rows(value: Tensor) -> Iterable[Tensor]:
+    """The elements of a tensor as contiguous ``[rows, width]`` on the host, in parts."""
+    if value.dim() > 1:
+        rows = value.flatten(0, -2)
+        step = max(1, _CHUNK // max(1, rows.shape[1]))
+        parts = list(rows.split(step))
+    else:
+        vector = value.reshape(-1)
+        whole = len(vector) // _VECTOR_ROW * _VECTOR_ROW
+        parts = [*vector[:whole].view(-1, _VECTOR_ROW).split(_CHUNK // _VECTOR_ROW)]
+        parts.append(vector[None, whole:])
+    return (part.contiguous().cpu() for part in parts if part.numel())
+
+
+def _sum_of_rows(rows: Tensor) -> int:
+    """Sum of the checksums of ``rows [n, width]`` that are not zero."""
+    data = rows.view(torch.uint8).numpy().reshape(-1).data
+    size = len(data) // len(rows)
+    total, of_zeros = 0, xxhash.xxh3_128_intdigest(bytes(size))
+    checksum = xxhash.xxh3_128_intdigest
+    for start in range(0, len(data), size):
+        found = checksum(data[start : start + size])
+        if found != of_zeros:
+            total += found
+    return total

@@ -11,7 +11,6 @@ from hisparse.engine.build import Resources, make_setup
 from hisparse.engine.capabilities import stored_spec
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.memory.sizing import Sizing, SizingLimit, size
-from hisparse.sglang.server_args import server_page_size
 from hisparse.types import KVSpec
 from hisparse.units import format_bytes, resolve_memory
 
@@ -127,7 +126,7 @@ def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) ->
         )
     spec = stored_spec(config, spec)
     pool = resolve_memory(config.host_memory, machine.host_bytes, "host_memory") // _MIB
-    page = server_page_size(config)
+    page = config.server_page_size
     tokens = -(-context // page) * page
     requests, message, sizing = 0, "", None
     limit: SizingLimit = "host_memory"
@@ -159,7 +158,7 @@ def refuse(
     config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int, reason: str
 ) -> Capacity:
     """The result for settings that :func:`fit` refuses: no request, and the reason."""
-    page = server_page_size(config)
+    page = config.server_page_size
     return Capacity(
         config=config,
         context=context,

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 )
 from torch import Tensor
 
+from hisparse.cache.page_format import PageFormat
 from hisparse.config import StorageOptions
 from hisparse.sglang.session import errors_logged, require_session
 from hisparse.sglang.storage.counters import StorageCounters
@@ -27,7 +28,6 @@ from hisparse.sglang.storage.health import StorageHealth
 from hisparse.sglang.storage.key import make_namespace, swap_namespace
 from hisparse.sglang.storage.load import PageLoader
 from hisparse.sglang.storage.offload import PageWriter
-from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
 from hisparse.sglang.storage.prefill_rate import PrefillRate
 from hisparse.sglang.storage.ranks import LinkerRanks
@@ -81,7 +81,6 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         coordinator = session.coordinator
         assert coordinator is not None, "SGLang builds the attention backend before the cache"
         self._exact, self._loaded = coordinator.share_pages()
-        self._page_tokens = params.page_size
         self._format = PageFormat(pool.host, params.page_size, coordinator.stored_entries())
         with errors_logged():
             self._connect(read_options(extra_config), pool.host.num_pages)
@@ -116,7 +115,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             "hisparse: storage: backend %s, pages of %d tokens and %s in %d parts, timeout_s %g, "
             "staging %s",
             options.backend,
-            self._page_tokens,
+            self._format.page_tokens,
             format_bytes(record_bytes),
             len(self._format.part_bytes),
             options.timeout_s,
@@ -157,7 +156,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 options.backend,
             )
             return None
-        records = self._records.within(swap_namespace(self._format, self._page_tokens, self._ranks))
+        records = self._records.within(swap_namespace(self._namespace))
         cost = None
         if setting == "auto":
             measuring = Workers(1, "hisparse-measure")
@@ -166,14 +165,14 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             )
             measuring.close()
         rate = self._session.prefill_rate or PrefillRate("cpu")
-        self._threshold = SwapThreshold(setting, cost, rate, self._page_tokens)
+        self._threshold = SwapThreshold(setting, cost, rate, self._format.page_tokens)
         return RequestSwap(records, self._exact, options.threads)
 
     def _swap_out(self, request: Any) -> None:
         """Write the pages of a retracted request, if that is faster than computing them."""
         if self._swap is None or self._session.weights_changed:
             return
-        retracted = RetractedPages.of(request, self._page_tokens)
+        retracted = RetractedPages.of(request, self._format.page_tokens)
         tokens = retracted.num_tokens
         if not tokens or not self._ranks.all_of(self._threshold.reached_by(tokens)):
             return
@@ -186,9 +185,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _use_namespace(self) -> None:
         """Address the pages of the weights that the model has now."""
-        self._namespace = make_namespace(
-            self._session, self._format, self._page_tokens, self._ranks
-        )
+        self._namespace = make_namespace(self._session, self._format, self._ranks)
         self._storage.use(self._namespace)
         if (stored := self._representations) is not None:
             size = stored.record_bytes

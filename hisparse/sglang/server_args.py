@@ -20,15 +20,7 @@ from hisparse.sglang.requested import BACKEND
 from hisparse.sglang.storage.setup import request_linker
 from hisparse.units import resolve_memory
 
-__all__ = [
-    "check_after_resolution",
-    "prepare_before_resolution",
-    "read_config",
-    "server_page_size",
-]
-
-#: SGLang's default page size, tokens, for algorithms that select single tokens.
-_TOKEN_WISE_PAGE_SIZE = 16
+__all__ = ["check_after_resolution", "prepare_before_resolution", "read_config"]
 
 #: Fields of SGLang's arguments and the values that hisparse supports: field, values, flag.
 _SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
@@ -60,11 +52,6 @@ _SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("enable_torch_compile", (False,), "--enable-torch-compile"),
     ("dllm_algorithm", (None,), "--dllm-algorithm"),
 )
-
-
-def server_page_size(config: HiSparseConfig) -> int:
-    """Default for SGLang's ``--page-size``, in tokens."""
-    return config.page_size if config.page_size > 1 else _TOKEN_WISE_PAGE_SIZE
 
 
 def read_config(server_args: Any) -> HiSparseConfig:
@@ -106,7 +93,7 @@ def prepare_before_resolution(server_args: Any) -> None:
         server_args.hisparse_config = json.dumps(config.effective())
         server_args.kv_cache_dtype = "auto"
     if server_args.page_size is None:
-        server_args.page_size = server_page_size(config)
+        server_args.page_size = config.server_page_size
     if config.not_captured(_device_type(server_args)) is None:
         server_args.disable_prefill_cuda_graph = True
     else:

@@ -16,6 +16,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Resources, build_engine, make_setup
 from hisparse.engine.capabilities import stored_spec
 from hisparse.engine.coordinator import SparseCoordinator
+from hisparse.engine.fingerprint import model_settings
 from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
@@ -77,7 +78,7 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
         session.storage = StorageCounters()
         session.prefill_rate = PrefillRate(configurator.device)
         session.model = configurator.model
-        session.model_settings = configurator.model_config.hf_config.to_diff_dict()
+        session.model_settings = model_settings(configurator.model_config.hf_config)
     return session
 
 

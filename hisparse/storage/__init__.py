@@ -14,17 +14,24 @@ tensors: it stores bytes. docs/storage.md has the format and how to operate a st
         store.get(namespace, keys[:found], buffers)   # buffers: one of 196,608 bytes a key
 """
 
-from hisparse.storage.limits import POLICIES
+from hisparse.storage.contexts import Context, Contexts, Filter
+from hisparse.storage.keys import page_keys
+from hisparse.storage.limits import POLICIES, size_in_bytes
 from hisparse.storage.namespace import Namespace
 from hisparse.storage.report import Damage, NamespaceUse, StoreReport, VerifyReport
 from hisparse.storage.store import FileStore
 
 __all__ = [
     "POLICIES",
+    "Context",
+    "Contexts",
     "Damage",
     "FileStore",
+    "Filter",
     "Namespace",
     "NamespaceUse",
     "StoreReport",
     "VerifyReport",
+    "page_keys",
+    "size_in_bytes",
 ]

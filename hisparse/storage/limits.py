@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from hisparse.errors import ConfigError, quoted, unknown_name
+from hisparse.units import MemorySize, parse_memory
 
-__all__ = ["POLICIES", "Limits"]
+__all__ = ["POLICIES", "Limits", "size_in_bytes"]
 
 #: Which pages leave first when the store is full: the least recently used, the least often used,
 #: or, after those that nobody used for ``ttl_s``, the least recently used.
@@ -54,3 +57,21 @@ class Limits:
     def used_since(self, now: float) -> float:
         """Pages that were last used before this time are expired."""
         return 0.0 if self.ttl_s is None else now - self.ttl_s
+
+
+def size_in_bytes(key: str, size: MemorySize | None, folder: Path) -> int | None:
+    """The limit of a store in bytes; None: no limit.
+
+    Args:
+        key: name of the setting, for messages.
+        size: the setting; a fraction is of the file system's size.
+        folder: of the store; it is made for a fraction, if it is absent.
+
+    Raises:
+        ConfigError: the value is neither a size nor a fraction.
+    """
+    parsed = None if size is None else parse_memory(key, size)
+    if isinstance(parsed, float):
+        folder.mkdir(parents=True, exist_ok=True)
+        return int(parsed * shutil.disk_usage(folder).total)
+    return parsed

@@ -185,6 +185,18 @@ class HiSparseCache(BaseCache):
         """Number of tokens in each row, without padding."""
         return tuple(self._lengths.tolist())
 
+    @property
+    def rows(self) -> StoredRows:
+        """The rows in the host pool, and which of their columns hold tokens."""
+        self._recover()
+        columns = self._is_token[:, : self._columns]
+        return StoredRows(slots=self._slots, is_token=columns, token_ids=self.token_ids)
+
+    @property
+    def row_store(self) -> RowStore:
+        """The host pool of the cache and its forks."""
+        return self._store
+
     def stats(self) -> CacheStats:
         """Hits, misses and bytes of the cache and its forks so far."""
         return self._store.coordinator.stats()
@@ -262,12 +274,17 @@ class HiSparseCache(BaseCache):
         if count < 1:
             raise HiSparseError(f"fork: got {count} rows for each row, expected at least 1")
         self._recover()
-        child = HiSparseCache.__new__(HiSparseCache)
-        child._set_up(self._store, self._max_length, self._model)
         slots = self._store.fork(self._slots, self._lengths, count)
         ids = None if self.token_ids is None else self.token_ids.repeat_interleave(count, dim=0)
-        child._adopt(slots, self._is_token[:, : self._columns].repeat(count, axis=0), ids)
-        return child
+        is_token = self._is_token[:, : self._columns].repeat(count, axis=0)
+        return self.with_rows(StoredRows(slots=slots, is_token=is_token, token_ids=ids))
+
+    def with_rows(self, rows: StoredRows) -> HiSparseCache:
+        """Make a cache of ``rows`` in this cache's host pool; the new cache owns them."""
+        cache = HiSparseCache.__new__(HiSparseCache)
+        cache._set_up(self._store, self._max_length, self._model)
+        cache._adopt(rows.slots, rows.is_token, rows.token_ids)
+        return cache
 
     @classmethod
     def join(cls, caches: Sequence[HiSparseCache]) -> HiSparseCache:
@@ -314,8 +331,7 @@ class HiSparseCache(BaseCache):
         Raises:
             HiSparseError: the cache is empty, or ``token_ids`` has another shape.
         """
-        self._recover()
-        shape = (self._slots.size, self._columns)
+        shape = self.rows.is_token.shape
         if not self._columns:
             raise HiSparseError("save: got an empty cache, expected at least one token")
         if token_ids is not None and token_ids.shape != shape:
@@ -327,9 +343,7 @@ class HiSparseCache(BaseCache):
         if ids is not None and ids.shape != shape:
             ids = None  # The cache grew after it got its token ids.
         self.token_ids = ids
-        is_token = self._is_token[:, : self._columns]
-        rows = StoredRows(slots=self._slots, is_token=is_token, token_ids=ids)
-        write_rows(Path(path), self._store, rows, self._model)
+        write_rows(Path(path), self._store, self.rows, self._model)
 
     @classmethod
     def load(

@@ -1,15 +1,17 @@
-"""Checks the tensors and the mask of a forward before the engine uses them."""
+"""Checks tensors, masks and token ids before the engine uses them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hisparse.algorithms import SelectionPolicy
-from hisparse.errors import HiSparseError
+from hisparse.errors import ConfigError, HiSparseError, quoted, shorten
 
-__all__ = ["check_layer", "read_mask"]
+__all__ = ["check_layer", "read_mask", "read_token_ids"]
 
 
 def check_layer(
@@ -85,3 +87,37 @@ def read_mask(mask: Tensor | None, cached: np.ndarray, width: int) -> np.ndarray
             f"{columns} cached columns, expected the same {int(cached[row].sum())} as before"
         )
     return is_token[:, columns:]
+
+
+def read_token_ids(token_ids: Tensor | Sequence[int]) -> np.ndarray:
+    """The tokens of one context.
+
+    Args:
+        token_ids: ``[n]``, a tensor of integers or a list.
+
+    Returns:
+        ``[n] int64``.
+
+    Raises:
+        ConfigError: they are no vector of token ids, or there is none.
+    """
+    try:
+        ids = torch.as_tensor(token_ids)
+    except (TypeError, ValueError, RuntimeError):
+        raise _not_tokens(quoted(token_ids)) from None
+    if ids.dim() != 1 or not ids.numel():
+        raise _not_tokens(f"shape {shorten(ids.shape)}")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise _not_tokens(str(ids.dtype))
+    low, high = (int(x) for x in ids.aminmax())
+    if low < 0 or high >= 2**32:
+        raise _not_tokens(f"numbers of {low} to {high}")
+    numbers: np.ndarray = ids.cpu().numpy().astype(np.int64)
+    return numbers
+
+
+def _not_tokens(got: str) -> ConfigError:
+    return ConfigError(
+        f"token_ids: got {got}, expected a vector of one or more token ids from 0 to 2^32 - 1, "
+        "such as ids[0]"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hisparse.engine.fingerprint import fingerprint
+from hisparse.engine.fingerprint import fingerprint, model_settings
 
 __all__ = ["model_fingerprint"]
 
@@ -18,6 +18,6 @@ def model_fingerprint(model: Any) -> str:
     Returns:
         32 hexadecimal digits; "" for a configuration, which has no weights.
     """
-    if not hasattr(model, "state_dict"):
+    if not hasattr(model, "named_parameters"):
         return ""
-    return fingerprint(model.config.to_diff_dict(), sorted(model.state_dict().items()))
+    return fingerprint(model_settings(model.config), model.named_parameters())

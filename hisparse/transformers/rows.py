@@ -146,6 +146,7 @@ class RowStore:
         )
         for layer in range(kv.num_layers):
             kv_io.write(layer, target, *kv_io.read_tokens(layer, source))
+        self.coordinator.on_page_copied(int(shared[0]), int(copy[0]))
         self.pages.free(shared)
         self._table[slot, last] = copy[0]
 

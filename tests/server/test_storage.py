@@ -11,12 +11,15 @@ from typing import Any
 
 import mooncake_master
 import pytest
+import torch
 from conftest import DenseTokens
 from harness import Answer, Server
 from plugins import make_plugin
 from tiny_models import INDEX_TOP_K, tiny_model
+from transformers import AutoModelForCausalLM
 from workload import NEW_TOKENS, PROMPTS, tokens
 
+from hisparse.transformers import DB
 from tests.sizes import SWEEPS
 
 #: Dense for every prompt here, and far too small for them.
@@ -137,6 +140,42 @@ def test_a_restart_changes_no_token(
         assert mixed.ids == other.ids
         assert mixed.cached >= 800 // size * size
         assert server.counted("storage_failed_loads", "storage_errors") == (0, 0)
+
+
+@sweeps
+@pytest.mark.sweeps
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_a_server_and_the_library_read_each_others_pages(
+    kind: str, log_dir: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(kind)).eval()
+    settings = {"budget": 128, "device_buffer_size": 128}
+
+    def ask(db: DB, prompt: list[int], cached: int) -> list[int]:
+        session, rest = db.create_session(prompt)
+        with session:
+            assert len(prompt) - len(rest) == cached
+            out = model.generate(
+                torch.tensor([prompt]),
+                past_key_values=session.cache,
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            assert session.store(out[0], {"from": "library"}) is not None
+        return out[0, len(prompt) :].tolist()
+
+    with start(log_dir, f"served-{kind}", tmp_path, SPARSE, kind=kind) as server:
+        first = ask_and_store(server, DOCUMENT, 93)
+    other = DOCUMENT[:800] + tokens(700, seed=12)
+    with DB(tmp_path, model, settings, max_length=2048) as db:
+        assert ask(db, DOCUMENT, CACHED) == first.ids
+        second = ask(db, other, 800)
+    with start(log_dir, f"reads-{kind}", tmp_path, SPARSE, kind=kind) as server:
+        answer = server.generate(other, NEW_TOKENS)
+        assert (answer.ids, answer.cached) == (second, CACHED)
+        assert server.counted("storage_loaded_pages", "storage_failed_loads") == (93, 0)
 
 
 @sweeps

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hisparse.cache import HostKVPool
 from hisparse.cache.codec import read_tokens
-from hisparse.sglang.storage.page_format import PageFormat
+from hisparse.cache.page_format import PageFormat
 from hisparse.types import HostLayout, KVSpec
 
 LAYOUTS: tuple[HostLayout, ...] = ("layer_first", "page_first", "page_head")

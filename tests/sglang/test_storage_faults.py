@@ -14,12 +14,12 @@ from fake_backend import ByIndex, FakeBackend
 from test_page_format import bits_at, fill, make_pool, slots_of
 
 from hisparse.cache.exact_pages import ExactPages
+from hisparse.cache.page_format import PageFormat
 from hisparse.sglang.storage import health
 from hisparse.sglang.storage.counters import StorageCounters
 from hisparse.sglang.storage.health import StorageHealth
 from hisparse.sglang.storage.load import PageLoader
 from hisparse.sglang.storage.offload import PageWriter
-from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
 from hisparse.sglang.storage.records import Records
 from hisparse.storage import Namespace
@@ -56,9 +56,12 @@ class World:
         self.writer = PageWriter(self.records, self.exact, 30)
 
     def use(self, model: str) -> None:
+        self.storage.use(self.namespace(model))
+
+    def namespace(self, model: str) -> Namespace:
         sizes: dict[str, Any] = {"page_size": 8, "part_bytes": self.form.part_bytes}
         rank: dict[str, Any] = {"rank": 0, "num_ranks": 1}
-        self.storage.use(Namespace(model=model, kv_dtype=self.form.describe(), **sizes, **rank))
+        return Namespace(model=model, kv_dtype=self.form.describe(), **sizes, **rank)
 
     def pages(self, server_pages: list[int]) -> torch.Tensor:
         return self.form.host_pages(slots_of(server_pages))

@@ -6,21 +6,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from test_page_format import make_pool
 
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
+from hisparse.cache.page_format import PageFormat
 from hisparse.config import HiSparseConfig
 from hisparse.engine.fingerprint import fingerprint
 from hisparse.sglang.storage.file_storage import FileStorage
 from hisparse.sglang.storage.key import make_namespace
-from hisparse.sglang.storage.page_format import PageFormat
 from hisparse.sglang.storage.ranks import LinkerRanks
-from hisparse.storage import Namespace
+from hisparse.storage import Namespace, page_keys
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -43,7 +45,7 @@ def namespace(
         config=HiSparseConfig(**config),
     )
     form = PageFormat(make_pool(layout), page_tokens, {})
-    return make_namespace(session, form, page_tokens, ranks)
+    return make_namespace(session, form, ranks)
 
 
 def test_budget_algorithm_and_layout_are_no_part_of_the_key() -> None:
@@ -69,7 +71,7 @@ def test_one_element_in_a_run_of_a_weight_counts() -> None:
     form = PageFormat(make_pool("page_head"), 8, {})
     with torch.no_grad():
         sessions[1].model.weight[0, 3] += 1e-3
-    keys = {make_namespace(each, form, 8, ALONE).key for each in sessions}
+    keys = {make_namespace(each, form, ALONE).key for each in sessions}
     assert len(keys) == 2
 
 
@@ -99,6 +101,14 @@ def test_where_the_model_was_trained_sparse_the_budget_counts() -> None:
     assert budgets[0] == budgets[2] != budgets[1]
     rounded = namespace(DSA(index_dtype="float32"), budget=64, page_size=1).key
     assert rounded != budgets[0]
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16, 64])
+def test_keys_of_pages_are_those_of_sglang(page_tokens: int) -> None:
+    ids = torch.randint(0, 2**32, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    expected = get_storage_hash_str(ids[: 200 // page_tokens * page_tokens], None, page_tokens)
+    assert page_keys(np.array(ids), page_tokens) == expected
+    assert page_keys(np.array(ids[:page_tokens]), page_tokens) == expected[:1]
 
 
 @pytest.fixture

@@ -15,12 +15,10 @@ from test_storage_faults import KEYS, OTHERS, PAGES, READY, TIMEOUT_S, World
 
 from hisparse.sglang.storage import health
 from hisparse.sglang.storage.key import swap_namespace
-from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.sglang.storage.swap import RequestSwap
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-ONE_RANK = LinkerRanks(rank=0, size=1, shared=False, group=None)
 #: Of the host pages of ``PAGES``, two for each: from the eighth on a sparse step led to them.
 FLAGS = torch.arange(12) < 7
 
@@ -45,7 +43,7 @@ class SwapWorld(World):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        records = self.records.within(swap_namespace(self.form, 8, ONE_RANK))
+        records = self.records.within(swap_namespace(self.namespace("some model")))
         self.swap = RequestSwap(records, self.exact, 2)
         self.exact.write(self.pages(PAGES), FLAGS)
         self.exact.set_exact(self.pages(OTHERS))

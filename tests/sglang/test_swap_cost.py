@@ -12,7 +12,7 @@ from test_page_format import fill, make_pool
 from test_swap import ONE_RANK, RemovingBackend
 
 from hisparse.sglang.storage.key import swap_namespace
-from hisparse.sglang.storage.page_format import PageFormat
+from hisparse.cache.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
 from hisparse.sglang.storage.prefill_rate import LEAST_TOKENS, PrefillRate
 from hisparse.sglang.storage.swap_cost import SwapCost, SwapThreshold, measure_swap

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +10,7 @@ from hisparse.config import HiSparseConfig, StorageOptions
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
 from hisparse.options import from_options
 from hisparse.sglang import compat
-from hisparse.units import parse_memory
+from hisparse.storage import size_in_bytes
 
 __all__ = ["create_backend", "has_linker", "read_options", "request_linker"]
 
@@ -121,16 +120,12 @@ def create_backend(options: StorageOptions, staging: Any, rank: int, num_ranks: 
 def _file_options(options: StorageOptions) -> dict[str, Any]:
     assert options.path is not None, "StorageOptions checks it"
     path = Path(options.path).expanduser()
-    size = None if options.size is None else parse_memory("storage: size", options.size)
-    if isinstance(size, float):
-        path.mkdir(parents=True, exist_ok=True)
-        size = int(size * shutil.disk_usage(path).total)
     return {
         "backend_name": "hisparse-file",
         "module_path": "hisparse.sglang.storage.file_storage",
         "class_name": "FileStorage",
         "path": str(path),
-        "size_bytes": size,
+        "size_bytes": size_in_bytes("storage: size", options.size, path),
         "policy": options.policy,
         "ttl_s": options.ttl_s,
     }

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 import torch
 
-from hisparse.sglang.storage.page_format import PageFormat
+from hisparse.cache.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import PageStorage, Staging
 from hisparse.sglang.storage.prefill_rate import LEAST_TOKENS, PrefillRate
 

@@ -1,9 +1,9 @@
 """The bytes of a page in a store: the same whatever the layout of host memory.
 
-A record is one page of SGLang, all layers of this rank. Each layer has the keys ``[T, Hkv, Dk]``,
-then the values ``[T, Hkv, Dv]`` unless they are part of the keys (MLA), then the scales
-``[T, Hkv, 2]`` of fp8, then what cannot be computed from keys again: the entries of a model's own
-indexer for the page's tokens.
+A record is one page of a server's radix cache, all layers of this rank. Each layer has the keys
+``[T, Hkv, Dk]``, then the values ``[T, Hkv, Dv]`` unless they are part of the keys (MLA), then the
+scales ``[T, Hkv, 2]`` of fp8, then what cannot be computed from keys again: the entries of a
+model's own indexer for the page's tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hisparse.cache import HostKVPool
 from hisparse.cache.codec import read_tokens, write_tokens
+from hisparse.cache.host_pool import HostKVPool
 from hisparse.types import StoredKV
 
 __all__ = ["FORMAT_VERSION", "PageFormat"]
@@ -33,10 +33,11 @@ class PageFormat:
 
     Args:
         host: the KV pool.
-        page_tokens: T, tokens of a page of SGLang, a multiple of the pool's page size.
+        page_tokens: T, tokens of a record, a multiple of the pool's page size.
         entries: tensors ``[L, host pages, ...]`` that records hold beside K and V, by name.
 
     Attributes:
+        page_tokens: as given.
         pages_per_record: host pages of a record.
         num_records: records that the pool holds.
         part_bytes: sizes of the parts of a record: consecutive layers.
@@ -53,7 +54,7 @@ class PageFormat:
             x.view(torch.uint8) if x.dtype.itemsize == 1 else x
             for x in (entries[name] for name in sorted(entries))
         ]
-        self._tokens = page_tokens
+        self.page_tokens = page_tokens
         self.pages_per_record = page_tokens // host.kv.page_size
         self.num_records = host.num_pages // self.pages_per_record
         kv = host.kv

@@ -1,0 +1,230 @@
+"""Contexts by prefix, in a store that SGLang servers may share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hisparse.config import HiSparseConfig
+from hisparse.errors import CapacityError, ConfigError, shorten
+from hisparse.storage import Context, Contexts, FileStore, Filter, size_in_bytes
+from hisparse.transformers.activation import enable
+from hisparse.transformers.build import read_config
+from hisparse.transformers.check_inputs import read_token_ids
+from hisparse.transformers.context_file import StoredRows
+from hisparse.transformers.fingerprint import model_fingerprint
+from hisparse.transformers.session import Session
+from hisparse.transformers.stored_pages import StoredPages
+from hisparse.types import KVSpec
+from hisparse.units import MemorySize
+
+__all__ = ["DB"]
+
+
+class DB:
+    """Contexts in a store on a disk, found by the tokens that they begin with.
+
+    A session begins with the longest prefix that the store has: pages of any context, also of one
+    that goes on otherwise, and pages of a server of the same model (docs/storage.md). Sessions
+    share one host pool. Several processes may have the store open.
+
+    Args:
+        path: folder of the store; it is made if absent.
+        model: a transformers model with its weights, which must not change; hisparse is turned on
+            for it, as by :func:`enable`.
+        config: the settings.
+        size: most bytes of the store; a fraction is of the file system's size. None: no limit.
+        policy: which pages leave first: "lru", "lfu" or "ttl".
+        ttl_s: seconds that an unused page stays, with the policy "ttl".
+        page_tokens: tokens of a page of the store, a multiple of the settings' ``page_size``;
+            None: the default ``--page-size`` of a server with these settings.
+        sizes: ``max_batch_size``, ``max_length``, ``max_tokens`` and ``device``, as of
+            :class:`HiSparseCache`. ``max_batch_size`` counts the rows of all open sessions.
+
+    Raises:
+        ConfigError: the model, a setting or a size is not supported.
+        CapacityError: the sizes do not fit into memory.
+        HiSparseError: the store cannot be opened.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        model: Any,
+        config: HiSparseConfig | Mapping[str, Any] | None = None,
+        *,
+        size: MemorySize | None = None,
+        policy: str = "lru",
+        ttl_s: float | None = None,
+        page_tokens: int | None = None,
+        **sizes: Any,
+    ) -> None:
+        settings = read_config(config, {})
+        page_tokens = settings.server_page_size if page_tokens is None else page_tokens
+        if page_tokens < 1 or page_tokens % settings.page_size:
+            raise ConfigError(
+                f"page_tokens: got {page_tokens}, expected a multiple of page_size "
+                f"({settings.page_size})"
+            )
+        fingerprint = _fingerprint(model)
+        folder = Path(path).expanduser()
+        num_bytes = size_in_bytes("size", size, folder)
+        self._cache = enable(model, settings, **sizes)
+        self._store = FileStore(folder, num_bytes, policy=policy, ttl_s=ttl_s)
+        try:
+            rows = self._cache.row_store
+            self._pages = StoredPages(rows, self._store, settings, fingerprint, page_tokens)
+            self._contexts = Contexts(folder, self._pages.namespace)
+            self._contexts.prune(lambda key: bool(self._pages.find([key])))
+        except BaseException:
+            self._store.close()
+            raise
+
+    def create_session(
+        self, token_ids: Tensor | Sequence[int], filter: Filter | None = None
+    ) -> tuple[Session, Tensor]:
+        """Begin a session with the longest stored prefix of a prompt.
+
+        Args:
+            token_ids: ``[n]``, the prompt.
+            filter: of the attributes of a context; the prefix is then one of a context that it
+                accepts. None: any page counts, also those that servers have stored.
+
+        Returns:
+            The session, and the tokens that its cache lacks, ``[m]``: at least two of a longer
+            prompt, since one new token would be a decode step, and as many as the algorithm needs
+            queries of.
+
+        Raises:
+            ConfigError: ``token_ids`` are no vector of token ids.
+            CapacityError: ``max_length``, ``max_batch_size`` or ``max_tokens`` is too small.
+        """
+        ids = read_token_ids(token_ids)
+        self._check_length(len(ids))
+        rest = max(2, self._cache.coordinator.algorithm.query_window)
+        keys = self._pages.keys(ids[: max(0, len(ids) - rest)])
+        if filter is not None:
+            keys = keys[: self._contexts.longest(keys, filter)]
+        slots, length = np.zeros(0, dtype=np.int64), 0
+        if found := self._pages.find(keys):
+            slots, length = self._pages.load(keys[:found])
+        rows = StoredRows(
+            slots=slots,
+            is_token=np.ones((slots.size, length), dtype=np.bool_),
+            token_ids=torch.from_numpy(ids[None, :length]) if length else None,
+        )
+        session = Session(self._cache.with_rows(rows), self._pages, self._contexts)
+        return session, torch.as_tensor(token_ids)[length:]
+
+    def import_(
+        self,
+        token_ids: Tensor | Sequence[int],
+        kv: Iterable[Sequence[Tensor | None]],
+        attributes: Mapping[str, Any] | None = None,
+    ) -> Context | None:
+        """Store a context that was computed elsewhere, by dense attention of this model.
+
+        Args:
+            token_ids: ``[n]``.
+            kv: K and V of each layer in order, ``[Hkv, n, D]`` or ``[1, Hkv, n, D]`` each, K after
+                the rotary embedding: a ``DynamicCache`` of transformers, or a list of pairs.
+            attributes: a JSON object, for filters.
+
+        Returns:
+            The context, or None if the store has not even its first page.
+
+        Raises:
+            ConfigError: an argument is not as described.
+            CapacityError: ``max_length`` is too small, or all rows are taken.
+        """
+        ids = read_token_ids(token_ids)
+        self._check_length(len(ids))
+        rows = self._cache.row_store
+        spec = rows.coordinator.policy.kv
+        layers = _read_layers(kv, spec, len(ids), rows.device)
+        keys = self._pages.keys(ids)
+        stored = self._pages.save_layers(layers, len(ids), keys)
+        num_tokens = stored * self._pages.page_tokens
+        return self._contexts.add(keys[:stored], num_tokens, attributes or {})
+
+    def contexts(self, filter: Filter | None = None) -> list[Context]:
+        """The contexts of this model whose attributes ``filter`` accepts, the oldest first."""
+        found = self._contexts.all()
+        return found if filter is None else [x for x in found if filter(x.attributes)]
+
+    def remove(self, context: Context) -> bool:
+        """Forget a context. Its pages stay until they are evicted. Returns whether it was there."""
+        return self._contexts.remove(context.id)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Pages and bytes since the store was opened; see :attr:`FileStore.counters`."""
+        return self._store.counters
+
+    def flush(self) -> None:
+        """Write to the disk what was stored, so that it outlives a loss of power."""
+        self._store.flush()
+
+    def close(self) -> None:
+        """Flush and close the store. Open sessions go on without it."""
+        self._contexts.close()
+        self._store.close()
+
+    def __enter__(self) -> DB:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_length(self, length: int) -> None:
+        longest = self._cache.get_max_length()
+        if length > longest:
+            raise CapacityError(
+                f"token_ids: got {length} tokens, expected at most max_length ({longest})"
+            )
+
+
+def _fingerprint(model: Any) -> str:
+    """The fingerprint of a model whose weights are all there."""
+    found = model_fingerprint(model)
+    if not found or any(x.is_meta for x in model.parameters()):
+        what = "whose weights are offloaded" if found else "without weights"
+        raise ConfigError(
+            f"model: got a {type(model).__name__} {what}, expected a model with its weights: pages "
+            "are found by the weights that computed them"
+        )
+    return found
+
+
+def _read_layers(
+    kv: Iterable[Sequence[Tensor | None]], spec: KVSpec, length: int, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """K ``[T, Hkv, D]`` and V ``[T, Hkv, Dv]`` of each layer."""
+    layers = []
+    shapes = [(spec.num_kv_heads, length, width) for width in (spec.head_dim, spec.v_head_dim)]
+    for number, given in enumerate(kv):
+        if len(given) < 2:
+            raise ConfigError(f"kv: layer {number}: got {len(given)} tensors, expected K and V")
+        k, v = (
+            _read_part(f"kv: layer {number}: {name}", part, shape, spec.dtype).to(device)
+            for name, part, shape in zip("kv", given, shapes, strict=False)
+        )
+        layers.append((k, v))
+    if len(layers) != spec.num_layers:
+        raise ConfigError(f"kv: got {len(layers)} layers, expected {spec.num_layers}")
+    return layers
+
+
+def _read_part(name: str, part: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """``[Hkv, T, D]`` or ``[1, Hkv, T, D]`` -> ``[T, Hkv, D]``."""
+    if not isinstance(part, Tensor) or part.dtype != dtype:
+        got = part.dtype if isinstance(part, Tensor) else type(part).__name__
+        raise ConfigError(f"{name}: got {got}, expected {dtype}")
+    if part.shape not in (shape, (1, *shape)):
+        raise ConfigError(f"{name}: got {shorten(part.shape)}, expected {list(shape)}")
+    return part.reshape(shape).transpose(0, 1).contiguous()

@@ -1,0 +1,382 @@
+"""Contexts in a store: sessions begin with the longest stored prefix, and tokens stay the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, DynamicCache
+
+from hisparse.errors import CapacityError, ConfigError, HiSparseError
+from hisparse.transformers import DB, HiSparseCache, Session, disable
+from tests.server.tiny_models import tiny_model
+from tests.transformers.hf_models import GREEDY, ROOMY, SMALL, continuation, model, prompt
+
+DOCS = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
+SIZES = {"max_length": 400, "max_batch_size": 3}
+DOCUMENT, QUESTION, OTHER = (prompt(n, seed=n)[0] for n in (160, 21, 50))
+FINE = SMALL | {
+    "algorithm": "dipr",
+    "algorithm_config": {"index": "fine", "capacity_threshold": 8},
+    "device_buffer_size": 256,
+    "max_row_capacity": 256,
+}
+#: Whole pages of 16 tokens, with two tokens after them.
+ASKED = torch.cat([DOCUMENT, QUESTION])
+
+
+@pytest.fixture
+def net() -> Iterator[Any]:
+    yield model("llama")
+    disable(model("llama"))
+
+
+@pytest.fixture
+def db(net: Any, tmp_path: Path) -> Iterator[DB]:
+    with DB(tmp_path / "store", net, SMALL, **SIZES) as made:
+        yield made
+
+
+def compute(net: Any, db: DB, ids: Tensor, **attributes: Any) -> int:
+    """Prefill what the store lacks of a context and store it. Returns what was computed."""
+    session, rest = db.create_session(ids)
+    with session, torch.no_grad():
+        net(rest[None], past_key_values=session.cache)
+        assert session.store(ids, attributes) is not None
+    return len(rest)
+
+
+def answer(net: Any, session: Session, ids: Tensor, count: int = 12) -> list[int]:
+    return continuation(net, ids[None], count, session.cache)[0]
+
+
+def num_loaded(db: DB, ids: Tensor, *args: Any) -> int:
+    session, rest = db.create_session(ids, *args)
+    with session:
+        assert session.cache.get_seq_length() == len(ids) - len(rest)
+        assert torch.equal(rest, ids[len(ids) - len(rest) :])
+        return session.cache.get_seq_length()
+
+
+def test_the_longest_prefix_of_any_context(net: Any, db: DB) -> None:
+    branch = torch.cat([DOCUMENT[:80], OTHER])
+    assert compute(net, db, DOCUMENT) == 160
+    assert compute(net, db, branch) == 50, "the part that both share is loaded"
+    expected = {
+        "a whole one and more": (torch.cat([DOCUMENT, OTHER]), 160),
+        "a part of one": (torch.cat([DOCUMENT[:100], OTHER]), 96),
+        "the other branch": (torch.cat([branch, QUESTION]), 128),
+        "itself, but for the end": (DOCUMENT, 144),
+        "two tokens are left": (DOCUMENT[:130], 128),
+        "one token is left": (DOCUMENT[:129], 112),
+        "another beginning": (torch.cat([OTHER, DOCUMENT]), 0),
+        "less than a page": (DOCUMENT[:15], 0),
+    }
+    assert {name: num_loaded(db, ids) for name, (ids, _) in expected.items()} == {
+        name: length for name, (_, length) in expected.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [ROOMY, SMALL, SMALL | {"kv_cache_dtype": "fp8_e4m3"}, SMALL | {"algorithm": "snapkv"}, FINE],
+    ids=["dense", "sparse", "fp8", "snapkv", "dipr"],
+)
+def test_tokens_are_those_of_a_computed_prefix(
+    settings: dict[str, Any], net: Any, tmp_path: Path
+) -> None:
+    # SnapKV votes with the last 32 queries of a prompt.
+    ids = torch.cat([DOCUMENT, prompt(40, seed=8)[0]])
+    with DB(tmp_path, net, settings, **SIZES) as db:
+        compute(net, db, DOCUMENT)
+        session, rest = db.create_session(ids)
+        assert len(rest) == 40
+        got = answer(net, session, ids, 20)
+    assert got == continuation(net, ids[None], 20, HiSparseCache(net, settings, max_length=400))[0]
+    if settings == ROOMY:
+        disable(net)
+        assert got == continuation(net, ids[None], 20)[0]
+
+
+def test_queries_that_the_algorithm_needs_are_left(net: Any, tmp_path: Path) -> None:
+    with DB(tmp_path, net, SMALL | {"algorithm": "snapkv"}, **SIZES) as db:
+        compute(net, db, DOCUMENT)
+        assert num_loaded(db, DOCUMENT) == 128
+        assert num_loaded(db, ASKED) == 144
+
+
+def test_another_instance_with_other_settings_reads(net: Any, db: DB, tmp_path: Path) -> None:
+    compute(net, db, DOCUMENT, title="book")
+    other = SMALL | {"algorithm": "quest", "host_layout": "layer_first", "page_size": 8}
+    with DB(tmp_path / "store", net, other, page_tokens=16, **SIZES) as reader:
+        assert [x.attributes for x in reader.contexts()] == [{"title": "book"}]
+        session, rest = reader.create_session(ASKED)
+        assert len(rest) == 21
+        got = answer(net, session, ASKED)
+    assert got == continuation(net, ASKED[None], 12, HiSparseCache(net, other, max_length=400))[0]
+    with DB(tmp_path / "store", net, other, page_tokens=8, **SIZES) as reader:
+        assert num_loaded(reader, ASKED) == 0, "pages of another size are others"
+
+
+def test_pages_of_other_weights_are_not_found(net: Any, db: DB, tmp_path: Path) -> None:
+    compute(net, db, DOCUMENT)
+    with DB(tmp_path / "store", model("qwen2"), SMALL, **SIZES) as other:
+        assert num_loaded(other, ASKED) == 0
+        assert other.contexts() == []
+    disable(model("qwen2"))
+
+
+def test_a_filter_restricts_to_contexts(net: Any, db: DB) -> None:
+    compute(net, db, DOCUMENT, tenant="x")
+    compute(net, db, torch.cat([DOCUMENT[:64], OTHER]), tenant="y", year=2026)
+    assert num_loaded(db, ASKED) == 160
+    assert num_loaded(db, ASKED, lambda a: a["tenant"] == "x") == 160
+    assert num_loaded(db, ASKED, lambda a: a["tenant"] == "y") == 64
+    assert num_loaded(db, ASKED, lambda a: a.get("year") == 1999) == 0
+    (second,) = db.contexts(lambda a: "year" in a)
+    assert (second.num_tokens, second.attributes) == (112, {"tenant": "y", "year": 2026})
+    assert db.remove(second) and not db.remove(second)
+    assert num_loaded(db, ASKED, lambda a: a["tenant"] == "y") == 0
+    assert [x.attributes["tenant"] for x in db.contexts()] == ["x"]
+
+
+def test_a_context_that_is_stored_again_is_the_same(net: Any, db: DB) -> None:
+    compute(net, db, DOCUMENT, tenant="x")
+    compute(net, db, DOCUMENT, tenant="x")
+    compute(net, db, DOCUMENT, tenant="y")
+    assert [x.attributes["tenant"] for x in db.contexts()] == ["x", "y"]
+
+
+def test_without_the_contexts_pages_are_still_found(net: Any, db: DB, tmp_path: Path) -> None:
+    compute(net, db, DOCUMENT, tenant="x")
+    db.close()
+    file = tmp_path / "store" / "contexts.sqlite"
+    file.write_bytes(b"no database" * 100)
+    with pytest.raises(HiSparseError, match=r"contexts.sqlite': DatabaseError: .*or no such file"):
+        DB(tmp_path / "store", net, SMALL, **SIZES)
+    file.unlink()
+    with DB(tmp_path / "store", net, SMALL, **SIZES) as again:
+        assert again.contexts() == []
+        assert num_loaded(again, ASKED) == 160
+        assert num_loaded(again, ASKED, lambda a: True) == 0
+
+
+def test_contexts_without_a_first_page_are_forgotten(net: Any, db: DB, tmp_path: Path) -> None:
+    compute(net, db, DOCUMENT)
+    compute(net, db, OTHER)
+    first = db._pages.keys(DOCUMENT.numpy())[:1]
+    assert db._store.remove(db._pages.namespace, first) == 1
+    assert num_loaded(db, ASKED) == 0
+    with DB(tmp_path / "store", net, SMALL, **SIZES) as again:
+        assert [x.num_tokens for x in again.contexts()] == [48]
+
+
+def flip(store: Path, page: int) -> None:
+    """Flip a bit of a page of 24 KiB of K and V, behind the header of its record."""
+    (segment,) = (store / "segments").glob("*.seg")
+    data = bytearray(segment.read_bytes())
+    data[page * 28 * 1024 + 9000] ^= 16
+    segment.write_bytes(data)
+
+
+def test_the_prefix_ends_before_a_damaged_page(net: Any, db: DB, tmp_path: Path) -> None:
+    expected = continuation(net, ASKED[None], 12, HiSparseCache(net, SMALL, max_length=400))[0]
+    compute(net, db, DOCUMENT)
+    flip(tmp_path / "store", 4)
+    session, rest = db.create_session(ASKED)
+    assert len(ASKED) - len(rest) == 64
+    with session:
+        assert answer(net, session, ASKED) == expected
+        assert session.store(ASKED).num_tokens == 176
+    assert db.counters["damaged"] == 1
+    assert num_loaded(db, ASKED) == 176, "the page was stored again"
+    flip(tmp_path / "store", 0)
+    session, rest = db.create_session(ASKED)
+    assert len(rest) == len(ASKED)
+    with session:
+        assert answer(net, session, ASKED) == expected
+
+
+def test_a_context_that_was_computed_elsewhere(net: Any, db: DB, tmp_path: Path) -> None:
+    disable(net)
+    dense = DynamicCache(config=net.config)
+    with torch.no_grad():
+        net(DOCUMENT[None], past_key_values=dense)
+    context = db.import_(DOCUMENT, dense, {"from": "elsewhere"})
+    assert (context.num_tokens, context.attributes) == (160, {"from": "elsewhere"})
+    with DB(tmp_path / "store", net, ROOMY, **SIZES) as reader:
+        session, rest = reader.create_session(ASKED)
+        assert len(rest) == 21
+        got = answer(net, session, ASKED)
+    disable(net)
+    assert got == continuation(net, ASKED[None], 12)[0]
+
+
+def stored_tokens(net: Any, db: DB, steps: int) -> int:
+    """Tokens that a session stores after a prompt of 150 tokens and some steps."""
+    session, _ = db.create_session(DOCUMENT[:150])
+    with session:
+        out = net.generate(
+            DOCUMENT[None, :150], past_key_values=session.cache, max_new_tokens=steps + 1, **GREEDY
+        )
+        return session.store(out[0]).num_tokens
+
+
+def test_tokens_of_sparse_steps_never_enter(net: Any, db: DB, tmp_path: Path) -> None:
+    assert stored_tokens(net, db, 40) == 144
+    with DB(tmp_path / "dense", net, ROOMY, **SIZES) as dense:
+        assert stored_tokens(net, dense, 40) == 176
+
+
+def test_tokens_after_sparse_steps_never_enter(net: Any, db: DB) -> None:
+    session, _ = db.create_session(DOCUMENT)
+    out = net.generate(DOCUMENT[None], past_key_values=session.cache, max_new_tokens=20, **GREEDY)
+    with session, torch.no_grad():
+        more = torch.cat([out[0], OTHER])
+        net(more[None, session.cache.get_seq_length() :], past_key_values=session.cache)
+        assert session.store(more).num_tokens == 160
+        session.cache.crop(160 - session.cache.get_seq_length())
+        net(OTHER[None], past_key_values=session.cache)
+        assert session.store(torch.cat([DOCUMENT, OTHER])).num_tokens == 208
+
+
+def test_a_copy_of_a_page_is_as_exact_as_the_page(net: Any, db: DB) -> None:
+    """A fork copies the page that a sparse step has begun into one that was exact before."""
+    compute(net, db, torch.cat([OTHER, OTHER, OTHER, OTHER]))
+    ids = DOCUMENT[:150]
+    session, _ = db.create_session(ids)
+    out = net.generate(ids[None], past_key_values=session.cache, max_new_tokens=6, **GREEDY)
+    child = session.cache.fork()
+    session.close()
+    with Session(child, db._pages, db._contexts) as forked, torch.no_grad():
+        net(OTHER[None], past_key_values=child)
+        assert forked.store(torch.cat([out[0, :-1], OTHER])).num_tokens == 144
+
+
+def test_an_engine_that_runs_its_own_layers(net: Any, db: DB) -> None:
+    compute(net, db, DOCUMENT)
+    calls: list[tuple[Tensor, ...]] = []
+    session, _ = db.create_session(ASKED)
+    attend = session.cache.attend
+
+    def record(layer_id: int, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+        out = attend(layer_id, q, k, v, *args)
+        calls.append((torch.tensor(layer_id), q, k, v, out))
+        return out
+
+    session.cache.attend = record
+    answer(net, session, ASKED, 5)
+    own, _ = db.create_session(ASKED)
+    for layer, q, k, v, expected in calls:
+        own.update(q, k, v, int(layer))
+        assert torch.equal(own.attention(q, int(layer)), expected)
+    assert own.cache.get_seq_length() == session.cache.get_seq_length() == len(ASKED) + 4
+    with pytest.raises(HiSparseError, match="got layer 0 after an update of nothing, expected"):
+        own.attention(q, 0)
+    own.update(q, k, v, 0)
+    with pytest.raises(HiSparseError, match=r"got q \[1, 4, 0, 32\], expected \[1, 4, 1, 32\]"):
+        own.attention(q[:, :, :0], 0)
+    own.close()
+    session.close()
+
+
+def test_several_sessions_are_one_batch(net: Any, db: DB) -> None:
+    compute(net, db, DOCUMENT)
+    sessions = [db.create_session(ASKED)[0] for _ in range(2)]
+    batch = HiSparseCache.join([session.cache for session in sessions])
+    got = continuation(net, torch.stack([ASKED, ASKED]), 12, batch)
+    assert got == 2 * continuation(net, ASKED[None], 12, HiSparseCache(net, SMALL, max_length=400))
+    batch.reset()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (DOCUMENT[None], r"got shape \[1, 160\], expected a vector of one or more token ids"),
+        ([], r"got shape \[0\]"),
+        ("text", "got 'text', expected"),
+        ([1, -1], "got numbers of -1 to 1, expected"),
+        ([1.5], "got torch.float32, expected"),
+        ([2**32], "got numbers of 4294967296 to 4294967296"),
+    ],
+)
+def test_what_are_no_tokens(ids: Any, message: str, db: DB) -> None:
+    with pytest.raises(ConfigError, match=message):
+        db.create_session(ids)
+
+
+def test_other_tokens_than_those_of_the_session(net: Any, db: DB) -> None:
+    compute(net, db, DOCUMENT)
+    session, rest = db.create_session(ASKED)
+    with session, torch.no_grad():
+        net(rest[None], past_key_values=session.cache)
+        wrong = ASKED.clone()
+        wrong[7] += 1
+        with pytest.raises(ConfigError, match="at position 7, expected .* as in create_session"):
+            session.store(wrong)
+        with pytest.raises(ConfigError, match="attributes: got .* expected a JSON object"):
+            session.store(ASKED, {"when": object()})
+        fork = session.cache.fork(2)
+        with pytest.raises(HiSparseError, match="store: got 2 rows"):
+            Session(fork, db._pages, db._contexts).store(ASKED)
+        fork.reset()
+    with db.create_session(OTHER)[0] as empty:
+        assert empty.store(OTHER) is None, "nothing was computed"
+
+
+def test_wrong_arguments_are_one_line(net: Any, db: DB, tmp_path: Path) -> None:
+    long = prompt(401, seed=1)[0]
+    with pytest.raises(CapacityError, match=r"got 401 tokens, expected at most max_length \(400\)"):
+        db.create_session(long)
+    half = torch.zeros(2, 160, 32, dtype=torch.float16)
+    short = torch.zeros(2, 150, 32)
+    cases: list[tuple[Sequence[Any], str]] = [
+        ([(half, half)] * 3, "kv: layer 0: k: got torch.float16, expected torch.float32"),
+        ([(short, short)] * 3, r"kv: layer 0: k: got \[2, 150, 32\], expected \[2, 160, 32\]"),
+        ([(half.float(), half.float())] * 2, "kv: got 2 layers, expected 3"),
+        ([(half.float(), None)] * 3, "kv: layer 0: v: got NoneType, expected torch.float32"),
+        ([(half.float(),)] * 3, "kv: layer 0: got 1 tensors, expected K and V"),
+    ]
+    for kv, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            db.import_(DOCUMENT, kv)
+    for options, message in (
+        ({"page_tokens": 24}, r"page_tokens: got 24, expected a multiple of page_size \(16\)"),
+        ({"size": "5 parsecs"}, "size: got '5 parsecs'"),
+        ({"policy": "fifo"}, "unknown policy 'fifo'"),
+        ({"budget": 256}, "got a HiSparseConfig and also budget"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            DB(tmp_path / "new", net, SMALL, **SIZES, **options)
+    with pytest.raises(ConfigError, match="got a LlamaConfig without weights, expected a model"):
+        DB(tmp_path / "new", net.config, SMALL, **SIZES)
+
+
+class Characters:
+    """Stands for a tokenizer: a token for each character."""
+
+    def __call__(self, text: str, return_tensors: str) -> Any:
+        ids = torch.tensor([[2 + ord(letter) % 500 for letter in text]])
+        return SimpleNamespace(input_ids=ids)
+
+
+def test_the_program_of_the_docs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a tiny model, which has more tokens in the same text."""
+    (program,) = re.findall(r"```python\n(from transformers.*?)```", DOCS, re.DOTALL)
+    printed = re.search(r"has stored:\n\n```\n(.*?)```", DOCS, re.DOTALL)[1]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hisparse.eval.models.resolve", lambda name: tiny_model("llama"))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda folder: Characters())
+    exec(program.replace("[:4000]", "[:400]").replace("1024", "128"), {})
+    first, second = capsys.readouterr().out.splitlines()
+    assert re.sub(r"\d+", "N", first + "\n" + second + "\n") == re.sub(r"\d+", "N", printed)
+    assert first.split()[0] == first.split()[2] > second.split()[0]
+    assert int(second.split()[0]) < 60
