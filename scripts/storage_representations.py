@@ -24,10 +24,10 @@ import xxhash
 from torch import Tensor
 from transformers import AutoConfig
 
+from hisparse.cache.page_format import PageFormat
 from hisparse.doctor import provenance
 from hisparse.engine.step import PrefillChunk
 from hisparse.eval.models import resolve
-from hisparse.cache.page_format import PageFormat
 from hisparse.storage import FileStore, Namespace
 from hisparse.transformers import HiSparseCache
 

@@ -58,6 +58,7 @@ class ExactPages:
         """Give ``pages [P] int64`` the ``flags [P] bool`` that were read with their K and V."""
         device = self._flags.device
         self._flags[pages.to(device)] = flags.to(device)
+
     def copy(self, source: int, target: int) -> None:
         """Flag a page that got the K and V of another one as that page."""
         self._flags[target] = self._flags[source]

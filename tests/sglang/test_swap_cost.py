@@ -9,13 +9,13 @@ import pytest
 import torch
 from fake_backend import FakeBackend
 from test_page_format import fill, make_pool
-from test_swap import ONE_RANK, RemovingBackend
+from test_swap import RemovingBackend
 
-from hisparse.sglang.storage.key import swap_namespace
 from hisparse.cache.page_format import PageFormat
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
 from hisparse.sglang.storage.prefill_rate import LEAST_TOKENS, PrefillRate
 from hisparse.sglang.storage.swap_cost import SwapCost, SwapThreshold, measure_swap
+from hisparse.storage import Namespace
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -57,7 +57,16 @@ def make_storage(backend: FakeBackend) -> tuple[PageStorage, PageFormat, Staging
     form = PageFormat(pool, 8, {})
     staging = Staging(2, 5, form.record_bytes + CHECKSUM_BYTES)
     storage = PageStorage(backend, staging, checksums=True)
-    storage.use(swap_namespace(form, 8, ONE_RANK))
+    storage.use(
+        Namespace(
+            model="model",
+            kv_dtype=form.describe(),
+            page_size=8,
+            rank=0,
+            num_ranks=1,
+            part_bytes=form.part_bytes,
+        )
+    )
     return storage, form, staging
 
 
