@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,14 @@ def _build(cache: HiSparseCache, num_pages: int) -> float:
     return time.perf_counter() - start
 
 
+def _are_equal(kept: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    """Whether the entries of the first pages have the expected bits."""
+    return all(
+        torch.equal(kept[name][:, 1 : each.shape[1] + 1].view(torch.uint8), each.view(torch.uint8))
+        for name, each in expected.items()
+    )
+
+
 def _measure(arguments: argparse.Namespace, algorithm: str, folder: Path) -> dict[str, Any]:
     config = AutoConfig.from_pretrained(resolve(arguments.model), dtype=arguments.dtype)
     cache = HiSparseCache(
@@ -116,17 +125,15 @@ def _measure(arguments: argparse.Namespace, algorithm: str, folder: Path) -> dic
     same = True
     with FileStore(folder / algorithm, threads=arguments.threads) as store:
         plain, stored = (Records(store, cache, each, num_pages) for each in ({}, kept))
+        tasks = {"plain": plain.load, "built": partial(_build, cache, num_pages)}
+        tasks["stored"] = stored.load
         for _ in range(arguments.rounds):
-            seconds["plain"].append(plain.load())
-            for load in (lambda: _build(cache, num_pages), stored.load):
-                for each in kept.values():
-                    each.zero_()
-                seconds["built" if load != stored.load else "stored"].append(load())
-                same &= all(
-                    torch.equal(each[:, 1 : num_pages + 1].view(torch.uint8),
-                                expected[name].view(torch.uint8))
-                    for name, each in kept.items()
-                )  # fmt: skip
+            for name, task in tasks.items():
+                if name != "plain":
+                    for each in kept.values():
+                        each.zero_()
+                seconds[name].append(task())
+                same &= _are_equal(kept, expected)
     page_bytes = sum(each[:, 0].nbytes for each in kept.values())
     medians = {name: statistics.median(each) for name, each in seconds.items()}
     return {
