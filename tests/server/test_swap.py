@@ -24,7 +24,8 @@ pytestmark = [
 #: The pool does not hold eight requests of 700 tokens, and SGLang admits more than fit.
 POOL = 4096
 FLAGS = ("--max-total-tokens", str(POOL), "--schedule-conservativeness", "0.01")
-DENSE = {"budget": POOL, "host_memory": "1GiB", "device_memory": "600MB"}
+ROOMY = {"host_memory": "1GiB", "device_memory": "600MB", "staging_bytes": 65536}
+DENSE = ROOMY | {"budget": POOL, "device_buffer_size": POOL}
 SPARSE = {"budget": 128, "device_buffer_size": 128, "host_memory": "1GiB", "device_memory": "14MB"}
 
 
