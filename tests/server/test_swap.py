@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import DenseTokens
 from harness import Answer, Server
-from tiny_models import tiny_model
+from tiny_models import INDEX_TOP_K, tiny_model
 from workload import NEW_TOKENS, RETRACTED, tokens
 
 from hisparse.storage import FileStore
@@ -24,14 +24,16 @@ pytestmark = [
 #: The pool does not hold eight requests of 700 tokens, and SGLang admits more than fit.
 POOL = 4096
 FLAGS = ("--max-total-tokens", str(POOL), "--schedule-conservativeness", "0.01")
-DENSE = {"budget": POOL, "host_memory": "1GiB", "device_memory": "600MB"}
+ROOMY = {"host_memory": "1GiB", "device_memory": "600MB", "staging_bytes": 65536}
+DENSE = ROOMY | {"budget": POOL, "device_buffer_size": POOL}
 SPARSE = {"budget": 128, "device_buffer_size": 128, "host_memory": "1GiB", "device_memory": "14MB"}
 
 
 def start(log_dir: Path, name: str, store: Path, config: dict[str, Any], **options: Any) -> Server:
+    kind, flags = options.pop("kind", "llama"), options.pop("flags", ())
     storage = {"path": str(store), "swap_min_tokens": 0, "timeout_s": 60.0} | options
     log = log_dir / f"swap-{name}.log"
-    return Server(tiny_model("llama"), log, *FLAGS, config=config | {"storage": storage})
+    return Server(tiny_model(kind), log, *FLAGS, *flags, config=config | {"storage": storage})
 
 
 def retracted(server: Server) -> list[Answer]:
@@ -71,6 +73,46 @@ def test_a_swapped_request_has_the_tokens_of_dense_attention(
         while num_swapped(tmp_path):
             assert time.monotonic() < end
             time.sleep(0.2)
+
+
+#: A model that was trained sparse: prefill and decode steps select alike.
+DSA = ROOMY | {
+    "algorithm": "dsa",
+    "page_size": 1,
+    "budget": INDEX_TOP_K,
+    "device_buffer_size": 2 * INDEX_TOP_K,
+    "num_sink_pages": 0,
+    "num_recent_pages": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "config", "flags"),
+    [
+        ("mla", "deepseek_v2", DENSE, ()),
+        ("dsa", "deepseek_v32", DSA, ()),
+        ("fp8", "llama", DENSE | {"host_layout": "page_first"}, ("--kv-cache-dtype", "fp8_e4m3")),
+        ("pages of 64", "llama", DENSE | {"host_layout": "layer_first"}, ("--page-size", "64")),
+        ("chunks", "qwen2", DENSE, ("--chunked-prefill-size", "128")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_all_that_a_page_holds_comes_back(
+    name: str, kind: str, config: dict[str, Any], flags: tuple[str, ...], log_dir: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Tokens are those of the request alone."""
+    with start(log_dir, name, tmp_path, config, kind=kind, flags=flags) as server:
+        answers = retracted(server)
+        swapped, back, failed = server.counted(
+            "storage_swapped_pages", "storage_swapped_in_pages", "storage_failed_swaps"
+        )
+        assert swapped == back > 0
+        assert failed == 0
+        server.flush_cache()
+        for prompt, answer in zip(RETRACTED.prompts, answers, strict=True):
+            if answer.retractions:
+                assert answer.ids == server.generate(prompt, RETRACTED.new_tokens).ids
 
 
 def test_sparse_requests_are_swapped_with_what_they_are(log_dir: Path, tmp_path: Path) -> None:
