@@ -96,3 +96,18 @@ def test_attributes_are_json(contexts: Contexts, attributes: dict[str, object]) 
     with pytest.raises(ConfigError, match="attributes: got .* expected a JSON object such as"):
         contexts.add(KEYS, 320, attributes)
     assert contexts.all() == []
+
+
+def test_damage_is_one_line_and_an_error_of_a_filter_is_its_own(
+    contexts: Contexts, tmp_path: Path
+) -> None:
+    contexts.add(KEYS, 320, {})
+    with pytest.raises(KeyError, match="lang"):
+        contexts.longest(KEYS, lambda a: a["lang"] == "en")
+    database = sqlite3.connect(tmp_path / "contexts.sqlite")
+    with database:
+        database.execute("UPDATE contexts SET attributes = '{'")
+    database.close()
+    for call in (contexts.all, lambda: contexts.longest(KEYS, lambda a: True)):
+        with pytest.raises(HiSparseError, match=r"contexts.sqlite': JSONDecodeError: .*no such"):
+            call()
