@@ -27,6 +27,7 @@ from hisparse.sglang.storage.key import make_namespace
 from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.storage import Namespace, page_keys
 from tests.server.tiny_models import tiny_model
+from tests.sizes import SWEEPS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -107,6 +108,8 @@ def test_where_the_model_was_trained_sparse_the_budget_counts() -> None:
     assert rounded != budgets[0]
 
 
+@pytest.mark.skipif(not SWEEPS, reason="SGLang compiles: make test-all PART=sweeps")
+@pytest.mark.sweeps
 @pytest.mark.parametrize("page_tokens", [1, 16, 64])
 def test_keys_of_pages_are_those_of_sglang(page_tokens: int) -> None:
     ids = torch.randint(0, 2**32, (200,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -115,6 +118,8 @@ def test_keys_of_pages_are_those_of_sglang(page_tokens: int) -> None:
     assert page_keys(np.array(ids[:page_tokens]), page_tokens) == expected[:1]
 
 
+@pytest.mark.skipif(not SWEEPS, reason="SGLang loads models: make test-all PART=sweeps")
+@pytest.mark.sweeps
 def test_a_model_has_one_fingerprint_in_sglang_and_in_transformers() -> None:
     folders = [str(tiny_model(kind)) for kind in ("llama", "qwen2")]
     done = subprocess.run(
