@@ -140,7 +140,7 @@ class Contexts:
         if not raw:
             return None
         values = [self._namespace.key_bytes, num_tokens, text, time.time(), raw[0], raw[-1]]
-        with self._named_errors(), self._transaction() as database:
+        with self._transaction() as database:
             rule = "last = ? AND attributes = ? AND namespace = ?"
             known = self._select(rule, [raw[-1], text, self._namespace.key_bytes])
             if known:
@@ -155,36 +155,34 @@ class Contexts:
 
     def all(self) -> list[Context]:
         """Every context, the oldest first."""
-        with self._named_errors(), self._lock:
-            return self._select("namespace = ? ORDER BY id", [self._namespace.key_bytes])
+        return self._select("namespace = ? ORDER BY id", [self._namespace.key_bytes])
 
     def longest(self, keys: Sequence[str], accept: Filter) -> int:
         """Length of the longest prefix of ``keys`` with which an accepted context begins."""
         accepted: dict[int, bool] = {}
 
         def begins(key: str) -> bool:
-            rows = self._database.execute(
+            rows = self._read(
                 "SELECT id, attributes FROM contexts JOIN pages ON context = id "
                 "WHERE key = ? AND namespace = ?",
                 [bytes.fromhex(key), self._namespace.key_bytes],
             )
-            for number, text in rows.fetchall():
+            for number, text in rows:
                 if number not in accepted:
-                    accepted[number] = bool(accept(json.loads(text)))
+                    accepted[number] = bool(accept(self._parse(text)))
                 if accepted[number]:
                     return True
             return False
 
         low, high = 0, len(keys)
-        with self._named_errors(), self._lock:
-            while low < high:
-                middle = (low + high + 1) // 2
-                low, high = (middle, high) if begins(keys[middle - 1]) else (low, middle - 1)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if begins(keys[middle - 1]) else (low, middle - 1)
         return low
 
     def remove(self, number: int) -> bool:
         """Remove a context; its pages stay. Returns whether it was there."""
-        with self._named_errors(), self._transaction() as database:
+        with self._transaction() as database:
             return self._remove(database, number)
 
     def prune(self, is_stored: Callable[[str], bool]) -> int:
@@ -196,16 +194,15 @@ class Contexts:
         Returns:
             The number of contexts removed.
         """
-        with self._named_errors(), self._lock:
-            rows = self._database.execute(
-                "SELECT first, id FROM contexts WHERE namespace = ?", [self._namespace.key_bytes]
-            ).fetchall()
-            lost = {first for first in {row[0] for row in rows} if not is_stored(first.hex())}
-            numbers = [number for first, number in rows if first in lost]
-            if not numbers or not self._writable:
-                return 0
-            with self._transaction() as database:
-                return sum(self._remove(database, number) for number in numbers)
+        rows = self._read(
+            "SELECT first, id FROM contexts WHERE namespace = ?", [self._namespace.key_bytes]
+        )
+        lost = {first for first in {row[0] for row in rows} if not is_stored(first.hex())}
+        numbers = [number for first, number in rows if first in lost]
+        if not numbers or not self._writable:
+            return 0
+        with self._transaction() as database:
+            return sum(self._remove(database, number) for number in numbers)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -217,18 +214,27 @@ class Contexts:
         return bool(database.execute("DELETE FROM contexts WHERE id = ?", [number]).rowcount)
 
     def _select(self, rule: str, values: Sequence[object]) -> list[Context]:
-        rows = self._database.execute(
+        rows = self._read(
             f"SELECT id, num_tokens, attributes, created FROM contexts WHERE {rule}", values
-        ).fetchall()
+        )
         return [
-            Context(id=number, num_tokens=tokens, attributes=json.loads(text), created=created)
+            Context(id=number, num_tokens=tokens, attributes=self._parse(text), created=created)
             for number, tokens, text, created in rows
         ]
+
+    def _read(self, statement: str, values: Sequence[object]) -> list[tuple[Any, ...]]:
+        with self._named_errors(), self._lock:
+            return self._database.execute(statement, values).fetchall()
+
+    def _parse(self, text: str) -> dict[str, Any]:
+        with self._named_errors():
+            attributes: dict[str, Any] = json.loads(text)
+            return attributes
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """All changes inside, or none if an exception leaves the context."""
-        with self._lock:
+        with self._named_errors(), self._lock:
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield self._database

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +26,8 @@ from hisparse.sglang.storage.file_storage import FileStorage
 from hisparse.sglang.storage.key import make_namespace
 from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.storage import Namespace, page_keys
+from tests.server.tiny_models import tiny_model
+from tests.sizes import SWEEPS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -103,12 +108,32 @@ def test_where_the_model_was_trained_sparse_the_budget_counts() -> None:
     assert rounded != budgets[0]
 
 
+@pytest.mark.skipif(not SWEEPS, reason="SGLang compiles: make test-all PART=sweeps")
+@pytest.mark.sweeps
 @pytest.mark.parametrize("page_tokens", [1, 16, 64])
 def test_keys_of_pages_are_those_of_sglang(page_tokens: int) -> None:
     ids = torch.randint(0, 2**32, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     expected = get_storage_hash_str(ids[: 200 // page_tokens * page_tokens], None, page_tokens)
     assert page_keys(np.array(ids), page_tokens) == expected
     assert page_keys(np.array(ids[:page_tokens]), page_tokens) == expected[:1]
+
+
+@pytest.mark.skipif(not SWEEPS, reason="SGLang loads models: make test-all PART=sweeps")
+@pytest.mark.sweeps
+def test_a_model_has_one_fingerprint_in_sglang_and_in_transformers() -> None:
+    folders = [str(tiny_model(kind)) for kind in ("llama", "qwen2")]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.sglang.fingerprints", *folders],
+        env=os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    pairs = [line.split() for line in done.stdout.splitlines() if len(line) == 65]
+    assert [here for here, _ in pairs] == [there for _, there in pairs]
+    assert len({here for here, _ in pairs}) == 2
 
 
 @pytest.fixture

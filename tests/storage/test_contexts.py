@@ -36,6 +36,18 @@ def test_a_key_names_its_page_and_all_before() -> None:
     assert page_keys(ids[:15], 16) == []
 
 
+def test_keys_are_those_of_sglang() -> None:
+    """As SGLang 0.5.23 prints them; tests/sglang/test_storage_key.py asks it."""
+    assert page_keys(np.arange(40), 16) == [
+        "5d85718ec594b982c252d0279e5966ffca33a5eaf2a455038d3ab331fde70cea",
+        "4681c0107c38f402cd1bc30b0b09a65202dba31f98269d9d7f63f5e0dea6901a",
+    ]
+    assert page_keys(np.array([0, 1, 2**32 - 1, 5]), 2) == [
+        "01acecb507abfe1a354aa8064f4af5d3f1acd019e37db3c11c97523b71c76e9d",
+        "baa98db2b5f5dc0df2b76f89e23f123bc4ff04e974f4ba70489f740b1b2420db",
+    ]
+
+
 def test_the_longest_prefix_that_an_accepted_context_has(contexts: Contexts) -> None:
     contexts.add(KEYS, 320, {"lang": "en"})
     contexts.add(BRANCH, 272, {"lang": "de", "tags": ["a", None, 1.5]})
@@ -96,3 +108,18 @@ def test_attributes_are_json(contexts: Contexts, attributes: dict[str, object]) 
     with pytest.raises(ConfigError, match="attributes: got .* expected a JSON object such as"):
         contexts.add(KEYS, 320, attributes)
     assert contexts.all() == []
+
+
+def test_damage_is_one_line_and_an_error_of_a_filter_is_its_own(
+    contexts: Contexts, tmp_path: Path
+) -> None:
+    contexts.add(KEYS, 320, {})
+    with pytest.raises(KeyError, match="lang"):
+        contexts.longest(KEYS, lambda a: a["lang"] == "en")
+    database = sqlite3.connect(tmp_path / "contexts.sqlite")
+    with database:
+        database.execute("UPDATE contexts SET attributes = '{'")
+    database.close()
+    for call in (contexts.all, lambda: contexts.longest(KEYS, lambda a: True)):
+        with pytest.raises(HiSparseError, match=r"contexts.sqlite': JSONDecodeError: .*no such"):
+            call()

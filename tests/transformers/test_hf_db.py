@@ -119,6 +119,7 @@ def test_another_instance_with_other_settings_reads(net: Any, db: DB, tmp_path: 
         session, rest = reader.create_session(ASKED)
         assert len(rest) == 21
         got = answer(net, session, ASKED)
+        assert session.store(ASKED).num_tokens == 176, "what was loaded is exact"
     assert got == continuation(net, ASKED[None], 12, HiSparseCache(net, other, max_length=400))[0]
     with DB(tmp_path / "store", net, other, page_tokens=8, **SIZES) as reader:
         assert num_loaded(reader, ASKED) == 0, "pages of another size are others"
