@@ -35,7 +35,7 @@ from tests.eval.test_eval_report import result
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
 from tests.transformers.hf_models import SMALL, model, prompt
 
-__all__ = ["Reader", "Refused", "readers"]
+__all__ = ["Reader", "Refused", "readers", "store_readers"]
 
 _RESULTS = Path(__file__).parents[2] / "bench" / "results"
 _TOKENS = 40
@@ -165,7 +165,7 @@ def _prefixes(folder: Path) -> list[Reader]:
     ]
 
 
-def _store(folder: Path) -> list[Reader]:
+def store_readers(folder: Path) -> list[Reader]:
     """A segment and an index of a store. A damaged file loses pages, and no store is refused."""
     whole, made = folder / "whole", folder / "store"
     with FileStore(whole) as store:
@@ -183,6 +183,10 @@ def _store(folder: Path) -> list[Reader]:
             assert store.find(NAMESPACE, keys) == (*found, False).index(False)
             assert store.put(NAMESPACE, key_of(9), parts_of(key_of(9)))
             assert read(store, [key_of(9)]) == [True]
+            store.describe()
+            # Nothing that was found is lost when records are copied together.
+            store.collect(1.0)
+            assert read(store, [*keys, key_of(9)]) == [*found, True]
 
     return [
         _reader("segment", segment.read_bytes(), lambda x: read_store(x, segment, index.name)),
@@ -219,7 +223,7 @@ def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
         _records(),
         _trace(folder),
         *_prefixes(folder),
-        *_store(folder),
+        *store_readers(folder),
         _reader("settings", json.dumps(settings).encode(), lambda p: HiSparseConfig.parse(f"@{p}")),
         _reader("text", "Straße 😀\n".encode(), lambda path: read_text(path, "--text")),
         _reader(

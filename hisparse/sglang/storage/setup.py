@@ -120,11 +120,17 @@ def create_backend(options: StorageOptions, staging: Any, rank: int, num_ranks: 
 
 def _file_options(options: StorageOptions) -> dict[str, Any]:
     assert options.path is not None, "StorageOptions checks it"
-    path = Path(options.path).expanduser()
     size = None if options.size is None else parse_memory("storage: size", options.size)
-    if isinstance(size, float):
-        path.mkdir(parents=True, exist_ok=True)
-        size = int(size * shutil.disk_usage(path).total)
+    try:
+        path = Path(options.path).expanduser()
+        if isinstance(size, float):
+            path.mkdir(parents=True, exist_ok=True)
+            size = int(size * shutil.disk_usage(path).total)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such user.
+        raise HiSparseError(
+            f"storage: path: got {quoted(options.path)}: {one_line(error)}; expected a folder that "
+            "can be made"
+        ) from None
     return {
         "backend_name": "hisparse-file",
         "module_path": "hisparse.sglang.storage.file_storage",
