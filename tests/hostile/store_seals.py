@@ -88,9 +88,8 @@ def _changed_header(rng: random.Random, block: bytes) -> bytes:
         key = rng.randbytes(rng.choice((0, 1, 32, 64, 65, 1000)))
         key_size = len(key) if rng.random() < 0.8 else rng.choice(_NUMBERS)
     elif change == 4:
-        values = list(struct.unpack(f"<{2 * count}Q", numbers))
-        values[rng.randrange(2 * count)] = rng.choice(_NUMBERS)
-        numbers = struct.pack(f"<{2 * count}Q", *values)
+        at = 8 * rng.randrange(len(numbers) // 8 + 1)  # A count that was changed may be any.
+        numbers = numbers[:at] + struct.pack("<Q", rng.choice(_NUMBERS)) + numbers[at + 8 :]
     else:
         namespace_key = rng.randbytes(16)
     fixed = _FIXED.pack(
@@ -138,6 +137,8 @@ def _change_cell(rng: random.Random, database: sqlite3.Connection) -> None:
     table = rng.choice(list(_TABLES))
     names = _TABLES[table]
     rows = database.execute(f"SELECT {', '.join(names)} FROM {table}").fetchall()
+    if not rows:
+        return
     columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
     column, row = rng.choice(columns), rng.choice(rows)
     where = " AND ".join(f"{name} = ?" for name in names)
