@@ -85,8 +85,8 @@ class StorageOptions:
     def __post_init__(self) -> None:
         if self.backend == "file" and not self.path:
             raise ConfigError("path is not set; expected the folder of the store")
-        own = ("path", "size", "policy", "ttl_s")
-        given = [name for name in own if getattr(self, name) not in (None, "lru")]
+        own = {"path": None, "size": None, "policy": "lru", "ttl_s": None}
+        given = [name for name, default in own.items() if getattr(self, name) != default]
         if self.backend != "file" and given:
             raise ConfigError(
                 f"{given[0]} is set for backend {quoted(self.backend)}; expected it only "
@@ -101,6 +101,8 @@ class StorageOptions:
             raise ConfigError(
                 'options are set for backend "file"; expected path, size, policy and ttl_s'
             )
+        if "\0" in (self.path or ""):
+            raise ConfigError(f"path: got {quoted(self.path)}, expected the name of a folder")
         if self.size is not None:
             parse_memory("size", self.size)
         if (self.policy == "ttl") != (self.ttl_s is not None):
@@ -108,6 +110,8 @@ class StorageOptions:
                 f"ttl_s is {self.ttl_s} and policy {quoted(self.policy)}; expected ttl_s "
                 'exactly with the policy "ttl"'
             )
+        if self.ttl_s is not None and self.ttl_s <= 0:
+            raise ConfigError(f"ttl_s: got {self.ttl_s}, expected seconds above 0")
         if not 0 < self.timeout_s < 3600:
             raise ConfigError(
                 f"timeout_s: got {self.timeout_s}, expected seconds above 0, below 3600"

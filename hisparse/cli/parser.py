@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Final, NoReturn
 
 __all__ = ["OneLineParser"]
+
+#: Characters of a message, which may quote what was given.
+_MOST: Final = 1000
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -13,5 +16,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print ``message`` and how to see the flags, and exit with code 2."""
-        message = message.removeprefix("argument ")
+        message = "\\n".join(message.removeprefix("argument ").splitlines())
+        if len(message) > _MOST:
+            message = f"{message[: _MOST // 2]} ... {message[-_MOST // 2 :]}"
         self.exit(2, f"hisparse: error: {message}; see {self.prog} --help\n")

@@ -10,7 +10,9 @@ import contextlib
 import fcntl
 import logging
 import os
+import random
 import sqlite3
+import time
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -23,6 +25,9 @@ __all__ = ["Folder"]
 
 logger = logging.getLogger(__name__)
 
+#: A process that waited for another may find that it was killed, and wait for a third.
+_TRIES: Final = 8
+_MAX_WAIT_S: Final = 0.05
 #: Pages of one transaction while an index is rebuilt.
 _BATCH: Final = 2_000
 
@@ -46,17 +51,19 @@ class Folder:
     """
 
     def __init__(self, path: Path, *, create: bool) -> None:
-        self.path = path.expanduser().absolute()
-        self.segments = Segments(self.path / "segments")
-        self._file = self.path / "index.sqlite"
-        if not create and not self.segments.folder.is_dir():
-            raise ConfigError(f"got {quoted(str(path))}, expected the folder of a store")
         try:
+            self.path = path.expanduser().absolute()
+            self.segments = Segments(self.path / "segments")
+            if not create and not self.segments.folder.is_dir():
+                raise ConfigError(f"got {quoted(str(path))}, expected the folder of a store")
             self.segments.folder.mkdir(parents=True, exist_ok=True)
             self.read_only = not os.access(self.segments.folder, os.W_OK)
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
+        except ConfigError:
+            raise
+        except (OSError, ValueError, RuntimeError) as error:  # No such user, or no name of a file.
             raise HiSparseError(f"store {quoted(str(path))}: {one_line(error)}") from None
+        self._file = self.path / "index.sqlite"
         try:
             self.index = self._open_index()
         except (OSError, sqlite3.Error) as error:
@@ -84,12 +91,18 @@ class Folder:
     def _open_index(self) -> Index:
         if self.read_only:
             return self._copied_index()
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            # Whoever has it open has brought the index up to date, or is about to: wait for that.
-            fcntl.flock(self._fd, fcntl.LOCK_SH)
-            return Index(self._file)
+        for attempt in range(_TRIES):
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                # Whoever has it open has brought the index up to date, or is about to: wait for it.
+                fcntl.flock(self._fd, fcntl.LOCK_SH)
+            if (index := self._shared_index(last=attempt == _TRIES - 1)) is not None:
+                return index
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            # Others that waited do the same now, and only one that is alone can go on.
+            time.sleep(random.uniform(0, _MAX_WAIT_S))
         try:
             return self._recovered(self._checked_index())
         except sqlite3.Error as error:
@@ -98,6 +111,23 @@ class Folder:
             return self._copied_index()
         finally:
             fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def _shared_index(self, *, last: bool) -> Index | None:
+        """The index that others keep; None: they were killed before it was whole.
+
+        Args:
+            last: take it as it is. Then what it lacks is absent to this process.
+        """
+        try:
+            index = Index(self._file)
+        except sqlite3.Error:
+            if last:
+                raise
+            return None
+        if last or index.is_ready():
+            return index
+        index.close()
+        return None
 
     def _checked_index(self) -> Index:
         """The index as it is, or an empty one if it is absent or damaged."""
@@ -128,13 +158,16 @@ class Folder:
             # First, since copies of lost records are added only where no other is known.
             for number, end in index.ends().items():
                 if sizes.get(number, 0) < end:
+                    index.set_ready(False)
                     index.cut_segment(number, sizes.get(number, 0))
             known = index.ends()
             for number, size in sizes.items():
                 if size > known.get(number, 0):
                     pages = self.segments.open(number).headers(known.get(number, 0))
                     while batch := list(islice(pages, _BATCH)):
+                        index.set_ready(False)
                         index.recover(number, batch)
+            index.set_ready(True)
         except BaseException:
             index.close()
             raise

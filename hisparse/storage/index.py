@@ -13,51 +13,17 @@ from typing import Any, Final, NamedTuple
 from hisparse.storage.namespace import Namespace
 from hisparse.storage.record import Header
 from hisparse.storage.report import NamespaceUse
+from hisparse.storage.schema import DISAGREEMENT, SCHEMA, TABLES
 from hisparse.storage.segments import Place
 from hisparse.storage.uses import RecentUses
 
 __all__ = ["Index", "Row"]
 
-#: What tables there are: an index with others is made anew.
-_TABLES: Final = "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"
 #: Keys of one statement; SQLite's own limit is higher.
 _BATCH: Final = 500
 #: Seconds to wait for other processes.
 _WAIT_S: Final = 10.0
 
-#: Damage that leaves no trace but another type is found when the database is checked.
-_INTEGERS: Final = " AND ".join(
-    f"typeof({name}) = 'integer'" for name in ("segment", "offset", "bytes", "used", "uses")
-)
-_SCHEMA: Final = f"""
-BEGIN IMMEDIATE;
-CREATE TABLE namespaces (
-    id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE, CHECK (typeof(text) = 'text')
-);
-CREATE TABLE segments (
-    id INTEGER PRIMARY KEY, bytes INTEGER NOT NULL, live INTEGER NOT NULL,
-    CHECK (typeof(bytes) = 'integer' AND typeof(live) = 'integer')
-);
-CREATE TABLE pages (
-    namespace INTEGER NOT NULL, key BLOB NOT NULL,
-    segment INTEGER NOT NULL, offset INTEGER NOT NULL, bytes INTEGER NOT NULL,
-    written REAL NOT NULL, used INTEGER NOT NULL, uses INTEGER NOT NULL,
-    PRIMARY KEY (namespace, key),
-    CHECK (typeof(key) = 'blob' AND offset >= 0 AND bytes > 0 AND {_INTEGERS})
-) WITHOUT ROWID;
-CREATE INDEX pages_by_segment ON pages (segment);
-CREATE TRIGGER added AFTER INSERT ON pages BEGIN
-    UPDATE segments SET live = live + new.bytes WHERE id = new.segment;
-END;
-CREATE TRIGGER removed AFTER DELETE ON pages BEGIN
-    UPDATE segments SET live = live - old.bytes WHERE id = old.segment;
-END;
-CREATE TRIGGER moved AFTER UPDATE OF segment ON pages BEGIN
-    UPDATE segments SET live = live - old.bytes WHERE id = old.segment;
-    UPDATE segments SET live = live + new.bytes WHERE id = new.segment;
-END;
-COMMIT;
-"""
 _COLUMNS: Final = "namespace, key, segment, offset, bytes"
 _INSERT: Final = (
     f"INSERT INTO pages ({_COLUMNS}, written, used, uses) VALUES (?, ?, ?, ?, ?, ?, ?, 1)"
@@ -119,7 +85,7 @@ class Index:
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = NORMAL")
             if create:
-                self._database.executescript(_SCHEMA)
+                self._database.executescript(SCHEMA)
             if source:
                 name = f"{source.as_uri()}?mode=ro&immutable=1"
                 with contextlib.closing(sqlite3.connect(name, uri=True)) as database:
@@ -164,14 +130,27 @@ class Index:
         """Whether the tables are those of this version, and undamaged."""
         try:
             with contextlib.closing(Index(None, create=True)) as other:
-                if self._all(_TABLES) != other._all(_TABLES):
+                if self._all(TABLES) != other._all(TABLES):
                     return False
             if self._all("PRAGMA integrity_check(1)") != [("ok",)]:
+                return False
+            if self._all(DISAGREEMENT) != [(0,)]:
                 return False
             self.namespaces()
             return True
         except (sqlite3.Error, ValueError):  # Also text, and messages, that are not UTF-8.
             return False
+
+    def is_ready(self) -> bool:
+        """Whether the index was brought up to date with the segments since it was made."""
+        with contextlib.suppress(sqlite3.Error):
+            return self._all("PRAGMA user_version") == [(1,)]
+        return False
+
+    def set_ready(self, ready: bool) -> None:
+        """Note whether all segments are in the index, for a process that finds it half done."""
+        if self.is_ready() != ready:
+            self._database.execute(f"PRAGMA user_version = {int(ready)}")
 
     def close(self) -> None:
         """Let go of the file."""

@@ -13,7 +13,7 @@ from hisparse.errors import one_line
 from hisparse.storage.folder import Folder
 from hisparse.storage.index import Row
 from hisparse.storage.namespace import Namespace
-from hisparse.storage.record import BLOCK_BYTES, checksum, checksums_in
+from hisparse.storage.record import BLOCK_BYTES, checksum, checksums_in, record_bytes
 from hisparse.storage.report import Counters, Damage, VerifyReport
 from hisparse.storage.segments import OpenSegment, transfer
 
@@ -69,8 +69,13 @@ class Reader:
         pages, num_bytes, namespaces = 0, 0, index.namespaces()
         for segment in index.segments():
             for row in index.pages_of(segment):
-                reason: str | None = "unknown namespace"
-                if (namespace := namespaces.get(row.namespace)) is not None:
+                namespace = namespaces.get(row.namespace)
+                reason: str | None
+                if namespace is None:
+                    reason = "unknown namespace"
+                elif row.num_bytes != record_bytes(namespace.page_bytes):
+                    reason = "size"
+                else:
                     view = memoryview(bytearray(namespace.page_bytes))
                     reason = self._reason(namespace, row, None, view, block)
                 pages, num_bytes = pages + 1, num_bytes + row.num_bytes

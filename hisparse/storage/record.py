@@ -30,6 +30,7 @@ from hisparse.storage.namespace import Namespace
 
 __all__ = [
     "BLOCK_BYTES",
+    "END_OF_TIME",
     "MAX_KEY_BYTES",
     "Header",
     "checksum",
@@ -47,7 +48,7 @@ _MAGIC: Final = b"hiSpage\x01"
 _FIXED: Final = struct.Struct("<8sQ16sQdHHI")
 _CHECKED_FROM: Final = 16
 #: A time beyond it, or none at all, is not from a clock.
-_END_OF_TIME: Final = 1e11
+END_OF_TIME: Final = 1e11
 _CHECKSUM: Final = struct.Struct("<8sQ")
 
 
@@ -150,6 +151,6 @@ def read_header(block: bytes) -> Header | None:
         and len(namespace.part_bytes) == count
         and record_bytes(namespace.page_bytes) == num_bytes
         and 0 < len(key) == key_size <= MAX_KEY_BYTES
-        and 0 <= written < _END_OF_TIME
+        and 0 <= written < END_OF_TIME
     )
     return Header(namespace, key, num_bytes, written) if fits else None

@@ -95,7 +95,8 @@ class Damage:
         segment: name of the file.
         offset: of the record in the file, in bytes.
         key: the page's key, hexadecimal.
-        reason: "short", "header", "checksum of part N" or the system's error.
+        reason: "short", "header", "size", "checksum of part N", "no such segment", "unknown
+            namespace" or the system's error.
     """
 
     segment: str

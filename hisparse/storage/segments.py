@@ -74,8 +74,11 @@ class OpenSegment:
             os.close(self.fd)
 
     def headers(self, start: int) -> Iterator[tuple[int, Header]]:
-        """Offset and header of each whole record from ``start`` on; damage is skipped."""
-        size, offset = os.fstat(self.fd).st_size, start
+        """Offset and header of each whole record from the block at ``start`` on.
+
+        Damage is skipped.
+        """
+        size, offset = os.fstat(self.fd).st_size, start - start % BLOCK_BYTES
         while offset + BLOCK_BYTES <= size:
             header = read_header(os.pread(self.fd, BLOCK_BYTES, offset))
             if header is None or offset + header.num_bytes > size:
@@ -315,6 +318,8 @@ class SegmentWriter:
                 # A writer that was killed may have left a part of a record behind the last whole
                 # one. Its header would hide what is appended after it.
                 end = self._ends().get(segment, 0)
+                if any(OpenSegment(path).headers(end)):
+                    return None  # An index that was not brought up to date lacks pages.
                 os.ftruncate(fd, end)
                 self._fd, self._next = fd, Place(segment, end)
                 return fd

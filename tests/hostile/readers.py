@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from hisparse import cli
 from hisparse.config import HiSparseConfig
 from hisparse.errors import HiSparseError
 from hisparse.eval import quality_plot
 from hisparse.eval.records import Records
 from hisparse.eval.report import read_result, write_reports
 from hisparse.options import read_text
-from hisparse.storage import FileStore
+from hisparse.storage import FileStore, Namespace
 from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve, policy_hits
 from hisparse.trace.cache_events import read_events, summarize
 from hisparse.trace.prefix import convert_sglang, make_up_sessions, read_prefix, write_prefix
@@ -35,7 +36,7 @@ from tests.eval.test_eval_report import result
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
 from tests.transformers.hf_models import SMALL, model, prompt
 
-__all__ = ["Reader", "Refused", "readers"]
+__all__ = ["Reader", "Refused", "readers", "store_readers"]
 
 _RESULTS = Path(__file__).parents[2] / "bench" / "results"
 _TOKENS = 40
@@ -165,7 +166,7 @@ def _prefixes(folder: Path) -> list[Reader]:
     ]
 
 
-def _store(folder: Path) -> list[Reader]:
+def store_readers(folder: Path) -> list[Reader]:
     """A segment and an index of a store. A damaged file loses pages, and no store is refused."""
     whole, made = folder / "whole", folder / "store"
     with FileStore(whole) as store:
@@ -183,11 +184,39 @@ def _store(folder: Path) -> list[Reader]:
             assert store.find(NAMESPACE, keys) == (*found, False).index(False)
             assert store.put(NAMESPACE, key_of(9), parts_of(key_of(9)))
             assert read(store, [key_of(9)]) == [True]
+            store.describe()
+            # Nothing that was found is lost when records are copied together.
+            store.collect(1.0)
+            assert read(store, [*keys, key_of(9)]) == [*found, True]
 
     return [
         _reader("segment", segment.read_bytes(), lambda x: read_store(x, segment, index.name)),
         _reader("index", index.read_bytes(), lambda x: read_store(x, index, ""), weight=1),
     ]
+
+
+def _storage_command(folder: Path, capture: Any) -> Reader:
+    """``hisparse storage``: an action and its flags, a line each; the store is always the same."""
+    store = folder / "commanded"
+
+    def read_words(path: Path) -> None:
+        action, *flags = path.read_bytes().decode("utf-8", "replace").replace("\0", "0").split("\n")
+        with FileStore(store) as opened:
+            opened.put(NAMESPACE, key_of(0), parts_of(key_of(0)))
+        try:
+            code: object = cli.main(["storage", action, str(store), *flags])
+        except SystemExit as stopped:
+            code = stopped.code
+        said = capture.readouterr().err
+        if code:
+            raise Refused(said.removesuffix("\n"))
+
+    return _reader("storage command", b"gc\n--size\n1MB", read_words, weight=1)
+
+
+def _namespace(path: Path) -> None:
+    found = Namespace.parse(read_text(path, "--namespace"))
+    assert Namespace.parse(found.text) == found
 
 
 def _page(folder: Path) -> Callable[[Path], None]:
@@ -219,7 +248,9 @@ def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
         _records(),
         _trace(folder),
         *_prefixes(folder),
-        *_store(folder),
+        *store_readers(folder),
+        _storage_command(folder, capture),
+        _reader("namespace", NAMESPACE.text.encode(), _namespace),
         _reader("settings", json.dumps(settings).encode(), lambda p: HiSparseConfig.parse(f"@{p}")),
         _reader("text", "Straße 😀\n".encode(), lambda path: read_text(path, "--text")),
         _reader(

@@ -56,6 +56,13 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
     "layer_metrics": (True, False),
     "prefetch": (True, False, {"min_cosine": 0.8}, {}),
     "tail_estimate": (True, False, {}),
+    "storage": (
+        None, {"path": "/x"}, {"path": "/x", "size": "1GiB"}, {"path": "x", "size": 0.5},
+        {"backend": "file", "path": "~/x", "policy": "lfu", "threads": 64, "timeout_s": 0.5},
+        {"path": "/x", "policy": "ttl", "ttl_s": 3600}, {"path": "/x", "ttl_s": 60},
+        {"backend": "mooncake", "options": {"protocol": "tcp"}}, {"backend": "mooncake"},
+        {"backend": "nixl", "path": "lru"}, {"backend": "hf3fs", "size": 4096}, {"size": "1GiB"},
+    ),
 }  # fmt: skip
 
 SPEC = KVSpec(

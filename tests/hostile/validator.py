@@ -60,4 +60,17 @@ def _keys_agree(settings: dict[str, Any]) -> bool:
         and budget >= (kept + 2) * page
         and not (options.get("beta") is not None and options.get("alpha") is not None)
         and not (settings.get("cuda_graph") is True and settings.get("checked"))
+        and _storage_agrees(settings.get("storage"))
     )
+
+
+def _storage_agrees(storage: dict[str, Any] | None) -> bool:
+    """The rules of the table of ``storage``: which options belong to the file store."""
+    if storage is None:
+        return True
+    policy, ttl_s = storage.get("policy", "lru"), storage.get("ttl_s")
+    own = (storage.get("path"), storage.get("size"), ttl_s)
+    if storage.get("backend", "file") != "file":
+        return own == (None, None, None) and policy == "lru"
+    ends = (policy == "ttl") == (ttl_s is not None)
+    return ends and bool(storage.get("path")) and not storage.get("options")

@@ -37,15 +37,18 @@ READY = ()
 class World:
     """A pool with a store below it, and what a linker drives."""
 
-    backend: FakeBackend
+    backend: Any
     counters: StorageCounters = field(default_factory=StorageCounters)
+    #: Whether the backend checks nothing itself.
+    checksums: bool = True
 
     def __post_init__(self) -> None:
         self.pool = make_pool("page_head")
         fill(self.pool, seed=0)
         form = PageFormat(self.pool, 8, {})
-        self.form, staging = form, Staging(4, 2, form.record_bytes + CHECKSUM_BYTES)
-        self.storage = PageStorage(self.backend, staging, checksums=True)
+        extra = CHECKSUM_BYTES if self.checksums else 0
+        self.form, staging = form, Staging(4, 2, form.record_bytes + extra)
+        self.storage = PageStorage(self.backend, staging, checksums=self.checksums)
         self.use("some model")
         self.exact = ExactPages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         health = StorageHealth(self.counters, TIMEOUT_S)

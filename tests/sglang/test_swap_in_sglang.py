@@ -97,7 +97,7 @@ class Scheduler:
 
     def store_prompt(self) -> None:
         """Wait until the store has what entered the radix cache."""
-        self.server.linker._writer.drain(20)
+        self.server.linker._writers[0].drain(20)
         self.cache.check_hicache_events()
 
 

@@ -215,6 +215,13 @@ def test_a_path_that_is_no_folder(tmp_path: Path) -> None:
         FileStore(tmp_path / "file")
 
 
+@pytest.mark.parametrize("create", [True, False])
+@pytest.mark.parametrize("path", ["~nobody-here/x", "a\0b", "x" * 300], ids=["user", "nul", "long"])
+def test_a_path_that_cannot_be(path: str, create: bool) -> None:
+    with pytest.raises(HiSparseError, match=r"^[^\n]{10,600}$"):
+        FileStore(path, create=create)
+
+
 def test_a_closed_store_holds_nothing_and_leaves_no_file_open(tmp_path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     store = FileStore(tmp_path, 1 << 30, segment_bytes=1 << 14)

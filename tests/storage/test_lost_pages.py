@@ -6,11 +6,8 @@ import errno
 import os
 import random
 import shutil
-import signal
 import sqlite3
 import threading
-import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +16,7 @@ import pytest
 from hisparse.errors import HiSparseError
 from hisparse.storage import FileStore
 from tests.sizes import sized
+from tests.storage.killed import run_killed
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
 
 _BLOCK = 4096
@@ -262,28 +260,15 @@ def test_an_index_that_is_ahead_of_the_segments(tmp_path: Path) -> None:
 
 def _killed_after(folder: Path, seconds: float, seed: int) -> int:
     """Pages that a process acknowledged before it was killed in the middle of its work."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Threads of pytest do not matter to the child.
-        child = os.fork()
-    if not child:
-        try:
-            store = FileStore(folder, 1 << 30, segment_bytes=40 * _RECORD)
-            for number in range(100_000):
-                key = key_of(seed + number)
-                if store.put(NAMESPACE, key, parts_of(key)):
-                    os.write(writing, b".")
-        finally:
-            os._exit(1)
-    os.close(writing)
-    acknowledged = len(os.read(reading, 1))  # It has begun.
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    while more := os.read(reading, 1 << 16):
-        acknowledged += len(more)
-    os.close(reading)
-    return acknowledged
+
+    def put(acknowledge: Callable[[], None]) -> None:
+        store = FileStore(folder, 1 << 30, segment_bytes=40 * _RECORD)
+        for number in range(100_000):
+            key = key_of(seed + number)
+            if store.put(NAMESPACE, key, parts_of(key)):
+                acknowledge()
+
+    return run_killed(put, seconds)
 
 
 @pytest.mark.sweeps

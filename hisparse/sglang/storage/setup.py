@@ -119,13 +119,20 @@ def create_backend(options: StorageOptions, staging: Any, rank: int, num_ranks: 
 
 def _file_options(options: StorageOptions) -> dict[str, Any]:
     assert options.path is not None, "StorageOptions checks it"
-    path = Path(options.path).expanduser()
+    try:
+        path = Path(options.path).expanduser()
+        size = size_in_bytes("storage: size", options.size, path)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such user.
+        raise HiSparseError(
+            f"storage: path: got {quoted(options.path)}: {one_line(error)}; expected a folder that "
+            "can be made"
+        ) from None
     return {
         "backend_name": "hisparse-file",
         "module_path": "hisparse.sglang.storage.file_storage",
         "class_name": "FileStorage",
         "path": str(path),
-        "size_bytes": size_in_bytes("storage: size", options.size, path),
+        "size_bytes": size,
         "policy": options.policy,
         "ttl_s": options.ttl_s,
     }

@@ -2,12 +2,13 @@
 
 Every scenario starts a server, asks each prompt alone, sends its share of the requests from many
 clients at once, and compares. Then nothing may be held, no memory may have grown, no error may be
-in the log, and no process may be left.
+in the log, and no process may be left. A store must be whole and within its size.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -26,6 +28,7 @@ import psutil
 from harness import Server
 from soak.clients import Difference, send_all
 from soak.scenarios import SCENARIOS, Scenario
+from soak.stores import count_pages, store_faults
 from soak.traffic import Traffic, answer_alone, is_rounding
 
 #: Prompts of a scenario, each sent again and again; conversations for each hundred requests.
@@ -47,8 +50,8 @@ class Result:
         counts: see :class:`clients.Outcome`.
         faults: a line for each thing that is wrong.
         seconds: the time under load.
-        grown_bytes: memory of the server's processes after the load, less that after the first
-            two fifths of it.
+        grown_bytes: memory of the (last) server's processes after the load, less that after the
+            first two fifths of it.
     """
 
     scenario: str
@@ -77,51 +80,86 @@ class Result:
 
 
 def run(scenario: Scenario, num_requests: int, concurrency: int, seed: int, log: Path) -> Result:
-    """One scenario, from the start of its server to its end."""
+    """One scenario, from the start of its server to its end, or of its servers one by one."""
     talks = max(1, num_requests * _TALKS // 100)
     count = min(_PROMPTS, max(8, num_requests // 5))
     traffic = Traffic.make(count, talks, scenario.longest, seed)
-    result = Result(scenario.name)
-    flags = (*_FLAGS, *scenario.flags)
-    config, env = scenario.config, {"TORCHDYNAMO_DISABLE": "1"} | scenario.env
-    shared = _shared_memory()
-    with Server(scenario.folder, log, *flags, config=config, env=env, forked=False) as server:
-        group = _processes(server)
-        answer_alone(server, traffic)
-        # SGLang's own start logs errors of connections that it tries too early.
-        began, started = time.monotonic(), len(server.log())
-        _load(server, traffic, scenario, num_requests, concurrency, group, result)
-        result.seconds = time.monotonic() - began
-        result.faults += _held(server)
-    result.faults += [f"the log has {line!r}" for line in _errors(server.log()[started:])]
-    if left := [p.pid for p in group if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-        result.faults.append(f"processes left: {left}")
+    result, shared, store = Result(scenario.name), _shared_memory(), log.with_suffix(".store")
+    if scenario.store is None:
+        with _start(scenario, log, None, result) as server:
+            answer_alone(server, traffic)
+            _serve(server, server, traffic, scenario, num_requests, concurrency, result)
+    else:
+        first, half = num_requests // 2, len(traffic.conversations) // 2
+        talks_of = (traffic.conversations[:half], traffic.conversations[half:])
+        with _start(scenario, log.with_suffix(".alone"), None, result) as alone:
+            answer_alone(alone, traffic)
+            for number, size in enumerate((first, num_requests - first)):
+                part = Traffic(traffic.prompts, talks_of[number], traffic.expected)
+                with _start(scenario, log, store, result) as server:
+                    _serve(server, alone, part, scenario, size, concurrency, result)
+        result.faults += store_faults(
+            store, scenario.store, result.counts, filled=num_requests >= _JUDGED
+        )
     if left := sorted(_shared_memory() - shared):
         result.faults.append(f"shared memory left: {left}")
     return result
 
 
-def _load(
+@contextlib.contextmanager
+def _start(scenario: Scenario, log: Path, store: Path | None, result: Result) -> Iterator[Server]:
+    """A server of the scenario; none of its processes may be left."""
+    storage = {} if store is None else {"storage": {"path": str(store), "size": scenario.store}}
+    config, env = scenario.config | storage, {"TORCHDYNAMO_DISABLE": "1"} | scenario.env
+    flags = (*_FLAGS, *scenario.flags)
+    with Server(scenario.folder, log, *flags, config=config, env=env, forked=False) as server:
+        group = _processes(server)
+        yield server
+    if left := [p.pid for p in group if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        result.faults.append(f"processes left: {left}")
+
+
+def _serve(
     server: Server,
+    alone: Server,
     traffic: Traffic,
     scenario: Scenario,
     num_requests: int,
     concurrency: int,
-    group: list[psutil.Process],
+    result: Result,
+) -> None:
+    """Send requests to a server, and look at what it holds and logged; ``alone`` judges them."""
+    # SGLang's own start logs errors of connections that it tries too early.
+    began, started = time.monotonic(), len(server.log())
+    _load(server, alone, traffic, scenario, num_requests, concurrency, result)
+    result.seconds += time.monotonic() - began
+    result.faults += _held(server)
+    if scenario.store is not None:
+        result.faults += count_pages(server, result.counts)
+    result.faults += [f"the log has {line!r}" for line in _errors(server.log()[started:])]
+
+
+def _load(
+    server: Server,
+    alone: Server,
+    traffic: Traffic,
+    scenario: Scenario,
+    num_requests: int,
+    concurrency: int,
     result: Result,
 ) -> None:
     """Two fifths of the requests, then the others; memory is read after each part."""
     first = max(len(traffic.conversations) * 2 // 5, 1)
     parts = (traffic.conversations[:first], traffic.conversations[first:])
     sizes = (num_requests * 2 // 5, num_requests - num_requests * 2 // 5)
-    memory = []
+    memory, group = [], _processes(server)
     for talks, size in zip(parts, sizes, strict=True):
         part = Traffic(traffic.prompts, talks, traffic.expected)
         outcome = send_all(server, part, scenario, size, concurrency)
         for name, number in outcome.counts.items():
             result.add(name, number)
         result.faults += outcome.errors
-        result.judge(outcome.differences, server)
+        result.judge(outcome.differences, alone)
         server.flush_cache()
         memory.append(sum(process.memory_info().rss for process in group))
     result.grown_bytes = memory[1] - memory[0]
@@ -170,9 +208,10 @@ def _print_row(result: Result) -> None:
         for name in ("equal", "tie", "rounding", "not compared", "wrong")
     )
     retracted, grown = counts.get("retracted", 0), result.grown_bytes / 2**20
+    loaded = f"{counts['loaded pages']} pages loaded; " if "loaded pages" in counts else ""
     print(
         f"{result.scenario:28s} {sent}; {ended}, {retracted} retracted; {verdicts}; "
-        f"{grown:+.0f} MiB; {len(result.faults)} faults",
+        f"{loaded}{grown:+.0f} MiB; {len(result.faults)} faults",
         flush=True,
     )
     for fault in result.faults[:5]:

@@ -55,6 +55,9 @@ class Scenario:
         whole: whether the budget holds every context. Only then has a request that was retracted
             the answer of one that was not: it computes anew what it had generated, as a prompt.
         longest: tokens of the longest prompt.
+        store: size of a store below host memory; None: there is none. A store has two servers, one
+            after the other: the second reads what the first left when it was killed. A third one,
+            without a store, gives the answers that theirs are compared with.
         lead: a token counts as equal if the best one led the second best by less than this, in
             logprob, when the request ran alone: sums of another order may choose either.
     """
@@ -67,6 +70,7 @@ class Scenario:
     part: float
     whole: bool = False
     longest: int = 3000
+    store: str | None = None
     lead: float = 1e-3
 
     @property
@@ -86,14 +90,14 @@ SCENARIOS = (
         flags=_CHUNKS,
         env=_RETRACT,
         whole=True,
-        part=0.18,
+        part=0.14,
     ),
     Scenario(
         name="sketch",
         model="llama",
         config=_SMALL,
         flags=_CHUNKS,
-        part=0.18,
+        part=0.12,
     ),
     Scenario(
         name="sketch, retractions",
@@ -107,7 +111,25 @@ SCENARIOS = (
         model="qwen2",
         config=_SMALL | {"algorithm": "quest", "prefetch": {"min_cosine": 0.5}},
         flags=_CHUNKS,
-        part=0.12,
+        part=0.10,
+    ),
+    Scenario(
+        name="whole context, store",
+        model="llama",
+        config=_WHOLE,
+        flags=_CHUNKS,
+        # The prompts of a soak take some 50 MiB, and here their answers are stored too.
+        store="16MiB",
+        whole=True,
+        part=0.04,
+    ),
+    Scenario(
+        name="sketch, store",
+        model="llama",
+        config=_SMALL,
+        flags=_CHUNKS,
+        store="16MiB",
+        part=0.08,
     ),
     Scenario(
         name="dipr",

@@ -1,0 +1,67 @@
+"""The tables of the index, and what is always true of them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hisparse.storage.record import BLOCK_BYTES, END_OF_TIME
+
+__all__ = ["DISAGREEMENT", "SCHEMA", "TABLES"]
+
+#: What tables there are: an index with others is made anew.
+TABLES: Final = "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"
+
+#: Damage that leaves no trace but another type is found when the database is checked.
+_INTEGERS: Final = " AND ".join(
+    f"typeof({name}) = 'integer'" for name in ("segment", "offset", "bytes", "used", "uses")
+)
+_BLOCKS: Final = f"offset % {BLOCK_BYTES} = 0 AND bytes % {BLOCK_BYTES} = 0"
+SCHEMA: Final = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE namespaces (
+    id INTEGER PRIMARY KEY, text TEXT NOT NULL UNIQUE, CHECK (typeof(text) = 'text')
+);
+CREATE TABLE segments (
+    id INTEGER PRIMARY KEY, bytes INTEGER NOT NULL, live INTEGER NOT NULL,
+    CHECK (typeof(bytes) = 'integer' AND bytes % {BLOCK_BYTES} = 0 AND typeof(live) = 'integer')
+);
+CREATE TABLE pages (
+    namespace INTEGER NOT NULL, key BLOB NOT NULL,
+    segment INTEGER NOT NULL, offset INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    written REAL NOT NULL, used INTEGER NOT NULL, uses INTEGER NOT NULL,
+    PRIMARY KEY (namespace, key),
+    CHECK (typeof(key) = 'blob' AND offset >= 0 AND bytes > 0 AND {_BLOCKS} AND {_INTEGERS}
+        AND used BETWEEN 0 AND {END_OF_TIME:.0f})
+) WITHOUT ROWID;
+CREATE INDEX pages_by_segment ON pages (segment, offset, bytes);
+CREATE TRIGGER added AFTER INSERT ON pages BEGIN
+    UPDATE segments SET live = live + new.bytes WHERE id = new.segment;
+END;
+CREATE TRIGGER removed AFTER DELETE ON pages BEGIN
+    UPDATE segments SET live = live - old.bytes WHERE id = old.segment;
+END;
+CREATE TRIGGER moved AFTER UPDATE OF segment ON pages BEGIN
+    UPDATE segments SET live = live - old.bytes WHERE id = old.segment;
+    UPDATE segments SET live = live + new.bytes WHERE id = new.segment;
+END;
+COMMIT;
+"""
+
+#: 1 where what is said of a segment and of its pages does not agree, or pages overlap. SQLite has
+#: no checksums: it does not find a flipped bit in a number. Reads one index in its order.
+DISAGREEMENT: Final = """
+WITH placed AS (
+    SELECT segment, offset, bytes,
+        lag(offset + bytes, 1, 0) OVER (PARTITION BY segment ORDER BY offset) AS free
+    FROM pages
+), found AS (
+    SELECT segment, sum(bytes) AS live, max(offset + bytes) AS stop, max(offset < free) AS overlap
+    FROM placed GROUP BY segment
+)
+SELECT EXISTS (
+    SELECT 1 FROM segments LEFT JOIN found ON id = segment
+    WHERE segments.live != coalesce(found.live, 0) OR segments.bytes < coalesce(stop, 0) OR overlap
+) OR EXISTS (
+    SELECT 1 FROM found WHERE segment NOT IN (SELECT id FROM segments)
+)
+"""

@@ -1,0 +1,174 @@
+"""Servers whose store is on a full disk or written by two at once, and whose weights change."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DenseTokens
+from harness import Answer, Server
+from plugins import make_plugin
+from test_storage import CACHED, DENSE, DOCUMENT, FLAGS, SPARSE, ask_and_store, start, wait_for
+from tiny_models import tiny_model
+from workload import NEW_TOKENS, PROMPTS, tokens
+
+from hisparse.storage import FileStore
+from tests.sizes import PART
+
+pytestmark = [
+    pytest.mark.sweeps,
+    pytest.mark.skipif(
+        PART not in ("faults", "sweeps"), reason="more servers: make test-all PART=faults"
+    ),
+]
+
+#: Files of the server end at 4 MiB while another file exists: a full disk, as the writer sees it.
+FULL = """
+    import os, resource
+
+    from hisparse.sglang.storage import file_storage
+
+    def install() -> None:
+        put = file_storage.FileStorage.batch_set
+
+        def limited(self, *args, **options):
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            size = 4 << 20 if os.path.exists(os.environ["FULL_WHILE"]) else hard
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+            return put(self, *args, **options)
+
+        file_storage.FileStorage.batch_set = limited
+"""
+
+
+#: Of a machine that runs two servers beside other work; the faults here are none of time.
+PATIENT = {"timeout_s": 60.0}
+
+
+def answers_of(server: Server, prompts: list[list[int]]) -> list[Answer]:
+    return [server.generate(prompt, 20) for prompt in prompts]
+
+
+def ids_of(answers: list[Answer]) -> list[list[int]]:
+    return [answer.ids for answer in answers]
+
+
+def test_a_full_disk(log_dir: Path, tmp_path: Path) -> None:
+    """What does not fit is computed; once there is space, it is stored."""
+    store, full = tmp_path / "store", tmp_path / "full"
+    prompts = [tokens(1500, seed=s) for s in range(90, 94)]
+    with start(log_dir, "reference", None, SPARSE) as server:
+        right = ids_of(answers_of(server, prompts))
+    plugin = make_plugin(tmp_path / "p", "full", "sglang.srt.plugins", "f = full:install", FULL)
+    options: dict[str, Any] = {"env": {"FULL_WHILE": str(full)}, "python_path": [plugin]}
+    options["storage"] = PATIENT
+    full.touch()
+    with start(log_dir, "full", store, SPARSE, **options) as server:
+        for _ in range(2):
+            assert ids_of(answers_of(server, prompts)) == right
+            wait_for(server, "storage_failed_offloads", 1)
+            server.flush_cache()
+        largest = max(path.stat().st_size for path in store.glob("segments/*.seg"))
+        assert largest <= 4 << 20, "the disk was not full"
+        full.unlink()
+        end = time.monotonic() + 60
+        while True:
+            answers = answers_of(server, prompts)
+            assert ids_of(answers) == right
+            if all(answer.cached == CACHED for answer in answers):
+                break
+            assert time.monotonic() < end, "pages are not stored once there is space"
+            server.flush_cache()
+        assert server.counted("storage_damaged_pages", "storage_errors") == (0, 0)
+    with start(log_dir, "after-full", store, SPARSE) as server:
+        answers = answers_of(server, prompts)
+        assert [(x.ids, x.cached) for x in answers] == [(ids, CACHED) for ids in right]
+
+
+def test_two_servers_that_write_the_same_prompts_at_once(
+    log_dir: Path, tmp_path: Path, dense_tokens: DenseTokens
+) -> None:
+    """With other settings and layouts; a third, dense one reads what both wrote."""
+    prompts, right = PROMPTS.prompts[2:7], dense_tokens("llama", PROMPTS)[2:7]
+    pages = sum(len(prompt) // 16 for prompt in prompts)
+    other = SPARSE | {"host_layout": "page_first"}
+    first = start(log_dir, "two-dense", tmp_path, DENSE | {"algorithm": "quest"}, storage=PATIENT)
+    with first, start(log_dir, "two-sparse", tmp_path, other, storage=PATIENT) as second:
+        with ThreadPoolExecutor(2) as pool:
+            dense, sparse = pool.map(
+                lambda server: server.generate_many(prompts, NEW_TOKENS), (first, second)
+            )
+        assert ids_of(dense) == right
+        for server in (first, second):
+            end = time.monotonic() + 60
+            names = ("storage_offloaded_pages", "storage_known_pages")
+            while sum(server.counted(*names)) < pages:
+                assert time.monotonic() < end, server.counted(*names)
+                time.sleep(0.1)
+            assert server.counted("storage_failed_offloads", "storage_errors") == (0, 0)
+        second.flush_cache()
+        assert ids_of(second.generate_many(prompts, NEW_TOKENS)) == ids_of(sparse)
+    with start(log_dir, "two-reader", tmp_path, DENSE) as server:
+        answers = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
+        assert ids_of(answers) == right
+        assert [x.cached for x in answers] == [(len(p) - 1) // 16 * 16 for p in prompts]
+        assert server.counted("storage_damaged_pages", "storage_failed_loads") == (0, 0)
+    with FileStore(tmp_path) as store:
+        report = store.verify()
+        assert report.damaged == () and report.pages >= pages
+
+
+def other_weights(folder: Path) -> Path:
+    """The tiny model with other keys and values."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny_model("llama"), folder)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    for name in [name for name in weights if "k_proj.weight" in name or "v_proj.weight" in name]:
+        weights[name] = weights[name].roll(1, dims=1).contiguous()
+    save_file(weights, file, {"format": "pt"})
+    return folder
+
+
+def update(server: Server, model: Path, **options: Any) -> None:
+    """SGLang's live update of the weights."""
+    reply = server._post("/update_weights_from_disk", {"model_path": str(model)} | options)
+    assert reply.json()["success"], reply.text
+
+
+def test_a_live_update_of_the_weights(log_dir: Path, tmp_path: Path) -> None:
+    """Pages of the old weights are not served to the new ones, and come back with the old ones."""
+    model, store = other_weights(tmp_path / "model"), tmp_path / "store"
+    with Server(model, log_dir / "new-weights.log", *FLAGS, config=SPARSE) as server:
+        right = server.generate(DOCUMENT, NEW_TOKENS).ids
+    with start(log_dir, "updated", store, SPARSE, storage=PATIENT) as server:
+        old = ask_and_store(server, DOCUMENT, 93)
+        assert old.ids != right
+        update(server, model)
+        new = server.generate(DOCUMENT, NEW_TOKENS)
+        assert (new.ids, new.cached) == (right, 0)
+        wait_for(server, "storage_offloaded_pages", 2 * 93)
+        server.flush_cache()
+        again = server.generate(DOCUMENT, NEW_TOKENS)
+        assert (again.ids, again.cached) == (right, CACHED)
+        update(server, tiny_model("llama"))
+        back = server.generate(DOCUMENT, NEW_TOKENS)
+        assert (back.ids, back.cached) == (old.ids, CACHED)
+        # Without a flush the store rests: nothing computed by a mixture is written or read.
+        update(server, model, flush_cache=False)
+        server.generate(tokens(400, seed=401), 1)
+        assert "/flush_cache" in server.log()
+        assert server.counted("storage_offloaded_pages") == (2 * 93,)
+        server.flush_cache()
+        after = server.generate(DOCUMENT, NEW_TOKENS)
+        assert (after.ids, after.cached) == (right, CACHED)
+    # A server that was started with the new weights shares their pages.
+    log, config = log_dir / "new-again.log", SPARSE | {"storage": {"path": str(store)}}
+    with Server(model, log, *FLAGS, config=config) as server:
+        fresh = server.generate(DOCUMENT, NEW_TOKENS)
+        assert (fresh.ids, fresh.cached) == (right, CACHED)

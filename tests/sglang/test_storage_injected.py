@@ -1,0 +1,90 @@
+"""SGLang's own injected failures and delays between a linker's threads and a file store, while its
+files are cut and flipped: a load gives the right bytes or fails, and is counted.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import test_storage_faults
+import torch
+from test_storage_faults import KEYS, OTHERS, PAGES, World
+
+from hisparse.config import StorageOptions
+from hisparse.sglang.storage import health
+from hisparse.sglang.storage.page_storage import unwrapped
+from hisparse.sglang.storage.setup import create_backend
+from tests.sizes import sized
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+_VARIABLE = "SGLANG_TEST_HICACHE_BACKEND_RANDOM_"
+_ROUNDS = sized(40, 1000)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    """A fifth of all calls fails, and a fourth takes longer than the limit."""
+    monkeypatch.setattr(test_storage_faults, "TIMEOUT_S", 0.015)
+    monkeypatch.setattr(health, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(health, "_MAX_PAUSE_S", 0.0)
+    monkeypatch.setenv(f"{_VARIABLE}FAILURE", "0.2")
+    monkeypatch.setenv(f"{_VARIABLE}DELAY", "0.02")
+    backend = create_backend(StorageOptions(path=str(tmp_path)), None, 0, 1)
+    assert unwrapped(backend) is not backend, "SGLang injects nothing"
+    made = World(backend, checksums=False)
+    yield made
+    made.writer.close()
+    made.loader.close()
+    made.storage.close()
+
+
+def _damage(rng: random.Random, folder: Path) -> None:
+    """Flip a bit of a segment, or cut one."""
+    files = sorted(folder.glob("segments/*.seg"))
+    sizes = {path: path.stat().st_size for path in files}
+    if not (full := [path for path in files if sizes[path]]):
+        return
+    path = rng.choice(full)
+    if rng.random() < 0.3:
+        os.truncate(path, rng.randrange(sizes[path]))
+        return
+    with path.open("r+b") as file:
+        at = rng.randrange(sizes[path])
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+
+
+def test_no_wrong_byte_and_a_counter_for_each_fault(world: World, tmp_path: Path) -> None:
+    rng, failed, loaded = random.Random(0), 0, 0
+    world.exact.set_exact(world.pages(PAGES))
+    wrong = torch.full((len(OTHERS), world.form.record_bytes), 7, dtype=torch.uint8)
+    for _ in range(_ROUNDS):
+        if rng.random() < 0.5:
+            _damage(rng, tmp_path)
+        if rng.random() < 0.7:
+            world.offload(KEYS, PAGES)
+        world.form.write(world.pages(OTHERS), wrong)
+        if world.load():
+            assert world.same()
+            loaded += 1
+        else:
+            failed += 1
+    assert world.count("failed_loads") == failed > 0
+    assert world.count("loaded_pages") == loaded * len(KEYS)
+    for name in ("failed_offloads", "lost_pages", "late_calls"):
+        assert world.count(name), name
+    # Once the faults end, all pages are stored again.
+    world.backend._failure_prob = world.backend._random_delay_limit = 0.0
+    world.common[3].timeout_s = 20.0
+    end = time.monotonic() + 60
+    while not (world.offload(KEYS, PAGES) and world.load()):
+        assert time.monotonic() < end, world.counters.totals()
+    assert world.same()
