@@ -33,7 +33,12 @@ def start(log_dir: Path, name: str, store: Path, config: dict[str, Any], **optio
     kind, flags = options.pop("kind", "llama"), options.pop("flags", ())
     storage = {"path": str(store), "swap_min_tokens": 0, "timeout_s": 60.0} | options
     log = log_dir / f"swap-{name}.log"
-    return Server(tiny_model(kind), log, *FLAGS, *flags, config=config | {"storage": storage})
+    # Two ranks on a CPU.
+    env = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
+    settings: dict[str, Any] = {"config": config | {"storage": storage}}
+    if "--tp-size" in flags:
+        settings["env"] = env
+    return Server(tiny_model(kind), log, *FLAGS, *flags, **settings)
 
 
 def retracted(server: Server) -> list[Answer]:
@@ -94,6 +99,8 @@ DSA = ROOMY | {
         ("fp8", "llama", DENSE | {"host_layout": "page_first"}, ("--kv-cache-dtype", "fp8_e4m3")),
         ("pages of 64", "llama", DENSE | {"host_layout": "layer_first"}, ("--page-size", "64")),
         ("chunks", "qwen2", DENSE, ("--chunked-prefill-size", "128")),
+        ("ranks", "llama", DENSE, ("--tp-size", "2")),
+        ("ranks of latents", "deepseek_v2", DENSE, ("--tp-size", "2")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
