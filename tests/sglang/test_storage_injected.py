@@ -83,7 +83,7 @@ def test_no_wrong_byte_and_a_counter_for_each_fault(world: World, tmp_path: Path
         assert world.count(name), name
     # Once the faults end, all pages are stored again.
     world.backend._failure_prob = world.backend._random_delay_limit = 0.0
-    world.common[3].timeout_s = 20.0
+    world.records.health.timeout_s = 20.0
     end = time.monotonic() + 60
     while not (world.offload(KEYS, PAGES) and world.load()):
         assert time.monotonic() < end, world.counters.totals()

@@ -54,6 +54,8 @@ class Server:
                 share_pages=lambda: (exact, LoadedNowhere()),
                 stored_entries=dict,
                 rebuilt_entries=dict,
+                # Another test of this process may have switched the hooks on.
+                on_pages_replaced=lambda slot: None,
             ),
             algorithm=Quest(),
             config=HiSparseConfig(),
