@@ -115,8 +115,19 @@ def _start(scenario: Scenario, log: Path, store: Path | None, result: Result) ->
     with Server(scenario.folder, log, *flags, config=config, env=env, forked=False) as server:
         group = _processes(server)
         yield server
-    if left := [p.pid for p in group if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+    # On a busy machine a killed process takes a moment to end.
+    end = time.monotonic() + 10
+    while (left := [p.pid for p in group if _runs(p)]) and time.monotonic() < end:
+        time.sleep(0.1)
+    if left:
         result.faults.append(f"processes left: {left}")
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _serve(

@@ -119,7 +119,7 @@ SCENARIOS = (
         config=_WHOLE,
         flags=_CHUNKS,
         # The prompts of a soak take some 50 MiB, and here their answers are stored too.
-        store="16MiB",
+        store="32MiB",
         whole=True,
         part=0.04,
     ),
@@ -128,7 +128,7 @@ SCENARIOS = (
         model="llama",
         config=_SMALL,
         flags=_CHUNKS,
-        store="16MiB",
+        store="32MiB",
         part=0.08,
     ),
     Scenario(
