@@ -41,11 +41,13 @@ class LoadedPages:
         self._has_pending = False
         self._chunks: list[PrefillChunk] = []
 
-    def add(self, pages: Tensor) -> None:
-        """Note that ``pages [P] int64`` were loaded."""
-        if self._build is not None:
-            self._pending[pages.numpy()] = True
-            self._has_pending = True
+    def add(self, pages: Tensor) -> int:
+        """Note that ``pages [P] int64`` were loaded; returns how many of them are built."""
+        if self._build is None or not len(pages):
+            return 0
+        self._pending[pages.numpy()] = True
+        self._has_pending = True
+        return len(pages)
 
     def drop(self, pages: Tensor) -> None:
         """Forget pages whose request will not run."""

@@ -244,9 +244,8 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             end = len(names) * self._format.pages_per_record
             unbuilt = self._representations.load(names, pages[:end], ready)
             unbuilt = torch.cat([unbuilt, pages[end:]])
-        self._loaded.add(unbuilt)
-        counters = self._records.counters
-        counters.add(built_pages=len(unbuilt) // self._format.pages_per_record)
+        built = self._loaded.add(unbuilt) // self._format.pages_per_record
+        self._records.counters.add(built_pages=built)
 
     def start_layer_wise_loading(self) -> int:
         """Nothing is left to load; the index stands for no batch."""

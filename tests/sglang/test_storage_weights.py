@@ -29,7 +29,8 @@ PAGES = [1, 2, 3, 4]
 class LoadedNowhere:
     """Stands for :class:`hisparse.engine.loaded.LoadedPages`."""
 
-    def add(self, pages: torch.Tensor) -> None: ...
+    def add(self, pages: torch.Tensor) -> int:
+        return 0
 
     def drop(self, pages: torch.Tensor) -> None: ...
 

@@ -68,7 +68,9 @@ class RepresentationFormat:
             shape = (len(each), len(pages), *each.shape[2:])
             width = each[:, 0].nbytes * self.pages_per_record
             by_record = data[:, offset : offset + width].view(len(data), len(each), -1)
-            entries = by_record.transpose(0, 1).contiguous().view(-1).view(each.dtype).view(shape)
+            # A copy, since the record may begin where the dtype does not.
+            copied = by_record.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            entries = copied.view(-1).view(each.dtype).view(shape)
             each[:, pages.to(each.device)] = entries.to(each.device)
             offset += width
         if any(each.is_cuda for each in self._entries):
