@@ -62,9 +62,12 @@ def ask_and_store(server: Server, prompt: list[int], pages: int) -> Answer:
 def test_a_second_server_with_other_settings_reads_what_a_sparse_one_wrote(
     log_dir: Path, tmp_path: Path, dense_tokens: DenseTokens
 ) -> None:
-    """The first is killed. Its second turn follows sparse steps: no page of it may be shared."""
-    prompt = PROMPT
-    with start(log_dir, "writer", tmp_path, SPARSE) as server:
+    """The first is killed. Its second turn follows sparse steps: no page of it may be shared.
+
+    Representations come from the store to the algorithm that wrote them, and are built for others.
+    """
+    prompt, stored = PROMPT, {"representations": "stored"}
+    with start(log_dir, "writer", tmp_path, SPARSE, storage=stored) as server:
         first = ask_and_store(server, prompt, 93)
         turns = prompt + first.ids + tokens(200, seed=9)
         second = server.generate(turns, NEW_TOKENS)
@@ -80,13 +83,15 @@ def test_a_second_server_with_other_settings_reads_what_a_sparse_one_wrote(
         assert answer.ids == dense_tokens("llama", PROMPTS)[5]
         assert answer.cached == CACHED
         assert server.counted("storage_loaded_pages", "storage_failed_loads") == (93, 0)
+        assert server.counted("storage_built_pages") == (93,)
         # Pages of the prompt are there, those of the sparse answer are not.
         server.flush_cache()
         exact = server.generate(turns, NEW_TOKENS)
         assert exact.cached == CACHED
-    with start(log_dir, "again", tmp_path, SPARSE) as server:
+    with start(log_dir, "again", tmp_path, SPARSE, storage=stored) as server:
         again = server.generate(prompt, NEW_TOKENS)
         assert (again.ids, again.cached) == (first.ids, CACHED)
+        assert server.counted("storage_loaded_pages", "storage_built_pages") == (93, 0)
 
 
 @sweeps
