@@ -61,7 +61,7 @@ def test_weights_of_8_bits() -> None:
     assert found(both) == found(params) != found(weights())
 
 
-def test_experts_count_row_by_row() -> None:
+def test_experts_count_one_by_one() -> None:
     experts = torch.randn(4, 8, 48)
     one = {"layers.3.mlp.experts.gate_up_proj": experts}
     apart = {f"model.layers.3.mlp.experts.{i}.up_proj.weight": x for i, x in enumerate(experts)}
@@ -79,6 +79,15 @@ def test_an_element_counts_and_so_does_its_place_in_a_row(name: str) -> None:
     changed = found(params)
     weight.view(-1)[:16] = weight.view(-1)[:16].flip(0)
     assert len({before, changed, found(params)}) == 3
+
+
+def test_rows_that_change_places_in_a_head_are_noticed() -> None:
+    """As in conversions that arrange the halves of rotary embeddings otherwise."""
+    params = weights()
+    before = found(params)
+    keys = params["model.layers.1.self_attn.k_proj.weight"]
+    params["model.layers.1.self_attn.k_proj.weight"] = keys.view(2, 8, 2, 48).transpose(1, 2).reshape(32, 48)
+    assert found(params) != before
 
 
 def test_layers_that_change_places_are_noticed() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -21,6 +21,8 @@ _ORIGIN: Final = {
 }  # fmt: skip
 #: The number of a layer in the name of a parameter, such as "model.layers.7.mlp.up_proj.weight".
 _LAYER: Final = re.compile(r"(?:^|\.)(\d+)\.")
+#: Rows of a block; heads and hidden sizes are multiples of it.
+_BLOCK_ROWS: Final = 16
 #: Vectors count in rows of so many elements, since a front end may join several to one.
 _VECTOR_ROW: Final = 16
 #: Elements of a tensor that are copied to the host at a time.
@@ -51,15 +53,15 @@ def fingerprint(settings: Mapping[str, object], weights: Iterable[tuple[str, obj
     """A fingerprint of a model's configuration and weights, the same in every front end.
 
     SGLang joins matrices that transformers keeps apart (queries, keys and values; gate and up) and
-    gives them other names. So the fingerprint of a layer is a sum over the rows of its parameters
-    (the last dimension), whatever their order. Rows of zeros do not count: SGLang pads
-    vocabularies with them.
+    gives them other names. So the fingerprint of a layer is a sum over blocks of 16 rows of its
+    parameters, whatever the blocks' order: matrices are joined between blocks. Rows of zeros at the
+    end of a block do not count: SGLang pads vocabularies with them.
 
     The function reads every element, since an edit may change a few rows of an embedding or one
-    expert alone. It does not see rows of one layer that change places with each other, in one
-    parameter or between parameters of the same dtype and width: so neither experts of a layer that
-    change places, nor a query matrix and an output matrix that do. What is in no layer, such as
-    embeddings, counts as one layer.
+    expert alone. It does not see whole blocks of one layer that change places with each other, in
+    one parameter or between parameters of the same dtype and width: so neither experts of a layer
+    that change places, nor a query matrix and an output matrix that do. What is in no layer, such
+    as embeddings, counts as one layer.
 
     A core does 5 to 14 GB a second of rows of a KiB and more (on an AMD EPYC); weights on a GPU are
     copied to the host first, which takes longer than that.
@@ -84,36 +86,38 @@ def fingerprint(settings: Mapping[str, object], weights: Iterable[tuple[str, obj
             sums[f"{name} {value.dtype} {list(value.shape)}"] += 1
             continue
         layer = _LAYER.search(name)
-        for rows in _rows(value.detach()):
-            kind = f"{layer[1] if layer else ''} {value.dtype} {rows.shape[1]}"
-            sums[kind] += _sum_of_rows(rows)
+        for elements, width, block in _blocks(value.detach()):
+            kind = f"{layer[1] if layer else ''} {value.dtype} {elements}"
+            sums[kind] += _checksum(block, width)
     totals = sorted((kind, total % 2**128) for kind, total in sums.items() if total)
     text = json.dumps([kept, totals], sort_keys=True, default=str)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def _rows(value: Tensor) -> Iterable[Tensor]:
-    """The elements of a tensor as contiguous ``[rows, width]`` on the host, in parts."""
-    if value.dim() > 1:
-        rows = value.flatten(0, -2)
-        step = max(1, _CHUNK // max(1, rows.shape[1]))
-        parts = list(rows.split(step))
-    else:
+def _blocks(value: Tensor) -> Iterator[tuple[int, int, memoryview]]:
+    """Blocks of rows of a tensor: their number of elements a row, bytes a row, and bytes."""
+    matrices: Iterable[Tensor] = (value,)
+    if value.dim() > 2:
+        matrices = value.reshape(-1, *value.shape[-2:])
+    elif value.dim() < 2:
         vector = value.reshape(-1)
         whole = len(vector) // _VECTOR_ROW * _VECTOR_ROW
-        parts = [*vector[:whole].view(-1, _VECTOR_ROW).split(_CHUNK // _VECTOR_ROW)]
-        parts.append(vector[None, whole:])
-    return (part.contiguous().cpu() for part in parts if part.numel())
+        # Each row is a matrix, since vectors are joined at fewer elements.
+        matrices = (*vector[:whole].view(-1, 1, _VECTOR_ROW), vector[None, whole:])
+    for matrix in matrices:
+        step = max(1, _CHUNK // max(1, matrix.shape[1]) // _BLOCK_ROWS) * _BLOCK_ROWS
+        for part in matrix.split(step):
+            if part.numel():
+                data = part.contiguous().cpu().view(torch.uint8).numpy().reshape(-1).data
+                width = len(data) // len(part)
+                for start in range(0, len(data), _BLOCK_ROWS * width):
+                    block = data[start : start + _BLOCK_ROWS * width]
+                    yield part.shape[1], width, block
 
 
-def _sum_of_rows(rows: Tensor) -> int:
-    """Sum of the checksums of ``rows [n, width]`` that are not zero."""
-    data = rows.view(torch.uint8).numpy().reshape(-1).data
-    size = len(data) // len(rows)
-    total, of_zeros = 0, xxhash.xxh3_128_intdigest(bytes(size))
-    checksum = xxhash.xxh3_128_intdigest
-    for start in range(0, len(data), size):
-        found = checksum(data[start : start + size])
-        if found != of_zeros:
-            total += found
-    return total
+def _checksum(block: memoryview, width: int) -> int:
+    """Checksum of rows of ``width`` bytes without the rows of zeros at their end; 0: no others."""
+    zeros = bytes(width)
+    while block and block[-width:] == zeros:
+        block = block[:-width]
+    return xxhash.xxh3_128_intdigest(block) if block else 0

@@ -29,7 +29,7 @@ class Representations:
         tensors: by name, ``[L, host pages, *shape]``, ``[L, request slots, *shape]`` or
             ``[L, *shape]``, depending on the owner.
         of_pages: those of them that belong to pages and are saved.
-        only_of_pages: whether these are all that prefill computes.
+        only_of_pages: whether these are all that is saved.
         indexes: the algorithm's host-memory indexes of each request.
     """
 
@@ -55,9 +55,7 @@ class Representations:
             for name, r in kinds.items()
         }
         self.of_pages = {n: self.tensors[n] for n, r in self._saved.items() if r.per == "page"}
-        self.only_of_pages = all(
-            kind.per == "layer" or (kind.per == "page" and kind.saved) for kind in kinds.values()
-        )
+        self.only_of_pages = len(self.of_pages) == len(self._saved)
         self._request_state = [self.tensors[n] for n, r in kinds.items() if r.per == "request"]
         self.indexes = RequestIndexes(num_layers, num_slots, index_bytes)
         self._begun: set[int] = set()

@@ -112,7 +112,8 @@ def around_release_req(
 ) -> bool:
     """Offer the pages of a retracted request to the storage, before SGLang frees them.
 
-    SGLang clears ``offload_kv`` for a request that does not come back.
+    SGLang clears ``offload_kv`` for a request that does not come back, or that it pauses while
+    weights change.
     """
     session = current_session()
     if session is not None and offload_kv:

@@ -132,8 +132,11 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         coordinator = self._session.coordinator
         assert coordinator is not None, "SGLang builds the attention backend before the cache"
         form = RepresentationFormat(coordinator.rebuilt_entries(), self._format.pages_per_record)
-        fits = 0 < form.record_bytes <= self._format.record_bytes
-        if options.representations == "built" or options.backend != "file" or not fits:
+        if options.representations == "built" or options.backend != "file":
+            return None
+        if not 0 < form.record_bytes <= self._format.record_bytes:
+            why = "larger than K and V" if form.record_bytes else "none that pages alone have"
+            logger.info("hisparse: storage: no representations are stored: there are %s", why)
             return None
         # Counters of a server are those of K and V.
         records = replace(self._records, form=form, counters=StorageCounters())
@@ -178,10 +181,10 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return
         slots = retracted.slots(self._session.req_to_token_pool.req_to_token)
         pages, ready = self._format.host_pages(slots), self.record_offload_ready()
-        self._swap.swap_out(request, retracted.hashes(), pages, ready)
-        if self._ranks.shared:
-            # No rank goes on and writes to the pages in their common pool until all have read them.
-            self._ranks.all_of(True)
+        kept = self._swap.swap_out(request, retracted.hashes(), pages, ready)
+        # Until all ranks have read them, none goes on and writes to the pages of a common pool.
+        if not self._ranks.all_of(kept):
+            self._swap.drop(request.rid)
 
     def _use_namespace(self) -> None:
         """Address the pages of the weights that the model has now."""

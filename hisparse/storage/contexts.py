@@ -34,7 +34,7 @@ _SCHEMA: Final = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS contexts (
     id INTEGER PRIMARY KEY, namespace BLOB NOT NULL, num_tokens INTEGER NOT NULL,
-    attributes TEXT NOT NULL, created REAL NOT NULL, first BLOB NOT NULL, last BLOB NOT NULL
+    attributes TEXT NOT NULL, created REAL NOT NULL, last BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS contexts_by_last ON contexts (last);
 CREATE TABLE IF NOT EXISTS pages (
@@ -139,15 +139,15 @@ class Contexts:
         text, raw = _attributes_text(attributes), [bytes.fromhex(key) for key in keys]
         if not raw:
             return None
-        values = [self._namespace.key_bytes, num_tokens, text, time.time(), raw[0], raw[-1]]
+        values = [self._namespace.key_bytes, num_tokens, text, time.time(), raw[-1]]
         with self._transaction() as database:
             rule = "last = ? AND attributes = ? AND namespace = ?"
             known = self._select(rule, [raw[-1], text, self._namespace.key_bytes])
             if known:
                 return known[0]
             number = database.execute(
-                "INSERT INTO contexts (namespace, num_tokens, attributes, created, first, last) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
+                "INSERT INTO contexts (namespace, num_tokens, attributes, created, last) "
+                "VALUES (?, ?, ?, ?, ?)",
                 values,
             ).lastrowid
             database.executemany("INSERT INTO pages VALUES (?, ?)", [(key, number) for key in raw])
@@ -183,35 +183,13 @@ class Contexts:
     def remove(self, number: int) -> bool:
         """Remove a context; its pages stay. Returns whether it was there."""
         with self._transaction() as database:
-            return self._remove(database, number)
-
-    def prune(self, is_stored: Callable[[str], bool]) -> int:
-        """Remove the contexts whose first page has left the store, since nothing finds them.
-
-        Args:
-            is_stored: whether the store has the page of a key.
-
-        Returns:
-            The number of contexts removed.
-        """
-        rows = self._read(
-            "SELECT first, id FROM contexts WHERE namespace = ?", [self._namespace.key_bytes]
-        )
-        lost = {first for first in {row[0] for row in rows} if not is_stored(first.hex())}
-        numbers = [number for first, number in rows if first in lost]
-        if not numbers or not self._writable:
-            return 0
-        with self._transaction() as database:
-            return sum(self._remove(database, number) for number in numbers)
+            database.execute("DELETE FROM pages WHERE context = ?", [number])
+            return bool(database.execute("DELETE FROM contexts WHERE id = ?", [number]).rowcount)
 
     def close(self) -> None:
         """Let go of the file."""
         with self._lock:
             self._database.close()
-
-    def _remove(self, database: sqlite3.Connection, number: int) -> bool:
-        database.execute("DELETE FROM pages WHERE context = ?", [number])
-        return bool(database.execute("DELETE FROM contexts WHERE id = ?", [number]).rowcount)
 
     def _select(self, rule: str, values: Sequence[object]) -> list[Context]:
         rows = self._read(

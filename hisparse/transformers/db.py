@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -18,12 +18,16 @@ from hisparse.transformers.build import read_config
 from hisparse.transformers.check_inputs import read_token_ids
 from hisparse.transformers.context_file import StoredRows
 from hisparse.transformers.fingerprint import model_fingerprint
+from hisparse.transformers.model_shape import text_config
 from hisparse.transformers.session import Session
 from hisparse.transformers.stored_pages import StoredPages
 from hisparse.types import KVSpec
 from hisparse.units import MemorySize
 
 __all__ = ["DB"]
+
+#: Rotary embeddings that transformers scales by the longest position of a forward.
+_LENGTH_DEPENDENT: Final = ("dynamic", "longrope")
 
 
 class DB:
@@ -72,15 +76,15 @@ class DB:
                 f"({settings.page_size})"
             )
         fingerprint = _fingerprint(model)
+        _check_positions(model)
         folder = Path(path).expanduser()
         num_bytes = size_in_bytes("size", size, folder)
-        self._cache = enable(model, settings, **sizes)
         self._store = FileStore(folder, num_bytes, policy=policy, ttl_s=ttl_s)
         try:
+            self._cache = enable(model, settings, **sizes)
             rows = self._cache.row_store
             self._pages = StoredPages(rows, self._store, settings, fingerprint, page_tokens)
             self._contexts = Contexts(folder, self._pages.namespace)
-            self._contexts.prune(lambda key: bool(self._pages.find([key])))
         except BaseException:
             self._store.close()
             raise
@@ -199,6 +203,17 @@ def _fingerprint(model: Any) -> str:
             "are found by the weights that computed them"
         )
     return found
+
+
+def _check_positions(model: Any) -> None:
+    """Require that a token's key depends on its own position alone."""
+    parameters = getattr(text_config(model), "rope_parameters", None) or {}
+    kind = parameters.get("rope_type")
+    if kind in _LENGTH_DEPENDENT:
+        raise ConfigError(
+            f"model: got rope_type {kind!r}, whose keys depend on the length of the whole prompt; "
+            "expected a model whose prefixes have the same keys in every prompt"
+        )
 
 
 def _read_layers(

@@ -68,8 +68,6 @@ def test_namespaces_and_instances(contexts: Contexts, tmp_path: Path) -> None:
     assert other.all() == [] and other.longest(KEYS, lambda a: True) == 0
     assert again.all() == [first] and again.add(KEYS, 320, {}) == first
     assert other.add(KEYS, 320, {}) not in (None, first)
-    assert other.prune(lambda key: False) == 1
-    assert again.prune(lambda key: key == KEYS[0]) == 0
     assert again.remove(first.id) and contexts.all() == []
     assert contexts.add([], 0, {}) is None
     for each in (other, again):
@@ -84,7 +82,6 @@ def test_a_folder_that_cannot_be_written(
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     reader = Contexts(tmp_path, NAMESPACE)
     assert reader.all() == [stored] and reader.longest(KEYS, lambda a: True) == 20
-    assert reader.prune(lambda key: False) == 0
     with pytest.raises(HiSparseError, match="attempt to write a readonly database"):
         reader.add(BRANCH, 272, {})
     reader.close()

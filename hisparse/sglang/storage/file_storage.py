@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -32,6 +33,7 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]
             given["path"], given["size_bytes"], policy=given["policy"], ttl_s=given["ttl_s"]
         )
         self._namespaces: dict[str, Namespace] = {}
+        self._lock, self._damaged = threading.Lock(), 0
 
     def use(self, namespace: Namespace) -> None:
         """Take keys of ``namespace`` from now on too."""
@@ -56,6 +58,12 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]
         buffers = [row.numpy().data[: namespace.page_bytes] for row in target_locations]
         found = self.store.get(namespace, pages, buffers)
         return [row if ok else None for row, ok in zip(target_locations, found, strict=True)]
+
+    def take_damaged(self) -> int:
+        """Records that were dropped because they are damaged, since the last call."""
+        with self._lock:
+            before, self._damaged = self._damaged, self.store.counters["damaged"]
+            return self._damaged - before
 
     def batch_set(
         self,

@@ -27,9 +27,13 @@ class PageLoader:
     Args:
         records: of the pages.
         threads: blocks of records that are read at a time.
+        otherwise: what happens to pages that could not be loaded, for the log.
     """
 
-    def __init__(self, records: Records, threads: int) -> None:
+    def __init__(
+        self, records: Records, threads: int, otherwise: str = "their request computes them"
+    ) -> None:
+        self._otherwise = otherwise
         self._storage = records.storage
         self._format = records.form
         self._staging = records.staging
@@ -81,8 +85,7 @@ class PageLoader:
             gate.close()
             self._counters.add(failed_loads=1)
             logger.warning(
-                "hisparse: storage: %d pages could not be loaded; their request computes them",
-                len(keys),
+                "hisparse: storage: %d pages could not be loaded; %s", len(keys), self._otherwise
             )
             return False
         took_ms = round(1000 * (time.monotonic() - began))
@@ -93,9 +96,11 @@ class PageLoader:
         self, keys: Sequence[str], pages: Tensor, ready: Sequence[Any], gate: Gate
     ) -> bool:
         """Read one block of records and, if all are whole, move them into the KV pool."""
-        block = None if gate.closed else self._staging.take(self._health.timeout_s)
-        if block is None:
+        if gate.closed:
             return False
+        block = self._staging.take(self._health.timeout_s)
+        if block is None:
+            raise TimeoutError("late calls hold all memory for records")
         try:
             rows = self._staging.rows(block, len(keys))
             found = self._storage.get(keys, rows)

@@ -145,10 +145,15 @@ class PageStorage:
         else:
             targets = [self._staging.data[row] for row in rows]
             found = [x is not None for x in self._backend.batch_get(keys, targets)]
-        return [
+        read = [
             self._is_whole(key, row) if ok else None
             for key, row, ok in zip(keys, rows, found, strict=True)
         ]
+        if None in read and hasattr(self._inner, "take_damaged"):
+            # The store drops what is damaged, and tells how many.
+            for _ in range(min(self._inner.take_damaged(), read.count(None))):
+                read[read.index(None)] = False
+        return read
 
     def put(self, keys: Sequence[str], rows: Sequence[int]) -> bool:
         """Store the records in rows; whether all of them are stored then."""

@@ -34,12 +34,18 @@ def reads_faster(records: Records, coordinator: SparseCoordinator) -> bool:
         records: of representations; calls take as long as the store takes.
         coordinator: of the engine.
     """
-    device, per_record = coordinator.manager.device.device, records.form.pages_per_record
-    count = min(records.staging.block_rows, (coordinator.manager.host.num_pages - 1) // per_record)
-    pages = torch.arange(1, count * per_record + 1)
+    device, form = coordinator.manager.device.device, records.form
+    held = (coordinator.manager.host.num_pages - 1) // form.pages_per_record
+    count = min(records.staging.block_rows, held)
+    pages = torch.arange(1, count * form.pages_per_record + 1)
+    data = torch.empty(count, form.record_bytes, dtype=torch.uint8)
+    form.read(pages, data)
     measuring = Workers(1, "hisparse-measure")
-    read = records.health.call(measuring, lambda: _read_s(records, pages, device))
+    # A call that is late goes on beside the server: it may touch the store and its block alone.
+    read = records.health.call(measuring, lambda: _get_s(records, data))
     measuring.close()
+    if read is not None:
+        read += _shortest_s(lambda: form.write(pages, data), device)
     build = _build_s(coordinator, pages)
     faster = read is not None and read < build
     logger.info(
@@ -56,7 +62,12 @@ def _build_s(coordinator: SparseCoordinator, pages: torch.Tensor) -> float:
     """Seconds to build the representations of ``pages [P] int64``, all layers."""
     manager, size = coordinator.manager, coordinator.policy.kv.page_size
     chunk = PrefillChunk(
-        slot=0, start=0, length=len(pages) * size, offset=0, host_pages=pages.int(), is_last=False
+        slot=0,
+        start=0,
+        length=len(pages) * size,
+        offset=0,
+        host_pages=pages.int().to(manager.device.device),
+        is_last=False,
     )
     slots = (pages[:, None] * size + torch.arange(size)).flatten()
 
@@ -66,28 +77,25 @@ def _build_s(coordinator: SparseCoordinator, pages: torch.Tensor) -> float:
     return _shortest_s(build, manager.device.device) * coordinator.policy.kv.num_layers
 
 
-def _read_s(records: Records, pages: torch.Tensor, device: torch.device) -> float | None:
-    """Seconds to read the representations of ``pages [P] int64``; None: the store refuses them."""
-    size = records.form.record_bytes
+def _get_s(records: Records, data: torch.Tensor) -> float | None:
+    """Seconds to read the records ``data [n, bytes]``; None: the store refuses them."""
     probe = Namespace(
         model="probe", kv_dtype="representations", page_size=1, rank=0, num_ranks=1,
-        part_bytes=(size,),
+        part_bytes=(records.form.record_bytes,),
     )  # fmt: skip
-    storage = records.storage.within(probe)
-    rows = records.staging.rows(0, len(pages) // records.form.pages_per_record)
+    storage, staging = records.storage.within(probe), records.staging
+    block = staging.take(0)
+    assert block is not None, "nothing else has begun yet"
+    rows = staging.rows(block, len(data))
     keys = storage.keys([secrets.token_hex(16) for _ in rows])
-    data = records.staging.data[rows.start : rows.stop, :size]
-    records.form.read(pages, data)
-    if not storage.put(keys, rows):
-        return None
-
-    def read() -> None:
-        storage.get(keys, rows)
-        records.form.write(pages, data)
-
-    seconds = _shortest_s(read, device)
-    storage.remove(keys)
-    return seconds
+    try:
+        staging.data[rows.start : rows.stop, : data.shape[1]] = data
+        if not storage.put(keys, rows):
+            return None
+        return _shortest_s(lambda: storage.get(keys, rows), torch.device("cpu"))
+    finally:
+        storage.remove(keys)
+        staging.give(block)
 
 
 def _shortest_s(task: Callable[[], Any], device: torch.device) -> float:

@@ -46,11 +46,6 @@ class RepresentationFormat:
         self.pages_per_record = pages_per_record
         self.record_bytes = pages_per_record * sum(x[:, 0].nbytes for x in self._entries)
 
-    @property
-    def part_bytes(self) -> tuple[int, ...]:
-        """Sizes of the parts of a record: there is one."""
-        return (self.record_bytes,)
-
     def read(self, pages: Tensor, out: Tensor) -> None:
         """Copy entries of ``pages [n * pages_per_record] int64`` to ``out [n, bytes] uint8``."""
         offset = 0

@@ -34,7 +34,7 @@ class StoredRepresentations:
     def __init__(self, records: Records, exact: ExactPages, max_pages: int) -> None:
         self._storage = records.storage
         self._per_record = records.form.pages_per_record
-        self._loader = PageLoader(records, 1)
+        self._loader = PageLoader(records, 1, "their representations are built")
         self.writer = PageWriter(records, exact, max_pages)
         self.record_bytes = records.form.record_bytes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import secrets
 import time
 import weakref
@@ -24,9 +25,9 @@ __all__ = ["RequestSwap"]
 
 logger = logging.getLogger("hisparse")
 
-#: Pages that a server could not remove, because it was killed, are removed by one that starts when
-#: they have not been used for so many seconds.
-_ABANDONED_S: Final = 86400.0
+#: Pages that a server could not remove, because it was killed, are removed by one that starts or
+#: swaps when they have not been used for so many seconds. It looks for them once in an hour.
+_ABANDONED_S, _CLEANING_S = 86400.0, 3600.0
 
 
 @dataclass(eq=False)
@@ -56,7 +57,7 @@ class RequestSwap:
     """
 
     def __init__(self, records: Records, exact: ExactPages, threads: int) -> None:
-        self._storage = storage = records.storage
+        self._storage = records.storage
         self._format = records.form
         self._staging = records.staging
         self._health = records.health
@@ -67,7 +68,8 @@ class RequestSwap:
         self._workers = Workers(1, "hisparse-swap")
         self._server, self._numbers = secrets.token_hex(16), itertools.count()
         self._out: dict[str, _Swapped] = {}
-        self._run_later(lambda: storage.remove_unused(_ABANDONED_S))
+        self._cleaned_at = -math.inf
+        self._clean()
 
     def swap_out(
         self, request: Any, hashes: Sequence[str], pages: Tensor, ready: Sequence[Any]
@@ -81,7 +83,8 @@ class RequestSwap:
                 call.
             ready: events after which no forward writes to the host pages.
         """
-        self._drop(request.rid)
+        self.drop(request.rid)
+        self._clean()
         if not self._health.is_usable(self._workers):
             self._counters.add(failed_swaps=1)
             return False
@@ -133,13 +136,19 @@ class RequestSwap:
             self._counters.add(swapped_in_pages=len(hashes))
         else:
             self._counters.add(failed_swaps=1)
-        self._drop(rid)
+        self.drop(rid)
         return landed
+
+    def drop(self, rid: str) -> None:
+        """Remove the pages of a request, if it has swapped some."""
+        swapped = self._out.pop(rid, None)
+        if swapped is not None:
+            self._remove(swapped)
 
     def reset(self) -> None:
         """Remove all pages."""
         for rid in list(self._out):
-            self._drop(rid)
+            self.drop(rid)
 
     def close(self) -> None:
         """Remove all pages, in at most the time limit of a call, and end the threads."""
@@ -163,6 +172,9 @@ class RequestSwap:
         limit_s = self._health.limit_s(len(keys) * self._format.record_bytes)
         end, calls = time.monotonic() + limit_s, []
         for first in range(0, len(keys), rows):
+            # Loads need blocks too, also while the store hangs.
+            if len(calls) > 1 and self._health.result(calls[-2], end, limit_s) is not True:
+                return False
             block = self._staging.take(max(0.0, end - time.monotonic()))
             if block is None:
                 return False
@@ -180,16 +192,17 @@ class RequestSwap:
         finally:
             self._staging.give(block)
 
-    def _drop(self, rid: str) -> None:
-        swapped = self._out.pop(rid, None)
-        if swapped is not None:
-            self._remove(swapped)
-
     def _end(self, rid: str, swapped: _Swapped) -> None:
         """Remove the pages of a request that is gone, unless they have left or changed hands."""
         # Any thread may collect the garbage.
         if self._out.get(rid) is swapped:
-            self._drop(rid)
+            self.drop(rid)
+
+    def _clean(self) -> None:
+        """Remove what killed servers have left, at most once in an hour."""
+        if time.monotonic() - self._cleaned_at > _CLEANING_S:
+            self._cleaned_at = time.monotonic()
+            self._run_later(lambda: self._storage.remove_unused(_ABANDONED_S))
 
     def _remove(self, swapped: _Swapped) -> None:
         keys = self._storage.keys(swapped.names)

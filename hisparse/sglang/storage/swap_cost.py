@@ -90,9 +90,11 @@ def _swap(storage: PageStorage, page_format: PageFormat, staging: Staging, rows:
     began = time.perf_counter()
     page_format.read(pages, staging.data[rows.start : rows.stop, : page_format.record_bytes])
     moved = time.perf_counter()
-    done = storage.put(keys, rows) and all(storage.get(keys, rows))
-    ended = time.perf_counter()
-    storage.remove(keys)
+    try:
+        done = storage.put(keys, rows) and all(storage.get(keys, rows))
+        ended = time.perf_counter()
+    finally:
+        storage.remove(keys)
     if not done:
         return math.inf
     # Moving pages into the pool takes as long as out of it, and would overwrite them.
