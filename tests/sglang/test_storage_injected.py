@@ -79,7 +79,7 @@ def test_no_wrong_byte_and_a_counter_for_each_fault(world: World, tmp_path: Path
             failed += 1
     assert world.count("failed_loads") == failed > 0
     assert world.count("loaded_pages") == loaded * len(KEYS)
-    for name in ("failed_offloads", "lost_pages", "late_calls"):
+    for name in ("failed_offloads", "damaged_pages", "late_calls"):
         assert world.count(name), name
     # Once the faults end, all pages are stored again.
     world.backend._failure_prob = world.backend._random_delay_limit = 0.0
