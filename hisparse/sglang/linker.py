@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch import Tensor
 from hisparse.cache.page_format import PageFormat
 from hisparse.config import StorageOptions
 from hisparse.sglang.session import errors_logged, require_session
-from hisparse.sglang.storage.counters import StorageCounters
 from hisparse.sglang.storage.health import StorageHealth
 from hisparse.sglang.storage.key import make_namespace, swap_namespace
 from hisparse.sglang.storage.load import PageLoader
@@ -32,11 +30,13 @@ from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, St
 from hisparse.sglang.storage.prefill_rate import PrefillRate
 from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.sglang.storage.records import Records
-from hisparse.sglang.storage.representation_cost import reads_faster
-from hisparse.sglang.storage.representations import RepresentationFormat, representation_namespace
+from hisparse.sglang.storage.representations import representation_namespace
 from hisparse.sglang.storage.retracted import RetractedPages
 from hisparse.sglang.storage.setup import create_backend, read_options
-from hisparse.sglang.storage.stored_representations import StoredRepresentations
+from hisparse.sglang.storage.stored_representations import (
+    StoredRepresentations,
+    make_stored_representations,
+)
 from hisparse.sglang.storage.swap import RequestSwap
 from hisparse.sglang.storage.swap_cost import SwapThreshold, measure_swap
 from hisparse.sglang.storage.threads import Workers
@@ -106,9 +106,9 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             health=health,
             counters=counters,
         )
-        self._max_waiting = int(num_pages * _MAX_WAITING)
+        max_waiting = int(num_pages * _MAX_WAITING)
         self._loader = PageLoader(self._records, options.threads)
-        self._writers = [PageWriter(self._records, self._exact, self._max_waiting)]
+        self._writers = [PageWriter(self._records, self._exact, max_waiting)]
         self._representations: StoredRepresentations | None = None
         self._use_namespace()
         logger.info(
@@ -121,31 +121,13 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             options.timeout_s,
             format_bytes(staging.data.nbytes),
         )
-        self._representations = self._make_representations(options)
+        self._representations = make_stored_representations(
+            self._session, options, self._records, self._namespace, self._exact, max_waiting
+        )
         if self._representations is not None:
             self._writers.append(self._representations.writer)
         self._swap = self._make_swap(options)
         self._session.swap_out = self._swap_out
-
-    def _make_representations(self, options: StorageOptions) -> StoredRepresentations | None:
-        """What keeps representations beside pages; None: they are built from loaded keys."""
-        coordinator = self._session.coordinator
-        assert coordinator is not None, "SGLang builds the attention backend before the cache"
-        form = RepresentationFormat(coordinator.rebuilt_entries(), self._format.pages_per_record)
-        if options.representations == "built" or options.backend != "file":
-            return None
-        if not 0 < form.record_bytes <= self._format.record_bytes:
-            why = "larger than K and V" if form.record_bytes else "none that pages alone have"
-            logger.info("hisparse: storage: no representations are stored: there are %s", why)
-            return None
-        # Counters of a server are those of K and V.
-        records = replace(self._records, form=form, counters=StorageCounters())
-        if options.representations == "auto" and not reads_faster(records, coordinator):
-            return None
-        records = records.within(
-            representation_namespace(self._namespace, self._session, form.record_bytes)
-        )
-        return StoredRepresentations(records, self._exact, self._max_waiting)
 
     def _make_swap(self, options: StorageOptions) -> RequestSwap | None:
         """What keeps pages of retracted requests; None: they are computed again."""

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from hisparse.cache.exact_pages import ExactPages
+from hisparse.config import StorageOptions
+from hisparse.sglang.storage.counters import StorageCounters
 from hisparse.sglang.storage.load import PageLoader
 from hisparse.sglang.storage.offload import PageWriter
 from hisparse.sglang.storage.records import Records
+from hisparse.sglang.storage.representation_cost import reads_faster
+from hisparse.sglang.storage.representations import RepresentationFormat, representation_namespace
 from hisparse.storage import Namespace
 
-__all__ = ["StoredRepresentations"]
+__all__ = ["StoredRepresentations", "make_stored_representations"]
+
+logger = logging.getLogger("hisparse")
 
 
 class StoredRepresentations:
@@ -62,3 +70,37 @@ class StoredRepresentations:
     def close(self) -> None:
         """End the threads that load."""
         self._loader.close()
+
+
+def make_stored_representations(
+    session: Any,
+    options: StorageOptions,
+    pages: Records,
+    namespace: Namespace,
+    exact: ExactPages,
+    max_pages: int,
+) -> StoredRepresentations | None:
+    """What keeps representations beside pages; None: they are built from the keys of pages.
+
+    Args:
+        session: this rank's session, before its first request.
+        options: of the storage.
+        pages: records of K and V.
+        namespace: of these.
+        exact, max_pages: as for :class:`StoredRepresentations`.
+    """
+    if options.representations == "built" or options.backend != "file":
+        return None
+    form = RepresentationFormat(
+        session.coordinator.rebuilt_entries(), pages.form.pages_per_record
+    )
+    if not 0 < form.record_bytes <= pages.form.record_bytes:
+        why = "larger than K and V" if form.record_bytes else "none that pages alone have"
+        logger.info("hisparse: storage: no representations are stored: there are %s", why)
+        return None
+    # The counters of a server are those of K and V.
+    records = replace(pages, form=form, counters=StorageCounters())
+    if options.representations == "auto" and not reads_faster(records, session.coordinator):
+        return None
+    own = representation_namespace(namespace, session, form.record_bytes)
+    return StoredRepresentations(records.within(own), exact, max_pages)
