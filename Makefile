@@ -63,7 +63,7 @@ test-sweeps: setup otel-tools
 	@$(python) -m tests.prepare
 	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m "sweeps or hypothesis" \
 		--ignore tests/server
-	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -m sweeps tests/server
+	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m sweeps tests/server
 
 test-isa: setup
 	@OMP_NUM_THREADS=2 $(python) -m tests.kernels.isa
@@ -93,7 +93,7 @@ test-faults: setup
 		tests/storage/test_lost_pages.py tests/storage/test_killed_writers.py \
 		tests/storage/test_damaged_extents.py tests/storage/test_eviction.py \
 		tests/sglang/test_storage_faults.py tests/sglang/test_storage_injected.py \
-		tests/server/test_served_storage_faults.py
+		tests/server/test_served_storage_faults.py tests/server/test_served_swap.py
 
 test-quality: setup
 	PART=quality $(python) -m pytest tests/eval/test_quality.py

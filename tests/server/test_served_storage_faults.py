@@ -19,12 +19,7 @@ from workload import NEW_TOKENS, PROMPTS, tokens
 from hisparse.storage import FileStore
 from tests.sizes import PART
 
-pytestmark = [
-    pytest.mark.sweeps,
-    pytest.mark.skipif(
-        PART not in ("faults", "sweeps"), reason="more servers: make test-all PART=faults"
-    ),
-]
+pytestmark = pytest.mark.skipif(PART != "faults", reason="servers: make test-all PART=faults")
 
 #: Files of the server end at 4 MiB while another file exists: a full disk, as the writer sees it.
 FULL = """

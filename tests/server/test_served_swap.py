@@ -14,12 +14,16 @@ from tiny_models import INDEX_TOP_K, tiny_model
 from workload import NEW_TOKENS, RETRACTED, tokens
 
 from hisparse.storage import FileStore
-from tests.sizes import SWEEPS
+from tests.sizes import PART
 
 pytestmark = [
     pytest.mark.sweeps,
-    pytest.mark.skipif(not SWEEPS, reason="more servers: make test-all PART=sweeps"),
+    pytest.mark.skipif(
+        PART not in ("faults", "sweeps"), reason="more servers: make test-all PART=sweeps"
+    ),
 ]
+#: CI, which runs the sweeps, has no time for every kind of page.
+faults = pytest.mark.skipif(PART != "faults", reason="more servers: make test-all PART=faults")
 
 #: The pool does not hold eight requests of 700 tokens, and SGLang admits more than fit.
 POOL = 4096
@@ -91,6 +95,7 @@ DSA = ROOMY | {
 }
 
 
+@faults
 @pytest.mark.parametrize(
     ("name", "kind", "config", "flags"),
     [
@@ -122,6 +127,7 @@ def test_all_that_a_page_holds_comes_back(
                 assert answer.ids == server.generate(prompt, RETRACTED.new_tokens).ids
 
 
+@faults
 def test_sparse_requests_are_swapped_with_what_they_are(log_dir: Path, tmp_path: Path) -> None:
     """Their pages come back, and do not enter what servers share."""
     with start(log_dir, "sparse", tmp_path, SPARSE) as server:
