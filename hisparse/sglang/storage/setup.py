@@ -122,7 +122,7 @@ def _file_options(options: StorageOptions) -> dict[str, Any]:
     try:
         path = Path(options.path).expanduser()
         size = size_in_bytes("storage: size", options.size, path)
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no such user.
+    except (OSError, RuntimeError) as error:  # RuntimeError: no such user.
         raise HiSparseError(
             f"storage: path: got {quoted(options.path)}: {one_line(error)}; expected a folder that "
             "can be made"
