@@ -62,6 +62,9 @@ SENSIBLE: dict[str, tuple[Any, ...]] = {
         {"path": "/x", "policy": "ttl", "ttl_s": 3600}, {"path": "/x", "ttl_s": 60},
         {"backend": "mooncake", "options": {"protocol": "tcp"}}, {"backend": "mooncake"},
         {"backend": "nixl", "path": "lru"}, {"backend": "hf3fs", "size": 4096}, {"size": "1GiB"},
+        {"path": "/x", "swap_min_tokens": 100, "representations": "built"},
+        {"path": "/x", "swap_min_tokens": None, "representations": "stored"},
+        {"backend": "mooncake", "representations": "stored"},
     ),
 }  # fmt: skip
 
