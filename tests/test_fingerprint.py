@@ -86,7 +86,9 @@ def test_rows_that_change_places_in_a_head_are_noticed() -> None:
     params = weights()
     before = found(params)
     keys = params["model.layers.1.self_attn.k_proj.weight"]
-    params["model.layers.1.self_attn.k_proj.weight"] = keys.view(2, 8, 2, 48).transpose(1, 2).reshape(32, 48)
+    params["model.layers.1.self_attn.k_proj.weight"] = (
+        keys.view(2, 8, 2, 48).transpose(1, 2).reshape(32, 48)
+    )
     assert found(params) != before
 
 

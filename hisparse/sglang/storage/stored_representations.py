@@ -91,9 +91,7 @@ def make_stored_representations(
     """
     if options.representations == "built" or options.backend != "file":
         return None
-    form = RepresentationFormat(
-        session.coordinator.rebuilt_entries(), pages.form.pages_per_record
-    )
+    form = RepresentationFormat(session.coordinator.rebuilt_entries(), pages.form.pages_per_record)
     if not 0 < form.record_bytes <= pages.form.record_bytes:
         why = "larger than K and V" if form.record_bytes else "none that pages alone have"
         logger.info("hisparse: storage: no representations are stored: there are %s", why)
