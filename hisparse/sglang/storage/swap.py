@@ -9,6 +9,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -170,7 +171,7 @@ class RequestSwap:
         """Copy pages out of the KV pool, and write them; whether all are stored, and in time."""
         keys, rows = self._storage.keys(names), self._staging.block_rows
         limit_s = self._health.limit_s(len(keys) * self._format.record_bytes)
-        end, calls = time.monotonic() + limit_s, []
+        end, calls = time.monotonic() + limit_s, list[Future[bool]]()
         for first in range(0, len(keys), rows):
             # Loads need blocks too, also while the store hangs.
             if len(calls) > 1 and self._health.result(calls[-2], end, limit_s) is not True:
