@@ -33,6 +33,7 @@ class Runner:
         sim = self.sim
         sizing = SimpleNamespace(request=SimpleNamespace(context_length=CONTEXT))
         self.session = SimpleNamespace(
+            prefill_rate=None,
             spec=sim.spec,
             sizing=sizing,
             coordinator=None,

@@ -57,6 +57,8 @@ class Server:
                 rebuilt_entries=dict,
                 # Another test of this process may have switched the hooks on.
                 on_pages_replaced=lambda slot: None,
+                on_request_begin=lambda slot: None,
+                on_request_end=lambda slot: None,
             ),
             algorithm=Quest(),
             config=HiSparseConfig(),

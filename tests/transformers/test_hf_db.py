@@ -168,14 +168,15 @@ def test_without_the_contexts_pages_are_still_found(net: Any, db: DB, tmp_path: 
         assert num_loaded(again, ASKED, lambda a: True) == 0
 
 
-def test_contexts_without_a_first_page_are_forgotten(net: Any, db: DB, tmp_path: Path) -> None:
+def test_contexts_outlive_their_pages(net: Any, db: DB, tmp_path: Path) -> None:
     compute(net, db, DOCUMENT)
     compute(net, db, OTHER)
     first = db._pages.keys(DOCUMENT.numpy())[:1]
     assert db._store.remove(db._pages.namespace, first) == 1
     assert num_loaded(db, ASKED) == 0
     with DB(tmp_path / "store", net, SMALL, **SIZES) as again:
-        assert [x.num_tokens for x in again.contexts()] == [48]
+        assert [x.num_tokens for x in again.contexts()] == [160, 48]
+        assert again.remove(again.contexts()[0]) and len(again.contexts()) == 1
 
 
 def flip(store: Path, page: int) -> None:
