@@ -85,17 +85,12 @@ class StorageOptions:
     def __post_init__(self) -> None:
         if self.backend == "file" and not self.path:
             raise ConfigError("path is not set; expected the folder of the store")
-        own = {"path": None, "size": None, "policy": "lru", "ttl_s": None}
+        own = {"path": None, "size": None, "policy": "lru", "ttl_s": None, "representations": "auto"}
         given = [name for name, default in own.items() if getattr(self, name) != default]
         if self.backend != "file" and given:
             raise ConfigError(
                 f"{given[0]} is set for backend {quoted(self.backend)}; expected it only "
                 'for "file", and options for others'
-            )
-        if self.backend != "file" and self.representations == "stored":
-            raise ConfigError(
-                f'representations is "stored" for backend {quoted(self.backend)}; expected "auto" '
-                'or "built": only "file" takes records of two sizes'
             )
         if self.backend == "file" and self.options:
             raise ConfigError(

@@ -71,8 +71,7 @@ def _storage_agrees(storage: dict[str, Any] | None) -> bool:
     policy, ttl_s = storage.get("policy", "lru"), storage.get("ttl_s")
     own = (storage.get("path"), storage.get("size"), ttl_s)
     if storage.get("backend", "file") != "file":
-        if storage.get("representations") == "stored":
-            return False
-        return own == (None, None, None) and policy == "lru"
+        kept = storage.get("representations", "auto")
+        return own == (None, None, None) and (policy, kept) == ("lru", "auto")
     ends = (policy == "ttl") == (ttl_s is not None)
     return ends and bool(storage.get("path")) and not storage.get("options")
