@@ -85,7 +85,8 @@ class StorageOptions:
     def __post_init__(self) -> None:
         if self.backend == "file" and not self.path:
             raise ConfigError("path is not set; expected the folder of the store")
-        own = {"path": None, "size": None, "policy": "lru", "ttl_s": None, "representations": "auto"}
+        own = {"path": None, "size": None, "policy": "lru", "ttl_s": None}
+        own |= {"representations": "auto"}
         given = [name for name, default in own.items() if getattr(self, name) != default]
         if self.backend != "file" and given:
             raise ConfigError(
