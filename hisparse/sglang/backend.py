@@ -67,8 +67,8 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         """Copy the page tables from SGLang's tables and begin the forward.
 
         Raises:
-            HiSparseError: the forward mode is none of EXTEND, DECODE and MIXED, or a failed request
-                cannot end.
+            HiSparseError: the forward mode is neither EXTEND nor DECODE, or a failed request cannot
+                end.
         """
         mode = forward_batch.forward_mode
         if mode.is_idle():
@@ -83,13 +83,12 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         if mode.is_decode():
             batch = self._decode_batch(forward_batch)
         elif mode.is_extend():
-            num_decoding = self._session.num_decoding if mode.is_mixed() else 0
-            batch = prefill = self._prefill_batch(forward_batch, num_decoding)
+            batch = prefill = self._prefill_batch(forward_batch)
             prompt_tokens = prefill.num_tokens
-            if num_decoding:
-                batch = self._with_decoding(prefill, forward_batch, num_decoding)
+            if self._session.num_decoding:
+                batch = self._with_decoding(prefill, forward_batch)
         else:
-            raise HiSparseError(f"forward mode: got {mode.name}, expected EXTEND, DECODE or MIXED")
+            raise HiSparseError(f"forward mode: got {mode.name}, expected EXTEND or DECODE")
         self._num_tokens = batch.num_tokens
         if self._prefill_rate is not None:
             self._prefill_rate.begin(prompt_tokens)
@@ -192,25 +191,25 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         )
 
     def _with_decoding(
-        self, prefill: PrefillBatch, forward_batch: Any, num_decoding: int
+        self, prefill: PrefillBatch, forward_batch: Any
     ) -> PrefillBatch | MixedBatch:
         """Chunks and the requests that decode with them; each of those has a chunk of one token.
 
         Requests that have all failed only wait for their end. They get zeros, as padding does.
         """
         requests = self._session.requests
-        if all(request in self._failed_requests for request in requests[-num_decoding:]):
+        first = len(requests) - self._session.num_decoding
+        if all(request in self._failed_requests for request in requests[first:]):
             return prefill
-        first = len(requests) - num_decoding
         decode = self._decode_batch(forward_batch, first, prefill.num_tokens)
         return MixedBatch(prefill=prefill, decode=decode)
 
-    def _prefill_batch(self, forward_batch: Any, num_decoding: int = 0) -> PrefillBatch:
-        """The chunks of a forward batch, without its last ``num_decoding`` requests."""
+    def _prefill_batch(self, forward_batch: Any) -> PrefillBatch:
+        """The chunks of a forward batch, without those of requests that decode."""
         chunks = []
         offset = 0
         slots = self._slots_cpu().tolist()
-        for row, slot in enumerate(slots[: len(slots) - num_decoding]):
+        for row, slot in enumerate(slots[: len(slots) - self._session.num_decoding]):
             start = int(forward_batch.extend_prefix_lens_cpu[row])
             length = int(forward_batch.extend_seq_lens_cpu[row])
             if length:

@@ -54,7 +54,13 @@ SPARSE = {
     "selection_scope": "kv_head",
 }
 POOL = 4096
-WHOLE = {"budget": POOL, "host_memory": "1GiB", "device_memory": "600MB", "staging_bytes": 65536}
+WHOLE = {
+    "budget": POOL,
+    "device_buffer_size": POOL,
+    "host_memory": "1GiB",
+    "device_memory": "600MB",
+    "staging_bytes": 65536,
+}
 #: Both event loops of SGLang's scheduler.
 LOOPS = pytest.mark.parametrize(
     "loop", [(), ("--disable-overlap-schedule",)], ids=["overlap", "no-overlap"], indirect=True
@@ -161,9 +167,7 @@ def test_an_abort_beside_chunks(whole: Server, dense_tokens: DenseTokens) -> Non
     expected = dense_tokens("llama", PROMPTS)
     whole.flush_cache()
     with ThreadPoolExecutor(1) as thread:
-        others = thread.submit(
-            whole.generate_many, PROMPTS.prompts[:6], NEW_TOKENS, delay_s=0.1
-        )
+        others = thread.submit(whole.generate_many, PROMPTS.prompts[:6], NEW_TOKENS, delay_s=0.1)
         got = whole.abort_after(PROMPTS.prompts[3], num_tokens=10, max_new_tokens=900)
         assert [a.ids for a in others.result()] == expected[:6]
     assert 10 <= len(got) < 900
@@ -189,8 +193,7 @@ def test_retracted_requests_start_over_and_end_the_same(
 #: Every selection and every resident byte is verified.
 CHECKED = {"host_memory": "1GiB", "device_memory": "600MB", "checked": True}
 LATENTS: dict[str, dict[str, Any]] = {
-    "deepseek_v2": CHECKED
-    | {"budget": 256, "device_buffer_size": 256, "max_row_capacity": 512},
+    "deepseek_v2": CHECKED | {"budget": 256, "device_buffer_size": 256, "max_row_capacity": 512},
     "deepseek_v32": CHECKED
     | {
         "algorithm": "dsa",
