@@ -1,4 +1,4 @@
-"""``--enable-mixed-chunk``: chunks of prompts and decode steps in one forward of the real server."""
+"""``--enable-mixed-chunk``: chunks of prompts and decode steps in one forward of a real server."""
 
 from __future__ import annotations
 
