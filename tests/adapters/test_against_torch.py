@@ -17,6 +17,7 @@ from torch.testing import assert_close
 
 from hisparse.adapters import ADAPTERS, TorchAdapter, choose_adapter
 from hisparse.errors import ConfigError
+from hisparse.types import AttentionRule
 from tests.adapters.cases import Case, cases
 
 ON_GPU = os.environ.get("HISPARSE_TEST_CUDA") == "1"
@@ -62,8 +63,8 @@ def libraries(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize(("name", "case"), PAIRS)
 def test_output_and_lse_are_those_of_torch(name: str, case: Case) -> None:
-    q, kv, table, lens, scale = case.arguments()
-    attended = ADAPTERS.get(name)().attend(q, kv, table, lens, scale)
+    q, kv, table, lens, rule = case.arguments()
+    attended = ADAPTERS.get(name)().attend(q, kv, table, lens, rule)
     assert attended.out.dtype in (torch.float32, q.dtype)
     assert attended.lse.dtype == torch.float32
     out, lse = (x.cpu() for x in attended)
@@ -86,9 +87,9 @@ def test_prefill(name: str, causal: bool) -> None:
     keys, device, dtype = 40 if causal else 70, ALL[0].device, torch.bfloat16
     q = torch.randn(40, 8, 64).to(device, dtype)
     k, v = torch.randn(2, keys, 2, 64).to(device, dtype)
-    out, lse = ADAPTERS.get(name)().attend_prefill(q, k, v, 0.2, causal=causal)
+    out, lse = ADAPTERS.get(name)().attend_prefill(q, k, v, AttentionRule(0.2), causal=causal)
     expected = TorchAdapter().attend_prefill(
-        *(x.cpu().float() for x in (q, k, v)), 0.2, causal=causal
+        *(x.cpu().float() for x in (q, k, v)), AttentionRule(0.2), causal=causal
     )
     assert_close(out.cpu().float(), expected.out, rtol=2e-2, atol=2e-2)
     assert_close(lse.cpu(), expected.lse, rtol=1e-2, atol=1e-2)

@@ -5,18 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hisparse.kernels import reference
 from hisparse.kernels.build.cpu import call_cpu
 from hisparse.kernels.reference.query import scaled_query
-from hisparse.types import StoredKV
+from hisparse.types import UNSCALED, AttentionRule, StoredKV
 
 __all__ = ["chunk_attention", "paged_attention"]
 
 
 def chunk_attention(
-    query: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float = 1.0
+    query: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    rule: AttentionRule = UNSCALED,
+    first_key: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.chunk_attention`."""
-    query = scaled_query(query, scale)
+    if rule.logit_cap or rule.window:
+        return reference.chunk_attention(query, k, v, causal, rule, first_key)
+    query = scaled_query(query, rule.scale)
     out = query.new_empty(*query.shape[:2], v.shape[-1])
     lse = query.new_empty(query.shape[:2])
     call_cpu("chunk_attention", query.contiguous(), k, v, causal, out, lse)
@@ -24,10 +32,16 @@ def chunk_attention(
 
 
 def paged_attention(
-    query: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, scale: float = 1.0
+    query: Tensor,
+    kv: StoredKV,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    rule: AttentionRule = UNSCALED,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.paged_attention`."""
-    query = scaled_query(query, scale)
+    if rule.logit_cap or rule.window:
+        return reference.paged_attention(query, kv, page_table, seq_lens, rule)
+    query = scaled_query(query, rule.scale)
     out = query.new_empty(*query.shape[:2], kv.v.shape[-1])
     lse = query.new_empty(query.shape[:2])
     # An empty tensor stands for None.
