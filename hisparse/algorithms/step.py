@@ -185,11 +185,6 @@ class DecodeStep:
     indexes: RequestIndexes | None = None
 
     @cached_property
-    @cached_property
-    def attention(self) -> AttentionRule:
-        """How layers without a window attend."""
-        return AttentionRule(self.scale, self.logit_cap)
-
     def forced_pages(self) -> Tensor:
         """``[B, max_pages] bool``, sinks and recent pages; see :class:`SelectionPolicy`."""
         return self.policy.forced_pages(self.num_pages, self.max_pages)

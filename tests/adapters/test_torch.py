@@ -32,7 +32,8 @@ def test_pages(lens: list[int], stored_heads: int) -> None:
         pages.masked_fill_(beyond[:, None, :, None], torch.nan)
     if table[1, 2] == -1:
         lens = [lens[0], min(lens[1], 16), lens[2]]
-    out, lse = ADAPTER.attend(q, PagedKV(k, v), table, torch.tensor(lens, dtype=torch.int32), AttentionRule(0.3))
+    seq_lens = torch.tensor(lens, dtype=torch.int32)
+    out, lse = ADAPTER.attend(q, PagedKV(k, v), table, seq_lens, AttentionRule(0.3))
     for row, length in enumerate(lens):
         pages = table[row].clamp(min=0).long()
         for head in range(4):
