@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hisparse.kernels.reference.logits import cap_logits
+from hisparse.kernels import cap_logits
 from hisparse.types import AttentionRule
 
 __all__ = ["attend_masked", "mask_all_but"]

@@ -137,8 +137,8 @@ class PageReader(Protocol):
         """Keys of the tail pages, ``[B, S, Hkv, D]``."""
         ...
 
-    def tail_lse(self, layer_id: int, query: Tensor) -> Tensor:
-        """Log-sum-exp of the tail pages' logits, ``[B, Hq] float32``."""
+    def tail_lse(self, layer_id: int, query: Tensor, logit_cap: float) -> Tensor:
+        """Log-sum-exp of the tail pages' capped logits, ``[B, Hq] float32``."""
         ...
 
     def tail_pages(self, layer_id: int) -> TailPages:
@@ -227,6 +227,8 @@ class DecodeStep:
     def tail_lse(self, layer_id: int, query: Tensor) -> Tensor:
         """Log-sum-exp of the logits of the first ``tail_lens`` tokens in the tail pages.
 
+        The logits are capped as in attention.
+
         Args:
             layer_id: layer number.
             query: ``[B, Hq, D] float32``, times the softmax scale.
@@ -234,7 +236,7 @@ class DecodeStep:
         Returns:
             ``[B, Hq] float32``.
         """
-        return self.pages.tail_lse(layer_id, query)
+        return self.pages.tail_lse(layer_id, query, self.policy.logit_cap)
 
     def tail_pages(self, layer_id: int) -> TailPages:
         """The tail pages in place, for kernels that read them."""

@@ -104,7 +104,8 @@ class Case:
 
     def __str__(self) -> str:
         kind = "mla" if self.latent else self.scope
-        return f"{kind}-page{self.size}-{str(self.dtype).split('.')[1]}"
+        rule = f"-cap{self.logit_cap:g}-window{self.window}" if self.window else ""
+        return f"{kind}-page{self.size}-{str(self.dtype).split('.')[1]}{rule}"
 
 
 def cases(**settings: Any) -> list[Case]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.kernels import reference
 from hisparse.kernels.build.cpu import call_cpu
 from hisparse.kernels.reference.query import scaled_query
 from hisparse.types import UNSCALED, AttentionRule, StoredKV
@@ -22,12 +21,11 @@ def chunk_attention(
     first_key: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.chunk_attention`."""
-    if rule.logit_cap or rule.window:
-        return reference.chunk_attention(query, k, v, causal, rule, first_key)
     query = scaled_query(query, rule.scale)
     out = query.new_empty(*query.shape[:2], v.shape[-1])
     lse = query.new_empty(query.shape[:2])
-    call_cpu("chunk_attention", query.contiguous(), k, v, causal, out, lse)
+    how = (rule.logit_cap, rule.window, first_key)
+    call_cpu("chunk_attention", query.contiguous(), k, v, causal, out, lse, *how)
     return out, lse
 
 
@@ -39,14 +37,11 @@ def paged_attention(
     rule: AttentionRule = UNSCALED,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.paged_attention`."""
-    if rule.logit_cap or rule.window:
-        return reference.paged_attention(query, kv, page_table, seq_lens, rule)
     query = scaled_query(query, rule.scale)
     out = query.new_empty(*query.shape[:2], kv.v.shape[-1])
     lse = query.new_empty(query.shape[:2])
     # An empty tensor stands for None.
     scales = query.new_empty(0, dtype=torch.uint8) if kv.scales is None else kv.scales
-    call_cpu(
-        "paged_attention", query.contiguous(), kv.k, kv.v, scales, page_table, seq_lens, out, lse
-    )
+    tensors = (query.contiguous(), kv.k, kv.v, scales, page_table, seq_lens, out, lse)
+    call_cpu("paged_attention", *tensors, rule.logit_cap, rule.window)
     return out, lse
