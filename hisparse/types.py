@@ -29,7 +29,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from hisparse.errors import HiSparseError
+
 __all__ = [
+    "UNSCALED",
+    "AttentionRule",
     "HostLayout",
     "IndexerInputs",
     "KVSpec",
@@ -119,6 +123,34 @@ class KVSpec:
         """H for a selection scope."""
         heads = {"layer": 1, "kv_head": self.num_kv_heads, "query_head": self.num_q_heads}
         return heads[scope]
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """How a layer attends: the softmax scale, a cap on logits, and a sliding window.
+
+    Attributes:
+        scale: softmax scale: a logit is ``scale`` times q.k.
+        logit_cap: logits are ``logit_cap * tanh(scale * q.k / logit_cap)``, as in Gemma 2
+            (https://arxiv.org/abs/2408.00118); 0: no cap.
+        window: a query attends itself and the ``window - 1`` tokens before it; 0: all before it.
+
+    Raises:
+        HiSparseError: the cap or the window is negative.
+    """
+
+    scale: float
+    logit_cap: float = 0.0
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        for name, got in (("logit_cap", self.logit_cap), ("window", self.window)):
+            if not got >= 0:
+                raise HiSparseError(f"attention rule: got {name} {got}, expected 0 (none) or more")
+
+
+#: Logits are q.k.
+UNSCALED = AttentionRule(1.0)
 
 
 class PagedKV(NamedTuple):

@@ -159,10 +159,10 @@ class DecodeAttention:
     def _attend_pages(self, layer_id: int, queries: Tensor, table: PageTable) -> Attended:
         """Attend ``queries [R, Q, D]`` over the device pages of each row."""
         kv = self._parts.manager.device.stored(layer_id)
-        adapter, scale = self._parts.adapter, self._parts.policy.scale
+        adapter, rule = self._parts.adapter, self._parts.policy.attention
         if kv.scales is not None:
-            return adapter.attend_fp8(queries, kv, *table, scale)
-        return adapter.attend(queries, kv.kv, *table, scale)
+            return adapter.attend_fp8(queries, kv, *table, rule)
+        return adapter.attend(queries, kv.kv, *table, rule)
 
     def _row_queries(self, q: Tensor) -> Tensor:
         """``[B, Hq, D]`` -> ``[R, Hq / H, D]``."""

@@ -223,18 +223,21 @@ class Prefill:
             positions: ``[T, K] int32``, positions that each query attends; None: all up to its own.
             next_tile: the tile that is read after the prefix.
         """
-        scale, adapter = self._policy.scale, self._parts.adapter
+        rule, adapter = self._policy.attention, self._parts.adapter
         if positions is None:
-            attended = adapter.attend_prefill(q, k, v, scale, causal=True)
+            attended = adapter.attend_prefill(q, k, v, rule, causal=True)
         else:
-            attended = adapter.attend_chosen(q, k, v, scale, positions - chunk.start)
+            attended = adapter.attend_chosen(q, k, v, rule, positions - chunk.start)
         tiles = self._tiles(layer_id, chunk, chunk.start)
         for tile, following in zip(tiles, [*tiles[1:], next_tile], strict=False):
             first, keys, values = self._read(tile, chunk.start, following)
             if positions is None:
-                part = adapter.attend_prefill(q, keys, values, scale, causal=False)
+                distance = first - chunk.start
+                part = adapter.attend_prefill(
+                    q, keys, values, rule, causal=False, first_key=distance
+                )
             else:
-                part = adapter.attend_chosen(q, keys, values, scale, positions - first)
+                part = adapter.attend_chosen(q, keys, values, rule, positions - first)
             attended = merge_attended(Attended(*part), attended)
         return attended.out
 

@@ -22,7 +22,7 @@ class StagedAttention:
 
     def __init__(self, parts: EngineParts) -> None:
         self._kv = parts.policy.kv
-        self._scale = parts.policy.scale
+        self._rule = parts.policy.attention
         self._manager = parts.manager
         self._adapter = parts.adapter
 
@@ -64,4 +64,4 @@ class StagedAttention:
         lens = lens.clamp(0, count * kv.page_size)
         num_bytes = count * kv.page_size * kv.token_bytes_per_layer
         self._manager.counters.add("staged_decode_bytes", num_bytes)
-        return self._adapter.attend(q, pages, table, lens, self._scale)
+        return self._adapter.attend(q, pages, table, lens, self._rule)

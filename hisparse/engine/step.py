@@ -16,7 +16,7 @@ from hisparse.cache import SparseKVCacheManager, StepRows
 from hisparse.engine.modes import ModeMasks
 from hisparse.engine.representations import Representations
 from hisparse.kernels import TailPages, paged_attention
-from hisparse.types import IndexerInputs, Selection
+from hisparse.types import UNSCALED, AttentionRule, IndexerInputs, Selection
 
 __all__ = [
     "AttentionMode",
@@ -154,12 +154,15 @@ class StepPages:
     def tail_keys(self, layer_id: int) -> Tensor:
         return self.manager.kv_io.read_tails(layer_id, self.rows).k.transpose(1, 2)
 
-    def tail_lse(self, layer_id: int, query: Tensor) -> Tensor:
+    def tail_lse(self, layer_id: int, query: Tensor, logit_cap: float) -> Tensor:
         rows, device = self.rows, self.manager.device
         # Attention over a table of one page. Its output is not wanted, but costs little.
         queries = query.view(rows.rows.shape[0], -1, query.shape[-1])
         tails = rows.tail_pages[layer_id][:, None]
-        _, lse = paged_attention(queries, device.stored(layer_id), tails, rows.tail_lens)
+        kv, rule = device.stored(layer_id), UNSCALED
+        if logit_cap:
+            rule = AttentionRule(1.0, logit_cap)
+        _, lse = paged_attention(queries, kv, tails, rows.tail_lens, rule=rule)
         return lse.view(query.shape[:2])
 
     def tail_pages(self, layer_id: int) -> TailPages:
