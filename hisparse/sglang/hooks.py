@@ -189,7 +189,7 @@ def around_init_new(
         # The forward batch cannot hold them: runners copy it and drop unknown fields.
         session.requests = batch.reqs
         # SGLang's runner calls a mixed forward EXTEND before it comes to the backend.
-        mixed = batch.forward_mode.is_mixed()
+        mixed = forward_batch.forward_mode.is_mixed()
         session.num_decoding = len(batch.decoding_reqs or ()) if mixed else 0
         session.slots_cpu = batch.req_pool_indices_cpu
         session.chunked_request_id = getattr(batch.chunked_req, "rid", None)
