@@ -35,7 +35,9 @@ MLA = KVSpec(
     latent=True,
     index_head_dim=128,
 )
-MODELS = {"GQA": LLAMA, "MLA": MLA}
+#: Gemma-2-9B's heads.
+GEMMA = replace(LLAMA, num_q_heads=16, num_kv_heads=8, head_dim=256, v_head_dim=256)
+MODELS = {"GQA": LLAMA, "MLA": MLA, "Gemma 2": GEMMA}
 CONTEXT = 131072
 #: Hi of DeepSeek-V3.2.
 INDEXER_HEADS = 64

@@ -235,7 +235,7 @@ def test_tiles_of_a_window_merge_to_the_whole(impl: str) -> None:
 @pytest.mark.parametrize("cap", [1.0, 30.0, 1e4])
 def test_a_cap_holds_for_logits_of_every_size(impl: str, cap: float) -> None:
     """From 1e-6 to 1e6, of both signs: the log-sum-exp of one token is its logit."""
-    size = torch.logspace(-6, 6, 97)
+    size = torch.logspace(-6, 6, 13 if INTERPRETED else 97)
     logits = torch.cat([-size, torch.zeros(1), size])
     rows = torch.arange(len(logits), dtype=torch.int32)
     kv = PagedKV(torch.ones(len(rows), 1, 1, 1), torch.ones(len(rows), 1, 1, 1))
