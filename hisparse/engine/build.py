@@ -279,6 +279,7 @@ def build(
     representations = Representations(
         kept_tensors(config, algorithm, policy),
         num_layers=num_layers,
+        layers=policy.kv.full_layers,
         host_pages=host.num_pages,
         num_slots=sizes.num_slots,
         device=device,
