@@ -23,7 +23,7 @@ Page indices, slots and page ids are int32; -1 marks an empty entry.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -106,6 +106,11 @@ class KVSpec:
     def full_layers(self) -> tuple[int, ...]:
         """The layers that attend the whole context: an algorithm selects for them alone."""
         return tuple(x for x in range(self.num_layers) if not self.window(x))
+
+    @property
+    def selecting(self) -> KVSpec:
+        """The shapes of the layers that attend the whole context, without those with a window."""
+        return replace(self, num_layers=len(self.full_layers), windows=())
 
     def window_pages(self, window: int) -> int:
         """The most full pages that a window reaches, the tail page not counted."""
