@@ -83,7 +83,7 @@ def test_windows_beside_other_settings(settings: dict[str, Any]) -> None:
 
 
 def test_sinks_take_their_share_in_every_mode() -> None:
-    for settings in ({"max_row": 40}, {}):
+    for settings in ({"max_row": 40, "device_buffer": 40}, {}):
         sim = Simulator(**_LAYERS, windows=(20, 0, 0, 33), min_sparse_context=1000, **settings)
         sim.sinks = torch.randn(4, sim.q_heads, generator=torch.Generator().manual_seed(5))
         _run(sim, {1: [50, 21], 2: [30]}, steps=10)
