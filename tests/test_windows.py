@@ -1,4 +1,4 @@
-"""Layers with a sliding window attend exactly their last tokens, whatever the other layers select."""
+"""Layers with a sliding window attend exactly their last tokens, whatever others select."""
 
 from __future__ import annotations
 
@@ -134,16 +134,13 @@ def test_layers_with_a_window_have_no_representations() -> None:
 def test_every_algorithm_selects_as_without_the_other_layers(algorithm: str) -> None:
     """Two layers among windows select what they select in a model of their own."""
     chosen = build_algorithm(HiSparseConfig(algorithm=algorithm))
-    windows, outs = (9, 0, 9, 0), []
-    many = Simulator(layers=4, windows=windows, algorithm=chosen)
+    many = Simulator(layers=4, windows=(9, 0, 9, 0), algorithm=chosen)
     few = Simulator(layers=2, algorithm=chosen)
-    for sim in (many, few):
-        request = sim.request(1, 150, seed=3)
-        if sim is few:
-            for name in ("q", "k", "v"):
-                setattr(request, name, getattr(of_many, name)[[1, 3]])
-        else:
-            of_many = request
+    a, b = (sim.request(1, 150, seed=3) for sim in (many, few))
+    for name in ("q", "k", "v"):
+        setattr(b, name, getattr(a, name)[[1, 3]])
+    outs = []
+    for sim, request in ((many, a), (few, b)):
         sim.prefill((request, 100))
         sim.prefill((request, 30))
         outs.append(torch.stack([sim.decode(request) for _ in range(20)]))

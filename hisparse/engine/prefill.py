@@ -59,19 +59,17 @@ class Prefill:
         outputs = []
         for chunk, next_tile in self._chunks_with_next_tile(layer_id, batch):
             tokens = slice(chunk.offset, chunk.offset + chunk.length)
-            chunk_q, chunk_k, chunk_v = q[tokens], k[tokens], v[tokens]
-            pages = self._page_aligned(layer_id, chunk, chunk_k, chunk_v)
+            new = q[tokens], k[tokens], v[tokens]
+            pages = self._page_aligned(layer_id, chunk, *new[1:])
             if self._policy.kv.window(layer_id):
-                attended = self._attend_window(layer_id, chunk, chunk_q, chunk_k, chunk_v, next_tile)
+                attended = self._attend_window(layer_id, chunk, *new, next_tile)
             else:
                 chunk_indexer = None if indexer is None else indexer.take(tokens)
-                step = self.summarize(layer_id, chunk, chunk_q, pages, chunk_indexer)
+                step = self.summarize(layer_id, chunk, new[0], pages, chunk_indexer)
                 algorithm = self._parts.algorithm
                 positions = call(algorithm.select_prefill, layer_id, layer_id, step)
                 check_positions(positions, algorithm, layer_id, chunk.length)
-                attended = self._attend(
-                    layer_id, chunk, chunk_q, chunk_k, chunk_v, positions, next_tile
-                )
+                attended = self._attend(layer_id, chunk, *new, positions, next_tile)
             if sinks is not None:
                 attended = add_sinks(attended, sinks)
             outputs.append(attended.out.to(q.dtype))

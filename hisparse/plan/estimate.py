@@ -41,8 +41,8 @@ ASSUMPTIONS: Final = (
     "beside attention of their group; those of the layer that selects do not.",
     "Steps are captured in CUDA graphs; with cuda_graph false, a step takes at least the host's "
     "time for its launches.",
-    "Layers with a sliding window attend its tokens alone, dense and with hisparse. They are on the "
-    "device.",
+    "Layers with a sliding window attend its tokens alone, dense and with hisparse; these are on "
+    "the device.",
     "Dense layers read the whole context over the link, if it is longer than device_buffer_size. "
     "Algorithms that select as many pages as they need attend device_buffer_size.",
 )

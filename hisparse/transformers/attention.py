@@ -20,6 +20,7 @@ IMPLEMENTATION = "hisparse"
 #: Attribute of a key tensor that holds its ``_KeyOrigin``.
 _TAG = "_hisparse_cache"
 
+
 class _AttendingCache(Protocol):
     """The part of ``HiSparseCache`` that the attention function calls."""
 

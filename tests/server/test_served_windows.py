@@ -46,7 +46,8 @@ def _of_torch_native(kind: str, log_dir: Path) -> list[list[int]]:
 def _of_transformers(kind: str, log_dir: Path) -> list[list[int]]:
     from transformers import AutoModelForCausalLM
 
-    net = AutoModelForCausalLM.from_pretrained(tiny_model(kind)).eval()
+    # PyTorch's own attention, which transformers takes by default, ignores caps.
+    net = AutoModelForCausalLM.from_pretrained(tiny_model(kind), attn_implementation="eager").eval()
     found = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])

@@ -22,6 +22,8 @@ FULL = {kind: (1,) for kind in KINDS} | {"mistral": (), "phi3": ()}
 @pytest.fixture(params=KINDS)
 def net(request: pytest.FixtureRequest) -> Iterator[Any]:
     made = model(request.param)
+    # PyTorch's own attention, which transformers takes by default, ignores caps.
+    made.set_attn_implementation("eager")
     made.kind = request.param
     yield made
     disable(made)
