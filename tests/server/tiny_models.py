@@ -96,7 +96,13 @@ INDEX_TOP_K = 64
 _SHAPES = {
     "mistral": _SHAPE | {"sliding_window": WINDOW},
     "phi3": _SHAPE | {"sliding_window": WINDOW, "pad_token_id": 0},
-    "gemma2": _GEMMA | {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 30.0},
+    "gemma2": _GEMMA
+    | {
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 30.0,
+        # SGLang reads this name, and real configurations have both.
+        "hidden_act": "gelu_pytorch_tanh",
+    },
     "gemma3": _GEMMA,
     "cohere2": _SHAPE | _WINDOWS | {"tie_word_embeddings": True, "logit_scale": 1.0},
     "gpt_oss": _SHAPE
@@ -134,7 +140,7 @@ KINDS = {
 _HEADS = {"gemma3": "Gemma3"}
 
 #: Counted up when the weights change, so that no old folder is taken.
-_VERSION = 4
+_VERSION = 5
 
 
 def _cache() -> Path:
