@@ -140,7 +140,7 @@ KINDS = {
 _HEADS = {"gemma3": "Gemma3"}
 
 #: Counted up when the weights change, so that no old folder is taken.
-_VERSION = 5
+_VERSION = 4
 
 
 def _cache() -> Path:
