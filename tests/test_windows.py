@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from hisparse.errors import ConfigError
 from hisparse.testing import Request, Simulator
 from hisparse.testing.delayed import DelayedStreams
 from hisparse.testing.replaying_simulator import ReplayingSimulator
+from hisparse.trace.reader import SelectionTrace
 from hisparse.types import KVSpec
 
 #: Tokens: below, at and above a page of 8, over several pages, and beyond every context below.
@@ -145,6 +147,20 @@ def test_every_algorithm_selects_as_without_the_other_layers(algorithm: str) -> 
         sim.prefill((request, 30))
         outs.append(torch.stack([sim.decode(request) for _ in range(20)]))
     assert torch.equal(outs[0][:, [1, 3]], outs[1])
+
+
+def test_a_trace_has_the_layers_that_select(tmp_path: Path) -> None:
+    file = tmp_path / "steps.trace"
+    sim = Simulator(layers=4, windows=(9, 0, 9, 0), extensions={"trace": {"path": str(file)}})
+    request = sim.request(1, 120, seed=1)
+    sim.prefill((request, 100))
+    for _ in range(10):
+        sim.decode(request)
+    (extension,) = sim.coordinator.extensions
+    extension.close()
+    with SelectionTrace(file) as trace:
+        assert trace.header.layers == (1, 3)
+        assert len(trace.visits.seq_lens) == 10
 
 
 def _spec(windows: tuple[int, ...]) -> KVSpec:

@@ -94,7 +94,7 @@ class SparseCoordinator:
         """
         algorithm, kept = self.algorithm, self.representations
         own = algorithm.query_window or algorithm.host_token_bytes(self.policy.kv)
-        if algorithm.indexer or own or not kept.only_of_pages:
+        if algorithm.indexer or own or not kept.only_of_pages or not self.policy.kv.full_layers:
             return {}
         return dict(kept.of_pages)
 
