@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -66,6 +66,14 @@ class SelectionPolicy:
     def attention(self) -> AttentionRule:
         """How layers without a window attend."""
         return AttentionRule(self.scale, self.logit_cap)
+
+    @cached_property
+    def rules(self) -> tuple[AttentionRule, ...]:
+        """How each layer attends, ``[L]``."""
+        return tuple(
+            replace(self.attention, window=self.kv.window(layer))
+            for layer in range(self.kv.num_layers)
+        )
 
     def forced_pages(self, num_pages: Tensor, width: int) -> Tensor:
         """Sink pages and recent pages, which every selection has, whatever their scores.

@@ -108,7 +108,7 @@ def _page_scores(query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
         ``[B, Hq, max_pages] float32``.
     """
     table = step.host_page_table[:, : step.max_pages].long()
-    page_bytes = step.representations[_CODES][0, 0].numel() * len(table)
+    page_bytes = step.representations[_CODES][layer_id, 0].numel() * len(table)
     blocks = table.split(max(1, _BLOCK // page_bytes), dim=1)
     return torch.cat([_block_scores(query, layer_id, block, step) for block in blocks], -1)
 
