@@ -71,7 +71,7 @@ class Setting:
     Attributes:
         algorithm: name; "custom" for one that has ``summarize`` and ``score`` alone.
         options: of the algorithm.
-        kind: of model, a key of ``MODELS``.
+        kind: of model, a key of ``MODELS`` or ``MORE_MODELS``.
         page_size: S, tokens.
         dtype: of keys, values and queries.
         fp8: whether keys and values are stored in eight bits.
