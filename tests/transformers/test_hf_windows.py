@@ -12,11 +12,19 @@ from transformers import DynamicCache
 from hisparse.errors import HiSparseError
 from hisparse.transformers import HiSparseCache, disable, enable
 from tests.server.tiny_models import LAYERS, WINDOW
+from tests.sizes import sized
 from tests.transformers.hf_models import ROOMY, SMALL, continuation, left_padded, model, prompt
 
-KINDS = ["mistral", "phi3", "gemma2", "gemma3", "cohere2", "gpt_oss"]
 #: Layers of the tiny models that attend the whole context.
-FULL = {kind: (1,) for kind in KINDS} | {"mistral": (), "phi3": ()}
+FULL = {
+    "mistral": (),
+    "phi3": (),
+    "gemma2": (1,),
+    "gemma3": (1,),
+    "cohere2": (1,),
+    "gpt_oss": (1,),
+}
+KINDS = sized(["mistral", "gemma2", "gemma3", "gpt_oss"], [*FULL])
 
 
 @pytest.fixture(params=KINDS)
