@@ -69,8 +69,8 @@ class DecodeAttention:
 
     def _attend(self, layer_id: int, q: Tensor, part: DecodePart, sinks: Tensor | None) -> Tensor:
         if part.mode == "staged":
-            attended = self._staged.attend(layer_id, q, part)
-        elif part.mode == "sparse":
+            return self._staged.attend(layer_id, q, part, sinks)
+        if part.mode == "sparse":
             attended = self._attend_sparse(layer_id, q, part)
         else:
             attended = self._attend_all(layer_id, q, part)

@@ -275,6 +275,8 @@ class Prefill:
             distance = first - chunk.start
             # The windows of later queries begin after the tile.
             count = min(distance + len(keys) + rule.window - 1, len(q))
+            if not count:
+                continue
             part = adapter.attend_prefill(
                 q[:count], keys, values, rule, causal=False, first_key=distance
             )

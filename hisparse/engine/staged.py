@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.adapters import Attended, merge_attended
+from hisparse.adapters import Attended, add_sinks, merge_attended
 from hisparse.cache import Tile
 from hisparse.engine.parts import EngineParts
 from hisparse.engine.step import DecodePart
@@ -26,10 +26,12 @@ class StagedAttention:
         self._manager = parts.manager
         self._adapter = parts.adapter
 
-    def attend(self, layer_id: int, q: Tensor, part: DecodePart) -> Attended:
-        """Attend ``q [B, Hq, D]`` over whole contexts: out ``[B, Hq, Dv] float32``."""
+    def attend(self, layer_id: int, q: Tensor, part: DecodePart, sinks: Tensor | None) -> Tensor:
+        """Attend ``q [B, Hq, D]`` over whole contexts -> ``[B, Hq, Dv] float32``.
+
+        ``sinks [Hq]``: see :meth:`SparseCoordinator.attention`.
+        """
         out = q.new_empty(*q.shape[:-1], self._kv.v_head_dim, dtype=torch.float32)
-        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
         seq_lens = part.view.seq_lens
         # Requests run one by one: the tiles, hence the order of summation, depend on one request.
         attended: Attended | None = None
@@ -40,8 +42,10 @@ class StagedAttention:
             new = self._attend_tile(q[request], tile, next_tile, lens)
             attended = new if attended is None else merge_attended(attended, new)
             if next_tile is None or next_tile.owner != tile.owner:
-                (out[request], lse[request]), attended = attended, None
-        return Attended(out, lse)
+                if sinks is not None:
+                    attended = add_sinks(attended, sinks)
+                out[request], attended = attended.out, None
+        return out
 
     def _tiles(self, layer_id: int, part: DecodePart) -> list[Tile]:
         """Tiles of all pages of all requests, including tail pages, request by request.

@@ -15,6 +15,8 @@ __all__ = ["BaseCache"]
 class BaseCache(Cache):  # type: ignore[misc]
     """A transformers cache without layers that supports greedy decoding and sampling only."""
 
+    _max_length: int
+
     def __init__(self) -> None:
         super().__init__(layers=[])
 
@@ -22,6 +24,17 @@ class BaseCache(Cache):  # type: ignore[misc]
     def is_croppable(self) -> bool:
         """False, which turns assisted generation off."""
         return False
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Maximum number of columns, ``max_length``."""
+        return self._max_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Number of columns after a forward of ``query_length`` columns, and the first index."""
+        return self.get_seq_length() + query_length, 0
+
+    def __exit__(self, *_: object) -> None:
+        self.reset()
 
     def activate_past_recording(self) -> NoReturn:
         """Rejected: assisted generation."""

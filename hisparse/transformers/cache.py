@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +128,7 @@ class HiSparseCache(BaseCache):
             CapacityError: the rows do not fit into ``max_length`` or ``max_tokens``.
         """
         policy = self._store.coordinator.policy
-        if rule.window >= self._max_length:
-            rule = replace(rule, window=0)
-        check_layer(layer_id, q, k, v, rule, policy, self._store.device)
+        check_layer(layer_id, q, k, v, rule, policy, self._store.device, self._max_length)
         if layer_id == 0:
             self._begin(q.shape[0], q.shape[2], mask)
         self._updated_layer = None
@@ -183,14 +180,6 @@ class HiSparseCache(BaseCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of columns, padding included."""
         return self._columns
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Maximum number of columns, ``max_length``."""
-        return self._max_length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Number of columns after a forward of ``query_length`` columns, and the first index."""
-        return self._columns + query_length, 0
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
@@ -397,9 +386,6 @@ class HiSparseCache(BaseCache):
 
     def __enter__(self) -> HiSparseCache:
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.reset()
 
     def __len__(self) -> int:
         """Number of layers."""
