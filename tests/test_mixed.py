@@ -33,6 +33,7 @@ SETTINGS = [
     pytest.param({"min_sparse_context": 1000, "max_row": 64}, id="staged"),
     pytest.param({"min_sparse_context": DENSE_BELOW}, id="dense-and-sparse"),
     pytest.param({"extensions": {"tail_estimate": True}}, id="tail-estimate"),
+    pytest.param({"layers": 4, "windows": (20, 0, 9, 33)}, id="windows"),
     pytest.param(REUSE | PREFETCH | TIGHT, id="prefetch-reuse"),
     pytest.param(
         {"scope": "layer", "kv_heads": 1, "head_dim": 24, "latent_rank": 16}, id="latents"
