@@ -43,6 +43,7 @@ SETTINGS = [
         id="dsa",
     ),
 ]
+WINDOWS = pytest.param({"layers": 4, "windows": (20, 0, 9, 33)}, id="windows")
 
 
 class Apart(Simulator):
@@ -70,7 +71,7 @@ def play(sim: Simulator) -> list[torch.Tensor]:
     return outs + [sim.decode(again, three, two) for _ in range(5)]
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", [*SETTINGS, WINDOWS])
 def test_outputs_and_counters_are_those_of_two_forwards(settings: dict[str, Any]) -> None:
     apart, sim = Apart(**settings), Simulator(**settings)
     assert_equal(play(sim), play(apart))
