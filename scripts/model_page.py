@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["make_page", "outcome"]
@@ -12,37 +12,41 @@ _OWN = "hisparse: error: "
 _INTRO = """\
 # Models
 
-After this page you know which model families hisparse serves from SGLang, and what it says of the others. `make test-all
-PART=models` serves them all; the page is generated from its result, so do not edit it.
+After this page you know which model families hisparse serves from SGLang, and what it says of the
+others. `make test-all PART=models` serves all of them. The page is made from the newest result of
+`scripts/model_table.py` in `bench/results/`; do not edit it.
 
-Each family of the table is a tiny model with random weights, in float32 on a CPU. SGLang's `torch_native` and hisparse
-answer the same three prompts at once, with a budget beyond their lengths. The prompts are prefilled in chunks and share a prefix
-that hisparse has in the radix cache. *Equal* counts the prompts for which all tokens are the same. Then hisparse answers three
-prompts of {long} tokens with a budget of {budget}; *sparse* says whether every log-probability was finite. A random model shows that the
-code serves a family, not how well sparse attention suits its real weights: [quality.md](quality.md) has that.
+Each family is a tiny model with random weights, in float32 on a CPU. SGLang's `torch_native` and
+hisparse answer the same three prompts at once, with a budget beyond their lengths. hisparse
+prefills them in chunks and has their common prefix in the radix cache. *Equal* counts the prompts
+with the same tokens. Then hisparse answers three prompts of {long_prompts} tokens with a budget of
+{budget}; *sparse* says whether all log-probabilities were finite. A random model shows that the
+code serves a family, not how well sparse attention suits its real weights: [quality.md](quality.md)
+has that for a few models.
 
-`{served}` of {count} families are served, {refused} are refused with one line before their weights load, and SGLang itself does not start
-{broken} on a CPU."""
+{served} of {count} families are served, {refused} are refused with one line, and {broken} do not
+start on a CPU with SGLang alone. `torch_native` does not serve models with latent attention (MLA):
+tests compare those of DeepSeek with Hugging Face ([deepseek.md](deepseek.md))."""
 
 _END = """\
 ## What decides
 
-hisparse serves models with causal MHA, GQA or MLA in every layer, with the same number and width of heads in all layers. It reads
-that from the layers that SGLang has built, so a model that is not in the table is served if its layers are. Models that SGLang has no
-code for run with the code of transformers (`--model-impl transformers`, or by themselves); the table marks them *fallback*.
-
-Refused are {refusals}. [troubleshooting.md](troubleshooting.md) lists the messages.
+hisparse serves models whose layers attend causally with MHA, GQA or MLA, with heads of the same
+number and width in all layers. It reads that from the layers that SGLang has built, so a model that
+is not in the table is served if its layers are. Models for which SGLang has no code of its own run
+with the code of transformers (`--model-impl transformers`); the table marks them *fallback*.
+[troubleshooting.md](troubleshooting.md) explains each message.
 
 ## Equal in which dtype
 
-In float32 and float16 hisparse gives the tokens of `torch_native` wherever attention is dense. In bfloat16 it does not: both round
-sums in their own order, and after some tokens a near tie falls to the other side. [how-it-works.md](how-it-works.md#bfloat16) has
-measured figures.
+In float32 and float16 hisparse gives the tokens of `torch_native` wherever attention is dense. In
+bfloat16 the two part after some tokens: [how-it-works.md](how-it-works.md#tokens-in-bfloat16) has
+the figures.
 
 ## Add a family
 
-A family is one line of `scripts/model_families.py`: its name, the class of its configuration in transformers, and what differs from
-the common shape.
+A family is one entry of `scripts/model_families.py`: its name, the class of its configuration in
+transformers, and what differs from the common shape.
 
 ```bash
 python -m scripts.model_table build/models.json "My family"
@@ -61,13 +65,13 @@ def outcome(row: Mapping[str, Any]) -> str:
     return "SGLang's error" if dense != "served" else f"fails: {found}"
 
 
-def make_page(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The whole page, as Markdown."""
+def make_page(result: Mapping[str, Any]) -> str:
+    """The whole page, as Markdown, from what ``scripts/model_table.py`` has written."""
+    rows = result["families"]
     served = [row for row in rows if row["hisparse"] == "served"]
     refused = [row for row in rows if outcome(row).startswith("refused")]
     head = _INTRO.format(
-        long=800,
-        budget=384,
+        **result["params"],
         served=len(served),
         count=len(rows),
         refused=len(refused),

@@ -4,9 +4,10 @@
 ``scripts/model_families.py``, or those named. For each it starts SGLang's ``torch_native`` and
 hisparse, in float32 on a CPU, with the same weights:
 
-- three prompts at once with a budget beyond their lengths: the tokens of both have to be equal. The
-  prompts are prefilled in chunks and share a prefix, which the radix cache of hisparse holds.
-- three prompts longer than the budget, on hisparse: every log-probability has to be finite.
+- three prompts at once with a budget beyond their lengths: the tokens of both have to be equal.
+  hisparse prefills them in chunks, and has their common prefix in the radix cache.
+- three prompts longer than the budget, on hisparse: every log-probability has to be finite, and so
+  have those of the shorter ones.
 
 OUT.json is written after each family. The next run goes on behind the last one, and repeats the
 families that are named. It exits with 1 if a family differs, or ends in another way than its line
@@ -47,9 +48,14 @@ _PREFIX, _NEW_TOKENS = 64, 24
 _LENGTHS, _LONG = (37, 120, 250), 800
 _FLAGS = (
     "--device", "cpu", "--dtype", "float32", "--load-format", "dummy", "--skip-tokenizer-init",
-    "--skip-server-warmup", "--sleep-on-idle", "--chunked-prefill-size", str(_CHUNK),
-    "--max-total-tokens", "6144", "--max-running-requests", "4",
+    "--skip-server-warmup", "--sleep-on-idle", "--max-total-tokens", "6144",
+    "--max-running-requests", "4",
 )  # fmt: skip
+#: ``torch_native`` is the reference: it computes each prompt at once.
+_OF_BACKEND = {
+    "torch_native": ("--disable-radix-cache", "--chunked-prefill-size", "4096"),
+    "hisparse": ("--chunked-prefill-size", str(_CHUNK)),
+}
 _SETTINGS = {"budget": _BUDGET, "host_memory": "1GiB", "device_memory": "512MiB"}
 
 
@@ -93,7 +99,7 @@ class Table:
     ) -> tuple[dict[str, Any] | None, str]:
         """Answers to the prompts, or the line with which the server ended."""
         log = model / f"{backend}.log"
-        flags = [*_FLAGS, *family.flags, "--attention-backend", backend]
+        flags = [*_FLAGS, *_OF_BACKEND[backend], *family.flags, "--attention-backend", backend]
         if backend == "hisparse":
             flags += ["--hisparse-config", json.dumps(_SETTINGS | dict(family.hisparse))]
         server = ServerProcess(str(model), log, flags, self.forks, self._path)
@@ -102,7 +108,7 @@ class Table:
                 server.start(self._env)
                 return _ask(server, sparse=backend == "hisparse"), ""
         except (HiSparseError, OSError, requests.RequestException) as error:
-            return None, _reason(log.read_text(errors="replace")) or str(error).splitlines()[0]
+            return None, _reason(log.read_text(errors="replace")) or type(error).__name__
 
 
 def _ask(server: ServerProcess, *, sparse: bool) -> dict[str, Any]:
@@ -116,17 +122,18 @@ def _ask(server: ServerProcess, *, sparse: bool) -> dict[str, Any]:
 
 def _compare(found: Mapping[str, Any], dense: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
     """Facts of a served family."""
-    short, logprobs = found["short"], list(_logprobs(found["long"]))
+    short = found["short"]
+    logprobs = [*_logprobs(short), *_logprobs(found["long"])]
     facts: dict[str, Any] = {
         "cached_tokens": max(answer["meta_info"]["cached_tokens"] for answer in short),
         "distinct_tokens": len({token for answer in short for token in answer["output_ids"]}),
-        "finite": bool(logprobs) and all(map(math.isfinite, logprobs)),
+        "finite": all(map(math.isfinite, logprobs)),
     }
     if dense is not None:
         pairs = zip(short, dense, strict=True)
         facts["equal"] = sum(a["output_ids"] == b["output_ids"] for a, b in pairs)
-        pairs = zip(_logprobs(short), _logprobs(dense), strict=True)
-        facts["logprob_difference"] = round(max(abs(a - b) for a, b in pairs), 7)
+        differences = [abs(a - b) for a, b in zip(_logprobs(short), _logprobs(dense), strict=True)]
+        facts["logprob_difference"] = max(differences) if facts["finite"] else None
     return facts
 
 
@@ -142,8 +149,10 @@ def _reason(log: str) -> str:
     own = re.findall(r"hisparse: error: .*", log)
     if own:
         return str(own[0])
-    errors = re.findall(r"^(?:\[.*?\] )?([\w.]*(?:Error|Exception|Unavailable): .*)", log, re.MULTILINE)
-    return re.sub(r"0x[0-9a-f]+", "0x…", errors[0])[:200].strip() if errors else ""
+    lines = re.findall(r"^(?:\[.*?\] )?([\w.]*(?:Error|Exception)(?:: .*)?)$", log, re.MULTILINE)
+    # The processes of a server that ends lose each other.
+    errors = [line for line in lines if "Connection" not in line.partition(":")[0]]
+    return re.sub(r"0x[0-9a-f]+", "0x…", errors[0])[:160].strip() if errors else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -165,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if table is not None:
             table.forks.stop()
     if options.page:
-        options.page.write_text(make_page(list(rows.values())), encoding="utf-8")
+        options.page.write_text(make_page(json.loads(options.out.read_text())), encoding="utf-8")
     return _judge([rows[f.name] for f in wanted], known)
 
 
@@ -201,6 +210,7 @@ def _write(path: Path, rows: Mapping[str, Mapping[str, Any]]) -> None:
         "machine": provenance.machine(),
         "versions": provenance.versions(),
         "commit": provenance.commit(),
+        "params": {"budget": _BUDGET, "long_prompts": _LONG},
         "families": ordered,
     }
     path.parent.mkdir(parents=True, exist_ok=True)

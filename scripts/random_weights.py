@@ -25,14 +25,15 @@ def fill(model: torch.nn.Module, *_: Any, **__: Any) -> None:
         if not weight.is_floating_point():
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        if weight.ndim > 1:
-            embeds = "embed" in name or "wte" in name
-            width = 1.0 if embeds else (1.5 if "qkv" not in name else 2.0) / weight.shape[-1] ** 0.5
-        elif "norm" in name or ".ln_" in name:
-            continue  # SGLang has set it to the identity.
-        else:
-            width = 0.3
-        weight.copy_(torch.randn(weight.shape, generator=generator) * width)
+        mean, width = 0.0, 0.3
+        if weight.ndim > 1 and ("embed" in name or "wte" in name):
+            # Small enough that a model which ends with its embeddings does not repeat its input.
+            width = 0.1
+        elif weight.ndim > 1:
+            width = (2.0 if "qkv" in name else 1.5) / weight.shape[-1] ** 0.5
+        elif name.endswith("weight") and ("norm" in name or ".ln_" in name):
+            mean, width = 1.0, 0.1
+        weight.copy_(mean + torch.randn(weight.shape, generator=generator) * width)
 
 
 def register() -> None:

@@ -13,7 +13,6 @@ from scripts.model_families import FAMILIES
 from scripts.model_page import make_page, outcome
 
 ROOT = Path(__file__).parent.parent
-NEWEST = max((ROOT / "bench" / "results").glob("*-models-*.json"))
 SERVED = {"torch_native": "served", "hisparse": "served", "flags": "", "name": "Llama"}
 SERVED |= {"architecture": "LlamaForCausalLM"}
 EQUAL: dict[str, Any] = SERVED | {"equal": 3, "finite": True}
@@ -24,10 +23,11 @@ def test_forty_families_have_names_of_their_own() -> None:
 
 
 def test_the_page_shows_the_newest_result() -> None:
-    rows = json.loads(NEWEST.read_text())["families"]
-    assert [row["name"] for row in rows] == [family.name for family in FAMILIES]
+    newest = max((ROOT / "bench" / "results").glob("*-models-*.json"))
+    result = json.loads(newest.read_text())
+    assert [row["name"] for row in result["families"]] == [family.name for family in FAMILIES]
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    assert page == make_page(rows)
+    assert page == make_page(result)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_a_probability_that_is_no_number_is_seen() -> None:
         meta = {"output_token_logprobs": [[value, 3, None]], "cached_tokens": 64}
         return [{"output_ids": [3], "meta_info": meta}] * 3
 
-    found = {"short": answers(-1.0), "long": answers(None)}
-    facts = model_table._compare(found, answers(-1.5))
-    assert facts["equal"] == 3 and facts["logprob_difference"] == 0.5
-    assert not facts["finite"]
-    assert model_table._compare(found | {"long": answers(-2.0)}, None)["finite"]
+    facts = model_table._compare({"short": answers(-1.0), "long": answers(-2.0)}, answers(-1.5))
+    assert facts["finite"] and facts["equal"] == 3 and facts["logprob_difference"] == 0.5
+    for found in ({"short": answers(None)}, {"long": answers(None)}):
+        served = {"short": answers(-1.0), "long": answers(-1.0)} | found
+        assert not model_table._compare(served, answers(-1.0))["finite"]

@@ -134,7 +134,7 @@ def _make_backend(model_runner: Any) -> Any:
 
 
 def _exit_on_error(check: Callable[[], Any]) -> Any:
-    """Call ``check``; on the command line an error is one line on standard error and exit code 1."""
+    """Call ``check``; on the command line an error of it is one line and exit code 1."""
     try:
         return check()
     except HiSparseError as error:
