@@ -23,13 +23,18 @@ Page indices, slots and page ids are int32; -1 marks an empty entry.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hisparse.errors import HiSparseError
+
 __all__ = [
+    "UNSCALED",
+    "AttentionRule",
     "HostLayout",
     "IndexerInputs",
     "KVSpec",
@@ -60,6 +65,12 @@ class KVSpec:
         index_head_dim: Di of the model's own indexer; 0: the model has no indexer.
         fp8: whether keys and values are stored as float8_e4m3fn, with a scale for each token and
             head; otherwise in ``dtype``.
+        logit_cap: see :class:`AttentionRule`; the same in all layers.
+        windows: for each layer the tokens that a query attends, its own included; 0: all up to its
+            own. Empty: 0 in all layers.
+
+    Raises:
+        HiSparseError: ``windows`` has not one entry for each layer.
     """
 
     num_layers: int
@@ -72,6 +83,38 @@ class KVSpec:
     latent: bool = False
     index_head_dim: int = 0
     fp8: bool = False
+    logit_cap: float = 0.0
+    windows: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.windows) not in (0, self.num_layers):
+            raise HiSparseError(
+                f"windows: got {len(self.windows)}, expected one for each of {self.num_layers} "
+                "layers, or none"
+            )
+
+    def window(self, layer_id: int) -> int:
+        """The window of a layer; 0: it attends the whole context."""
+        return self.windows[layer_id] if self.windows else 0
+
+    @cached_property
+    def widest_window(self) -> int:
+        """The largest window, in tokens; 0: every layer attends the whole context."""
+        return max(self.windows, default=0)
+
+    @cached_property
+    def full_layers(self) -> tuple[int, ...]:
+        """The layers that attend the whole context: an algorithm selects for them alone."""
+        return tuple(x for x in range(self.num_layers) if not self.window(x))
+
+    @property
+    def selecting(self) -> KVSpec:
+        """The shapes of the layers that attend the whole context, without those with a window."""
+        return replace(self, num_layers=len(self.full_layers), windows=())
+
+    def window_pages(self, window: int) -> int:
+        """The most full pages that a window reaches, the tail page not counted."""
+        return -(-(window - 1) // self.page_size)
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -119,6 +162,34 @@ class KVSpec:
         """H for a selection scope."""
         heads = {"layer": 1, "kv_head": self.num_kv_heads, "query_head": self.num_q_heads}
         return heads[scope]
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """How a layer attends: the softmax scale, a cap on logits, and a sliding window.
+
+    Attributes:
+        scale: softmax scale: a logit is ``scale`` times q.k.
+        logit_cap: logits are ``logit_cap * tanh(scale * q.k / logit_cap)``, as in Gemma 2
+            (https://arxiv.org/abs/2408.00118); 0: no cap.
+        window: a query attends itself and the ``window - 1`` tokens before it; 0: all before it.
+
+    Raises:
+        HiSparseError: the cap or the window is negative.
+    """
+
+    scale: float
+    logit_cap: float = 0.0
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        for name, got in (("logit_cap", self.logit_cap), ("window", self.window)):
+            if not got >= 0:
+                raise HiSparseError(f"attention rule: got {name} {got}, expected 0 (none) or more")
+
+
+#: Logits are q.k.
+UNSCALED = AttentionRule(1.0)
 
 
 class PagedKV(NamedTuple):

@@ -34,6 +34,7 @@ SUITES = {
     "transfer": ["test_transfer.py", "test_transfer_layers.py", "test_append_tokens.py"],
     "attention": [
         "test_attention.py",
+        "test_attention_rule.py",
         "test_chunk_attention.py",
         "test_mla.py",
         "test_splits.py",

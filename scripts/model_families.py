@@ -55,6 +55,8 @@ class Family:
         architecture: of SGLang's registry; "": that of ``config``.
         flags: more flags of SGLang's.
         hisparse: more keys of ``--hisparse-config``.
+        comparable: whether ``torch_native`` computes the model's attention. It ignores caps of
+            logits.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Family:
     architecture: str = ""
     flags: tuple[str, ...] = ()
     hisparse: Mapping[str, Any] = field(default_factory=dict)
+    comparable: bool = True
 
     @property
     def model_class(self) -> str:
@@ -97,7 +100,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("Qwen3 MoE", "Qwen3MoeConfig", _EXPERTS | {"num_experts": 4}),
     Family("Gemma", "GemmaConfig"),
     Family("Gemma 2", "Gemma2Config", _WINDOW | {
-        "query_pre_attn_scalar": 32, "hidden_act": "gelu_pytorch_tanh"}),
+        "query_pre_attn_scalar": 32, "hidden_act": "gelu_pytorch_tanh"},
+        comparable=False),
     Family("Gemma 3", "Gemma3TextConfig", _WINDOW | {"query_pre_attn_scalar": 32},
            "Gemma3ForCausalLM"),
     Family("Gemma 4", "Gemma4TextConfig", _WINDOW | {"global_head_dim": 64}, "Gemma4ForCausalLM"),

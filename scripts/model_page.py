@@ -25,14 +25,14 @@ code serves a family, not how well sparse attention suits its real weights: [qua
 has that for a few models.
 
 {served} of {count} families are served, {refused} are refused with one line, and {broken} do not
-start on a CPU with SGLang alone. `torch_native` does not serve models with latent attention (MLA):
-tests compare those of DeepSeek with Hugging Face ([deepseek.md](deepseek.md))."""
+start on a CPU with SGLang alone. `torch_native` does not serve latent attention (MLA) and sinks, and
+ignores caps of logits. The tests compare such models with Hugging Face (`tests/server/`)."""
 
 _END = """\
 ## What decides
 
-hisparse serves models whose layers attend causally with MHA, GQA or MLA, with heads of the same
-number and width in all layers. It reads that from the layers that SGLang has built, so a model that
+hisparse serves models whose layers attend causally with MHA, GQA or MLA, over all tokens or a
+window, with heads of the same number and width in all layers. It reads that from the layers that SGLang has built, so a model that
 is not in the table is served if its layers are. Models for which SGLang has no code of its own run
 with the code of transformers (`--model-impl transformers`); the table marks them *fallback*.
 [troubleshooting.md](troubleshooting.md) explains each message.
@@ -91,7 +91,7 @@ def _row(row: Mapping[str, Any]) -> str:
         name += ", fallback"
     if row["hisparse"] != "served":
         return _line(row["name"], name, _text(row), "", "")
-    equal = f"{row['equal']} of 3" if "equal" in row else "`torch_native` does not serve it"
+    equal = f"{row['equal']} of 3" if "equal" in row else "not compared"
     return _line(row["name"], name, "served", equal, "finite" if row["finite"] else "not finite")
 
 

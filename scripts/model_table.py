@@ -91,7 +91,8 @@ class Table:
         found, error = self._answers(family, model, "hisparse")
         row["hisparse"] = error or "served"
         if found is not None:
-            row |= _compare(found, None if dense is None else dense["short"])
+            compared = dense is not None and family.comparable
+            row |= _compare(found, dense["short"] if compared else None)
         return row
 
     def _answers(

@@ -14,7 +14,7 @@ from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.topp import TopP
 from hisparse.memory.costs import attended_tables
 from hisparse.testing import Simulator
-from hisparse.types import PagedKV
+from hisparse.types import AttentionRule, PagedKV
 
 #: What is asked of an adapter: ``R, P, Q, Hr, S``.
 _Call = tuple[int, ...]
@@ -27,10 +27,10 @@ class Watched(TorchAdapter):
         self.calls: set[_Call] = set()
 
     def attend(
-        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
+        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
         self.calls.add((*page_table.shape, q.shape[1], *kv.k.shape[1:3]))
-        return super().attend(q, kv, page_table, seq_lens, scale)
+        return super().attend(q, kv, page_table, seq_lens, rule)
 
 
 def holds(table: TableLimits, call: _Call) -> bool:

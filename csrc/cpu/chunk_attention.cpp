@@ -1,10 +1,12 @@
-// chunk_attention: many query tokens over contiguous keys; all of them, or those up to its own.
+// chunk_attention: many query tokens over contiguous keys; all of them, or those up to its own, or
+// those of a window.
 //
 // A block of queries goes over the keys tile by tile with a running maximum and sum (FlashAttention,
 // https://arxiv.org/abs/2205.14135). Within the block, a panel of queries at a time keeps its logits
 // in the nearest cache. Keys after the panel's last token are neither scored nor masked. Keys and
 // values are copied once, as float32 and in the order of the inner loops: a copy serves thousands of
 // queries.
+#include "logit_cap.h"
 #include "parallel.h"
 #include "simd.h"
 #include "tensors.h"
@@ -49,6 +51,8 @@ struct ChunkParams {
   float* packed_keys;    // [Hkv, tiles, strips of keys, Dk, kStrip]
   float* packed_values;  // [Hkv, tiles, strips of Dv, kTile, kStrip]
   int64_t num_queries, num_keys, heads, group;
+  int64_t window, first_key;  // the query of token t attends key j if first_key + j > t - window
+  float logit_cap;            // times log2(e), as logits are; 0: none
   bool causal;
 
   int64_t tiles() const { return (num_keys + kTile - 1) / kTile; }
@@ -61,7 +65,12 @@ struct ChunkParams {
   int64_t query_of(int64_t row, int64_t head) const {
     return (row / group * heads + head) * group + row % group;
   }
-  // The first keys that a row attends.
+  // Keys before the window of a row.
+  int64_t hidden(int64_t row) const {
+    if (window == 0) return 0;
+    return std::max<int64_t>(0, std::min(row, rows() - 1) / group - window + 1 - first_key);
+  }
+  // The end of the keys that a row attends.
   int64_t visible(int64_t row) const {
     return causal ? std::min(row, rows() - 1) / group + 1 : num_keys;
   }
@@ -177,11 +186,24 @@ struct Block {
     }
   }
 
-  // Hides the keys of a tile from rows that do not attend them; lowers `tops`.
-  void hide(int64_t row, int64_t first_key, int64_t columns, float* logits, Floats* tops) const {
+  // Caps a panel's logits.
+  void cap(int64_t columns, float* logits) const {
+    for (int r = 0; r < kPanel; ++r, logits += kTile) cap_logits(logits, columns, p.logit_cap);
+  }
+
+  // Hides the keys of a tile from rows that do not attend them.
+  void hide(int64_t row, int64_t first_key, int64_t columns, float* logits) const {
     for (int r = 0; r < kPanel; ++r, logits += kTile) {
       const int64_t visible = std::max<int64_t>(p.visible(row + r) - first_key, 0);
       if (visible < columns) std::fill(logits + visible, logits + columns, -INFINITY);
+      const int64_t hidden = std::min(p.hidden(row + r) - first_key, columns);
+      if (hidden > 0) std::fill(logits, logits + hidden, -INFINITY);
+    }
+  }
+
+  // Finds the largest logits of a panel again.
+  static void find_tops(int64_t columns, const float* logits, Floats* tops) {
+    for (int r = 0; r < kPanel; ++r, logits += kTile) {
       tops[r] = Floats{} - INFINITY;
       for (int64_t t = 0; t < columns; t += kLanes) {
         tops[r] = maximum(tops[r], Float32::load(logits + t));
@@ -193,6 +215,12 @@ struct Block {
   void weigh(int64_t panel, int64_t columns, float* logits, const Floats* tops, float* factors) {
     for (int r = 0; r < kPanel; ++r, logits += kTile) {
       const float before = top[panel + r], now = std::max(before, largest(tops[r]));
+      if (now == -INFINITY) {
+        // A window hides all keys so far.
+        std::fill_n(logits, columns, 0.0f);
+        factors[r] = 0;
+        continue;
+      }
       const Floats factor = exp2_of_nonpositive(Floats{} + (before - now));
       Floats sums = total[panel + r] * factor;
       for (int64_t t = 0; t < columns; t += kLanes) {
@@ -214,7 +242,7 @@ struct Block {
     for (int64_t panel = 0; panel < kBlock && first_row + panel < p.rows(); panel += kPanel) {
       const int64_t row = first_row + panel;
       const int64_t count = std::min<int64_t>(kTile, p.visible(row + kPanel - 1) - first_key);
-      if (count <= 0) continue;
+      if (count <= 0 || p.hidden(row) >= first_key + kTile) continue;
       const int64_t columns = (count + kStrip - 1) / kStrip * kStrip;
       Floats tops[kPanel];
       std::fill_n(tops, kPanel, Floats{} - INFINITY);
@@ -222,7 +250,11 @@ struct Block {
         score_strip(query.data() + panel * p.keys.width, keys + t * p.keys.width, p.keys.width,
                     logits + t, tops);
       }
-      if (p.visible(row) < first_key + columns) hide(row, first_key, columns, logits, tops);
+      const bool masked =
+          p.visible(row) < first_key + columns || p.hidden(row + kPanel - 1) > first_key;
+      if (p.logit_cap > 0) cap(columns, logits);
+      if (masked) hide(row, first_key, columns, logits);
+      if (masked || p.logit_cap > 0) find_tops(columns, logits, tops);
       float factors[kPanel];
       weigh(panel, columns, logits, tops, factors);
       for (int64_t d = 0; d < p.value_columns(); d += kStrip) {
@@ -253,7 +285,7 @@ Tokens tokens_of(const TensorView& t, const char* name) {
 }
 
 void chunk_attention(TensorView query, TensorView k, TensorView v, bool causal, TensorView out,
-                     TensorView lse) {
+                     TensorView lse, double logit_cap, int64_t window, int64_t first_key) {
   ChunkParams p;
   p.query = vector_of<const float>(query, "query");
   p.keys = tokens_of(k, "k");
@@ -265,6 +297,9 @@ void chunk_attention(TensorView query, TensorView k, TensorView v, bool causal, 
   p.heads = k.size(1);
   p.group = query.size(1) / p.heads;
   p.causal = causal;
+  p.window = window;
+  p.first_key = first_key;
+  p.logit_cap = static_cast<float>(logit_cap * 1.44269504088896);
   // Not initialised: the tiles write all of it.
   const std::unique_ptr<float[]> keys(new float[p.heads * p.tiles() * p.key_floats()]);
   const std::unique_ptr<float[]> values(new float[p.heads * p.tiles() * p.value_floats()]);
@@ -281,7 +316,8 @@ void chunk_attention(TensorView query, TensorView k, TensorView v, bool causal, 
   parallel_for(blocks, num_threads(blocks, products / 40), [&](int64_t item) {
     Block block(p, item / p.blocks(), item % p.blocks());
     const int64_t last = p.visible(block.first_row + kBlock - 1);
-    for (int64_t tile = 0; tile * kTile < last; ++tile) block.attend(tile);
+    const int64_t first = p.hidden(block.first_row) / kTile;
+    for (int64_t tile = first; tile * kTile < last; ++tile) block.attend(tile);
     block.finish();
   });
 }

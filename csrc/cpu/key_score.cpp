@@ -2,6 +2,7 @@
 // from the host pool.
 #include "dots.h"
 #include "host_keys.h"
+#include "logit_cap.h"
 #include "parallel.h"
 #include "simd.h"
 #include "tensors.h"
@@ -24,6 +25,7 @@ struct KeyScoreParams {
   int64_t batch, width;
   int32_t q_heads;
   bool sums;                       // log-sum-exp, else maximum
+  float logit_cap;                 // 0: none
 };
 
 constexpr int64_t kPagesPerItem = 64;
@@ -32,6 +34,7 @@ constexpr int64_t kTokensAhead = 16;
 // Reduces the logits [tokens, G] of a page to [G].
 template <int G>
 void reduce(const KeyScoreParams& p, float* logits, float* scores) {
+  if (p.logit_cap > 0) cap_logits(logits, int64_t{G} * p.keys.page_size, p.logit_cap);
   if (p.sums) {
     float totals[G];
     exponentiate<G>(logits, p.keys.page_size, scores, totals);
@@ -105,7 +108,7 @@ bool run(const KeyScoreParams& p) {
 }
 
 void key_score(TensorView query, TensorView keys, TensorView host_page_table, TensorView num_pages,
-               TensorView wanted, TensorView scores, bool sums) {
+               TensorView wanted, TensorView scores, bool sums, double logit_cap) {
   KeyScoreParams p;
   p.query = vector_of<const float>(query, "query");
   p.keys = host_keys_of(keys);
@@ -117,6 +120,7 @@ void key_score(TensorView query, TensorView keys, TensorView host_page_table, Te
   p.width = scores.size(2);
   p.q_heads = static_cast<int32_t>(query.size(1));
   p.sums = sums;
+  p.logit_cap = static_cast<float>(logit_cap);
   check_in_pool(with_element_type(keys, "keys", [&](auto type) { return run<decltype(type)>(p); }),
                 p.keys);
 }

@@ -1,8 +1,9 @@
-// paged_attention: one query token per row over the row's pages.
+// paged_attention: one query token per row over the row's pages, or the last of their tokens.
 //
 // A task is one KV head of one row, and a split of its pages where rows and heads are fewer than
 // threads. It goes over the keys once, for all queries that share them, then over the values.
 #include "dots.h"
+#include "logit_cap.h"
 #include "parallel.h"
 #include "simd.h"
 #include "tensors.h"
@@ -37,6 +38,8 @@ struct AttentionParams {
   float* out;                      // [R, Q, Dv]
   float* lse;                      // [R, Q]
   int64_t num_rows, num_pages, splits, pages_per_split;
+  int64_t window;   // the last tokens of a row that are attended; 0: all
+  float logit_cap;  // 0: none
   int32_t queries, heads, page_size, table_width;
 
   int32_t group() const { return queries / heads; }
@@ -49,12 +52,16 @@ constexpr int64_t kTokensAhead = 24;
 // Tokens whose values are multiplied while sums stay in registers; they fit the first cache.
 constexpr int64_t kTokensPerBlock = 32;
 
-// The tokens of one task: pages `first` to `last - 1` of a row; the last page may be partly full.
+// The tokens of one task: pages `first` to `last - 1` of a row. The last page may be partly full, and
+// of the first one tokens before `oldest` are left out.
 struct Span {
   const int32_t* pages;
-  int64_t first, last, tokens;
+  int64_t first, last, oldest, tokens;
 
-  int32_t count(const AttentionParams& p, int64_t i) const {
+  int32_t begin(const AttentionParams& p, int64_t i) const {
+    return static_cast<int32_t>(std::max<int64_t>(0, oldest - i * p.page_size));
+  }
+  int32_t end(const AttentionParams& p, int64_t i) const {
     return static_cast<int32_t>(std::min<int64_t>(p.page_size, tokens - i * p.page_size));
   }
 };
@@ -79,7 +86,7 @@ void apply_scales(const AttentionParams& p, const Span& span, int64_t head, int 
   if (p.scales.data == nullptr) return;
   int64_t token = 0;
   for (int64_t i = span.first; i < span.last; ++i) {
-    for (int32_t t = 0, count = span.count(p, i); t < count; ++t, ++token) {
+    for (int32_t t = span.begin(p, i), end = span.end(p, i); t < end; ++t, ++token) {
       const float scale = scale_of(p, span.pages[i], head, t, value);
       for_blocks(p.group(), [&](auto queries, int32_t g) {
         constexpr int G = decltype(queries)::value;
@@ -97,8 +104,9 @@ void find_tokens(const AttentionParams& p, const Pages& pages, const Span& span,
   tokens.resize((span.last - span.first) * p.page_size);
   auto next = tokens.begin();
   for (int64_t i = span.first; i < span.last; ++i) {
-    const typename T::Raw* token = pages.at<T>(span.pages[i], head, 0);
-    for (int32_t t = 0, count = span.count(p, i); t < count; ++t, token += stride) *next++ = token;
+    const int32_t begin = span.begin(p, i), end = span.end(p, i);
+    const typename T::Raw* token = pages.at<T>(span.pages[i], head, begin);
+    for (int32_t t = begin; t < end; ++t, token += stride) *next++ = token;
   }
   tokens.erase(next, tokens.end());
 }
@@ -190,8 +198,10 @@ template <typename T>
 bool attend_split(const AttentionParams& p, int64_t row, int64_t head, int64_t split, float* out,
                   float* lse, Room<T>& room) {
   const int64_t tokens = p.seq_lens[row];
-  Span span{p.page_table[row], split * p.pages_per_split, 0, tokens};
+  const int64_t oldest = p.window > 0 ? std::max<int64_t>(0, tokens - p.window) : 0;
+  Span span{p.page_table[row], split * p.pages_per_split, 0, oldest, tokens};
   span.last = std::min(span.first + p.pages_per_split, (tokens + p.page_size - 1) / p.page_size);
+  span.first = std::max(span.first, oldest / p.page_size);
   for (int64_t i = span.first; i < span.last; ++i) {
     if (span.pages[i] < 0 || span.pages[i] >= p.num_pages) return false;
   }
@@ -220,6 +230,11 @@ bool attend_split(const AttentionParams& p, int64_t row, int64_t head, int64_t s
   group_dots<T>(room.query.data(), group, room.keys.data(), kTokensAhead, count, dim, w.numbers,
                 stride);
   apply_scales(p, span, head, 0, w);
+  if (p.logit_cap > 0) {
+    for_blocks(group, [&](auto queries, int32_t g) {
+      cap_logits(w.numbers + g * stride, count * decltype(queries)::value, p.logit_cap);
+    });
+  }
   for_blocks(group, [&](auto queries, int32_t g) {
     constexpr int G = decltype(queries)::value;
     exponentiate<G>(w.numbers + g * stride, count, lse + g, &room.totals[g]);
@@ -299,7 +314,8 @@ void require_lengths(const AttentionParams& p) {
 }
 
 void paged_attention(TensorView query, TensorView k, TensorView v, TensorView scales,
-                     TensorView page_table, TensorView seq_lens, TensorView out, TensorView lse) {
+                     TensorView page_table, TensorView seq_lens, TensorView out, TensorView lse,
+                     double logit_cap, int64_t window) {
   AttentionParams p;
   p.query = vector_of<const float>(query, "query");
   p.keys = pages_of(k, "kv.k");
@@ -309,6 +325,8 @@ void paged_attention(TensorView query, TensorView k, TensorView v, TensorView sc
   p.seq_lens = vector_of<const int32_t>(seq_lens, "seq_lens");
   p.out = vector_of<float>(out, "out");
   p.lse = vector_of<float>(lse, "lse");
+  p.logit_cap = static_cast<float>(logit_cap);
+  p.window = window;
   p.num_rows = query.size(0);
   p.num_pages = k.size(0);
   p.queries = static_cast<int32_t>(query.size(1));

@@ -11,6 +11,7 @@ from hisparse.adapters.choose import ChosenAdapter, choose_adapter
 from hisparse.adapters.dsa import DSAAdapter
 from hisparse.adapters.flash_attention import FlashAttentionAdapter
 from hisparse.adapters.flashinfer import FlashInferAdapter
+from hisparse.adapters.sinks import add_sinks
 from hisparse.adapters.torch import TorchAdapter
 from hisparse.adapters.triton import TritonAdapter
 
@@ -25,6 +26,7 @@ __all__ = [
     "TableLimits",
     "TorchAdapter",
     "TritonAdapter",
+    "add_sinks",
     "choose_adapter",
     "merge_attended",
 ]

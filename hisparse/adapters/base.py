@@ -13,7 +13,7 @@ from hisparse.adapters.masked_attention import attend_masked, mask_all_but
 from hisparse.errors import HiSparseError
 from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.registry import Registry
-from hisparse.types import KVSpec, PagedKV, SelectionScope, StoredKV
+from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
 
 __all__ = ["ADAPTERS", "Attended", "BackendAdapter", "TableLimits", "merge_attended"]
 
@@ -51,6 +51,7 @@ class TableLimits(NamedTuple):
         num_queries: Q, query heads per row.
         num_heads: Hr, KV heads per page.
         page_size: S, tokens per page.
+        window: window of the layers that attend by these tables; 0: none.
     """
 
     min_rows: int
@@ -59,6 +60,7 @@ class TableLimits(NamedTuple):
     num_queries: int
     num_heads: int
     page_size: int
+    window: int = 0
 
 
 class BackendAdapter(ABC):
@@ -77,6 +79,10 @@ class BackendAdapter(ABC):
     device_types: tuple[str, ...] | None = None
     #: Whether :meth:`attend_fp8` is implemented.
     fp8: bool = False
+    #: Whether all methods apply ``AttentionRule.logit_cap``.
+    logit_cap: bool = False
+    #: Whether all methods but :meth:`attend_chosen` apply ``AttentionRule.window``.
+    window: bool = False
     #: Supported dtypes of keys and values that are not stored in fp8; None for any.
     dtypes: tuple[torch.dtype, ...] | None = None
     #: Supported page sizes, tokens; None for any.
@@ -109,29 +115,30 @@ class BackendAdapter(ABC):
 
     @abstractmethod
     def attend(
-        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
+        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
         """Attend from one query token per row over the pages of that row.
 
         Args:
             q: ``[R, Q, D]``; Q is a multiple of Hr, and query heads of one KV head are adjacent.
             kv: ``[N, Hr, S, D]``, pages.
-            page_table: ``[R, P] int32``, page ids; entries beyond ``seq_lens`` may be -1 and are
-                not read.
+            page_table: ``[R, P] int32``, page ids; entries beyond ``seq_lens``, or before the
+                window, may be -1 and are not read.
             seq_lens: ``[R] int32``, tokens to attend; every page but the last one is full.
-            scale: softmax scale.
+            rule: scale, cap and window. With a window a row attends only the last ``window`` of
+                its tokens, which have to be consecutive and end with the query's own.
 
         Returns:
             out ``[R, Q, Dv]``, lse ``[R, Q]``.
         """
 
     def attend_fp8(
-        self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, scale: float
+        self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
         """:meth:`attend` over float8_e4m3fn keys and values, for adapters that declare ``fp8``.
 
         Args:
-            q, page_table, seq_lens, scale: as for :meth:`attend`.
+            q, page_table, seq_lens, rule: as for :meth:`attend`.
             kv: ``[N, Hr, S, D]``, pages, with their scales.
 
         Raises:
@@ -143,36 +150,46 @@ class BackendAdapter(ABC):
 
     @abstractmethod
     def attend_prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rule: AttentionRule,
+        *,
+        causal: bool,
+        first_key: int = 0,
     ) -> Attended:
         """Attend from many query tokens over contiguous keys.
 
         Args:
             q: ``[T, Hq, D]``.
             k, v: ``[Tk, Hkv, D]``.
-            scale: softmax scale.
+            rule: scale, cap and window.
             causal: query t attends keys 0 to t (``T == Tk``); if False, every query attends all.
+            first_key: position of key 0 less the position of query 0; negative for a tile of the
+                prefix, 0 if ``causal``. Only a window depends on it: query t attends key j only if
+                ``first_key + j > t - window``.
 
         Returns:
-            out ``[T, Hq, Dv]``, lse ``[T, Hq]``.
+            out ``[T, Hq, Dv]``, lse ``[T, Hq]``; 0 and -inf for a query without keys.
         """
 
     def attend_chosen(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, chosen: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, chosen: Tensor
     ) -> Attended:
         """Attend from many query tokens, each over its own keys. This default uses PyTorch.
 
         Args:
             q: ``[T, Hq, D]``.
             k, v: ``[Tk, Hkv, D]``.
-            scale: softmax scale.
+            rule: scale and cap; ``chosen`` takes the place of a window.
             chosen: ``[T, K] int32``, distinct key indices per query; values outside 0 to Tk - 1
                 are padding.
 
         Returns:
             out ``[T, Hq, Dv]``, lse ``[T, Hq]``; 0 and -inf for a query without keys.
         """
-        return Attended(*attend_masked(q, k, v, scale, mask_all_but(chosen, k.shape[0])))
+        return Attended(*attend_masked(q, k, v, rule, mask_all_but(chosen, k.shape[0])))
 
 
 ADAPTERS: Registry[BackendAdapter] = Registry(

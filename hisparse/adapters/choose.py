@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from hisparse.adapters.base import ADAPTERS, BackendAdapter
 from hisparse.errors import ConfigError
 from hisparse.kernels.device_limits import DeviceLimits
-from hisparse.types import KVSpec, SelectionScope
+from hisparse.types import AttentionRule, KVSpec, SelectionScope
 
 __all__ = ["ChosenAdapter", "choose_adapter"]
 
@@ -46,6 +47,7 @@ def choose_adapter(
     *,
     fp8: bool = False,
     device: DeviceLimits | None = None,
+    rules: Iterable[AttentionRule] = (),
 ) -> ChosenAdapter:
     """Choose the requested adapter, or else the first supported one for the device.
 
@@ -56,13 +58,19 @@ def choose_adapter(
         wanted: name of the requested adapter; None for an automatic choice.
         fp8: whether K and V are stored in fp8, if ``kv`` is None.
         device: the GPU; None if it is not known, which skips its check.
+        rules: how the layers attend; none if it is not known yet, which skips the checks of logit
+            cap and window.
 
     Raises:
         ConfigError: the adapter does not exist or does not support the rest; names those that do.
     """
+    rules = tuple(rules)
 
     def mismatch(name: str) -> str | None:
-        return _mismatch(ADAPTERS.get(name), device_type, kv, scope, fp8=fp8, device=device)
+        adapter = ADAPTERS.get(name)
+        return _mismatch_of_rules(adapter, rules) or _mismatch(
+            adapter, device_type, kv, scope, fp8=fp8, device=device
+        )
 
     if wanted is not None:
         reason = mismatch(wanted)
@@ -115,6 +123,18 @@ def _mismatch(
         return reason
     missing = cls.missing()
     return None if missing is None else f"cannot be used here: {missing}"
+
+
+def _mismatch_of_rules(cls: type[BackendAdapter], rules: Iterable[AttentionRule]) -> str | None:
+    """Why an adapter cannot attend as a layer does, in a few words; None if it can."""
+    for rule in rules:
+        for name, got, supported in (
+            ("logit_cap", rule.logit_cap, cls.logit_cap),
+            ("window", rule.window, cls.window),
+        ):
+            if got and not supported:
+                return f"cannot do {name} {got}, it takes 0 (none)"
+    return None
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

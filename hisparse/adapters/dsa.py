@@ -21,7 +21,7 @@ from torch import Tensor
 from hisparse.adapters.base import ADAPTERS, Attended
 from hisparse.adapters.libraries import compute_capability_major, import_function, to_attended
 from hisparse.adapters.triton import TritonAdapter
-from hisparse.types import PagedKV, SelectionScope
+from hisparse.types import AttentionRule, PagedKV, SelectionScope
 
 __all__ = ["DSAAdapter", "FlashMLACall", "make_flash_mla_call"]
 
@@ -56,12 +56,17 @@ class FlashMLACall:
 
 
 def make_flash_mla_call(
-    q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float, query_block: int
+    q: Tensor,
+    kv: PagedKV,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    rule: AttentionRule,
+    query_block: int,
 ) -> FlashMLACall:
     """Convert :meth:`BackendAdapter.attend`'s arguments, without a copy of the latents.
 
     Args:
-        q, kv, page_table, seq_lens, scale: as for ``attend``.
+        q, kv, page_table, seq_lens, rule: as for ``attend``, without a cap or a window.
         query_block: number of query heads to pad ``q`` to.
     """
     size, width = kv.k.shape[2:]
@@ -75,7 +80,7 @@ def make_flash_mla_call(
         # `view` fails for other layouts, where `reshape` would copy all pages.
         kv=kv.k.view(-1, 1, width),
         indices=torch.nn.functional.pad(tokens, (0, short), value=-1)[:, None],
-        sm_scale=scale,
+        sm_scale=rule.scale,
         d_v=kv.v.shape[-1],
     )
 
@@ -93,14 +98,16 @@ class DSAAdapter(TritonAdapter):
         self._capability_major = compute_capability_major()
 
     def attend(
-        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
+        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
         widths, heads = (kv.k.shape[-1], kv.v.shape[-1]), q.shape[1]
         blocks = [n for n in _QUERY_BLOCKS.get(self._capability_major, ()) if n >= heads]
         supported = widths == _WIDTHS and kv.k.dtype == torch.bfloat16 and blocks
-        if self._attend is None or not supported:
-            return super().attend(q, kv, page_table, seq_lens, scale)
-        call = make_flash_mla_call(q, kv, page_table, seq_lens, scale, blocks[0])
+        # FlashMLA has neither a cap nor a window.
+        plain = not (rule.logit_cap or rule.window)
+        if self._attend is None or not (supported and plain):
+            return super().attend(q, kv, page_table, seq_lens, rule)
+        call = make_flash_mla_call(q, kv, page_table, seq_lens, rule, blocks[0])
         out, _, lse = self._attend(**vars(call), **self._options)
         return to_attended(out[:, :heads], lse[:, :heads], seq_lens, base_2=self._base_2)
 

@@ -15,12 +15,13 @@ from hisparse.adapters.base import ADAPTERS, Attended
 from hisparse.adapters.libraries import (
     compute_capability_major,
     import_function,
+    prefill_in_window,
     to_attended,
     token_major,
 )
 from hisparse.adapters.torch import TorchAdapter
 from hisparse.errors import ConfigError
-from hisparse.types import KVSpec, PagedKV, SelectionScope
+from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope
 
 __all__ = ["FlashAttentionAdapter", "FlashAttentionCall", "make_flash_attention_call"]
 
@@ -42,6 +43,8 @@ class FlashAttentionCall:
         page_table: ``[R, P] int32``; entries beyond ``cache_seqlens`` are not read.
         cache_seqlens: ``[R] int32``, tokens; may be 0.
         softmax_scale: softmax scale.
+        softcap: cap on logits; 0: none.
+        window_size: tokens before and after its own position that a query attends; -1: all.
     """
 
     q: Tensor
@@ -51,10 +54,12 @@ class FlashAttentionCall:
     page_table: Tensor
     cache_seqlens: Tensor
     softmax_scale: float
+    softcap: float
+    window_size: tuple[int, int]
 
 
 def make_flash_attention_call(
-    q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
+    q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
 ) -> FlashAttentionCall:
     """Convert :meth:`BackendAdapter.attend`'s arguments, without a copy of keys or tables.
 
@@ -72,7 +77,9 @@ def make_flash_attention_call(
         v_cache=v,
         page_table=page_table,
         cache_seqlens=seq_lens,
-        softmax_scale=scale,
+        softmax_scale=rule.scale,
+        softcap=rule.logit_cap,
+        window_size=(rule.window - 1, 0) if rule.window else (-1, -1),
     )
 
 
@@ -108,18 +115,36 @@ class FlashAttentionAdapter(TorchAdapter):
         return None if k == v <= 256 and k % 8 == 0 else "keys as wide as values, 8 to 256 by 8"
 
     def attend(
-        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
+        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
-        call = make_flash_attention_call(q, kv, page_table, seq_lens, scale)
+        call = make_flash_attention_call(q, kv, page_table, seq_lens, rule)
         out, lse, *_ = self._attend(**vars(call), return_softmax_lse=True)
         return to_attended(out[:, 0], lse[..., 0], seq_lens)
 
     def attend_prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rule: AttentionRule,
+        *,
+        causal: bool,
+        first_key: int = 0,
     ) -> Attended:
         if k.shape[-1] != v.shape[-1]:
-            return super().attend_prefill(q, k, v, scale, causal=causal)
-        tensors = (q.to(k.dtype)[None], k[None], v[None])
-        options = {"softmax_scale": scale, "causal": causal, "return_softmax_lse": True}
-        out, lse, *_ = self._attend(*tensors, **options)
-        return Attended(out[0], lse[0].transpose(0, 1))
+            return super().attend_prefill(q, k, v, rule, causal=causal, first_key=first_key)
+
+        def attend(queries: Tensor, left: int) -> Attended:
+            # As many tokens after a query's own as there are queries hide none.
+            right = 0 if causal else len(queries)
+            options = {
+                "softmax_scale": rule.scale,
+                "causal": causal,
+                "softcap": rule.logit_cap,
+                "window_size": (left, right) if rule.window else (-1, -1),
+                "return_softmax_lse": True,
+            }
+            out, lse, *_ = self._attend(queries[None], k[None], v[None], **options)
+            return Attended(out[0], lse[0].transpose(0, 1))
+
+        return prefill_in_window(attend, q.to(k.dtype), k, v, rule, first_key)

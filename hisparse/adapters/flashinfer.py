@@ -19,11 +19,15 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters.base import ADAPTERS, Attended, TableLimits
-from hisparse.adapters.flashinfer_wrapper import FlashInferWrapper, make_flashinfer_call
-from hisparse.adapters.libraries import import_function, to_attended
+from hisparse.adapters.flashinfer_wrapper import (
+    FlashInferWrapper,
+    make_flashinfer_call,
+    rule_options,
+)
+from hisparse.adapters.libraries import import_function, prefill_in_window, to_attended
 from hisparse.adapters.torch import TorchAdapter
 from hisparse.errors import ConfigError
-from hisparse.types import KVSpec, PagedKV, SelectionScope
+from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope
 
 __all__ = ["FlashInferAdapter"]
 
@@ -40,8 +44,8 @@ _MIN_LIST_WIDTH = 512
 class FlashInferAdapter(TorchAdapter):
     """Decodes and prefills with FlashInfer; converts its lse from base 2 to a natural lse.
 
-    The adapter keeps one wrapper for each shape of pages and heads, each number of rows rounded up
-    to a power of two, and each table width rounded up to a power of two from 512 on.
+    The adapter keeps one wrapper for each rule, each shape of pages and heads, each number of rows
+    rounded up to a power of two, and each table width rounded up to a power of two from 512 on.
     """
 
     fp8 = False
@@ -70,7 +74,7 @@ class FlashInferAdapter(TorchAdapter):
     @classmethod
     def workspace_bytes(cls, kv: KVSpec, tables: Sequence[TableLimits]) -> int:
         wrappers = {
-            (rows, width, table.num_queries, table.num_heads, table.page_size)
+            (rows, width, table.num_queries, table.num_heads, table.page_size, table.window)
             for table in tables
             for rows in _powers_of_two(_round_up(table.min_rows), _round_up(table.max_rows))
             for width in _powers_of_two(_list_width(1), _list_width(table.max_pages))
@@ -82,24 +86,36 @@ class FlashInferAdapter(TorchAdapter):
         )
 
     def attend(
-        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
+        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
         call = make_flashinfer_call(q, kv, page_table, seq_lens)
         rows, width = _round_up(page_table.shape[0]), _list_width(page_table.shape[1])
-        key = (rows, width, q.shape[1:], call.k.shape[1:], call.k.dtype, scale)
+        key = (rows, width, q.shape[1:], call.k.shape[1:], call.k.dtype, rule)
         if key not in self._wrappers:
-            self._wrappers[key] = FlashInferWrapper(self._make, rows, rows * width, call, scale)
+            self._wrappers[key] = FlashInferWrapper(self._make, rows, rows * width, call, rule)
         return to_attended(*self._wrappers[key].run(call), seq_lens, base_2=True)
 
     def attend_prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rule: AttentionRule,
+        *,
+        causal: bool,
+        first_key: int = 0,
     ) -> Attended:
         if k.shape[-1] != v.shape[-1]:
-            return super().attend_prefill(q, k, v, scale, causal=causal)
-        out, lse = self._prefill(
-            q.to(k.dtype), k, v, causal=causal, sm_scale=scale, backend="fa2", return_lse=True
-        )
-        return Attended(out, lse * math.log(2))
+            return super().attend_prefill(q, k, v, rule, causal=causal, first_key=first_key)
+
+        def attend(queries: Tensor, left: int) -> Attended:
+            options = rule_options(rule, left)
+            out, lse = self._prefill(
+                queries, k, v, causal=causal, **options, backend="fa2", return_lse=True
+            )
+            return Attended(out, lse * math.log(2))
+
+        return prefill_in_window(attend, q.to(k.dtype), k, v, rule, first_key)
 
 
 def _round_up(number: int) -> int:

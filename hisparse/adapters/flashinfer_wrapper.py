@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters.libraries import token_major
-from hisparse.types import PagedKV
+from hisparse.types import AttentionRule, PagedKV
 
-__all__ = ["FlashInferCall", "FlashInferWrapper", "make_flashinfer_call"]
+__all__ = ["FlashInferCall", "FlashInferWrapper", "make_flashinfer_call", "rule_options"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,20 @@ def make_flashinfer_call(
     )
 
 
+def rule_options(rule: AttentionRule, left: int) -> dict[str, float | int | None]:
+    """A rule as arguments of FlashInfer.
+
+    Args:
+        rule: scale, cap and window.
+        left: tokens before its own position that a query attends; -1: all.
+    """
+    return {
+        "sm_scale": rule.scale,
+        "logits_soft_cap": rule.logit_cap or None,
+        "window_left": left,
+    }
+
+
 #: Device memory that FlashInfer allocates for a wrapper's plan. It also allocates as much
 #: page-locked host memory.
 _PLAN_BYTES = 8 << 20
@@ -76,7 +90,7 @@ class FlashInferWrapper:
         rows: rows that the wrapper is planned for; calls may have fewer.
         max_pages: size of the page list, over all rows.
         call: a call with the shapes and dtypes to plan for.
-        scale: softmax scale.
+        rule: scale, cap and window.
     """
 
     @staticmethod
@@ -92,7 +106,7 @@ class FlashInferWrapper:
         return _PLAN_BYTES + _SPLIT_BYTES + lists + rows * query_bytes
 
     def __init__(
-        self, make: Any, rows: int, max_pages: int, call: FlashInferCall, scale: float
+        self, make: Any, rows: int, max_pages: int, call: FlashInferCall, rule: AttentionRule
     ) -> None:
         device, (size, kv_heads, width) = call.q.device, call.k.shape[1:]
 
@@ -123,7 +137,7 @@ class FlashInferWrapper:
             size,
             q_data_type=call.q.dtype,
             kv_data_type=call.k.dtype,
-            sm_scale=scale,
+            **rule_options(rule, rule.window - 1),
             disable_split_kv=True,
         )
 

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters.base import Attended
+from hisparse.types import AttentionRule
 
-__all__ = ["compute_capability_major", "import_function", "to_attended", "token_major"]
+__all__ = [
+    "compute_capability_major",
+    "import_function",
+    "prefill_in_window",
+    "to_attended",
+    "token_major",
+]
 
 
 def token_major(pages: Tensor) -> Tensor:
@@ -41,6 +48,37 @@ def to_attended(out: Tensor, lse: Tensor, seq_lens: Tensor, *, base_2: bool = Fa
     lse = lse * math.log(2) if base_2 else lse
     out = out.float().masked_fill_(empty[..., None], 0.0)
     return Attended(out, lse.masked_fill(empty, -math.inf))
+
+
+def prefill_in_window(
+    attend: Callable[[Tensor, int], Attended],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: AttentionRule,
+    first_key: int,
+) -> Attended:
+    """:meth:`BackendAdapter.attend_prefill` with a window, by a library that aligns sequence ends.
+
+    Such a library takes the last key as the last query's own, and hides keys that are more than
+    ``left`` before a query's own. It gets only the queries that attend any key.
+
+    Args:
+        attend: the library: queries ``[n, Hq, D]`` and ``left``, -1 without a window, to results.
+        q, k, v, rule, first_key: as for ``attend_prefill``.
+    """
+    if not rule.window:
+        return attend(q, -1)
+    # The window of a later query begins after the last key.
+    count = min(max(first_key + len(k) + rule.window - 1, 0), len(q))
+    left = len(k) - count + rule.window - 1 + first_key
+    if count == len(q) > 0:
+        return attend(q, left)
+    out = q.new_zeros(*q.shape[:2], v.shape[-1])
+    lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
+    if count:
+        out[:count], lse[:count] = attend(q[:count], left)
+    return Attended(out, lse)
 
 
 @functools.cache

@@ -7,6 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hisparse.kernels import cap_logits
+from hisparse.types import AttentionRule
+
 __all__ = ["attend_masked", "mask_all_but"]
 
 #: Queries per block, which limits the memory of the logits.
@@ -14,14 +17,14 @@ _QUERY_BLOCK = 512
 
 
 def attend_masked(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Callable[[slice], Tensor]
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, hidden: Callable[[slice], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Masked attention with its log-sum-exp.
 
     Args:
         q: ``[T, Hq, D]``.
         k, v: ``[Tk, Hkv, D]``.
-        scale: softmax scale.
+        rule: scale and cap; ``hidden`` takes the place of a window.
         hidden: takes a slice of the T queries and returns their mask ``[t, Tk] bool``, True at
             keys that a query does not attend.
 
@@ -34,7 +37,7 @@ def attend_masked(
     for start in range(0, q.shape[0], _QUERY_BLOCK):
         block = q[start : start + _QUERY_BLOCK].float()
         queries = block.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-        logits = (queries @ keys[:, None]) * scale
+        logits = cap_logits((queries @ keys[:, None]) * rule.scale, rule.logit_cap)
         logits.masked_fill_(hidden(slice(start, start + block.shape[0])), -torch.inf)
         lse = logits.logsumexp(-1)
         # For a query without keys -inf - -inf is NaN; its weights must be 0.

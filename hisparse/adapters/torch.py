@@ -9,7 +9,7 @@ from torch import Tensor
 from hisparse.adapters.base import ADAPTERS, Attended, BackendAdapter
 from hisparse.kernels import chunk_attention, paged_attention
 from hisparse.kernels.device_limits import DeviceLimits, attention_shared_bytes
-from hisparse.types import KVSpec, PagedKV, SelectionScope, StoredKV
+from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
 from hisparse.units import format_bytes
 
 __all__ = ["TorchAdapter"]
@@ -20,6 +20,8 @@ class TorchAdapter(BackendAdapter):
     """Prefills and decodes with the project's kernels."""
 
     fp8 = True
+    logit_cap = True
+    window = True
     scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
 
     @classmethod
@@ -35,16 +37,23 @@ class TorchAdapter(BackendAdapter):
         )
 
     def attend(
-        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
+        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
-        return Attended(*paged_attention(q, kv, page_table, seq_lens, scale=scale))
+        return Attended(*paged_attention(q, kv, page_table, seq_lens, rule=rule))
 
     def attend_fp8(
-        self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, scale: float
+        self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
-        return Attended(*paged_attention(q, kv, page_table, seq_lens, scale=scale))
+        return Attended(*paged_attention(q, kv, page_table, seq_lens, rule=rule))
 
     def attend_prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rule: AttentionRule,
+        *,
+        causal: bool,
+        first_key: int = 0,
     ) -> Attended:
-        return Attended(*chunk_attention(q, k, v, causal=causal, scale=scale))
+        return Attended(*chunk_attention(q, k, v, causal=causal, rule=rule, first_key=first_key))

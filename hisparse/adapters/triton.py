@@ -13,7 +13,7 @@ from torch import Tensor
 from hisparse.adapters.base import ADAPTERS, Attended
 from hisparse.adapters.torch import TorchAdapter
 from hisparse.kernels import paged_attention
-from hisparse.types import PagedKV, StoredKV
+from hisparse.types import AttentionRule, PagedKV, StoredKV
 
 __all__ = ["TritonAdapter"]
 
@@ -33,13 +33,13 @@ class TritonAdapter(TorchAdapter):
         return None if find_spec("triton") else "Triton is not installed"
 
     def attend(
-        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, scale: float
+        self, q: Tensor, kv: PagedKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
-        attended = paged_attention(q, kv, page_table, seq_lens, scale=scale, impl="triton")
+        attended = paged_attention(q, kv, page_table, seq_lens, rule=rule, impl="triton")
         return Attended(*attended)
 
     def attend_fp8(
-        self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, scale: float
+        self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
-        attended = paged_attention(q, kv, page_table, seq_lens, scale=scale, impl="triton")
+        attended = paged_attention(q, kv, page_table, seq_lens, rule=rule, impl="triton")
         return Attended(*attended)

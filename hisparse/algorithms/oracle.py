@@ -65,4 +65,5 @@ class Oracle(PageScoreAlgorithm):
             step.host_page_table[:, : step.max_pages],
             step.num_pages,
             reduce="max" if self.reduce == "max" else "lse",
+            logit_cap=step.policy.logit_cap,
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
-from hisparse.kernels import select
+from hisparse.kernels import cap_logits, select
 from hisparse.types import Selection
 
 __all__ = ["SnapKV"]
@@ -92,6 +92,7 @@ class SnapKV(BaseSparseAlgorithm):
         page_logits = []
         for first, keys in step.context_keys(layer_id):
             logits = grouped @ keys.float().permute(1, 2, 0)[:, None] * step.policy.scale
+            logits = cap_logits(logits, step.policy.logit_cap)
             key_position = torch.arange(first, first + keys.shape[0], device=window.device)
             hidden = key_position > position[:, None]
             logits = logits.masked_fill(hidden, -torch.inf).flatten(0, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hisparse.algorithms.request_indexes import RequestIndexes
 from hisparse.kernels import SelectRule, TailPages
-from hisparse.types import IndexerInputs, KVSpec, SelectionScope
+from hisparse.types import AttentionRule, IndexerInputs, KVSpec, SelectionScope
 
 __all__ = ["DecodeStep", "PageReader", "PrefillStep", "SelectionPolicy"]
 
@@ -35,6 +35,7 @@ class SelectionPolicy:
         num_sink_pages: first pages of the sequence that are always selected.
         num_recent_pages: last full pages that are always selected.
         scale: softmax scale: an attention logit is ``scale`` times q.k.
+        logit_cap: cap on attention logits, see :class:`hisparse.types.AttentionRule`; 0: none.
         invalid_scores: ``[1] int64``, where the engine counts selections with a score that is NaN
             or +inf; None outside of an engine.
     """
@@ -46,6 +47,7 @@ class SelectionPolicy:
     num_sink_pages: int
     num_recent_pages: int
     scale: float
+    logit_cap: float = 0.0
     invalid_scores: Tensor | None = field(default=None, compare=False, repr=False)
 
     @cached_property
@@ -58,6 +60,19 @@ class SelectionPolicy:
         """The policy as :func:`hisparse.kernels.select` takes it."""
         return SelectRule(
             heads=self.heads, max_pages=self.max_pages, invalid_scores=self.invalid_scores
+        )
+
+    @cached_property
+    def attention(self) -> AttentionRule:
+        """How layers without a window attend."""
+        return AttentionRule(self.scale, self.logit_cap)
+
+    @cached_property
+    def rules(self) -> tuple[AttentionRule, ...]:
+        """How each layer attends, ``[L]``."""
+        return tuple(
+            replace(self.attention, window=self.kv.window(layer))
+            for layer in range(self.kv.num_layers)
         )
 
     def forced_pages(self, num_pages: Tensor, width: int) -> Tensor:
@@ -130,8 +145,8 @@ class PageReader(Protocol):
         """Keys of the tail pages, ``[B, S, Hkv, D]``."""
         ...
 
-    def tail_lse(self, layer_id: int, query: Tensor) -> Tensor:
-        """Log-sum-exp of the tail pages' logits, ``[B, Hq] float32``."""
+    def tail_lse(self, layer_id: int, query: Tensor, logit_cap: float) -> Tensor:
+        """Log-sum-exp of the tail pages' capped logits, ``[B, Hq] float32``."""
         ...
 
     def tail_pages(self, layer_id: int) -> TailPages:
@@ -220,6 +235,8 @@ class DecodeStep:
     def tail_lse(self, layer_id: int, query: Tensor) -> Tensor:
         """Log-sum-exp of the logits of the first ``tail_lens`` tokens in the tail pages.
 
+        The logits are capped as in attention.
+
         Args:
             layer_id: layer number.
             query: ``[B, Hq, D] float32``, times the softmax scale.
@@ -227,7 +244,7 @@ class DecodeStep:
         Returns:
             ``[B, Hq] float32``.
         """
-        return self.pages.tail_lse(layer_id, query)
+        return self.pages.tail_lse(layer_id, query, self.policy.logit_cap)
 
     def tail_pages(self, layer_id: int) -> TailPages:
         """The tail pages in place, for kernels that read them."""

@@ -14,7 +14,7 @@ from hisparse.algorithms.base import (
     register_algorithm,
 )
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
-from hisparse.kernels import select
+from hisparse.kernels import cap_logits, select
 from hisparse.types import Selection
 
 __all__ = ["TopP"]
@@ -108,7 +108,7 @@ def _page_scores(query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
         ``[B, Hq, max_pages] float32``.
     """
     table = step.host_page_table[:, : step.max_pages].long()
-    page_bytes = step.representations[_CODES][0, 0].numel() * len(table)
+    page_bytes = step.representations[_CODES][layer_id, 0].numel() * len(table)
     blocks = table.split(max(1, _BLOCK // page_bytes), dim=1)
     return torch.cat([_block_scores(query, layer_id, block, step) for block in blocks], -1)
 
@@ -122,5 +122,5 @@ def _block_scores(query: Tensor, layer_id: int, table: Tensor, step: DecodeStep)
     inner = torch.einsum("bhgd,bpshd->bhgps", grouped, levels.float())
     offset = torch.einsum("bhgd->bhg", grouped)[..., None, None]
     width, low = (x.permute(0, 3, 1, 2)[:, :, None] for x in (width, low))
-    scores: Tensor = (inner * width + offset * low).logsumexp(-1).flatten(1, 2)
-    return scores
+    logits = cap_logits(inner * width + offset * low, step.policy.logit_cap)
+    return logits.logsumexp(-1).flatten(1, 2)

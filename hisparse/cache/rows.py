@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels import DecodeRows
-from hisparse.types import Selection
+from hisparse.types import KVSpec, Selection
 
 __all__ = ["StepRows"]
 
@@ -66,6 +66,27 @@ class StepRows:
         return Selection(
             pages[:, None].expand(-1, self.heads, -1),
             self.num_pages[:, None].expand(-1, self.heads),
+        )
+
+    def window_pages(self, window: int, kv: KVSpec) -> Selection:
+        """A selection of the full pages that the last ``window`` tokens of each request touch.
+
+        Its width depends on the window alone, so that steps can be captured.
+
+        Args:
+            window: tokens, the new one included.
+            kv: shapes of the model.
+        """
+        size = kv.page_size
+        tails = self.tail_lens.view(-1, self.heads)[:, 0]
+        first = (self.num_pages * size + tails - window).clamp(min=0) // size
+        width = max(1, kv.window_pages(window))
+        pages = first[:, None] + torch.arange(width, dtype=torch.int32, device=first.device)
+        pages = torch.where(pages < self.num_pages[:, None], pages, -1)
+        # Contiguous, for all layers that use them.
+        return Selection(
+            pages[:, None].repeat(1, self.heads, 1),
+            (self.num_pages - first)[:, None].repeat(1, self.heads),
         )
 
     def take(self, index: Tensor) -> StepRows:

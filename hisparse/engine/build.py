@@ -13,7 +13,12 @@ from hisparse.algorithms import BaseSparseAlgorithm, Representation, SelectionPo
 from hisparse.cache import Counters, DevicePool, HostKVPool, RowCapacities, SparseKVCacheManager
 from hisparse.cache.streams import SideStreams, make_streams
 from hisparse.config import EXTENSIONS, HiSparseConfig
-from hisparse.engine.capabilities import check_capabilities, check_dense_layers, choose_scope
+from hisparse.engine.capabilities import (
+    check_capabilities,
+    check_dense_layers,
+    choose_scope,
+    fit_windows,
+)
 from hisparse.engine.contract import call
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.extensions.base import Extension, ExtensionContext
@@ -110,6 +115,7 @@ def make_policy(
         num_sink_pages=config.num_sink_pages,
         num_recent_pages=config.num_recent_pages,
         scale=scale,
+        logit_cap=spec.logit_cap,
     )
 
 
@@ -158,6 +164,7 @@ def make_setup(
         CapacityError: the memory is too small for one request.
     """
     check_capabilities(config, resources.device_type)
+    config = fit_windows(config, spec)
     scope = choose_scope(config, latent=spec.latent)
     policy = make_policy(config, algorithm, spec, scale, scope)
     limits = {
@@ -168,7 +175,12 @@ def make_setup(
     algorithm = call(algorithm.resolved, None, policy, **limits)
     check_dense_layers(config, spec)
     adapter = choose_adapter(
-        resources.device_type, spec, scope, config.adapter, device=resources.device
+        resources.device_type,
+        spec,
+        scope,
+        config.adapter,
+        device=resources.device,
+        rules=policy.rules,
     )
 
     kept = kept_tensors(config, algorithm, policy)
@@ -223,7 +235,9 @@ def build_engine(
         max_row_pages=sizing.max_row_capacity // spec.page_size,
         context_pages=sizing.request.context_pages,
         staging_pages=tile_pages(setup.config, spec, sizing.staging_bytes),
-        index_bytes=setup.algorithm.host_token_bytes(spec) * host.num_pages * spec.page_size,
+        index_bytes=setup.algorithm.host_token_bytes(spec.selecting)
+        * host.num_pages
+        * spec.page_size,
     )
     adapter = ADAPTERS.get(setup.adapter.name)()
     algorithm = setup.algorithm
@@ -279,6 +293,7 @@ def build(
     representations = Representations(
         kept_tensors(config, algorithm, policy),
         num_layers=num_layers,
+        layers=policy.kv.full_layers,
         host_pages=host.num_pages,
         num_slots=sizes.num_slots,
         device=device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,8 +17,11 @@ __all__ = [
     "check_dense_layers",
     "check_indexer",
     "choose_scope",
+    "fit_windows",
     "stored_spec",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
@@ -100,6 +104,32 @@ def stored_spec(config: HiSparseConfig, spec: KVSpec) -> KVSpec:
             "(MLA), expected 'auto'; fp8_e4m3 is for MHA and GQA models"
         )
     return replace(spec, fp8=config.stores_fp8)
+
+
+def fit_windows(config: HiSparseConfig, spec: KVSpec) -> HiSparseConfig:
+    """The settings, with a ``device_buffer_size`` that holds the windows of the model's layers.
+
+    Raises:
+        ConfigError: ``max_row_capacity`` is smaller than a window.
+    """
+    size = spec.page_size
+    needed = -(-spec.widest_window // size) * size
+    if config.min_row_tokens >= needed:
+        return config
+    most = config.max_row_capacity
+    if most is not None and most < needed:
+        raise ConfigError(
+            f"max_row_capacity: got {most}, expected at least {needed}: layers of the model attend "
+            f"windows of {spec.widest_window} tokens"
+        )
+    logger.info(
+        "device_buffer_size: %d is raised to %d, since layers of the model attend windows of %d "
+        "tokens",
+        config.min_row_tokens,
+        needed,
+        spec.widest_window,
+    )
+    return replace(config, device_buffer_size=needed)
 
 
 def check_dense_layers(config: HiSparseConfig, spec: KVSpec) -> None:

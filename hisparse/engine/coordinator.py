@@ -58,6 +58,7 @@ class SparseCoordinator:
         self._before_step = overriding("before_step", parts.extensions)
         self._after_step = overriding("after_step", parts.extensions)
         self._modes = parts.modes
+        self._window = parts.policy.kv.window
         self._decode = DecodeAttention(parts)
         self._prefill = Prefill(parts)
         self._prefill_batch: PrefillBatch | None = None
@@ -93,7 +94,7 @@ class SparseCoordinator:
         """
         algorithm, kept = self.algorithm, self.representations
         own = algorithm.query_window or algorithm.host_token_bytes(self.policy.kv)
-        if algorithm.indexer or own or not kept.only_of_pages:
+        if algorithm.indexer or own or not kept.only_of_pages or not self.policy.kv.full_layers:
             return {}
         return dict(kept.of_pages)
 
@@ -261,6 +262,7 @@ class SparseCoordinator:
         k: Tensor,
         v: Tensor,
         indexer: IndexerInputs | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of one layer over the batch of ``forward_begin``.
 
@@ -269,34 +271,49 @@ class SparseCoordinator:
             q: ``[T, Hq, D]``; T = B when decoding.
             k, v: ``[T, Hkv, D]``, K and V of this forward's tokens.
             indexer: outputs of the model's own indexer for these tokens.
+            sinks: ``[Hq]``, for each query head the logit of a key without a value, which joins
+                the softmax; None: none does.
 
         Returns:
             ``[T, Hq, Dv]`` in the dtype of q.
         """
         if self._prefill_batch is not None:
-            if self._loaded is not None:
+            if self._loaded is not None and not self._window(layer_id):
                 self._loaded.prepare(layer_id)
-            return self._prefill.attention(layer_id, q, k, v, self._prefill_batch, indexer)
+            return self._prefill.attention(layer_id, q, k, v, self._prefill_batch, indexer, sinks)
         step = self._step
         assert step is not None, "forward_begin comes before attention"
-        parts = step.dense_parts if layer_id in self._modes.dense_layers else step.parts
+        parts = self._parts_of(layer_id, step)
         if indexer is not None:
             for part in (step.whole, *parts):
                 part.set_indexer(indexer)
         with serial_operators(q.device):
             self._before_layer(layer_id, step.parts)
             self.manager.append(layer_id, step.tail_slots[layer_id], step.host_slots, k, v)
-        out = self._decode.attention(layer_id, q, parts)
+        out = self._decode.attention(layer_id, q, parts, sinks)
         if step.filled is not None:
             with serial_operators(q.device):
                 self._finish(layer_id, step, step.filled)
         return out
 
+    def _parts_of(self, layer_id: int, step: DecodeForward) -> tuple[DecodePart, ...]:
+        """The requests by mode in a layer."""
+        window = self._window(layer_id)
+        if window:
+            return step.window_parts[window]
+        return step.dense_parts if layer_id in self._modes.dense_layers else step.parts
+
     def _finish(self, layer_id: int, step: DecodeForward, filled: FilledTails) -> None:
         """Move full tail pages into the LRU, and store their representations."""
+        has_entries = not self._window(layer_id)
         tails = self.manager.finish(
-            layer_id, step.whole.rows, filled.rows, with_values=bool(self._storing)
+            layer_id,
+            step.whole.rows,
+            filled.rows,
+            with_values=has_entries and bool(self._storing),
         )
+        if not has_entries:
+            return
         keys, values = tails[0].transpose(1, 2), tails[-1].transpose(1, 2)
         update = self.algorithm.update_representations
         call(update, layer_id, keys, layer_id, filled.host_pages, step.whole.view)
@@ -320,9 +337,12 @@ class SparseCoordinator:
         """Build representations of a chunk from loaded K and V ``[T, Hkv, D]``.
 
         Loaded chunks have no queries; only algorithms with a ``query_window`` need them. An
-        algorithm that asks the model's indexer needs its outputs for these tokens.
+        algorithm that asks the model's indexer needs its outputs for these tokens. A layer with a
+        window has no representations.
         """
         self.representations.apply_resets()
+        if self._window(layer_id):
+            return
         no_queries = k.new_zeros(0, self.policy.kv.num_q_heads, k.shape[-1])
         self._prefill.summarize(layer_id, chunk, no_queries, PagedKV(k, v), indexer)
 

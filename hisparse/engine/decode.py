@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hisparse.adapters import Attended
+from hisparse.adapters import Attended, add_sinks
 from hisparse.algorithms import DecodeStep
 from hisparse.cache import PageTable, Selected, StepRows
 from hisparse.engine.contract import blame, call, named, require_selection
@@ -49,23 +49,33 @@ class DecodeAttention:
         )
         self.observer: SelectionObserver | None = None
 
-    def attention(self, layer_id: int, q: Tensor, parts: Sequence[DecodePart]) -> Tensor:
-        """``q [B, Hq, D]`` -> ``[B, Hq, Dv]`` in the dtype of q, each part in its mode."""
+    def attention(
+        self, layer_id: int, q: Tensor, parts: Sequence[DecodePart], sinks: Tensor | None = None
+    ) -> Tensor:
+        """``q [B, Hq, D]`` -> ``[B, Hq, Dv]`` in the dtype of q, each part in its mode.
+
+        ``sinks [Hq]``: see :meth:`SparseCoordinator.attention`.
+        """
         if len(parts) == 1:
-            return self._attend(layer_id, q, parts[0]).to(q.dtype)
+            return self._attend(layer_id, q, parts[0], sinks).to(q.dtype)
         out = q.new_empty(*q.shape[:-1], self._parts.policy.kv.v_head_dim)
         for part in parts:
-            out[part.index] = self._attend(layer_id, q[part.index], part).to(q.dtype)
+            out[part.index] = self._attend(layer_id, q[part.index], part, sinks).to(q.dtype)
         return out
 
-    def _attend(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
+    def _attend(self, layer_id: int, q: Tensor, part: DecodePart, sinks: Tensor | None) -> Tensor:
         if part.mode == "staged":
-            return self._staged.attend(layer_id, q, part)
-        if part.mode == "resident":
-            return self._attend_resident(layer_id, q, part)
-        return self._attend_sparse(layer_id, q, part)
+            attended = self._staged.attend(layer_id, q, part)
+        elif part.mode == "sparse":
+            attended = self._attend_sparse(layer_id, q, part)
+        else:
+            attended = self._attend_all(layer_id, q, part)
+        out = attended.out.reshape(len(q), self._parts.policy.kv.num_q_heads, -1)
+        if sinks is None:
+            return out
+        return add_sinks(Attended(out, attended.lse.reshape(out.shape[:-1])), sinks).out
 
-    def _attend_sparse(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
+    def _attend_sparse(self, layer_id: int, q: Tensor, part: DecodePart) -> Attended:
         """Attend over the selected pages; extensions refine the selection and the result."""
         modes, followers = self._parts.modes, []
         if modes.selects(layer_id):
@@ -86,17 +96,20 @@ class DecodeAttention:
             attended = call(
                 extension.after_attention, layer_id, layer_id, queries, selection, part, attended
             )
-        return self._request_outputs(attended.out)
+        return attended
 
-    def _attend_resident(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
-        """Attend over the whole context, which fits the row's device pages."""
+    def _attend_all(self, layer_id: int, q: Tensor, part: DecodePart) -> Attended:
+        """Attend over the whole context or the window, which fit the row's device pages."""
         manager = self._parts.manager
-        # A context that fits has at most as many pages as the largest row.
-        width = max(1, min(part.view.max_pages, manager.device.max_row_pages))
+        if part.mode == "window":
+            selected = Selected(part.selection)
+        else:
+            # A context that fits has at most as many pages as the largest row.
+            width = max(1, min(part.view.max_pages, manager.device.max_row_pages))
+            selected = Selected(None, max_pages=width)
         with serial_operators(q.device):
-            table = manager.swap_in(layer_id, Selected(None, max_pages=width), part.rows)
-            attended = self._attend_pages(layer_id, self._row_queries(q), table)
-        return self._request_outputs(attended.out)
+            table = manager.swap_in(layer_id, selected, part.rows)
+            return self._attend_pages(layer_id, self._row_queries(q), table)
 
     def _selected(self, selection: Selection, part: DecodePart) -> Selected:
         """What a sparse part attends over, its dense requests included."""
@@ -159,19 +172,15 @@ class DecodeAttention:
     def _attend_pages(self, layer_id: int, queries: Tensor, table: PageTable) -> Attended:
         """Attend ``queries [R, Q, D]`` over the device pages of each row."""
         kv = self._parts.manager.device.stored(layer_id)
-        adapter, scale = self._parts.adapter, self._parts.policy.scale
+        adapter, rule = self._parts.adapter, self._parts.policy.rules[layer_id]
         if kv.scales is not None:
-            return adapter.attend_fp8(queries, kv, *table, scale)
-        return adapter.attend(queries, kv.kv, *table, scale)
+            return adapter.attend_fp8(queries, kv, *table, rule)
+        return adapter.attend(queries, kv.kv, *table, rule)
 
     def _row_queries(self, q: Tensor) -> Tensor:
         """``[B, Hq, D]`` -> ``[R, Hq / H, D]``."""
         policy = self._parts.policy
         return q.reshape(-1, policy.kv.num_q_heads // policy.heads, q.shape[-1])
-
-    def _request_outputs(self, out: Tensor) -> Tensor:
-        """``[R, Hq / H, Dv]`` -> ``[B, Hq, Dv]``."""
-        return out.reshape(-1, self._parts.policy.kv.num_q_heads, out.shape[-1])
 
 
 def _all_where(dense: Tensor, selection: Selection, rows: StepRows, width: int) -> Selection:

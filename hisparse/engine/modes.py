@@ -35,10 +35,11 @@ class AttentionModes:
         algorithm: selects pages.
         min_sparse_context: tokens; contexts up to this length are attended densely.
         dense_layers: layers that are always dense.
-        reuse_layers: consecutive layers that share a selection.
+        reuse_layers: consecutive layers that share a selection. Layers with a window are in no
+            group, and no mode applies to them: they attend the last pages of every request.
 
     Attributes:
-        dense_layers: as given.
+        dense_layers: as given, without those that have a window.
         dense_width: K of a selection that can also hold all pages of a dense context.
     """
 
@@ -54,12 +55,12 @@ class AttentionModes:
         self._policy = policy
         self._algorithm = algorithm
         self._min_sparse_context = min_sparse_context
-        self.dense_layers = dense_layers
-        layers = range(policy.kv.num_layers)
-        self._num_dense = len(dense_layers.intersection(layers))
+        layers = policy.kv.full_layers
+        self.dense_layers = dense_layers.intersection(layers)
+        self._num_dense = len(self.dense_layers)
         # Each layer that selects, with the later sparse layers of its group.
         self._followers: dict[int, list[int]] = {}
-        for first in layers[::reuse_layers]:
+        for first in range(0, len(layers), reuse_layers):
             sparse = [x for x in layers[first : first + reuse_layers] if x not in dense_layers]
             if sparse:
                 self._followers[sparse[0]] = sparse[1:]
@@ -138,7 +139,11 @@ class AttentionModes:
         def attended_tokens(staged: np.ndarray) -> int:
             return heads * int(np.where(staged, seq_lens, tail_lens).sum())
 
-        attended = (kv.num_layers - self._num_dense) * attended_tokens(masks.staged)
+        num_full = len(kv.full_layers)
+        attended = (num_full - self._num_dense) * attended_tokens(masks.staged)
+        if num_full < kv.num_layers:
+            in_window = attended_tokens(np.zeros_like(masks.staged))
+            attended += (kv.num_layers - num_full) * in_window
         if dense is not None:
             attended += self._num_dense * attended_tokens(dense.staged)
         counters.add("other_tokens", attended)

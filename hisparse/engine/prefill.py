@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.adapters import Attended, merge_attended
+from hisparse.adapters import Attended, add_sinks, merge_attended
 from hisparse.algorithms import PrefillStep
 from hisparse.cache import Tile
 from hisparse.cache.codec import as_read, encode
@@ -44,8 +44,12 @@ class Prefill:
         v: Tensor,
         batch: PrefillBatch,
         indexer: IndexerInputs | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """``q [T, Hq, D]``, ``k, v [T, Hkv, D]`` -> ``[T, Hq, Dv]`` in the dtype of q."""
+        """``q [T, Hq, D]``, ``k, v [T, Hkv, D]`` -> ``[T, Hq, Dv]`` in the dtype of q.
+
+        ``sinks [Hq]``: see :meth:`SparseCoordinator.attention`.
+        """
         # Attention and representations use the values that a later read returns, so the output does
         # not depend on which part of a prompt comes from the pool.
         k, v = as_read(self._policy.kv, k, v)
@@ -55,15 +59,20 @@ class Prefill:
         outputs = []
         for chunk, next_tile in self._chunks_with_next_tile(layer_id, batch):
             tokens = slice(chunk.offset, chunk.offset + chunk.length)
-            chunk_q, chunk_k, chunk_v = q[tokens], k[tokens], v[tokens]
-            pages = self._page_aligned(layer_id, chunk, chunk_k, chunk_v)
-            chunk_indexer = None if indexer is None else indexer.take(tokens)
-            step = self.summarize(layer_id, chunk, chunk_q, pages, chunk_indexer)
-            algorithm = self._parts.algorithm
-            positions = call(algorithm.select_prefill, layer_id, layer_id, step)
-            check_positions(positions, algorithm, layer_id, chunk.length)
-            out = self._attend(layer_id, chunk, chunk_q, chunk_k, chunk_v, positions, next_tile)
-            outputs.append(out.to(q.dtype))
+            new = q[tokens], k[tokens], v[tokens]
+            pages = self._page_aligned(layer_id, chunk, *new[1:])
+            if self._policy.kv.window(layer_id):
+                attended = self._attend_window(layer_id, chunk, *new, next_tile)
+            else:
+                chunk_indexer = None if indexer is None else indexer.take(tokens)
+                step = self.summarize(layer_id, chunk, new[0], pages, chunk_indexer)
+                algorithm = self._parts.algorithm
+                positions = call(algorithm.select_prefill, layer_id, layer_id, step)
+                check_positions(positions, algorithm, layer_id, chunk.length)
+                attended = self._attend(layer_id, chunk, *new, positions, next_tile)
+            if sinks is not None:
+                attended = add_sinks(attended, sinks)
+            outputs.append(attended.out.to(q.dtype))
             self._place(layer_id, chunk, pages)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -93,7 +102,7 @@ class Prefill:
         for layer, chunk in reversed(order):
             reversed_pairs.append((chunk, next_tile))
             if chunk.start:
-                next_tile = self._tile(layer, chunk, 0, chunk.start)
+                next_tile = self._tile(layer, chunk, self._first_page(layer, chunk), chunk.start)
         yield from reversed_pairs[: -len(batch.chunks) - 1 : -1]
 
     def _page_aligned(self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor) -> PagedKV:
@@ -171,18 +180,28 @@ class Prefill:
         pages = chunk.host_pages_cpu[first:last]
         return Tile(layer_id, chunk.slot, first, min(end, last * size), pages)
 
+    def _first_page(self, layer_id: int, chunk: PrefillChunk) -> int:
+        """The first page of a chunk's prefix that the chunk attends."""
+        window = self._policy.kv.window(layer_id)
+        if not window:
+            return 0
+        # The last token of the prefix, at least, so that there is a tile.
+        reach = max(window - 1, 1)
+        return max(0, chunk.start - reach) // self._policy.kv.page_size
+
     def _read_context(
         self, layer_id: int, chunk: PrefillChunk
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Read all tokens up to the end of the chunk; see :meth:`_read`."""
         # The chunk itself is read back, so its write has to end first.
         self._join_moves()
-        for tile in self._tiles(layer_id, chunk, chunk.end):
+        for tile in self._tiles(layer_id, chunk, 0, chunk.end):
             yield self._read(tile, chunk.end)
 
-    def _tiles(self, layer_id: int, chunk: PrefillChunk, end: int) -> list[Tile]:
+    def _tiles(self, layer_id: int, chunk: PrefillChunk, first_page: int, end: int) -> list[Tile]:
         width, count = self._manager.staging_pages, -(-end // self._policy.kv.page_size)
-        return [self._tile(layer_id, chunk, first, end) for first in range(0, count, width)]
+        firsts = range(first_page, count, width)
+        return [self._tile(layer_id, chunk, first, end) for first in firsts]
 
     def _read(
         self, tile: Tile, end: int, next_tile: Tile | None = None
@@ -205,7 +224,7 @@ class Prefill:
         v: Tensor,
         positions: Tensor | None,
         next_tile: Tile | None,
-    ) -> Tensor:
+    ) -> Attended:
         """Attention of the chunk over itself and over its prefix, streamed through staging.
 
         Args:
@@ -216,26 +235,56 @@ class Prefill:
             positions: ``[T, K] int32``, positions that each query attends; None: all up to its own.
             next_tile: the tile that is read after the prefix.
         """
-        scale, adapter = self._policy.scale, self._parts.adapter
+        rule, adapter = self._policy.attention, self._parts.adapter
         if positions is None:
-            attended = adapter.attend_prefill(q, k, v, scale, causal=True)
+            attended = adapter.attend_prefill(q, k, v, rule, causal=True)
         else:
-            attended = adapter.attend_chosen(q, k, v, scale, positions - chunk.start)
-        tiles = self._tiles(layer_id, chunk, chunk.start)
+            attended = adapter.attend_chosen(q, k, v, rule, positions - chunk.start)
+        tiles = self._tiles(layer_id, chunk, 0, chunk.start)
         for tile, following in zip(tiles, [*tiles[1:], next_tile], strict=False):
             first, keys, values = self._read(tile, chunk.start, following)
             if positions is None:
-                part = adapter.attend_prefill(q, keys, values, scale, causal=False)
+                part = adapter.attend_prefill(q, keys, values, rule, causal=False)
             else:
-                part = adapter.attend_chosen(q, keys, values, scale, positions - first)
+                part = adapter.attend_chosen(q, keys, values, rule, positions - first)
             attended = merge_attended(Attended(*part), attended)
-        return attended.out
+        return attended
+
+    def _attend_window(
+        self,
+        layer_id: int,
+        chunk: PrefillChunk,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        next_tile: Tile | None,
+    ) -> Attended:
+        """As :meth:`_attend`, in a layer with a window: only its part of the prefix is read."""
+        rule, adapter = self._policy.rules[layer_id], self._parts.adapter
+        attended = adapter.attend_prefill(q, k, v, rule, causal=True)
+        tiles = self._tiles(layer_id, chunk, self._first_page(layer_id, chunk), chunk.start)
+        for tile, following in zip(tiles, [*tiles[1:], next_tile], strict=False):
+            first, keys, values = self._read(tile, chunk.start, following)
+            distance = first - chunk.start
+            # The windows of later queries begin after the tile.
+            count = min(distance + len(keys) + rule.window - 1, len(q))
+            part = adapter.attend_prefill(
+                q[:count], keys, values, rule, causal=False, first_key=distance
+            )
+            merged = merge_attended(Attended(*part), Attended(*(x[:count] for x in attended)))
+            both = zip(merged, attended, strict=True)
+            attended = Attended(*(torch.cat([new, old[count:]]) for new, old in both))
+        return attended
 
     def _place(self, layer_id: int, chunk: PrefillChunk, pages: PagedKV) -> None:
         """Write the most recent full pages, and the tail, to the device."""
         manager, size = self._manager, self._policy.kv.page_size
         first, last = chunk.start // size, chunk.end // size
-        oldest = max(0, last - int(manager.residency.held(np.array(chunk.slot))))
+        kept = int(manager.residency.held(np.array(chunk.slot)))
+        window = self._policy.kv.window(layer_id)
+        if window:
+            kept = min(kept, self._policy.kv.window_pages(window))
+        oldest = max(0, last - kept)
         from_host = oldest < first and manager.residency.is_cold(chunk.slot)
         if from_host:
             placed = (first - oldest) * self._policy.heads

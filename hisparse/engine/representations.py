@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ class Representations:
     Args:
         kinds: the declared tensors, by name.
         num_layers: L.
+        layers: the layers that have representations: those that attend the whole context.
         host_pages: pages of the host pool, including the padding page.
         num_slots: request slots.
         device: device of the tensors. Those in host memory are page-locked and mapped for a GPU.
@@ -27,8 +29,9 @@ class Representations:
 
     Attributes:
         tensors: by name, ``[L, host pages, *shape]``, ``[L, request slots, *shape]`` or
-            ``[L, *shape]``, depending on the owner.
-        of_pages: those of them that belong to pages and are saved.
+            ``[L, *shape]``, depending on the owner. If some layers have no representations, these
+            are views that take a layer's number and skip those layers in memory.
+        of_pages: those of them that belong to pages and are saved, without skipped layers.
         only_of_pages: whether these are all that is saved.
         indexes: the algorithm's host-memory indexes of each request.
     """
@@ -38,6 +41,7 @@ class Representations:
         kinds: Mapping[str, Representation],
         *,
         num_layers: int,
+        layers: Sequence[int],
         host_pages: int,
         num_slots: int,
         device: torch.device,
@@ -50,13 +54,17 @@ class Representations:
         }
         self._memories = {name: kind.memory for name, kind in kinds.items()}
         self._saved = {n: kind for n, kind in kinds.items() if kind.per != "layer" and kind.saved}
-        self.tensors = {
-            name: _zeros(r, (num_layers, *entries[r.per], *r.shape), device)
+        memory = {
+            name: _zeros(r, (len(layers), *entries[r.per], *r.shape), device)
             for name, r in kinds.items()
         }
-        self.of_pages = {n: self.tensors[n] for n, r in self._saved.items() if r.per == "page"}
+        self._layers = frozenset(layers)
+        self.tensors = memory
+        if len(layers) < num_layers:
+            self.tensors = {name: _of_layers(tensor, layers) for name, tensor in memory.items()}
+        self.of_pages = {n: memory[n] for n, r in self._saved.items() if r.per == "page"}
         self.only_of_pages = len(self.of_pages) == len(self._saved)
-        self._request_state = [self.tensors[n] for n, r in kinds.items() if r.per == "request"]
+        self._request_state = [memory[n] for n, r in kinds.items() if r.per == "request"]
         self.indexes = RequestIndexes(num_layers, num_slots, index_bytes)
         self._begun: set[int] = set()
         self._ended: set[int] = set()
@@ -94,8 +102,13 @@ class Representations:
         self.indexes.fork(source, target)
 
     def read(self, layer_id: int, slot: int, host_pages: Tensor) -> dict[str, Tensor]:
-        """Read the saved entries of a request and of its pages ``host_pages [P]``."""
+        """Read the saved entries of a request and of its pages ``host_pages [P]``.
+
+        Empty in a layer without representations.
+        """
         self.apply_resets()
+        if layer_id not in self._layers:
+            return {}
         return {
             name: self.tensors[name][layer_id, host_pages if kind.per == "page" else slot]
             for name, kind in self._saved.items()
@@ -119,6 +132,37 @@ class Representations:
             name: f"{kind.per} {list(kind.shape)} {kind.dtype}"
             for name, kind in self._saved.items()
         }
+
+
+class _LayerTensor:
+    """A tensor ``[layers, ...]`` that is indexed by the numbers of these layers.
+
+    Args:
+        tensor: entries of the layers that have some.
+        layers: their numbers, ascending.
+    """
+
+    def __init__(self, tensor: Tensor, layers: Sequence[int]) -> None:
+        self._tensor = tensor
+        self._index = {layer: index for index, layer in enumerate(layers)}
+
+    def _at(self, key: Any) -> Any:
+        layer, *rest = key if isinstance(key, tuple) else (key,)
+        return (self._index[int(layer)], *rest)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        return self._tensor[self._at(key)]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._tensor[self._at(key)] = value
+
+    def __getattr__(self, name: str) -> Any:
+        # Shape, dtype, device and size in memory are those of the tensor.
+        return getattr(self._tensor, name)
+
+
+def _of_layers(tensor: Tensor, layers: Sequence[int]) -> Tensor:
+    return cast(Tensor, _LayerTensor(tensor, layers))
 
 
 def _zeros(kind: Representation, shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -22,13 +22,14 @@ class StagedAttention:
 
     def __init__(self, parts: EngineParts) -> None:
         self._kv = parts.policy.kv
-        self._scale = parts.policy.scale
+        self._rule = parts.policy.attention
         self._manager = parts.manager
         self._adapter = parts.adapter
 
-    def attend(self, layer_id: int, q: Tensor, part: DecodePart) -> Tensor:
-        """Attend ``q [B, Hq, D]`` over whole contexts -> ``[B, Hq, Dv] float32``."""
+    def attend(self, layer_id: int, q: Tensor, part: DecodePart) -> Attended:
+        """Attend ``q [B, Hq, D]`` over whole contexts: out ``[B, Hq, Dv] float32``."""
         out = q.new_empty(*q.shape[:-1], self._kv.v_head_dim, dtype=torch.float32)
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
         seq_lens = part.view.seq_lens
         # Requests run one by one: the tiles, hence the order of summation, depend on one request.
         attended: Attended | None = None
@@ -39,8 +40,8 @@ class StagedAttention:
             new = self._attend_tile(q[request], tile, next_tile, lens)
             attended = new if attended is None else merge_attended(attended, new)
             if next_tile is None or next_tile.owner != tile.owner:
-                out[request], attended = attended.out, None
-        return out
+                (out[request], lse[request]), attended = attended, None
+        return Attended(out, lse)
 
     def _tiles(self, layer_id: int, part: DecodePart) -> list[Tile]:
         """Tiles of all pages of all requests, including tail pages, request by request."""
@@ -61,4 +62,4 @@ class StagedAttention:
         lens = lens.clamp(0, count * kv.page_size)
         num_bytes = count * kv.page_size * kv.token_bytes_per_layer
         self._manager.counters.add("staged_decode_bytes", num_bytes)
-        return self._adapter.attend(q, pages, table, lens, self._scale)
+        return self._adapter.attend(q, pages, table, lens, self._rule)

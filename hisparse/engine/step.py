@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -16,7 +16,7 @@ from hisparse.cache import SparseKVCacheManager, StepRows
 from hisparse.engine.modes import ModeMasks
 from hisparse.engine.representations import Representations
 from hisparse.kernels import TailPages, paged_attention
-from hisparse.types import IndexerInputs, Selection
+from hisparse.types import UNSCALED, AttentionRule, IndexerInputs, Selection
 
 __all__ = [
     "AttentionMode",
@@ -31,8 +31,9 @@ __all__ = [
 ]
 
 #: How a layer attends a request: "sparse", over the selected pages; "resident", densely, over a
-#: context that fits the row's device pages; "staged", densely, in tiles from host memory.
-AttentionMode = Literal["sparse", "resident", "staged"]
+#: context that fits the row's device pages; "staged", densely, in tiles from host memory; "window",
+#: over the last tokens, in a layer that attends no others.
+AttentionMode = Literal["sparse", "resident", "staged", "window"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,12 +120,15 @@ class StepPages:
     def tail_keys(self, layer_id: int) -> Tensor:
         return self.manager.kv_io.read_tails(layer_id, self.rows).k.transpose(1, 2)
 
-    def tail_lse(self, layer_id: int, query: Tensor) -> Tensor:
+    def tail_lse(self, layer_id: int, query: Tensor, logit_cap: float) -> Tensor:
         rows, device = self.rows, self.manager.device
         # Attention over a table of one page. Its output is not wanted, but costs little.
         queries = query.view(rows.rows.shape[0], -1, query.shape[-1])
         tails = rows.tail_pages[layer_id][:, None]
-        _, lse = paged_attention(queries, device.stored(layer_id), tails, rows.tail_lens)
+        kv, rule = device.stored(layer_id), UNSCALED
+        if logit_cap:
+            rule = AttentionRule(1.0, logit_cap)
+        _, lse = paged_attention(queries, kv, tails, rows.tail_lens, rule=rule)
         return lse.view(query.shape[:2])
 
     def tail_pages(self, layer_id: int) -> TailPages:
@@ -150,7 +154,8 @@ class DecodePart:
         index: ``[B] int64``, indices of the requests in the batch; None: the whole batch.
         dense: ``[B] bool``, dense requests of a sparse part; None: no request is dense.
         captured: whether this is a captured step, or one that warms up for the capture.
-        selection: the selection that the current group of layers shares.
+        selection: the selection that the current group of layers shares; in the mode "window", the
+            pages that the window touches, which all layers with this window share.
     """
 
     mode: AttentionMode
@@ -221,6 +226,7 @@ class DecodeForward:
         filled: the filled tail pages; None: the host knows that there are none.
         parts: requests by mode, in sparse layers.
         dense_parts: requests by mode, in layers that are always dense.
+        window_parts: all requests, for the layers with a window, by its length in tokens.
     """
 
     whole: DecodePart
@@ -229,6 +235,7 @@ class DecodeForward:
     filled: FilledTails | None
     parts: tuple[DecodePart, ...] = ()
     dense_parts: tuple[DecodePart, ...] = ()
+    window_parts: Mapping[int, tuple[DecodePart, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -270,13 +277,18 @@ class DecodeForward:
             pages=pages,
             indexes=representations.indexes,
         )
+        whole = DecodePart(mode="sparse", view=view, pages=pages, seq_lens_cpu=batch.seq_lens_cpu)
         return cls(
-            whole=DecodePart(
-                mode="sparse", view=view, pages=pages, seq_lens_cpu=batch.seq_lens_cpu
-            ),
+            whole=whole,
             host_slots=batch.host_slots,
             tail_slots=rows.tail_pages.long() * size + (rows.tail_lens - 1),
             filled=_find_filled(batch, rows, tail_lens, size),
+            window_parts={
+                window: (
+                    replace(whole, mode="window", selection=rows.window_pages(window, policy.kv)),
+                )
+                for window in set(policy.kv.windows) - {0}
+            },
         )
 
 

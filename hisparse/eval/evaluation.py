@@ -154,7 +154,7 @@ class Evaluation:
         self, document: Document, method: Method, stats: SelectionStats
     ) -> tuple[list[ItemScores], float]:
         """Scores of all items, and device bytes per token for representations."""
-        config = with_smallest_buffer(method.config)
+        config = with_smallest_buffer(self.model, method.config)
         rows = min(rows_that_fit(self.model, config), len(document.items))
         # Sorted by start, as score_items requires, then by length, to fill the batches.
         items = sorted(document.items, key=lambda item: (item.start, -len(item.ids)))
@@ -167,7 +167,7 @@ class Evaluation:
                 scores += score_items(self.model, cache, document.ids, group, keep=_is_continuation)
         policy = cache.coordinator.policy
         kinds = kept_tensors(config, cache.coordinator.algorithm, policy)
-        page_bytes = entry_bytes(kinds, "page") * policy.kv.num_layers
+        page_bytes = entry_bytes(kinds, "page") * len(policy.kv.full_layers)
         return scores, page_bytes / policy.kv.page_size
 
     def _context(self, document: Document, config: HiSparseConfig, rows: int) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.engine.capabilities import choose_scope
+from hisparse.engine.capabilities import choose_scope, fit_windows
 from hisparse.memory.host import free_host_memory
 
 __all__ = ["rows_that_fit", "with_smallest_buffer"]
@@ -18,12 +18,17 @@ __all__ = ["rows_that_fit", "with_smallest_buffer"]
 _FREE_FRACTION = 0.25
 
 
-def with_smallest_buffer(config: HiSparseConfig) -> HiSparseConfig:
+def with_smallest_buffer(model: Any, config: HiSparseConfig) -> HiSparseConfig:
     """The configuration with the fewest device pages that give the same selections."""
+    from hisparse.transformers.model_shape import read_model_shape
+
     smallest = config.budget
     if build_algorithm(config).variable_lengths:
         smallest = config.min_row_tokens
-    return replace(config, device_buffer_size=smallest, max_row_capacity=smallest)
+    spec, _ = read_model_shape(model, config.page_size)
+    config = replace(config, device_buffer_size=smallest, max_row_capacity=None)
+    config = fit_windows(config, spec)
+    return replace(config, max_row_capacity=config.min_row_tokens)
 
 
 def rows_that_fit(model: Any, config: HiSparseConfig) -> int:

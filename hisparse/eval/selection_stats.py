@@ -150,6 +150,7 @@ def _exact_attention(layer_id: int, queries: Tensor, step: DecodeStep) -> tuple[
         table.int().cpu(),
         step.num_pages.cpu(),
         reduce="lse",
+        logit_cap=step.policy.logit_cap,
     )
     tail = step.tail_lse(layer_id, query).cpu()
     both = torch.cat([pages, tail[..., None]], -1).softmax(-1)

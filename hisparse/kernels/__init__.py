@@ -1,7 +1,7 @@
 """The operations on pages: checked wrappers with several implementations each.
 
-``drop_pages``, ``round_outward``, ``page_outline`` and ``chunk_index_score`` have no
-implementations to choose from: they are PyTorch's operations.
+``drop_pages``, ``round_outward``, ``page_outline``, ``chunk_index_score`` and ``cap_logits`` have
+no implementations to choose from: they are PyTorch's operations.
 """
 
 from hisparse.kernels.attention import paged_attention
@@ -18,6 +18,7 @@ from hisparse.kernels.page_table import page_table
 from hisparse.kernels.rebalance import drop_pages, promote_tail, rebalance, reset_rows
 from hisparse.kernels.recorded import POLICIES, Selections
 from hisparse.kernels.reference.index_score import chunk_index_score
+from hisparse.kernels.reference.logits import cap_logits
 from hisparse.kernels.reference.outline import page_outline
 from hisparse.kernels.reference.summary import round_outward
 from hisparse.kernels.replay import replay, stack_depths
@@ -41,6 +42,7 @@ __all__ = [
     "SketchLayout",
     "TailPages",
     "append_tokens",
+    "cap_logits",
     "chunk_attention",
     "chunk_index_score",
     "decode_fp8",

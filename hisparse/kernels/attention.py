@@ -8,7 +8,7 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.checks import check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
-from hisparse.types import PagedKV, StoredKV
+from hisparse.types import UNSCALED, AttentionRule, PagedKV, StoredKV
 
 __all__ = ["paged_attention"]
 
@@ -21,7 +21,7 @@ def paged_attention(
     page_table: Tensor,
     seq_lens: Tensor,
     *,
-    scale: float = 1.0,
+    rule: AttentionRule = UNSCALED,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attend one query token per row over the pages of that row.
@@ -31,9 +31,11 @@ def paged_attention(
             one KV head side by side.
         kv: ``[N, Hr, S, D]`` pages; float8_e4m3fn if there are scales, else float32, bfloat16 or
             float16.
-        page_table: ``[R, P] int32``, page ids; entries beyond ``seq_lens`` are not read.
+        page_table: ``[R, P] int32``, page ids; entries beyond ``seq_lens`` or before the window
+            are not read.
         seq_lens: ``[R] int32``, tokens to attend; every page but the last one is full.
-        scale: softmax scale, which multiplies the logits in float32.
+        rule: scale and cap, which are applied to the logits in float32, and window: a row attends
+            only the last ``window`` of its tokens.
         impl: "auto", or an implementation's name.
 
     Returns:
@@ -47,7 +49,7 @@ def paged_attention(
     stored = StoredKV(*kv)
     check_once(_check, query, *stored.kv, stored.scales, page_table, seq_lens)
     module = implementation(impl, query.device, kv.k.device)
-    out, lse = module.paged_attention(query, stored, page_table, seq_lens, scale)
+    out, lse = module.paged_attention(query, stored, page_table, seq_lens, rule)
     return out, lse
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.checks import check_divides, check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
+from hisparse.types import UNSCALED, AttentionRule
 
 __all__ = ["chunk_attention"]
 
@@ -20,7 +21,8 @@ def chunk_attention(
     v: Tensor,
     *,
     causal: bool,
-    scale: float = 1.0,
+    rule: AttentionRule = UNSCALED,
+    first_key: int = 0,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attend many query tokens over contiguous keys.
@@ -34,24 +36,29 @@ def chunk_attention(
         k: ``[Tk, Hkv, Dk]`` float32, bfloat16 or float16; any strides, but Dk dense.
         v: ``[Tk, Hkv, Dv]``, dtype and strides as for ``k``.
         causal: query t attends keys 0 to t (T = Tk); if False, every query attends all.
-        scale: softmax scale, which multiplies the logits in float32.
+        rule: scale and cap, which are applied to the logits in float32, and window: query t attends
+            key j only if ``first_key + j > t - window``.
+        first_key: position of key 0 less the position of query 0; 0 if ``causal``.
         impl: "auto", or an implementation's name.
 
     Returns:
         out ``[T, Hq, Dv]``, float32 or, on a GPU, in the query's dtype; and the natural log of the
-        sum of exponentials of the logits ``[T, Hq] float32``, -inf without keys. A float32 query
-        is attended in float32 throughout.
+        sum of exponentials of the logits ``[T, Hq] float32``, -inf for a query without keys. A
+        float32 query is attended in float32 throughout.
 
     Raises:
         KernelError: a tensor has another shape, dtype or device.
     """
-    check_once(_check, query, k, v, values=(causal,))
+    check_once(_check, query, k, v, values=(causal, first_key if causal else 0))
+    if rule.window and first_key > query.shape[0] - 1 - rule.window:
+        # The last query attends key 0: the window hides nothing.
+        rule = AttentionRule(rule.scale, rule.logit_cap)
     module = implementation(impl, query.device, k.device)
-    out, lse = module.chunk_attention(query, k, v, causal, scale)
+    out, lse = module.chunk_attention(query, k, v, causal, rule, first_key)
     return out, lse
 
 
-def _check(query: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+def _check(query: Tensor, k: Tensor, v: Tensor, causal: bool, first_key: int) -> None:
     check_tensor("query", query, _DTYPES, (None, None, None))
     (tokens, heads, width), device = query.shape, query.device
     check_tensor("k", k, _DTYPES, (None, None, width), device)
@@ -59,3 +66,5 @@ def _check(query: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     check_divides("k", k.shape[1], heads)
     if causal and tokens != k.shape[0]:
         raise KernelError(f"k: got {k.shape[0]} keys, expected one for each of {tokens} queries")
+    if first_key:
+        raise KernelError(f"first_key: got {first_key}, expected 0, where key t is that of query t")

@@ -24,6 +24,7 @@ def key_score(
     num_pages: Tensor,
     *,
     reduce: Literal["max", "lse"] = "max",
+    logit_cap: float = 0.0,
     pages: Tensor | None = None,
     impl: str = "auto",
 ) -> Tensor:
@@ -39,6 +40,7 @@ def key_score(
         num_pages: ``[B] int32``, pages of each request.
         reduce: how a page's S products become its score: "max", the largest, or "lse",
             log-sum-exp.
+        logit_cap: the products are capped at first, as in attention with this cap; 0: none.
         pages: ``[B, Hq, P] bool``, pages to score; None: all.
         impl: "auto", or an implementation's name.
 
@@ -55,7 +57,9 @@ def key_score(
     if reduce not in ("max", "lse"):
         raise KernelError(f"reduce: got {reduce!r}, expected max or lse")
     module = implementation(impl, query.device, keys.device)
-    scores: Tensor = module.key_score(query, keys, host_page_table, num_pages, pages, reduce)
+    scores: Tensor = module.key_score(
+        query, keys, host_page_table, num_pages, pages, reduce, logit_cap
+    )
     return scores
 
 

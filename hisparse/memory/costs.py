@@ -83,13 +83,15 @@ def make_sizing_request(
         extra_tables: tables that extensions attend over.
     """
     spec = policy.kv
+    # Layers with a window have device pages and no representations.
+    num_selecting = spec.selecting.num_layers
     stored_heads = spec.num_kv_heads if policy.heads == 1 else 1
     prefill = prefill_bytes(spec, min(resources.chunk_tokens, resources.context_length))
     staging_bytes = config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes)
     copies = resources.node_ranks if spec.latent else 1
     request = SizingRequest(
         kv_token_bytes=-(-spec.token_bytes // copies) + host_token_bytes,
-        representation_page_bytes=entry_bytes(kept, "page") * spec.num_layers,
+        representation_page_bytes=entry_bytes(kept, "page") * num_selecting,
         page_size=spec.page_size,
         num_layers=spec.num_layers,
         rows_per_request=policy.heads,
@@ -101,8 +103,8 @@ def make_sizing_request(
         max_row_capacity=config.max_row_capacity,
         context_length=resources.context_length,
         max_requests=resources.max_requests,
-        request_state_bytes=entry_bytes(kept, "request") * spec.num_layers,
-        layer_state_bytes=entry_bytes(kept, "layer") * spec.num_layers,
+        request_state_bytes=entry_bytes(kept, "request") * num_selecting,
+        layer_state_bytes=entry_bytes(kept, "layer") * num_selecting,
         captured=config.not_captured(resources.device_type) is None,
         captured_request_bytes=captured_request_bytes,
         indexed=resources.device_type != "cpu",
@@ -148,8 +150,8 @@ def host_token_bytes(
         kept: tensors of the algorithm and of the extensions.
         kv: shapes of the model.
     """
-    pages = entry_bytes(kept, "page", "host") * kv.num_layers
-    return algorithm.host_token_bytes(kv) - (-pages // kv.page_size)
+    pages = entry_bytes(kept, "page", "host") * kv.selecting.num_layers
+    return algorithm.host_token_bytes(kv.selecting) - (-pages // kv.page_size)
 
 
 def attended_tables(
@@ -176,6 +178,10 @@ def attended_tables(
     rows = heads, max_requests * heads
     # One more page: the tail page.
     tables = [TableLimits(*rows, widest + 1, queries, stored_heads, kv.page_size)]
+    for window in sorted(set(kv.windows) - {0}):
+        width = kv.window_pages(window) + 1
+        limits = TableLimits(*rows, width, queries, stored_heads, kv.page_size, window)
+        tables.append(limits)
     if config.dense_layers or config.min_sparse_context > config.min_row_tokens:
         tile = TableLimits(1, 1, tile_pages, kv.num_q_heads, kv.num_kv_heads, kv.page_size)
         tables.append(tile)

@@ -15,7 +15,7 @@ from typing import Final
 from hisparse.algorithms import SelectionPolicy, build_algorithm, entry_bytes
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import kept_tensors, make_policy
-from hisparse.engine.capabilities import choose_scope
+from hisparse.engine.capabilities import choose_scope, fit_windows
 from hisparse.engine.modes import AttentionModes
 from hisparse.plan.hardware import Hardware
 from hisparse.types import KVSpec
@@ -41,6 +41,8 @@ ASSUMPTIONS: Final = (
     "beside attention of their group; those of the layer that selects do not.",
     "Steps are captured in CUDA graphs; with cuda_graph false, a step takes at least the host's "
     "time for its launches.",
+    "Layers with a sliding window attend its tokens alone, dense and with hisparse; these are on "
+    "the device.",
     "Dense layers read the whole context over the link, if it is longer than device_buffer_size. "
     "Algorithms that select as many pages as they need attend device_buffer_size.",
 )
@@ -124,7 +126,7 @@ class StepEstimate:
         batch: requests.
         hit_ratio: fraction of the selected pages that are on the device.
         num_layers: L.
-        dense_us: a layer of dense attention.
+        dense_us: a layer of dense attention, mean over the layers.
         hisparse_us: a layer with hisparse, mean over the layers.
         parts_us: parts of a layer that selects, by name.
         bytes: bytes that this layer moves.
@@ -185,7 +187,7 @@ def estimate_step(
     moved = step.bytes(context, batch, hit_ratio)
     total_us, launches = step.run(context, batch, moved)
     host_us = launches * hardware.gpu.host_launch_us.value if config.cuda_graph is False else 0.0
-    dense_us = _DENSE_LAUNCHES * hardware.gpu.launch_us.value + step.attention_us(moved.dense)
+    dense_us = _DENSE_LAUNCHES * hardware.gpu.launch_us.value + step.dense_us(context, moved)
     sparse = not step.attends_all(context)
     return StepEstimate(
         batch=batch,
@@ -204,7 +206,8 @@ def estimate_step(
 
 def is_resident(config: HiSparseConfig, spec: KVSpec, context: int) -> bool:
     """Whether the smallest device buffer of a request holds all of its full pages."""
-    return (context - 1) // spec.page_size <= config.min_row_tokens // spec.page_size
+    rows = fit_windows(config, spec).min_row_tokens
+    return (context - 1) // spec.page_size <= rows // spec.page_size
 
 
 class _Step:
@@ -215,6 +218,7 @@ class _Step:
     ) -> None:
         algorithm = build_algorithm(config)
         scope = choose_scope(config, latent=spec.latent)
+        config = fit_windows(config, spec)
         self._config, self._spec = config, spec
         self._gpu, self._host = hardware
         self._policy: SelectionPolicy = make_policy(
@@ -285,6 +289,13 @@ class _Step:
         """An attention kernel, without its launch."""
         return max(self._gpu.attention_us.value, _us(num_bytes, self._gpu.hbm_gb_s.value))
 
+    def dense_us(self, context: int, moved: StepBytes) -> float:
+        """Dense attention kernels, mean over the layers: with a window they read a part."""
+        spec = self._spec
+        layers = [min(spec.window(x) or context, context) for x in range(spec.num_layers)]
+        by_tokens = {n: self.attention_us(moved.dense * n // context) for n in set(layers)}
+        return sum(by_tokens[tokens] for tokens in layers) / len(layers)
+
     def parts_us(self, moved: StepBytes, *, selects: bool) -> dict[str, float]:
         """Parts of a layer, one after the other."""
         parts = {"launches": self.launches(selects=selects) * self._gpu.launch_us.value}
@@ -300,7 +311,10 @@ class _Step:
         total, launches = 0.0, 0
         dense_layers = self._modes.dense_layers
         for layer in range(self._spec.num_layers):
-            if self.attends_all(context) or layer in dense_layers:
+            if window := self._spec.window(layer):
+                total += self._window_us(min(window, context), batch)
+                launches += self.launches(selects=False)
+            elif self.attends_all(context) or layer in dense_layers:
                 total += sum(self.dense_parts_us(context, batch).values())
                 launches += self.launches(selects=False)
             elif self._modes.selects(layer):
@@ -317,6 +331,18 @@ class _Step:
         beside = first["attention"] + followers * (sum(other.values()) - other["gather"])
         both = max(transfers, beside) if self._config.overlap else transfers + beside
         return sum(first.values()) - first["attention"] + both
+
+    def _window_us(self, tokens: int, batch: int) -> float:
+        """A layer that attends its last tokens, which are on the device."""
+        moved = StepBytes(
+            dense=0,
+            scores=0,
+            host_scores=0,
+            misses=0,
+            attended=tokens * batch * self._row_token_bytes,
+            written=batch * self._spec.token_bytes_per_layer,
+        )
+        return sum(self.parts_us(moved, selects=False).values())
 
     def dense_parts_us(self, context: int, batch: int) -> dict[str, float]:
         """Parts of a layer that attends the whole context, from device pages or by staging."""

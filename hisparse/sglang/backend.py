@@ -232,7 +232,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
                 f"layer {layer.layer_id}: got the softmax scale {layer.scaling}, expected "
                 f"{self._scale} as when the model was loaded"
             )
-        indexer = kwargs.pop("topk_indices", None)
+        indexer, sinks = kwargs.pop("topk_indices", None), kwargs.pop("sinks", None)
         unknown = sorted(name for name, value in kwargs.items() if value is not None)
         if unknown:
             raise HiSparseError(
@@ -240,7 +240,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
                 "softmax attention over q, k and v"
             )
         try:
-            out = self._attend(layer, q, k, v, indexer)
+            out = self._attend(layer, q, k, v, indexer, sinks)
         except AlgorithmError as error:
             self._end_requests(error)
             return q.new_zeros(q.shape[0], width)
@@ -253,7 +253,13 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         return out
 
     def _attend(
-        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, indexer: IndexerInputs | None
+        self,
+        layer: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        indexer: IndexerInputs | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """The coordinator's attention of the real tokens, then zeros for the padding."""
         spec, padded, tokens = self._spec, q.shape[0], self._num_tokens
@@ -269,7 +275,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         )
         queries = q.reshape(tokens, spec.num_q_heads, spec.head_dim)
         layer_id = layer.layer_id - self._first_layer
-        out = self.coordinator.attention(layer_id, queries, keys, values, indexer).flatten(1)
+        out = self.coordinator.attention(layer_id, queries, keys, values, indexer, sinks).flatten(1)
         return out if padded == tokens else pad(out, (0, 0, 0, padded - tokens))
 
     def _end_requests(self, error: AlgorithmError) -> None:

@@ -51,10 +51,10 @@ def check_model(server_args: Any, config: HiSparseConfig) -> None:
         )
     choose_scope(config, latent=latent)
     _check_indexer(name, model.hf_config, config)
-    window = getattr(model.hf_text_config, "use_sliding_window", True) and model.sliding_window_size
-    if model.is_hybrid_swa or (window and window > 0):
+    if model.is_hybrid_swa:
         raise ConfigError(
-            f"{name} has sliding-window attention; expected full attention in every layer"
+            f"{name} keeps the K and V of its windows in a pool of their own; expected one pool: "
+            "use --disable-hybrid-swa-memory"
         )
     _check_heads(name, model)
     wanted = _KV_DTYPES.get(str(server_args.kv_cache_dtype).lower())

@@ -13,13 +13,16 @@ from hisparse.types import KVSpec
 __all__ = ["read_model_shape"]
 
 
-def read_model_shape(model: Any, dtype: torch.dtype, page_size: int) -> tuple[KVSpec, float]:
+def read_model_shape(
+    model: Any, dtype: torch.dtype, page_size: int, context_length: int
+) -> tuple[KVSpec, float]:
     """Read the shapes on this rank, and the softmax scale.
 
     Args:
         model: SGLang's model.
         dtype: the model's dtype of keys and values.
         page_size: S, tokens per page of a selection.
+        context_length: tokens, the longest sequence; a window that holds it is none.
 
     Raises:
         ConfigError: the layers differ from each other, or use a kind of attention that hisparse
@@ -34,7 +37,8 @@ def read_model_shape(model: Any, dtype: torch.dtype, page_size: int) -> tuple[KV
         )
     layers, latent = _attention_layers(model)
     shapes = {
-        (m.tp_q_head_num, m.tp_k_head_num, m.qk_head_dim, m.v_head_dim, m.scaling) for m in layers
+        (m.tp_q_head_num, m.tp_k_head_num, m.qk_head_dim, m.v_head_dim, m.scaling, m.logit_cap)
+        for m in layers
     }
     if len(shapes) != 1:
         raise ConfigError(
@@ -44,23 +48,23 @@ def read_model_shape(model: Any, dtype: torch.dtype, page_size: int) -> tuple[KV
     plain = all(
         m.attn_type == AttentionType.DECODER
         and not m.is_cross_attention
-        and not m.logit_cap
-        and m.sliding_window_size <= 0
+        and (not m.logit_cap or m.logit_capping_method == "tanh")
         and m.xai_temperature_len <= 0
         and not m.use_irope
         for m in layers
     )
     if not plain:
         raise ConfigError(
-            "a layer of the model has cross attention, capped logits, a sliding window, chunks "
-            "or temperature scaling; expected plain causal attention"
+            "a layer of the model has cross attention, logits that are not capped by tanh, chunks "
+            "or temperature scaling; expected causal attention, over all tokens or a window"
         )
     ids = sorted(m.layer_id for m in layers)
     if ids != list(range(ids[0], ids[0] + len(ids))):
         raise ConfigError(
             f"the model's attention layers have numbers {ids}; expected attention in every layer"
         )
-    q_heads, kv_heads, head_dim, v_head_dim, scale = shapes.pop()
+    q_heads, kv_heads, head_dim, v_head_dim, scale, logit_cap = shapes.pop()
+    windows = [_window(m, context_length) for m in sorted(layers, key=lambda m: m.layer_id)]
     spec = KVSpec(
         num_layers=len(layers),
         num_q_heads=q_heads,
@@ -71,8 +75,17 @@ def read_model_shape(model: Any, dtype: torch.dtype, page_size: int) -> tuple[KV
         page_size=page_size,
         latent=latent,
         index_head_dim=_index_head_dim(model, len(layers)),
+        logit_cap=logit_cap or 0.0,
+        windows=tuple(windows) if any(windows) else (),
     )
     return spec, scale
+
+
+def _window(layer: Any, context_length: int) -> int:
+    """Tokens that a query of a layer attends, its own included; 0: all up to its own."""
+    # SGLang counts the tokens before the query's own. Its backends take -1 for no window.
+    before: int = layer.sliding_window_size
+    return before + 1 if 0 <= before < context_length - 1 else 0
 
 
 def _attention_layers(model: Any) -> tuple[list[Any], bool]:

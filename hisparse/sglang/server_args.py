@@ -77,7 +77,7 @@ def prepare_before_resolution(server_args: Any) -> None:
 
     Args:
         server_args: SGLang's ``ServerArgs``; ``page_size``, ``kv_cache_dtype`` and the flags for
-            CUDA graphs and the external linker are written.
+            CUDA graphs, the external linker and pools of windows are written.
 
     Raises:
         ConfigError: a setting or a flag is not supported, or the machine lacks the memory.
@@ -93,6 +93,8 @@ def prepare_before_resolution(server_args: Any) -> None:
         # SGLang therefore sees the model's dtype, and only hisparse knows that K/V are fp8.
         server_args.hisparse_config = json.dumps(config.effective())
         server_args.kv_cache_dtype = "auto"
+    # Host memory is one pool for all layers, whatever part of it a layer attends.
+    server_args.disable_hybrid_swa_memory = True
     if server_args.page_size is None:
         server_args.page_size = config.server_page_size
     if config.not_captured(_device_type(server_args)) is None:

@@ -50,8 +50,18 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
         # The model's own configuration requests an fp8 KV cache.
         config, dtype = replace(config, kv_cache_dtype="fp8_e4m3"), configurator.model_config.dtype
     algorithm = build_algorithm(config)
-    spec, scale = read_model_shape(configurator.model, dtype, config.page_size)
+    context_length = configurator.model_config.context_len
+    spec, scale = read_model_shape(configurator.model, dtype, config.page_size, context_length)
     spec = stored_spec(config, spec)
+    if spec.windows:
+        logger.info(
+            "hisparse: %d of %d layers attend windows of %s tokens; algorithm %s selects in the "
+            "others",
+            spec.num_layers - len(spec.full_layers),
+            spec.num_layers,
+            ", ".join(map(str, sorted(set(spec.windows) - {0}))),
+            config.algorithm,
+        )
     reason = config.not_captured(configurator.device)
     if reason is not None:
         logger.info("hisparse: decode steps are not captured in CUDA graphs: %s", reason)
@@ -65,7 +75,7 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
         Resources(
             host_bytes=host_bytes,
             device_bytes=device_bytes,
-            context_length=configurator.model_config.context_len,
+            context_length=context_length,
             max_requests=_max_running_requests(),
             device_type=configurator.device,
             device=device_limits(configurator.device),

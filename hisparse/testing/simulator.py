@@ -56,7 +56,13 @@ class Request:
 
 
 class Simulator(World):
-    """Plays the role of the framework: allocates host pages and slots, builds batches."""
+    """Plays the role of the framework: allocates host pages and slots, builds batches.
+
+    Attributes:
+        sinks: ``[L, Hq]``, logits of attention sinks; None: the model has none.
+    """
+
+    sinks: Tensor | None = None
 
     def request(
         self,
@@ -157,17 +163,29 @@ class Simulator(World):
             streams = zip(*([x[layer, a:b] for x in r.streams] for r, a, b in parts), strict=True)
             q, k, v, *indexer = (torch.cat(tokens) for tokens in streams)
             inputs = IndexerInputs(*indexer) if self.algorithm.indexer else None
-            outs.append(self.coordinator.attention(layer, q, k, v, inputs))
+            sinks = None if self.sinks is None else self.sinks[layer]
+            outs.append(self.coordinator.attention(layer, q, k, v, inputs, sinks))
         self.coordinator.forward_end()
         return torch.stack(outs)
 
     def dense(self, request: Request, start: int, stop: int) -> Tensor:
-        """Causal float64 attention of positions ``start`` to ``stop - 1``: ``[L, n, Hq, D]``."""
+        """Float64 attention of positions ``start`` to ``stop - 1``: ``[L, n, Hq, D]``.
+
+        Causal, within each layer's window, with the model's cap and sinks.
+        """
         group = self.spec.group_size
         q = request.q[:, start:stop].double()
         k = request.k[:, :stop].double().repeat_interleave(group, dim=2)
         v = request.v[:, :stop].double().repeat_interleave(group, dim=2)
         logits = torch.einsum("lqhd,lkhd->lhqk", q, k) * self.scale
-        hidden = torch.arange(stop) > torch.arange(start, stop)[:, None]
-        weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+        if self.logit_cap:
+            logits = self.logit_cap * torch.tanh(logits / self.logit_cap)
+        behind = torch.arange(start, stop)[:, None] - torch.arange(stop)
+        windows = torch.tensor([self.spec.window(x) or stop for x in range(self.layers)])
+        hidden = (behind < 0) | (behind >= windows[:, None, None])
+        logits = logits.masked_fill(hidden[:, None], -torch.inf)
+        if self.sinks is not None:
+            sinks = self.sinks.double()[..., None, None].expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, sinks], -1)
+        weights = logits.softmax(-1)[..., :stop]
         return torch.einsum("lhqk,lkhd->lqhd", weights, v)

@@ -45,6 +45,8 @@ class World:
         latent_rank: width of values that are the first columns of the keys; 0: separate values.
         num_sink_pages, num_recent_pages: pages that are always selected.
         scale: softmax scale.
+        logit_cap: cap on attention logits; 0: none.
+        windows: tokens that each layer attends; 0: all of them. Empty: 0 in all layers.
         algorithm: selects pages.
         adapter: attends.
         checked: whether the cache manager verifies every selection and every resident byte.
@@ -75,6 +77,8 @@ class World:
     num_sink_pages: int = 1
     num_recent_pages: int = 1
     scale: float = 0.3
+    logit_cap: float = 0.0
+    windows: tuple[int, ...] = ()
     algorithm: BaseSparseAlgorithm = field(
         default_factory=lambda: build_algorithm(HiSparseConfig())
     )
@@ -95,6 +99,8 @@ class World:
             latent=self.latent_rank > 0,
             index_head_dim=INDEXER_DIM,
             fp8=self.fp8,
+            logit_cap=self.logit_cap,
+            windows=self.windows,
         )
         self.config = HiSparseConfig(
             budget=self.budget,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
 
 from hisparse.errors import HiSparseError
+from hisparse.types import AttentionRule
 
 __all__ = ["IMPLEMENTATION", "register", "tag_keys"]
 
@@ -18,15 +20,19 @@ IMPLEMENTATION = "hisparse"
 #: Attribute of a key tensor that holds its ``_KeyOrigin``.
 _TAG = "_hisparse_cache"
 
-#: Arguments that change attention, and their values for plain causal attention.
-_PLAIN_CAUSAL = {"sliding_window": None, "softcap": None, "s_aux": None, "position_bias": None}
-
 
 class _AttendingCache(Protocol):
     """The part of ``HiSparseCache`` that the attention function calls."""
 
     def attend(
-        self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        rule: AttentionRule,
+        sinks: Tensor | None,
     ) -> Tensor: ...
 
 
@@ -66,7 +72,8 @@ def _attention(
         attention_mask: ``[B, columns] bool``, False at padding; None if no column is padding.
         scaling: softmax scale; None for ``D ** -0.5``.
         dropout: must be 0.
-        kwargs: options that change attention are rejected, others ignored.
+        kwargs: ``sliding_window``, ``softcap`` and ``s_aux`` (sinks) are the layer's; other options
+            that change attention are rejected, the rest is ignored.
 
     Returns:
         ``[B, T, Hq, D]``, and None in place of attention weights.
@@ -82,24 +89,54 @@ def _attention(
             f"attention got a query with requires_grad={query.requires_grad} and dropout="
             f"{dropout}, expected inference: use model.eval() and torch.no_grad()"
         )
-    other = sorted(name for name, plain in _PLAIN_CAUSAL.items() if kwargs.get(name) is not plain)
-    if other or kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
-        options = ", ".join(other) or "is_causal=False"
+    biased = kwargs.get("position_bias") is not None
+    if biased or kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        option = "position_bias" if biased else "is_causal=False"
         raise HiSparseError(
-            f"layer {origin.layer_id}: got attention with {options}, expected plain causal "
-            "attention"
+            f"layer {origin.layer_id}: got attention with {option}, expected causal attention "
+            "without it"
         )
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return origin.cache.attend(origin.layer_id, query, key, value, attention_mask, scale), None
+    rule = AttentionRule(
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        logit_cap=kwargs.get("softcap") or 0.0,
+        window=kwargs.get("sliding_window") or 0,
+    )
+    out = origin.cache.attend(
+        origin.layer_id, query, key, value, attention_mask, rule, kwargs.get("s_aux")
+    )
+    return out, None
 
 
 def _mask(
-    *, mask_function: Any, attention_mask: Tensor | None, use_vmap: bool = False, **_: Any
+    *,
+    mask_function: Any,
+    attention_mask: Tensor | None,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    **_: Any,
 ) -> Tensor | None:
-    """Return the padding mask unchanged, ``[B, columns] bool``: the engine is causal by itself."""
-    if use_vmap or mask_function is not causal_mask_function:
-        raise HiSparseError("mask: got a mask function of the model's, expected plain causal")
+    """Return the padding mask unchanged, ``[B, columns] bool``: the engine applies the others.
+
+    Args:
+        mask_function: whether a query attends a key, by their positions.
+        attention_mask: the padding mask.
+        use_vmap: whether the model has added masks of its own.
+        local_size: tokens of a sliding window; None: no window.
+    """
+    window = local_size is not None and _is_window(mask_function, local_size)
+    if use_vmap or not (window or mask_function is causal_mask_function):
+        raise HiSparseError(
+            "mask: got a mask function of the model's, expected a causal one, with a sliding "
+            "window or without"
+        )
     return attention_mask
+
+
+def _is_window(mask_function: Any, size: int) -> bool:
+    """Whether a mask function hides later keys, and keys ``size`` or more before the query."""
+    zero, query, key = torch.tensor([[0, 0, 0, 0], [0, 0, size, size], [1, 0, 1, 0]])
+    seen: list[bool] = mask_function(zero, zero, query, key).tolist()
+    return seen == [False, True, True, False]
 
 
 def register() -> None:

@@ -19,7 +19,7 @@ from hisparse.engine.build import (
     make_policy,
     make_setup,
 )
-from hisparse.engine.capabilities import choose_scope, stored_spec
+from hisparse.engine.capabilities import choose_scope, fit_windows, stored_spec
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.costs import host_token_bytes
@@ -90,10 +90,11 @@ def build_store(
         CapacityError: the sizes do not fit into memory.
     """
     algorithm = build_algorithm(config)
-    spec, scale = read_model_shape(model, config.page_size)
-    spec = stored_spec(config, spec)
     device = torch.device(device or getattr(model, "device", None) or "cpu")
     max_length = _max_length(model, limits)
+    spec, scale = read_model_shape(model, config.page_size, max_length)
+    spec = stored_spec(config, spec)
+    config = fit_windows(config, spec)
     row_pages = -(-max_length // spec.page_size)
     num_pages = _num_pages(config, limits, row_pages)
     needed = (num_pages + 1) * spec.page_size

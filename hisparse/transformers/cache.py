@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hisparse.transformers.check_inputs import check_layer, read_mask
 from hisparse.transformers.context_file import StoredRows, read_rows, write_rows
 from hisparse.transformers.forward import Forward, begin_forward
 from hisparse.transformers.rows import RowStore
+from hisparse.types import AttentionRule
 
 __all__ = ["HiSparseCache"]
 
@@ -100,7 +102,14 @@ class HiSparseCache(BaseCache):
         return tag_keys(key_states, self, layer_idx), value_states
 
     def attend(
-        self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        rule: AttentionRule,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention of one layer. The attention function calls this method for each layer in order.
 
@@ -109,7 +118,8 @@ class HiSparseCache(BaseCache):
             q: ``[B, Hq, T, D]``.
             k, v: ``[B, Hkv, T, D]``.
             mask: ``[B, columns + T] bool``, False at padding; None if no column is padding.
-            scale: softmax scale.
+            rule: how the layer attends.
+            sinks: ``[Hq]``, see :meth:`SparseCoordinator.attention`; None: no sinks.
 
         Returns:
             ``[B, T, Hq, D]``, zeros at padding.
@@ -119,13 +129,15 @@ class HiSparseCache(BaseCache):
             CapacityError: the rows do not fit into ``max_length`` or ``max_tokens``.
         """
         policy = self._store.coordinator.policy
-        check_layer(layer_id, q, k, v, scale, policy, self._store.device)
+        if rule.window >= self._max_length:
+            rule = replace(rule, window=0)
+        check_layer(layer_id, q, k, v, rule, policy, self._store.device)
         if layer_id == 0:
             self._begin(q.shape[0], q.shape[2], mask)
         self._updated_layer = None
         if self._forward is None:
             raise HiSparseError(f"forward: got layer {layer_id} first, expected layer 0")
-        out = self._forward.attention(layer_id, q, k, v)
+        out = self._forward.attention(layer_id, q, k, v, sinks)
         if layer_id == policy.kv.num_layers - 1:
             self._finish()
         return out

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hisparse.algorithms import SelectionPolicy
 from hisparse.errors import ConfigError, HiSparseError, quoted, shorten
+from hisparse.types import AttentionRule
 
 __all__ = ["check_layer", "read_mask", "read_token_ids"]
 
@@ -19,24 +20,27 @@ def check_layer(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    scale: float,
+    rule: AttentionRule,
     policy: SelectionPolicy,
     device: torch.device,
 ) -> None:
-    """Check that a layer's tensors and scale are those that the cache was built for.
+    """Check that a layer's tensors and rule are those that the cache was built for.
 
     Args:
         layer_id: layer number.
         q: ``[B, Hq, T, D]``.
         k, v: ``[B, Hkv, T, D]``.
-        scale: softmax scale.
-        policy: shapes and scale that the cache was built for.
+        rule: how the layer attends.
+        policy: shapes and rules that the cache was built for.
         device: device of the cache's tensors.
 
     Raises:
-        HiSparseError: a shape, a dtype, the device or the scale differs.
+        HiSparseError: a shape, a dtype, the device or the rule differs.
     """
     kv = policy.kv
+    if layer_id >= kv.num_layers:
+        raise HiSparseError(f"got layer {layer_id}, expected 0 to {kv.num_layers - 1}")
+    known = policy.rules[layer_id]
     expected = {
         "heads and width of q": (tuple(q.shape[1::2]), (kv.num_q_heads, kv.head_dim)),
         "heads and width of k": (tuple(k.shape[1::2]), (kv.num_kv_heads, kv.head_dim)),
@@ -44,7 +48,9 @@ def check_layer(
         "dtype of k": (k.dtype, kv.dtype),
         "dtype of v": (v.dtype, kv.dtype),
         "device type": (q.device.type, device.type),
-        "softmax scale": (scale, policy.scale),
+        "softmax scale": (rule.scale, known.scale),
+        "cap of logits": (rule.logit_cap, known.logit_cap),
+        "window": (rule.window, known.window),
     }
     for what, (got, want) in expected.items():
         if got != want:
@@ -52,8 +58,6 @@ def check_layer(
                 f"layer {layer_id}: got {what} {got}, expected {want}; make the cache from this "
                 "model"
             )
-    if layer_id >= kv.num_layers:
-        raise HiSparseError(f"got layer {layer_id}, expected 0 to {kv.num_layers - 1}")
 
 
 def read_mask(mask: Tensor | None, cached: np.ndarray, width: int) -> np.ndarray:

@@ -31,13 +31,16 @@ class Forward:
     lengths: np.ndarray
     index: Tensor | None
 
-    def attention(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(
+        self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attention of one layer.
 
         Args:
             layer_id: layer number.
             q: ``[B, Hq, T, D]``.
             k, v: ``[B, Hkv, T, D]``.
+            sinks: ``[Hq]``, see :meth:`SparseCoordinator.attention`; None: no sinks.
 
         Returns:
             ``[B, T, Hq, Dv]`` in the dtype of q, zeros at padding.
@@ -46,10 +49,11 @@ class Forward:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         index, attention = self.index, self.store.coordinator.attention
         if index is None:
-            return attention(layer_id, q, k, v).view(batch, width, heads, -1)
+            out = attention(layer_id, q, k, v, sinks=sinks)
+            return out.view(batch, width, heads, -1)
         padded = q.new_zeros(batch * width, heads, v.shape[-1])
         if index.numel():
-            padded[index] = attention(layer_id, q[index], k[index], v[index])
+            padded[index] = attention(layer_id, q[index], k[index], v[index], sinks=sinks)
         return padded.view(batch, width, heads, -1)
 
     def end(self) -> None:

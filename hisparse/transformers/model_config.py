@@ -54,6 +54,9 @@ def shape_per_rank(config: Any, page_size: int, tp: int) -> KVSpec:
         spec = _latent_shape(config, text, page_size)
     else:
         spec, _ = read_model_shape(config, page_size)
+        if not getattr(text, "layer_types", None):
+            # SGLang's Mistral, Mixtral, Phi-3 and Starcoder2 attend all tokens.
+            spec = replace(spec, windows=())
     if spec.num_q_heads % tp or (spec.num_kv_heads % tp and tp % spec.num_kv_heads):
         raise ConfigError(
             f"--tp: got {tp}, expected a divisor of the model's {spec.num_q_heads} query heads "

@@ -16,9 +16,12 @@ _UNSUPPORTED = {
     "is_encoder_decoder": "an encoder and cross attention",
     "kv_lora_rank": "latent attention (MLA)",
     "num_kv_shared_layers": "layers that share K and V",
-    "attn_logit_softcapping": "capped logits",
     "attention_chunk_size": "chunked attention",
 }
+
+_WINDOW_KIND = "sliding_attention"
+#: Values of ``layer_types``.
+_LAYER_KINDS = {"full_attention", _WINDOW_KIND}
 
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 
@@ -39,7 +42,9 @@ def read_dtype(model: Any) -> torch.dtype:
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def read_model_shape(model: Any, page_size: int) -> tuple[KVSpec, float]:
+def read_model_shape(
+    model: Any, page_size: int, context_length: int | None = None
+) -> tuple[KVSpec, float]:
     """Read the shape of the attention layers, and the softmax scale.
 
     Args:
@@ -47,6 +52,7 @@ def read_model_shape(model: Any, page_size: int) -> tuple[KVSpec, float]:
             the function assumes ``head_dim ** -0.5``, and layers with another scale raise an error
             when they run.
         page_size: S, tokens per page of a selection.
+        context_length: tokens, the longest sequence; a window that holds it is none. None: unknown.
 
     Raises:
         ConfigError: hisparse does not support the model's attention, or its layers differ.
@@ -56,13 +62,9 @@ def read_model_shape(model: Any, page_size: int) -> tuple[KVSpec, float]:
     for attribute, feature in _UNSUPPORTED.items():
         if getattr(config, attribute, None):
             raise _unsupported(name, f"{feature} ({attribute}={getattr(config, attribute)})")
-    other = sorted({x for x in getattr(config, "layer_types", None) or () if x != "full_attention"})
+    other = sorted({*(getattr(config, "layer_types", None) or ())} - _LAYER_KINDS)
     if other:
         raise _unsupported(name, f"layers of other kinds ({', '.join(other)})")
-    window = getattr(config, "sliding_window", None)
-    # Without layer_types, a sliding window applies to all layers.
-    if window and not getattr(config, "layer_types", None):
-        raise _unsupported(name, f"a sliding window ({window} tokens)")
     num_layers, q_heads, hidden = (_read_size(config, name, size) for size in _SIZES)
     dtype = read_dtype(model)
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -76,8 +78,21 @@ def read_model_shape(model: Any, page_size: int) -> tuple[KVSpec, float]:
         v_head_dim=head_dim,
         dtype=dtype,
         page_size=page_size,
+        logit_cap=getattr(config, "attn_logit_softcapping", None) or 0.0,
+        windows=_read_windows(config, num_layers, context_length),
     )
     return spec, _read_scale(model, name, head_dim)
+
+
+def _read_windows(config: Any, num_layers: int, context_length: int | None) -> tuple[int, ...]:
+    """``KVSpec.windows`` of a model."""
+    window = getattr(config, "sliding_window", None) or 0
+    if not window or (context_length is not None and window >= context_length):
+        return ()
+    # Without layer_types, a sliding window applies to all layers.
+    kinds = getattr(config, "layer_types", None) or [_WINDOW_KIND] * num_layers
+    windows = tuple(window if kind == _WINDOW_KIND else 0 for kind in kinds)
+    return windows if any(windows) else ()
 
 
 def _read_size(config: Any, name: str, size: str) -> int:
@@ -99,6 +114,6 @@ def _read_scale(model: Any, name: str, head_dim: int) -> float:
 
 def _unsupported(name: str, feature: str) -> ConfigError:
     return ConfigError(
-        f"model: got {name!r} with {feature}, expected a decoder with causal MHA or GQA over the "
-        "whole context in every layer (such as llama, qwen2, qwen3)"
+        f"model: got {name!r} with {feature}, expected a decoder with causal MHA or GQA, over the "
+        "whole context or a sliding window (such as llama, qwen3, gemma3)"
     )

@@ -46,7 +46,7 @@ class Session:
         """
         self._updated = layer_id, q, k, v
 
-    def attention(self, q: Tensor, layer_id: int) -> Tensor:
+    def attention(self, q: Tensor, layer_id: int, sinks: Tensor | None = None) -> Tensor:
         """Attention over the context and the new tokens, which join the cache.
 
         A call of one token is a decode step: it attends what the algorithm selects. Call each layer
@@ -55,6 +55,7 @@ class Session:
         Args:
             q: as given to :meth:`update`.
             layer_id: layer number.
+            sinks: ``[Hq]``, the logits of attention sinks, for a model that has them.
 
         Returns:
             ``[1, T, Hq, D]``.
@@ -76,8 +77,10 @@ class Session:
                 f"attention: got q {list(q.shape)}, expected {list(queries.shape)} as in update"
             )
         self._updated = None
-        scale = self.cache.coordinator.policy.scale
-        return self.cache.attend(layer_id, q, k, v, None, scale)
+        policy = self.cache.coordinator.policy
+        # A layer that does not exist is the cache's to refuse.
+        rule = policy.rules[min(layer_id, policy.kv.num_layers - 1)]
+        return self.cache.attend(layer_id, q, k, v, None, rule, sinks)
 
     def store(
         self, token_ids: Tensor | Sequence[int], attributes: Mapping[str, Any] | None = None

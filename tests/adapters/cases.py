@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.types import KVSpec, PagedKV, SelectionScope
+from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +23,7 @@ class Case:
         lens: tokens of each row.
         device: device of the tensors.
         seed: seed of the random values.
+        logit_cap, window: as for ``AttentionRule``.
     """
 
     scope: SelectionScope = "kv_head"
@@ -32,6 +33,8 @@ class Case:
     lens: tuple[int, ...] = (37, 0, 1, 64, 16, 33)
     device: str = "cpu"
     seed: int = 0
+    logit_cap: float = 0.0
+    window: int = 0
 
     @property
     def spec(self) -> KVSpec:
@@ -48,12 +51,17 @@ class Case:
         )
 
     @property
+    def rule(self) -> AttentionRule:
+        """How a layer attends."""
+        return AttentionRule(self.spec.head_dim**-0.5, self.logit_cap, self.window)
+
+    @property
     def queries(self) -> int:
         """Query heads of a row."""
         return self.spec.num_q_heads // self.spec.selection_heads(self.scope)
 
-    def arguments(self) -> tuple[Tensor, PagedKV, Tensor, Tensor, float]:
-        """``q, kv, page_table, seq_lens, scale``."""
+    def arguments(self) -> tuple[Tensor, PagedKV, Tensor, Tensor, AttentionRule]:
+        """``q, kv, page_table, seq_lens, rule``."""
         torch.manual_seed(self.seed)
         spec, rows = self.spec, len(self.lens)
         stored_heads = spec.num_kv_heads if self.scope == "layer" else 1
@@ -63,9 +71,10 @@ class Case:
         table = torch.randperm(total).int().view(rows, width)
         unread = torch.ones(total, self.size, dtype=torch.bool)
         for row, length in enumerate(self.lens):
-            for token in range(length):
+            for token in range(self.oldest(length), length):
                 unread[table[row, token // self.size], token % self.size] = False
             table[row, counts[row] :] = -1
+            table[row, : self.oldest(length) // self.size] = -1
 
         def pages(width: int) -> Tensor:
             shape = (total, self.size, stored_heads, width)
@@ -76,19 +85,27 @@ class Case:
         v = k[..., : spec.v_head_dim] if self.latent else pages(spec.v_head_dim)
         q = torch.randn(rows, self.queries, spec.head_dim).to(self.device, self.dtype)
         lens = torch.tensor(self.lens, dtype=torch.int32, device=self.device)
-        return q, PagedKV(k, v), table.to(self.device), lens, spec.head_dim**-0.5
+        return q, PagedKV(k, v), table.to(self.device), lens, self.rule
+
+    def oldest(self, length: int) -> int:
+        """The first token that a row of ``length`` tokens reads."""
+        return max(0, length - self.window) if self.window else 0
 
     def tokens(self) -> list[list[int]]:
         """``page * S + offset`` of the tokens that each row must read, in order."""
         table = self.arguments()[2].tolist()
         return [
-            [row[token // self.size] * self.size + token % self.size for token in range(length)]
+            [
+                row[token // self.size] * self.size + token % self.size
+                for token in range(self.oldest(length), length)
+            ]
             for row, length in zip(table, self.lens, strict=True)
         ]
 
     def __str__(self) -> str:
         kind = "mla" if self.latent else self.scope
-        return f"{kind}-page{self.size}-{str(self.dtype).split('.')[1]}"
+        rule = f"-cap{self.logit_cap:g}-window{self.window}" if self.window else ""
+        return f"{kind}-page{self.size}-{str(self.dtype).split('.')[1]}{rule}"
 
 
 def cases(**settings: Any) -> list[Case]:

@@ -54,6 +54,8 @@ class Interpreter:
         cache_seqlens: Tensor | None = None,
         softmax_scale: float,
         causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
         return_softmax_lse: bool,
     ) -> tuple[Tensor, Tensor]:
         """``q [B, T, Q, D]``; the lse is natural, ``[B, Q, T]``."""
@@ -61,7 +63,10 @@ class Interpreter:
         assert k_cache.stride(-1) == v_cache.stride(-1) == q.stride(-1) == 1
         assert q.dtype == k_cache.dtype == v_cache.dtype
         if page_table is None:
-            out, lse = dense(q[0], k_cache[0], v_cache[0], softmax_scale, causal)
+            assert not causal or window_size[1] in (0, -1)
+            out, lse = dense(
+                q[0], k_cache[0], v_cache[0], softmax_scale, causal, window_size, softcap
+            )
             return out[None].to(q.dtype), lse.T[None]
         assert cache_seqlens is not None
         assert page_table.dtype == cache_seqlens.dtype == torch.int32
@@ -72,13 +77,17 @@ class Interpreter:
             assert q.shape[-1] <= 64
             q, k_cache = torch.cat([q, qv], -1), torch.cat([k_cache, v_cache], -1)
         size = k_cache.shape[1]
+        left, right = window_size
+        assert right == (-1 if left < 0 else 0)
         self.read = [
-            [int(row[token // size]) * size + token % size for token in range(length)]
+            [
+                int(row[token // size]) * size + token % size
+                for token in range(max(0, length - 1 - left) if left >= 0 else 0, length)
+            ]
             for row, length in zip(page_table, cache_seqlens.tolist(), strict=True)
         ]
-        out, lse = attend(
-            q[:, 0], k_cache.flatten(0, 1), v_cache.flatten(0, 1), softmax_scale, self.read
-        )
+        k, v = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+        out, lse = attend(q[:, 0], k, v, softmax_scale, self.read, softcap)
         return out[:, None].to(q.dtype), lse[..., None]
 
     def flash_mla_sparse_fwd(
@@ -125,6 +134,8 @@ class _FlashInferWrapper:
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
         sm_scale: float,
+        logits_soft_cap: float | None,
+        window_left: int,
         disable_split_kv: bool,
     ) -> None:
         # With a split the plan would hold only for these lengths.
@@ -135,6 +146,7 @@ class _FlashInferWrapper:
         self._indices[: len(indices)] = indices
         self._last.copy_(last_page_len)
         self._shape, self._scale = shape, sm_scale
+        self._cap, self._left = logits_soft_cap or 0.0, window_left
         self.interpreter.num_plans += 1
 
     def run(
@@ -155,9 +167,10 @@ class _FlashInferWrapper:
         for row in range(len(q)):
             pages = self._indices[self._indptr[row] : self._indptr[row + 1]].tolist()
             length = (len(pages) - 1) * size + int(self._last[row]) if pages else 0
-            read.append([pages[t // size] * size + t % size for t in range(length)])
+            oldest = max(0, length - 1 - self._left) if self._left >= 0 else 0
+            read.append([pages[t // size] * size + t % size for t in range(oldest, length)])
         self.interpreter.read = read
-        out, lse = attend(q, k.flatten(0, 1), v.flatten(0, 1), self._scale, read)
+        out, lse = attend(q, k.flatten(0, 1), v.flatten(0, 1), self._scale, read, self._cap)
         return out.to(q.dtype), lse / math.log(2)
 
 
@@ -168,18 +181,21 @@ def single_prefill_with_kv_cache(
     *,
     causal: bool,
     sm_scale: float,
+    logits_soft_cap: float | None,
+    window_left: int,
     backend: str,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """``q [T, Hq, D]``; the lse is to base 2."""
     assert return_lse
     assert backend == "fa2"
-    out, lse = dense(q, k, v, sm_scale, causal)
+    window, cap = (window_left, -1), logits_soft_cap or 0.0
+    out, lse = dense(q, k, v, sm_scale, causal, window, cap)
     return out.to(q.dtype), lse / math.log(2)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, read: list[list[int]]
+    q: Tensor, k: Tensor, v: Tensor, scale: float, read: list[list[int]], cap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """``q [R, Q, Dk]`` over the tokens ``read`` of ``k, v [tokens, H, D]``."""
     out = torch.full((*q.shape[:2], v.shape[-1]), torch.nan)
@@ -189,14 +205,33 @@ def attend(
             continue
         assert min(tokens) >= 0
         each = (x[tokens].float() for x in (k, v))
-        out[row], lse[row] = (x[0] for x in dense(q[row : row + 1], *each, scale, False))
+        found = dense(q[row : row + 1], *each, scale, False, cap=cap)
+        out[row], lse[row] = (x[0] for x in found)
     return out, lse
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """``q [T, Q, Dk]`` over ``k, v [Tk, H, D]``; the lse is natural."""
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    window: tuple[int, int] = (-1, -1),
+    cap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """``q [T, Q, Dk]`` over ``k, v [Tk, H, D]``; the lse is natural.
+
+    The last query is the last key's own; ``window``: keys before and after a query's own, -1 for
+    all. A library's result for a query without keys is not defined, so here it is an error.
+    """
     k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     logits = torch.einsum("tqd,sqd->tqs", q.float(), k) * scale
-    if causal:
-        logits.masked_fill_(torch.ones(len(q), len(k)).triu(1).bool()[:, None], -torch.inf)
+    logits = cap * (logits / cap).tanh() if cap else logits
+    own = torch.arange(len(q))[:, None] + len(k) - len(q)
+    left, right = (len(k) + len(q) if side < 0 else side for side in window)
+    right = min(right, 0) if causal else right
+    distance = torch.arange(len(k)) - own
+    hidden = (distance < -left) | (distance > right)
+    assert not hidden.all(-1).any()
+    logits.masked_fill_(hidden[:, None], -torch.inf)
     return torch.einsum("tqs,sqd->tqd", logits.softmax(-1), v), logits.logsumexp(-1)

@@ -17,6 +17,7 @@ from torch.testing import assert_close
 
 from hisparse.adapters import ADAPTERS, TorchAdapter, choose_adapter
 from hisparse.errors import ConfigError
+from hisparse.types import AttentionRule
 from tests.adapters.cases import Case, cases
 
 ON_GPU = os.environ.get("HISPARSE_TEST_CUDA") == "1"
@@ -27,7 +28,8 @@ if not ON_GPU:
 ALL = [
     case
     for dtype in (torch.bfloat16, torch.float16 if ON_GPU else torch.float32)
-    for case in cases(dtype=dtype, device="cuda" if ON_GPU else "cpu")
+    for rule in ({}, {"logit_cap": 2.0, "window": 17})
+    for case in cases(dtype=dtype, device="cuda" if ON_GPU else "cpu", **rule)
 ]
 
 
@@ -35,11 +37,13 @@ def supports(name: str, case: Case) -> bool:
     """Whether the adapter supports a case and, on a GPU, whether it can run there."""
     cls = ADAPTERS.get(name)
     if not ON_GPU:
-        # FlashMLA takes only bf16. The others run in float32 too, where rounding shows less.
+        # FlashMLA takes only bf16, no cap and no window. The others run in float32 too, where
+        # rounding shows less.
         flash_mla = name == "dsa" and not ON_TRITON
-        return case.latent in cls.latent and not (flash_mla and case.dtype != torch.bfloat16)
+        flash_takes = case.dtype == torch.bfloat16 and not (case.window or case.logit_cap)
+        return case.latent in cls.latent and (flash_takes or not flash_mla)
     try:
-        choose_adapter("cuda", case.spec, case.scope, name)
+        choose_adapter("cuda", case.spec, case.scope, name, rules=[case.rule])
     except ConfigError:
         return False
     return True
@@ -62,8 +66,8 @@ def libraries(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize(("name", "case"), PAIRS)
 def test_output_and_lse_are_those_of_torch(name: str, case: Case) -> None:
-    q, kv, table, lens, scale = case.arguments()
-    attended = ADAPTERS.get(name)().attend(q, kv, table, lens, scale)
+    q, kv, table, lens, rule = case.arguments()
+    attended = ADAPTERS.get(name)().attend(q, kv, table, lens, rule)
     assert attended.out.dtype in (torch.float32, q.dtype)
     assert attended.lse.dtype == torch.float32
     out, lse = (x.cpu() for x in attended)
@@ -81,14 +85,26 @@ def test_output_and_lse_are_those_of_torch(name: str, case: Case) -> None:
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("name", [n for n in NAMES if supports(n, Case(device=ALL[0].device))])
-def test_prefill(name: str, causal: bool) -> None:
+@pytest.mark.parametrize(
+    ("rule", "first_key"),
+    [
+        pytest.param(AttentionRule(0.2), -70, id="plain"),
+        pytest.param(AttentionRule(0.2, 1.5), -70, id="cap"),
+        pytest.param(AttentionRule(0.2, 0.0, 90), -70, id="window"),
+        pytest.param(AttentionRule(0.2, 1.5, 13), -70, id="cap-and-window-of-few-queries"),
+        pytest.param(AttentionRule(0.2, 0.0, 1), -70, id="window-of-one"),
+        pytest.param(AttentionRule(0.2, 0.0, 60), -100, id="far-tile"),
+        pytest.param(AttentionRule(0.2, 0.0, 13), -100, id="tile-before-all-windows"),
+    ],
+)
+def test_prefill(name: str, rule: AttentionRule, first_key: int, causal: bool) -> None:
     torch.manual_seed(0)
     keys, device, dtype = 40 if causal else 70, ALL[0].device, torch.bfloat16
+    first_key = 0 if causal else first_key
     q = torch.randn(40, 8, 64).to(device, dtype)
     k, v = torch.randn(2, keys, 2, 64).to(device, dtype)
-    out, lse = ADAPTERS.get(name)().attend_prefill(q, k, v, 0.2, causal=causal)
-    expected = TorchAdapter().attend_prefill(
-        *(x.cpu().float() for x in (q, k, v)), 0.2, causal=causal
-    )
+    how: dict[str, Any] = {"causal": causal, "first_key": first_key}
+    out, lse = ADAPTERS.get(name)().attend_prefill(q, k, v, rule, **how)
+    expected = TorchAdapter().attend_prefill(*(x.cpu().float() for x in (q, k, v)), rule, **how)
     assert_close(out.cpu().float(), expected.out, rtol=2e-2, atol=2e-2)
     assert_close(lse.cpu(), expected.lse, rtol=1e-2, atol=1e-2)

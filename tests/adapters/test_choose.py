@@ -17,7 +17,7 @@ from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
 from hisparse.kernels import encode_fp8
 from hisparse.kernels.device_limits import DeviceLimits, attention_shared_bytes
-from hisparse.types import KVSpec
+from hisparse.types import UNSCALED, AttentionRule, KVSpec
 from tests.adapters.interpreter import Interpreter
 
 
@@ -138,8 +138,25 @@ def test_adapters_that_declare_fp8_attend_over_fp8() -> None:
     q = torch.zeros(1, 1, 8)
     table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     stored = encode_fp8(torch.ones(1, 1, 4, 8), torch.full((1, 1, 4, 8), 3.0))
-    out, lse = ADAPTERS.get("torch")().attend_fp8(q, stored, table, lens, 1.0)
+    out, lse = ADAPTERS.get("torch")().attend_fp8(q, stored, table, lens, UNSCALED)
     assert (out == 3).all() and lse == 0
+
+
+def test_an_adapter_without_caps_or_windows_is_not_for_layers_that_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Plain(TorchAdapter):
+        logit_cap: ClassVar[Any] = False
+        window: ClassVar[Any] = False
+
+    monkeypatch.setitem(ADAPTERS._entries, "plain", Plain)
+    full, gemma = AttentionRule(0.1), AttentionRule(0.1, 50.0, 4096)
+    assert choose_adapter("cpu", spec(), "layer", "plain", rules=[full]).name == "plain"
+    with pytest.raises(ConfigError, match=r"'plain' cannot do logit_cap 50.0, it takes 0 \(none\)"):
+        choose_adapter("cpu", spec(), "layer", "plain", rules=[full, gemma])
+    with pytest.raises(ConfigError, match=r"cannot do window 512, it takes 0 .*can: torch\)"):
+        choose_adapter("cpu", spec(), "layer", "plain", rules=[AttentionRule(0.1, window=512)])
+    assert choose_adapter("cpu", spec(), "layer", rules=[full, gemma]).name == "torch"
 
 
 def test_an_adapter_of_a_plugin_is_held_to_what_it_declares(

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from hisparse.adapters import Attended, TorchAdapter, merge_attended
-from hisparse.types import PagedKV
+from hisparse.types import AttentionRule, PagedKV
 
 ADAPTER = TorchAdapter()
 
@@ -32,7 +32,8 @@ def test_pages(lens: list[int], stored_heads: int) -> None:
         pages.masked_fill_(beyond[:, None, :, None], torch.nan)
     if table[1, 2] == -1:
         lens = [lens[0], min(lens[1], 16), lens[2]]
-    out, lse = ADAPTER.attend(q, PagedKV(k, v), table, torch.tensor(lens, dtype=torch.int32), 0.3)
+    seq_lens = torch.tensor(lens, dtype=torch.int32)
+    out, lse = ADAPTER.attend(q, PagedKV(k, v), table, seq_lens, AttentionRule(0.3))
     for row, length in enumerate(lens):
         pages = table[row].clamp(min=0).long()
         for head in range(4):
@@ -48,7 +49,7 @@ def test_pages(lens: list[int], stored_heads: int) -> None:
 def test_prefill(tokens: int, causal: bool) -> None:
     keys = tokens if causal else 37
     q, k, v = torch.randn(tokens, 6, 16), *torch.randn(2, keys, 2, 16)
-    out, lse = ADAPTER.attend_prefill(q, k, v, 0.25, causal=causal)
+    out, lse = ADAPTER.attend_prefill(q, k, v, AttentionRule(0.25), causal=causal)
     for token in {0, tokens // 2, tokens - 1}:
         seen = token + 1 if causal else keys
         for head in range(6):
@@ -61,7 +62,7 @@ def test_prefill(tokens: int, causal: bool) -> None:
 
 def test_values_narrower_than_keys() -> None:
     q, k, v = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 8)
-    out, lse = ADAPTER.attend_prefill(q, k, v, 0.25, causal=False)
+    out, lse = ADAPTER.attend_prefill(q, k, v, AttentionRule(0.25), causal=False)
     assert out.shape == (5, 4, 8)
     for head in range(4):
         expected = oracle(q[:, head], k[:, head // 2], v[:, head // 2], 0.25)

@@ -12,7 +12,7 @@ from hisparse.adapters import ADAPTERS, Attended, merge_attended
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import EngineSetup, Resources, make_setup
-from hisparse.types import PagedKV
+from hisparse.types import AttentionRule, PagedKV
 from tests.adapters.interpreter import Interpreter
 from tests.shapes import TWO_LAYERS as SPEC
 
@@ -68,7 +68,7 @@ def test_flashinfer_is_charged_for_all_its_wrappers(
         table = torch.zeros(rows, width, dtype=torch.int32)
         q = torch.zeros(rows, queries, 64, dtype=torch.bfloat16)
         lens = torch.zeros(rows, dtype=torch.int32)
-        adapter.attend(q, PagedKV(pages, pages), table, lens, 0.125)
+        adapter.attend(q, PagedKV(pages, pages), table, lens, AttentionRule(0.125))
 
     for width in (1, 16, 17, 512, 513, 1024, 1025, 1201):
         for requests in range(1, REQUESTS + 1):

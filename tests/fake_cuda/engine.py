@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.adapters import ADAPTERS
+from hisparse.adapters import ADAPTERS, Attended, TritonAdapter
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.cache import HostKVPool
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import PoolSizes, build, make_policy
 from hisparse.engine.graphs import StaticBatch
 from hisparse.engine.step import DecodeBatch, PrefillBatch, PrefillChunk
-from hisparse.types import IndexerInputs, KVSpec, SelectionScope
+from hisparse.types import AttentionRule, IndexerInputs, KVSpec, SelectionScope
 from tests import shapes
 from tests.fake_cuda.device import CUDA
 from tests.fake_cuda.launches import Launches
@@ -35,12 +35,30 @@ MLA = KVSpec(
     latent=True,
     index_head_dim=128,
 )
-MODELS = {"GQA": LLAMA, "MLA": MLA}
+#: Gemma-2-9B's heads.
+GEMMA = replace(LLAMA, num_q_heads=16, num_kv_heads=8, head_dim=256, v_head_dim=256)
+MODELS = {"GQA": LLAMA, "MLA": MLA, "Gemma 2": GEMMA}
 CONTEXT = 131072
 #: Hi of DeepSeek-V3.2.
 INDEXER_HEADS = 64
 #: The layer whose launches are counted: not the first, which may make what all layers share.
 LAYER = 1
+
+
+class Ruled(TritonAdapter):
+    """Attends by a rule of its own, whatever the model's is."""
+
+    def __init__(self, rule: AttentionRule) -> None:
+        self._rule = rule
+
+    def attend(self, *arguments: Any) -> Attended:
+        return super().attend(*arguments[:-1], self._rule)
+
+    def attend_fp8(self, *arguments: Any) -> Attended:
+        return super().attend_fp8(*arguments[:-1], self._rule)
+
+    def attend_prefill(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> Attended:
+        return super().attend_prefill(q, k, v, self._rule, **options)
 
 
 @dataclass
@@ -55,6 +73,7 @@ class FakeEngine:
         batch: requests of a decode step.
         context: tokens of a request, and of the longest sequence.
         settings: more settings, by key of the configuration.
+        rule: how layers attend; None: by the scale alone.
     """
 
     launches: Launches
@@ -64,6 +83,7 @@ class FakeEngine:
     batch: int = 4
     context: int = CONTEXT
     settings: Mapping[str, Any] = field(default_factory=dict)
+    rule: AttentionRule | None = None
 
     def __post_init__(self) -> None:
         size = self.spec.page_size
@@ -90,7 +110,7 @@ class FakeEngine:
             config,
             self.algorithm,
             self.policy,
-            ADAPTERS.get("triton")(),
+            ADAPTERS.get("triton")() if self.rule is None else Ruled(self.rule),
             host=host,
             sizes=pools,
             device=CUDA,

@@ -19,7 +19,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from hisparse.algorithms import BaseSparseAlgorithm, build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.types import SelectionScope
+from hisparse.types import AttentionRule, SelectionScope
 from tests.fake_cuda.custom import Custom
 from tests.fake_cuda.device import fake_cuda
 from tests.fake_cuda.engine import FakeEngine, model
@@ -79,6 +79,7 @@ class Setting:
         batch: requests.
         context: tokens of a request.
         extensions: names.
+        rule: how layers attend; None: by the scale alone.
     """
 
     algorithm: str
@@ -91,6 +92,7 @@ class Setting:
     batch: int = 4
     context: int = 6000
     extensions: tuple[str, ...] = ()
+    rule: AttentionRule | None = None
 
     def build(self) -> BaseSparseAlgorithm:
         """The algorithm."""
@@ -108,6 +110,9 @@ def _models(algorithm: str, *page_sizes: int, **changes: Any) -> Iterator[Settin
             yield Setting(algorithm=algorithm, page_size=size, kind="MLA", **changes)
 
 
+#: As in Gemma 2: layers that attend everything, and those with a window, here a shorter one.
+_CAPPED, _WINDOW = AttentionRule(0.1, 50.0), AttentionRule(0.1, 50.0, 512)
+
 #: What ``make test`` compiles.
 SHORT = (
     Setting(algorithm="quest"),
@@ -116,6 +121,7 @@ SHORT = (
     Setting(algorithm="sketch", scope="kv_head"),
     Setting(algorithm="sketch", kind="MLA", page_size=64),
     Setting(algorithm="dsa", kind="MLA", page_size=1),
+    Setting(algorithm="quest", rule=_WINDOW),
 )
 #: What ``make test-all PART=compile`` compiles.
 WHOLE = (
@@ -133,6 +139,10 @@ WHOLE = (
       for dtype in ("float8_e4m3fn", "bfloat16", "float32")),
     *(s for batch in (1, 32) for s in _models("sketch", 16, batch=batch, context=131072)),
     *_models("sketch", 16, extensions=("tail_estimate",)),
+    *(s for rule in (_CAPPED, _WINDOW) for dtype in (torch.bfloat16, torch.float32) for s in
+      _models("quest", 16, dtype=dtype, rule=rule)),
+    *_models("quest", 16, fp8=True, rule=_WINDOW),
+    *(Setting(algorithm="quest", kind="Gemma 2", rule=rule) for rule in (_CAPPED, _WINDOW)),
 )  # fmt: skip
 
 
@@ -154,6 +164,7 @@ def variants(settings: tuple[Setting, ...], capability: tuple[int, int]) -> list
                 batch=setting.batch,
                 context=setting.context,
                 settings={"extensions": {name: True for name in setting.extensions}},
+                rule=setting.rule,
             )
             size = setting.page_size
             # A dense context, full tail pages, and widths that are no multiples of 16.

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from hisparse.errors import KernelError
 from hisparse.kernels import paged_attention
-from hisparse.types import PagedKV
+from hisparse.types import AttentionRule, PagedKV
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -72,7 +72,7 @@ def test_a_raw_query_is_scaled_in_float32(
     # Rows of a larger tensor, as a model's projection gives them.
     q = torch.randn(2, 8, 96).to(dtype)[..., :48]
     kv, scale = PagedKV(k, v), 48**-0.5
-    out, lse = paged_attention(q, kv, table, lens, scale=scale, impl=impl)
+    out, lse = paged_attention(q, kv, table, lens, rule=AttentionRule(scale), impl=impl)
     assert out.dtype in (torch.float32, dtype)
     assert lse.dtype == torch.float32
     # What is rounded: weights of a 16-bit query, and the output.

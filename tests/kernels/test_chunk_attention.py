@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from hisparse.errors import KernelError
 from hisparse.kernels import chunk_attention
+from hisparse.types import AttentionRule
 from tests.sizes import sized
 
 #: Triton's interpreter takes a second for what a kernel does in a microsecond.
@@ -129,7 +130,7 @@ def test_a_raw_query_is_scaled_in_float32(
     k = torch.randn(keys, heads, width).to(dtype)
     v = torch.randn(keys, heads, 24).to(dtype) if rank is None else k[..., :rank]
     scale = width**-0.5
-    out, lse = chunk_attention(q, k, v, causal=causal, scale=scale, impl=impl)
+    out, lse = chunk_attention(q, k, v, causal=causal, rule=AttentionRule(scale), impl=impl)
     want_out, want_lse = expected(q.double() * scale, k, v, causal)
     assert out.dtype in (torch.float32, dtype)
     coarse = out.dtype != torch.float32

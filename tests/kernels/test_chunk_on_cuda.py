@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from hisparse.kernels import chunk_attention, cuda, reference
 from hisparse.kernels.cuda import flash
+from hisparse.types import AttentionRule
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -22,7 +23,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     called: list[str] = []
 
     def triton(
-        query: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+        query: Tensor, k: Tensor, v: Tensor, causal: bool, rule: AttentionRule, first_key: int
     ) -> tuple[Tensor, Tensor]:
         called.append("triton")
         out = query.new_empty(*query.shape[:2], v.shape[-1])
@@ -71,7 +72,7 @@ def test_pytorch_s_kernel_where_it_can_else_triton_s(
         query = torch.empty(tokens, heads[0], widths[0], dtype=dtypes[0], device="cuda")
         latent = torch.empty(keys, heads[1], max(widths), dtype=dtypes[1], device="cuda")
         k, v = latent, latent.narrow(-1, 0, widths[1])
-        out, lse = chunk_attention(query, k, v, causal=causal, scale=0.1)
+        out, lse = chunk_attention(query, k, v, causal=causal, rule=AttentionRule(0.1))
     if tokens:
         assert calls == [expected]
     assert (out.shape, out.dtype) == ((tokens, heads[0], widths[1]), dtypes[0])
@@ -119,6 +120,6 @@ def test_pytorch_s_operator_gets_what_it_takes(
     q, keys = torch.randn(45, 6, 32), 45 if causal else 80
     k, v = torch.randn(2, keys, 2, 32)
     out, lse = flash.flash_attention(q, k, v, causal, 0.2)
-    expected = reference.chunk_attention(q, k, v, causal, 0.2)
+    expected = reference.chunk_attention(q, k, v, causal, AttentionRule(0.2))
     assert_close(out, expected[0], rtol=1e-4, atol=1e-5)
     assert_close(lse, expected[1], rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels import SelectRule, paged_attention, reference, select
-from hisparse.types import PagedKV, StoredKV
+from hisparse.types import UNSCALED, AttentionRule, PagedKV, StoredKV
 from tests.kernels.gpu.on_gpu import ON_GPU
 
 WIDTH = 40
@@ -28,7 +28,9 @@ def split_kernels(impl: str) -> Iterator[ModuleType | None]:
     yield triton_attention
 
 
-def _attend(impl: str, dtype: torch.dtype, rank: int | None) -> tuple[Tensor, ...]:
+def _attend(
+    impl: str, dtype: torch.dtype, rank: int | None, rule: AttentionRule = UNSCALED
+) -> tuple[Tensor, ...]:
     """Rows of 0, 1, 63 and 528 tokens in pages of 7; what is not to be read is NaN."""
     torch.manual_seed(rank or 0)
     lens = torch.tensor([0, 1, 63, 528], dtype=torch.int32)
@@ -41,10 +43,11 @@ def _attend(impl: str, dtype: torch.dtype, rank: int | None) -> tuple[Tensor, ..
     unread[table.long()] = beyond.view(4, 76, 7)
     query = (torch.randn(4, 6, WIDTH) * WIDTH**-0.5).to(dtype).float()
     clean = StoredKV(k.clone(), v.clone())
-    expected = reference.paged_attention(query, clean, table, lens)
+    expected = reference.paged_attention(query, clean, table, lens, rule)
     k.masked_fill_(unread[:, None, :, None], torch.nan)
     v.masked_fill_(unread[:, None, :, None], torch.nan)
-    return (*paged_attention(query, PagedKV(k, v), table, lens, impl=impl), *expected)
+    found = paged_attention(query, PagedKV(k, v), table, lens, rule=rule, impl=impl)
+    return (*found, *expected)
 
 
 # Steps are of 16 tokens: 33 splits share 528 tokens, and are merged in more than one turn.
@@ -74,6 +77,21 @@ def test_splits_change_nothing(
     torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance)
     assert not out[0].any()
     assert (lse[0] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("window", [1, 16, 100, 600])
+def test_splits_share_the_tokens_of_a_window(
+    impl: str,
+    split_kernels: ModuleType | None,
+    monkeypatch: pytest.MonkeyPatch,
+    window: int,
+) -> None:
+    if split_kernels is not None:
+        monkeypatch.setattr(split_kernels, "num_splits", lambda *sizes: 3)
+    rule = AttentionRule(1.0, 3.0, window)
+    out, lse, expected, expected_lse = _attend(impl, torch.float32, None, rule)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_whichever_split_ends_last_merges_to_the_same_bits(

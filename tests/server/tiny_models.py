@@ -1,4 +1,4 @@
-"""Tiny random Llama, Qwen2, DeepSeek-V2 and DeepSeek-V3.2 models, made on the spot.
+"""Tiny random models of several families, made on the spot.
 
 Their weights are scaled so that attention is peaked and matters, greedy continuations wander
 instead of repeating one token, and the best token leads by much more than float32 noise.
@@ -21,6 +21,7 @@ __all__ = [
     "LAYERS",
     "TOKEN_BYTES",
     "VOCAB",
+    "WINDOW",
     "tiny_model",
 ]
 
@@ -76,11 +77,37 @@ _MLA = {
     },
 }
 
+#: A window that is neither a multiple of a page nor longer than most prompts.
+WINDOW = 100
+
+_WINDOWS = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "pad_token_id": 0,
+}
+#: Gemma normalises queries and keys: this scale makes attention peaked. Its output is tied to the
+#: embedding.
+_GEMMA = _SHAPE | _WINDOWS | {"query_pre_attn_scalar": 4, "tie_word_embeddings": True}
+
 #: Tokens that DeepSeek-V3.2's indexer keeps: far less than most prompts.
 INDEX_TOP_K = 64
 
-#: What differs from ``_SHAPE``; in both a dense layer and layers of experts.
+#: What differs from ``_SHAPE``; DeepSeek's models have a dense layer and layers of experts.
 _SHAPES = {
+    "mistral": _SHAPE | {"sliding_window": WINDOW},
+    "phi3": _SHAPE | {"sliding_window": WINDOW, "pad_token_id": 0},
+    "gemma2": _GEMMA
+    | {
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 30.0,
+        # SGLang reads this name, and real configurations have both.
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    "gemma3": _GEMMA,
+    "cohere2": _SHAPE | _WINDOWS | {"tie_word_embeddings": True, "logit_scale": 1.0},
+    "gpt_oss": _SHAPE
+    | _WINDOWS
+    | {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": _SHAPE
     | _MLA
     | {"q_lora_rank": None, "routed_scaling_factor": 1.0, "scoring_func": "softmax"},
@@ -102,7 +129,15 @@ KINDS = {
     "qwen2": "Qwen2",
     "deepseek_v2": "DeepseekV2",
     "deepseek_v32": "DeepseekV32",
+    "mistral": "Mistral",
+    "phi3": "Phi3",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3Text",
+    "cohere2": "Cohere2",
+    "gpt_oss": "GptOss",
 }
+#: The same of the class with a head, where it has another name than the configuration.
+_HEADS = {"gemma3": "Gemma3"}
 
 #: Counted up when the weights change, so that no old folder is taken.
 _VERSION = 4
@@ -114,7 +149,7 @@ def _cache() -> Path:
 
 
 def tiny_model(kind: str) -> Path:
-    """Folder of a model; ``kind`` is "llama", "qwen2", "deepseek_v2" or "deepseek_v32"."""
+    """Folder of a model; ``kind`` is a key of ``KINDS``."""
     folder = _cache() / f"tiny-{kind}-v{_VERSION}"
     if not (folder / "config.json").exists():
         import transformers
@@ -122,11 +157,16 @@ def tiny_model(kind: str) -> Path:
         torch.manual_seed(7)
         shape = _SHAPES.get(kind, _SHAPE)
         config = getattr(transformers, f"{KINDS[kind]}Config")(**shape)
-        model = getattr(transformers, f"{KINDS[kind]}ForCausalLM")(config)
+        head = _HEADS.get(kind, KINDS[kind])
+        model = getattr(transformers, f"{head}ForCausalLM")(config)
         scale_weights(model.float(), bias=0.5)
         with torch.no_grad():
+            if config.tie_word_embeddings:
+                # A token's own embedding would lead otherwise, which repeats it.
+                model.lm_head.weight.mul_(0.02)
             # The end-of-text token never leads.
             model.lm_head.weight[_SHAPE["eos_token_id"]] = 0
         model.save_pretrained(folder)
-        drop_layer_types(folder / "config.json")
+        if "layer_types" not in _SHAPES.get(kind, {}):
+            drop_layer_types(folder / "config.json")
     return folder

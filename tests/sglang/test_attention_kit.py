@@ -3,8 +3,8 @@
 Prefixes of a prompt are written through the KV pool, as if the radix cache had them. The prefix of
 a decode step is prefilled through the backend: its last page lies on the device. Not run are the
 layout ``non_monotonic_extend``, which breaks pages apart as no page allocator does, and the parts
-of the kit for what hisparse refuses: sliding windows, linear attention, speculative decoding, and
-models that write K/V past the backend, as the models of ``mla_attention`` and ``dsa_attention`` do.
+of the kit for what hisparse refuses: linear attention, speculative decoding, and models that write
+K/V past the backend, as the models of ``mla_attention`` and ``dsa_attention`` do.
 The runners of graphs need CUDA.
 """
 
@@ -31,7 +31,16 @@ from hisparse.sglang import hooks, plugin, session
 from hisparse.sglang.kv_pool import HiSparseMHAPool
 from hisparse.types import KVSpec
 
-CASES = kit.make_dense_cases("hisparse")
+CASES = (
+    *kit.make_dense_cases("hisparse"),
+    *kit.make_swa_no_prefix_input_config_cases("hisparse"),
+    *kit.make_swa_prefix_input_config_cases("hisparse"),
+    *(
+        replace(case, name=f"swa_{case.name}", sliding_window_size=20)
+        for case in kit.make_dense_cases("hisparse")
+        if case.forward_mode.is_decode()
+    ),
+)
 LAYOUTS = ["contiguous", "shuffled_pages", "interleaved_pages"]
 #: Slots of a request in the kit's pool, in tokens: a multiple of every page size.
 CONTEXT = 256
@@ -59,6 +68,8 @@ def host_pool(case: kit.DenseAttentionCase) -> Any:
             v_head_dim=dim,
             dtype=dtype,
             page_size=size,
+            # The kit counts the tokens before the query's own, as SGLang does.
+            windows=() if case.sliding_window_size is None else (case.sliding_window_size + 1,),
         )
         config = HiSparseConfig(
             page_size=size, budget=CONTEXT, device_buffer_size=CONTEXT, checked=True

@@ -35,7 +35,7 @@ def fallback(scales: list[float | None]) -> torch.nn.Module:
 
 @pytest.mark.parametrize("scales, expected", [([0.5] * 3, 0.5), ([None] * 3, 0.25)])
 def test_the_layers_of_the_fallback(scales: list[float | None], expected: float) -> None:
-    spec, scale = read_model_shape(fallback(scales), torch.float32, 16)
+    spec, scale = read_model_shape(fallback(scales), torch.float32, 16, 2048)
     assert (spec.num_layers, spec.num_q_heads, spec.num_kv_heads, spec.head_dim) == (3, 4, 2, 32)
     assert scale == expected
 

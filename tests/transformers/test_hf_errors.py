@@ -12,7 +12,6 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     DeepseekV2Config,
-    Gemma2Config,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -48,9 +47,6 @@ def _one_line(error: pytest.ExceptionInfo[BaseException]) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (MistralConfig(**TINY, sliding_window=16), "'mistral' with a sliding window .16 tokens."),
-        (Qwen2Config(**TINY, use_sliding_window=True, max_window_layers=1), "sliding_attention"),
-        (Gemma2Config(**TINY), "'gemma2' with capped logits"),
         (DeepseekV2Config(**TINY), "'deepseek_v2' with latent attention .MLA"),
         (T5Config(), "'t5' with an encoder and cross attention"),
         (MambaConfig(hidden_size=32), "'mamba' with layers of other kinds .linear_attention"),

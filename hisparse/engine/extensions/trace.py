@@ -121,10 +121,13 @@ class Trace(Extension):
         self._close = weakref.finalize(self, self._writer.close)
         self.path = self._writer.path
         self._state = context.state[_PAGES]
-        self._by_layer = tuple(self._state)
+        self._by_layer = {layer: self._state[layer] for layer in layers}
         self._layers = None
-        if len(layers) < policy.kv.num_layers:
-            self._layers = torch.tensor(layers, device=self._state.device)
+        # Layers with a window have no entries.
+        stored = policy.kv.full_layers
+        if len(layers) < len(stored):
+            places = [stored.index(layer) for layer in layers]
+            self._layers = torch.tensor(places, device=self._state.device)
         # Longer requests do not fit the budget.
         self._most_tokens = (policy.budget_pages + 1) * policy.kv.page_size
         self._step: _Step | None = None

@@ -17,6 +17,7 @@ def key_score(
     num_pages: Tensor,
     pages: Tensor | None,
     reduce: str,
+    logit_cap: float = 0.0,
 ) -> Tensor:
     """See :func:`hisparse.kernels.key_score`."""
     scores = query.new_empty(*query.shape[:2], host_page_table.shape[1])
@@ -33,5 +34,6 @@ def key_score(
         wanted,
         scores,
         reduce == "lse",
+        logit_cap,
     )
     return scores

@@ -28,6 +28,7 @@ from hisparse.kernels.cuda.transfer import (
     scatter_tokens,
 )
 from hisparse.kernels.reference.fp8 import decode_fp8
+from hisparse.types import UNSCALED, AttentionRule
 
 __all__ = [
     "append_tokens",
@@ -60,15 +61,21 @@ IN_TRITON = (
 
 
 def chunk_attention(
-    query: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float = 1.0
+    query: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    rule: AttentionRule = UNSCALED,
+    first_key: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.chunk_attention`: PyTorch's flash attention, or Triton's.
 
-    PyTorch's serves MHA and GQA in 16 bits. Triton's serves everything else, above all MLA.
+    PyTorch's serves MHA and GQA in 16 bits, without a cap or a window. Triton's serves everything
+    else, above all MLA.
     """
-    if takes_flash(query, k, v):
-        return flash_attention(query, k, v, causal, scale)
-    out, lse = triton_ops().chunk_attention(query, k, v, causal, scale)
+    if not (rule.logit_cap or rule.window) and takes_flash(query, k, v):
+        return flash_attention(query, k, v, causal, rule.scale)
+    out, lse = triton_ops().chunk_attention(query, k, v, causal, rule, first_key)
     return out, lse
 
 

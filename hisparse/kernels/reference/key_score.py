@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hisparse.kernels.reference.logits import cap_logits
+
 __all__ = ["key_score"]
 
 
@@ -15,6 +17,7 @@ def key_score(
     num_pages: Tensor,
     pages: Tensor | None,
     reduce: str,
+    logit_cap: float = 0.0,
 ) -> Tensor:
     """See :func:`hisparse.kernels.key_score`."""
     page = torch.arange(host_page_table.shape[1])
@@ -25,6 +28,7 @@ def key_score(
     grouped = query.unflatten(1, (keys.shape[1], -1))[:, None, :, None]
     # Not a matrix product: the order of its sums could depend on the number of pages.
     logits = (grouped * own.float()[..., None, :]).sum(-1)  # [B, P, Hkv, S, G]
+    logits = cap_logits(logits, logit_cap)
     by_page = logits.amax(3) if reduce == "max" else logits.logsumexp(3)
     scores: Tensor = by_page.flatten(2).transpose(1, 2).masked_fill(absent, -torch.inf)
     return scores

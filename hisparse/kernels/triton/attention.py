@@ -14,9 +14,10 @@ from torch import Tensor
 
 from hisparse.kernels.triton.arrivals import arrival_counters
 from hisparse.kernels.triton.device import LARGEST_SHARED, shared_bytes
+from hisparse.kernels.triton.logits import cap_logits
 from hisparse.kernels.triton.rounding import INTERPRETED, rounded
 from hisparse.kernels.triton.splits import merge_last, merged_at_once, num_splits
-from hisparse.types import StoredKV
+from hisparse.types import UNSCALED, AttentionRule, StoredKV
 
 __all__ = ["launch_options", "paged_attention"]
 
@@ -26,7 +27,11 @@ _MAX_QUERIES = 32
 
 
 def paged_attention(
-    query: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, scale: float = 1.0
+    query: Tensor,
+    kv: StoredKV,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    rule: AttentionRule = UNSCALED,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.paged_attention`.
 
@@ -83,7 +88,7 @@ def paged_attention(
         partial,
         lse.new_empty(shape),
         arrival_counters(rows * blocks, query.device) if splits > 1 else seq_lens,
-        scale,
+        rule.scale,
         *query.stride(),
         *kv.k.stride()[:3],
         *kv.v.stride()[:3],
@@ -106,6 +111,8 @@ def paged_attention(
         SPLIT=splits > 1,
         MEMBERS=members,
         MERGED=merged_at_once(members * value_block),
+        LOGIT_CAP=float(rule.logit_cap),
+        WINDOW=rule.window,
         WIDE=INTERPRETED,
         **launch_options(first, kv.k.dtype, shared_bytes(query.device)),
     )
@@ -238,6 +245,8 @@ def _attend_kernel(
     SPLIT: tl.constexpr,
     MEMBERS: tl.constexpr,
     MERGED: tl.constexpr,
+    LOGIT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -260,8 +269,15 @@ def _attend_kernel(
         q_rest = tl.load(others, mask=more, other=0.0).to(tl.float32)
         q_rest = rounded(q_rest, narrow, WIDE).to(kind)
     length = tl.load(seq_lens + row)
-    share = tl.cdiv(tl.cdiv(length, splits), TOKENS) * TOKENS
-    begin = split * share
+    if WINDOW > 0:
+        # Steps begin at multiples of TOKENS, so that a step's pages are whole.
+        oldest = tl.maximum(length - WINDOW, 0)
+        base = oldest // TOKENS * TOKENS
+        share = tl.cdiv(tl.cdiv(length - base, splits), TOKENS) * TOKENS
+        begin = base + split * share
+    else:
+        share = tl.cdiv(tl.cdiv(length, splits), TOKENS) * TOKENS
+        begin = split * share
     end = tl.minimum(begin + share, length)
     highest = tl.full((QUERIES,), -float("inf"), tl.float32)
     # Added up over the tokens of a step at the end: a sum over threads in each step costs barriers.
@@ -275,6 +291,8 @@ def _attend_kernel(
     for start in range(begin, end, TOKENS):
         token = start + tl.arange(0, TOKENS)
         live = token < end
+        if WINDOW > 0:
+            live = live & (token >= oldest)
         # A token's place in its page. Where a step is whole pages, this is the same in all steps.
         inside = tl.arange(0, TOKENS) % SIZE if TOKENS % SIZE == 0 else token % SIZE
         at = page.to(tl.int64)
@@ -299,6 +317,8 @@ def _attend_kernel(
         if FP8:
             spot = scales + at * scale_page + head * scale_head + inside * scale_token
             logits *= _load_scale(spot, live)[None, :]
+        if LOGIT_CAP > 0:
+            logits = cap_logits(logits, LOGIT_CAP)
         logits = tl.where(live[None, :], logits, -float("inf"))
         top = tl.maximum(highest, tl.max(logits, axis=1))
         weights = tl.exp(logits - top[:, None])

@@ -12,7 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hisparse.kernels.triton.device import LARGEST_SHARED, shared_bytes
+from hisparse.kernels.triton.logits import cap_logits
 from hisparse.kernels.triton.rounding import INTERPRETED, rounded
+from hisparse.types import UNSCALED, AttentionRule
 
 __all__ = ["chunk_attention", "chunk_options"]
 
@@ -21,7 +23,12 @@ _MIN_DOT = 16
 
 
 def chunk_attention(
-    query: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float = 1.0
+    query: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    rule: AttentionRule = UNSCALED,
+    first_key: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.chunk_attention`.
 
@@ -49,7 +56,8 @@ def chunk_attention(
         v,
         out,
         lse,
-        scale,
+        rule.scale,
+        first_key,
         *query.stride(),
         *k.stride()[:2],
         *v.stride()[:2],
@@ -65,6 +73,8 @@ def chunk_attention(
         VALUE_BLOCK=max(_MIN_DOT, triton.next_power_of_2(value_width)),
         CAUSAL=causal,
         NARROW=narrow,
+        LOGIT_CAP=float(rule.logit_cap),
+        WINDOW=rule.window,
         WIDE=INTERPRETED,
         **options,
     )
@@ -94,7 +104,7 @@ def chunk_options(
     return {"ROWS": 128, "TOKENS": 32, "num_warps": 8, "num_stages": 3}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_key"])
 def _chunk_kernel(
     query,  # [T, Hq, Dk]
     keys,  # [Tk, Hkv, Dk]
@@ -102,6 +112,7 @@ def _chunk_kernel(
     out,  # [T, Hq, Dv]
     lse,  # [T, Hq]
     scale,  # softmax scale
+    first_key,  # position of key 0 less that of query 0; read if WINDOW
     query_token,
     query_head,
     query_dim,
@@ -123,6 +134,8 @@ def _chunk_kernel(
     NARROW: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
+    LOGIT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     # Blocks that attend the most keys come first.
@@ -146,10 +159,15 @@ def _chunk_kernel(
     end = num_keys
     if CAUSAL:
         end = tl.minimum((block * ROWS + ROWS - 1) // GROUP + 1, num_keys)
+    begin = 0
+    if WINDOW > 0:
+        # Keys that the block's first query no longer attends.
+        hidden = tl.maximum(block * ROWS // GROUP - WINDOW + 1 - first_key, 0)
+        begin = hidden // TOKENS * TOKENS
     highest = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, VALUE_BLOCK), tl.float32)
-    for start in range(0, end, TOKENS):
+    for start in range(begin, end, TOKENS):
         token = start + tl.arange(0, TOKENS)
         live = token < end
         place = token.to(tl.int64) * key_token
@@ -168,11 +186,18 @@ def _chunk_kernel(
         visible = live[None, :]
         if CAUSAL:
             visible = visible & (token[None, :] <= at[:, None])
-        # Every query attends key 0, so its largest logit is a number from the first step on.
-        logits = tl.where(visible, logits * scale, -float("inf"))
+        if WINDOW > 0:
+            visible = visible & (first_key + token[None, :] > at[:, None] - WINDOW)
+        logits *= scale
+        if LOGIT_CAP > 0:
+            logits = cap_logits(logits, LOGIT_CAP)
+        logits = tl.where(visible, logits, -float("inf"))
         top = tl.maximum(highest, tl.max(logits, axis=1))
-        weights = tl.exp(logits - top[:, None])
-        shrink = tl.exp(highest - top)
+        # Without a window every query attends key 0: its largest logit is a number from the first
+        # step on.
+        shift = tl.where(top == -float("inf"), 0.0, top) if WINDOW > 0 else top
+        weights = tl.exp(logits - shift[:, None])
+        shrink = tl.exp(highest - shift)
         total = total * shrink + tl.sum(weights, axis=1)
         weights = rounded(weights, narrow, WIDE).to(kind)
         acc = acc * shrink[:, None] + tl.dot(weights, v, input_precision="ieee")

@@ -90,14 +90,14 @@ SCENARIOS = (
         flags=_CHUNKS,
         env=_RETRACT,
         whole=True,
-        part=0.14,
+        part=0.12,
     ),
     Scenario(
         name="sketch",
         model="llama",
         config=_SMALL,
         flags=_CHUNKS,
-        part=0.12,
+        part=0.10,
     ),
     Scenario(
         name="sketch, retractions",
@@ -148,7 +148,7 @@ SCENARIOS = (
         flags=("--kv-cache-dtype", "fp8_e4m3", *_CHUNKS),
         # Eight bits magnify float32 noise.
         lead=0.2,
-        part=0.12,
+        part=0.10,
     ),
     Scenario(
         name="sketch, MLA",
@@ -163,6 +163,22 @@ SCENARIOS = (
         config=_DSA,
         flags=_CHUNKS,
         part=0.08,
+    ),
+    Scenario(
+        name="windows, whole context, retractions",
+        model="gemma3",
+        config=_WHOLE,
+        flags=_CHUNKS,
+        env=_RETRACT,
+        whole=True,
+        part=0.03,
+    ),
+    Scenario(
+        name="sketch, windows, capped logits",
+        model="gemma2",
+        config=_SMALL,
+        flags=_CHUNKS,
+        part=0.03,
     ),
     Scenario(
         name="sketch, SmolLM2",

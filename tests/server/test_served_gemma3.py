@@ -1,0 +1,103 @@
+"""Gemma 3 270M with real weights: windows of 512 tokens in 15 of 18 layers.
+
+With a budget of the context, the server and ``HiSparseCache`` give the greedy tokens of
+transformers after 4,096 and 8,192 tokens of a text.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Server
+
+from hisparse.eval.models import fetch
+from hisparse.eval.texts import read_text
+from hisparse.transformers import disable, enable
+from tests.sizes import SWEEPS
+
+pytestmark = [
+    pytest.mark.sweeps,
+    pytest.mark.skipif(not SWEEPS, reason="a model of 1 GB: make test-all PART=sweeps"),
+]
+
+LENGTHS = [4096, 8192]
+_NEW_TOKENS = 32
+_FLAGS = ("--max-total-tokens", "20000", "--chunked-prefill-size", "2048")
+_MEMORY = {"host_memory": "2GiB", "device_memory": "1500MB"}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return fetch("gemma3-270m")
+
+
+@pytest.fixture(scope="module")
+def prompts(folder: Path) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(folder)(read_text("moby_dick")).input_ids
+    return [ids[:length] for length in LENGTHS]
+
+
+@cache
+def _load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _continue(net: Any, prompt: list[int], **options: Any) -> list[int]:
+    out = net.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=_NEW_TOKENS,
+        min_new_tokens=_NEW_TOKENS,
+        do_sample=False,
+        **options,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def dense(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    return [_continue(_load(folder), prompt) for prompt in prompts]
+
+
+def test_a_cache_with_a_budget_of_the_context(
+    folder: Path, prompts: list[list[int]], dense: list[list[int]]
+) -> None:
+    net = _load(folder)
+    try:
+        cache = enable(net, budget=16384, max_length=8300)
+        assert cache.coordinator.policy.kv.full_layers == (5, 11, 17)
+        for prompt, tokens in zip(prompts, dense, strict=True):
+            cache.reset()
+            assert _continue(net, prompt, past_key_values=cache) == tokens
+    finally:
+        disable(net)
+
+
+def test_a_server_with_a_budget_of_the_context(
+    folder: Path, prompts: list[list[int]], dense: list[list[int]], log_dir: Path
+) -> None:
+    config = _MEMORY | {"budget": 8448, "device_buffer_size": 8448}
+    with Server(folder, log_dir / "gemma3.log", *_FLAGS, config=config) as server:
+        line = "15 of 18 layers attend windows of 512 tokens"
+        assert line in server.log()
+        together = server.generate_many(prompts, _NEW_TOKENS)
+        assert [answer.ids for answer in together] == dense
+        again = server.generate(prompts[1], _NEW_TOKENS)
+        assert (again.ids, again.cached) == (dense[1], LENGTHS[1] - 16)
+
+
+def test_a_small_budget(folder: Path, prompts: list[list[int]], log_dir: Path) -> None:
+    config = _MEMORY | {"budget": 512}
+    with Server(folder, log_dir / "gemma3-small.log", *_FLAGS, config=config) as server:
+        answers = server.generate_many(prompts, _NEW_TOKENS, top_logprobs=1)
+        assert all(len(answer.ids) == _NEW_TOKENS for answer in answers)
+        assert all(math.isfinite(x) for answer in answers for x in answer.logprobs)
+        assert server.metrics()["hisparse:selections"] > 0
