@@ -137,7 +137,9 @@ FAMILIES: tuple[Family, ...] = (
     Family("GLM-4.5", "Glm4MoeConfig", _ROUTED),
     Family("GLM-4.7 Flash", "Glm4MoeLiteConfig", _MLA | _ROUTED),
     Family("GLM-5", "GlmMoeDsaConfig", _MLA | _ROUTED | _INDEXER, hisparse=_DSA),
-    Family("EXAONE 4", "Exaone4Config", _WINDOW | {"sliding_window_pattern": 2}),
+    Family("EXAONE 4", "Exaone4Config", _WINDOW | {
+        "sliding_window_pattern": "LLG",
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}),
     Family("ERNIE 4.5", "Ernie4_5Config", architecture="Ernie4_5_ForCausalLM"),
     Family("ERNIE 4.5 MoE", "Ernie4_5_MoeConfig", {
         "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64,

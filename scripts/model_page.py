@@ -25,16 +25,17 @@ code serves a family, not how well sparse attention suits its real weights: [qua
 has that for a few models.
 
 {served} of {count} families are served, {refused} are refused with one line, and {broken} do not
-start on a CPU with SGLang alone. `torch_native` does not serve latent attention (MLA) and sinks, and
-ignores caps of logits. The tests compare such models with Hugging Face (`tests/server/`)."""
+start on a CPU with SGLang alone. `torch_native` does not serve latent attention (MLA) and sinks,
+and ignores caps of logits. The tests compare such models with Hugging Face (`tests/server/`)."""
 
 _END = """\
 ## What decides
 
 hisparse serves models whose layers attend causally with MHA, GQA or MLA, over all tokens or a
-window, with heads of the same number and width in all layers. It reads that from the layers that SGLang has built, so a model that
-is not in the table is served if its layers are. Models for which SGLang has no code of its own run
-with the code of transformers (`--model-impl transformers`); the table marks them *fallback*.
+window, with heads of the same number and width in all layers. It reads that from the layers that
+SGLang has built, so a model that is not in the table is served if its layers are. Models for which
+SGLang has no code of its own run with the code of transformers (`--model-impl transformers`); the
+table marks them *fallback*.
 [troubleshooting.md](troubleshooting.md) explains each message.
 
 ## Equal in which dtype
