@@ -236,11 +236,13 @@ class Prefill:
             next_tile: the tile that is read after the prefix.
         """
         rule, adapter = self._policy.attention, self._parts.adapter
+        tiles = self._tiles(layer_id, chunk, 0, chunk.start)
+        if positions is None and len(tiles) == 1 and q.device.type == "cpu":
+            return self._attend_joined(tiles[0], chunk, q, k, v, next_tile)
         if positions is None:
             attended = adapter.attend_prefill(q, k, v, rule, causal=True)
         else:
             attended = adapter.attend_chosen(q, k, v, rule, positions - chunk.start)
-        tiles = self._tiles(layer_id, chunk, 0, chunk.start)
         for tile, following in zip(tiles, [*tiles[1:], next_tile], strict=False):
             first, keys, values = self._read(tile, chunk.start, following)
             if positions is None:
@@ -248,6 +250,33 @@ class Prefill:
             else:
                 part = adapter.attend_chosen(q, keys, values, rule, positions - first)
             attended = merge_attended(Attended(*part), attended)
+        return attended
+
+    def _attend_joined(
+        self,
+        tile: Tile,
+        chunk: PrefillChunk,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        next_tile: Tile | None,
+    ) -> Attended:
+        """As :meth:`_attend`, over a prefix of one tile and the chunk at once.
+
+        The order of the sums then depends on positions alone, not on which part of a prompt comes
+        from the pool. So fresh and cached runs of a prompt agree in 16 bits too.
+        """
+        _, keys, values = self._read(tile, chunk.start, next_tile)
+        joined = torch.cat([keys, k])
+        width = self._policy.kv.v_head_dim
+        attended: Attended = self._parts.adapter.attend_prefill(
+            q,
+            joined,
+            joined[..., :width] if self._policy.kv.latent else torch.cat([values, v]),
+            self._policy.attention,
+            causal=True,
+            first_key=-chunk.start,
+        )
         return attended
 
     def _attend_window(
