@@ -35,6 +35,8 @@ class Prefill:
         self._manager = parts.manager
         self._storing = overriding("store_pages", parts.extensions)
         self._moving: list[Pending[None]] = []
+        # Keys and values of a prefix and its chunk, one behind the other; all layers share them.
+        self._joined: dict[str, Tensor] = {}
 
     def attention(
         self,
@@ -267,17 +269,28 @@ class Prefill:
         from the pool. So fresh and cached runs of a prompt agree in 16 bits too.
         """
         _, keys, values = self._read(tile, chunk.start, next_tile)
-        joined = torch.cat([keys, k])
-        width = self._policy.kv.v_head_dim
-        attended: Attended = self._parts.adapter.attend_prefill(
+        joined, width = self._join("keys", keys, k), self._policy.kv.v_head_dim
+        return self._parts.adapter.attend_prefill(
             q,
             joined,
-            joined[..., :width] if self._policy.kv.latent else torch.cat([values, v]),
+            joined[..., :width] if self._policy.kv.latent else self._join("values", values, v),
             self._policy.attention,
             causal=True,
             first_key=-chunk.start,
         )
-        return attended
+
+    def _join(self, name: str, prefix: Tensor, chunk: Tensor) -> Tensor:
+        """``[t, Hkv, D]`` and ``[T, Hkv, D]`` one behind the other, valid until the next call."""
+        first, count = len(prefix), len(prefix) + len(chunk)
+        buffer = self._joined.get(name)
+        if buffer is None or len(buffer) < count:
+            # New memory costs more than the copy: it grows in powers of two, and stays.
+            shape = (1 << (count - 1).bit_length(), *chunk.shape[1:])
+            buffer = self._joined[name] = chunk.new_empty(shape)
+        joined = buffer[:count]
+        joined[:first] = prefix
+        joined[first:] = chunk
+        return joined
 
     def _attend_window(
         self,
