@@ -213,7 +213,7 @@ def test_ragged_prefill(
 def test_the_part_that_is_computed_does_not_change_the_sums(
     impl: str, new: int, dtype: torch.dtype
 ) -> None:
-    """So a prompt gets the same bits with its prefix from the pool, whatever the prefix's length."""
+    """So a prompt gets the same bits, whichever part of it comes from the pool."""
     if impl != "cpu":
         pytest.skip("the order of PyTorch's sums depends on the number of queries")
     rule = AttentionRule(0.3, 4.0)
