@@ -101,7 +101,7 @@ def test_resolve(tmp_path: Path) -> None:
     [
         ("smollm", "did you mean 'smollm2-135m'"),
         ("/no/such/folder", "hub id 'owner/name'"),
-        ("./here/it/is", "choices: qwen2.5-coder-0.5b"),
+        ("./here/it/is", "choices: gemma3-270m, qwen2.5-coder-0.5b"),
         ("..", "folder without config.json"),
     ],
 )

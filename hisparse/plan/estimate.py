@@ -292,6 +292,8 @@ class _Step:
     def dense_us(self, context: int, moved: StepBytes) -> float:
         """Dense attention kernels, mean over the layers: with a window they read a part."""
         spec = self._spec
+        if not spec.windows:
+            return self.attention_us(moved.dense)
         layers = [min(spec.window(x) or context, context) for x in range(spec.num_layers)]
         by_tokens = {n: self.attention_us(moved.dense * n // context) for n in set(layers)}
         return sum(by_tokens[tokens] for tokens in layers) / len(layers)

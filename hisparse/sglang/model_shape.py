@@ -14,7 +14,7 @@ __all__ = ["read_model_shape"]
 
 
 def read_model_shape(
-    model: Any, dtype: torch.dtype, page_size: int, context_length: int
+    model: Any, dtype: torch.dtype, page_size: int, context_length: int | None = None
 ) -> tuple[KVSpec, float]:
     """Read the shapes on this rank, and the softmax scale.
 
@@ -22,7 +22,7 @@ def read_model_shape(
         model: SGLang's model.
         dtype: the model's dtype of keys and values.
         page_size: S, tokens per page of a selection.
-        context_length: tokens, the longest sequence; a window that holds it is none.
+        context_length: tokens, the longest sequence; a window that holds it is none. None: unknown.
 
     Raises:
         ConfigError: the layers differ from each other, or use a kind of attention that hisparse
@@ -81,11 +81,11 @@ def read_model_shape(
     return spec, scale
 
 
-def _window(layer: Any, context_length: int) -> int:
+def _window(layer: Any, context_length: int | None) -> int:
     """Tokens that a query of a layer attends, its own included; 0: all up to its own."""
     # SGLang counts the tokens before the query's own. Its backends take -1 for no window.
-    before: int = layer.sliding_window_size
-    return before + 1 if 0 <= before < context_length - 1 else 0
+    window: int = layer.sliding_window_size + 1
+    return 0 if context_length is not None and window >= context_length else window
 
 
 def _attention_layers(model: Any) -> tuple[list[Any], bool]:

@@ -33,7 +33,7 @@ _FLAGS = ("--max-total-tokens", "20000", "--chunked-prefill-size", "256")
 _MEMORY = {"host_memory": "1GiB", "device_memory": "300MB"}
 _ROOMY = _MEMORY | {"budget": 8192}
 #: A device buffer below the window, which is raised.
-_SMALL = _MEMORY | {"budget": 64, "device_buffer_size": 64, "checked": True}
+_SMALL = _MEMORY | {"budget": 80, "device_buffer_size": 80, "checked": True}
 
 
 def _of_torch_native(kind: str, log_dir: Path) -> list[list[int]]:

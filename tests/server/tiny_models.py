@@ -85,9 +85,7 @@ _WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "pad_token_id": 0,
 }
-#: Gemma normalises queries and keys: this scale makes attention peaked. Its output is tied to the
-#: embedding.
-_GEMMA = _SHAPE | _WINDOWS | {"query_pre_attn_scalar": 4, "tie_word_embeddings": True}
+_GEMMA = _SHAPE | _WINDOWS | {"tie_word_embeddings": True}
 
 #: Tokens that DeepSeek-V3.2's indexer keeps: far less than most prompts.
 INDEX_TOP_K = 64
@@ -98,12 +96,14 @@ _SHAPES = {
     "phi3": _SHAPE | {"sliding_window": WINDOW, "pad_token_id": 0},
     "gemma2": _GEMMA
     | {
-        "attn_logit_softcapping": 4.0,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 6.0,
         "final_logit_softcapping": 30.0,
         # SGLang reads this name, and real configurations have both.
         "hidden_act": "gelu_pytorch_tanh",
     },
-    "gemma3": _GEMMA,
+    # Queries and keys are normalised: this scale makes attention peaked.
+    "gemma3": _GEMMA | {"query_pre_attn_scalar": 4},
     "cohere2": _SHAPE | _WINDOWS | {"tie_word_embeddings": True, "logit_scale": 1.0},
     "gpt_oss": _SHAPE
     | _WINDOWS

@@ -136,6 +136,9 @@ def test_a_case_of_the_kit(
     monkeypatch.setitem(ATTENTION_BACKENDS, "hisparse", backend)
     monkeypatch.setattr(kit, "MHATokenToKVPool", host_pool(case))
     monkeypatch.setattr(kit, "_make_forward_batch", partial(forward_batch, kit._make_forward_batch))
+    # A query attends as many tokens in a decode step as in a prompt.
+    same = {*kit._SWA_DECODE_EXTEND_WINDOW, "hisparse"}
+    monkeypatch.setattr(kit, "_SWA_DECODE_EXTEND_WINDOW", same)
     if case.forward_mode.is_decode():
         monkeypatch.setattr(kit, "_populate_prefix_kv", prefill)
     kit.run_dense_attention_case(
