@@ -24,6 +24,7 @@
 # make site    build/site/, the pages of docs/ as a site (mkdocs.yml); no network but for the set-up
 # make site-tools   .venv/site/, 80 MB, which make site and make test make themselves
 # make otel-tools   .venv/otel/, 30 MB, which PART=sweeps makes itself
+# make mooncake-tools   .venv/mooncake/, 150 MB, which PART=sweeps makes itself on Debian
 # make older-triton   .venv/triton/, 600 MB, which PART=compile makes itself
 # make fuzz-tools   .venv/fuzz/, 130 MB, which PART=hostile makes itself where atheris has a wheel
 # make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, speed, a served
@@ -41,7 +42,8 @@
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-all test-range test-sweeps test-isa test-sanitizers test-quality \
 	test-hostile test-models test-faults test-soak test-compile soak lint setup lm-eval fuzz-tools \
-	older-triton site site-tools otel-tools gpu-check gpu-wheels pins audit licences wheel docs clean
+	older-triton site site-tools otel-tools mooncake-tools gpu-check gpu-wheels pins audit \
+	licences wheel docs clean
 
 export PYTHONUNBUFFERED := 1
 python := .venv/bin/python
@@ -62,6 +64,7 @@ test-range: setup
 	@scripts/sglang_range.sh
 
 test-sweeps: setup otel-tools
+	-@$(MAKE) --no-print-directory mooncake-tools
 	@$(python) -m tests.prepare
 	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m "sweeps or hypothesis" \
 		--ignore tests/server
@@ -147,6 +150,18 @@ otel-tools: setup
 			--only-binary :all: --require-hashes -r requirements/otel.txt && \
 		cp requirements/otel.txt .venv/otel/pins.txt; }
 
+# Mooncake, and the libraries of Debian that it loads: unpacked, not installed, so that nobody has to
+# be root.
+mooncake-tools: setup
+	@cmp -s requirements/mooncake.txt .venv/mooncake/pins.txt || { \
+		$(python) -m pip install --quiet --no-deps --upgrade --target .venv/mooncake \
+			--only-binary :all: --require-hashes -r requirements/mooncake.txt && \
+		rm -rf .venv/mooncake/debian && mkdir .venv/mooncake/debian && \
+		cd .venv/mooncake/debian && \
+		apt-get --quiet --quiet download libibverbs1 librdmacm1 libnl-3-200 libnl-route-3-200 && \
+		for each in *.deb; do dpkg-deb --extract $$each . || exit 1; done && \
+		cp ../../../requirements/mooncake.txt ../pins.txt; }
+
 # The variable leaves out a notice about a release that the pins do not take. With --quiet, MkDocs
 # would count no warnings.
 site: site-tools
@@ -167,7 +182,8 @@ gpu-check:
 gpu-wheels:
 	@scripts/gpu_wheels.sh
 
-pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt fuzz.txt triton.txt site.txt otel.txt)
+pinned := $(addprefix requirements/,cpu.txt sglang.txt lm-eval.txt fuzz.txt triton.txt site.txt otel.txt \
+	mooncake.txt)
 
 # Apart from .venv, whose packages are pinned.
 release_python := .venv/release/bin/python

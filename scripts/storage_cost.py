@@ -1,10 +1,11 @@
 """Measure what writing prefixes to a store adds to the decode steps of the same server.
 
 ``python -m scripts.storage_cost OUT.json --model NAME`` runs two servers, with a store and without.
-In each pair both answer the same new document; their order alternates. The server with the store
-writes the document's pages while it decodes the answer. The time of an answer is that from its
-first token to its last. Then the script waits until the writes have ended. It exits with 1 if the
-servers differ in a token, or if the upper end of the ratio's 95% interval is above 1.03.
+In each pair both answer the same new documents, ``--turns`` of them, in alternating order. The
+server with the store writes a document's pages while it decodes the answer. The time of an answer
+is that from its first token to its last; a pair's is their sum. After each answer the script waits
+until the writes have ended. It exits with 1 if the servers differ in a token, or if the upper end
+of the ratio's 95% interval is above 1.03.
 """
 
 from __future__ import annotations
@@ -63,23 +64,29 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> tuple[list[tuple[fl
     """Seconds of each pair's answers without a store and with it, and whether tokens are equal."""
     text = "\n\n".join(map(read_text, TEXTS)) * 4
     ids = AutoTokenizer.from_pretrained(resolve(arguments.model))(text).input_ids
+    needed = (arguments.pairs + 1) * arguments.turns * arguments.tokens
+    ids = (ids * -(-needed // len(ids)))[:needed]
     store = {"path": str(folder / "store"), "timeout_s": 30.0}
     pairs, same = [], True
     with ExitStack() as stack:
         servers = [_server(arguments, folder, "off", None), _server(arguments, folder, "on", store)]
         for server in servers:
             stack.enter_context(server).start(ServerProcess.cpu_environment(os.cpu_count() or 1))
+        turns = arguments.turns
         for pair in range(-1, arguments.pairs):
-            prompt = ids[(pair + 1) * arguments.tokens :][: arguments.tokens]
-            seconds, answers = [0.0, 0.0], {}
-            for at in (0, 1) if pair % 2 else (1, 0):
-                pages = _written(servers[1]) + (len(prompt) - 1) // _PAGE
-                answer = servers[at].stream(prompt, arguments.output)
-                seconds[at] = answer.times_s[-1] - answer.times_s[0]
-                answers[at] = answer.ids
-                if at:
-                    _wait_until_written(servers[1], pages)
-            same &= answers[0] == answers[1]
+            seconds = [0.0, 0.0]
+            for turn in range(turns):
+                first = ((pair + 1) * turns + turn) * arguments.tokens
+                prompt, answers = ids[first : first + arguments.tokens], {}
+                # Slow drifts of the machine meet both.
+                for at in (0, 1) if turn % 4 in (0, 3) else (1, 0):
+                    pages = _written(servers[1]) + (len(prompt) - 1) // _PAGE
+                    answer = servers[at].stream(prompt, arguments.output)
+                    seconds[at] += answer.times_s[-1] - answer.times_s[0]
+                    answers[at] = answer.ids
+                    if at:
+                        _wait_until_written(servers[1], pages)
+                same &= answers[0] == answers[1]
             if pair >= 0:  # The first pair warms up.
                 pairs.append((seconds[0], seconds[1]))
                 print(f"{seconds[1] / seconds[0]:.3f}", flush=True)
@@ -92,6 +99,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", required=True)
     parser.add_argument("--pairs", type=int, choices=sorted(_T95), default=20)
+    parser.add_argument("--turns", type=int, default=6, help="documents of a pair")
     parser.add_argument("--tokens", type=int, default=2000, help="of a document")
     parser.add_argument("--output", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--budget", type=int, default=512)

@@ -187,6 +187,26 @@ class Requests(RuleBasedStateMachine):
             if keep:
                 self.cache.insert(sequence)
 
+    @precondition(lambda self: self.prefilling and self.running)
+    @rule(data=st.data(), breaks=SELDOM)
+    def extend_and_decode(self, data: st.DataObject, breaks: bool) -> None:
+        """Compute chunks of prompts, and decode a token of other requests, in one forward."""
+        new, rows = self._some_of(self.prefilling, data), self._some_of(self.running, data)
+        lengths = [data.draw(st.integers(1, x.prompt - x.done)) for x in new]
+        starts, batch = [x.done for x in new], [*new, *rows]
+        added = [*lengths, *(1 for _ in rows)]
+        if not self._make_room(batch, [x.done + n for x, n in zip(batch, added, strict=True)]):
+            return
+        self.selections.clear()
+        parts = list(zip(new, lengths, strict=True))
+        outs = self._forward(batch, breaks, lambda: self.sim.mixed(parts, *rows))
+        if breaks:
+            return
+        for sequence, start, out in zip(new, starts, outs[:-1], strict=True):
+            self._check_prefill(sequence, start, out)
+        for row, sequence in enumerate(rows):
+            self._check_decode(sequence, outs[-1][:, row])
+
     @precondition(lambda self: self.running)
     @rule(data=st.data(), steps=st.integers(1, 8), breaks=SELDOM)
     def decode(self, data: st.DataObject, steps: int, breaks: bool) -> None:

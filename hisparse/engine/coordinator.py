@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hisparse.cache.exact_pages import ExactPages
@@ -21,6 +22,7 @@ from hisparse.engine.step import (
     DecodeForward,
     DecodePart,
     FilledTails,
+    MixedBatch,
     PrefillBatch,
     PrefillChunk,
     divide,
@@ -65,7 +67,6 @@ class SparseCoordinator:
         self._step: DecodeForward | None = None
         self._replayed = False
         self._exact: ExactPages | None = None
-        self._loaded: LoadedPages | None = None
 
     def share_pages(self) -> tuple[ExactPages, LoadedPages]:
         """Follow which pages a store may take, and build representations of those that it gave.
@@ -76,8 +77,9 @@ class SparseCoordinator:
         num_pages, device = manager.host.num_pages, manager.device.device
         num_slots = manager.device.capacity.shape[0] // manager.device.heads
         self._exact = ExactPages(num_pages, size, num_slots, self._modes.is_dense, device)
-        self._loaded = LoadedPages(manager, self._build_loaded(), num_pages, size)
-        return self._exact, self._loaded
+        loaded = LoadedPages(manager, self._build_loaded(), num_pages, size)
+        self._prefill.loaded = loaded
+        return self._exact, loaded
 
     def stored_entries(self) -> dict[str, Tensor]:
         """What a store keeps of pages beside K and V, by name, ``[L, host pages, ...]``.
@@ -169,11 +171,19 @@ class SparseCoordinator:
         self._replayed = True
         return True
 
-    def _start_decode(self, batch: DecodeBatch) -> tuple[ModeMasks, ModeMasks | None]:
-        """Apply resets and capacities; returns the modes in sparse layers and in dense layers."""
+    def _start_forward(self, slots: np.ndarray, seq_lens: np.ndarray) -> None:
+        """Apply resets, and fit capacities to contexts of ``seq_lens [B]`` after this forward."""
         self.representations.apply_resets()
-        slots, seq_lens = batch.slots_cpu, batch.seq_lens_cpu
         self.manager.start_forward(slots, seq_lens // self.policy.kv.page_size)
+
+    def _start_decode(self, batch: DecodeBatch) -> tuple[ModeMasks, ModeMasks | None]:
+        """Start a forward of a decode step alone; returns :meth:`_decide_modes`."""
+        self._start_forward(batch.slots_cpu, batch.seq_lens_cpu)
+        return self._decide_modes(batch)
+
+    def _decide_modes(self, batch: DecodeBatch) -> tuple[ModeMasks, ModeMasks | None]:
+        """The modes of a step in sparse layers and in dense layers, by the capacities now."""
+        slots, seq_lens = batch.slots_cpu, batch.seq_lens_cpu
         self.manager.residency.drop_replaced(slots, batch.host_page_table)
         if self._exact is not None:
             self._exact.decode(slots, seq_lens, batch.host_page_table)
@@ -192,43 +202,51 @@ class SparseCoordinator:
         for extension in self._after_step:
             call(extension.after_step, None, complete=complete)
 
-    def forward_begin(self, batch: PrefillBatch | DecodeBatch) -> None:
+    def forward_begin(self, batch: PrefillBatch | DecodeBatch | MixedBatch) -> None:
         """Apply pending resets and capacity changes, and prepare the data that all layers share.
 
         A batch with static tensors (``num_real``) is only prepared, by tensor operations that can
-        be captured together with the layers. Padding writes only to its own page.
+        be captured together with the layers. Padding writes only to its own page. In a mixed batch,
+        every request is served as in a forward of its own kind.
 
         Raises:
             HiSparseError: the batch is static, and steps are :attr:`not_capturable`.
         """
         self._prefill_batch = self._step = None
-        if isinstance(batch, PrefillBatch) or batch.num_real is None:
-            # Before requests that begin reset the state of those that ended.
-            self._end_step(complete=self._replayed)
-        if isinstance(batch, PrefillBatch):
-            self._begin_prefill(batch)
-        elif batch.num_real is None:
-            self._begin_decode(batch)
-        else:
+        if isinstance(batch, DecodeBatch) and batch.num_real is not None:
             self._begin_captured(batch)
+            return
+        # Before requests that begin reset the state of those that ended.
+        self._end_step(complete=self._replayed)
+        if isinstance(batch, DecodeBatch):
+            self._begin_decode(batch, *self._start_decode(batch))
+        elif isinstance(batch, PrefillBatch):
+            self._start_forward(*batch.contexts)
+            self._begin_prefill(batch)
+        else:
+            self._begin_mixed(batch.prefill, batch.decode)
+
+    def _begin_mixed(self, prefill: PrefillBatch, decode: DecodeBatch) -> None:
+        """Fit capacities once to the requests of both parts, then prepare each part."""
+        both = zip(prefill.contexts, (decode.slots_cpu, decode.seq_lens_cpu), strict=True)
+        self._start_forward(*map(np.concatenate, both))
+        self._begin_prefill(prefill)
+        self._begin_decode(decode, *self._decide_modes(decode))
 
     def _begin_prefill(self, batch: PrefillBatch) -> None:
-        kv = self.policy.kv
-        self.representations.apply_resets()
-        slots, ends = np.array([(c.slot, c.end) for c in batch.chunks]).T
-        self.manager.start_forward(slots, ends // kv.page_size)
+        slots, _ = batch.contexts
         self.manager.residency.drop_replaced(slots, [c.host_pages for c in batch.chunks])
         for chunk in batch.chunks:
             self.manager.residency.keep_pages(chunk.slot, chunk.host_pages)
             if self._exact is not None:
                 self._exact.prefill(chunk.start, chunk.host_pages)
-        if self._loaded is not None:
-            self._loaded.begin(batch.chunks)
-        self.manager.counters.add("written_bytes", batch.host_slots.numel() * kv.token_bytes)
+        if self._prefill.loaded is not None:
+            self._prefill.loaded.begin(batch.chunks)
+        num_bytes = batch.num_tokens * self.policy.kv.token_bytes
+        self.manager.counters.add("written_bytes", num_bytes)
         self._prefill_batch = batch
 
-    def _begin_decode(self, batch: DecodeBatch) -> None:
-        masks, dense = self._start_decode(batch)
+    def _begin_decode(self, batch: DecodeBatch, masks: ModeMasks, dense: ModeMasks | None) -> None:
         self._count(batch, masks, dense)
         step = self._new_step(batch)
         self._step = replace(
@@ -268,7 +286,8 @@ class SparseCoordinator:
 
         Args:
             layer_id: layer number, counted from the first layer of this rank.
-            q: ``[T, Hq, D]``; T = B when decoding.
+            q: ``[T, Hq, D]``; T = B when decoding. A mixed batch has the tokens of its chunks
+                first.
             k, v: ``[T, Hkv, D]``, K and V of this forward's tokens.
             indexer: outputs of the model's own indexer for these tokens.
             sinks: ``[Hq]``, for each query head the logit of a key without a value, which joins
@@ -277,12 +296,30 @@ class SparseCoordinator:
         Returns:
             ``[T, Hq, Dv]`` in the dtype of q.
         """
-        if self._prefill_batch is not None:
-            if self._loaded is not None and not self._window(layer_id):
-                self._loaded.prepare(layer_id)
-            return self._prefill.attention(layer_id, q, k, v, self._prefill_batch, indexer, sinks)
-        step = self._step
-        assert step is not None, "forward_begin comes before attention"
+        prefill, step = self._prefill_batch, self._step
+        if prefill is None:
+            assert step is not None, "forward_begin comes before attention"
+            return self._attend_decode(layer_id, q, k, v, step, indexer, sinks)
+        if step is None:
+            return self._prefill.attention(layer_id, q, k, v, prefill, indexer, sinks)
+        chunks, rows = slice(prefill.num_tokens), slice(prefill.num_tokens, None)
+        of_chunks, of_rows = (indexer and indexer.take(part) for part in (chunks, rows))
+        new = self._prefill.attention(
+            layer_id, q[chunks], k[chunks], v[chunks], prefill, of_chunks, sinks
+        )
+        next_tokens = self._attend_decode(layer_id, q[rows], k[rows], v[rows], step, of_rows, sinks)
+        return torch.cat([new, next_tokens])
+
+    def _attend_decode(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        step: DecodeForward,
+        indexer: IndexerInputs | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         parts = self._parts_of(layer_id, step)
         if indexer is not None:
             for part in (step.whole, *parts):

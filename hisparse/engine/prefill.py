@@ -15,6 +15,7 @@ from hisparse.cache.codec import as_read, encode
 from hisparse.cache.streams import Lane, Pending
 from hisparse.engine.contract import call, check_positions
 from hisparse.engine.extensions.base import overriding
+from hisparse.engine.loaded import LoadedPages
 from hisparse.engine.parts import EngineParts
 from hisparse.engine.step import PrefillBatch, PrefillChunk
 from hisparse.types import IndexerInputs, PagedKV
@@ -27,6 +28,9 @@ class Prefill:
 
     Args:
         parts: the parts of the engine.
+
+    Attributes:
+        loaded: the pages that came from a store; None: there is no store.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -37,6 +41,7 @@ class Prefill:
         self._moving: list[Pending[None]] = []
         # Keys and values of a prefix and its chunk, one behind the other; all layers share them.
         self._joined: dict[str, Tensor] = {}
+        self.loaded: LoadedPages | None = None
 
     def attention(
         self,
@@ -52,6 +57,8 @@ class Prefill:
 
         ``sinks [Hq]``: see :meth:`SparseCoordinator.attention`.
         """
+        if self.loaded is not None and not self._policy.kv.window(layer_id):
+            self.loaded.prepare(layer_id)
         # Attention and representations use the values that a later read returns, so the output does
         # not depend on which part of a prompt comes from the pool.
         k, v = as_read(self._policy.kv, k, v)

@@ -35,7 +35,7 @@ class StagedAttention:
         attended: Attended | None = None
         tiles = self._tiles(layer_id, part)
         for tile, next_tile in zip(tiles, [*tiles[1:], None], strict=True):
-            request = slice(tile.owner, tile.owner + 1)
+            request = slice(~tile.owner, ~tile.owner + 1)
             lens = seq_lens[request] - tile.first * self._kv.page_size
             new = self._attend_tile(q[request], tile, next_tile, lens)
             attended = new if attended is None else merge_attended(attended, new)
@@ -44,14 +44,17 @@ class StagedAttention:
         return Attended(out, lse)
 
     def _tiles(self, layer_id: int, part: DecodePart) -> list[Tile]:
-        """Tiles of all pages of all requests, including tail pages, request by request."""
+        """Tiles of all pages of all requests, including tail pages, request by request.
+
+        Their owners are negative: those of chunks in the same forward are request slots.
+        """
         size, width = self._kv.page_size, self._manager.staging_pages
         tiles = []
         for request, seq_len in enumerate(part.seq_lens_cpu.tolist()):
             pages = part.rows.host_page_table[request, : -(-seq_len // size)]
             for first in range(0, pages.numel(), width):
                 end = min((first + width) * size, seq_len)
-                tiles.append(Tile(layer_id, request, first, end, pages[first : first + width]))
+                tiles.append(Tile(layer_id, ~request, first, end, pages[first : first + width]))
         return tiles
 
     def _attend_tile(self, q: Tensor, tile: Tile, next_tile: Tile | None, lens: Tensor) -> Attended:

@@ -24,6 +24,7 @@ __all__ = [
     "DecodeForward",
     "DecodePart",
     "FilledTails",
+    "MixedBatch",
     "PrefillBatch",
     "PrefillChunk",
     "StepPages",
@@ -79,6 +80,17 @@ class PrefillBatch:
     chunks: Sequence[PrefillChunk]
     host_slots: Tensor
 
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.host_slots.shape[0]
+
+    @cached_property
+    def contexts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Request slots, and the tokens that each has after its chunk, ``[B]`` each."""
+        slots, ends = np.array([(chunk.slot, chunk.end) for chunk in self.chunks]).T
+        return slots, ends
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBatch:
@@ -103,6 +115,29 @@ class DecodeBatch:
     host_slots: Tensor
     host_page_table: Tensor
     num_real: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """B."""
+        return self.host_slots.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedBatch:
+    """Chunks of prompts and a decode step of other requests, in one forward.
+
+    Attributes:
+        prefill: the chunks; their tokens are the first of the forward.
+        decode: the decode step, without padding.
+    """
+
+    prefill: PrefillBatch
+    decode: DecodeBatch
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of both parts."""
+        return self.prefill.num_tokens + self.decode.num_tokens
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hisparse.engine.graphs import CapturedSteps
-from hisparse.engine.step import DecodeBatch, PrefillBatch, PrefillChunk
+from hisparse.engine.step import DecodeBatch, MixedBatch, PrefillBatch, PrefillChunk
 from hisparse.errors import AlgorithmError, HiSparseError
 from hisparse.sglang import compat
 from hisparse.sglang.failed_batch import fail_requests, reason_to_stop
@@ -79,16 +79,20 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         # SGLang's warm-ups build batches by hand, without requests.
         if forward_batch.rids is None or self._all_have_failed():
             return
-        batch: DecodeBatch | PrefillBatch
+        batch: DecodeBatch | PrefillBatch | MixedBatch
+        prompt_tokens = 0
         if mode.is_decode():
             batch = self._decode_batch(forward_batch)
-        elif mode.is_extend() and not mode.is_mixed():
-            batch = self._prefill_batch(forward_batch)
+        elif mode.is_extend():
+            batch = prefill = self._prefill_batch(forward_batch)
+            prompt_tokens = prefill.num_tokens
+            if self._session.num_decoding:
+                batch = self._with_decoding(prefill, forward_batch)
         else:
             raise HiSparseError(f"forward mode: got {mode.name}, expected EXTEND or DECODE")
-        self._num_tokens = batch.host_slots.shape[0]
+        self._num_tokens = batch.num_tokens
         if self._prefill_rate is not None:
-            self._prefill_rate.begin(0 if mode.is_decode() else self._num_tokens)
+            self._prefill_rate.begin(prompt_tokens)
         self.coordinator.forward_begin(batch)
 
     def _all_have_failed(self) -> bool:
@@ -162,26 +166,51 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         first_tokens: Tensor = self._req_to_token[slots, : num_pages * size : size]
         return first_tokens // size
 
-    def _decode_batch(self, forward_batch: Any) -> DecodeBatch:
-        """The requests of a forward batch, without its padding."""
-        slots_cpu = self._slots_cpu().numpy()
-        num_requests = len(slots_cpu)
-        seq_lens_cpu = forward_batch.seq_lens_cpu[:num_requests].numpy()
-        slots = forward_batch.req_pool_indices[:num_requests].long()
+    def _decode_batch(
+        self, forward_batch: Any, first: int = 0, first_token: int = 0
+    ) -> DecodeBatch:
+        """The requests of a forward batch from ``first`` on, without its padding.
+
+        Args:
+            forward_batch: SGLang's.
+            first: index of the first request that decodes.
+            first_token: index of its token in the forward.
+        """
+        all_slots_cpu = self._slots_cpu().numpy()
+        slots_cpu, requests = all_slots_cpu[first:], slice(first, len(all_slots_cpu))
+        tokens = slice(first_token, first_token + len(slots_cpu))
+        seq_lens_cpu = forward_batch.seq_lens_cpu[requests].numpy()
+        slots = forward_batch.req_pool_indices[requests].long()
         num_pages = -(-int(seq_lens_cpu.max()) // self._spec.page_size)
         return DecodeBatch(
             slots=slots,
             slots_cpu=slots_cpu,
-            seq_lens=forward_batch.seq_lens[:num_requests].long(),
+            seq_lens=forward_batch.seq_lens[requests].long(),
             seq_lens_cpu=seq_lens_cpu,
-            host_slots=forward_batch.out_cache_loc[:num_requests].long(),
+            host_slots=forward_batch.out_cache_loc[tokens].long(),
             host_page_table=self._page_table(slots, num_pages),
         )
 
+    def _with_decoding(
+        self, prefill: PrefillBatch, forward_batch: Any
+    ) -> PrefillBatch | MixedBatch:
+        """Chunks and the requests that decode with them; each of those has a chunk of one token.
+
+        Requests that have all failed only wait for their end. They get zeros, as padding does.
+        """
+        requests = self._session.requests
+        first = len(requests) - self._session.num_decoding
+        if all(request in self._failed_requests for request in requests[first:]):
+            return prefill
+        decode = self._decode_batch(forward_batch, first, prefill.num_tokens)
+        return MixedBatch(prefill=prefill, decode=decode)
+
     def _prefill_batch(self, forward_batch: Any) -> PrefillBatch:
+        """The chunks of a forward batch, without those of requests that decode."""
         chunks = []
         offset = 0
-        for row, slot in enumerate(self._slots_cpu().tolist()):
+        slots = self._slots_cpu().tolist()
+        for row, slot in enumerate(slots[: len(slots) - self._session.num_decoding]):
             start = int(forward_batch.extend_prefix_lens_cpu[row])
             length = int(forward_batch.extend_seq_lens_cpu[row])
             if length:

@@ -177,16 +177,20 @@ def around_enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any)
 def around_init_new(
     original: Callable[..., Any], cls: type, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Keep three facts that only the scheduler's batch has.
+    """Keep four facts that only the scheduler's batch has.
 
-    The facts are the requests, their slots on the host, which the backend reads without a device
-    sync, and the request with a prompt that continues after this forward.
+    The facts are the requests, how many of them decode in a mixed batch, their slots on the host,
+    which the backend reads without a device sync, and the request with a prompt that continues
+    after this forward.
     """
     session = current_session()
     forward_batch = original(cls, batch, *args, **kwargs)
     if session is not None:
         # The forward batch cannot hold them: runners copy it and drop unknown fields.
         session.requests = batch.reqs
+        # SGLang's runner calls a mixed forward EXTEND before it comes to the backend.
+        mixed = forward_batch.forward_mode.is_mixed()
+        session.num_decoding = len(batch.decoding_reqs or ()) if mixed else 0
         session.slots_cpu = batch.req_pool_indices_cpu
         session.chunked_request_id = getattr(batch.chunked_req, "rid", None)
     return forward_batch

@@ -24,7 +24,6 @@ __all__ = ["check_after_resolution", "prepare_before_resolution", "read_config"]
 
 #: Fields of SGLang's arguments and the values that hisparse supports: field, values, flag.
 _SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("enable_mixed_chunk", (False,), "--enable-mixed-chunk"),
     ("speculative_algorithm", (None, "NONE"), "--speculative-algorithm"),
     ("enable_hierarchical_cache", (False,), "--enable-hierarchical-cache"),
     ("enable_lmcache", (False,), "--enable-lmcache"),

@@ -39,6 +39,7 @@ class Session(EngineSetup):
             storage rests until a flush.
         slots_cpu: ``[B] int64``, request slots of the next forward, on the host.
         requests: SGLang's ``Req`` of the next forward.
+        num_decoding: how many of them decode in a forward with chunks of prompts; the last ones.
         chunked_request_id: id of the request with a prompt that continues after the next forward.
         req_to_token_pool: SGLang's ``ReqToTokenPool``.
         coordinator: the engine; None until the attention backend is built.
@@ -55,6 +56,7 @@ class Session(EngineSetup):
     weights_changed: bool = False
     slots_cpu: torch.Tensor | None = None
     requests: Sequence[Any] = ()
+    num_decoding: int = 0
     chunked_request_id: str | None = None
     req_to_token_pool: Any = None
     coordinator: SparseCoordinator | None = None

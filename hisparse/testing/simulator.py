@@ -5,13 +5,14 @@ Tests compare the outputs with float64 attention over the positions that should 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.engine.step import DecodeBatch, PrefillBatch, PrefillChunk
+from hisparse.engine.step import DecodeBatch, MixedBatch, PrefillBatch, PrefillChunk
 from hisparse.testing.world import INDEXER_DIM, World
 from hisparse.types import IndexerInputs
 
@@ -113,6 +114,28 @@ class Simulator(World):
 
     def prefill(self, *parts: tuple[Request, int]) -> list[Tensor]:
         """Compute the next ``n`` tokens of each request; returns ``[L, n, Hq, D]`` for each."""
+        batch = self.next_chunks(*parts)
+        self.coordinator.forward_begin(batch)
+        return self._of_chunks(batch, self._forward(_spans(parts, batch)))
+
+    def mixed(self, parts: Sequence[tuple[Request, int]], *requests: Request) -> list[Tensor]:
+        """Compute chunks and decode other requests in one forward.
+
+        Args:
+            parts: requests and the tokens of their chunks.
+            requests: those that decode.
+
+        Returns:
+            ``[L, n, Hq, D]`` for each chunk, then ``[L, B, Hq, D]`` of the step.
+        """
+        prefill, decode = self.next_chunks(*parts), self.next_tokens(*requests)
+        self.coordinator.forward_begin(MixedBatch(prefill=prefill, decode=decode))
+        spans = [*_spans(parts, prefill), *((r, r.done - 1, r.done) for r in requests)]
+        out = self._forward(spans)
+        return [*self._of_chunks(prefill, out), out[:, prefill.num_tokens :]]
+
+    def next_chunks(self, *parts: tuple[Request, int]) -> PrefillBatch:
+        """A batch with the next ``n`` tokens of each request; increases ``done``."""
         chunks, slots, offset = [], [], 0
         for request, n in parts:
             start = request.done
@@ -128,9 +151,11 @@ class Simulator(World):
             chunks.append(chunk)
             slots.append(self._slots(request, start, start + n))
             offset += n
-        self.coordinator.forward_begin(PrefillBatch(chunks=chunks, host_slots=torch.cat(slots)))
-        out = self._forward([(r, c.start, c.end) for (r, _), c in zip(parts, chunks, strict=True)])
-        return [out[:, c.offset : c.offset + c.length] for c in chunks]
+        return PrefillBatch(chunks=chunks, host_slots=torch.cat(slots))
+
+    def _of_chunks(self, batch: PrefillBatch, out: Tensor) -> list[Tensor]:
+        """The outputs ``[L, T, Hq, D]`` of each chunk."""
+        return [out[:, c.offset : c.offset + c.length] for c in batch.chunks]
 
     def decode(self, *requests: Request) -> Tensor:
         """Decode one token of each request; returns ``[L, B, Hq, D]``."""
@@ -189,3 +214,10 @@ class Simulator(World):
             logits = torch.cat([logits, sinks], -1)
         weights = logits.softmax(-1)[..., :stop]
         return torch.einsum("lhqk,lkhd->lqhd", weights, v)
+
+
+def _spans(
+    parts: Sequence[tuple[Request, int]], batch: PrefillBatch
+) -> list[tuple[Request, int, int]]:
+    """First and last position, plus one, of each request's chunk."""
+    return [(r, c.start, c.end) for (r, _), c in zip(parts, batch.chunks, strict=True)]

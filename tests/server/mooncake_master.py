@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
+import platform
 import socket
 import subprocess
 import sys
@@ -16,19 +15,22 @@ from typing import Any
 
 from hisparse_bench.server import free_port
 
-__all__ = ["Master", "program", "running"]
+__all__ = ["LIBRARY_PATH", "TOOLS", "Master", "is_installed", "running"]
 
 
-def program() -> str | None:
-    """Path of ``mooncake_master``; None: Mooncake is not installed."""
-    found = importlib.util.find_spec("mooncake")
-    if found is None or not found.submodule_search_locations:
-        return None
-    beside = Path(next(iter(found.submodule_search_locations))) / "mooncake_master"
-    on_path = shutil.which("mooncake_master") or shutil.which(
-        str(Path(sys.executable).with_name("mooncake_master"))
-    )
-    return str(beside) if beside.exists() else on_path
+#: What `make mooncake-tools` makes.
+TOOLS = Path(sys.prefix) / "mooncake"
+#: Where Debian's libraries are that Mooncake loads, as LD_LIBRARY_PATH has it.
+LIBRARY_PATH = ":".join(
+    str(TOOLS / "debian" / folder / f"{platform.machine()}-linux-gnu")
+    for folder in ("lib", "usr/lib")
+)
+_PROGRAM = TOOLS / "mooncake/mooncake_master"
+
+
+def is_installed() -> bool:
+    """Whether `make mooncake-tools` has ended."""
+    return (TOOLS / "pins.txt").exists()
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Master:
 def running(folder: Path) -> Iterator[Master]:
     """Start a master, and end it at the end of the block."""
     rpc, metrics, metadata = free_port(), free_port(), free_port()
-    line = [str(program()), f"--rpc_port={rpc}", f"--metrics_port={metrics}"]
+    line = [str(_PROGRAM), f"--rpc_port={rpc}", f"--metrics_port={metrics}"]
     line += ["--enable_http_metadata_server=true", f"--http_metadata_server_port={metadata}"]
     with (folder / "master.log").open("wb") as log:
         process = subprocess.Popen(line, stdout=log, stderr=log)

@@ -115,7 +115,6 @@ def test_an_error_in_a_file_names_the_file(resolve: Resolve, tmp_path: Path) -> 
 
 
 FLAGS = {
-    "mixed chunk": ("--enable-mixed-chunk",),
     "n-gram speculation": ("--speculative-algorithm", "NGRAM"),
     "EAGLE speculation": ("--speculative-algorithm", "EAGLE"),
     "HiCache": ("--enable-hierarchical-cache",),
@@ -371,7 +370,7 @@ def test_heads_that_differ_between_layers(
 
 STARTS = {
     "unknown key": ((), {"budgt": 512}, "unknown config key 'budgt'; did you mean 'budget'?"),
-    "mixed chunk": (("--enable-mixed-chunk",), {"budget": 512}, "--enable-mixed-chunk"),
+    "memory saver": (("--enable-memory-saver",), {"budget": 512}, "--enable-memory-saver"),
     "host memory": ((), {"host_memory": "900TiB"}, "host_memory: got '900TiB'"),
 }
 

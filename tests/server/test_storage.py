@@ -365,17 +365,19 @@ def test_flags_of_sglang_alone(log_dir: Path, tmp_path: Path) -> None:
 
 @sweeps
 @pytest.mark.sweeps
-@pytest.mark.skipif(mooncake_master.program() is None, reason="Mooncake is not installed")
+@pytest.mark.skipif(not mooncake_master.is_installed(), reason="needs make mooncake-tools")
 def test_two_servers_share_mooncake(
-    log_dir: Path, tmp_path: Path, dense_tokens: DenseTokens
+    log_dir: Path, tmp_path: Path, dense_tokens: DenseTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One writes, the other reads; then the server with the pages dies, and then the master."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", mooncake_master.LIBRARY_PATH)
+    tools = {"python_path": [mooncake_master.TOOLS], "forked": False}
     prompts, right = PROMPTS.prompts[3:6], dense_tokens("llama", PROMPTS)[3:6]
     with mooncake_master.running(tmp_path) as master:
         storage = {"backend": "mooncake", "options": master.options, "timeout_s": 2.0}
         config, other = SPARSE | {"storage": storage}, DENSE | {"host_layout": "page_first"}
-        reader = start(log_dir, "mooncake-reader", None, other | {"storage": storage})
-        with start(log_dir, "mooncake-writer", None, config) as writer, reader:
+        reader = start(log_dir, "mooncake-reader", None, other | {"storage": storage}, **tools)
+        with start(log_dir, "mooncake-writer", None, config, **tools) as writer, reader:
             sparse = ask_and_store(writer, prompts[2], 93)
             answer = reader.generate(prompts[2], NEW_TOKENS)
             assert (answer.ids, answer.cached) == (right[2], CACHED)

@@ -97,7 +97,7 @@ SCENARIOS = (
         model="llama",
         config=_SMALL,
         flags=_CHUNKS,
-        part=0.10,
+        part=0.04,
     ),
     Scenario(
         name="sketch, retractions",
@@ -112,6 +112,13 @@ SCENARIOS = (
         config=_SMALL | {"algorithm": "quest", "prefetch": {"min_cosine": 0.5}},
         flags=_CHUNKS,
         part=0.10,
+    ),
+    Scenario(
+        name="sketch, mixed chunk",
+        model="llama",
+        config=_SMALL,
+        flags=("--enable-mixed-chunk", *_CHUNKS),
+        part=0.06,
     ),
     Scenario(
         name="whole context, store",

@@ -1,0 +1,266 @@
+"""``--enable-mixed-chunk``: chunks of prompts and decode steps in one forward of a real server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DenseTokens
+from harness import Server
+from plugins import make_plugin
+from tiny_models import INDEX_TOP_K, KV_HEADS, LAYERS, TOKEN_BYTES, tiny_model
+from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
+
+from tests.sizes import SWEEPS
+
+pytestmark = [
+    pytest.mark.sweeps,
+    pytest.mark.skipif(not SWEEPS, reason="servers of its own: make test-all PART=sweeps"),
+]
+
+#: Prints what SGLang mixes, and what hisparse makes of it.
+SPY = """
+    import logging
+
+    from hisparse.engine.step import MixedBatch
+
+
+    def load():
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        target = "hisparse.engine.coordinator.SparseCoordinator.forward_begin"
+        HookRegistry.register(target, begin, HookType.AROUND)
+
+
+    def begin(original, coordinator, batch):
+        original(coordinator, batch)
+        if isinstance(batch, MixedBatch):
+            modes = {part.mode for part in coordinator._step.parts}
+            text = "mixed: %d chunks, %d rows, %s"
+            counts = len(batch.prefill.chunks), batch.decode.num_tokens
+            logging.getLogger("hisparse").info(text, *counts, " ".join(sorted(modes)))
+"""
+FLAGS = ("--enable-mixed-chunk", "--chunked-prefill-size", "256")
+PAGE, BUDGET = 16, 128
+SPARSE = {
+    "budget": BUDGET,
+    "device_buffer_size": BUDGET,
+    "host_memory": "1GiB",
+    "device_memory": "14MB",
+    "selection_scope": "kv_head",
+}
+POOL = 4096
+WHOLE = {
+    "budget": POOL,
+    "device_buffer_size": POOL,
+    "host_memory": "1GiB",
+    "device_memory": "600MB",
+    "staging_bytes": 65536,
+}
+#: Both event loops of SGLang's scheduler.
+LOOPS = pytest.mark.parametrize(
+    "loop", [(), ("--disable-overlap-schedule",)], ids=["overlap", "no-overlap"], indirect=True
+)
+
+
+@pytest.fixture(scope="module")
+def spy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("spy")
+    return make_plugin(folder, "spy_mixed", "sglang.srt.plugins", "spy = spy_mixed:load", SPY)
+
+
+@pytest.fixture(scope="module")
+def loop(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    flags: tuple[str, ...] = request.param
+    return flags
+
+
+@pytest.fixture(scope="module")
+def sparse(loop: tuple[str, ...], spy: Path, log_dir: Path) -> Iterator[Server]:
+    flags = (*FLAGS, *loop, "--max-total-tokens", "40000", "--max-running-requests", "8")
+    log = log_dir / f"mixed-sparse{len(loop)}.log"
+    with Server(tiny_model("llama"), log, *flags, config=SPARSE, python_path=[spy]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def whole(loop: tuple[str, ...], spy: Path, log_dir: Path) -> Iterator[Server]:
+    flags = (*FLAGS, *loop, "--max-total-tokens", str(POOL), "--schedule-conservativeness", "0.01")
+    log = log_dir / f"mixed-whole{len(loop)}.log"
+    with Server(tiny_model("llama"), log, *flags, config=WHOLE, python_path=[spy]) as server:
+        yield server
+
+
+def num_mixed(server: Server, mode: str) -> int:
+    """Mixed forwards so far with rows of a mode."""
+    return len(re.findall(rf"mixed: \d+ chunks, [1-9]\d* rows,.* {mode}", server.log()))
+
+
+@LOOPS
+def test_sparse_rows_keep_the_tokens_that_they_have_alone(sparse: Server) -> None:
+    alone = []
+    for prompt in PROMPTS.prompts:
+        sparse.flush_cache()
+        alone.append(sparse.generate(prompt, NEW_TOKENS).ids)
+    assert not num_mixed(sparse, "sparse"), "one request mixes with nothing"
+    for delay_s in (0.0, 0.1, 0.3):
+        sparse.flush_cache()
+        answers = sparse.generate_many(PROMPTS.prompts, NEW_TOKENS, delay_s=delay_s)
+        assert [a.ids for a in answers] == alone
+    assert num_mixed(sparse, "sparse") > 10
+
+
+def _selected_pages(prompt: int, new_tokens: int) -> int:
+    """Pages that the steps of one request select."""
+    lengths = range(prompt + 1, prompt + new_tokens)
+    pages = sum(min((n - 1) // PAGE, BUDGET // PAGE - 1) for n in lengths)
+    return pages * LAYERS * KV_HEADS
+
+
+@LOOPS
+def test_a_row_is_never_attended_as_a_prompt(sparse: Server) -> None:
+    """Each of its steps selects: the difference between long and short answers says how many."""
+    lengths = [300, 801, 500, 1500, 900, 2000]
+    prompts = [tokens(n, seed=n + 400) for n in lengths]
+    seen, mixed = [], num_mixed(sparse, "sparse")
+    for new_tokens in (10, 60):
+        sparse.flush_cache()
+        before = sparse.counted("hit_pages", "miss_pages", "written_bytes")
+        sparse.generate_many(prompts, new_tokens, delay_s=0.05)
+        after = sparse.counted("hit_pages", "miss_pages", "written_bytes")
+        seen.append([a - b for a, b in zip(after, before, strict=True)])
+    assert num_mixed(sparse, "sparse") - mixed > 10
+    hits, misses, written = (long - short for short, long in zip(*seen, strict=True))
+    assert hits + misses == sum(_selected_pages(n, 60) - _selected_pages(n, 10) for n in lengths)
+    assert written == 50 * len(lengths) * TOKEN_BYTES
+
+
+@LOOPS
+def test_a_shared_prefix_gives_what_each_gives_alone(sparse: Server) -> None:
+    expected = []
+    for prompt in SHARED.prompts:
+        sparse.flush_cache()
+        expected.append(sparse.generate(prompt, NEW_TOKENS).ids)
+    sparse.flush_cache()
+    answers = sparse.generate_many(SHARED.prompts * 2, NEW_TOKENS, delay_s=0.1)
+    assert [a.ids for a in answers] == expected * 2
+    assert max(a.cached for a in answers) >= 992
+
+
+@LOOPS
+def test_a_budget_of_the_whole_context_gives_dense_tokens(
+    whole: Server, dense_tokens: DenseTokens
+) -> None:
+    for case in (PROMPTS, SHARED):
+        whole.flush_cache()
+        answers = whole.generate_many(case.prompts, NEW_TOKENS, delay_s=0.05)
+        assert [a.ids for a in answers] == dense_tokens("llama", case)
+    assert num_mixed(whole, "resident") > 10
+
+
+@LOOPS
+def test_an_abort_beside_chunks(whole: Server, dense_tokens: DenseTokens) -> None:
+    expected = dense_tokens("llama", PROMPTS)
+    whole.flush_cache()
+    with ThreadPoolExecutor(1) as thread:
+        others = thread.submit(whole.generate_many, PROMPTS.prompts[:6], NEW_TOKENS, delay_s=0.1)
+        got = whole.abort_after(PROMPTS.prompts[3], num_tokens=10, max_new_tokens=900)
+        assert [a.ids for a in others.result()] == expected[:6]
+    assert 10 <= len(got) < 900
+    whole.flush_cache()
+    assert whole.counted("host_tokens_used", "device_tokens_used") == (0, 0)
+
+
+@LOOPS
+def test_retracted_requests_start_over_and_end_the_same(
+    whole: Server, dense_tokens: DenseTokens
+) -> None:
+    for delay_s in (0.1, 0.3, 0.03, 1.0):
+        whole.flush_cache()
+        answers = whole.generate_many(
+            RETRACTED.prompts, RETRACTED.new_tokens, delay_s=delay_s, ignore_eos=False
+        )
+        assert [a.ids for a in answers] == dense_tokens("llama", RETRACTED)
+        if any(a.retractions for a in answers):
+            return
+    raise AssertionError("nothing was retracted, the pool is too large")
+
+
+#: Every selection and every resident byte is verified.
+CHECKED = {"host_memory": "1GiB", "device_memory": "600MB", "checked": True}
+LATENTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": CHECKED | {"budget": 256, "device_buffer_size": 256, "max_row_capacity": 512},
+    "deepseek_v32": CHECKED
+    | {
+        "algorithm": "dsa",
+        "algorithm_config": {"index_dtype": "float32"},
+        "page_size": 1,
+        "num_sink_pages": 0,
+        "num_recent_pages": 0,
+        "budget": INDEX_TOP_K,
+        "device_buffer_size": 2 * INDEX_TOP_K,
+        "max_row_capacity": 4 * INDEX_TOP_K,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LATENTS)
+def test_latents(kind: str, spy: Path, log_dir: Path) -> None:
+    """MLA, and DeepSeek-V3.2 with the tokens of its own indexer."""
+    prompts = [tokens(n, seed=n) for n in (801, 333, 700, 512)]
+    flags = (*FLAGS, "--max-total-tokens", "20000")
+    log = log_dir / f"mixed-{kind}.log"
+    options = {"python_path": [spy], "env": {"TORCHDYNAMO_DISABLE": "1"}}
+    with Server(tiny_model(kind), log, *flags, config=LATENTS[kind], **options) as server:
+        alone = []
+        for prompt in prompts:
+            server.flush_cache()
+            alone.append(server.generate(prompt, NEW_TOKENS).ids)
+        server.flush_cache()
+        answers = server.generate_many(prompts, NEW_TOKENS, delay_s=0.2)
+        assert [a.ids for a in answers] == alone
+        assert num_mixed(server, "sparse") > 3
+
+
+#: Quest with a fault for a request of 700 tokens that decodes.
+FAULTY = """
+    from dataclasses import dataclass
+
+    from hisparse.algorithms.quest import Quest
+
+
+    @dataclass(frozen=True, kw_only=True)
+    class Faulty(Quest):
+        def retrieve_topk(self, queries, layer_id, step):
+            if layer_id == 1 and (step.seq_lens == 700).any():
+                raise RuntimeError("planted")
+            return super().retrieve_topk(queries, layer_id, step)
+"""
+
+
+def test_a_row_that_fails_ends_with_an_error_and_the_server_goes_on(
+    spy: Path, tmp_path: Path, log_dir: Path
+) -> None:
+    """The requests of its forward end with it; those that come later do not."""
+    entry = "faulty = faulty_row:Faulty"
+    plugin = make_plugin(tmp_path / "faulty", "faulty_row", "hisparse.algorithms", entry, FAULTY)
+    options = {"config": SPARSE | {"algorithm": "faulty"}, "python_path": [spy, plugin]}
+    flags, log = (*FLAGS, "--max-total-tokens", "8000"), log_dir / "mixed-faulty.log"
+    with Server(tiny_model("llama"), log, *flags, **options) as server:
+        prompts = [tokens(n, seed=n) for n in (400, 800, 1000)]
+        alone = [server.generate(prompt, NEW_TOKENS).ids for prompt in prompts]
+        server.flush_cache()
+        with ThreadPoolExecutor(4) as threads:
+            asked = [threads.submit(server.generate, p, NEW_TOKENS) for p in prompts]
+            fails = threads.submit(server.generate, tokens(690, seed=3), 400)
+            assert "planted" in str(fails.exception())
+            for reply, expected in zip(asked, alone, strict=True):
+                error = reply.exception()
+                assert "planted" in str(error) if error else reply.result().ids == expected
+        assert [server.generate(prompt, NEW_TOKENS).ids for prompt in prompts] == alone
+        server.flush_cache()
+        assert server.counted("host_tokens_used", "device_tokens_used") == (0, 0)
