@@ -112,9 +112,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="bfloat16", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("out", type=Path, metavar="OUT.json")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--prompts", type=int, default=12, help="number of prompts")
-    parser.add_argument("--tokens", type=int, default=600, help="tokens of a prompt")
-    parser.add_argument("--output", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--prompts", type=int, default=8, help="number of prompts")
+    parser.add_argument("--tokens", type=int, default=300, help="tokens of a prompt")
+    parser.add_argument("--output", type=int, default=48, help="tokens of an answer")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = _measure(arguments, Path(folder))
