@@ -1,8 +1,9 @@
 """Measure how tokens and log-probabilities depend on the backend, the radix cache and the dtype.
 
-``python -m scripts.bfloat16 OUT.json --model NAME`` serves a real model with ``torch_native`` and
-with hisparse (budget beyond the context), in bfloat16 and in float32. Each prompt is answered
-twice: first cold, then with its prefix in the radix cache. Reported are, over the prompts:
+``python -m scripts.bfloat16 OUT.json --model NAME`` serves a real model in bfloat16 with
+``torch_native`` and with hisparse (budget beyond the context), and in float32 with
+``torch_native``. In bfloat16 each prompt is answered twice: first cold, then with its prefix in the
+radix cache. Reported are, over the prompts:
 
 - equal: answers with all tokens equal, and the first token that differs in the others;
 - difference: mean absolute difference of log-probabilities, over tokens before the first that
@@ -31,10 +32,14 @@ from hisparse_bench.server import ServerProcess
 
 __all__ = ["main"]
 
+#: Backend, dtype, and whether each prompt is answered once or twice.
+_SERVERS = (
+    ("torch_native", "float32", ("cold",)),
+    ("torch_native", "bfloat16", ("cold", "cached")),
+    ("hisparse", "bfloat16", ("cold", "cached")),
+)
 #: What is compared: answers, and those that they are held against.
 _PAIRS = (
-    ("hisparse float32 cold", "torch_native float32 cold"),
-    ("hisparse float32 cached", "hisparse float32 cold"),
     ("hisparse bfloat16 cold", "torch_native bfloat16 cold"),
     ("hisparse bfloat16 cold", "torch_native float32 cold"),
     ("torch_native bfloat16 cold", "torch_native float32 cold"),
@@ -91,18 +96,17 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[Answ
     env = ServerProcess.cpu_environment(1) | {"TORCHDYNAMO_DISABLE": "1"}
     forks = ForkServer(os.environ | env, folder / "forks.log")
     found = {}
-    for dtype in ("bfloat16", "float32"):
-        for backend in ("torch_native", "hisparse"):
-            flags = ["--device", "cpu", "--dtype", dtype, "--attention-backend", backend]
-            flags += ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
-            flags += ["--max-total-tokens", "32768", "--max-running-requests", "2"]
-            if backend == "hisparse":
-                flags += ["--hisparse-config", json.dumps(config)]
-            with ServerProcess(model, folder / f"{backend}-{dtype}.log", flags, forks) as server:
-                server.start(env)
-                for state in ("cold", "cached"):
-                    name = f"{backend} {dtype} {state}"
-                    found[name] = _answers(server, prompts, arguments.output)
+    for backend, dtype, states in _SERVERS:
+        flags = ["--device", "cpu", "--dtype", dtype, "--attention-backend", backend]
+        flags += ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
+        flags += ["--max-total-tokens", "32768", "--max-running-requests", "2"]
+        if backend == "hisparse":
+            flags += ["--hisparse-config", json.dumps(config)]
+        with ServerProcess(model, folder / f"{backend}-{dtype}.log", flags, forks) as server:
+            server.start(env)
+            for state in states:
+                name = f"{backend} {dtype} {state}"
+                found[name] = _answers(server, prompts, arguments.output)
     forks.stop()
     return found
 
