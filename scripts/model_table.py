@@ -152,7 +152,7 @@ def _reason(log: str) -> str:
         return str(own[0])
     lines = re.findall(r"^(?:\[.*?\] )?([\w.]*(?:Error|Exception)(?:: .*)?)$", log, re.MULTILINE)
     # The processes of a server that ends lose each other.
-    errors = [line for line in lines if "Connection" not in line.partition(":")[0]]
+    errors = [line for line in lines if "Connection" not in line]
     return re.sub(r"0x[0-9a-f]+", "0x…", errors[0])[:160].strip() if errors else ""
 
 
