@@ -155,8 +155,8 @@ class HiSparseConfig:
         staging_bytes: device memory of one staging tile, through which prefixes are streamed.
             None: chosen.
         kv_cache_dtype: how K and V are stored: "auto" in the model's dtype, "fp8_e4m3" in eight
-            bits with a scale for each token and head. In a server the same as
-            ``--kv-cache-dtype``.
+            bits with a scale for each token and head, or for each 128 channels of a latent (MLA).
+            In a server the same as ``--kv-cache-dtype``.
         adapter: name of the adapter, the attention library. None: chosen and logged.
         checked: verify scores, selections and resident bytes in every step. Slow, for tests and new
             algorithms.

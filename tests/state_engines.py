@@ -65,6 +65,7 @@ ENGINES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     ),
     "quest-tail-estimate": ({"extensions": {"tail_estimate": True}}, Quest),
     "quest-mla": (_MLA | {"min_sparse_context": 40}, Quest),
+    "sketch-mla-fp8": (_MLA | {"min_sparse_context": 40, "fp8": True}, Sketch),
     "dsa-mla": (_TOKENS | _MLA | {"device_pages": 4 * 12}, DSA),
     "sketch-whole-context": (_WHOLE, Sketch),
     "quest-overlap": (_PREFETCH | {"side_streams": 3}, Quest),

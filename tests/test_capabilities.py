@@ -54,7 +54,10 @@ def test_what_it_can_do_is_accepted() -> None:
         (
             {"algorithm": "quest", "kv_cache_dtype": "fp8_e4m3", "adapter": "flashinfer"},
             "cuda",
-            ["adapter 'flashinfer' cannot do kv_cache_dtype fp8_e4m3", "(adapters that can: torch"],
+            [
+                "adapter 'flashinfer' cannot do kv_cache_dtype fp8_e4m3",
+                "(adapters that can: dsa, torch",
+            ],
         ),
         (
             {"selection_scope": "kv_head"},

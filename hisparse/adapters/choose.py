@@ -102,7 +102,8 @@ def _mismatch(
 ) -> str | None:
     """Why an adapter cannot serve a model on this machine, in a few words; None if it can."""
     checks: list[_Check] = [("device", device_type, cls.device_types)]
-    if fp8 or (kv is not None and kv.fp8):
+    # Latents in eight bits are decoded before an adapter sees them.
+    if (fp8 and cls.latent != (True,)) if kv is None else (kv.fp8 and not kv.latent):
         checks.append(("kv_cache_dtype", "fp8_e4m3", None if cls.fp8 else ("auto",)))
     if scope is not None:
         checks.append(("selection_scope", scope, cls.scopes))

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from hisparse import kernels
-from hisparse.kernels import decode_fp8, encode_fp8, gather_pages, gather_tokens, scatter_tokens
-from hisparse.types import KVSpec, PagedKV, StoredKV
+from hisparse.kernels import (
+    decode_fp8,
+    decode_latents,
+    encode_fp8,
+    encode_latents,
+    gather_pages,
+    gather_tokens,
+    scatter_tokens,
+)
+from hisparse.types import KVSpec, LatentRow, PagedKV, StoredKV
 
 __all__ = [
     "append_tokens",
     "as_read",
     "decode",
+    "decode_pages",
     "encode",
     "move_pages",
     "read_tokens",
@@ -30,6 +41,10 @@ def split_layers(k: Tensor, v: Tensor, scales: Tensor | None) -> list[StoredKV]:
 
 def encode(kv: KVSpec, k: Tensor, v: Tensor) -> StoredKV:
     """Convert keys and values ``[..., D]`` from the model's dtype to the stored format."""
+    row = kv.latent_row
+    if row is not None:
+        rows = encode_latents(k, row)
+        return StoredKV(rows, rows[..., : row.rank])
     return encode_fp8(k, v) if kv.fp8 else StoredKV(k, v)
 
 
@@ -41,12 +56,50 @@ def decode(kv: KVSpec, stored: StoredKV, out: PagedKV | None = None) -> PagedKV:
         stored: ``[..., D]``.
         out: ``[..., D]``, receives the result if a conversion is needed; None: allocate it.
     """
-    if stored.scales is None:
+    if not kv.fp8:
         return stored.kv
+    row = kv.latent_row
+    if row is not None:
+        tokens = stored.k.flatten(0, -2)[:, None]
+        table = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
+        return _decode_latents(kv, row, tokens, table, stored.k.shape[:-1], out)
     if out is None:
         k, v = (torch.empty(x.shape, dtype=kv.dtype, device=x.device) for x in stored.kv)
         out = PagedKV(k, v)
     decode_fp8(stored, out)
+    return out
+
+
+def decode_pages(
+    kv: KVSpec, stored: StoredKV, pages: Tensor, out: PagedKV | None = None
+) -> PagedKV:
+    """Some pages of latents in eight bits, in the model's dtype.
+
+    Args:
+        kv: shapes of the model.
+        stored: ``[N, 1, S, bytes]``.
+        pages: ``[n] int32``; for -1 any numbers are returned.
+        out: ``[n, 1, S, D]``, receives the result; None: allocate it.
+    """
+    row = kv.latent_row
+    assert row is not None, "only latents in eight bits are decoded by page"
+    shape = (*pages.shape, *stored.k.shape[1:-1])
+    return _decode_latents(kv, row, stored.k[:, 0], pages, shape, out)
+
+
+def _decode_latents(
+    kv: KVSpec,
+    row: LatentRow,
+    pages: Tensor,
+    table: Tensor,
+    shape: Sequence[int],
+    out: PagedKV | None,
+) -> PagedKV:
+    """``pages [N, S, bytes]`` at ``table [n]`` as ``[*shape, D]``."""
+    if out is None:
+        k = torch.empty(*shape, row.width, dtype=kv.dtype, device=pages.device)
+        out = PagedKV(k, k[..., : row.rank])
+    decode_latents(pages, table, row, out.k.view(len(table), -1, row.width))
     return out
 
 

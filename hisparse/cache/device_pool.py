@@ -62,11 +62,11 @@ class DevicePool:
         def table(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
-        self._k = pages(kv.head_dim)
+        self._k = pages(kv.stored_key_width)
         self._v = self._k[..., : kv.v_head_dim] if kv.latent else pages(kv.v_head_dim)
         # A page's scales are contiguous, as in the host pool.
         shape = (layers, num_pages, stored_heads, kv.page_size, 2)
-        scales = zeros(shape, torch.uint8, device) if kv.fp8 else None
+        scales = zeros(shape, torch.uint8, device) if kv.num_scales else None
         self._layers = split_layers(self._k, self._v, scales)
         tables = (layers, num_rows, max_row_pages)
         page_slots = None if device.type == "cpu" else table(layers, num_rows, context_pages)

@@ -50,7 +50,7 @@ class HostKVPool:
         self.num_pages = num_pages
         self.layout = layout
         order, dtype = HOST_LAYOUTS[layout], kv.stored_dtype
-        self._k = self._allocate(order, kv.head_dim, dtype, pin=pin)
+        self._k = self._allocate(order, kv.stored_key_width, dtype, pin=pin)
         self._v = (
             self._k[..., : kv.v_head_dim]
             if kv.latent
@@ -58,7 +58,7 @@ class HostKVPool:
         )
         # A page's scales are only a few bytes, and contiguous in every layout.
         paged = order.replace("SHD", "HSD")
-        scales = self._allocate(paged, 2, torch.uint8, pin=pin) if kv.fp8 else None
+        scales = self._allocate(paged, 2, torch.uint8, pin=pin) if kv.num_scales else None
         self._layers = split_layers(self._k, self._v, scales)
 
     def _allocate(self, order: str, width: int, dtype: torch.dtype, *, pin: bool) -> Tensor:

@@ -2,8 +2,8 @@
 
 A record is one page of a server's radix cache, all layers of this rank. Each layer has the keys
 ``[T, Hkv, Dk]``, then the values ``[T, Hkv, Dv]`` unless they are part of the keys (MLA), then the
-scales ``[T, Hkv, 2]`` of fp8, then what cannot be computed from keys again: the entries of a
-model's own indexer for the page's tokens.
+scales ``[T, Hkv, 2]`` of fp8, which latents have among their bytes, then what cannot be computed
+from keys again: the entries of a model's own indexer for the page's tokens.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class PageFormat:
         """Dtypes and shapes of a record, for the key: another description is another format."""
         kv = self._host.kv
         name = "fp8_e4m3" if kv.fp8 else str(kv.dtype).removeprefix("torch.")
+        if kv.latent_row is not None:
+            name = "fp8_ds_mla"
         shape = [kv.num_layers, kv.num_kv_heads, kv.head_dim, 0 if kv.latent else kv.v_head_dim]
         return " ".join([name, str(shape), *self._kinds])
 
@@ -99,11 +101,11 @@ class PageFormat:
 
         for layer in range(kv.num_layers):
             tokens = (len(slots), kv.num_kv_heads)
-            k = take(kv.stored_dtype, *tokens, kv.head_dim)
+            k = take(kv.stored_dtype, *tokens, kv.stored_key_width)
             v = k[..., : kv.v_head_dim]
             if not kv.latent:
                 v = take(kv.stored_dtype, *tokens, kv.v_head_dim)
-            scales = take(torch.uint8, *tokens, 2) if kv.fp8 else None
+            scales = take(torch.uint8, *tokens, 2) if kv.num_scales else None
             write_tokens(StoredKV(k, v, scales), self._host.stored(layer), slots)
             for each in self._entries:
                 entries = take(each.dtype, len(pages), *each.shape[2:])

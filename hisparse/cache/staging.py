@@ -69,22 +69,23 @@ class Staging:
         self._streams = streams
         self._num_pages = num_pages
         kv = host.kv
-        self._buffers = [self._allocate(kv.stored_dtype, device) for _ in range(num_buffers)]
+        stored = (kv.stored_dtype, kv.stored_key_width)
+        self._buffers = [self._allocate(*stored, device) for _ in range(num_buffers)]
         # Stored fp8 is decoded into a separate tile.
-        self._decoded = self._allocate(kv.dtype, device).kv if kv.fp8 else None
+        self._decoded = self._allocate(kv.dtype, kv.head_dim, device).kv if kv.fp8 else None
         staged = torch.arange(num_pages, dtype=torch.int32)
         # By the device of a tile's page numbers.
         self._staged = {"cpu": staged, device.type: staged.to(device)}
         self._next: _NextTile | None = None
 
-    def _allocate(self, dtype: torch.dtype, device: torch.device) -> StoredKV:
+    def _allocate(self, dtype: torch.dtype, key_width: int, device: torch.device) -> StoredKV:
         kv = self._host.kv
         shape = (self._num_pages, kv.page_size, kv.num_kv_heads)
 
         def tile(width: int) -> Tensor:
             return torch.zeros(*shape, width, dtype=dtype, device=device).transpose(1, 2)
 
-        k = tile(kv.head_dim)
+        k = tile(key_width)
         v = k[..., : kv.v_head_dim] if kv.latent else tile(kv.v_head_dim)
         if dtype != torch.float8_e4m3fn:
             return StoredKV(k, v)
@@ -93,9 +94,10 @@ class Staging:
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
-        kv, decoded = self._host.kv, self._decoded or ()
-        tokens = len(self._buffers) * self._num_pages * kv.page_size
-        return tokens * kv.token_bytes_per_layer + sum(x.nbytes for x in decoded)
+        kv, tokens = self._host.kv, self._num_pages * self._host.kv.page_size
+        stored = len(self._buffers) * kv.token_bytes_per_layer
+        decoded = kv.staged_token_bytes - kv.token_bytes_per_layer
+        return tokens * (stored + decoded)
 
     def read(self, tile: Tile, next_tile: Tile | None = None) -> PagedKV:
         """Copy a tile to the device, and start copying the next one.

@@ -93,16 +93,7 @@ def choose_scope(config: HiSparseConfig, *, latent: bool = False) -> SelectionSc
 
 
 def stored_spec(config: HiSparseConfig, spec: KVSpec) -> KVSpec:
-    """The shapes of a model, with the storage format of ``config``.
-
-    Raises:
-        ConfigError: the model's K and V cannot be stored in this format.
-    """
-    if config.stores_fp8 and spec.latent:
-        raise ConfigError(
-            f"kv_cache_dtype: got {config.kv_cache_dtype!r} for a model with latent attention "
-            "(MLA), expected 'auto'; fp8_e4m3 is for MHA and GQA models"
-        )
+    """The shapes of a model, with the storage format of ``config``."""
     return replace(spec, fp8=config.stores_fp8)
 
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from hisparse.algorithms import DecodeStep, SelectionPolicy
 from hisparse.cache import SparseKVCacheManager, StepRows
+from hisparse.cache.codec import decode_pages
 from hisparse.engine.modes import ModeMasks
 from hisparse.engine.representations import Representations
 from hisparse.kernels import TailPages, paged_attention
-from hisparse.types import UNSCALED, AttentionRule, IndexerInputs, Selection
+from hisparse.types import UNSCALED, AttentionRule, IndexerInputs, Selection, StoredKV
 
 __all__ = [
     "AttentionMode",
@@ -156,19 +157,20 @@ class StepPages:
         return self.manager.kv_io.read_tails(layer_id, self.rows).k.transpose(1, 2)
 
     def tail_lse(self, layer_id: int, query: Tensor, logit_cap: float) -> Tensor:
-        rows, device = self.rows, self.manager.device
+        kv, tails, lens = self.tail_pages(layer_id)
         # Attention over a table of one page. Its output is not wanted, but costs little.
-        queries = query.view(rows.rows.shape[0], -1, query.shape[-1])
-        tails = rows.tail_pages[layer_id][:, None]
-        kv, rule = device.stored(layer_id), UNSCALED
-        if logit_cap:
-            rule = AttentionRule(1.0, logit_cap)
-        _, lse = paged_attention(queries, kv, tails, rows.tail_lens, rule=rule)
+        queries = query.view(self.rows.rows.shape[0], -1, query.shape[-1])
+        rule = AttentionRule(1.0, logit_cap) if logit_cap else UNSCALED
+        _, lse = paged_attention(queries, kv, tails[:, None], lens, rule=rule)
         return lse.view(query.shape[:2])
 
     def tail_pages(self, layer_id: int) -> TailPages:
-        kv = self.manager.device.stored(layer_id)
-        return TailPages(kv, self.rows.tail_pages[layer_id], self.rows.tail_lens)
+        device, pages = self.manager.device, self.rows.tail_pages[layer_id]
+        kv = device.stored(layer_id)
+        if device.kv.latent_row is not None:
+            kv = StoredKV(*decode_pages(device.kv, kv, pages))
+            pages = torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device)
+        return TailPages(kv, pages, self.rows.tail_lens)
 
     def host_keys(self, layer_id: int) -> Tensor:
         return self.manager.kv_io.host_pages(layer_id).k

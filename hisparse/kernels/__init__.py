@@ -11,6 +11,7 @@ from hisparse.kernels.fp8 import decode_fp8, encode_fp8
 from hisparse.kernels.graph_score import GraphSearch, KeyGraphs, graph_score
 from hisparse.kernels.index_score import index_score, store_index_keys
 from hisparse.kernels.key_score import key_score
+from hisparse.kernels.latents import decode_latents, encode_latents
 from hisparse.kernels.lru_diff import lru_diff
 from hisparse.kernels.outline import outline_bytes, outline_score
 from hisparse.kernels.page_summary import page_summary
@@ -46,9 +47,11 @@ __all__ = [
     "chunk_attention",
     "chunk_index_score",
     "decode_fp8",
+    "decode_latents",
     "diff_tables",
     "drop_pages",
     "encode_fp8",
+    "encode_latents",
     "gather_pages",
     "gather_tokens",
     "graph_score",

@@ -21,6 +21,8 @@ __all__ = [
     "ExtraTables",
     "Resources",
     "attended_tables",
+    "decoded_row_bytes",
+    "decoded_row_pages",
     "host_token_bytes",
     "make_sizing_request",
     "prefill_bytes",
@@ -120,10 +122,27 @@ def make_sizing_request(
             tile_pages=tile_pages(config, spec, request.staging_bytes),
         )
         tables += extra_tables(max_requests, context_pages)
-        return prefill + adapter.workspace_bytes(spec, tables)
+        decoded = max_requests * decoded_row_bytes(policy)
+        return prefill + decoded + adapter.workspace_bytes(spec, tables)
 
     by_power = tuple(workspace(1 << power) for power in range(_WORKSPACES))
     return replace(request, workspace_bytes=by_power)
+
+
+def decoded_row_pages(policy: SelectionPolicy) -> int:
+    """Device pages of a row that a step decodes at once, if latents are in eight bits.
+
+    Those of a selection, and the tail page.
+    """
+    return policy.max_pages + 1
+
+
+def decoded_row_bytes(policy: SelectionPolicy) -> int:
+    """Device memory for the decoded latents of a request in a step; 0 in other formats."""
+    kv = policy.kv
+    if kv.latent_row is None:
+        return 0
+    return decoded_row_pages(policy) * kv.page_size * kv.head_dim * kv.dtype.itemsize
 
 
 def prefill_bytes(kv: KVSpec, tokens: int) -> int:

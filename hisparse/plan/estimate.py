@@ -246,7 +246,7 @@ class _Step:
     def bytes(self, context: int, batch: int, hit_ratio: float) -> StepBytes:
         """What a layer that selects moves, or each layer if all of the context is attended."""
         spec, policy = self._spec, self._policy
-        scales = 2 * spec.num_kv_heads if spec.fp8 else 0  # SGLang's own fp8 cache has none.
+        scales = spec.scale_bytes // spec.num_layers  # SGLang's own fp8 cache has none.
         dense = batch * context * (spec.token_bytes_per_layer - scales)
         written = batch * spec.token_bytes_per_layer
         row_bytes = batch * self._row_token_bytes

@@ -44,11 +44,6 @@ def check_model(server_args: Any, config: HiSparseConfig) -> None:
             f"{name} has {model.attention_arch.name} attention; expected MHA, GQA or MLA"
         )
     latent = model.attention_arch == AttentionArch.MLA
-    if latent and config.stores_fp8:
-        raise ConfigError(
-            f"--kv-cache-dtype is {config.kv_cache_dtype} but {name} has latent attention (MLA), "
-            "which hisparse stores in the model's dtype: use auto"
-        )
     choose_scope(config, latent=latent)
     _check_indexer(name, model.hf_config, config)
     if model.is_hybrid_swa:

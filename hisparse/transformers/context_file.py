@@ -258,5 +258,5 @@ def _read_row(
 
 def _stored_parts(kv: KVSpec) -> list[tuple[str, torch.dtype, int]]:
     """Name, dtype and width of each tensor of :class:`StoredKV` in a file."""
-    parts = [("k", kv.stored_dtype, kv.head_dim), ("v", kv.stored_dtype, kv.v_head_dim)]
-    return [*parts, ("scales", torch.uint8, 2)] if kv.fp8 else parts
+    parts = [("k", kv.stored_dtype, kv.stored_key_width), ("v", kv.stored_dtype, kv.v_head_dim)]
+    return [*parts, ("scales", torch.uint8, 2)] if kv.num_scales else parts

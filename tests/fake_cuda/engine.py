@@ -37,7 +37,9 @@ MLA = KVSpec(
 )
 #: Gemma-2-9B's heads.
 GEMMA = replace(LLAMA, num_q_heads=16, num_kv_heads=8, head_dim=256, v_head_dim=256)
-MODELS = {"GQA": LLAMA, "MLA": MLA, "Gemma 2": GEMMA}
+MODELS = {"GQA": LLAMA, "MLA": MLA}
+#: Compiled for, besides.
+MORE_MODELS = {"Gemma 2": GEMMA}
 CONTEXT = 131072
 #: Hi of DeepSeek-V3.2.
 INDEXER_HEADS = 64
@@ -184,6 +186,6 @@ class FakeEngine:
 
 
 def model(name: str, page_size: int | None = None, **changes: Any) -> KVSpec:
-    """A model of ``MODELS``, with another page size or other fields."""
-    spec = MODELS[name]
+    """A model of ``MODELS`` or ``MORE_MODELS``, with another page size or other fields."""
+    spec = (MODELS | MORE_MODELS)[name]
     return replace(spec, page_size=page_size or spec.page_size, **changes)

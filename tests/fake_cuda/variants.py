@@ -71,7 +71,7 @@ class Setting:
     Attributes:
         algorithm: name; "custom" for one that has ``summarize`` and ``score`` alone.
         options: of the algorithm.
-        kind: of model, a key of ``MODELS``.
+        kind: of model, a key of ``MODELS`` or ``MORE_MODELS``.
         page_size: S, tokens.
         dtype: of keys, values and queries.
         fp8: whether keys and values are stored in eight bits.
@@ -106,8 +106,7 @@ def _models(algorithm: str, *page_sizes: int, **changes: Any) -> Iterator[Settin
     for size in page_sizes:
         for scope in ("layer", "kv_head"):
             yield Setting(algorithm=algorithm, page_size=size, scope=scope, **changes)
-        if not changes.get("fp8"):
-            yield Setting(algorithm=algorithm, page_size=size, kind="MLA", **changes)
+        yield Setting(algorithm=algorithm, page_size=size, kind="MLA", **changes)
 
 
 #: As in Gemma 2: layers that attend everything, and those with a window, here a shorter one.

@@ -203,12 +203,6 @@ def test_fp8_that_cannot_be(
     assert message in refusal(resolve, *flags, config=config)
 
 
-def test_fp8_latents(resolve: Resolve) -> None:
-    message = refusal(resolve, *FP8, model=tiny_model("deepseek_v2"))
-    assert "--kv-cache-dtype is fp8_e4m3 but DeepseekV2ForCausalLM has latent attention" in message
-    assert message.endswith("use auto")
-
-
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_hisparse_for_one_phase_only(resolve: Resolve, phase: str) -> None:
     message = refusal(resolve, f"--{phase}-attention-backend", "torch_native")

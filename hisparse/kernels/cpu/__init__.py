@@ -4,6 +4,7 @@ from hisparse.kernels.cpu.attention import chunk_attention, paged_attention
 from hisparse.kernels.cpu.fp8 import encode_fp8
 from hisparse.kernels.cpu.graph_score import graph_score
 from hisparse.kernels.cpu.key_score import key_score
+from hisparse.kernels.cpu.latents import decode_latents, encode_latents
 from hisparse.kernels.cpu.lru import diff_tables, lru_diff, page_table, promote_tail, rebalance
 from hisparse.kernels.cpu.outline import outline_score
 from hisparse.kernels.cpu.replay import replay, stack_depths
@@ -23,8 +24,10 @@ __all__ = [
     "append_tokens",
     "chunk_attention",
     "decode_fp8",
+    "decode_latents",
     "diff_tables",
     "encode_fp8",
+    "encode_latents",
     "gather_pages",
     "gather_tokens",
     "graph_score",

@@ -48,7 +48,9 @@ __all__ = [
 
 #: Operations of ``hisparse.kernels.triton``.
 IN_TRITON = (
+    "decode_latents",
     "encode_fp8",
+    "encode_latents",
     "index_score",
     "outline_score",
     "page_score",

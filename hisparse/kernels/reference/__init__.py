@@ -7,6 +7,7 @@ from hisparse.kernels.reference.fp8 import decode_fp8, encode_fp8
 from hisparse.kernels.reference.graph_score import graph_score
 from hisparse.kernels.reference.index_score import index_score, store_index_keys
 from hisparse.kernels.reference.key_score import key_score
+from hisparse.kernels.reference.latents import decode_latents, encode_latents
 from hisparse.kernels.reference.lru import lru_diff, promote_tail, rebalance, reset_rows
 from hisparse.kernels.reference.outline import outline_score
 from hisparse.kernels.reference.page_table import page_table
@@ -25,8 +26,10 @@ __all__ = [
     "append_tokens",
     "chunk_attention",
     "decode_fp8",
+    "decode_latents",
     "diff_tables",
     "encode_fp8",
+    "encode_latents",
     "gather_pages",
     "gather_tokens",
     "graph_score",

@@ -4,6 +4,7 @@ from hisparse.kernels.triton.attention import paged_attention
 from hisparse.kernels.triton.chunk_attention import chunk_attention
 from hisparse.kernels.triton.fp8 import encode_fp8
 from hisparse.kernels.triton.index_score import index_score, store_index_keys
+from hisparse.kernels.triton.latents import decode_latents, encode_latents
 from hisparse.kernels.triton.outline import outline_score
 from hisparse.kernels.triton.page_score import page_score
 from hisparse.kernels.triton.page_summary import page_summary
@@ -13,7 +14,9 @@ from hisparse.kernels.triton.sketch_score import sketch_score
 
 __all__ = [
     "chunk_attention",
+    "decode_latents",
     "encode_fp8",
+    "encode_latents",
     "index_score",
     "outline_score",
     "page_score",

@@ -162,7 +162,15 @@ SCENARIOS = (
         model="deepseek_v2",
         config=_SMALL,
         flags=_CHUNKS,
-        part=0.08,
+        part=0.05,
+    ),
+    Scenario(
+        name="sketch, MLA, fp8",
+        model="deepseek_v2",
+        config=_SMALL,
+        flags=("--kv-cache-dtype", "fp8_e4m3", *_CHUNKS),
+        lead=0.2,
+        part=0.03,
     ),
     Scenario(
         name="dsa",
