@@ -12,6 +12,8 @@
 #                              sm_80, sm_90 and sm_100; registers, spills and instructions of each
 # make test-all PART=hostile   100,000 configurations and 10,000 damaged files at random, and
 #                              every reader of files under a fuzzer that looks for new code
+# make test-all PART=models    a tiny model of each family of docs/models.md, served densely and with
+#                              hisparse; a family that was served before has to be served
 # make test-all PART=faults    killed processes and compilers, limits of memory and disk, odd requests
 # make test-all PART=quality   the quality of all algorithms, at the size of the committed table
 # make test-all PART=soak      make soak with 400 requests
@@ -39,7 +41,7 @@
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-all test-range test-sweeps test-isa test-sanitizers test-quality \
-	test-hostile test-faults test-soak test-compile soak lint setup lm-eval fuzz-tools \
+	test-hostile test-models test-faults test-soak test-compile soak lint setup lm-eval fuzz-tools \
 	older-triton site site-tools otel-tools mooncake-tools gpu-check gpu-wheels pins audit \
 	licences wheel docs clean
 
@@ -52,7 +54,7 @@ demo: setup
 test: setup lm-eval site-tools
 	@$(python) scripts/run_tests.py
 
-parts := range sweeps isa sanitizers compile quality hostile faults soak
+parts := range sweeps isa sanitizers compile quality hostile models faults soak
 
 test-all:
 	$(if $(filter $(PART),$(parts)),,$(error PART is '$(PART)', expected one of: $(parts)))
@@ -76,6 +78,11 @@ test-hostile: setup
 	PART=hostile OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -s tests/hostile
 	-@$(MAKE) --no-print-directory fuzz-tools
 	PYTHONPATH=bench:.venv/fuzz OMP_NUM_THREADS=1 $(python) -m tests.hostile.fuzz --seconds 20
+
+test-models: setup
+	@rm -f build/models.json
+	@$(python) -m scripts.model_table build/models.json \
+		--known $(lastword $(sort $(wildcard bench/results/*-models-*.json)))
 
 test-sanitizers: setup
 	@OMP_NUM_THREADS=2 $(python) -m tests.kernels.sanitizers

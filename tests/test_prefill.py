@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch.testing import assert_close
 
+from hisparse.kernels.build.cpu import cpu_library
 from hisparse.testing import Simulator
 
 _SHAPES = {
@@ -29,3 +31,16 @@ def test_chunks_after_staged_prefixes_equal_dense_attention(shape: str, staging_
         for (request, n), start, out in zip(parts, starts, outs, strict=True):
             dense = sim.dense(request, start, start + n)
             assert_close(out.double(), dense, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(cpu_library() is None, reason="the order of PyTorch's sums differs")
+@pytest.mark.parametrize("shape", ["gqa", "latent"])
+@pytest.mark.parametrize("cached", [1, 16, 100, 255])
+def test_a_prefix_from_the_pool_changes_no_bit(shape: str, cached: int) -> None:
+    """A prefix of one tile: the sums have the order that they have in a chunk of the whole."""
+    outs = []
+    for parts in ([256], [cached, 256 - cached]):
+        sim = Simulator(staging_pages=40, **_SHAPES[shape])
+        request = sim.request(1, 256, seed=5)
+        outs.append(torch.cat([sim.prefill((request, part))[0] for part in parts], dim=1))
+    assert torch.equal(*outs)

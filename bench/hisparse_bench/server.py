@@ -184,10 +184,16 @@ class ServerProcess(ServerClient):
         log: file for the server's output.
         flags: SGLang's flags besides model, address and metrics.
         forks: forks the server, so that it need not import SGLang; None: a new interpreter.
+        path: folders in front of the module path of a forked server.
     """
 
     def __init__(
-        self, model: str, log: Path, flags: Sequence[str], forks: ForkServer | None = None
+        self,
+        model: str,
+        log: Path,
+        flags: Sequence[str],
+        forks: ForkServer | None = None,
+        path: Sequence[Path] = (),
     ) -> None:
         port = free_port()
         super().__init__(f"http://127.0.0.1:{port}")
@@ -195,6 +201,7 @@ class ServerProcess(ServerClient):
         self._command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model]
         self._command += ["--host", "127.0.0.1", "--port", str(port), "--enable-metrics", *flags]
         self._forks = forks
+        self._path = path
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
 
     @staticmethod
@@ -212,7 +219,7 @@ class ServerProcess(ServerClient):
         with self._log.open("wb") as log:
             if self._forks is not None:
                 line = self._command[2:]
-                self._process = self._forks.start(line, env, (), self._log, self._log)
+                self._process = self._forks.start(line, env, self._path, self._log, self._log)
             else:
                 self._process = subprocess.Popen(
                     self._command, stdout=log, stderr=log, env=env, start_new_session=True

@@ -72,7 +72,7 @@ struct ChunkParams {
   }
   // The end of the keys that a row attends.
   int64_t visible(int64_t row) const {
-    return causal ? std::min(row, rows() - 1) / group + 1 : num_keys;
+    return causal ? std::min(row, rows() - 1) / group + 1 - first_key : num_keys;
   }
 };
 

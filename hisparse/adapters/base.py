@@ -165,9 +165,10 @@ class BackendAdapter(ABC):
             q: ``[T, Hq, D]``.
             k, v: ``[Tk, Hkv, D]``.
             rule: scale, cap and window.
-            causal: query t attends keys 0 to t (``T == Tk``); if False, every query attends all.
+            causal: query t attends key j only if ``first_key + j <= t``, and the last query is the
+                last key's; if False, every query attends all.
             first_key: position of key 0 less the position of query 0; negative for a tile of the
-                prefix, 0 if ``causal``. Only a window depends on it: query t attends key j only if
+                prefix, T - Tk if ``causal``. A window depends on it: query t attends key j only if
                 ``first_key + j > t - window``.
 
         Returns:

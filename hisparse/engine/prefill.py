@@ -39,6 +39,8 @@ class Prefill:
         self._manager = parts.manager
         self._storing = overriding("store_pages", parts.extensions)
         self._moving: list[Pending[None]] = []
+        # Keys and values of a prefix and its chunk, one behind the other; all layers share them.
+        self._joined: dict[str, Tensor] = {}
         self.loaded: LoadedPages | None = None
 
     def attention(
@@ -243,11 +245,13 @@ class Prefill:
             next_tile: the tile that is read after the prefix.
         """
         rule, adapter = self._policy.attention, self._parts.adapter
+        tiles = self._tiles(layer_id, chunk, 0, chunk.start)
+        if positions is None and len(tiles) == 1 and q.device.type == "cpu":
+            return self._attend_joined(tiles[0], chunk, q, k, v, next_tile)
         if positions is None:
             attended = adapter.attend_prefill(q, k, v, rule, causal=True)
         else:
             attended = adapter.attend_chosen(q, k, v, rule, positions - chunk.start)
-        tiles = self._tiles(layer_id, chunk, 0, chunk.start)
         for tile, following in zip(tiles, [*tiles[1:], next_tile], strict=False):
             first, keys, values = self._read(tile, chunk.start, following)
             if positions is None:
@@ -256,6 +260,44 @@ class Prefill:
                 part = adapter.attend_chosen(q, keys, values, rule, positions - first)
             attended = merge_attended(Attended(*part), attended)
         return attended
+
+    def _attend_joined(
+        self,
+        tile: Tile,
+        chunk: PrefillChunk,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        next_tile: Tile | None,
+    ) -> Attended:
+        """As :meth:`_attend`, over a prefix of one tile and the chunk at once.
+
+        The order of the sums then depends on positions alone, not on which part of a prompt comes
+        from the pool. So fresh and cached runs of a prompt agree in 16 bits too.
+        """
+        _, keys, values = self._read(tile, chunk.start, next_tile)
+        joined, width = self._join("keys", keys, k), self._policy.kv.v_head_dim
+        return self._parts.adapter.attend_prefill(
+            q,
+            joined,
+            joined[..., :width] if self._policy.kv.latent else self._join("values", values, v),
+            self._policy.attention,
+            causal=True,
+            first_key=-chunk.start,
+        )
+
+    def _join(self, name: str, prefix: Tensor, chunk: Tensor) -> Tensor:
+        """``[t, Hkv, D]`` and ``[T, Hkv, D]`` one behind the other, valid until the next call."""
+        first, count = len(prefix), len(prefix) + len(chunk)
+        buffer = self._joined.get(name)
+        if buffer is None or len(buffer) < count:
+            # New memory costs more than the copy: it grows in powers of two, and stays.
+            shape = (1 << (count - 1).bit_length(), *chunk.shape[1:])
+            buffer = self._joined[name] = chunk.new_empty(shape)
+        joined = buffer[:count]
+        joined[:first] = prefix
+        joined[first:] = chunk
+        return joined
 
     def _attend_window(
         self,

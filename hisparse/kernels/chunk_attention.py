@@ -35,10 +35,11 @@ def chunk_attention(
             of one KV head side by side.
         k: ``[Tk, Hkv, Dk]`` float32, bfloat16 or float16; any strides, but Dk dense.
         v: ``[Tk, Hkv, Dv]``, dtype and strides as for ``k``.
-        causal: query t attends keys 0 to t (T = Tk); if False, every query attends all.
+        causal: query t attends key j only if ``first_key + j <= t``, and the last query is the last
+            key's; if False, every query attends all.
         rule: scale and cap, which are applied to the logits in float32, and window: query t attends
             key j only if ``first_key + j > t - window``.
-        first_key: position of key 0 less the position of query 0; 0 if ``causal``.
+        first_key: position of key 0 less the position of query 0; if ``causal``, T - Tk.
         impl: "auto", or an implementation's name.
 
     Returns:
@@ -64,7 +65,8 @@ def _check(query: Tensor, k: Tensor, v: Tensor, causal: bool, first_key: int) ->
     check_tensor("k", k, _DTYPES, (None, None, width), device)
     check_tensor("v", v, k.dtype, (*k.shape[:2], None), device)
     check_divides("k", k.shape[1], heads)
-    if causal and tokens != k.shape[0]:
-        raise KernelError(f"k: got {k.shape[0]} keys, expected one for each of {tokens} queries")
-    if first_key:
-        raise KernelError(f"first_key: got {first_key}, expected 0, where key t is that of query t")
+    if causal and tokens != k.shape[0] + first_key:
+        raise KernelError(
+            f"k: got {k.shape[0]} keys, expected one for each of {tokens} queries and of "
+            f"{-first_key} tokens before them"
+        )

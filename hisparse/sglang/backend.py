@@ -36,6 +36,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         session.coordinator = self.coordinator
         compat.on_slots_allocated(model_runner.req_to_token_pool, self._begin_requests)
         self._spec = session.spec
+        self._scale = session.policy.scale
         self._first_layer = model_runner.token_to_kv_pool.start_layer
         self._last_layer = self._first_layer + session.spec.num_layers - 1
         self._req_to_token = model_runner.req_to_token_pool.req_to_token
@@ -253,6 +254,12 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
                 f"layer {layer.layer_id}: got save_kv_cache={save_kv_cache} and "
                 f"{'no K' if k is None else 'K'}, expected K and V to store; hisparse does not "
                 "serve models that write K/V themselves or share it between layers"
+            )
+        if layer.scaling != self._scale:
+            # SGLang's models that run with transformers' code get the scale in each forward.
+            raise HiSparseError(
+                f"layer {layer.layer_id}: got the softmax scale {layer.scaling}, expected "
+                f"{self._scale} as when the model was loaded"
             )
         indexer, sinks = kwargs.pop("topk_indices", None), kwargs.pop("sinks", None)
         unknown = sorted(name for name, value in kwargs.items() if value is not None)

@@ -51,6 +51,7 @@ def check_model(server_args: Any, config: HiSparseConfig) -> None:
             f"{name} keeps the K and V of its windows in a pool of their own; expected one pool: "
             "use --disable-hybrid-swa-memory"
         )
+    _check_heads(name, model)
     wanted = _KV_DTYPES.get(str(server_args.kv_cache_dtype).lower())
     if wanted not in (None, model.dtype):
         raise ConfigError(
@@ -61,6 +62,27 @@ def check_model(server_args: Any, config: HiSparseConfig) -> None:
         raise ConfigError(f"{name} is an encoder-decoder model; expected a decoder")
     if os.environ.get("SGLANG_USE_HND_KVCACHE", "0").lower() in ("1", "true"):
         raise ConfigError("SGLANG_USE_HND_KVCACHE is set; unset it and use host_layout instead")
+
+
+def _check_heads(name: str, model: Any) -> None:
+    """Require attention heads of the same number and width in every layer.
+
+    SGLang knows two kinds of layers: full attention, and with a window.
+    """
+    from sglang.srt.configs.model_config import AttentionArch
+
+    if model.attention_arch != AttentionArch.MHA:
+        return
+    full = f"{model.get_num_kv_heads(1)} x {model.head_dim}"
+    window = f"{model.get_swa_num_kv_heads(1)} x {model.swa_head_dim}"
+    queries = getattr(model.hf_text_config, "num_attention_heads_per_layer", None) or ()
+    kinds = {full: "KV", window: "KV"} if full != window else dict.fromkeys(queries, "query")
+    if len(kinds) > 1:
+        heads = " and ".join(f"{number} {kind} heads" for number, kind in kinds.items())
+        raise ConfigError(
+            f"{name} has layers with {heads}; expected the same number and width of heads in every "
+            "layer"
+        )
 
 
 def _check_indexer(name: str, hf_config: Any, config: HiSparseConfig) -> None:

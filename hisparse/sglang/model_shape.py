@@ -95,7 +95,20 @@ def _attention_layers(model: Any) -> tuple[list[Any], bool]:
     named = {n: m for n, m in model.named_modules() if isinstance(m, RadixAttention)}
     # MLA models have two modules per layer: `attn_mqa` over latents, `attn_mha` over heads.
     absorbed = [m for name, m in named.items() if name.endswith("attn_mqa")]
-    return absorbed or list(named.values()), bool(absorbed)
+    return absorbed or list(named.values()) or _fallback_layers(model), bool(absorbed)
+
+
+def _fallback_layers(model: Any) -> list[Any]:
+    """The attention modules of a model that SGLang runs with transformers' code.
+
+    They lie in a dictionary, and get the softmax scales of transformers' modules in each forward.
+    """
+    layers: dict[int, Any] = getattr(model, "attention_instances", {})
+    for module in model.modules():
+        layer, scale = getattr(module, "layer_idx", None), getattr(module, "scaling", None)
+        if layer in layers and isinstance(scale, float):
+            layers[layer].scaling = scale
+    return list(layers.values())
 
 
 def _index_head_dim(model: Any, num_layers: int) -> int:

@@ -64,6 +64,11 @@ _HOOKS: tuple[_Name, ...] = (
     ("0.5.23", "sglang.srt.managers.schedule_batch.release_req", ""),
     "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default",
     (
+        "0.5.20",
+        "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
+        "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",
+    ),
+    (
         "0.5.18",
         "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
         "._compute_dsa_indexer_cell_size",
@@ -89,6 +94,7 @@ _USED: tuple[_Name, ...] = (
         "sglang.srt.server_args.ServerArgs.get_model_config",
     ),
     "sglang.srt.arg_groups.overrides.resolved_view",
+    "sglang.srt.configs.hybrid_arch.mambaish_config",
     "sglang.srt.configs.model_config.AttentionArch",
     ("0.5.20", "sglang.srt.configs.model_config.get_dsa_index_kpool", ""),
     "sglang.srt.configs.model_config.get_dsa_index_topk",

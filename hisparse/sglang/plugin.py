@@ -133,10 +133,10 @@ def _make_backend(model_runner: Any) -> Any:
         return HiSparseAttnBackend(model_runner)
 
 
-def _exit_on_error(check: Callable[[], None]) -> None:
-    """Run ``check``; on the command line an error is one line on standard error and exit code 1."""
+def _exit_on_error(check: Callable[[], Any]) -> Any:
+    """Call ``check``; on the command line an error of it is one line and exit code 1."""
     try:
-        check()
+        return check()
     except HiSparseError as error:
         if _launched_by_command_line:
             raise SystemExit(f"hisparse: error: {error}") from error
@@ -162,7 +162,7 @@ def _around_resolve_once(original: Callable[..., Any], server_args: Any) -> Any:
 
     _exit_on_error(lambda: prepare_before_resolution(server_args))
     with fake_device_capability():
-        result = original(server_args)
+        result = _exit_on_error(lambda: original(server_args))
     _exit_on_error(lambda: check_after_resolution(server_args))
     _exit_on_error(lambda: build_kernels(server_args.device))
     return result

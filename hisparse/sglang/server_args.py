@@ -50,6 +50,7 @@ _SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("enable_dp_attention", (False,), "--enable-dp-attention"),
     ("enable_torch_compile", (False,), "--enable-torch-compile"),
     ("dllm_algorithm", (None,), "--dllm-algorithm"),
+    ("enable_deterministic_inference", (False,), "--enable-deterministic-inference"),
 )
 
 

@@ -12,6 +12,7 @@ from tiny_models import INDEX_TOP_K, tiny_model
 
 from hisparse.config import HiSparseConfig
 from hisparse.sglang.server_args import prepare_before_resolution
+from scripts.model_families import FAMILIES
 
 #: SGLang warns while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -135,6 +136,7 @@ FLAGS = {
     "no KV cache": ("--prefill-only-disable-kv-cache",),
     "two batches at a time": ("--enable-two-batch-overlap",),
     "PD multiplexing": ("--enable-pdmux",),
+    "deterministic inference": ("--enable-deterministic-inference",),
 }
 
 
@@ -304,6 +306,60 @@ def test_a_sliding_window_of_the_configuration_is_no_reason_to_refuse_a_model(
     (tmp_path / "config.json").write_text(json.dumps(config))
     resolved = resolve(model=tmp_path, config={})
     assert resolved.disable_hybrid_swa_memory
+
+
+def _family(name: str, folder: Path) -> Path:
+    return next(family for family in FAMILIES if family.name == name).write(folder)
+
+
+HYBRIDS = ("Qwen3-Next", "Kimi Linear", "LFM2", "Falcon H1", "Granite 4 hybrid", "Mamba")
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_model_with_layers_that_do_not_attend(
+    resolve: Resolve, name: str, tmp_path: Path
+) -> None:
+    """SGLang has a traceback for some of them, since their page size has to be 1."""
+    message = refusal(resolve, model=_family(name, tmp_path))
+    assert message.endswith("(Mamba); expected attention in every layer")
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "EXAONE 4"])
+def test_sglang_does_not_refuse_a_model_by_the_name_of_the_backend(
+    resolve: Resolve, name: str, tmp_path: Path
+) -> None:
+    """What can be served is for hisparse to say; SGLang would end with an AssertionError."""
+    end = "hisparse: error: "
+    try:
+        resolve(model=_family(name, tmp_path))
+    except SystemExit as error:
+        end = str(error.code)
+    assert end.startswith("hisparse: error: ")
+
+
+def test_sglang_checks_the_other_backends(tmp_path: Path) -> None:
+    from sglang.srt.server_args import prepare_server_args
+
+    model = _family("gpt-oss", tmp_path)
+    line = ["--model-path", str(model), "--device", "cpu", "--attention-backend", "torch_native"]
+    with pytest.raises(AssertionError, match="requires one of"):
+        prepare_server_args(line).resolve_once()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"swa_head_dim": 16}, "2 x 32 KV heads and 2 x 16 KV heads"),
+        ({"swa_num_key_value_heads": 1}, "2 x 32 KV heads and 1 x 32 KV heads"),
+        ({"num_attention_heads_per_layer": [4, 4, 8]}, "4 query heads and 8 query heads"),
+    ],
+)
+def test_heads_that_differ_between_layers(
+    resolve: Resolve, tmp_path: Path, change: dict[str, object], words: str
+) -> None:
+    config = json.loads((tiny_model("llama") / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert f"LlamaForCausalLM has layers with {words}; " in refusal(resolve, model=tmp_path)
 
 
 STARTS = {

@@ -36,7 +36,7 @@ def chunk_attention(
         own = torch.arange(start, end, device=k.device)[:, None]
         # Keys that no query of the block attends are left out.
         oldest = max(0, start - rule.window + 1 - first_key) if rule.window else 0
-        seen = slice(oldest, end if causal else num_keys)
+        seen = slice(oldest, end - first_key if causal else num_keys)
         queries = query[start:end].unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)
         logits = cap_logits(queries @ keys[:, None, :, seen], rule.logit_cap)
         if causal:

@@ -112,7 +112,7 @@ def _chunk_kernel(
     out,  # [T, Hq, Dv]
     lse,  # [T, Hq]
     scale,  # softmax scale
-    first_key,  # position of key 0 less that of query 0; read if WINDOW
+    first_key,  # position of key 0 less that of query 0; read if CAUSAL or WINDOW
     query_token,
     query_head,
     query_dim,
@@ -158,7 +158,7 @@ def _chunk_kernel(
     values += head * value_head
     end = num_keys
     if CAUSAL:
-        end = tl.minimum((block * ROWS + ROWS - 1) // GROUP + 1, num_keys)
+        end = tl.minimum((block * ROWS + ROWS - 1) // GROUP + 1 - first_key, num_keys)
     begin = 0
     if WINDOW > 0:
         # Keys that the block's first query no longer attends.
@@ -185,7 +185,7 @@ def _chunk_kernel(
             v = tl.load(values + (place[:, None] + dim[None, :]), mask=seen, other=0.0).to(kind)
         visible = live[None, :]
         if CAUSAL:
-            visible = visible & (token[None, :] <= at[:, None])
+            visible = visible & (first_key + token[None, :] <= at[:, None])
         if WINDOW > 0:
             visible = visible & (first_key + token[None, :] > at[:, None] - WINDOW)
         logits *= scale
