@@ -90,7 +90,7 @@ SCENARIOS = (
         flags=_CHUNKS,
         env=_RETRACT,
         whole=True,
-        part=0.14,
+        part=0.08,
     ),
     Scenario(
         name="sketch",
@@ -118,6 +118,16 @@ SCENARIOS = (
         model="llama",
         config=_SMALL,
         flags=("--enable-mixed-chunk", *_CHUNKS),
+        part=0.06,
+    ),
+    Scenario(
+        name="replicas, retractions",
+        model="llama",
+        config=_WHOLE,
+        # SGLang wants a CPU for each rank, or to be told.
+        flags=("--dp-size", "2", *_CHUNKS),
+        env=_RETRACT | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        whole=True,
         part=0.06,
     ),
     Scenario(
