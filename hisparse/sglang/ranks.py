@@ -18,7 +18,8 @@ def _node_size(num_nodes: int) -> int:
     """Ranks of a replica on each node: SGLang numbers them node by node."""
     from sglang.srt.distributed.parallel_state import get_world_group
 
-    return max(1, get_world_group().world_size // max(1, num_nodes))
+    world_size: int = get_world_group().world_size
+    return max(1, world_size // max(1, num_nodes))
 
 
 def latent_ranks(num_nodes: int) -> NodeRanks:
