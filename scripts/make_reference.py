@@ -48,6 +48,7 @@ _FLAGS = (
      "multiple of `page_size`"),
     ("--max-total-tokens", "caps the host pool, which `host_memory` sizes"),
     ("--max-running-requests", "lowered to the requests that fit the device memory"),
+    ("--dp-size", "replicas divide `host_memory` ([operations.md](operations.md#replicas))"),
     ("--kv-cache-dtype fp8_e4m3", "stores K and V in eight bits with scales ([fp8.md](fp8.md))"),
     ("--enable-unified-cache-external-linker", "is set by `storage`; given by itself, with backend "
      "`dynamic` and `HiSparseLinker` of `hisparse.sglang.linker` ([storage.md](storage.md))"),
@@ -122,8 +123,8 @@ def _sglang() -> Iterator[str]:
     yield "## Metrics"
     yield (
         "With `--enable-metrics`, SGLang's `/metrics` has these, with the labels `model_name` and "
-        "`tp_rank`.\nPages, selections and tokens are counted over layers and rows. Those of "
-        "`layer_metrics` have the label\n`layer`."
+        "`tp_rank`, and with\nreplicas `dp_rank`. Pages, selections and tokens are counted over "
+        "layers and rows. Those of `layer_metrics`\nhave the label `layer`."
     )
     yield _table(
         ("metric", "kind", "meaning"),

@@ -185,6 +185,19 @@ def test_a_flag_that_says_auto_leaves_it_to_the_configuration(
     assert HiSparseConfig.parse(words[words.index("--hisparse-config") + 1]).stores_fp8
 
 
+def test_replicas_divide_the_host_memory_of_the_command(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["--model", model, "--context", "4096", "--budget", "256", "--tp", "2"]
+    one, four = planned(capsys, *line), planned(capsys, *line, "--dp", "4")
+    assert (one["dp"], four["dp"]) == (1, 4)
+    assert "--dp-size" not in one["command"]
+    assert "--tp 2 --dp-size 4 " in four["command"]
+    assert four["hisparse"]["kv_tokens"] == pytest.approx(
+        one["hisparse"]["kv_tokens"] / 4, rel=0.01
+    )
+
+
 def test_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["--model", model, "--context", "2048,4096", "--algorithm", "quest,sketch"]
     found = planned(capsys, *line, "--budget", "256,512")
@@ -324,6 +337,7 @@ def test_where_no_algorithm_can_be_served_each_reason_is_given_once(
         (["--device-memory", "24"], "--device-memory: got '24', expected a size such as '64GiB'"),
         (["--context", "8192"], "--context: got 8192, expected at most 4096"),
         (["--tp", "0"], "--tp: got 0, expected at least 1"),
+        (["--dp", "0"], "--dp: got 0, expected at least 1"),
         (["--algorithm", "dsa"], "asks the model's indexer, which llama does not have"),
         (["--algorithm", "quset"], "did you mean 'quest'"),
         (["--budget", "100"], "budget: got 100, expected a multiple of page_size"),

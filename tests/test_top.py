@@ -103,6 +103,20 @@ def test_ranks_add_bytes_and_not_requests(serve: Any, capsys: pytest.CaptureFixt
     assert found["hit_ratio"]["recent"] == 0.8
 
 
+def test_replicas_add_requests_and_tokens(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """The ranks of each count the same requests."""
+
+    def replicas(step: int) -> str:
+        return "".join(
+            page(step, 2).replace('model_name="llama"', f'model_name="llama",dp_rank="{replica}"')
+            for replica in range(3)
+        )
+
+    found = shown(capsys, serve(replicas(0), replicas(1)))
+    assert (found["ranks"], found["requests"]["running"]) == (6, 6)
+    assert found["tokens"]["host"] == {"used": 9000, "total": 120000}
+
+
 def test_an_idle_server_and_one_that_started_again(
     serve: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

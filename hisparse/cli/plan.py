@@ -65,7 +65,8 @@ def add_parser(commands: Any) -> None:
     add("--host-memory", metavar="SIZE", help="free host memory, such as 1TiB (free here)")
     add("--weights", metavar="SIZE", help="size of the weights (computed from the configuration)")
     add("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), help="dtype of K and V (auto)")
-    add("--tp", type=int, default=1, metavar="N", help="number of GPUs, all on one node (1)")
+    add("--tp", type=int, default=1, metavar="N", help="GPUs of a replica, all on one node (1)")
+    add("--dp", type=int, default=1, metavar="N", help="replicas, all on that node (1)")
     plan_times.add_flags(parser)
     plan_trace.add_flag(parser)
     plan_slo.add_flags(parser)
@@ -142,6 +143,7 @@ def _about(arguments: argparse.Namespace, machine: Machine) -> dict[str, Any]:
     return {
         "model": arguments.model,
         "tp": machine.tp,
+        "dp": machine.dp,
         "device_memory_bytes": machine.device_bytes,
         "host_memory_bytes": machine.host_bytes,
         "weight_bytes": machine.weight_bytes,
@@ -159,8 +161,9 @@ def _fit_all(arguments: argparse.Namespace, model: Any) -> tuple[list[Capacity],
     """
     from hisparse.transformers.model_config import count_weight_bytes, shape_per_rank
 
-    if arguments.tp < 1:
-        raise ConfigError(f"--tp: got {arguments.tp}, expected at least 1")
+    for flag, number in (("--tp", arguments.tp), ("--dp", arguments.dp)):
+        if number < 1:
+            raise ConfigError(f"{flag}: got {number}, expected at least 1")
     shape = shape_per_rank(model, 1, arguments.tp)
     contexts = _contexts(arguments.context, model)
     machine = Machine(
@@ -170,6 +173,7 @@ def _fit_all(arguments: argparse.Namespace, model: Any) -> tuple[list[Capacity],
         weight_bytes=_size("--weights", arguments.weights)
         or count_weight_bytes(model, shape.dtype),
         mem_fraction=_MEM_FRACTION,
+        dp=arguments.dp,
     )
     has_indexer, capacities = shape.index_head_dim > 0, []
     for config in _configs(arguments, model, has_indexer=has_indexer):
@@ -274,6 +278,7 @@ def _launch_line(capacity: Capacity, machine: Machine, folder: str) -> str:
     settings = {k: v for k, v in capacity.config.effective().items() if v != default[k]}
     words = ["python", "-m", "sglang.launch_server", "--model-path", folder]
     words += ["--tp", str(machine.tp)] if machine.tp > 1 else []
+    words += ["--dp-size", str(machine.dp)] if machine.dp > 1 else []
     words += ["--context-length", str(capacity.context)]
     words += ["--mem-fraction-static", f"{machine.mem_fraction:g}"]
     words += ["--max-running-requests", str(capacity.max_requests)]
@@ -320,8 +325,9 @@ def _print_commands(console: Console, rows: list[dict[str, Any]]) -> None:
 
 def _explain(rows: list[dict[str, Any]], machine: Machine) -> str:
     gpus = f"each of {machine.tp} GPUs" if machine.tp > 1 else "a GPU"
+    where = f" in each of {machine.dp} replicas" if machine.dp > 1 else ""
     return (
-        "dense, hisparse: requests that run at once. device, host: bytes that one request takes "
+        f"dense, hisparse: requests that run at once{where}. device, host: bytes that one takes "
         f"with hisparse, on {gpus} of {format_bytes(machine.device_bytes)} and in host memory. "
         "limit: the memory that is too small for one more request. K and V of a token take "
         f"{format_bytes(rows[0]['bytes_per_token'])}, all weights "

@@ -18,8 +18,9 @@ __all__ = ["Reading", "read", "view"]
 _TIMEOUT_S = 10.0
 #: Far more than a server with many ranks and layers sends.
 _MAX_BYTES = 64 * 2**20
-#: Label of gauges and counters that each rank has for itself.
-_RANK = "tp_rank"
+#: Label of a replica, and labels of its ranks. SGLang omits those that a server does not need.
+_REPLICA = "dp_rank"
+_RANKS = (_REPLICA, "pp_rank", "tp_rank")
 #: Histograms of SGLang, in seconds.
 _LATENCIES = ("time_to_first_token", "request_time_per_output_token", "e2e_request_latency")
 #: Memory of hisparse, in bytes.
@@ -51,8 +52,17 @@ class Reading:
         return sum(value for _, value in found) if found else None
 
     def largest(self, name: str) -> float | None:
-        """The largest over all sets of labels: of what each rank counts alike."""
-        return max((value for _, value in self.samples.get(name, ())), default=None)
+        """The largest of each replica, summed: of what the ranks of a replica count alike."""
+        found: dict[str | None, float] = {}
+        for labels, value in self.samples.get(name, ()):
+            replica = labels.get(_REPLICA)
+            found[replica] = max(found.get(replica, value), value)
+        return sum(found.values()) if found else None
+
+    def num_ranks(self, name: str) -> int:
+        """Processes that report a metric."""
+        found = self.samples.get(name, ())
+        return len({tuple(labels.get(rank) for rank in _RANKS) for labels, _ in found})
 
     def labels(self, name: str, label: str) -> list[str]:
         """The values of a label, sorted."""
@@ -124,7 +134,7 @@ def view(url: str, now: Reading, before: Reading) -> dict[str, Any]:
     return {
         "url": url,
         "models": now.labels("hisparse:hit_pages_total", "model_name"),
-        "ranks": len(now.labels("hisparse:hit_pages_total", _RANK)),
+        "ranks": now.num_ranks("hisparse:hit_pages_total"),
         "seconds": round(now.time_s - before.time_s, 3),
         "requests": {
             "running": largest("sglang:num_running_reqs"),

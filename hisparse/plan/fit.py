@@ -1,4 +1,4 @@
-"""How many requests fit, dense and with hisparse, by the sizing formula of the server."""
+"""How many requests fit a replica, dense and with hisparse, by the server's sizing formula."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class Machine:
     Attributes:
         device_bytes: memory of one GPU.
         host_bytes: free memory of the node.
-        tp: number of GPUs, all on that node.
+        tp: number of GPUs of a replica, all on that node.
         weight_bytes: size of the model's weights, summed over the ranks.
         mem_fraction: fraction of a GPU for weights and KV cache (``--mem-fraction-static``); the
             rest is for activations and CUDA graphs.
+        dp: number of replicas, all on that node.
     """
 
     device_bytes: int
@@ -39,6 +40,7 @@ class Machine:
     tp: int
     weight_bytes: int
     mem_fraction: float
+    dp: int = 1
 
     @property
     def cache_bytes(self) -> int:
@@ -48,10 +50,10 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """How many requests of one length fit.
+    """How many requests of one length fit a replica.
 
     Attributes:
-        config: the settings, with ``host_memory`` as an absolute size.
+        config: the settings, with ``host_memory`` as an absolute size, of all replicas.
         context: tokens of a request, prompt and answer.
         spec: the model's shape on one rank.
         sizing: the server's sizing for ``max_requests``; None if not even one request with
@@ -109,7 +111,7 @@ class Capacity:
 
 
 def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) -> Capacity:
-    """The most requests of ``context`` tokens that a server with these settings runs at once.
+    """The most requests of ``context`` tokens that a replica with these settings runs at once.
 
     ``host_memory`` is lowered if representations of a larger host pool would displace requests.
 
@@ -125,7 +127,8 @@ def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) ->
             "or a larger --tp"
         )
     spec = stored_spec(config, spec)
-    pool = resolve_memory(config.host_memory, machine.host_bytes, "host_memory") // _MIB
+    host = resolve_memory(config.host_memory, machine.host_bytes, "host_memory")
+    pool = host // machine.dp // _MIB
     page = config.server_page_size
     tokens = -(-context // page) * page
     requests, message, sizing = 0, "", None
@@ -143,7 +146,7 @@ def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) ->
         message = str(error)
         limit = "host_memory" if message.startswith("host_memory") else "device_memory"
     return Capacity(
-        config=replace(config, host_memory=f"{max(1, pool)}MiB"),
+        config=replace(config, host_memory=f"{max(1, pool) * machine.dp}MiB"),
         context=context,
         spec=spec,
         sizing=sizing,

@@ -11,6 +11,7 @@ __all__ = [
     "LINKER",
     "NEWEST",
     "OLDEST",
+    "REPLICAS",
     "backend_choices",
     "enable_page_allocator",
     "has_linker",
@@ -19,7 +20,9 @@ __all__ = [
     "is_resolved",
     "lacks_flag",
     "model_config_of",
+    "num_replicas",
     "on_slots_allocated",
+    "rank_labels",
     "release_of",
     "schedule_and_serving",
     "shared_read_ends",
@@ -33,8 +36,11 @@ NEWEST: Final = "0.5.23"
 #: The first release with an external linker that a package can provide and that loads by request.
 LINKER: Final = "0.5.23"
 
+#: The first release that tells a process which replica it is.
+REPLICAS: Final = "0.5.23"
+
 #: Flags that older releases lack.
-_NEW_FLAGS: Final = ("enable_kv_cache_sharding",)
+_NEW_FLAGS: Final = ("attn_dp_size", "enable_kv_cache_sharding")
 
 
 def installed() -> str | None:
@@ -107,6 +113,27 @@ def schedule_and_serving() -> tuple[Any, Any]:
     if since("0.5.18"):
         return runtime_context.get_schedule(), runtime_context.get_serving()
     return runtime_context.get_server_args(), runtime_context.get_server_args()
+
+
+def num_replicas() -> int:
+    """Replicas of this process's server (``--dp-size``). Each has ranks of its own."""
+    if not since(REPLICAS):
+        return 1
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return int(parallel.num_dp_ranks // parallel.attn_dp_size)
+
+
+def rank_labels() -> dict[str, int]:
+    """Labels of this process's metrics, as SGLang labels its own."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    labels = {"tp_rank": parallel.tp_rank}
+    if since(REPLICAS) and parallel.dp_rank is not None:
+        labels["dp_rank"] = parallel.dp_rank
+    return labels
 
 
 def shared_read_ends() -> Any:

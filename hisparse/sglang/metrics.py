@@ -90,13 +90,9 @@ class MetricsReporter:
         # prometheus_client reads PROMETHEUS_MULTIPROC_DIR on import, and SGLang sets the variable
         # only before its schedulers start.
         from prometheus_client import Counter, Gauge
-        from sglang.srt.runtime_context import get_parallel
 
         _, serving = compat.schedule_and_serving()
-        labels = {
-            "model_name": serving.served_model_name,
-            "tp_rank": get_parallel().tp_rank,
-        }
+        labels = {"model_name": serving.served_model_name, **compat.rank_labels()}
         names = list(labels)
         self._counters = {
             name: Counter(f"hisparse:{name}", text, names).labels(**labels)

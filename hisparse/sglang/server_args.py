@@ -32,7 +32,6 @@ _SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("attn_cp_size", (1,), "--attn-cp-size"),
     ("dcp_size", (1,), "--dcp-size"),
     ("pp_size", (1,), "--pp-size"),
-    ("dp_size", (1,), "--dp-size"),
     ("enable_streaming_session", (False,), "--enable-streaming-session"),
     ("enable_memory_saver", (False,), "--enable-memory-saver"),
     (
@@ -48,6 +47,7 @@ _SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("enable_pdmux", (False,), "--enable-pdmux"),
     ("enable_flexkv", (False,), "--enable-flexkv"),
     ("enable_dp_attention", (False,), "--enable-dp-attention"),
+    ("attn_dp_size", (1,), "--attn-dp-size"),
     ("enable_torch_compile", (False,), "--enable-torch-compile"),
     ("dllm_algorithm", (None,), "--dllm-algorithm"),
     ("enable_deterministic_inference", (False,), "--enable-deterministic-inference"),
@@ -86,7 +86,11 @@ def prepare_before_resolution(server_args: Any) -> None:
     config = read_config(server_args)
     build_algorithm(config)
     request_linker(server_args, config)
-    resolve_memory(config.host_memory, free_host_memory(), "host_memory")
+    host_bytes = resolve_memory(config.host_memory, free_host_memory(), "host_memory")
+    if _has_replicas(server_args):
+        # Replicas start at times of their own, and each finds less free than the one before it.
+        config = replace(config, host_memory=host_bytes)
+        server_args.hisparse_config = json.dumps(config.effective())
     if config.stores_fp8:
         # SGLang's fp8 pools have requirements of their own, such as a certain backend on a CPU.
         # SGLang therefore sees the model's dtype, and only hisparse knows that K/V are fp8.
@@ -100,6 +104,22 @@ def prepare_before_resolution(server_args: Any) -> None:
         server_args.disable_prefill_cuda_graph = True
     else:
         server_args.disable_cuda_graph = True
+
+
+def _has_replicas(server_args: Any) -> bool:
+    """Whether the server has more than one replica.
+
+    Raises:
+        ConfigError: the release is too old for replicas.
+    """
+    if server_args.dp_size == 1:
+        return False
+    if not compat.since(compat.REPLICAS):
+        raise ConfigError(
+            f"--dp-size is {server_args.dp_size}, but hisparse shares host memory between replicas "
+            f"from sglang {compat.REPLICAS} on, and {compat.installed()} is installed; expected 1"
+        )
+    return True
 
 
 def _device_type(server_args: Any) -> str:

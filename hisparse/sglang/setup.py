@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from hisparse.algorithms import build_algorithm
-from hisparse.cache.shared_memory import NodeRanks
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Resources, build_engine, make_setup
 from hisparse.engine.capabilities import stored_spec
@@ -22,12 +19,13 @@ from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
 from hisparse.sglang import compat
 from hisparse.sglang.model_shape import read_model_shape
+from hisparse.sglang.ranks import gather_queries, latent_ranks, layer_share, least_of_ranks
 from hisparse.sglang.server_args import read_config
 from hisparse.sglang.session import Session
 from hisparse.sglang.storage.counters import StorageCounters
 from hisparse.sglang.storage.prefill_rate import PrefillRate
 from hisparse.sglang.storage.setup import has_linker
-from hisparse.units import resolve_memory
+from hisparse.units import parse_memory, resolve_memory
 
 __all__ = ["build_coordinator", "make_session"]
 
@@ -65,8 +63,8 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
     reason = config.not_captured(configurator.device)
     if reason is not None:
         logger.info("hisparse: decode steps are not captured in CUDA graphs: %s", reason)
-    ranks = _node_ranks(configurator.server_args.nnodes)
-    host_bytes, device_bytes = _memory(config, configurator, device_bytes, ranks.size)
+    ranks = latent_ranks(configurator.server_args.nnodes)
+    host_bytes, device_bytes = _memory(config, configurator, device_bytes, spec.num_layers)
     setup = make_setup(
         config,
         algorithm,
@@ -101,48 +99,26 @@ def _chunk_tokens(configurator: Any) -> int:
     return int(chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens)
 
 
-def _node_ranks(num_nodes: int) -> NodeRanks:
-    """The ranks of this node: SGLang numbers them node by node."""
-    from sglang.srt.distributed.parallel_state import get_world_group
-
-    world = get_world_group()
-    size = max(1, world.world_size // max(1, num_nodes))
-    first = world.rank_in_group // size * size
-
-    def gather(text: str) -> list[str]:
-        texts = [""] * world.world_size
-        torch.distributed.all_gather_object(texts, text, group=world.cpu_group)
-        return texts[first : first + size]
-
-    return NodeRanks(rank=world.rank_in_group - first, size=size, gather=gather)
-
-
 def _memory(
-    config: HiSparseConfig, configurator: Any, profiled: int, ranks: int
+    config: HiSparseConfig, configurator: Any, profiled: int, num_layers: int
 ) -> tuple[int, int]:
-    """Bytes of host and of device memory that this rank may use; ``ranks`` are on this node."""
-    free = free_host_memory()
-    host = resolve_memory(config.host_memory, free, "host_memory") // ranks
+    """Bytes of host and of device memory that this rank may use, with so many layers of its own."""
+    free, replicas = free_host_memory(), compat.num_replicas()
+    own, of_node = layer_share(num_layers, configurator.server_args.nnodes)
+    wanted = config.host_memory
+    if replicas > 1:
+        # Other replicas may have taken theirs already, so the server has made bytes of fractions.
+        wanted = int(parse_memory("host_memory", wanted)) // replicas
+    host = resolve_memory(wanted, free, "host_memory")
     if configurator.device == "cpu":
         # Without a GPU, host memory stands in for device memory: what the pools leave free, less
         # a tenth for activations.
-        profiled = min(profiled, (free - host * ranks) * 9 // 10 // ranks)
+        left = max(0, free - host * replicas)
+        profiled = min(profiled, left * 9 // 10 * own // of_node)
     if config.device_memory is not None:
         profiled = min(profiled, resolve_memory(config.device_memory, profiled, "device_memory"))
-    return _min_over_ranks(host, profiled)
-
-
-def _min_over_ranks(host: int, device: int) -> tuple[int, int]:
-    """The minimum over all ranks, so that every rank computes the same sizes."""
-    from sglang.srt.distributed.parallel_state import get_world_group
-
-    if get_world_group().world_size == 1:
-        return host, device
-    both = torch.tensor([host, device], dtype=torch.int64)
-    group = get_world_group().cpu_group
-    torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MIN, group=group)
-    least_host, least_device = both.tolist()
-    return least_host, least_device
+    host, profiled = least_of_ranks(host, profiled)
+    return host * replicas * own // of_node, profiled
 
 
 def _max_running_requests() -> int | None:
@@ -167,15 +143,5 @@ def build_coordinator(session: Session, model_runner: Any) -> SparseCoordinator:
         pool.host,
         num_slots=rows.req_to_token.shape[0],
         device=torch.device(model_runner.device),
-        gather_queries=None if session.ranks is None else _gather_queries(),
+        gather_queries=None if session.ranks is None else gather_queries(),
     )
-
-
-def _gather_queries() -> Callable[[Tensor], Tensor] | None:
-    """Joins the query heads of the ranks that divide them."""
-    from sglang.srt.distributed.parallel_state import get_attn_tp_group
-
-    group = get_attn_tp_group()
-    if group.world_size == 1:
-        return None
-    return lambda queries: cast(Tensor, group.all_gather(queries.contiguous(), dim=1))

@@ -125,7 +125,7 @@ FLAGS = {
     "context parallelism": ("--tp-size", "2", "--attn-cp-size", "2"),
     "decode context parallelism": ("--tp-size", "2", "--dcp-size", "2"),
     "pipeline parallelism": ("--pp-size", "2"),
-    "data parallelism": ("--dp-size", "2"),
+    "attention data parallelism": ("--tp-size", "2", "--attn-dp-size", "2"),
     "streaming sessions": ("--enable-streaming-session",),
     "KV of another dtype": ("--kv-cache-dtype", "bfloat16"),
     "memory saver": ("--enable-memory-saver",),

@@ -16,7 +16,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.build import kept_tensors
 from hisparse.memory.costs import host_token_bytes
 from hisparse.plan.fit import Machine, fit
-from hisparse.sglang import compat, hooks, session, setup
+from hisparse.sglang import compat, hooks, ranks, session, setup
 from hisparse.transformers.model_config import shape_per_rank
 
 GIB = 2**30
@@ -59,10 +59,16 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, machine: Machine, max_requests: in
     schedule = SimpleNamespace(max_running_requests=max_requests)
     monkeypatch.setattr(session, "_session", None)
     monkeypatch.setattr(setup, "free_host_memory", lambda: machine.host_bytes)
-    monkeypatch.setattr(setup, "_min_over_ranks", lambda *sizes: sizes)
+    monkeypatch.setattr(setup, "least_of_ranks", lambda *sizes: list(sizes))
+    monkeypatch.setattr(ranks, "layers_of_ranks", lambda layers: [layers] * machine.tp)
+    monkeypatch.setattr(compat, "num_replicas", lambda: machine.dp)
     monkeypatch.setattr(compat, "schedule_and_serving", lambda: (schedule, None))
-    world = SimpleNamespace(world_size=machine.tp, rank_in_group=machine.tp - 1)
+    last = machine.tp - 1
+    world = SimpleNamespace(
+        world_size=machine.tp, rank=last, rank_in_group=last, ranks=list(range(machine.tp))
+    )
     monkeypatch.setattr(parallel_state, "get_world_group", lambda: world)
+    monkeypatch.setattr(parallel_state, "get_attn_tp_group", lambda: world)
 
 
 @pytest.mark.parametrize("cuda_graph", ["auto", False, True])
@@ -108,6 +114,27 @@ def test_sizes_are_those_of_the_server(
     assert pool_bytes == planned.sizing.kv_tokens * cell
     assert served.sizing.max_requests == planned.max_requests
     assert served.sizing.kv_tokens >= planned.max_requests * 32768
+
+
+def test_replicas_divide_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has made bytes of a fraction before the first of them took its part."""
+    sizes = {"device_bytes": 40 * GIB, "weight_bytes": GIB, "mem_fraction": 0.85}
+    machine = Machine(host_bytes=64 * GIB, tp=2, dp=4, **sizes)
+    config = HiSparseConfig(algorithm="quest", budget=1024)
+    planned = fit(config, shape_per_rank(CONFIG, 16, 2), machine, 32768)
+    quarter = fit(
+        config, shape_per_rank(CONFIG, 16, 2), Machine(host_bytes=16 * GIB, tp=2, **sizes), 32768
+    )
+    assert planned.sizing == quarter.sizing
+
+    late = Machine(host_bytes=20 * GIB, tp=2, dp=4, **sizes)
+    stand_in(monkeypatch, late, planned.max_requests)
+    mib = int(str(planned.config.host_memory).removesuffix("MiB"))
+    text = f'{{"algorithm": "quest", "budget": 1024, "host_memory": {mib * 2**20}}}'
+    hooks.around_profile_available_bytes(
+        lambda *_: machine.cache_bytes, configurator(loaded(2), text), 0
+    )
+    assert session.require_session().sizing == planned.sizing
 
 
 #: 4 layers with latents of 512 and 64, and 16 query heads.

@@ -90,7 +90,7 @@ SCENARIOS = (
         flags=_CHUNKS,
         env=_RETRACT,
         whole=True,
-        part=0.12,
+        part=0.08,
     ),
     Scenario(
         name="sketch",
@@ -118,6 +118,16 @@ SCENARIOS = (
         model="llama",
         config=_SMALL,
         flags=("--enable-mixed-chunk", *_CHUNKS),
+        part=0.06,
+    ),
+    Scenario(
+        name="replicas, retractions",
+        model="llama",
+        config=_WHOLE,
+        # SGLang wants a CPU for each rank, or to be told.
+        flags=("--dp-size", "2", *_CHUNKS),
+        env=_RETRACT | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        whole=True,
         part=0.06,
     ),
     Scenario(
@@ -155,7 +165,7 @@ SCENARIOS = (
         flags=("--kv-cache-dtype", "fp8_e4m3", *_CHUNKS),
         # Eight bits magnify float32 noise.
         lead=0.2,
-        part=0.10,
+        part=0.08,
     ),
     Scenario(
         name="sketch, MLA",

@@ -1,0 +1,89 @@
+"""Where a process stands among those of its server, and what they agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from hisparse.cache.shared_memory import NodeRanks
+from hisparse.sglang import compat
+
+__all__ = ["gather_queries", "latent_ranks", "layer_share", "layers_of_ranks", "least_of_ranks"]
+
+
+def _node_size(num_nodes: int) -> int:
+    """Ranks of a replica on each node: SGLang numbers them node by node."""
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    world_size: int = get_world_group().world_size
+    return max(1, world_size // max(1, num_nodes))
+
+
+def latent_ranks(num_nodes: int) -> NodeRanks:
+    """The ranks of this node that compute the same latents, those of one model's heads.
+
+    Groups of attention data parallelism serve other requests, and pipeline stages other layers.
+    """
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group
+
+    group, size = get_attn_tp_group(), _node_size(num_nodes)
+    node = group.rank // size
+    members = [index for index, rank in enumerate(group.ranks) if rank // size == node]
+
+    def gather(text: str) -> list[str]:
+        texts = [""] * group.world_size
+        torch.distributed.all_gather_object(texts, text, group=group.cpu_group)
+        return [texts[index] for index in members]
+
+    return NodeRanks(rank=members.index(group.rank_in_group), size=len(members), gather=gather)
+
+
+def layer_share(num_layers: int, num_nodes: int) -> tuple[int, int]:
+    """This rank's layers, and those of all processes of its node: host memory is divided so.
+
+    Args:
+        num_layers: layers that attend on this rank.
+        num_nodes: nodes of the server. Replicas have one node.
+    """
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    size = _node_size(num_nodes)
+    first = get_world_group().rank_in_group // size * size
+    of_node = sum(layers_of_ranks(num_layers)[first : first + size])
+    return num_layers, of_node * compat.num_replicas()
+
+
+def layers_of_ranks(num_layers: int) -> list[int]:
+    """The layers of each rank of this replica, of which this one has ``num_layers``."""
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    world = get_world_group()
+    layers = [num_layers] * world.world_size
+    if world.world_size > 1:
+        torch.distributed.all_gather_object(layers, num_layers, group=world.cpu_group)
+    return layers
+
+
+def least_of_ranks(*numbers: int) -> list[int]:
+    """The least of each number over the ranks of this replica, so that all compute the same."""
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    world = get_world_group()
+    if world.world_size == 1:
+        return list(numbers)
+    least = torch.tensor(numbers, dtype=torch.int64)
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=world.cpu_group)
+    return cast(list[int], least.tolist())
+
+
+def gather_queries() -> Callable[[Tensor], Tensor] | None:
+    """Joins the query heads of the ranks that divide them."""
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group
+
+    group = get_attn_tp_group()
+    if group.world_size == 1:
+        return None
+    return lambda queries: cast(Tensor, group.all_gather(queries.contiguous(), dim=1))

@@ -1,0 +1,123 @@
+"""``--dp-size``: each replica has a share of host memory, and gives one process's tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+from harness import Metrics, Server
+from tiny_models import TOKEN_BYTES, tiny_model
+from workload import tokens
+
+from tests.sizes import SWEEPS
+
+pytestmark = [
+    pytest.mark.sweeps,
+    pytest.mark.skipif(not SWEEPS, reason="servers of its own: make test-all PART=sweeps"),
+]
+
+NEW_TOKENS = 24
+PAGE, BUDGET, REPLICAS = 16, 128, 2
+HOST_BYTES = 40 * 2**20
+CONFIG = {
+    "budget": BUDGET,
+    "device_buffer_size": 2 * BUDGET,
+    "max_row_capacity": 4 * BUDGET,
+    "host_memory": HOST_BYTES,
+    "device_memory": "100MB",
+    "checked": True,
+}
+#: SGLang wants a CPU for each rank, or to be told.
+ENV = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
+FLAGS = ("--chunked-prefill-size", "256", "--max-running-requests", "8")
+PROMPTS = [tokens(n, seed=n) for n in (50, 333, 801, 1500, 2000)]
+
+
+@pytest.fixture(scope="module")
+def alone(log_dir: Path) -> list[list[int]]:
+    """Tokens of each prompt on one process, one after the other."""
+    with Server(tiny_model("llama"), log_dir / "replica-alone.log", *FLAGS, config=CONFIG) as one:
+        return [one.generate(prompt, NEW_TOKENS).ids for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For the store, which the replicas share, and for their traces."""
+    return tmp_path_factory.mktemp("replicas")
+
+
+@pytest.fixture(scope="module")
+def server(alone: object, folder: Path, log_dir: Path) -> Iterator[Server]:
+    config = CONFIG | {
+        "storage": {"path": str(folder / "store"), "size": "64MiB"},
+        "trace": {"path": str(folder / "selections.trace"), "max_bytes": "64MiB"},
+    }
+    flags = (*FLAGS, "--dp-size", str(REPLICAS))
+    log = log_dir / "replicas.log"
+    with Server(tiny_model("llama"), log, *flags, config=config, env=ENV) as running:
+        yield running
+
+
+def by_replica(server: Server, name: str) -> dict[str, float]:
+    """Value of a metric of hisparse by the label ``dp_rank``."""
+    page, found = requests.get(f"{server.url}/metrics", timeout=30).text, {}
+    for line in page.splitlines():
+        if line.startswith(f"hisparse:{name}{{"):
+            replica = line.split('dp_rank="')[1].split('"')[0]
+            found[replica] = Metrics(line)[f"hisparse:{name}"]
+    return found
+
+
+def test_each_replica_gives_one_process_s_tokens(server: Server, alone: list[list[int]]) -> None:
+    """All prompts at once, sent to whichever; then to each replica, whose radix cache has them."""
+    assert [a.ids for a in server.generate_many(PROMPTS, NEW_TOKENS)] == alone
+    for replica in range(REPLICAS):
+        answers = server.generate_many(PROMPTS, NEW_TOKENS, routed_dp_rank=replica)
+        assert [answer.ids for answer in answers] == alone
+        again = server.generate_many(PROMPTS, NEW_TOKENS, routed_dp_rank=replica)
+        assert [answer.ids for answer in again] == alone
+        assert [answer.cached for answer in again] == [
+            (len(prompt) - 1) // PAGE * PAGE for prompt in PROMPTS
+        ]
+
+
+def test_the_replicas_divide_host_memory(server: Server) -> None:
+    pages = HOST_BYTES // REPLICAS // (PAGE * TOKEN_BYTES)
+    assert by_replica(server, "host_kv_bytes") == {
+        "0": pages * PAGE * TOKEN_BYTES,
+        "1": pages * PAGE * TOKEN_BYTES,
+    }
+    assert by_replica(server, "host_tokens_total") == dict.fromkeys("01", (pages - 1) * PAGE)
+
+
+def test_a_replica_reads_what_another_has_stored(server: Server) -> None:
+    prompt = tokens(900, seed=17)
+    before = by_replica(server, "storage_offloaded_pages_total")
+    first = server.generate(prompt, NEW_TOKENS, routed_dp_rank=0)
+    end = time.monotonic() + 60
+    while by_replica(server, "storage_offloaded_pages_total")["0"] < before["0"] + 900 // PAGE:
+        assert time.monotonic() < end, "the store did not get the prompt"
+        time.sleep(0.1)
+    second = server.generate(prompt, NEW_TOKENS, routed_dp_rank=1)
+    assert (first.cached, second.cached) == (0, 900 // PAGE * PAGE)
+    assert second.ids == first.ids
+    assert by_replica(server, "storage_loaded_pages_total")["1"] >= 900 // PAGE
+
+
+def test_an_aborted_request_leaves_nothing_in_its_replica(server: Server) -> None:
+    for seed in range(4):
+        server.abort_after(tokens(700, seed=seed + 40), 5, 400)
+    server.flush_cache()
+    end = time.monotonic() + 60
+    names = ("host_tokens_used", "device_tokens_used")
+    while any(server.counted(*names)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert server.counted(*names) == (0, 0)
+
+
+def test_each_replica_writes_a_trace_of_its_own(server: Server, folder: Path) -> None:
+    assert len(list(folder.glob("selections*.trace"))) == REPLICAS
+    assert all(steps > 0 for steps in by_replica(server, "trace_steps_total").values())
