@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hisparse.sglang import dsa_indexer, hooks
+from hisparse.sglang import disaggregation, dsa_indexer, hooks
 
 __all__ = ["WRAPPERS"]
 
@@ -26,6 +26,8 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "capture": hooks.around_capture,
     "can_run_graph": hooks.around_can_run_graph,
     "_compute_max_prefix_len": hooks.around_compute_max_prefix_len,
+    "prepare_for_prebuilt": disaggregation.around_prepare_for_prebuilt,
+    "setup_state_kv_args": disaggregation.around_setup_state_kv_args,
     "_dsa_kv_cache_dtype_default": dsa_indexer.around_kv_cache_dtype_default,
     "_compute_cell_size": dsa_indexer.around_compute_cell_size,
     "_compute_dsa_indexer_cell_size": dsa_indexer.around_compute_indexer_cell_size,
