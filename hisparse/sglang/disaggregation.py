@@ -103,7 +103,14 @@ def around_setup_state_kv_args(
     size, entries = host.kv.page_size, session.coordinator.stored_entries()
     kinds = [f"{name} {entries[name].dtype}" for name in sorted(entries)]
     if host.kv.fp8:
-        append_state_component(kv_args, StateType.BLOCK_SCALE, *scale_buffers(host, tokens))
+        first = token_to_kv_pool.start_layer
+        append_state_component(
+            kv_args,
+            StateType.BLOCK_SCALE,
+            *scale_buffers(host, tokens),
+            # SGLang would else take them for keys and then values.
+            layer_ids=list(range(first, first + host.kv.num_layers)),
+        )
         kinds.append(f"fp8_e4m3 with scales of {size} tokens")
     if kinds:
         kv_args.kv_cache_dtype_str = " ".join(["hisparse", *kinds])
