@@ -200,12 +200,12 @@ class HiSparseDSAPool(_LatentPool, DSATokenToKVPool):  # type: ignore[misc]
     get_index_k_scale_buffer = _reject_index_access
     set_index_k_scale_buffer = _reject_index_access
     get_compress_tail_buffers = _reject_index_access
-    get_compress_tail_buf_infos = _reject_index_access
     kpool_decode_update_index_cache = _reject_index_access
     set_compress_tail_for_request = _reject_index_access
 
-    #: The index keys have no pools of several tokens, whose tail SGLang would transfer.
-    kpool_use_compress = False
+    def get_compress_tail_buf_infos(self) -> Buffers:
+        """No buffers: an index key belongs to one token."""
+        return Buffers([], [], [])
 
     def get_state_buf_infos(self) -> Buffers:
         """The algorithm's index keys, which a transfer moves beside the latents."""
