@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hisparse.cache.exact_pages import ExactPages
+from hisparse.engine.arrived import ArrivedRequests
 from hisparse.engine.contract import call
 from hisparse.engine.decode import DecodeAttention, SelectionObserver
 from hisparse.engine.extensions.base import overriding
@@ -67,6 +68,7 @@ class SparseCoordinator:
         self._step: DecodeForward | None = None
         self._replayed = False
         self._exact: ExactPages | None = None
+        self._arrived: ArrivedRequests | None = None
 
     def share_pages(self) -> tuple[ExactPages, LoadedPages]:
         """Follow which pages a store may take, and build representations of those that it gave.
@@ -80,6 +82,11 @@ class SparseCoordinator:
         loaded = LoadedPages(manager, self._build_loaded(), num_pages, size)
         self._prefill.loaded = loaded
         return self._exact, loaded
+
+    def receive_requests(self) -> ArrivedRequests:
+        """Serve requests that another server has prefilled; called once, before the first."""
+        self._arrived = ArrivedRequests(self.manager, self._build_loaded())
+        return self._arrived
 
     def stored_entries(self) -> dict[str, Tensor]:
         """What a store keeps of pages beside K and V, by name, ``[L, host pages, ...]``.
@@ -121,6 +128,8 @@ class SparseCoordinator:
         """End the request of a slot. Safe while an earlier forward is running."""
         self.manager.residency.end(slot)
         self.representations.end(slot)
+        if self._arrived is not None:
+            self._arrived.drop(slot)
 
     def on_pages_replaced(self, slot: int) -> None:
         """Tell that a request may have other host pages for its computed tokens.
@@ -159,9 +168,11 @@ class SparseCoordinator:
         Returns:
             False if the graph cannot serve these requests; begin an eager step instead. Reasons: a
             dense context exceeds its row's device pages (their number depends on concurrent
-            requests), or a request uses slot 0, the slot of the padding.
+            requests), a request has just arrived, or one uses slot 0, the slot of the padding.
         """
         if self.not_capturable is not None or not batch.slots_cpu.all():
+            return False
+        if self._arrived is not None and self._arrived.any_of(batch.slots_cpu.tolist()):
             return False
         self._end_step(complete=self._replayed)
         masks, dense = self._start_decode(batch)
@@ -220,6 +231,8 @@ class SparseCoordinator:
         self._end_step(complete=self._replayed)
         if isinstance(batch, DecodeBatch):
             self._begin_decode(batch, *self._start_decode(batch))
+            if self._arrived is not None:
+                self._arrived.begin(batch)
         elif isinstance(batch, PrefillBatch):
             self._start_forward(*batch.contexts)
             self._begin_prefill(batch)
@@ -324,6 +337,8 @@ class SparseCoordinator:
         if indexer is not None:
             for part in (step.whole, *parts):
                 part.set_indexer(indexer)
+        if self._arrived is not None:
+            self._arrived.prepare(layer_id)
         with serial_operators(q.device):
             self._before_layer(layer_id, step.parts)
             self.manager.append(layer_id, step.tail_slots[layer_id], step.host_slots, k, v)

@@ -34,7 +34,10 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._session = session = require_session()
         self.coordinator = build_coordinator(session, model_runner)
         session.coordinator = self.coordinator
-        compat.on_slots_allocated(model_runner.req_to_token_pool, self._begin_requests)
+        if compat.decodes_only():
+            session.arrived = self.coordinator.receive_requests()
+        else:
+            compat.on_slots_allocated(model_runner.req_to_token_pool, self._begin_requests)
         self._spec = session.spec
         self._scale = session.policy.scale
         self._first_layer = model_runner.token_to_kv_pool.start_layer

@@ -8,12 +8,16 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 __all__ = [
+    "DISAGGREGATION",
     "LINKER",
     "NEWEST",
     "OLDEST",
     "REPLICAS",
     "backend_choices",
+    "decode_extra_slots",
+    "decodes_only",
     "enable_page_allocator",
+    "has_disaggregation",
     "has_linker",
     "index_pool_size",
     "installed",
@@ -27,6 +31,7 @@ __all__ = [
     "schedule_and_serving",
     "shared_read_ends",
     "since",
+    "slot_of",
 ]
 
 #: The contract test passes on these two releases and on all between them.
@@ -39,8 +44,19 @@ LINKER: Final = "0.5.23"
 #: The first release that tells a process which replica it is.
 REPLICAS: Final = "0.5.23"
 
+#: The first release whose prefill and decode servers are supported.
+DISAGGREGATION: Final = "0.5.23"
+
 #: Flags that older releases lack.
-_NEW_FLAGS: Final = ("attn_dp_size", "enable_kv_cache_sharding")
+_NEW_FLAGS: Final = (
+    "attn_dp_size",
+    "enable_kv_cache_sharding",
+    "disaggregation_decode_host_receive_threshold",
+    "disaggregation_decode_retraction_backup",
+    "disaggregation_decode_enable_offload_kvcache",
+    "disaggregation_enable_kv_checksum",
+    "enable_pd_role_switch",
+)
 
 
 def installed() -> str | None:
@@ -65,6 +81,36 @@ def since(release: str) -> bool:
 def has_linker() -> bool:
     """Whether the installed release can keep prefixes in a store below host memory."""
     return since(LINKER)
+
+
+def has_disaggregation() -> bool:
+    """Whether prefill and decode servers are supported on the installed release."""
+    return since(DISAGGREGATION)
+
+
+def decodes_only() -> bool:
+    """Whether this server gets its requests prefilled from another one."""
+    if not has_disaggregation():
+        return False
+    from sglang.srt.runtime_context import get_disagg
+
+    mode: str = get_disagg().disaggregation_mode
+    return mode == "decode"
+
+
+def decode_extra_slots() -> int:
+    """Request slots of a decode server for requests that are on their way."""
+    if not decodes_only():
+        return 0
+    from sglang.srt.runtime_context import get_disagg
+
+    return get_disagg().disaggregation_decode_extra_slots or 0
+
+
+def slot_of(request: Any) -> int:
+    """The request slot of SGLang's ``Req``."""
+    slot: int = request.kv.req_pool_idx if has_disaggregation() else request.req_pool_idx
+    return slot
 
 
 def backend_choices() -> tuple[list[str], Callable[[list[str]], None]]:

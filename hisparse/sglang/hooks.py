@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from hisparse.errors import AlgorithmError, CapacityError, one_line
+from hisparse.sglang import compat
 from hisparse.sglang.requested import is_requested
 from hisparse.sglang.session import current_session, errors_logged, start_session
 from hisparse.sglang.setup import make_session
@@ -61,7 +62,16 @@ def around_resolve_max_num_reqs(
     """Limit the number of running requests to what device memory holds."""
     session = current_session()
     rows = original(configurator, token_capacity)
-    return rows if session is None else min(rows, session.sizing.max_requests)
+    if session is None:
+        return rows
+    most = session.sizing.max_requests - session.extra_slots
+    if most < 1:
+        with errors_logged():
+            raise CapacityError(
+                f"--disaggregation-decode-extra-slots is {session.extra_slots}, and the device "
+                f"holds {session.sizing.max_requests} requests; expected fewer extra slots"
+            )
+    return min(rows, most)
 
 
 def around_get_kv_pool_cls(original: Callable[..., Any], platform: Any, *, kind: str) -> Any:
@@ -99,9 +109,12 @@ def around_free_rows(original: Callable[..., None], pool: Any, indices: list[int
 
 
 def around_free(original: Callable[..., None], pool: Any, request: Any) -> None:
-    """End a request, in releases that free one slot at a time (before 0.5.19)."""
+    """End a request of a pool that frees one slot at a time.
+
+    Such are the pools of decode servers, and before 0.5.19 those of all servers.
+    """
     session = current_session()
-    slot = request.req_pool_idx
+    slot = compat.slot_of(request)
     original(pool, request)
     if session is not None and pool is session.req_to_token_pool:
         session.end_requests([slot])

@@ -15,6 +15,13 @@ from sglang.srt.mem_cache.memory_pool import (
 from hisparse.cache import HostKVPool
 from hisparse.cache.codec import encode, write_tokens
 from hisparse.errors import HiSparseError
+from hisparse.sglang.kv_transfer import (
+    Buffers,
+    TokenCopies,
+    copy_tokens,
+    entry_buffers,
+    kv_buffers,
+)
 from hisparse.sglang.session import errors_logged, require_session
 
 __all__ = ["POOLS", "HiSparseDSAPool", "HiSparseMHAPool", "HiSparseMLAPool"]
@@ -92,17 +99,23 @@ class _HostPool:
             )
         return view
 
-    def get_contiguous_buf_infos(self) -> NoReturn:
-        """Rejected: prefill/decode disaggregation registers device buffers."""
-        _reject("get_contiguous_buf_infos", "prefill/decode disaggregation")
+    def get_contiguous_buf_infos(self) -> Buffers:
+        """What a transfer between a prefill and a decode server moves."""
+        with errors_logged():
+            return kv_buffers(self.host, self.page_size)
 
-    def get_cpu_copy(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Rejected: the KV cache is already in host memory."""
-        _reject("get_cpu_copy", "KV cache offloading")
+    def get_cpu_copy(self, indices: torch.Tensor, *_: Any, **__: Any) -> TokenCopies:
+        """Copy the tokens at ``indices [T]`` of a request that a decode server retracts."""
+        return copy_tokens(self.host, self._entries(), indices)
 
-    def load_cpu_copy(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Rejected: see :meth:`get_cpu_copy`."""
-        _reject("load_cpu_copy", "KV cache offloading")
+    def load_cpu_copy(self, copies: TokenCopies, indices: torch.Tensor, *_: Any, **__: Any) -> None:
+        """Write the copies of :meth:`get_cpu_copy` to ``indices [T]``."""
+        copies.restore(self.host, self._entries(), indices)
+
+    def _entries(self) -> dict[str, torch.Tensor]:
+        coordinator = require_session().coordinator
+        assert coordinator is not None, "the backend is built before requests run"
+        return coordinator.stored_entries()
 
     def move_kv_cache(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Rejected: speculative decoding moves K/V between locations."""
@@ -187,10 +200,16 @@ class HiSparseDSAPool(_LatentPool, DSATokenToKVPool):  # type: ignore[misc]
     get_index_k_scale_buffer = _reject_index_access
     set_index_k_scale_buffer = _reject_index_access
     get_compress_tail_buffers = _reject_index_access
-    get_compress_tail_buf_infos = _reject_index_access
     kpool_decode_update_index_cache = _reject_index_access
     set_compress_tail_for_request = _reject_index_access
-    get_state_buf_infos = _reject_index_access
+
+    def get_compress_tail_buf_infos(self) -> Buffers:
+        """No buffers: an index key belongs to one token."""
+        return Buffers([], [], [])
+
+    def get_state_buf_infos(self) -> Buffers:
+        """The algorithm's index keys, which a transfer moves beside the latents."""
+        return entry_buffers(self._entries(), self.page_size // self.host.kv.page_size)
 
 
 #: Pool classes by SGLang's name for the kind of pool.

@@ -62,6 +62,15 @@ _HOOKS: tuple[_Name, ...] = (
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph",
     "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
     ("0.5.23", "sglang.srt.managers.schedule_batch.release_req", ""),
+    ("0.5.23", "sglang.srt.disaggregation.decode.DecodeReqToTokenPool.free", ""),
+    ("0.5.23", "sglang.srt.disaggregation.decode.DecodeReqToTokenPool.write", ""),
+    (
+        "0.5.23",
+        "sglang.srt.disaggregation.decode_schedule_batch_mixin"
+        ".ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt",
+        "",
+    ),
+    ("0.5.23", "sglang.srt.disaggregation.utils.setup_state_kv_args", ""),
     "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default",
     (
         "0.5.20",
@@ -99,6 +108,8 @@ _USED: tuple[_Name, ...] = (
     ("0.5.20", "sglang.srt.configs.model_config.get_dsa_index_kpool", ""),
     "sglang.srt.configs.model_config.get_dsa_index_topk",
     "sglang.srt.configs.model_config.is_deepseek_dsa",
+    ("0.5.23", "sglang.srt.disaggregation.base.conn.StateType.BLOCK_SCALE", ""),
+    ("0.5.23", "sglang.srt.disaggregation.utils.append_state_component", ""),
     "sglang.srt.distributed.parallel_state.get_attn_tp_group",
     "sglang.srt.distributed.parallel_state.get_world_group",
     "sglang.srt.environ.envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
@@ -155,6 +166,7 @@ _USED: tuple[_Name, ...] = (
     "sglang.srt.plugins.hook_registry.HookRegistry.register",
     "sglang.srt.plugins.hook_registry.HookType.AROUND",
     "sglang.srt.plugins.load_plugins",
+    ("0.5.23", "sglang.srt.runtime_context.get_disagg", ""),
     "sglang.srt.runtime_context.get_parallel",
     (
         "0.5.18",

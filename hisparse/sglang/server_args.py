@@ -16,6 +16,7 @@ from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.sglang import compat
 from hisparse.sglang.check_model import check_model
+from hisparse.sglang.disaggregation import check_disaggregation, prepare_disaggregation
 from hisparse.sglang.requested import BACKEND
 from hisparse.sglang.storage.setup import request_linker
 from hisparse.units import resolve_memory
@@ -28,7 +29,29 @@ _SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("enable_hierarchical_cache", (False,), "--enable-hierarchical-cache"),
     ("enable_lmcache", (False,), "--enable-lmcache"),
     ("enable_hisparse", (False,), "--enable-hisparse (SGLang's own feature)"),
-    ("disaggregation_mode", (None, "null"), "--disaggregation-mode"),
+    ("disaggregation_mode", (None, "null", "prefill", "decode"), "--disaggregation-mode"),
+    (
+        "disaggregation_transfer_backend",
+        ("mooncake", "mooncake_tcp", "fake"),
+        "--disaggregation-transfer-backend",
+    ),
+    (
+        "disaggregation_decode_host_receive_threshold",
+        (1,),
+        "--disaggregation-decode-host-receive-threshold",
+    ),
+    (
+        "disaggregation_decode_retraction_backup",
+        ("cpu_tensor", "none"),
+        "--disaggregation-decode-retraction-backup",
+    ),
+    (
+        "disaggregation_decode_enable_offload_kvcache",
+        (False,),
+        "--disaggregation-decode-enable-offload-kvcache",
+    ),
+    ("disaggregation_enable_kv_checksum", (False,), "--disaggregation-enable-kv-checksum"),
+    ("enable_pd_role_switch", (False,), "--enable-pd-role-switch"),
     ("attn_cp_size", (1,), "--attn-cp-size"),
     ("dcp_size", (1,), "--dcp-size"),
     ("pp_size", (1,), "--pp-size"),
@@ -76,7 +99,7 @@ def prepare_before_resolution(server_args: Any) -> None:
 
     Args:
         server_args: SGLang's ``ServerArgs``; ``page_size``, ``kv_cache_dtype`` and the flags for
-            CUDA graphs, the external linker and pools of windows are written.
+            CUDA graphs, disaggregation, the external linker and pools of windows are written.
 
     Raises:
         ConfigError: a setting or a flag is not supported, or the machine lacks the memory.
@@ -85,6 +108,7 @@ def prepare_before_resolution(server_args: Any) -> None:
     _check_flags(server_args)
     config = read_config(server_args)
     build_algorithm(config)
+    check_disaggregation(server_args, config)
     request_linker(server_args, config)
     host_bytes = resolve_memory(config.host_memory, free_host_memory(), "host_memory")
     if _has_replicas(server_args):
@@ -98,6 +122,7 @@ def prepare_before_resolution(server_args: Any) -> None:
         server_args.kv_cache_dtype = "auto"
     # Host memory is one pool for all layers, whatever part of it a layer attends.
     server_args.disable_hybrid_swa_memory = True
+    prepare_disaggregation(server_args, _device_type(server_args))
     if server_args.page_size is None:
         server_args.page_size = config.server_page_size
     if config.not_captured(_device_type(server_args)) is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hisparse.cache.shared_memory import NodeRanks
+from hisparse.engine.arrived import ArrivedRequests
 from hisparse.engine.build import EngineSetup
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import HiSparseError
@@ -44,6 +45,8 @@ class Session(EngineSetup):
         req_to_token_pool: SGLang's ``ReqToTokenPool``.
         coordinator: the engine; None until the attention backend is built.
         report_metrics: publishes the metrics.
+        arrived: the requests that another server has prefilled; None: this server prefills.
+        extra_slots: request slots of a decode server for requests that are on their way.
         can_replay: whether a CUDA graph can serve SGLang's forward batch, which is then prepared.
     """
 
@@ -60,6 +63,8 @@ class Session(EngineSetup):
     chunked_request_id: str | None = None
     req_to_token_pool: Any = None
     coordinator: SparseCoordinator | None = None
+    arrived: ArrivedRequests | None = None
+    extra_slots: int = 0
     report_metrics: Callable[[], None] = lambda: None
     can_replay: Callable[[Any], bool] = lambda forward_batch: False
 
@@ -70,6 +75,21 @@ class Session(EngineSetup):
                 "hisparse: storage: the weights changed; it is not used until /flush_cache"
             )
         self.weights_changed = True
+
+    def arrive(self, slot: int, start: int, length: int) -> None:
+        """Begin a request that another server has prefilled.
+
+        Args:
+            slot: request slot.
+            start: position of the first token that arrived; those before were here.
+            length: tokens of the request.
+        """
+        assert self.coordinator is not None and self.arrived is not None, "a decode server"
+        size = self.spec.page_size
+        slots: torch.Tensor = self.req_to_token_pool.req_to_token[slot]
+        pages = slots[start : length // size * size : size] // size
+        self.coordinator.on_request_begin(slot)
+        self.arrived.add(slot, pages.cpu().long())
 
     def end_requests(self, slots: Iterable[int]) -> None:
         """End the requests in ``slots``: their device pages become free."""

@@ -18,6 +18,7 @@ from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
 from hisparse.sglang import compat
+from hisparse.sglang.disaggregation import is_disaggregated
 from hisparse.sglang.model_shape import read_model_shape
 from hisparse.sglang.ranks import gather_queries, latent_ranks, layer_share, least_of_ranks
 from hisparse.sglang.server_args import read_config
@@ -47,6 +48,8 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
     if dtype == torch.float8_e4m3fn:
         # The model's own configuration requests an fp8 KV cache.
         config, dtype = replace(config, kv_cache_dtype="fp8_e4m3"), configurator.model_config.dtype
+    if is_disaggregated(configurator.server_args):
+        config = replace(config, host_layout="layer_first")
     algorithm = build_algorithm(config)
     context_length = configurator.model_config.context_len
     spec, scale = read_model_shape(configurator.model, dtype, config.page_size, context_length)
@@ -74,14 +77,14 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
             host_bytes=host_bytes,
             device_bytes=device_bytes,
             context_length=context_length,
-            max_requests=_max_running_requests(),
+            max_requests=_max_requests(),
             device_type=configurator.device,
             device=device_limits(configurator.device),
             node_ranks=ranks.size,
             chunk_tokens=_chunk_tokens(configurator),
         ),
     )
-    session = Session(**vars(setup), ranks=ranks)
+    session = Session(**vars(setup), ranks=ranks, extra_slots=compat.decode_extra_slots())
     if has_linker(configurator.server_args):
         session.storage = StorageCounters()
         session.prefill_rate = PrefillRate(configurator.device)
@@ -121,10 +124,11 @@ def _memory(
     return host * replicas * own // of_node, profiled
 
 
-def _max_running_requests() -> int | None:
+def _max_requests() -> int | None:
+    """The most requests that may have a slot; None: no limit is given."""
     schedule, _ = compat.schedule_and_serving()
-    requested: int | None = schedule.max_running_requests
-    return requested
+    running: int | None = schedule.max_running_requests
+    return None if running is None else running + compat.decode_extra_slots()
 
 
 def build_coordinator(session: Session, model_runner: Any) -> SparseCoordinator:
@@ -135,13 +139,14 @@ def build_coordinator(session: Session, model_runner: Any) -> SparseCoordinator:
         model_runner: SGLang's ``ModelRunner``, after it built the pools.
     """
     pool, rows = model_runner.token_to_kv_pool, model_runner.req_to_token_pool
-    # --max-total-tokens and --max-running-requests may have lowered the sizes.
-    session.sizing = resize(session.sizing, kv_tokens=pool.size, max_requests=rows.size)
+    # --max-total-tokens and --max-running-requests may have lowered the sizes. Slot 0 is padding.
+    num_slots = rows.req_to_token.shape[0]
+    session.sizing = resize(session.sizing, kv_tokens=pool.size, max_requests=num_slots - 1)
     logger.info("hisparse: %s", session.sizing.describe())
     return build_engine(
         session,
         pool.host,
-        num_slots=rows.req_to_token.shape[0],
+        num_slots=num_slots,
         device=torch.device(model_runner.device),
         gather_queries=None if session.ranks is None else gather_queries(),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hisparse.sglang import dsa_indexer, hooks, model_kinds
+from hisparse.sglang import disaggregation, dsa_indexer, hooks, model_kinds
 
 __all__ = ["WRAPPERS"]
 
@@ -28,6 +28,8 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "_compute_max_prefix_len": hooks.around_compute_max_prefix_len,
     "handle_model_specific_adjustments": model_kinds.around_model_specific_adjustments,
     "_handle_model_specific_adjustments": model_kinds.around_model_specific_adjustments,
+    "prepare_for_prebuilt": disaggregation.around_prepare_for_prebuilt,
+    "setup_state_kv_args": disaggregation.around_setup_state_kv_args,
     "_dsa_kv_cache_dtype_default": dsa_indexer.around_kv_cache_dtype_default,
     "_compute_cell_size": dsa_indexer.around_compute_cell_size,
     "_compute_dsa_indexer_cell_size": dsa_indexer.around_compute_indexer_cell_size,

@@ -120,8 +120,11 @@ FLAGS = {
     "HiCache": ("--enable-hierarchical-cache",),
     "LMCache": ("--enable-lmcache",),
     "SGLang's own HiSparse": ("--enable-hisparse",),
-    "prefill of a pair": ("--disaggregation-mode", "prefill"),
-    "decode of a pair": ("--disaggregation-mode", "decode"),
+    "transfers by NIXL": ("--disaggregation-transfer-backend", "nixl"),
+    "a pool for retracted requests": ("--disaggregation-decode-retraction-backup", "host_pool"),
+    "transfers into HiCache": ("--disaggregation-decode-host-receive-threshold", "0.5"),
+    "checksums of transfers": ("--disaggregation-enable-kv-checksum",),
+    "roles that change": ("--enable-pd-role-switch",),
     "context parallelism": ("--tp-size", "2", "--attn-cp-size", "2"),
     "decode context parallelism": ("--tp-size", "2", "--dcp-size", "2"),
     "pipeline parallelism": ("--pp-size", "2"),
@@ -138,6 +141,24 @@ FLAGS = {
     "PD multiplexing": ("--enable-pdmux",),
     "deterministic inference": ("--enable-deterministic-inference",),
 }
+
+
+DECODE = ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake_tcp")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"host_layout": "page_first"}, "expected 'layer_first'"),
+        ({"storage": {"path": "/somewhere"}}, "storage is set with --disaggregation-mode decode"),
+        ({"algorithm": "snapkv"}, "which a decode server does not get"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_decode_server_that_cannot_be(
+    resolve: Resolve, config: dict[str, object], words: str
+) -> None:
+    assert words in refusal(resolve, *DECODE, config=config)
 
 
 LINKER = '{"linker": "Other", "linker_module_path": "other"}'

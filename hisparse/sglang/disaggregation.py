@@ -1,0 +1,116 @@
+"""Prefill and decode servers: checks, and the hooks through which requests arrive.
+
+K and V arrive in the decode server's host pool. Its scheduler starts an arrived request without a
+forward (``ForwardMode.PREBUILT``), so the first decode step makes the request ready.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from hisparse.algorithms import build_algorithm
+from hisparse.config import HiSparseConfig
+from hisparse.errors import ConfigError
+from hisparse.sglang import compat
+from hisparse.sglang.kv_transfer import scale_buffers
+from hisparse.sglang.session import current_session
+
+__all__ = [
+    "around_prepare_for_prebuilt",
+    "around_setup_state_kv_args",
+    "check_disaggregation",
+    "is_disaggregated",
+    "prepare_disaggregation",
+]
+
+
+def is_disaggregated(server_args: Any) -> bool:
+    """Whether the server only prefills or only decodes."""
+    return server_args.disaggregation_mode in ("prefill", "decode")
+
+
+def check_disaggregation(server_args: Any, config: HiSparseConfig) -> None:
+    """Reject what prefill and decode servers do not support.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if not is_disaggregated(server_args):
+        return
+    mode = f"--disaggregation-mode {server_args.disaggregation_mode}"
+    if not compat.has_disaggregation():
+        raise ConfigError(
+            f"{mode} needs SGLang {compat.DISAGGREGATION} or newer; got {compat.installed()}"
+        )
+    if config.host_layout not in (None, "layer_first"):
+        raise ConfigError(
+            f"host_layout is {config.host_layout!r} with {mode}; expected 'layer_first', the "
+            "layout of SGLang's own pools"
+        )
+    if config.storage is not None:
+        raise ConfigError(f"storage is set with {mode}; expected it unset")
+    window = build_algorithm(config).query_window
+    if window and server_args.disaggregation_mode == "decode":
+        raise ConfigError(
+            f"algorithm {config.algorithm} needs the queries of a prompt's last {window} tokens, "
+            f"which a decode server does not get with {mode}; expected an algorithm that needs K "
+            "alone: sketch, quest"
+        )
+
+
+def prepare_disaggregation(server_args: Any, device_type: str) -> None:
+    """Set the flags of prefill and decode servers that the command line does not give."""
+    mode = server_args.disaggregation_mode
+    if mode == "decode" and server_args.disaggregation_decode_retraction_backup is None:
+        # SGLang would else allocate a second pool in host memory, as large as its device pool.
+        server_args.disaggregation_decode_retraction_backup = "cpu_tensor"
+    if mode == "prefill" and device_type == "cpu":
+        # SGLang would else make a CUDA event, in the overlapped loop for a cached prefix, and for
+        # indices in page-locked memory unless all context-parallel ranks send; here that is one.
+        server_args.disable_overlap_schedule = True
+        os.environ.setdefault("SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", "1")
+
+
+def around_prepare_for_prebuilt(original: Callable[..., None], batch: Any) -> None:
+    """Begin the requests of a batch whose K and V have arrived, or were restored."""
+    original(batch)
+    session = current_session()
+    if session is not None:
+        slots, lengths = batch.req_pool_indices_cpu.tolist(), batch.seq_lens_cpu.tolist()
+        for slot, start, length in zip(slots, batch.prefix_lens, lengths, strict=True):
+            session.arrive(slot, start, length)
+
+
+def around_setup_state_kv_args(
+    original: Callable[..., None], kv_args: Any, token_to_kv_pool: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Describe the scales of fp8, which move beside K and V.
+
+    They and an indexer's keys have formats of hisparse's own. The name of the dtype says so: SGLang
+    refuses a pair of servers with different names.
+    """
+    from sglang.srt.disaggregation.base.conn import StateType
+    from sglang.srt.disaggregation.utils import append_state_component
+
+    original(kv_args, token_to_kv_pool, *args, **kwargs)
+    session = current_session()
+    if session is None:
+        return
+    assert session.coordinator is not None, "the backend is built before the queues"
+    host, tokens = token_to_kv_pool.host, token_to_kv_pool.page_size
+    size, entries = host.kv.page_size, session.coordinator.stored_entries()
+    kinds = [f"{name} {entries[name].dtype}" for name in sorted(entries)]
+    if host.kv.fp8:
+        first = token_to_kv_pool.start_layer
+        append_state_component(
+            kv_args,
+            StateType.BLOCK_SCALE,
+            *scale_buffers(host, tokens),
+            # SGLang would else take them for keys and then values.
+            layer_ids=list(range(first, first + host.kv.num_layers)),
+        )
+        kinds.append(f"fp8_e4m3 with scales of {size} tokens")
+    if kinds:
+        kv_args.kv_cache_dtype_str = " ".join(["hisparse", *kinds])

@@ -1,0 +1,122 @@
+"""What SGLang's transfer engines and retractions see of the KV pool: addresses, and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hisparse.cache import HostKVPool
+from hisparse.cache.codec import read_tokens, write_tokens
+from hisparse.errors import HiSparseError
+from hisparse.types import StoredKV
+
+__all__ = ["Buffers", "TokenCopies", "copy_tokens", "entry_buffers", "kv_buffers", "scale_buffers"]
+
+
+class Buffers(NamedTuple):
+    """Memory that a transfer engine registers, one entry a buffer.
+
+    Attributes:
+        pointers: addresses.
+        lengths: bytes.
+        item_lengths: bytes of one of SGLang's pages.
+    """
+
+    pointers: list[int]
+    lengths: list[int]
+    item_lengths: list[int]
+
+
+def kv_buffers(host: HostKVPool, page_tokens: int) -> Buffers:
+    """The keys of each layer, then the values of each layer unless they are part of the keys.
+
+    The order of bytes is that of SGLang's own pools, so either end may be one.
+
+    Args:
+        host: the pool.
+        page_tokens: tokens of one of SGLang's pages.
+
+    Raises:
+        HiSparseError: the pool has another layout.
+    """
+    if host.layout != "layer_first":
+        raise HiSparseError(
+            f"host_layout: got {host.layout!r} with prefill/decode disaggregation, expected "
+            "'layer_first', the layout of SGLang's own pools"
+        )
+    layers = range(host.kv.num_layers)
+    parts = [host.layer(layer).k for layer in layers]
+    if not host.kv.latent:
+        parts += [host.layer(layer).v for layer in layers]
+    return _buffers(parts, page_tokens // host.kv.page_size)
+
+
+def scale_buffers(host: HostKVPool, page_tokens: int) -> Buffers:
+    """The scales of each layer's keys and values in fp8."""
+    layers = range(host.kv.num_layers)
+    scales = [x for x in (host.stored(layer).scales for layer in layers) if x is not None]
+    return _buffers(scales, page_tokens // host.kv.page_size)
+
+
+def entry_buffers(entries: Mapping[str, Tensor], pages: int) -> Buffers:
+    """Representations that cannot be built from K and V: an indexer's keys.
+
+    Args:
+        entries: ``[L, host pages, ...]``, by name.
+        pages: host pages of one of SGLang's pages.
+    """
+    return _buffers((layer for name in sorted(entries) for layer in entries[name]), pages)
+
+
+def _buffers(parts: Iterable[Tensor], pages: int) -> Buffers:
+    """``parts [host pages, ...]``, whose memory is contiguous from the first to the last page."""
+    found = Buffers([], [], [])
+    for part in parts:
+        page_bytes = part[0].numel() * part.element_size()
+        found.pointers.append(part.data_ptr())
+        found.lengths.append(len(part) * page_bytes)
+        found.item_lengths.append(pages * page_bytes)
+    return found
+
+
+class TokenCopies(NamedTuple):
+    """Copies of a request's tokens.
+
+    Attributes:
+        layers: K and V of each layer as stored, ``[T, H, D]``.
+        entries: by name, ``[L, pages, ...]``.
+    """
+
+    layers: list[StoredKV]
+    entries: dict[str, Tensor]
+
+    def restore(self, host: HostKVPool, entries: Mapping[str, Tensor], slots: Tensor) -> None:
+        """Write them to ``slots [T]`` of the pool, and to their pages in ``entries``."""
+        slots = slots.cpu().long()
+        for layer, tokens in enumerate(self.layers):
+            write_tokens(tokens, host.stored(layer), slots)
+        for name, copied in self.entries.items():
+            entry = _indexable(entries[name])
+            entry[:, _pages(host, slots).to(entry.device)] = copied.to(entry.device)
+
+
+def copy_tokens(host: HostKVPool, entries: Mapping[str, Tensor], slots: Tensor) -> TokenCopies:
+    """Copy the tokens at ``slots [T]``, which begin at the start of a page."""
+    slots = slots.cpu().long()
+    layers = [read_tokens(host.stored(layer), slots) for layer in range(host.kv.num_layers)]
+    pages = _pages(host, slots)
+    copied = {n: _indexable(x)[:, pages.to(x.device)].cpu() for n, x in entries.items()}
+    return TokenCopies(layers, copied)
+
+
+def _pages(host: HostKVPool, slots: Tensor) -> Tensor:
+    size = host.kv.page_size
+    return slots[::size] // size
+
+
+def _indexable(entries: Tensor) -> Tensor:
+    """PyTorch does not index float8."""
+    return entries.view(torch.uint8) if entries.dtype.itemsize == 1 else entries

@@ -1,0 +1,218 @@
+"""A prompt prefilled in one process and decoded in another; K and V move over Mooncake."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import disaggregated
+import mooncake_master
+import pytest
+from conftest import DenseTokens
+from disaggregated import Pair
+from harness import Refused, Server
+from tiny_models import INDEX_TOP_K, tiny_model
+from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
+
+from tests.sizes import SWEEPS
+
+pytestmark = [
+    pytest.mark.sweeps,
+    pytest.mark.skipif(not SWEEPS, reason="servers of its own: make test-all PART=sweeps"),
+    pytest.mark.skipif(not mooncake_master.is_installed(), reason="needs make mooncake-tools"),
+]
+
+SPARSE: dict[str, Any] = {
+    "budget": 128,
+    "device_buffer_size": 128,
+    "host_memory": "1GiB",
+    "device_memory": "24MB",
+}
+DENSE = SPARSE | {"budget": 4096, "device_buffer_size": 4096, "device_memory": "600MB"}
+FLAGS = ("--chunked-prefill-size", "512", "--max-running-requests", "8")
+POOL = ("--max-total-tokens", "40000")
+#: A long prompt, short ones at the edges of a page, and prompts with a common prefix.
+DOCUMENTS = [tokens(n, seed=n) for n in (7000, 801, 48, 15)] + SHARED.prompts
+
+DSA = {
+    "algorithm": "dsa",
+    "algorithm_config": {"index_dtype": "float32"},
+    "page_size": 1,
+    "num_sink_pages": 0,
+    "num_recent_pages": 0,
+    "budget": INDEX_TOP_K,
+    "device_buffer_size": 2 * INDEX_TOP_K,
+    "host_memory": "1GiB",
+    "device_memory": "200MB",
+}
+
+
+def leaks_nothing(pair: Pair) -> None:
+    pair.flush()
+    for server in (pair.prefill, pair.decode):
+        assert server.counted("host_tokens_used", "device_tokens_used") == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "config"),
+    [
+        ("sketch", "llama", SPARSE),
+        ("quest", "qwen2", SPARSE | {"algorithm": "quest", "selection_scope": "layer"}),
+        ("fp8", "llama", SPARSE | {"kv_cache_dtype": "fp8_e4m3"}),
+        ("latents", "deepseek_v2", SPARSE | {"device_memory": "200MB"}),
+        ("indexer", "deepseek_v32", DSA),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_sparse_tokens_are_those_of_one_process(
+    name: str, kind: str, config: dict[str, Any], log_dir: Path
+) -> None:
+    env = {"TORCHDYNAMO_DISABLE": "1"}
+    flags, options = (*FLAGS, *POOL), {"config": config}
+    log = log_dir / f"one-{name}.log"
+    with Server(tiny_model(kind), log, *flags, **options, env=env) as server:
+        right = [server.generate(prompt, NEW_TOKENS).ids for prompt in DOCUMENTS]
+    both = {"prefill": options, "decode": options, "env": env}
+    with disaggregated.running(log_dir, name, kind, *flags, **both) as pair:
+        assert [pair.generate(p, NEW_TOKENS).ids for p in DOCUMENTS] == right
+        pair.flush()
+        assert [a.ids for a in pair.generate_many(DOCUMENTS, NEW_TOKENS)] == right
+        leaks_nothing(pair)
+
+
+STOCK = {"backend": "torch_native"}
+#: SGLang's own pages, and its own loop on a CPU.
+STOCK_FLAGS = ("--page-size", "16", "--disable-overlap-schedule")
+
+
+@pytest.mark.parametrize("stock", ["prefill", "decode"])
+def test_one_server_of_a_pair_may_be_sglangs_own(
+    stock: str, log_dir: Path, dense_tokens: DenseTokens
+) -> None:
+    servers: dict[str, Any] = {"prefill": {"config": DENSE}, "decode": {"config": DENSE}}
+    servers |= {stock: STOCK, f"{stock}_flags": STOCK_FLAGS}
+    name = f"stock-{stock}"
+    with disaggregated.running(log_dir, name, "llama", *FLAGS, *POOL, **servers) as pair:
+        for case in (PROMPTS, SHARED):
+            answers = pair.generate_many(case.prompts, NEW_TOKENS)
+            assert [a.ids for a in answers] == dense_tokens("llama", case)
+
+
+def test_a_decode_server_that_keeps_prefixes(log_dir: Path) -> None:
+    """Only what follows a prefix that it has is sent; a turn continues its own tokens."""
+    flags, options = (*FLAGS, *POOL), {"config": SPARSE}
+    turns = [SHARED.prompts[0], SHARED.prompts[0] + tokens(100, seed=9), SHARED.prompts[1]]
+    with Server(tiny_model("llama"), log_dir / "one-kept.log", *flags, **options) as server:
+        right = [server.generate(prompt, NEW_TOKENS).ids for prompt in turns]
+    both: dict[str, Any] = {"prefill": options, "decode": options}
+    both |= {"decode_flags": ["--disaggregation-decode-enable-radix-cache"]}
+    with disaggregated.running(log_dir, "kept", "llama", *flags, **both) as pair:
+        answers = [pair.generate(prompt, NEW_TOKENS) for prompt in turns]
+        assert [answer.ids for answer in answers] == right
+        assert [a.ids for a in pair.generate_many(turns, NEW_TOKENS)] == right
+        leaks_nothing(pair)
+
+
+def test_requests_that_the_decode_server_retracts(log_dir: Path, dense_tokens: DenseTokens) -> None:
+    """Their K and V are kept, so they continue where they were."""
+    right, options = dense_tokens("llama", RETRACTED), {"config": DENSE}
+    small = ("--max-total-tokens", "4096", "--num-reserved-decode-tokens", "16")
+    both: dict[str, Any] = {"prefill": options, "decode": options}
+    both |= {"decode_flags": small, "prefill_flags": POOL}
+    flags = ("--max-running-requests", "8")
+    with disaggregated.running(log_dir, "retracted", "llama", *flags, **both) as pair:
+        answers = pair.generate_many(RETRACTED.prompts, RETRACTED.new_tokens, ignore_eos=False)
+        assert [a.ids for a in answers] == right
+        assert "retract" in pair.decode.log().lower()
+        leaks_nothing(pair)
+
+
+@pytest.fixture(scope="module")
+def expected(log_dir: Path) -> list[list[int]]:
+    """Sparse tokens of ``PROMPTS`` in one process."""
+    options = {"config": SPARSE}
+    flags = (*FLAGS, *POOL)
+    with Server(tiny_model("llama"), log_dir / "one.log", *flags, **options) as server:
+        return [server.generate(prompt, NEW_TOKENS).ids for prompt in PROMPTS.prompts]
+
+
+def start_again(server: Server) -> None:
+    """The same server on the same port, after its end."""
+    server.stop()
+    server.__enter__()
+
+
+def until_right(pair: Pair, prompt: list[int], right: list[int]) -> None:
+    """Ask until the servers know of each other again, for a minute."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            assert pair.generate(prompt, NEW_TOKENS).ids == right
+            return
+        except (Refused, RuntimeError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(1)
+
+
+@pytest.mark.parametrize("killed", ["prefill", "decode"])
+def test_the_other_server_goes_on_when_one_is_killed(
+    killed: str, log_dir: Path, expected: list[list[int]]
+) -> None:
+    options, prompts = {"config": SPARSE}, PROMPTS.prompts
+    # How long a server waits for one that is gone.
+    env = {
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "10",
+        "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "10",
+        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+        "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
+    }
+    both: dict[str, Any] = {"prefill": options, "decode": options, "env": env}
+    name = f"killed-{killed}"
+    with disaggregated.running(log_dir, name, "llama", *FLAGS, *POOL, **both) as pair:
+        assert pair.generate(prompts[0], NEW_TOKENS).ids == expected[0]
+        gone = getattr(pair, killed)
+        with ThreadPoolExecutor(8) as threads:
+            asked = [threads.submit(pair.generate, p, NEW_TOKENS) for p in prompts]
+            time.sleep(0.3)
+            gone.stop()
+            # Requests that had all they need end as ever; the others end with an error.
+            for reply, right in zip(asked, expected, strict=True):
+                error = reply.exception()
+                assert error or reply.result().ids == right
+        start_again(gone)
+        until_right(pair, prompts[1], expected[1])
+        assert [a.ids for a in pair.generate_many(prompts, NEW_TOKENS)] == expected
+        leaks_nothing(pair)
+
+
+def test_aborts_on_either_server(log_dir: Path, expected: list[list[int]]) -> None:
+    options, prompts = {"config": SPARSE}, PROMPTS.prompts
+    both: dict[str, Any] = {"prefill": options, "decode": options}
+    with disaggregated.running(log_dir, "aborts", "llama", *FLAGS, *POOL, **both) as pair:
+        with ThreadPoolExecutor(12) as threads:
+            asked = [threads.submit(pair.generate, p, NEW_TOKENS) for p in prompts]
+            for number, delay_s in enumerate((0.0, 0.1, 0.3, 1.0)):
+                rid = f"aborted-{number}"
+                lost = threads.submit(pair.generate, prompts[-1], 4000, rid=rid)
+                time.sleep(delay_s)
+                for server in (pair.decode, pair.prefill):
+                    server._post("/abort_request", {"rid": rid})
+                error = lost.exception(timeout=100)
+                assert error or len(lost.result().ids) < 4000
+            assert [reply.result().ids for reply in asked] == expected
+        leaks_nothing(pair)
+
+
+def test_a_decode_server_alone_with_made_up_transfers(log_dir: Path) -> None:
+    """SGLang's ``fake`` backend: nothing is sent, and the life cycle of requests is the same."""
+    flags = ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "fake")
+    flags += (*FLAGS, *POOL)
+    with Server(tiny_model("llama"), log_dir / "fake.log", *flags, config=SPARSE) as server:
+        for _ in range(2):
+            answers = server.generate_many(PROMPTS.prompts, NEW_TOKENS)
+            assert [len(answer.ids) for answer in answers] == [NEW_TOKENS] * len(answers)
+        server.flush_cache()
+        assert server.counted("host_tokens_used", "device_tokens_used") == (0, 0)
