@@ -11,6 +11,7 @@ from torch import Tensor
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.engine.contract import call
 from hisparse.engine.decode import DecodeAttention, SelectionObserver
+from hisparse.engine.drafts import VerifyBatch
 from hisparse.engine.extensions.base import overriding
 from hisparse.engine.loaded import Build, LoadedPages
 from hisparse.engine.metrics import CacheStats
@@ -27,6 +28,7 @@ from hisparse.engine.step import (
     PrefillChunk,
     divide,
 )
+from hisparse.engine.verify import Verification
 from hisparse.errors import HiSparseError
 from hisparse.kernels import serial_operators
 from hisparse.types import IndexerInputs, PagedKV
@@ -65,6 +67,7 @@ class SparseCoordinator:
         self._prefill = Prefill(parts)
         self._prefill_batch: PrefillBatch | None = None
         self._step: DecodeForward | None = None
+        self._verification: Verification | None = None
         self._replayed = False
         self._exact: ExactPages | None = None
 
@@ -202,7 +205,7 @@ class SparseCoordinator:
         for extension in self._after_step:
             call(extension.after_step, None, complete=complete)
 
-    def forward_begin(self, batch: PrefillBatch | DecodeBatch | MixedBatch) -> None:
+    def forward_begin(self, batch: PrefillBatch | DecodeBatch | MixedBatch | VerifyBatch) -> None:
         """Apply pending resets and capacity changes, and prepare the data that all layers share.
 
         A batch with static tensors (``num_real``) is only prepared, by tensor operations that can
@@ -212,17 +215,19 @@ class SparseCoordinator:
         Raises:
             HiSparseError: the batch is static, and steps are :attr:`not_capturable`.
         """
-        self._prefill_batch = self._step = None
+        self._prefill_batch = self._step = self._verification = None
         if isinstance(batch, DecodeBatch) and batch.num_real is not None:
             self._begin_captured(batch)
             return
         # Before requests that begin reset the state of those that ended.
         self._end_step(complete=self._replayed)
         if isinstance(batch, DecodeBatch):
-            self._begin_decode(batch, *self._start_decode(batch))
+            self._step = self._decode_step(batch, *self._start_decode(batch))
         elif isinstance(batch, PrefillBatch):
             self._start_forward(*batch.contexts)
             self._begin_prefill(batch)
+        elif isinstance(batch, VerifyBatch):
+            self._begin_verify(batch)
         else:
             self._begin_mixed(batch.prefill, batch.decode)
 
@@ -231,7 +236,15 @@ class SparseCoordinator:
         both = zip(prefill.contexts, (decode.slots_cpu, decode.seq_lens_cpu), strict=True)
         self._start_forward(*map(np.concatenate, both))
         self._begin_prefill(prefill)
-        self._begin_decode(decode, *self._decide_modes(decode))
+        self._step = self._decode_step(decode, *self._decide_modes(decode))
+
+    def _begin_verify(self, batch: VerifyBatch) -> None:
+        """Fit capacities to the longest drafts, then prepare one step for each node."""
+        self._start_forward(batch.slots_cpu, batch.longest)
+        batches = map(batch.decode_batch, batch.steps)
+        steps = [self._decode_step(each, *self._decide_modes(each)) for each in batches]
+        size = self.policy.kv.page_size
+        self._verification = Verification(batch, steps, self.manager, self.representations, size)
 
     def _begin_prefill(self, batch: PrefillBatch) -> None:
         slots, _ = batch.contexts
@@ -246,10 +259,12 @@ class SparseCoordinator:
         self.manager.counters.add("written_bytes", num_bytes)
         self._prefill_batch = batch
 
-    def _begin_decode(self, batch: DecodeBatch, masks: ModeMasks, dense: ModeMasks | None) -> None:
+    def _decode_step(
+        self, batch: DecodeBatch, masks: ModeMasks, dense: ModeMasks | None
+    ) -> DecodeForward:
         self._count(batch, masks, dense)
         step = self._new_step(batch)
-        self._step = replace(
+        return replace(
             step,
             parts=divide(step.whole, masks),
             dense_parts=() if dense is None else divide(step.whole, dense),
@@ -296,6 +311,9 @@ class SparseCoordinator:
         Returns:
             ``[T, Hq, Dv]`` in the dtype of q.
         """
+        if self._verification is not None:
+            attend = self._attend_decode
+            return self._verification.attention(layer_id, q, k, v, indexer, attend)
         prefill, step = self._prefill_batch, self._step
         if prefill is None:
             assert step is not None, "forward_begin comes before attention"
@@ -391,8 +409,19 @@ class SparseCoordinator:
         self._end_step(complete=True)
         self.manager.counters.publish()
 
+    def accept_drafts(self, nodes: np.ndarray) -> None:
+        """Keep drafts up to ``nodes [B]``, the last accepted node of each request; undo the others.
+
+        Called after a verification's :meth:`forward_end`, once the K and V of the accepted nodes
+        are in the host slots of their positions.
+        """
+        verification, self._verification = self._verification, None
+        if verification is not None:
+            verification.accept(nodes)
+
     def forward_abort(self) -> None:
         """End a forward that a layer's exception ended; its requests must not go on."""
+        self._verification = None
         self._prefill.abort()
         self.manager.end_forward()
         self._end_step(complete=False)
