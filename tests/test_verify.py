@@ -171,7 +171,6 @@ def test_twins_are_served_once_and_the_longest_branch_last() -> None:
     assert tree.order == [0, 3, 5, 1, 2]
     assert tree.twins.tolist() == [0, 1, 2, 3, 3, 5]
     assert tree.depths.tolist() == [0, 1, 2, 1, 1, 2]
-    assert tree.path(5) == [0, 3, 5]
     chain = DraftTree(np.array([-1, 0, 1, 2, 0]), np.array([5, 6, 7, 8, 0]))
     assert chain.order == [0, 4, 1, 2, 3]
 

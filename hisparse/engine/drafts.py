@@ -28,8 +28,8 @@ class DraftTree:
         parents: as given, with twins replaced by the node that is served.
         twins: ``[n]``, the node that is served for each node.
         depths: ``[n]``, number of ancestors.
-        order: the served nodes. A node follows its parent directly wherever it can; the longest
-            branch is last, so that nothing has to be undone if it is accepted.
+        order: the served nodes, depth first. The longest branch is last, so that nothing has to be
+            undone if it is accepted.
     """
 
     def __init__(self, parents: np.ndarray, tokens: np.ndarray) -> None:
@@ -57,13 +57,6 @@ class DraftTree:
             self.order.append(node)
             # The last one is served first.
             waiting += sorted(children[node], key=deepest.__getitem__, reverse=True)
-
-    def path(self, node: int) -> list[int]:
-        """Nodes from the root to ``node``."""
-        nodes = [node]
-        while nodes[-1]:
-            nodes.append(int(self.parents[nodes[-1]]))
-        return nodes[::-1]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,8 +45,6 @@ class _Return:
         index: ``[m] int64``, the requests among those of the step.
         host_page_table: ``[m, P] int32``.
         changed_from, tail_index: ``[m] int32``, see :func:`restore_rows`.
-        tokens: ``[T] int64``, the nodes on the paths to the new state, as tokens of the forward.
-        host_slots: ``[T] int64``, the host slots of their positions.
     """
 
     step: int
@@ -54,8 +52,6 @@ class _Return:
     host_page_table: Tensor
     changed_from: Tensor
     tail_index: Tensor
-    tokens: Tensor
-    host_slots: Tensor
 
 
 class Verification:
@@ -64,7 +60,8 @@ class Verification:
     Every node runs as the decode step that would append its token: with a selection of its own, and
     with the tail page, the LRU order and the representations that its ancestors leave. Before a
     node whose parent was not served last, and after the verification, a request goes back to the
-    state after an earlier node.
+    state after an earlier node. Until then only descendants of that node were served: the host
+    slots of the positions up to it still hold its path.
 
     Args:
         batch: the drafts.
@@ -114,9 +111,6 @@ class Verification:
             tokens = self._tokens[number]
             with serial_operators(q.device):
                 for back in self._returns[number]:
-                    self._manager.kv_io.write(
-                        layer_id, back.host_slots, k[back.tokens], v[back.tokens]
-                    )
                     self._go_back(layer_id, back)
                 step.read_tails(layer_id, self._manager.device)
             inputs = indexer and indexer.take(tokens)
@@ -171,25 +165,14 @@ class Verification:
         batch, size = self._batch, self._size
         step, first = batch.steps[number], batch.seq_lens_cpu[requests]
         index = np.searchsorted(step.requests, requests)
-        paths = [batch.trees[b].path(n) for b, n in zip(requests, step.nodes[index], strict=True)]
-        ends = first + [len(path) for path in paths]
-        count = batch.parents.shape[1]
-        tokens = [
-            b * count + node for b, path in zip(requests, paths, strict=True) for node in path
-        ]
-        places = [
-            b * count + depth
-            for b, path in zip(requests, paths, strict=True)
-            for depth in range(len(path))
-        ]
+        nodes = zip(requests, step.nodes[index], strict=True)
+        ends = first + [int(batch.trees[b].depths[node]) + 1 for b, node in nodes]
         return _Return(
             step=number,
             index=self._upload(index),
             host_page_table=batch.host_page_table[self._upload(requests)],
             changed_from=self._upload(first // size).to(torch.int32),
             tail_index=self._upload(np.where(ends % size, ends // size, -1)).to(torch.int32),
-            tokens=self._upload(np.array(tokens)),
-            host_slots=batch.host_slots.flatten()[self._upload(np.array(places))],
         )
 
     def _filled_pages(self, requests: np.ndarray) -> Tensor | None:
