@@ -43,6 +43,7 @@ class Session(EngineSetup):
         chunked_request_id: id of the request with a prompt that continues after the next forward.
         req_to_token_pool: SGLang's ``ReqToTokenPool``.
         coordinator: the engine; None until the attention backend is built.
+        accept_drafts: takes host slots that accepted drafts move to, and their own, both ``[T]``.
         report_metrics: publishes the metrics.
         can_replay: whether a CUDA graph can serve SGLang's forward batch, which is then prepared.
     """
@@ -60,6 +61,7 @@ class Session(EngineSetup):
     chunked_request_id: str | None = None
     req_to_token_pool: Any = None
     coordinator: SparseCoordinator | None = None
+    accept_drafts: Callable[[torch.Tensor, torch.Tensor], None] = lambda target, source: None
     report_metrics: Callable[[], None] = lambda: None
     can_replay: Callable[[Any], bool] = lambda forward_batch: False
 
