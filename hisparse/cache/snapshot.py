@@ -51,8 +51,8 @@ def save_rows(device: DevicePool, layer_id: int, rows: Tensor, width: int) -> Ro
         width: W, at least the capacity of every row.
     """
     state = device.state(layer_id)
-    tables = (table[rows, :width] for table in state[:3])
-    return RowSnapshot(rows, *tables, device.tail_pages[layer_id, rows])
+    held, order, pages = (table[rows, :width] for table in state[:3])
+    return RowSnapshot(rows, held, order, pages, device.tail_pages[layer_id, rows])
 
 
 def restore_rows(

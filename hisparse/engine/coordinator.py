@@ -167,7 +167,8 @@ class SparseCoordinator:
         if self.not_capturable is not None or not batch.slots_cpu.all():
             return False
         self._end_step(complete=self._replayed)
-        masks, dense = self._start_decode(batch)
+        self._start_forward(batch.slots_cpu, batch.seq_lens_cpu)
+        masks, dense = self._decide_modes(batch)
         if masks.staged.any() or (dense is not None and dense.staged.any()):
             return False
         self._count(batch, masks, dense)
@@ -178,11 +179,6 @@ class SparseCoordinator:
         """Apply resets, and fit capacities to contexts of ``seq_lens [B]`` after this forward."""
         self.representations.apply_resets()
         self.manager.start_forward(slots, seq_lens // self.policy.kv.page_size)
-
-    def _start_decode(self, batch: DecodeBatch) -> tuple[ModeMasks, ModeMasks | None]:
-        """Start a forward of a decode step alone; returns :meth:`_decide_modes`."""
-        self._start_forward(batch.slots_cpu, batch.seq_lens_cpu)
-        return self._decide_modes(batch)
 
     def _decide_modes(self, batch: DecodeBatch) -> tuple[ModeMasks, ModeMasks | None]:
         """The modes of a step in sparse layers and in dense layers, by the capacities now."""
@@ -222,12 +218,15 @@ class SparseCoordinator:
         # Before requests that begin reset the state of those that ended.
         self._end_step(complete=self._replayed)
         if isinstance(batch, DecodeBatch):
-            self._step = self._decode_step(batch, *self._start_decode(batch))
+            self._start_forward(batch.slots_cpu, batch.seq_lens_cpu)
+            self._step = self._decode_step(batch)
         elif isinstance(batch, PrefillBatch):
             self._start_forward(*batch.contexts)
             self._begin_prefill(batch)
         elif isinstance(batch, VerifyBatch):
-            self._begin_verify(batch)
+            self._start_forward(batch.slots_cpu, batch.longest)
+            steps = [self._decode_step(each) for each in batch.decode_batches()]
+            self._verification = Verification(batch, steps, self.manager, self.representations)
         else:
             self._begin_mixed(batch.prefill, batch.decode)
 
@@ -236,15 +235,7 @@ class SparseCoordinator:
         both = zip(prefill.contexts, (decode.slots_cpu, decode.seq_lens_cpu), strict=True)
         self._start_forward(*map(np.concatenate, both))
         self._begin_prefill(prefill)
-        self._step = self._decode_step(decode, *self._decide_modes(decode))
-
-    def _begin_verify(self, batch: VerifyBatch) -> None:
-        """Fit capacities to the longest drafts, then prepare one step for each node."""
-        self._start_forward(batch.slots_cpu, batch.longest)
-        batches = map(batch.decode_batch, batch.steps)
-        steps = [self._decode_step(each, *self._decide_modes(each)) for each in batches]
-        size = self.policy.kv.page_size
-        self._verification = Verification(batch, steps, self.manager, self.representations, size)
+        self._step = self._decode_step(decode)
 
     def _begin_prefill(self, batch: PrefillBatch) -> None:
         slots, _ = batch.contexts
@@ -259,16 +250,12 @@ class SparseCoordinator:
         self.manager.counters.add("written_bytes", num_bytes)
         self._prefill_batch = batch
 
-    def _decode_step(
-        self, batch: DecodeBatch, masks: ModeMasks, dense: ModeMasks | None
-    ) -> DecodeForward:
+    def _decode_step(self, batch: DecodeBatch) -> DecodeForward:
+        masks, dense = self._decide_modes(batch)
         self._count(batch, masks, dense)
         step = self._new_step(batch)
-        return replace(
-            step,
-            parts=divide(step.whole, masks),
-            dense_parts=() if dense is None else divide(step.whole, dense),
-        )
+        dense_parts = () if dense is None else divide(step.whole, dense)
+        return replace(step, parts=divide(step.whole, masks), dense_parts=dense_parts)
 
     def _begin_captured(self, batch: DecodeBatch) -> None:
         """Prepare one part for all requests; the device decides which ones are dense."""
@@ -312,8 +299,7 @@ class SparseCoordinator:
             ``[T, Hq, Dv]`` in the dtype of q.
         """
         if self._verification is not None:
-            attend = self._attend_decode
-            return self._verification.attention(layer_id, q, k, v, indexer, attend)
+            return self._verification.attention(layer_id, q, k, v, indexer, self._attend_decode)
         prefill, step = self._prefill_batch, self._step
         if prefill is None:
             assert step is not None, "forward_begin comes before attention"
@@ -410,14 +396,13 @@ class SparseCoordinator:
         self.manager.counters.publish()
 
     def accept_drafts(self, nodes: np.ndarray) -> None:
-        """Keep drafts up to ``nodes [B]``, the last accepted node of each request; undo the others.
+        """Keep the drafts up to ``nodes [B]``, the last accepted ones, and undo all others.
 
-        Called after a verification's :meth:`forward_end`, once the K and V of the accepted nodes
-        are in the host slots of their positions.
+        Called once the accepted K and V are in the host slots of their positions.
         """
-        verification, self._verification = self._verification, None
-        if verification is not None:
-            verification.accept(nodes)
+        if self._verification is not None:
+            self._verification.accept(nodes)
+            self._verification = None
 
     def forward_abort(self) -> None:
         """End a forward that a layer's exception ended; its requests must not go on."""

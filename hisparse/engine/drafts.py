@@ -133,8 +133,11 @@ class VerifyBatch:
             )
         return steps
 
-    def decode_batch(self, step: VerifyStep) -> DecodeBatch:
-        """A step as a decode step, each node at the host slot of its position."""
+    def decode_batches(self) -> list[DecodeBatch]:
+        """The steps as decode steps, each node at the host slot of its position."""
+        return [self._decode_batch(step) for step in self.steps]
+
+    def _decode_batch(self, step: VerifyStep) -> DecodeBatch:
         device = self.host_slots.device
         depths = [self.trees[b].depths[n] for b, n in zip(step.requests, step.nodes, strict=True)]
         seq_lens = self.seq_lens_cpu[step.requests] + np.array(depths) + 1

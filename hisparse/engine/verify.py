@@ -68,7 +68,6 @@ class Verification:
         forwards: the decode step of each of ``batch.steps``.
         manager: the cache.
         representations: tensors of the algorithm.
-        page_size: S, tokens.
     """
 
     def __init__(
@@ -77,13 +76,12 @@ class Verification:
         forwards: Sequence[DecodeForward],
         manager: SparseKVCacheManager,
         representations: Representations,
-        page_size: int,
     ) -> None:
         self._batch = batch
         self._forwards = forwards
         self._manager = manager
         self._representations = representations
-        self._size = page_size
+        self._size = manager.host.kv.page_size
         self._device = manager.device.device
         self._width = int(manager.residency.held(batch.slots_cpu).max())
         self._saved: dict[tuple[int, int], _Saved] = {}

@@ -61,7 +61,7 @@ def check_speculation(view: Any, config: HiSparseConfig) -> None:
     """
     if view.speculative_algorithm != _NGRAM:
         return
-    enabled = next((name for name, options in config.extensions.items() if options), None)
+    enabled = next(iter(config.extensions), None)
     excluded = (
         (view.device != "cpu", f"device {view.device}", "cpu"),
         (not compat.since(_RELEASE), f"sglang {compat.installed()}", f"sglang {_RELEASE}"),
