@@ -55,7 +55,9 @@ class DraftingSimulator(Simulator):
             streams = zip(*([x[layer, at] for x in r.streams] for r, at in nodes), strict=True)
             q, k, v, *indexer = (torch.stack(tokens) for tokens in streams)
             inputs = IndexerInputs(*indexer) if self.algorithm.indexer else None
-            outs.append(self.coordinator.attention(layer, q, k, v, inputs).unflatten(0, shape))
+            sinks = None if self.sinks is None else self.sinks[layer]
+            out = self.coordinator.attention(layer, q, k, v, inputs, sinks)
+            outs.append(out.unflatten(0, shape))
         self.coordinator.forward_end()
         for draft, slots in zip(drafts, batch.host_slots, strict=True):
             path = draft.path(draft.accepted)

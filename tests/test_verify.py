@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
-from hisparse.algorithms.snapkv import SnapKV
 from hisparse.algorithms.topp import TopP
 from hisparse.engine.drafts import DraftTree
 from hisparse.testing import Request
@@ -42,12 +41,15 @@ SETTINGS = [
     pytest.param({"min_sparse_context": 105}, id="dense-and-sparse"),
     pytest.param({"min_sparse_context": 1000, "layout": "layer_first"}, id="staged"),
     pytest.param({"page_size": 2, "budget": 16}, id="drafts-fill-many-pages"),
+    pytest.param({"layers": 4, "windows": (20, 0, 9, 33)}, id="windows-sinks"),
 ]
 
 
 def simulator(settings: dict[str, Any]) -> tuple[DraftingSimulator, list[Request]]:
     """Two requests with their prompts, and host pages for all of their tokens."""
     sim = DraftingSimulator(**SMALL | settings)
+    if "windows" in settings:
+        sim.sinks = torch.linspace(-1, 3, sim.layers * 4).view(sim.layers, 4)
     requests = [
         sim.request(s, LENGTH, seed=s, prompt=n) for s, n in zip(SLOTS, PROMPTS, strict=True)
     ]
@@ -70,8 +72,8 @@ def assert_same_state(sim: DraftingSimulator, alone: DraftingSimulator) -> None:
             assert torch.equal(a, b), name
     assert torch.equal(one.capacity, two.capacity)
     assert torch.equal(one.tail_pages, two.tail_pages)
-    for name, tensor in sim.representations.tensors.items():
-        other = alone.representations.tensors[name]
+    for name, tensor in sim.representations.of_pages.items():
+        other = alone.representations.of_pages[name]
         # Not those of the padding page.
         assert torch.equal(bits(tensor[:, 1:]), bits(other[:, 1:])), name
     for layer in range(sim.layers):
@@ -101,7 +103,7 @@ def assert_same_tokens(
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("seed", range(sized(2, 25)))
+@pytest.mark.parametrize("seed", range(sized(1, 25)))
 def test_accepted_drafts_equal_decoding_one_token_at_a_time(
     settings: dict[str, Any], seed: int
 ) -> None:
@@ -173,12 +175,3 @@ def test_twins_are_served_once_and_the_longest_branch_last() -> None:
     assert tree.depths.tolist() == [0, 1, 2, 1, 1, 2]
     chain = DraftTree(np.array([-1, 0, 1, 2, 0]), np.array([5, 6, 7, 8, 0]))
     assert chain.order == [0, 4, 1, 2, 3]
-
-
-def test_snapkv_state_of_requests_is_not_touched() -> None:
-    settings = {"algorithm": SnapKV(window=4)}
-    sim, requests = simulator(settings)
-    kept = {name: tensor.clone() for name, tensor in sim.representations.tensors.items()}
-    sim.verify(random_draft(requests[0], requests[1], 6, random.Random(1)))
-    for name, tensor in sim.representations.tensors.items():
-        assert torch.equal(bits(tensor), bits(kept[name]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.engine.contract import call
-from hisparse.engine.decode import DecodeAttention, SelectionObserver
+from hisparse.engine.decode import SelectionObserver
+from hisparse.engine.decode_layer import DecodeLayer
 from hisparse.engine.drafts import VerifyBatch
 from hisparse.engine.extensions.base import overriding
 from hisparse.engine.loaded import Build, LoadedPages
@@ -21,8 +23,6 @@ from hisparse.engine.prefill import Prefill
 from hisparse.engine.step import (
     DecodeBatch,
     DecodeForward,
-    DecodePart,
-    FilledTails,
     MixedBatch,
     PrefillBatch,
     PrefillChunk,
@@ -30,7 +30,6 @@ from hisparse.engine.step import (
 )
 from hisparse.engine.verify import Verification
 from hisparse.errors import HiSparseError
-from hisparse.kernels import serial_operators
 from hisparse.types import IndexerInputs, PagedKV
 
 __all__ = ["SparseCoordinator"]
@@ -58,12 +57,11 @@ class SparseCoordinator:
         self.representations = parts.representations
         self.extensions = parts.extensions
         self._storing = overriding("store_pages", parts.extensions)
-        self._starting = overriding("before_layer", parts.extensions)
         self._before_step = overriding("before_step", parts.extensions)
         self._after_step = overriding("after_step", parts.extensions)
         self._modes = parts.modes
         self._window = parts.policy.kv.window
-        self._decode = DecodeAttention(parts)
+        self._decode = DecodeLayer(parts)
         self._prefill = Prefill(parts)
         self._prefill_batch: PrefillBatch | None = None
         self._step: DecodeForward | None = None
@@ -111,7 +109,7 @@ class SparseCoordinator:
 
     def observe(self, observer: SelectionObserver | None) -> None:
         """Set the selection callback, or None to remove it."""
-        self._decode.observer = observer
+        self._decode.attention.observer = observer
 
     def on_request_begin(self, slot: int) -> None:
         """Start a request in a request slot. Safe while an earlier forward is running."""
@@ -145,7 +143,7 @@ class SparseCoordinator:
             return f"algorithm {type(self.algorithm).__name__} reads keys in host memory"
         if self.manager.checked:
             return "checked is true, which reads every selection back"
-        if self._decode.observer is not None:
+        if self._decode.attention.observer is not None:
             return "selections are observed"
         return None
 
@@ -299,11 +297,12 @@ class SparseCoordinator:
             ``[T, Hq, Dv]`` in the dtype of q.
         """
         if self._verification is not None:
-            return self._verification.attention(layer_id, q, k, v, indexer, self._attend_decode)
+            run = partial(self._decode.run, sinks=sinks)
+            return self._verification.attention(layer_id, q, k, v, indexer, run)
         prefill, step = self._prefill_batch, self._step
         if prefill is None:
             assert step is not None, "forward_begin comes before attention"
-            return self._attend_decode(layer_id, q, k, v, step, indexer, sinks)
+            return self._decode.run(layer_id, q, k, v, step, indexer, sinks)
         if step is None:
             return self._prefill.attention(layer_id, q, k, v, prefill, indexer, sinks)
         chunks, rows = slice(prefill.num_tokens), slice(prefill.num_tokens, None)
@@ -311,61 +310,8 @@ class SparseCoordinator:
         new = self._prefill.attention(
             layer_id, q[chunks], k[chunks], v[chunks], prefill, of_chunks, sinks
         )
-        next_tokens = self._attend_decode(layer_id, q[rows], k[rows], v[rows], step, of_rows, sinks)
+        next_tokens = self._decode.run(layer_id, q[rows], k[rows], v[rows], step, of_rows, sinks)
         return torch.cat([new, next_tokens])
-
-    def _attend_decode(
-        self,
-        layer_id: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        step: DecodeForward,
-        indexer: IndexerInputs | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        parts = self._parts_of(layer_id, step)
-        if indexer is not None:
-            for part in (step.whole, *parts):
-                part.set_indexer(indexer)
-        with serial_operators(q.device):
-            self._before_layer(layer_id, step.parts)
-            self.manager.append(layer_id, step.tail_slots[layer_id], step.host_slots, k, v)
-        out = self._decode.attention(layer_id, q, parts, sinks)
-        if step.filled is not None:
-            with serial_operators(q.device):
-                self._finish(layer_id, step, step.filled)
-        return out
-
-    def _parts_of(self, layer_id: int, step: DecodeForward) -> tuple[DecodePart, ...]:
-        """The requests by mode in a layer."""
-        window = self._window(layer_id)
-        if window:
-            return step.window_parts[window]
-        return step.dense_parts if layer_id in self._modes.dense_layers else step.parts
-
-    def _finish(self, layer_id: int, step: DecodeForward, filled: FilledTails) -> None:
-        """Move full tail pages into the LRU, and store their representations."""
-        has_entries = not self._window(layer_id)
-        tails = self.manager.finish(
-            layer_id,
-            step.whole.rows,
-            filled.rows,
-            with_values=has_entries and bool(self._storing),
-        )
-        if not has_entries:
-            return
-        keys, values = tails[0].transpose(1, 2), tails[-1].transpose(1, 2)
-        update = self.algorithm.update_representations
-        call(update, layer_id, keys, layer_id, filled.host_pages, step.whole.view)
-        for extension in self._storing:
-            call(extension.store_pages, layer_id, layer_id, keys, values, filled.host_pages)
-
-    def _before_layer(self, layer_id: int, parts: tuple[DecodePart, ...]) -> None:
-        for extension in self._starting:
-            for part in parts:
-                if part.mode == "sparse":
-                    call(extension.before_layer, layer_id, layer_id, part)
 
     def build_representations(
         self,

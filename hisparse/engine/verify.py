@@ -210,10 +210,15 @@ class Verification:
         served = batch.steps[number]
         if all(len(batch.trees[b].order) == number + 1 for b in served.requests):
             return
-        pages, tensors = self._filling[number], self._representations.per_page
+        pages, tensors = self._filling[number], self._tensors(layer_id)
         entries = [] if pages is None else [tensor[layer_id, pages] for tensor in tensors]
         rows = save_rows(self._manager.device, layer_id, step.whole.rows.rows, self._width)
         self._saved[layer_id, number] = _Saved(rows=rows, entries=entries)
+
+    def _tensors(self, layer_id: int) -> list[Tensor]:
+        """Representations of pages; a layer with a window has none."""
+        windowed = self._manager.host.kv.window(layer_id)
+        return [] if windowed else self._representations.per_page
 
     def _go_back(self, layer_id: int, back: _Return) -> None:
         """Return to the state after an earlier step, in one layer."""
@@ -231,5 +236,5 @@ class Verification:
         )
         pages = self._filling[back.step]
         if pages is not None:
-            for tensor, entries in zip(self._representations.per_page, saved.entries, strict=True):
+            for tensor, entries in zip(self._tensors(layer_id), saved.entries, strict=True):
                 tensor[layer_id, pages[back.index]] = entries[back.index]
