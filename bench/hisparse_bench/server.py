@@ -53,6 +53,7 @@ class Generation:
         ids: its token ids, if the request had token ids.
         times_s: arrival of each event, seconds since the request was sent.
         prompt_tokens, cached_tokens: tokens of the prompt, and those found in the radix cache.
+        verified: forwards that verified drafts; 0 without speculation.
     """
 
     text: str
@@ -60,6 +61,7 @@ class Generation:
     times_s: list[float]
     prompt_tokens: int
     cached_tokens: int
+    verified: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -109,6 +111,7 @@ class ServerClient:
             times,
             meta["prompt_tokens"],
             meta["cached_tokens"],
+            meta.get("spec_verify_ct") or 0,
         )
 
     def generate(

@@ -1,10 +1,25 @@
 """Stand-in for sgl_kernel on a CPU-only machine: it is a CUDA library.
 
-SGLang imports names from it at module level; calling one of them here is an error.
+SGLang imports names from it at module level. Those that speculative decoding by n-grams calls on a
+CPU are here; calling any other is an error.
 """
 
 from collections.abc import Callable
 from typing import NoReturn
+
+from sgl_kernel._speculation import (
+    assign_extend_cache_locs_cpu,
+    assign_req_to_token_pool_cpu,
+    fill_accept_out_cache_loc_cpu,
+    verify_tree_greedy_cpu,
+)
+
+__all__ = [
+    "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "verify_tree_greedy_cpu",
+]
 
 
 def __getattr__(name: str) -> Callable[..., NoReturn]:

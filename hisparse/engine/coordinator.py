@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.engine.arrived import ArrivedRequests
 from hisparse.engine.contract import call
-from hisparse.engine.decode import DecodeAttention, SelectionObserver
+from hisparse.engine.decode import SelectionObserver
+from hisparse.engine.decode_layer import DecodeLayer
+from hisparse.engine.drafts import VerifyBatch
 from hisparse.engine.extensions.base import overriding
 from hisparse.engine.loaded import Build, LoadedPages
 from hisparse.engine.metrics import CacheStats
@@ -21,15 +24,13 @@ from hisparse.engine.prefill import Prefill
 from hisparse.engine.step import (
     DecodeBatch,
     DecodeForward,
-    DecodePart,
-    FilledTails,
     MixedBatch,
     PrefillBatch,
     PrefillChunk,
     divide,
 )
+from hisparse.engine.verify import Verification
 from hisparse.errors import HiSparseError
-from hisparse.kernels import serial_operators
 from hisparse.types import IndexerInputs, PagedKV
 
 __all__ = ["SparseCoordinator"]
@@ -57,15 +58,15 @@ class SparseCoordinator:
         self.representations = parts.representations
         self.extensions = parts.extensions
         self._storing = overriding("store_pages", parts.extensions)
-        self._starting = overriding("before_layer", parts.extensions)
         self._before_step = overriding("before_step", parts.extensions)
         self._after_step = overriding("after_step", parts.extensions)
         self._modes = parts.modes
         self._window = parts.policy.kv.window
-        self._decode = DecodeAttention(parts)
+        self._decode = DecodeLayer(parts)
         self._prefill = Prefill(parts)
         self._prefill_batch: PrefillBatch | None = None
         self._step: DecodeForward | None = None
+        self._verification: Verification | None = None
         self._replayed = False
         self._exact: ExactPages | None = None
         self._arrived: ArrivedRequests | None = None
@@ -115,7 +116,7 @@ class SparseCoordinator:
 
     def observe(self, observer: SelectionObserver | None) -> None:
         """Set the selection callback, or None to remove it."""
-        self._decode.observer = observer
+        self._decode.attention.observer = observer
 
     def on_request_begin(self, slot: int) -> None:
         """Start a request in a request slot. Safe while an earlier forward is running."""
@@ -151,7 +152,7 @@ class SparseCoordinator:
             return f"algorithm {type(self.algorithm).__name__} reads keys in host memory"
         if self.manager.checked:
             return "checked is true, which reads every selection back"
-        if self._decode.observer is not None:
+        if self._decode.attention.observer is not None:
             return "selections are observed"
         return None
 
@@ -175,7 +176,8 @@ class SparseCoordinator:
         if self._arrived is not None and self._arrived.any_of(batch.slots_cpu.tolist()):
             return False
         self._end_step(complete=self._replayed)
-        masks, dense = self._start_decode(batch)
+        self._start_forward(batch.slots_cpu, batch.seq_lens_cpu)
+        masks, dense = self._decide_modes(batch)
         if masks.staged.any() or (dense is not None and dense.staged.any()):
             return False
         self._count(batch, masks, dense)
@@ -186,11 +188,6 @@ class SparseCoordinator:
         """Apply resets, and fit capacities to contexts of ``seq_lens [B]`` after this forward."""
         self.representations.apply_resets()
         self.manager.start_forward(slots, seq_lens // self.policy.kv.page_size)
-
-    def _start_decode(self, batch: DecodeBatch) -> tuple[ModeMasks, ModeMasks | None]:
-        """Start a forward of a decode step alone; returns :meth:`_decide_modes`."""
-        self._start_forward(batch.slots_cpu, batch.seq_lens_cpu)
-        return self._decide_modes(batch)
 
     def _decide_modes(self, batch: DecodeBatch) -> tuple[ModeMasks, ModeMasks | None]:
         """The modes of a step in sparse layers and in dense layers, by the capacities now."""
@@ -213,7 +210,7 @@ class SparseCoordinator:
         for extension in self._after_step:
             call(extension.after_step, None, complete=complete)
 
-    def forward_begin(self, batch: PrefillBatch | DecodeBatch | MixedBatch) -> None:
+    def forward_begin(self, batch: PrefillBatch | DecodeBatch | MixedBatch | VerifyBatch) -> None:
         """Apply pending resets and capacity changes, and prepare the data that all layers share.
 
         A batch with static tensors (``num_real``) is only prepared, by tensor operations that can
@@ -223,19 +220,24 @@ class SparseCoordinator:
         Raises:
             HiSparseError: the batch is static, and steps are :attr:`not_capturable`.
         """
-        self._prefill_batch = self._step = None
+        self._prefill_batch = self._step = self._verification = None
         if isinstance(batch, DecodeBatch) and batch.num_real is not None:
             self._begin_captured(batch)
             return
         # Before requests that begin reset the state of those that ended.
         self._end_step(complete=self._replayed)
         if isinstance(batch, DecodeBatch):
-            self._begin_decode(batch, *self._start_decode(batch))
+            self._start_forward(batch.slots_cpu, batch.seq_lens_cpu)
+            self._step = self._decode_step(batch)
             if self._arrived is not None:
                 self._arrived.begin(batch)
         elif isinstance(batch, PrefillBatch):
             self._start_forward(*batch.contexts)
             self._begin_prefill(batch)
+        elif isinstance(batch, VerifyBatch):
+            self._start_forward(batch.slots_cpu, batch.longest)
+            steps = [self._decode_step(each) for each in batch.decode_batches()]
+            self._verification = Verification(batch, steps, self.manager, self.representations)
         else:
             self._begin_mixed(batch.prefill, batch.decode)
 
@@ -244,7 +246,7 @@ class SparseCoordinator:
         both = zip(prefill.contexts, (decode.slots_cpu, decode.seq_lens_cpu), strict=True)
         self._start_forward(*map(np.concatenate, both))
         self._begin_prefill(prefill)
-        self._begin_decode(decode, *self._decide_modes(decode))
+        self._step = self._decode_step(decode)
 
     def _begin_prefill(self, batch: PrefillBatch) -> None:
         slots, _ = batch.contexts
@@ -259,14 +261,12 @@ class SparseCoordinator:
         self.manager.counters.add("written_bytes", num_bytes)
         self._prefill_batch = batch
 
-    def _begin_decode(self, batch: DecodeBatch, masks: ModeMasks, dense: ModeMasks | None) -> None:
+    def _decode_step(self, batch: DecodeBatch) -> DecodeForward:
+        masks, dense = self._decide_modes(batch)
         self._count(batch, masks, dense)
         step = self._new_step(batch)
-        self._step = replace(
-            step,
-            parts=divide(step.whole, masks),
-            dense_parts=() if dense is None else divide(step.whole, dense),
-        )
+        dense_parts = () if dense is None else divide(step.whole, dense)
+        return replace(step, parts=divide(step.whole, masks), dense_parts=dense_parts)
 
     def _begin_captured(self, batch: DecodeBatch) -> None:
         """Prepare one part for all requests; the device decides which ones are dense."""
@@ -309,10 +309,15 @@ class SparseCoordinator:
         Returns:
             ``[T, Hq, Dv]`` in the dtype of q.
         """
+        if self._verification is not None:
+            run = partial(self._decode.run, sinks=sinks)
+            return self._verification.attention(layer_id, q, k, v, indexer, run)
         prefill, step = self._prefill_batch, self._step
         if prefill is None:
             assert step is not None, "forward_begin comes before attention"
-            return self._attend_decode(layer_id, q, k, v, step, indexer, sinks)
+            if self._arrived is not None:
+                self._arrived.prepare(layer_id)
+            return self._decode.run(layer_id, q, k, v, step, indexer, sinks)
         if step is None:
             return self._prefill.attention(layer_id, q, k, v, prefill, indexer, sinks)
         chunks, rows = slice(prefill.num_tokens), slice(prefill.num_tokens, None)
@@ -320,63 +325,8 @@ class SparseCoordinator:
         new = self._prefill.attention(
             layer_id, q[chunks], k[chunks], v[chunks], prefill, of_chunks, sinks
         )
-        next_tokens = self._attend_decode(layer_id, q[rows], k[rows], v[rows], step, of_rows, sinks)
+        next_tokens = self._decode.run(layer_id, q[rows], k[rows], v[rows], step, of_rows, sinks)
         return torch.cat([new, next_tokens])
-
-    def _attend_decode(
-        self,
-        layer_id: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        step: DecodeForward,
-        indexer: IndexerInputs | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        parts = self._parts_of(layer_id, step)
-        if indexer is not None:
-            for part in (step.whole, *parts):
-                part.set_indexer(indexer)
-        if self._arrived is not None:
-            self._arrived.prepare(layer_id)
-        with serial_operators(q.device):
-            self._before_layer(layer_id, step.parts)
-            self.manager.append(layer_id, step.tail_slots[layer_id], step.host_slots, k, v)
-        out = self._decode.attention(layer_id, q, parts, sinks)
-        if step.filled is not None:
-            with serial_operators(q.device):
-                self._finish(layer_id, step, step.filled)
-        return out
-
-    def _parts_of(self, layer_id: int, step: DecodeForward) -> tuple[DecodePart, ...]:
-        """The requests by mode in a layer."""
-        window = self._window(layer_id)
-        if window:
-            return step.window_parts[window]
-        return step.dense_parts if layer_id in self._modes.dense_layers else step.parts
-
-    def _finish(self, layer_id: int, step: DecodeForward, filled: FilledTails) -> None:
-        """Move full tail pages into the LRU, and store their representations."""
-        has_entries = not self._window(layer_id)
-        tails = self.manager.finish(
-            layer_id,
-            step.whole.rows,
-            filled.rows,
-            with_values=has_entries and bool(self._storing),
-        )
-        if not has_entries:
-            return
-        keys, values = tails[0].transpose(1, 2), tails[-1].transpose(1, 2)
-        update = self.algorithm.update_representations
-        call(update, layer_id, keys, layer_id, filled.host_pages, step.whole.view)
-        for extension in self._storing:
-            call(extension.store_pages, layer_id, layer_id, keys, values, filled.host_pages)
-
-    def _before_layer(self, layer_id: int, parts: tuple[DecodePart, ...]) -> None:
-        for extension in self._starting:
-            for part in parts:
-                if part.mode == "sparse":
-                    call(extension.before_layer, layer_id, layer_id, part)
 
     def build_representations(
         self,
@@ -406,8 +356,18 @@ class SparseCoordinator:
         self._end_step(complete=True)
         self.manager.counters.publish()
 
+    def accept_drafts(self, nodes: np.ndarray) -> None:
+        """Keep the drafts up to ``nodes [B]``, the last accepted ones, and undo all others.
+
+        Called once the accepted K and V are in the host slots of their positions.
+        """
+        if self._verification is not None:
+            self._verification.accept(nodes)
+            self._verification = None
+
     def forward_abort(self) -> None:
         """End a forward that a layer's exception ended; its requests must not go on."""
+        self._verification = None
         self._prefill.abort()
         self.manager.end_forward()
         self._end_step(complete=False)

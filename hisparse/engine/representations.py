@@ -31,7 +31,9 @@ class Representations:
         tensors: by name, ``[L, host pages, *shape]``, ``[L, request slots, *shape]`` or
             ``[L, *shape]``, depending on the owner. If some layers have no representations, these
             are views that take a layer's number and skip those layers in memory.
-        of_pages: those of them that belong to pages and are saved, without skipped layers.
+        num_layers: L.
+        per_page: those of them that belong to pages.
+        of_pages: those of these that are saved, without skipped layers.
         only_of_pages: whether these are all that is saved.
         indexes: the algorithm's host-memory indexes of each request.
     """
@@ -62,6 +64,8 @@ class Representations:
         self.tensors = memory
         if len(layers) < num_layers:
             self.tensors = {name: _of_layers(tensor, layers) for name, tensor in memory.items()}
+        self.num_layers = num_layers
+        self.per_page = [self.tensors[n] for n, r in kinds.items() if r.per == "page"]
         self.of_pages = {n: memory[n] for n, r in self._saved.items() if r.per == "page"}
         self.only_of_pages = len(self.of_pages) == len(self._saved)
         self._request_state = [memory[n] for n, r in kinds.items() if r.per == "request"]

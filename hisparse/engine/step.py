@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import DecodeStep, SelectionPolicy
-from hisparse.cache import SparseKVCacheManager, StepRows
+from hisparse.cache import DevicePool, SparseKVCacheManager, StepRows
 from hisparse.cache.codec import decode_pages
 from hisparse.engine.modes import ModeMasks
 from hisparse.engine.representations import Representations
@@ -273,6 +273,15 @@ class DecodeForward:
     parts: tuple[DecodePart, ...] = ()
     dense_parts: tuple[DecodePart, ...] = ()
     window_parts: Mapping[int, tuple[DecodePart, ...]] = field(default_factory=dict)
+
+    def read_tails(self, layer_id: int, device: DevicePool) -> None:
+        """Read a layer's tail pages again: an earlier step of this forward may change them."""
+        tails, size = device.tail_pages[layer_id], device.kv.page_size
+        every = {id(part.rows): part.rows for part in (self.whole, *self.parts, *self.dense_parts)}
+        for rows in every.values():
+            rows.tail_pages[layer_id] = tails[rows.rows]
+        rows = self.whole.rows
+        self.tail_slots[layer_id] = rows.tail_pages[layer_id].long() * size + (rows.tail_lens - 1)
 
     @classmethod
     def of(

@@ -11,6 +11,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hisparse.engine.drafts import VerifyBatch
 from hisparse.engine.graphs import CapturedSteps
 from hisparse.engine.step import DecodeBatch, MixedBatch, PrefillBatch, PrefillChunk
 from hisparse.errors import AlgorithmError, HiSparseError
@@ -19,6 +20,7 @@ from hisparse.sglang.failed_batch import fail_requests, reason_to_stop
 from hisparse.sglang.metrics import MetricsReporter
 from hisparse.sglang.session import require_session
 from hisparse.sglang.setup import build_coordinator
+from hisparse.sglang.speculation import accepted_nodes, read_parents
 from hisparse.types import IndexerInputs
 
 __all__ = ["HiSparseAttnBackend"]
@@ -50,6 +52,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._metrics = MetricsReporter(session, model_runner)
         session.report_metrics = partial(self._metrics.report, now=True)
         session.can_replay = self._can_replay
+        session.accept_drafts = self._accept_drafts
         session.req_to_token_pool = model_runner.req_to_token_pool
         self._shared_read_ends = compat.shared_read_ends()
         self._graphs: CapturedSteps | None = None
@@ -58,6 +61,8 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._failed_requests: WeakSet[Any] = WeakSet()
         #: Tokens of this forward that attend; the others, which are padding, get zeros.
         self._num_tokens = 0
+        #: What this forward verifies.
+        self._drafts: VerifyBatch | None = None
 
     def _begin_requests(self, slots: list[int]) -> None:
         for slot in slots:
@@ -71,28 +76,33 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         """Copy the page tables from SGLang's tables and begin the forward.
 
         Raises:
-            HiSparseError: the forward mode is neither EXTEND nor DECODE, or a failed request cannot
-                end.
+            HiSparseError: the forward mode is none of EXTEND, DECODE and TARGET_VERIFY, or a failed
+                request cannot end.
         """
         mode = forward_batch.forward_mode
         if mode.is_idle():
             return
         self._in_graph = False
         self._num_tokens = 0
+        self._drafts = None
         # SGLang's warm-ups build batches by hand, without requests.
         if forward_batch.rids is None or self._all_have_failed():
             return
-        batch: DecodeBatch | PrefillBatch | MixedBatch
+        batch: DecodeBatch | PrefillBatch | MixedBatch | VerifyBatch
         prompt_tokens = 0
         if mode.is_decode():
             batch = self._decode_batch(forward_batch)
+        elif mode.is_target_verify():
+            batch = self._drafts = self._verify_batch(forward_batch)
         elif mode.is_extend():
             batch = prefill = self._prefill_batch(forward_batch)
             prompt_tokens = prefill.num_tokens
             if self._session.num_decoding:
                 batch = self._with_decoding(prefill, forward_batch)
         else:
-            raise HiSparseError(f"forward mode: got {mode.name}, expected EXTEND or DECODE")
+            raise HiSparseError(
+                f"forward mode: got {mode.name}, expected EXTEND, DECODE or TARGET_VERIFY"
+            )
         self._num_tokens = batch.num_tokens
         if self._prefill_rate is not None:
             self._prefill_rate.begin(prompt_tokens)
@@ -193,6 +203,29 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
             host_slots=forward_batch.out_cache_loc[tokens].long(),
             host_page_table=self._page_table(slots, num_pages),
         )
+
+    def _verify_batch(self, forward_batch: Any) -> VerifyBatch:
+        """The drafts of a forward batch. SGLang's sequence lengths leave them out."""
+        drafts, slots_cpu = forward_batch.spec_info, self._slots_cpu().numpy()
+        shape = (len(slots_cpu), drafts.draft_token_num)
+        seq_lens_cpu = forward_batch.seq_lens_cpu[: shape[0]].numpy()
+        slots = forward_batch.req_pool_indices[: shape[0]].long()
+        num_pages = -(-(int(seq_lens_cpu.max()) + shape[1]) // self._spec.page_size)
+        return VerifyBatch(
+            slots=slots,
+            slots_cpu=slots_cpu,
+            seq_lens_cpu=seq_lens_cpu.astype("int64"),
+            parents=read_parents(drafts.retrieve_next_token, drafts.retrieve_next_sibling),
+            tokens=drafts.draft_token.view(shape).numpy(),
+            host_slots=forward_batch.out_cache_loc.view(shape).long(),
+            host_page_table=self._page_table(slots, num_pages),
+        )
+
+    def _accept_drafts(self, target: Tensor, source: Tensor) -> None:
+        """See :attr:`Session.accept_drafts`."""
+        self.coordinator.manager.kv_io.move(target, source)
+        if self._drafts is not None and self._num_tokens:
+            self.coordinator.accept_drafts(accepted_nodes(self._drafts.host_slots, source))
 
     def _with_decoding(
         self, prefill: PrefillBatch, forward_batch: Any

@@ -58,6 +58,10 @@ class _HostPool:
         with errors_logged():
             self.host = HostKVPool(spec, num_pages, session.layout, pin=pin, ranks=session.ranks)
 
+    def _init_kv_copy_and_warmup(self) -> None:
+        """Prepare nothing: SGLang would prepare to copy between device buffers."""
+        self._kv_copy_config = None
+
     def _clear_buffers(self) -> None:
         del self.host
 
@@ -117,9 +121,16 @@ class _HostPool:
         assert coordinator is not None, "the backend is built before requests run"
         return coordinator.stored_entries()
 
-    def move_kv_cache(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Rejected: speculative decoding moves K/V between locations."""
-        _reject("move_kv_cache", "speculative decoding")
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        """Keep the accepted drafts of the last forward, and undo the others.
+
+        Args:
+            tgt_loc: ``[T]``, host slots of the positions of accepted tokens, request by request;
+                0 behind them.
+            src_loc: ``[T]``, the host slots where the forward left their K and V.
+        """
+        real = src_loc > 0
+        require_session().accept_drafts(tgt_loc[real].long(), src_loc[real].long())
 
     def set_kv_buffer_prefix_valid(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Rejected: speculative decoding writes prefixes of drafts."""

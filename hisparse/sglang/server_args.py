@@ -18,6 +18,7 @@ from hisparse.sglang import compat
 from hisparse.sglang.check_model import check_model
 from hisparse.sglang.disaggregation import check_disaggregation, prepare_disaggregation
 from hisparse.sglang.requested import BACKEND
+from hisparse.sglang.speculation import check_speculation, make_chains
 from hisparse.sglang.storage.setup import request_linker
 from hisparse.units import resolve_memory
 
@@ -25,7 +26,7 @@ __all__ = ["check_after_resolution", "prepare_before_resolution", "read_config"]
 
 #: Fields of SGLang's arguments and the values that hisparse supports: field, values, flag.
 _SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("speculative_algorithm", (None, "NONE"), "--speculative-algorithm"),
+    ("speculative_algorithm", (None, "NONE", "NGRAM"), "--speculative-algorithm"),
     ("enable_hierarchical_cache", (False,), "--enable-hierarchical-cache"),
     ("enable_lmcache", (False,), "--enable-lmcache"),
     ("enable_hisparse", (False,), "--enable-hisparse (SGLang's own feature)"),
@@ -129,6 +130,7 @@ def prepare_before_resolution(server_args: Any) -> None:
         server_args.disable_prefill_cuda_graph = True
     else:
         server_args.disable_cuda_graph = True
+    make_chains(server_args)
 
 
 def _has_replicas(server_args: Any) -> bool:
@@ -182,6 +184,7 @@ def check_after_resolution(server_args: Any) -> None:
         )
     config = read_config(server_args)
     check_capabilities(config, view.device)
+    check_speculation(view, config)
     tokens = view.max_total_tokens
     if tokens is not None and tokens < config.min_row_tokens:
         raise ConfigError(

@@ -44,6 +44,7 @@ class Session(EngineSetup):
         chunked_request_id: id of the request with a prompt that continues after the next forward.
         req_to_token_pool: SGLang's ``ReqToTokenPool``.
         coordinator: the engine; None until the attention backend is built.
+        accept_drafts: takes host slots that accepted drafts move to, and their own, both ``[T]``.
         report_metrics: publishes the metrics.
         arrived: the requests that another server has prefilled; None: this server prefills.
         extra_slots: request slots of a decode server for requests that are on their way.
@@ -65,6 +66,7 @@ class Session(EngineSetup):
     coordinator: SparseCoordinator | None = None
     arrived: ArrivedRequests | None = None
     extra_slots: int = 0
+    accept_drafts: Callable[[torch.Tensor, torch.Tensor], None] = lambda target, source: None
     report_metrics: Callable[[], None] = lambda: None
     can_replay: Callable[[Any], bool] = lambda forward_batch: False
 

@@ -23,6 +23,7 @@ from hisparse.sglang.model_shape import read_model_shape
 from hisparse.sglang.ranks import gather_queries, latent_ranks, layer_share, least_of_ranks
 from hisparse.sglang.server_args import read_config
 from hisparse.sglang.session import Session
+from hisparse.sglang.speculation import check_rollback, draft_tokens
 from hisparse.sglang.storage.counters import StorageCounters
 from hisparse.sglang.storage.prefill_rate import PrefillRate
 from hisparse.sglang.storage.setup import has_linker
@@ -68,6 +69,7 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
         logger.info("hisparse: decode steps are not captured in CUDA graphs: %s", reason)
     ranks = latent_ranks(configurator.server_args.nnodes)
     host_bytes, device_bytes = _memory(config, configurator, device_bytes, spec.num_layers)
+    drafts = draft_tokens(configurator.server_args)
     setup = make_setup(
         config,
         algorithm,
@@ -76,7 +78,8 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
         Resources(
             host_bytes=host_bytes,
             device_bytes=device_bytes,
-            context_length=context_length,
+            # Drafts can go beyond the end of a context.
+            context_length=context_length + drafts,
             max_requests=_max_requests(),
             device_type=configurator.device,
             device=device_limits(configurator.device),
@@ -84,6 +87,8 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
             chunk_tokens=_chunk_tokens(configurator),
         ),
     )
+    if drafts:
+        check_rollback(setup)
     session = Session(**vars(setup), ranks=ranks, extra_slots=compat.decode_extra_slots())
     if has_linker(configurator.server_args):
         session.storage = StorageCounters()

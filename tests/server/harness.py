@@ -62,6 +62,7 @@ class Answer:
         top_logprobs: for each output token, token id to logprob of the best ones.
         text: output text, where the server has a tokenizer.
         finish: why it ended.
+        verified: forwards that verified drafts; 0 without speculation.
     """
 
     ids: list[int]
@@ -71,6 +72,7 @@ class Answer:
     top_logprobs: list[dict[int, float]]
     text: str
     finish: dict[str, Any]
+    verified: int = 0
 
 
 class Metrics(Mapping[str, float]):
@@ -416,6 +418,7 @@ def _answer(reply: dict[str, Any]) -> Answer:
         ],
         text=reply.get("text") or "",
         finish=meta["finish_reason"],
+        verified=meta.get("spec_verify_ct") or 0,
     )
 
 

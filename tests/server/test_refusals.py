@@ -115,7 +115,6 @@ def test_an_error_in_a_file_names_the_file(resolve: Resolve, tmp_path: Path) -> 
 
 
 FLAGS = {
-    "n-gram speculation": ("--speculative-algorithm", "NGRAM"),
     "EAGLE speculation": ("--speculative-algorithm", "EAGLE"),
     "HiCache": ("--enable-hierarchical-cache",),
     "LMCache": ("--enable-lmcache",),
@@ -179,6 +178,33 @@ def test_a_store_with_flags_that_contradict_it(
 
 def test_another_linker(resolve: Resolve) -> None:
     assert "expected dynamic with" in refusal(resolve, "--enable-unified-cache-external-linker")
+
+
+NGRAM = ("--speculative-algorithm", "NGRAM")
+
+
+def test_ngram_speculation_drafts_chains(resolve: Resolve) -> None:
+    """SGLang's default of trees would end its own start with these pages."""
+    assert resolve(*NGRAM).speculative_ngram_max_bfs_breadth == 1
+    assert resolve(*NGRAM, "--speculative-ngram-max-bfs-breadth", "1")
+
+
+@pytest.mark.parametrize(
+    ("config", "got", "expected"),
+    [
+        ({"prefetch": True}, "prefetch", "no extension"),
+        ({"tail_estimate": True}, "tail_estimate", "no extension"),
+        ({"overlap": True}, "overlap: true", "overlap: false"),
+        ({"storage": {"path": "/somewhere"}}, "storage", "no storage"),
+    ],
+)
+def test_what_speculation_does_not_go_with(
+    resolve: Resolve, config: object, got: str, expected: str
+) -> None:
+    message = refusal(resolve, *NGRAM, config=config)
+    assert message.endswith(
+        f"--speculative-algorithm is NGRAM, which does not go with {got} yet; expected {expected}"
+    )
 
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)

@@ -73,7 +73,7 @@ def test_shapes_are_known_without_buffers(pool: HiSparseMLAPool) -> None:
 
 def test_methods_for_device_buffers_are_rejected(pool: HiSparseMLAPool) -> None:
     nothing = SimpleNamespace(layer_id=0), torch.tensor([1])
-    for refused in (pool.set_mla_kv_buffer, pool.get_mla_kv_buffer, pool.move_kv_cache):
+    for refused in (pool.set_mla_kv_buffer, pool.get_mla_kv_buffer):
         with pytest.raises(HiSparseError, match=rf"got {refused.__name__}\(\) from .*, expected"):
             refused(*nothing)
     if isinstance(pool, HiSparseDSAPool):

@@ -104,7 +104,7 @@ SCENARIOS = (
         model="llama",
         config=_SMALL,
         env=_RETRACT,
-        part=0.10,
+        part=0.08,
     ),
     Scenario(
         name="quest, prefetch",
@@ -129,6 +129,13 @@ SCENARIOS = (
         env=_RETRACT | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
         whole=True,
         part=0.06,
+    ),
+    Scenario(
+        name="sketch, n-gram drafts",
+        model="llama",
+        config=_SMALL,
+        flags=("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6", *_CHUNKS),
+        part=0.04,
     ),
     Scenario(
         name="whole context, store",

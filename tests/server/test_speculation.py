@@ -1,0 +1,142 @@
+"""``--speculative-algorithm NGRAM``: a real server drafts, and answers what it answers without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DenseTokens
+from harness import Answer, Server
+from tiny_models import INDEX_TOP_K, tiny_model
+from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
+
+from tests.sizes import SWEEPS
+
+pytestmark = [
+    pytest.mark.sweeps,
+    pytest.mark.skipif(not SWEEPS, reason="servers of its own: make test-all PART=sweeps"),
+]
+
+#: Two logits that are closer may change places in another order of sums.
+NEAR = 1e-4
+NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
+FLAGS = ("--chunked-prefill-size", "256", "--max-running-requests", "8")
+SPARSE = {
+    "budget": 128,
+    "device_buffer_size": 128,
+    "host_memory": "1GiB",
+    "device_memory": "14MB",
+    "selection_scope": "kv_head",
+}
+#: Every selection and every resident byte is verified.
+CHECKED = {"host_memory": "1GiB", "device_memory": "600MB", "checked": True}
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sketch": ("llama", SPARSE),
+    "quest": ("llama", CHECKED | {"algorithm": "quest", "budget": 128, "device_buffer_size": 128}),
+    "dsa": (
+        "deepseek_v32",
+        CHECKED
+        | {
+            "algorithm": "dsa",
+            "algorithm_config": {"index_dtype": "float32"},
+            "page_size": 1,
+            "num_sink_pages": 0,
+            "num_recent_pages": 0,
+            "budget": INDEX_TOP_K,
+            "device_buffer_size": 2 * INDEX_TOP_K,
+            "max_row_capacity": 4 * INDEX_TOP_K,
+        },
+    ),
+}
+POOL = 4096
+WHOLE = {"budget": POOL, "host_memory": "1GiB", "device_memory": "600MB", "staging_bytes": 65536}
+
+
+def assert_same_tokens(drafted: Answer, plain: Answer) -> None:
+    """Equal up to a token that led by less than :data:`NEAR` without drafts, which is printed."""
+    for place, (got, expected) in enumerate(zip(drafted.ids, plain.ids, strict=True)):
+        if got != expected:
+            best = sorted(plain.top_logprobs[place].values())
+            lead = best[-1] - best[-2]
+            print(f"token {place}: {got} for {expected}, which led by {lead:.1e}")
+            assert lead < NEAR
+            return
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_drafts_change_no_token(name: str, log_dir: Path) -> None:
+    """The first answers are drafted from little; the second ones from the first ones."""
+    kind, config = SETTINGS[name]
+    prompts = [tokens(n, seed=n) for n in (50, 333, 801, 512, 1500)]
+    options = {"config": config, "env": {"TORCHDYNAMO_DISABLE": "1"}}
+    flags, log = (*FLAGS, "--max-total-tokens", "20000"), log_dir / f"plain-{name}.log"
+    with Server(tiny_model(kind), log, *flags, **options) as server:
+        plain = [server.generate(p, NEW_TOKENS, top_logprobs=2) for p in prompts]
+    log = log_dir / f"ngram-{name}.log"
+    with Server(tiny_model(kind), log, *flags, *NGRAM, **options) as server:
+        first = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
+        again = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
+        both = server.generate_many([*prompts, *prompts[::-1]], NEW_TOKENS, delay_s=0.05)
+        server.flush_cache()
+        assert server.counted("host_tokens_used", "device_tokens_used") == (0, 0)
+    for answers in (first, again, both[:5], both[:4:-1]):
+        for drafted, expected in zip(answers, plain, strict=True):
+            assert_same_tokens(drafted, expected)
+    assert all(answer.verified <= NEW_TOKENS // 4 for answer in again), "few drafts were accepted"
+
+
+@pytest.fixture(scope="module")
+def whole(log_dir: Path) -> Iterator[Server]:
+    """A budget of every context, so that answers are those of dense attention."""
+    flags = (*FLAGS, *NGRAM, "--max-total-tokens", str(POOL))
+    flags += ("--schedule-conservativeness", "0.01")
+    with Server(tiny_model("llama"), log_dir / "ngram-whole.log", *flags, config=WHOLE) as server:
+        yield server
+
+
+def test_a_budget_of_the_whole_context_gives_dense_tokens(
+    whole: Server, dense_tokens: DenseTokens
+) -> None:
+    for case in (PROMPTS, SHARED):
+        whole.flush_cache()
+        for _ in range(2):
+            answers = whole.generate_many(case.prompts, NEW_TOKENS, delay_s=0.05)
+            assert [a.ids for a in answers] == dense_tokens("llama", case)
+    assert max(answer.cached for answer in answers) >= 992
+
+
+def test_an_abort_beside_others(whole: Server, dense_tokens: DenseTokens) -> None:
+    expected = dense_tokens("llama", PROMPTS)
+    with ThreadPoolExecutor(1) as thread:
+        others = thread.submit(whole.generate_many, PROMPTS.prompts[:6], NEW_TOKENS, delay_s=0.1)
+        got = whole.abort_after(PROMPTS.prompts[3], num_tokens=10, max_new_tokens=900)
+        assert [a.ids for a in others.result()] == expected[:6]
+    assert 10 <= len(got) < 900
+    whole.flush_cache()
+    assert whole.counted("host_tokens_used", "device_tokens_used") == (0, 0)
+
+
+def test_retracted_requests_start_over_and_end_the_same(
+    whole: Server, dense_tokens: DenseTokens
+) -> None:
+    for delay_s in (0.1, 0.3, 0.03, 1.0):
+        whole.flush_cache()
+        answers = whole.generate_many(
+            RETRACTED.prompts, RETRACTED.new_tokens, delay_s=delay_s, ignore_eos=False
+        )
+        assert [a.ids for a in answers] == dense_tokens("llama", RETRACTED)
+        if any(a.retractions for a in answers):
+            return
+    raise AssertionError("nothing was retracted, the pool is too large")
+
+
+def test_an_algorithm_with_state_of_requests_is_one_line(tmp_path: Path) -> None:
+    log = tmp_path / "snapkv.log"
+    config = SPARSE | {"algorithm": "snapkv"}
+    with pytest.raises(RuntimeError), Server(tiny_model("llama"), log, *NGRAM, config=config):
+        pass
+    lines = [line for line in log.read_text().splitlines() if "hisparse: error: " in line]
+    assert any("but algorithm 'snapkv' keeps state of requests" in line for line in lines)

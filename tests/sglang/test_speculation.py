@@ -1,0 +1,135 @@
+"""N-gram speculation: SGLang's links of a tree, accepted slots, and the stand-in's functions."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from hisparse.algorithms import build_algorithm
+from hisparse.config import HiSparseConfig
+from hisparse.errors import ConfigError
+from hisparse.sglang.speculation import (
+    accepted_nodes,
+    check_rollback,
+    draft_tokens,
+    read_parents,
+)
+from hisparse.testing import Simulator
+
+STANDIN = Path(__file__).parent.parent.parent / "cpu_standins" / "sgl_kernel"
+
+
+def _load(name: str) -> ModuleType:
+    """A module of the stand-in, whichever sgl_kernel is installed."""
+    spec = importlib.util.spec_from_file_location(f"standin_{name}", STANDIN / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+TREE, SPECULATION = _load("speculative"), _load("_speculation")
+
+
+def _mask(parents: list[int]) -> torch.Tensor:
+    """``[n, n] bool``: entry ``[i, j]`` says that node j is node i or its ancestor."""
+    mask = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents[1:], start=1):
+        mask[node] |= mask[parent]
+    return mask
+
+
+def _links(trees: list[list[int]], lengths: list[int]) -> tuple[torch.Tensor, ...]:
+    """Positions, indices, first children and next siblings, as SGLang asks for them."""
+    count = len(trees[0])
+    masks = torch.stack([_mask(parents) for parents in trees]).flatten()
+    positions = torch.empty(len(trees) * count, dtype=torch.int64)
+    links = [torch.empty(len(trees), count, dtype=torch.int64) for _ in range(3)]
+    TREE.reconstruct_indices_from_tree_mask(
+        masks, torch.tensor(lengths), positions, *links, len(trees), count
+    )
+    return (positions, *links)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_links_and_parents_of_random_trees(seed: int) -> None:
+    rng = random.Random(seed)
+    trees = [[-1, *(rng.randrange(node) for node in range(1, 9))] for _ in range(3)]
+    positions, index, children, siblings = _links(trees, [5, 90, 17])
+    assert read_parents(children, siblings).tolist() == trees
+    assert index.flatten().tolist() == list(range(27))
+    depths = [int(row.sum()) - 1 for parents in trees for row in _mask(parents)]
+    starts = [length for length in (5, 90, 17) for _ in range(9)]
+    assert positions.tolist() == [a + b for a, b in zip(starts, depths, strict=True)]
+
+
+def test_the_target_follows_its_own_tokens_through_the_tree() -> None:
+    # A chain 0-1-2, and two unused nodes with token 0 at the root.
+    trees = [[-1, 0, 1, 0, 0], [-1, 0, 1, 0, 0]]
+    _, index, children, siblings = _links(trees, [4, 4])
+    tokens = torch.tensor([[7, 8, 9, 0, 0], [7, 8, 9, 0, 0]])
+    target = torch.tensor([[8, 3, 5, 5, 5], [0, 1, 1, 6, 2]])
+    predicts = torch.zeros(10, dtype=torch.int32)
+    accepted = torch.full((2, 5), -1, dtype=torch.int32)
+    count = torch.empty(2, dtype=torch.int32)
+    SPECULATION.verify_tree_greedy_cpu(
+        predicts=predicts,
+        accept_index=accepted,
+        accept_token_num=count,
+        candidates=tokens,
+        retrive_index=index,
+        retrive_next_token=children,
+        retrive_next_sibling=siblings,
+        target_predict=target,
+    )
+    assert accepted.tolist() == [[0, 1, -1, -1, -1], [5, 8, -1, -1, -1]]
+    assert count.tolist() == [1, 1]
+    assert predicts[[0, 1]].tolist() == [8, 3] and predicts[[5, 8]].tolist() == [0, 6]
+
+
+def test_slots_are_written_read_and_packed() -> None:
+    table = torch.zeros(3, 8, dtype=torch.int32)
+    rows, start, end = torch.tensor([2, 0]), torch.tensor([1, 4]), torch.tensor([4, 6])
+    slots = torch.tensor([11, 12, 13, 21, 22])
+    SPECULATION.assign_req_to_token_pool_cpu(rows, table, start, end, slots, 8)
+    assert table[2].tolist() == [0, 11, 12, 13, 0, 0, 0, 0]
+    found = torch.empty(5, dtype=torch.int64)
+    SPECULATION.assign_extend_cache_locs_cpu(rows, table, start, end, found, 8)
+    assert torch.equal(found, slots)
+    packed = torch.zeros(5, dtype=torch.int64)
+    index = torch.tensor([[0, 2, -1], [3, -1, -1]], dtype=torch.int32)
+    SPECULATION.fill_accept_out_cache_loc_cpu(index, slots, packed)
+    assert packed.tolist() == [11, 13, 21, 0, 0]
+
+
+def test_the_last_accepted_node_of_each_request() -> None:
+    slots = torch.tensor([[50, 51, 52], [16, 17, 18], [33, 34, 35]])
+    accepted = torch.tensor([50, 16, 18, 33, 34])
+    assert accepted_nodes(slots, accepted).tolist() == [0, 2, 1]
+
+
+def test_without_speculation_nothing_is_reserved() -> None:
+    off = SimpleNamespace(speculative_algorithm=None, speculative_num_draft_tokens=8)
+    on = SimpleNamespace(speculative_algorithm="NGRAM", speculative_num_draft_tokens=8)
+    assert (draft_tokens(off), draft_tokens(on)) == (0, 8)
+
+
+@pytest.mark.parametrize("name", ["sketch", "quest", "topp", "snapkv", "dipr"])
+def test_algorithms_with_state_of_requests_are_refused(name: str) -> None:
+    config = HiSparseConfig(algorithm=name)
+    sim = Simulator()
+    setup = SimpleNamespace(
+        config=config, algorithm=build_algorithm(config), spec=sim.spec, policy=sim.policy
+    )
+    if name in ("snapkv", "dipr"):
+        with pytest.raises(ConfigError, match=f"but algorithm '{name}' keeps state of requests"):
+            check_rollback(setup)
+    else:
+        check_rollback(setup)
