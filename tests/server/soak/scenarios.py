@@ -163,7 +163,7 @@ SCENARIOS = (
             "algorithm": "dipr",
             "algorithm_config": {"alpha": 0.5, "index": "fine", "capacity_threshold": 8},
         },
-        part=0.08,
+        part=0.06,
     ),
     Scenario(
         name="sketch, fp8",
