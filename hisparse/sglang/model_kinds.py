@@ -23,7 +23,7 @@ def around_model_specific_adjustments(original: Callable[[Any], None], server_ar
 
     For some models (gpt-oss, EXAONE-4, Gemma 4, Llama 4) SGLang asserts that the attention backend
     is one of a list, since some of its own backends lack windows or sinks. hisparse judges a model
-    by its layers instead. Before 0.5.20 the check of gpt-oss reads the name elsewhere and stays.
+    by its layers instead. In releases before 0.5.19 these checks stay.
 
     Raises:
         ConfigError: the model has layers without attention.
@@ -32,7 +32,9 @@ def around_model_specific_adjustments(original: Callable[[Any], None], server_ar
         return original(server_args)
     _check_layers(server_args)
     names = inspect.unwrap(original).__globals__
-    resolved_view = names["resolved_view"]
+    resolved_view = names.get("resolved_view")
+    if resolved_view is None:
+        return original(server_args)
     with patch.dict(names, resolved_view=lambda args: _View(resolved_view(args))):
         return original(server_args)
 

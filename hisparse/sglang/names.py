@@ -73,7 +73,7 @@ _HOOKS: tuple[_Name, ...] = (
     ("0.5.23", "sglang.srt.disaggregation.utils.setup_state_kv_args", ""),
     "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default",
     (
-        "0.5.20",
+        "0.5.19",
         "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
         "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",
     ),

@@ -108,6 +108,7 @@ _SHAPES = {
     "gpt_oss": _SHAPE
     | _WINDOWS
     | {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "smollm3": _SHAPE | {"pad_token_id": 0},
     "deepseek_v2": _SHAPE
     | _MLA
     | {"q_lora_rank": None, "routed_scaling_factor": 1.0, "scoring_func": "softmax"},
@@ -135,6 +136,7 @@ KINDS = {
     "gemma3": "Gemma3Text",
     "cohere2": "Cohere2",
     "gpt_oss": "GptOss",
+    "smollm3": "SmolLM3",
 }
 #: The same of the class with a head, where it has another name than the configuration.
 _HEADS = {"gemma3": "Gemma3"}
