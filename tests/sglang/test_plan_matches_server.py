@@ -62,6 +62,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, machine: Machine, max_requests: in
     monkeypatch.setattr(setup, "least_of_ranks", lambda *sizes: list(sizes))
     monkeypatch.setattr(ranks, "layers_of_ranks", lambda layers: [layers] * machine.tp)
     monkeypatch.setattr(compat, "num_replicas", lambda: machine.dp)
+    for name in ("attention_replicas", "pipeline_size"):
+        monkeypatch.setattr(compat, name, lambda: 1)
     monkeypatch.setattr(compat, "schedule_and_serving", lambda: (schedule, None))
     last = machine.tp - 1
     world = SimpleNamespace(
