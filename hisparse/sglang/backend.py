@@ -79,14 +79,13 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
             HiSparseError: the forward mode is none of EXTEND, DECODE and TARGET_VERIFY, or a failed
                 request cannot end.
         """
-        mode = forward_batch.forward_mode
-        if mode.is_idle():
-            return
+        mode = compat.logical_mode(forward_batch)
         self._in_graph = False
         self._num_tokens = 0
         self._drafts = None
-        # SGLang's warm-ups build batches by hand, without requests.
-        if forward_batch.rids is None or self._all_have_failed():
+        # SGLang's warm-ups build batches by hand, without requests. A rank without requests has
+        # padding alone, under any label, while other ranks of attention data parallelism work.
+        if mode.is_idle() or not forward_batch.rids or self._all_have_failed():
             return
         batch: DecodeBatch | PrefillBatch | MixedBatch | VerifyBatch
         prompt_tokens = 0
@@ -281,9 +280,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
             HiSparseError: the layer stores K/V itself, or passes arguments beyond q, k and v.
         """
         width = layer.tp_q_head_num * layer.v_head_dim
-        if forward_batch.forward_mode.is_idle():
-            return q.new_empty(q.shape[0], width)
-        if not self._num_tokens:
+        if not self._num_tokens or forward_batch.forward_mode.is_idle():
             return q.new_zeros(q.shape[0], width)
         if not save_kv_cache or k is None:
             raise HiSparseError(

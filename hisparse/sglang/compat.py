@@ -13,6 +13,7 @@ __all__ = [
     "NEWEST",
     "OLDEST",
     "REPLICAS",
+    "attention_replicas",
     "backend_choices",
     "decode_extra_slots",
     "decodes_only",
@@ -23,9 +24,11 @@ __all__ = [
     "installed",
     "is_resolved",
     "lacks_flag",
+    "logical_mode",
     "model_config_of",
     "num_replicas",
     "on_slots_allocated",
+    "pipeline_size",
     "rank_labels",
     "release_of",
     "schedule_and_serving",
@@ -41,7 +44,7 @@ NEWEST: Final = "0.5.23"
 #: The first release with an external linker that a package can provide and that loads by request.
 LINKER: Final = "0.5.23"
 
-#: The first release that tells a process which replica it is.
+#: The first release that tells a process its place among replicas, as the plug-in reads it.
 REPLICAS: Final = "0.5.23"
 
 #: The first release whose prefill and decode servers are supported.
@@ -133,6 +136,16 @@ def lacks_flag(view: Any, field: str) -> bool:
     return field in _NEW_FLAGS and not hasattr(view, field)
 
 
+def logical_mode(forward_batch: Any) -> Any:
+    """The ``ForwardMode`` of a forward batch's requests.
+
+    SGLang relabels decode steps EXTEND where all ranks have to run one shape.
+    """
+    if not since(REPLICAS):
+        return forward_batch.forward_mode
+    return forward_batch.logical_forward_mode
+
+
 def model_config_of(server_args: Any) -> Any:
     """SGLang's ``ModelConfig`` for ``server_args``."""
     if not since("0.5.19"):
@@ -161,6 +174,24 @@ def schedule_and_serving() -> tuple[Any, Any]:
     return runtime_context.get_server_args(), runtime_context.get_server_args()
 
 
+def attention_replicas() -> int:
+    """Parts into which the ranks of a model divide its requests (``--attn-dp-size``)."""
+    if not since(REPLICAS):
+        return 1
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().attn_dp_size)
+
+
+def pipeline_size() -> int:
+    """Ranks that each have some of a model's layers (``--pp-size``)."""
+    if not since(REPLICAS):
+        return 1
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().pp_size)
+
+
 def num_replicas() -> int:
     """Replicas of this process's server (``--dp-size``). Each has ranks of its own."""
     if not since(REPLICAS):
@@ -177,8 +208,9 @@ def rank_labels() -> dict[str, int]:
 
     parallel = get_parallel()
     labels = {"tp_rank": parallel.tp_rank}
-    if since(REPLICAS) and parallel.dp_rank is not None:
-        labels["dp_rank"] = parallel.dp_rank
+    if since(REPLICAS):
+        labels |= {} if parallel.dp_rank is None else {"dp_rank": parallel.dp_rank}
+        labels |= {} if parallel.pp_size == 1 else {"pp_rank": parallel.pp_rank}
     return labels
 
 

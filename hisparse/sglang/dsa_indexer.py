@@ -87,9 +87,21 @@ def return_indexer_inputs(model: Any) -> None:
         indexer.forward = partial(compute_indexer_inputs, indexer)
 
 
+class RowwiseInputs(IndexerInputs):
+    """Indexer inputs of which SGLang can take the rows that are not padding, as of a tensor."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        """A field by its number, or the rows of a slice."""
+        if isinstance(index, slice):
+            return RowwiseInputs(*self.take(index))
+        return super().__getitem__(index)
+
+
 def compute_indexer_inputs(
     indexer: Any, x: Tensor, q_lora: Tensor, positions: Tensor, *_: Any, **__: Any
-) -> IndexerInputs:
+) -> RowwiseInputs:
     """Queries, keys and weights of the lightning indexer.
 
     SGLang rotates queries and keys by a Hadamard matrix before it rounds them to fp8. This
@@ -118,4 +130,4 @@ def compute_indexer_inputs(
         for new, x in zip(rotated, (queries, keys), strict=True)
     )
     scale = (indexer.n_heads * indexer.head_dim) ** -0.5
-    return IndexerInputs(queries, keys[:, 0], weights.float() * scale)
+    return RowwiseInputs(queries, keys[:, 0], weights.float() * scale)

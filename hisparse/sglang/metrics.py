@@ -103,7 +103,8 @@ class MetricsReporter:
             for name, text in _LAYER_COUNTERS.items()
             if self._coordinator.stats().layers
         ]
-        for layer, _ in enumerate(self._coordinator.stats().layers):
+        first = self._runner.token_to_kv_pool.start_layer
+        for layer, _ in enumerate(self._coordinator.stats().layers, first):
             own = [counter.labels(**labels, layer=layer) for counter in by_layer]
             self._layers.append((own, (0, 0)))
         self._gauges = {

@@ -17,6 +17,7 @@ from hisparse.memory.host import free_host_memory
 from hisparse.sglang import compat
 from hisparse.sglang.check_model import check_model
 from hisparse.sglang.disaggregation import check_disaggregation, prepare_disaggregation
+from hisparse.sglang.parallel_flags import config_for_ranks
 from hisparse.sglang.requested import BACKEND
 from hisparse.sglang.speculation import check_speculation, make_chains
 from hisparse.sglang.storage.setup import request_linker
@@ -55,7 +56,6 @@ _SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("enable_pd_role_switch", (False,), "--enable-pd-role-switch"),
     ("attn_cp_size", (1,), "--attn-cp-size"),
     ("dcp_size", (1,), "--dcp-size"),
-    ("pp_size", (1,), "--pp-size"),
     ("enable_streaming_session", (False,), "--enable-streaming-session"),
     ("enable_memory_saver", (False,), "--enable-memory-saver"),
     (
@@ -70,8 +70,6 @@ _SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("enable_two_batch_overlap", (False,), "--enable-two-batch-overlap"),
     ("enable_pdmux", (False,), "--enable-pdmux"),
     ("enable_flexkv", (False,), "--enable-flexkv"),
-    ("enable_dp_attention", (False,), "--enable-dp-attention"),
-    ("attn_dp_size", (1,), "--attn-dp-size"),
     ("enable_torch_compile", (False,), "--enable-torch-compile"),
     ("dllm_algorithm", (None,), "--dllm-algorithm"),
     ("enable_deterministic_inference", (False,), "--enable-deterministic-inference"),
@@ -112,9 +110,8 @@ def prepare_before_resolution(server_args: Any) -> None:
     check_disaggregation(server_args, config)
     request_linker(server_args, config)
     host_bytes = resolve_memory(config.host_memory, free_host_memory(), "host_memory")
-    if _has_replicas(server_args):
-        # Replicas start at times of their own, and each finds less free than the one before it.
-        config = replace(config, host_memory=host_bytes)
+    given, config = config, config_for_ranks(config, server_args, host_bytes)
+    if config != given:
         server_args.hisparse_config = json.dumps(config.effective())
     if config.stores_fp8:
         # SGLang's fp8 pools have requirements of their own, such as a certain backend on a CPU.
@@ -131,22 +128,6 @@ def prepare_before_resolution(server_args: Any) -> None:
     else:
         server_args.disable_cuda_graph = True
     make_chains(server_args)
-
-
-def _has_replicas(server_args: Any) -> bool:
-    """Whether the server has more than one replica.
-
-    Raises:
-        ConfigError: the release is too old for replicas.
-    """
-    if server_args.dp_size == 1:
-        return False
-    if not compat.since(compat.REPLICAS):
-        raise ConfigError(
-            f"--dp-size is {server_args.dp_size}, but hisparse shares host memory between replicas "
-            f"from sglang {compat.REPLICAS} on, and {compat.installed()} is installed; expected 1"
-        )
-    return True
 
 
 def _device_type(server_args: Any) -> str:

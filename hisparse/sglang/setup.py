@@ -11,7 +11,7 @@ import torch
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Resources, build_engine, make_setup
-from hisparse.engine.capabilities import stored_spec
+from hisparse.engine.capabilities import check_dense_layers, stored_spec
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.fingerprint import model_settings
 from hisparse.kernels.device_limits import device_limits
@@ -27,6 +27,7 @@ from hisparse.sglang.speculation import check_rollback, draft_tokens
 from hisparse.sglang.storage.counters import StorageCounters
 from hisparse.sglang.storage.prefill_rate import PrefillRate
 from hisparse.sglang.storage.setup import has_linker
+from hisparse.types import KVSpec
 from hisparse.units import parse_memory, resolve_memory
 
 __all__ = ["build_coordinator", "make_session"]
@@ -67,6 +68,9 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
     reason = config.not_captured(configurator.device)
     if reason is not None:
         logger.info("hisparse: decode steps are not captured in CUDA graphs: %s", reason)
+    is_pipeline = compat.pipeline_size() > 1
+    if is_pipeline:
+        config = _of_own_layers(config, spec, configurator)
     ranks = latent_ranks(configurator.server_args.nnodes)
     host_bytes, device_bytes = _memory(config, configurator, device_bytes, spec.num_layers)
     drafts = draft_tokens(configurator.server_args)
@@ -89,6 +93,10 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
     )
     if drafts:
         check_rollback(setup)
+    if is_pipeline:
+        # Ranks with fewer layers have room for more.
+        tokens, requests = least_of_ranks(setup.sizing.kv_tokens, setup.sizing.max_requests)
+        setup.sizing = resize(setup.sizing, kv_tokens=tokens, max_requests=requests)
     session = Session(**vars(setup), ranks=ranks, extra_slots=compat.decode_extra_slots())
     if has_linker(configurator.server_args):
         session.storage = StorageCounters()
@@ -96,6 +104,15 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
         session.model = configurator.model
         session.model_settings = model_settings(configurator.model_config.hf_config)
     return session
+
+
+def _of_own_layers(config: HiSparseConfig, spec: KVSpec, configurator: Any) -> HiSparseConfig:
+    """The configuration with the layers of this rank of a pipeline, counted from its first one."""
+    layers = configurator.model_config.num_hidden_layers
+    check_dense_layers(config, replace(spec, num_layers=layers, windows=()))
+    first: int = configurator.layer_info.start_layer
+    dense = [x - first for x in config.dense_layers or () if first <= x < first + spec.num_layers]
+    return replace(config, dense_layers=tuple(dense))
 
 
 def _chunk_tokens(configurator: Any) -> int:
@@ -130,10 +147,12 @@ def _memory(
 
 
 def _max_requests() -> int | None:
-    """The most requests that may have a slot; None: no limit is given."""
+    """The most requests of this rank that may have a slot; None: no limit is given."""
     schedule, _ = compat.schedule_and_serving()
     running: int | None = schedule.max_running_requests
-    return None if running is None else running + compat.decode_extra_slots()
+    if running is None:
+        return None
+    return max(1, running // compat.attention_replicas()) + compat.decode_extra_slots()
 
 
 def build_coordinator(session: Session, model_runner: Any) -> SparseCoordinator:

@@ -126,8 +126,6 @@ FLAGS = {
     "roles that change": ("--enable-pd-role-switch",),
     "context parallelism": ("--tp-size", "2", "--attn-cp-size", "2"),
     "decode context parallelism": ("--tp-size", "2", "--dcp-size", "2"),
-    "pipeline parallelism": ("--pp-size", "2"),
-    "attention data parallelism": ("--tp-size", "2", "--attn-dp-size", "2"),
     "streaming sessions": ("--enable-streaming-session",),
     "KV of another dtype": ("--kv-cache-dtype", "bfloat16"),
     "memory saver": ("--enable-memory-saver",),
@@ -210,6 +208,50 @@ def test_what_speculation_does_not_go_with(
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_a_feature_that_is_not_built(resolve: Resolve, flags: tuple[str, ...]) -> None:
     assert flags[-2 if len(flags) > 1 else 0] in refusal(resolve, *flags)
+
+
+@pytest.mark.parametrize(
+    ("flag", "config"),
+    [
+        ("--pp-size", {"storage": {"path": "/somewhere"}}),
+        ("--pp-size", {"trace": "/somewhere"}),
+        ("--pp-size", {"reuse_layers": 2}),
+        ("--attn-dp-size", {"storage": {"path": "/somewhere"}}),
+    ],
+)
+def test_settings_that_ranks_cannot_have(
+    resolve: Resolve, flag: str, config: dict[str, object]
+) -> None:
+    (key,) = config
+    message = refusal(resolve, "--tp-size", "2", flag, "2", config=config)
+    assert f"{key} is set and {flag} is above 1, which hisparse does not" in message
+
+
+@pytest.mark.parametrize("flag", ["--pp-size", "--attn-dp-size"])
+@pytest.mark.parametrize(
+    "mode", [("--speculative-algorithm", "NGRAM"), ("--disaggregation-mode", "prefill")]
+)
+def test_modes_that_are_not_served_together(
+    resolve: Resolve, flag: str, mode: tuple[str, str]
+) -> None:
+    message = refusal(resolve, "--tp-size", "2", flag, "2", *mode)
+    assert f"{mode[0]} is set and {flag} is above 1, which hisparse does not" in message
+
+
+def test_ranks_with_requests_of_their_own_capture_nothing(resolve: Resolve) -> None:
+    flags = ("--tp-size", "2", "--attn-dp-size", "2")
+    message = refusal(resolve, *flags, config={"cuda_graph": True})
+    assert "cuda_graph: got true with --attn-dp-size" in message
+    old = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
+    for line in (flags, old):
+        assert HiSparseConfig.parse(resolve(*line).hisparse_config).cuda_graph is False
+
+
+def test_replicas_get_the_bytes_that_were_free_before_the_first(resolve: Resolve) -> None:
+    """A fraction of what a replica finds would be less for each of them."""
+    found = HiSparseConfig.parse(resolve("--dp-size", "2").hisparse_config).host_memory
+    assert isinstance(found, int) and found > 2**20
+    assert HiSparseConfig.parse(resolve().hisparse_config).host_memory == 0.7
 
 
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")

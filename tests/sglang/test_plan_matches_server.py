@@ -46,6 +46,8 @@ def configurator(model: torch.nn.Module, config: str, kv_cache_dtype: str = "aut
             kv_cache_dtype=kv_cache_dtype,
             nnodes=1,
             chunked_prefill_size=8192,
+            disaggregation_mode="null",
+            speculative_algorithm=None,
         ),
         model=model,
         kv_cache_dtype=torch.bfloat16,
@@ -62,6 +64,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, machine: Machine, max_requests: in
     monkeypatch.setattr(setup, "least_of_ranks", lambda *sizes: list(sizes))
     monkeypatch.setattr(ranks, "layers_of_ranks", lambda layers: [layers] * machine.tp)
     monkeypatch.setattr(compat, "num_replicas", lambda: machine.dp)
+    for name, number in (
+        ("attention_replicas", 1),
+        ("pipeline_size", 1),
+        ("decode_extra_slots", 0),
+    ):
+        monkeypatch.setattr(compat, name, lambda number=number: number)
     monkeypatch.setattr(compat, "schedule_and_serving", lambda: (schedule, None))
     last = machine.tp - 1
     world = SimpleNamespace(

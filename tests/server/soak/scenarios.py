@@ -26,6 +26,8 @@ _SMALL = {
 _WHOLE = {"budget": 8192, "host_memory": "1GiB", "device_memory": "600MB"}
 #: Every tenth forward sends running requests back to the queue.
 _RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
+#: SGLang wants a CPU for each rank, or to be told.
+_TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 #: As DeepSeek-V3.2 selects: single tokens, as many as the model's indexer keeps.
 _DSA = {
     "algorithm": "dsa",
@@ -104,14 +106,14 @@ SCENARIOS = (
         model="llama",
         config=_SMALL,
         env=_RETRACT,
-        part=0.08,
+        part=0.04,
     ),
     Scenario(
         name="quest, prefetch",
         model="qwen2",
         config=_SMALL | {"algorithm": "quest", "prefetch": {"min_cosine": 0.5}},
         flags=_CHUNKS,
-        part=0.10,
+        part=0.06,
     ),
     Scenario(
         name="sketch, mixed chunk",
@@ -124,9 +126,8 @@ SCENARIOS = (
         name="replicas, retractions",
         model="llama",
         config=_WHOLE,
-        # SGLang wants a CPU for each rank, or to be told.
         flags=("--dp-size", "2", *_CHUNKS),
-        env=_RETRACT | {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+        env=_RETRACT | _TWO_RANKS,
         whole=True,
         part=0.06,
     ),
@@ -135,6 +136,24 @@ SCENARIOS = (
         model="llama",
         config=_SMALL,
         flags=("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6", *_CHUNKS),
+        part=0.04,
+    ),
+    Scenario(
+        name="attention replicas",
+        model="deepseek_v2",
+        config=_WHOLE,
+        flags=("--tp-size", "2", "--attn-dp-size", "2", *_CHUNKS),
+        env=_RETRACT | _TWO_RANKS,
+        whole=True,
+        part=0.04,
+    ),
+    Scenario(
+        name="pipeline",
+        model="llama",
+        config=_WHOLE,
+        flags=("--pp-size", "2", *_CHUNKS),
+        env=_RETRACT | _TWO_RANKS,
+        whole=True,
         part=0.04,
     ),
     Scenario(
