@@ -24,6 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "latents": LATENTS,
     "tail estimate": {"extensions": {"tail_estimate": True}},
     "indexer": {"algorithm": DSA(), "page_size": 1, **LATENTS},
+    "windows": {"layers": 4, "windows": (20, 0, 9, 0)},
     "reuse": {"reuse_layers": 2, "layers": 3},
 }
 
@@ -120,3 +121,15 @@ def test_a_slot_that_begins_again_waits_for_nothing() -> None:
     source.prefill((computed, 128))
     target.end(send(source, computed, target, slot=2))
     assert not target.arrived.any_of([2])
+
+
+def test_no_captured_step_serves_a_request_that_has_just_arrived() -> None:
+    source, target = engines({"checked": False})
+    computed = source.request(1, LENGTH, 3)
+    source.prefill((computed, 128))
+    request = send(source, computed, target, slot=2)
+    first = target.next_tokens(request)
+    assert not target.coordinator.prepare_replay(first)
+    target.coordinator.forward_begin(first)
+    target._forward([(request, request.done - 1, request.done)])
+    assert target.coordinator.prepare_replay(target.next_tokens(request))

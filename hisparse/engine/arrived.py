@@ -76,7 +76,8 @@ class ArrivedRequests:
         """Make one layer ready for the requests that start in this step."""
         if not self._starting:
             return
-        self._pages.prepare(layer_id)
+        if not self._manager.host.kv.window(layer_id):
+            self._pages.prepare(layer_id)
         for chunk in self._starting:
             tail = chunk.end % self._size
             first = int(chunk.host_pages_cpu[-1]) * self._size

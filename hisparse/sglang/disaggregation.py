@@ -26,6 +26,15 @@ __all__ = [
 ]
 
 
+#: Flags that go with neither kind of server, and the value of one that is not given.
+_ALONE = (
+    ("tp_size", 1, "--tp-size"),
+    ("dp_size", 1, "--dp-size"),
+    ("pp_size", 1, "--pp-size"),
+    ("speculative_algorithm", None, "--speculative-algorithm"),
+)
+
+
 def is_disaggregated(server_args: Any) -> bool:
     """Whether the server only prefills or only decodes."""
     return server_args.disaggregation_mode in ("prefill", "decode")
@@ -44,6 +53,10 @@ def check_disaggregation(server_args: Any, config: HiSparseConfig) -> None:
         raise ConfigError(
             f"{mode} needs SGLang {compat.DISAGGREGATION} or newer; got {compat.installed()}"
         )
+    for field, usual, flag in _ALONE:
+        got = getattr(server_args, field)
+        if got not in (usual, None):
+            raise ConfigError(f"{flag} is {got} with {mode}; expected it unset")
     if config.host_layout not in (None, "layer_first"):
         raise ConfigError(
             f"host_layout is {config.host_layout!r} with {mode}; expected 'layer_first', the "

@@ -143,6 +143,10 @@ FLAGS = {
 DECODE = ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake_tcp")
 
 
+def test_a_decode_server_of_one_rank_alone(resolve: Resolve) -> None:
+    assert "--tp-size is 2 with" in refusal(resolve, *DECODE, "--tp-size", "2")
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
