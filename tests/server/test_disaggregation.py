@@ -101,7 +101,7 @@ def test_one_server_of_a_pair_may_be_sglangs_own(
 
 
 def test_a_decode_server_that_keeps_prefixes(log_dir: Path) -> None:
-    """Only what follows a prefix that it has is sent; a turn continues its own tokens."""
+    """Only what follows a prefix that it has is sent."""
     flags, options = (*FLAGS, *POOL), {"config": SPARSE}
     turns = [SHARED.prompts[0], SHARED.prompts[0] + tokens(100, seed=9), SHARED.prompts[1]]
     with Server(tiny_model("llama"), log_dir / "one-kept.log", *flags, **options) as server:
@@ -125,7 +125,7 @@ def test_requests_that_the_decode_server_retracts(log_dir: Path, dense_tokens: D
     with disaggregated.running(log_dir, "retracted", "llama", *flags, **both) as pair:
         answers = pair.generate_many(RETRACTED.prompts, RETRACTED.new_tokens, ignore_eos=False)
         assert [a.ids for a in answers] == right
-        assert "retract" in pair.decode.log().lower()
+        assert any(answer.retractions for answer in answers), "the pool is too large"
         leaks_nothing(pair)
 
 
