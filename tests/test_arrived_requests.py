@@ -22,6 +22,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "layers first": {"layout": "layer_first", "scope": "layer"},
     "fp8": {"fp8": True},
     "latents": LATENTS,
+    "fp8 latents": LATENTS | {"fp8": True, "head_dim": 48, "latent_rank": 32},
     "tail estimate": {"extensions": {"tail_estimate": True}},
     "indexer": {"algorithm": DSA(), "page_size": 1, **LATENTS},
     "windows": {"layers": 4, "windows": (20, 0, 9, 0)},

@@ -81,7 +81,9 @@ class ArrivedRequests:
         for chunk in self._starting:
             tail = chunk.end % self._size
             first = int(chunk.host_pages_cpu[-1]) * self._size
-            k, v = self._manager.kv_io.read_tokens(layer_id, first + torch.arange(tail))
+            # Of a full last page, one token is read, for its shape.
+            slots = first + torch.arange(max(tail, 1))
+            k, v = self._manager.kv_io.read_tokens(layer_id, slots)
             if self._build is not None:
                 # Algorithms learn that the prompt has ended.
                 self._build(layer_id, chunk, k[:0], v[:0])

@@ -118,6 +118,8 @@ def around_setup_state_kv_args(
     size, entries = host.kv.page_size, session.coordinator.stored_entries()
     kinds = [f"{name} {entries[name].dtype}" for name in sorted(entries)]
     if host.kv.fp8:
+        kinds.append(f"fp8_e4m3 in pages of {size} tokens")
+    if host.kv.num_scales:
         first = token_to_kv_pool.start_layer
         append_state_component(
             kv_args,
@@ -126,6 +128,5 @@ def around_setup_state_kv_args(
             # SGLang would else take them for keys and then values.
             layer_ids=list(range(first, first + host.kv.num_layers)),
         )
-        kinds.append(f"fp8_e4m3 with scales of {size} tokens")
     if kinds:
         kv_args.kv_cache_dtype_str = " ".join(["hisparse", *kinds])

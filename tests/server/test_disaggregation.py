@@ -83,8 +83,9 @@ def test_sparse_tokens_are_those_of_one_process(
 
 
 STOCK = {"backend": "torch_native"}
-#: SGLang's own pages, and its own loop on a CPU.
+#: hisparse's pages, and what runs on a CPU.
 STOCK_FLAGS = ("--page-size", "16", "--disable-overlap-schedule")
+STOCK_FLAGS += ("--disaggregation-decode-retraction-backup", "cpu_tensor")
 
 
 @pytest.mark.parametrize("stock", ["prefill", "decode"])

@@ -26,6 +26,9 @@ SPECS = {
     "latents": KVSpec(
         **SIZES, num_kv_heads=1, head_dim=16, v_head_dim=12, page_size=4, latent=True
     ),
+    "fp8 latents": KVSpec(
+        **SIZES, num_kv_heads=1, head_dim=48, v_head_dim=32, page_size=4, latent=True, fp8=True
+    ),
 }
 PAGE, NUM_PAGES = 16, 12
 
@@ -68,11 +71,11 @@ def test_moved_pages_hold_the_same_tokens(spec: KVSpec) -> None:
     one, other = pools(spec)
     fill(one, slots([0, 2]))
     move(kv_buffers(one, PAGE), kv_buffers(other, PAGE), {0: 4, 2: 1})
-    if spec.fp8:
+    if spec.num_scales:
         move(scale_buffers(one, PAGE), scale_buffers(other, PAGE), {0: 4, 2: 1})
     assert_same(one, slots([0, 2]), other, slots([4, 1]))
     described = sum(kv_buffers(one, PAGE).lengths)
-    described += sum(scale_buffers(one, PAGE).lengths) if spec.fp8 else 0
+    described += sum(scale_buffers(one, PAGE).lengths) if spec.num_scales else 0
     assert described == one.num_bytes
 
 
