@@ -36,6 +36,7 @@ SETTINGS = [
     pytest.param({"algorithm": Quest(), "scope": "layer"}, id="quest"),
     pytest.param({"algorithm": Quest(), "scope": "query_head", "fp8": True}, id="quest-fp8"),
     pytest.param(TOKENS, id="dsa-latents"),
+    pytest.param(TOKENS | {"fp8": True}, id="dsa-latents-fp8"),
     pytest.param({"algorithm": TopP(mass=0.8)}, id="topp"),
     pytest.param({"layers": 4, "reuse_layers": 2, "dense_layers": (1,)}, id="reuse-dense-layer"),
     pytest.param({"min_sparse_context": 105}, id="dense-and-sparse"),
