@@ -52,7 +52,13 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 POOL = 4096
-WHOLE = {"budget": POOL, "host_memory": "1GiB", "device_memory": "600MB", "staging_bytes": 65536}
+WHOLE = {
+    "budget": POOL,
+    "device_buffer_size": POOL,
+    "host_memory": "1GiB",
+    "device_memory": "600MB",
+    "staging_bytes": 65536,
+}
 
 
 def assert_same_tokens(drafted: Answer, plain: Answer) -> None:
