@@ -64,8 +64,6 @@ def check_disaggregation(server_args: Any, config: HiSparseConfig) -> None:
         )
     if config.storage is not None:
         raise ConfigError(f"storage is set with {mode}; expected it unset")
-    if server_args.dp_size > 1:
-        raise ConfigError(f"--dp-size is {server_args.dp_size} with {mode}; expected 1")
     window = build_algorithm(config).query_window
     if window and server_args.disaggregation_mode == "decode":
         raise ConfigError(

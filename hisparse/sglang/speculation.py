@@ -12,7 +12,6 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.build import EngineSetup
 from hisparse.errors import ConfigError
 from hisparse.sglang import compat
-from hisparse.sglang.disaggregation import is_disaggregated
 
 __all__ = [
     "accepted_nodes",
@@ -72,7 +71,6 @@ def check_speculation(view: Any, config: HiSparseConfig) -> None:
         (config.overlap, "overlap: true", "overlap: false"),
         (config.storage is not None, "storage", "no storage"),
         (view.enable_mixed_chunk, "--enable-mixed-chunk", "it unset"),
-        (is_disaggregated(view), "--disaggregation-mode", "it unset"),
     )
     for found, got, expected in excluded:
         if found:
