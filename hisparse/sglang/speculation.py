@@ -67,6 +67,7 @@ def check_speculation(view: Any, config: HiSparseConfig) -> None:
         (not compat.since(_RELEASE), f"sglang {compat.installed()}", f"sglang {_RELEASE}"),
         (view.dp_size > 1, f"--dp-size {view.dp_size}", "--dp-size 1"),
         (view.tp_size > 1, f"--tp-size {view.tp_size}", "--tp-size 1"),
+        (view.pp_size > 1, f"--pp-size {view.pp_size}", "--pp-size 1"),
         (enabled is not None, f"{enabled}", "no extension"),
         (config.overlap, "overlap: true", "overlap: false"),
         (config.storage is not None, "storage", "no storage"),

@@ -35,14 +35,17 @@ class Runner:
         self.session = SimpleNamespace(
             prefill_rate=None,
             spec=sim.spec,
+            policy=sim.policy,
             sizing=sizing,
             coordinator=None,
             slots_cpu=None,
             requests=(),
             chunked_request_id=None,
+            num_decoding=0,
         )
         self.reports = self.num_replays = 0
         reporter = SimpleNamespace(report=lambda: setattr(self, "reports", self.reports + 1))
+        monkeypatch.setattr(module.compat, "decodes_only", lambda: False)
         monkeypatch.setattr(module, "require_session", lambda: self.session)
         monkeypatch.setattr(module, "build_coordinator", lambda *_: sim.coordinator)
         monkeypatch.setattr(module, "MetricsReporter", lambda *_: reporter)
@@ -98,7 +101,10 @@ class Runner:
         sim, outs = self.sim, []
         for number in range(sim.layers):
             layer = SimpleNamespace(
-                layer_id=number, tp_q_head_num=sim.q_heads, v_head_dim=sim.head_dim
+                layer_id=number,
+                tp_q_head_num=sim.q_heads,
+                v_head_dim=sim.head_dim,
+                scaling=sim.policy.scale,
             )
             q, k, v = (x[number] for x in streams)
             outs.append(self.backend.forward(q.flatten(1), k, v, layer, batch))

@@ -99,12 +99,13 @@ def test_a_server_that_stops_says_why_in_one_line(
     backend._spec = SimpleNamespace(num_kv_heads=1, num_q_heads=1, head_dim=4, v_head_dim=4)
     backend._spec.latent = False
     backend._first_layer, backend._in_graph, backend._num_tokens = 0, False, 1
+    backend._scale = 0.5
 
     def attention(*args: Any) -> None:
         raise AlgorithmError("Mine (mine), layer 0, retrieve_topk: got None, expected a selection")
 
     backend.coordinator = SimpleNamespace(attention=attention)
-    layer = SimpleNamespace(layer_id=0, tp_q_head_num=1, v_head_dim=4)
+    layer = SimpleNamespace(layer_id=0, tp_q_head_num=1, v_head_dim=4, scaling=0.5)
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False))
     with caplog.at_level(logging.ERROR), pytest.raises(AlgorithmError, match="Mine"):
         backend.forward(*(torch.zeros(1, 4) for _ in range(3)), layer, batch)
