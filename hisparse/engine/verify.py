@@ -111,17 +111,19 @@ class Verification:
                 for back in self._returns[number]:
                     self._go_back(layer_id, back)
                 step.read_tails(layer_id, self._manager.device)
-            inputs = indexer and indexer.take(tokens)
-            outputs.append(attend(layer_id, q[tokens], k[tokens], v[tokens], step, inputs))
+                inputs = indexer and indexer.take(tokens)
+                nodes = (q[tokens], k[tokens], v[tokens])
+            outputs.append(attend(layer_id, *nodes, step, inputs))
             with serial_operators(q.device):
                 self._save(layer_id, number, step)
-        out = outputs[0].new_empty(q.shape[0], *outputs[0].shape[1:])
-        for tokens, part in zip(self._tokens, outputs, strict=True):
-            out[tokens] = part
-        if self._own is not None:
-            tokens, slots = self._own
-            self._manager.kv_io.write(layer_id, slots, k[tokens], v[tokens])
-        return out[self._twins] if self._has_twins else out
+        with serial_operators(q.device):
+            out = outputs[0].new_empty(q.shape[0], *outputs[0].shape[1:])
+            for tokens, part in zip(self._tokens, outputs, strict=True):
+                out[tokens] = part
+            if self._own is not None:
+                tokens, slots = self._own
+                self._manager.kv_io.write(layer_id, slots, k[tokens], v[tokens])
+            return out[self._twins] if self._has_twins else out
 
     def accept(self, nodes: np.ndarray) -> None:
         """Go back to the state after the last accepted node of each request.
