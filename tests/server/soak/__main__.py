@@ -203,10 +203,11 @@ def _processes(server: Server) -> list[psutil.Process]:
 def _shared_memory() -> set[str]:
     """Names of shared memory, without those that have nothing to do with hisparse.
 
-    SGLang leaves a file of loads, whatever its backend. Semaphores of Python's multiprocessing,
-    which hisparse does not use, may be those of any program on the machine.
+    SGLang leaves a file of loads, whatever its backend, and queues between ranks when it is killed.
+    Semaphores of Python's multiprocessing, which hisparse does not use, may be those of any program
+    on the machine.
     """
-    foreign = ("sglang_loads_", "sem.mp-")
+    foreign = ("sglang_loads_", "sgl_shm_mq_", "sem.mp-")
     return {name for name in os.listdir("/dev/shm") if not name.startswith(foreign)}
 
 
