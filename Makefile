@@ -14,6 +14,8 @@
 #                              every reader of files under a fuzzer that looks for new code
 # make test-all PART=models    a tiny model of each family of docs/models.md, served densely and with
 #                              hisparse; a family that was served before has to be served
+# make test-all PART=modes     pairs of prefill and decode servers, replicas of attention, Gemma 3 with
+#                              real weights
 # make test-all PART=faults    killed processes and compilers, limits of memory and disk, odd requests
 # make test-all PART=quality   the quality of all algorithms, at the size of the committed table
 # make test-all PART=soak      make soak with 400 requests
@@ -41,7 +43,7 @@
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-all test-range test-sweeps test-isa test-sanitizers test-quality \
-	test-hostile test-models test-faults test-soak test-compile soak lint setup lm-eval fuzz-tools \
+	test-hostile test-models test-modes test-faults test-soak test-compile soak lint setup lm-eval fuzz-tools \
 	older-triton site site-tools otel-tools mooncake-tools gpu-check gpu-wheels pins audit \
 	licences wheel docs clean
 
@@ -54,7 +56,7 @@ demo: setup
 test: setup lm-eval site-tools
 	@$(python) scripts/run_tests.py
 
-parts := range sweeps isa sanitizers compile quality hostile models faults soak
+parts := range sweeps isa sanitizers compile quality hostile models modes faults soak
 
 test-all:
 	$(if $(filter $(PART),$(parts)),,$(error PART is '$(PART)', expected one of: $(parts)))
@@ -78,6 +80,11 @@ test-hostile: setup
 	PART=hostile OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -s tests/hostile
 	-@$(MAKE) --no-print-directory fuzz-tools
 	PYTHONPATH=bench:.venv/fuzz OMP_NUM_THREADS=1 $(python) -m tests.hostile.fuzz --seconds 20
+
+test-modes: setup mooncake-tools
+	@$(python) -m tests.prepare
+	PART=modes OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m sweeps tests/server/test_disaggregation.py \
+		tests/server/test_attention_replicas.py tests/server/test_served_gemma3.py
 
 test-models: setup
 	@rm -f build/models.json

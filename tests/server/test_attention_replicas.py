@@ -13,11 +13,11 @@ from test_replicas import by_replica
 from tiny_models import INDEX_TOP_K, tiny_model
 from workload import tokens
 
-from tests.sizes import SWEEPS
+from tests.sizes import MODES
 
 pytestmark = [
     pytest.mark.sweeps,
-    pytest.mark.skipif(not SWEEPS, reason="servers of its own: make test-all PART=sweeps"),
+    pytest.mark.skipif(not MODES, reason="servers of its own: make test-all PART=modes"),
 ]
 
 NEW_TOKENS = 24

@@ -16,13 +16,17 @@ from harness import Refused, Server
 from tiny_models import INDEX_TOP_K, tiny_model
 from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
 
-from tests.sizes import SWEEPS
+from tests.sizes import MODES, SWEEPS
 
 pytestmark = [
     pytest.mark.sweeps,
-    pytest.mark.skipif(not SWEEPS, reason="servers of its own: make test-all PART=sweeps"),
+    pytest.mark.skipif(
+        not (SWEEPS or MODES), reason="servers of its own: make test-all PART=sweeps"
+    ),
     pytest.mark.skipif(not mooncake_master.is_installed(), reason="needs make mooncake-tools"),
 ]
+
+modes = pytest.mark.skipif(not MODES, reason="more servers: make test-all PART=modes")
 
 SPARSE: dict[str, Any] = {
     "budget": 128,
@@ -59,10 +63,15 @@ def leaks_nothing(pair: Pair) -> None:
     ("name", "kind", "config"),
     [
         ("sketch", "llama", SPARSE),
-        ("quest", "qwen2", SPARSE | {"algorithm": "quest", "selection_scope": "layer"}),
-        ("fp8", "llama", SPARSE | {"kv_cache_dtype": "fp8_e4m3"}),
-        ("latents", "deepseek_v2", SPARSE | {"device_memory": "200MB"}),
-        ("indexer", "deepseek_v32", DSA),
+        pytest.param(
+            "quest",
+            "qwen2",
+            SPARSE | {"algorithm": "quest", "selection_scope": "layer"},
+            marks=modes,
+        ),
+        pytest.param("fp8", "llama", SPARSE | {"kv_cache_dtype": "fp8_e4m3"}, marks=modes),
+        pytest.param("latents", "deepseek_v2", SPARSE | {"device_memory": "200MB"}, marks=modes),
+        pytest.param("indexer", "deepseek_v32", DSA, marks=modes),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -88,6 +97,7 @@ STOCK_FLAGS = ("--page-size", "16", "--disable-overlap-schedule")
 STOCK_FLAGS += ("--disaggregation-decode-retraction-backup", "cpu_tensor")
 
 
+@modes
 @pytest.mark.parametrize("stock", ["prefill", "decode"])
 def test_one_server_of_a_pair_may_be_sglangs_own(
     stock: str, log_dir: Path, dense_tokens: DenseTokens
@@ -101,6 +111,7 @@ def test_one_server_of_a_pair_may_be_sglangs_own(
             assert [a.ids for a in answers] == dense_tokens("llama", case)
 
 
+@modes
 def test_a_decode_server_that_keeps_prefixes(log_dir: Path) -> None:
     """Only what follows a prefix that it has is sent."""
     flags, options = (*FLAGS, *POOL), {"config": SPARSE}
@@ -116,6 +127,7 @@ def test_a_decode_server_that_keeps_prefixes(log_dir: Path) -> None:
         leaks_nothing(pair)
 
 
+@modes
 def test_requests_that_the_decode_server_retracts(log_dir: Path, dense_tokens: DenseTokens) -> None:
     """Their K and V are kept, so they continue where they were."""
     right, options = dense_tokens("llama", RETRACTED), {"config": DENSE}
@@ -158,6 +170,7 @@ def until_right(pair: Pair, prompt: list[int], right: list[int]) -> None:
             time.sleep(1)
 
 
+@modes
 @pytest.mark.parametrize("killed", ["prefill", "decode"])
 def test_the_other_server_goes_on_when_one_is_killed(
     killed: str, log_dir: Path, expected: list[list[int]]
@@ -189,6 +202,7 @@ def test_the_other_server_goes_on_when_one_is_killed(
         leaks_nothing(pair)
 
 
+@modes
 def test_aborts_on_either_server(log_dir: Path, expected: list[list[int]]) -> None:
     options, prompts = {"config": SPARSE}, PROMPTS.prompts
     both: dict[str, Any] = {"prefill": options, "decode": options}

@@ -18,11 +18,11 @@ from harness import Server
 from hisparse.eval.models import fetch
 from hisparse.eval.texts import read_text
 from hisparse.transformers import disable, enable
-from tests.sizes import SWEEPS
+from tests.sizes import MODES
 
 pytestmark = [
     pytest.mark.sweeps,
-    pytest.mark.skipif(not SWEEPS, reason="a model of 1 GB: make test-all PART=sweeps"),
+    pytest.mark.skipif(not MODES, reason="a model of 1 GB: make test-all PART=modes"),
 ]
 
 LENGTHS = [4096, 8192]
