@@ -15,6 +15,7 @@ from hisparse.sglang.requested import is_requested
 from hisparse.types import IndexerInputs
 
 __all__ = [
+    "RowwiseInputs",
     "around_compute_cell_size",
     "around_compute_indexer_cell_size",
     "around_kv_cache_dtype_default",

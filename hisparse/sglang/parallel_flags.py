@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hisparse.config import HiSparseConfig
+from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.sglang import compat
 
@@ -37,11 +37,11 @@ def config_for_ranks(config: HiSparseConfig, server_args: Any, host_bytes: int) 
         "storage": config.storage is not None
         or getattr(server_args, "enable_unified_cache_external_linker", False),
         "--speculative-algorithm": server_args.speculative_algorithm not in (None, "NONE"),
-        "--disaggregation-mode": server_args.disaggregation_mode not in (None, "null"),
     }
     if server_args.pp_size > 1:
-        # The last two need all layers in one process.
-        untried |= {"trace": "trace" in config.extensions, "reuse_layers": config.reuse_layers > 1}
+        # The others need all layers in one process.
+        untried |= {name: EXTENSIONS.get(name).needs_all_layers for name in config.extensions}
+        untried["reuse_layers"] = config.reuse_layers > 1
         _reject_together("--pp-size", untried)
     if server_args.dp_size > 1 and not attention:
         # Replicas start at times of their own, and each finds less free than the one before it.

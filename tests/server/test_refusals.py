@@ -232,12 +232,8 @@ def test_settings_that_ranks_cannot_have(
 
 
 @pytest.mark.parametrize("flag", ["--pp-size", "--attn-dp-size"])
-@pytest.mark.parametrize(
-    "mode", [("--speculative-algorithm", "NGRAM"), ("--disaggregation-mode", "prefill")]
-)
-def test_modes_that_are_not_served_together(
-    resolve: Resolve, flag: str, mode: tuple[str, str]
-) -> None:
+def test_modes_that_are_not_served_together(resolve: Resolve, flag: str) -> None:
+    mode = ("--speculative-algorithm", "NGRAM")
     message = refusal(resolve, "--tp-size", "2", flag, "2", *mode)
     assert f"{mode[0]} is set and {flag} is above 1, which hisparse does not" in message
 

@@ -70,6 +70,8 @@ class Extension:
     options_type: ClassVar[type[Any]]
     #: The extension's counters on the device: name to description, for the metrics.
     counters: ClassVar[Mapping[str, str]] = {}
+    #: Whether the extension works only in a process that has all layers of the model.
+    needs_all_layers: ClassVar[bool] = False
 
     def __init__(self, options: Any, context: ExtensionContext) -> None:
         self.options = options

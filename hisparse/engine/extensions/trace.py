@@ -90,6 +90,7 @@ class Trace(Extension):
     """
 
     options_type: ClassVar[type[Any]] = TraceOptions
+    needs_all_layers: ClassVar[bool] = True
     counters: ClassVar[Mapping[str, str]] = {
         "trace_steps": "Decode steps that were handed to the writer of the trace",
         "trace_dropped_steps": "Decode steps that the trace lacks: its writer was behind, the "

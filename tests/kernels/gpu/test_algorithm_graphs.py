@@ -74,6 +74,7 @@ def make_step(name: str, device: str) -> DecodeStep:
     kept = Representations(
         cls().representations(policy),
         num_layers=1,
+        layers=policy.kv.full_layers,
         host_pages=BATCH * PAGES + 1,
         num_slots=BATCH,
         device=torch.device(device),
