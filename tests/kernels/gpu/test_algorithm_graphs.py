@@ -27,7 +27,8 @@ class Tails:
     def tail_keys(self, layer_id: int) -> Tensor:
         return self._keys
 
-    def tail_lse(self, layer_id: int, query: Tensor) -> Tensor:
+    def tail_lse(self, layer_id: int, query: Tensor, logit_cap: float) -> Tensor:
+        assert not logit_cap
         grouped = query.unflatten(1, (HEADS, -1))
         keys = self._keys.float().permute(0, 2, 3, 1)
         return (grouped @ keys).flatten(1, 2).logsumexp(-1)
