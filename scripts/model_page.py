@@ -26,7 +26,8 @@ has that for a few models.
 
 {served} of {count} families are served, {refused} are refused with one line, and {broken} do not
 start on a CPU with SGLang alone. `torch_native` does not serve latent attention (MLA) and sinks,
-and ignores caps of logits. The tests compare such models with Hugging Face (`tests/server/`)."""
+and ignores caps of logits. Of such models, tests compare DeepSeek-V2, DeepSeek-V3.2, Gemma 2 and
+gpt-oss with Hugging Face (`tests/server/`); the others are served and not compared."""
 
 _END = """\
 ## What decides
