@@ -56,18 +56,7 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
     context_length = configurator.model_config.context_len
     spec, scale = read_model_shape(configurator.model, dtype, config.page_size, context_length)
     spec = stored_spec(config, spec)
-    if spec.windows:
-        logger.info(
-            "hisparse: %d of %d layers attend windows of %s tokens; algorithm %s selects in the "
-            "others",
-            spec.num_layers - len(spec.full_layers),
-            spec.num_layers,
-            ", ".join(map(str, sorted(set(spec.windows) - {0}))),
-            config.algorithm,
-        )
-    reason = config.not_captured(configurator.device)
-    if reason is not None:
-        logger.info("hisparse: decode steps are not captured in CUDA graphs: %s", reason)
+    _log_choices(config, spec, configurator.device)
     is_pipeline = compat.pipeline_size() > 1
     if is_pipeline:
         config = _of_own_layers(config, spec, configurator)
@@ -104,6 +93,22 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
         session.model = configurator.model
         session.model_settings = model_settings(configurator.model_config.hf_config)
     return session
+
+
+def _log_choices(config: HiSparseConfig, spec: KVSpec, device: str) -> None:
+    """Log what the model and the device decide, and no setting says."""
+    if spec.windows:
+        logger.info(
+            "hisparse: %d of %d layers attend windows of %s tokens; algorithm %s selects in the "
+            "others",
+            spec.num_layers - len(spec.full_layers),
+            spec.num_layers,
+            ", ".join(map(str, sorted(set(spec.windows) - {0}))),
+            config.algorithm,
+        )
+    reason = config.not_captured(device)
+    if reason is not None:
+        logger.info("hisparse: decode steps are not captured in CUDA graphs: %s", reason)
 
 
 def _of_own_layers(config: HiSparseConfig, spec: KVSpec, configurator: Any) -> HiSparseConfig:
