@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -28,13 +26,11 @@ from hisparse.doctor import provenance
 from hisparse.eval.models import resolve
 from hisparse.eval.texts import TEXTS, read_text
 from hisparse_bench.server import ServerProcess
+from scripts.pairs import LIMIT, PAIRS, ratio_of_pairs
 
 __all__ = ["main"]
 
-_LIMIT = 1.03
 _PAGE = 16
-#: Student's t for 95%, by pairs.
-_T95 = {2: 12.706, 20: 2.093, 40: 2.023}
 
 
 def _server(
@@ -98,7 +94,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--pairs", type=int, choices=sorted(_T95), default=20)
+    parser.add_argument("--pairs", type=int, choices=PAIRS, default=20)
     parser.add_argument("--turns", type=int, default=6, help="documents of a pair")
     parser.add_argument("--tokens", type=int, default=2000, help="of a document")
     parser.add_argument("--output", type=int, default=128, help="tokens of an answer")
@@ -106,10 +102,7 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     with tempfile.TemporaryDirectory(dir=arguments.out.absolute().parent) as folder:
         pairs, same = _measure(arguments, Path(folder))
-    logs = [math.log(stored / plain) for plain, stored in pairs]
-    half = _T95[arguments.pairs] * statistics.stdev(logs) / math.sqrt(len(logs))
-    mean = statistics.mean(logs)
-    ratio, low, high = (math.exp(x) for x in (mean, mean - half, mean + half))
+    ratio, (low, high) = ratio_of_pairs(pairs)
     result = {
         "command": "storage-cost",
         "date": provenance.now(),
@@ -124,10 +117,10 @@ def main(words: Sequence[str] | None = None) -> int:
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(
-        f"ratio {ratio:.4f}, 95% interval {low:.4f} to {high:.4f}, limit {_LIMIT}; "
+        f"ratio {ratio:.4f}, 95% interval {low:.4f} to {high:.4f}, limit {LIMIT}; "
         f"tokens {result['gate']}"
     )
-    return int(high > _LIMIT or not same)
+    return int(high > LIMIT or not same)
 
 
 if __name__ == "__main__":

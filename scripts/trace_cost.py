@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -31,14 +29,12 @@ from hisparse.eval.texts import TEXTS, read_text
 from hisparse.transformers import enable
 from hisparse_bench.random_requests import RandomRequests
 from hisparse_bench.shape import ModelShape
+from scripts.pairs import LIMIT, PAIRS, ratio_of_pairs
 
 __all__ = ["main"]
 
-_LIMIT = 1.03
 #: Less than what wakes the writer's thread, which would work in steps without a trace as well.
 _WAIT_S, _WAIT_STEPS, _WAIT_BYTES = 0.7, 24, 3 << 20
-#: Student's t for 95%, by pairs.
-_T95 = {20: 2.093, 40: 2.023}
 
 
 #: Does a step and returns its seconds.
@@ -129,7 +125,7 @@ def main(words: list[str] | None = None) -> int:
     """Measure, write the result, and return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--pairs", type=int, choices=sorted(_T95), default=20)
+    parser.add_argument("--pairs", type=int, choices=PAIRS, default=20)
     parser.add_argument("--tokens", type=int, default=16, help="of a pair, of each kind")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--context", type=int, default=8192)
@@ -154,10 +150,7 @@ def main(words: list[str] | None = None) -> int:
         trace.close()
         stats = coordinator.stats().extensions
         num_bytes = trace.path.stat().st_size
-    logs = [math.log(with_trace / without) for without, with_trace in pairs]
-    half = _T95[arguments.pairs] * statistics.stdev(logs) / math.sqrt(len(logs))
-    mean = statistics.mean(logs)
-    ratio, low, high = (math.exp(x) for x in (mean, mean - half, mean + half))
+    ratio, (low, high) = ratio_of_pairs(pairs)
     result = {
         "command": "trace_cost",
         "date": provenance.now(),
@@ -174,8 +167,8 @@ def main(words: list[str] | None = None) -> int:
         "bytes": num_bytes,
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"ratio {ratio:.4f}, 95% interval {low:.4f} to {high:.4f}, limit {_LIMIT}")
-    return int(high > _LIMIT)
+    print(f"ratio {ratio:.4f}, 95% interval {low:.4f} to {high:.4f}, limit {LIMIT}")
+    return int(high > LIMIT)
 
 
 if __name__ == "__main__":
