@@ -99,7 +99,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--before", type=Path, required=True, help="an older checkout")
     parser.add_argument("--pairs", type=int, choices=PAIRS, default=20)
-    parser.add_argument("--turns", type=int, default=8, help="of a pair")
+    parser.add_argument("--turns", type=int, default=24, help="of a pair")
     parser.add_argument("--steps", type=int, default=12, help="of a turn")
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--budget", type=int, default=2048)
