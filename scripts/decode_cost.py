@@ -1,10 +1,10 @@
 """Measure what a change of hisparse costs decode steps that do not use it.
 
 ``python -m scripts.decode_cost OUT.json --before FOLDER`` runs the steps of ``hisparse bench
-decode`` with the checkout in FOLDER and with this one, with the same random inputs, each in a
-process of its own on one core. Kernels that FOLDER needs are built at its first run. In each pair
-both do the same turns, in alternating order; a pair's time is the sum of its turns' medians. It
-exits with 1 if outputs differ, or if the upper end of the ratio's 95% interval is above 1.03.
+decode`` with the checkout in FOLDER and with this one, with the same random inputs, on one
+core. Kernels that FOLDER needs are built at its first run. Each pair has two new processes, which
+do the same turns in alternating order; a pair's time is the sum of its turns' medians. It exits
+with 1 if outputs differ, or if the upper end of the ratio's 95% interval is above 1.03.
 """
 
 from __future__ import annotations
@@ -67,23 +67,26 @@ class _Worker:
 def _measure(arguments: argparse.Namespace) -> tuple[list[tuple[float, float]], bool]:
     """Seconds of each pair, before and after, and whether all outputs are equal."""
     sizes = {name: getattr(arguments, name) for name in _SIZES}
-    most = (arguments.pairs + 1) * arguments.turns * arguments.steps
+    trees = arguments.before.resolve(), _ROOT
+    most = (arguments.turns + 1) * arguments.steps
     core = max(os.sched_getaffinity(0))
-    workers = [_Worker(tree, most, sizes, core) for tree in (arguments.before.resolve(), _ROOT)]
-    pairs, same = [], all(worker.gate == "passed" for worker in workers)
-    for pair in range(-1, arguments.pairs):
+    pairs, same = [], True
+    for pair in range(arguments.pairs):
+        # Where a process's memory lies makes it faster or slower for as long as it lives.
+        workers = [_Worker(tree, most, sizes, core) for tree in trees]
+        same &= all(worker.gate == "passed" for worker in workers)
         seconds = [0.0, 0.0]
-        for turn in range(arguments.turns):
+        for turn in range(arguments.turns + 1):
             sums = {}
             # Slow drifts of the machine meet both.
             for at in (0, 1) if (turn + pair) % 4 in (0, 3) else (1, 0):
                 time, sums[at] = workers[at].turn(arguments.steps)
-                seconds[at] += time
+                if turn:  # The first turn warms up.
+                    seconds[at] += time
             same &= sums[0] == sums[1]
-        if pair >= 0:  # The first pair warms up.
-            pairs.append((seconds[0], seconds[1]))
-    for worker in workers:
-        worker.close()
+        pairs.append((seconds[0], seconds[1]))
+        for worker in workers:
+            worker.close()
     return pairs, same
 
 
@@ -99,7 +102,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--before", type=Path, required=True, help="an older checkout")
     parser.add_argument("--pairs", type=int, choices=PAIRS, default=20)
-    parser.add_argument("--turns", type=int, default=24, help="of a pair")
+    parser.add_argument("--turns", type=int, default=12, help="of a pair")
     parser.add_argument("--steps", type=int, default=12, help="of a turn")
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--budget", type=int, default=2048)
