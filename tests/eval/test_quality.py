@@ -1,7 +1,7 @@
 """The quality of every built-in algorithm on a real model, against what was committed.
 
-``make test`` runs what ``smollm2-1k-small.json`` holds of the default, its neighbours and its
-bounds: one document, and passages of it; ``make test-all PART=sweeps`` all that it holds.
+``make test`` runs what ``smollm2-1k-small.json`` holds of the default and of its lower bound: one
+document, and passages of it; ``make test-all PART=sweeps`` all that it holds.
 ``make test-all PART=quality`` runs what ``smollm2-1k.json`` holds: all documents and tasks. Both
 files are what an evaluation printed with ``--json``. To make them again, in the project's root:
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 FILE = "smollm2-1k.json" if PART == "quality" else "smollm2-1k-small.json"
 COMMITTED = json.loads((Path(__file__).parent / FILE).read_text(encoding="utf-8"))
 #: What ``make test`` runs, beside dense attention.
-USUAL = ["oracle", "sketch", "quest", "streaming"]
+USUAL = ["sketch", "streaming"]
 if not PART:
     for kind in ("summary", "cells"):
         COMMITTED[kind] = [x for x in COMMITTED[kind] if x["method"] in ["dense", *USUAL]]
@@ -99,5 +99,8 @@ def test_an_algorithm_that_is_no_better_than_a_window_would_be_noticed(found: Re
 def test_the_order_of_methods(found: Result) -> None:
     """What every table of this project rests on: a ceiling, a floor, and methods in between."""
     kl = {line["method"]: line["kl"] for line in found["summary"]}
-    assert kl["oracle"] < kl["quest"] < kl["streaming"]
-    assert kl["sketch"] < kl["quest"]
+    pairs = [("oracle", "quest"), ("quest", "streaming"), ("sketch", "quest")]
+    if not PART:
+        pairs = [("sketch", "streaming")]
+    for better, worse in pairs:
+        assert kl[better] < kl[worse]

@@ -1,4 +1,4 @@
-"""A real model: four contexts of 7k tokens at the same time, from host memory, through device
+"""A real model: two contexts of 7k tokens at the same time, from host memory, through device
 buffers of 1,024 tokens each."""
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from hisparse.eval.models import fetch
 
 pytestmark = pytest.mark.slow
 
-CONTEXTS = 4
 PAGE, BUDGET, BUFFER = 16, 512, 1024
-POOL = 10 * CONTEXTS * BUFFER
 STAGING = 1 << 23
 LAYERS, KV_HEADS, HEAD_DIM, FLOAT = 30, 3, 64, 4
 
-_HARBOUR, _CASTLE, _STATION = (
+_HARBOUR, _CASTLE = (
     Fact(
         sentence=f"The password of the {gate} gate is {word}.",
         question=f"What is the password of the {gate} gate?",
@@ -33,12 +31,13 @@ _HARBOUR, _CASTLE, _STATION = (
     for gate, word in (
         ("harbour", "BLUE HERRING"),
         ("castle", "GREEN LANTERN"),
-        ("station", "SILVER HORSE"),
     )
 )
 
-#: Four documents that differ from the depth of the fact on.
-FACTS = [(_HARBOUR, 0.8), (_STATION, 0.8), (_HARBOUR, 0.9), (_CASTLE, 0.95)]
+#: Two documents that differ from the depth of the fact on.
+FACTS = [(_HARBOUR, 0.8), (_CASTLE, 0.95)]
+CONTEXTS = len(FACTS)
+POOL = 10 * CONTEXTS * BUFFER
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def test_the_device_holds_no_more_than_the_buffers(seen: Seen) -> None:
 
 
 def test_bytes_reported_are_bytes_allocated(seen: Seen) -> None:
-    """By hand: buffers and tail pages of four requests, the tail pages of padding, staging."""
+    """By hand: buffers and tail pages of both requests, the tail pages of padding, staging."""
     page = PAGE * 2 * HEAD_DIM * FLOAT
     pages = CONTEXTS * KV_HEADS * (BUFFER // PAGE + 1) + KV_HEADS
     staging_page = KV_HEADS * page
