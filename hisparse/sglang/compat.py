@@ -13,6 +13,7 @@ __all__ = [
     "NEWEST",
     "OLDEST",
     "REPLICAS",
+    "SPECULATION",
     "attention_replicas",
     "backend_choices",
     "decode_extra_slots",
@@ -49,6 +50,9 @@ REPLICAS: Final = "0.5.23"
 
 #: The first release whose prefill and decode servers are supported.
 DISAGGREGATION: Final = "0.5.23"
+
+#: The first release that the tests run speculative decoding with.
+SPECULATION: Final = "0.5.23"
 
 #: Flags that older releases lack.
 _NEW_FLAGS: Final = (

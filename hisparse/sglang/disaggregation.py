@@ -1,4 +1,4 @@
-"""Prefill and decode servers: checks, and the hooks through which requests arrive.
+"""Prefill and decode servers: flags, and the hooks through which requests arrive.
 
 K and V arrive in the decode server's host pool. Its scheduler starts an arrived request without a
 forward (``ForwardMode.PREBUILT``), so the first decode step makes the request ready.
@@ -10,67 +10,20 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from hisparse.algorithms import build_algorithm
-from hisparse.config import HiSparseConfig
-from hisparse.errors import ConfigError
-from hisparse.sglang import compat
 from hisparse.sglang.kv_transfer import scale_buffers
 from hisparse.sglang.session import current_session
 
 __all__ = [
     "around_prepare_for_prebuilt",
     "around_setup_state_kv_args",
-    "check_disaggregation",
     "is_disaggregated",
     "prepare_disaggregation",
 ]
 
 
-#: Flags that go with neither kind of server, and the value of one that is not given.
-_ALONE = (
-    ("tp_size", 1, "--tp-size"),
-    ("dp_size", 1, "--dp-size"),
-    ("pp_size", 1, "--pp-size"),
-    ("speculative_algorithm", None, "--speculative-algorithm"),
-)
-
-
 def is_disaggregated(server_args: Any) -> bool:
     """Whether the server only prefills or only decodes."""
     return server_args.disaggregation_mode in ("prefill", "decode")
-
-
-def check_disaggregation(server_args: Any, config: HiSparseConfig) -> None:
-    """Reject what prefill and decode servers do not support.
-
-    Raises:
-        ConfigError: names the setting.
-    """
-    if not is_disaggregated(server_args):
-        return
-    mode = f"--disaggregation-mode {server_args.disaggregation_mode}"
-    if not compat.has_disaggregation():
-        raise ConfigError(
-            f"{mode} needs SGLang {compat.DISAGGREGATION} or newer; got {compat.installed()}"
-        )
-    for field, usual, flag in _ALONE:
-        got = getattr(server_args, field)
-        if got not in (usual, None):
-            raise ConfigError(f"{flag} is {got} with {mode}; expected it unset")
-    if config.host_layout not in (None, "layer_first"):
-        raise ConfigError(
-            f"host_layout is {config.host_layout!r} with {mode}; expected 'layer_first', the "
-            "layout of SGLang's own pools"
-        )
-    if config.storage is not None:
-        raise ConfigError(f"storage is set with {mode}; expected it unset")
-    window = build_algorithm(config).query_window
-    if window and server_args.disaggregation_mode == "decode":
-        raise ConfigError(
-            f"algorithm {config.algorithm} needs the queries of a prompt's last {window} tokens, "
-            f"which a decode server does not get with {mode}; expected an algorithm that needs K "
-            "alone: sketch, quest"
-        )
 
 
 def prepare_disaggregation(server_args: Any, device_type: str) -> None:

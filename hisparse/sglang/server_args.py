@@ -16,10 +16,11 @@ from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.sglang import compat
 from hisparse.sglang.check_model import check_model
-from hisparse.sglang.disaggregation import check_disaggregation, prepare_disaggregation
+from hisparse.sglang.combinations import Start, check_combinations
+from hisparse.sglang.disaggregation import prepare_disaggregation
 from hisparse.sglang.parallel_flags import config_for_ranks
 from hisparse.sglang.requested import BACKEND
-from hisparse.sglang.speculation import check_speculation, make_chains
+from hisparse.sglang.speculation import make_chains
 from hisparse.sglang.storage.setup import request_linker
 from hisparse.units import resolve_memory
 
@@ -107,7 +108,8 @@ def prepare_before_resolution(server_args: Any) -> None:
     _check_flags(server_args)
     config = read_config(server_args)
     build_algorithm(config)
-    check_disaggregation(server_args, config)
+    device = _device_type(server_args)
+    check_combinations(Start(args=server_args, config=config, device=device))
     request_linker(server_args, config)
     host_bytes = resolve_memory(config.host_memory, free_host_memory(), "host_memory")
     given, config = config, config_for_ranks(config, server_args, host_bytes)
@@ -120,10 +122,10 @@ def prepare_before_resolution(server_args: Any) -> None:
         server_args.kv_cache_dtype = "auto"
     # Host memory is one pool for all layers, whatever part of it a layer attends.
     server_args.disable_hybrid_swa_memory = True
-    prepare_disaggregation(server_args, _device_type(server_args))
+    prepare_disaggregation(server_args, device)
     if server_args.page_size is None:
         server_args.page_size = config.server_page_size
-    if config.not_captured(_device_type(server_args)) is None:
+    if config.not_captured(device) is None:
         server_args.disable_prefill_cuda_graph = True
     else:
         server_args.disable_cuda_graph = True
@@ -165,7 +167,6 @@ def check_after_resolution(server_args: Any) -> None:
         )
     config = read_config(server_args)
     check_capabilities(config, view.device)
-    check_speculation(view, config)
     tokens = view.max_total_tokens
     if tokens is not None and tokens < config.min_row_tokens:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Speculative decoding by n-grams: SGLang's drafts as a batch, and what it does not go with."""
+"""Speculative decoding by n-grams: SGLang's drafts as a batch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from hisparse.config import HiSparseConfig
 from hisparse.engine.build import EngineSetup
 from hisparse.errors import ConfigError
-from hisparse.sglang import compat
 
 __all__ = [
     "accepted_nodes",
     "check_rollback",
-    "check_speculation",
     "draft_tokens",
     "make_chains",
     "read_parents",
@@ -24,8 +21,8 @@ __all__ = [
 
 logger = logging.getLogger("hisparse")
 
-#: The only algorithm, and the first release of SGLang that the tests run it with.
-_NGRAM, _RELEASE = "NGRAM", "0.5.23"
+#: The only algorithm.
+_NGRAM = "NGRAM"
 
 
 def draft_tokens(server_args: Any) -> int:
@@ -47,38 +44,6 @@ def make_chains(server_args: Any) -> None:
         logger.info("hisparse: --speculative-ngram-max-bfs-breadth is set to 1: drafts are chains")
     server_args.speculative_ngram_max_bfs_breadth = 1
     server_args.disable_cuda_graph = True
-
-
-def check_speculation(view: Any, config: HiSparseConfig) -> None:
-    """Check what speculation does not go with.
-
-    Args:
-        view: SGLang's resolved arguments.
-        config: the settings.
-
-    Raises:
-        ConfigError: names the first setting.
-    """
-    if view.speculative_algorithm != _NGRAM:
-        return
-    enabled = next(iter(config.extensions), None)
-    excluded = (
-        (view.device != "cpu", f"device {view.device}", "cpu"),
-        (not compat.since(_RELEASE), f"sglang {compat.installed()}", f"sglang {_RELEASE}"),
-        (view.dp_size > 1, f"--dp-size {view.dp_size}", "--dp-size 1"),
-        (view.tp_size > 1, f"--tp-size {view.tp_size}", "--tp-size 1"),
-        (view.pp_size > 1, f"--pp-size {view.pp_size}", "--pp-size 1"),
-        (enabled is not None, f"{enabled}", "no extension"),
-        (config.overlap, "overlap: true", "overlap: false"),
-        (config.storage is not None, "storage", "no storage"),
-        (view.enable_mixed_chunk, "--enable-mixed-chunk", "it unset"),
-    )
-    for found, got, expected in excluded:
-        if found:
-            raise ConfigError(
-                f"--speculative-algorithm is {_NGRAM}, which does not go with {got} yet; expected "
-                f"{expected}"
-            )
 
 
 def check_rollback(setup: EngineSetup) -> None:

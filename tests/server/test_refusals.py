@@ -11,6 +11,7 @@ from harness import run_to_exit
 from tiny_models import INDEX_TOP_K, tiny_model
 
 from hisparse.config import HiSparseConfig
+from hisparse.sglang.combinations import Start, check_combinations
 from hisparse.sglang.server_args import prepare_before_resolution
 from scripts.model_families import FAMILIES
 
@@ -143,23 +144,41 @@ FLAGS = {
 DECODE = ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake_tcp")
 
 
-def test_a_decode_server_of_one_rank_alone(resolve: Resolve) -> None:
-    assert "--tp-size is 2 with" in refusal(resolve, *DECODE, "--tp-size", "2")
+def not_together(mode: str, got: str, expected: str) -> str:
+    """The end of the line for a mode with its value, and what it does not go with."""
+    flag, value = mode.split()
+    return f" {flag} is {value}, which does not go with {got} yet; expected {expected}"
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_prefill_or_decode_server_of_one_rank_alone(resolve: Resolve, mode: str) -> None:
+    flag = ("--disaggregation-mode", mode)
+    message = refusal(resolve, *DECODE, *flag, "--tp-size", "2")
+    assert message.endswith(not_together(" ".join(flag), "--tp-size 2", "--tp-size 1"))
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "got", "expected"),
     [
-        ({"host_layout": "page_first"}, "expected 'layer_first'"),
-        ({"storage": {"path": "/somewhere"}}, "storage is set with --disaggregation-mode decode"),
-        ({"algorithm": "snapkv"}, "which a decode server does not get"),
+        (
+            {"host_layout": "page_first"},
+            "host_layout: page_first",
+            "host_layout: layer_first",
+        ),
+        ({"storage": {"path": "/somewhere"}}, "storage", "no storage"),
+        (
+            {"algorithm": "snapkv"},
+            "algorithm snapkv, which needs queries of a prompt's last 32 tokens",
+            "an algorithm that needs K alone: sketch, quest",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_decode_server_that_cannot_be(
-    resolve: Resolve, config: dict[str, object], words: str
+    resolve: Resolve, config: dict[str, object], got: str, expected: str
 ) -> None:
-    assert words in refusal(resolve, *DECODE, config=config)
+    message = refusal(resolve, *DECODE, config=config)
+    assert message.endswith(not_together("--disaggregation-mode decode", got, expected))
 
 
 LINKER = '{"linker": "Other", "linker_module_path": "other"}'
@@ -204,9 +223,7 @@ def test_what_speculation_does_not_go_with(
     resolve: Resolve, config: object, got: str, expected: str
 ) -> None:
     message = refusal(resolve, *NGRAM, config=config)
-    assert message.endswith(
-        f"--speculative-algorithm is NGRAM, which does not go with {got} yet; expected {expected}"
-    )
+    assert message.endswith(not_together(" ".join(NGRAM), got, expected))
 
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
@@ -215,33 +232,61 @@ def test_a_feature_that_is_not_built(resolve: Resolve, flags: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize(
-    ("flag", "config"),
+    ("flag", "config", "got", "expected"),
     [
-        ("--pp-size", {"storage": {"path": "/somewhere"}}),
-        ("--pp-size", {"trace": "/somewhere"}),
-        ("--pp-size", {"reuse_layers": 2}),
-        ("--attn-dp-size", {"storage": {"path": "/somewhere"}}),
+        ("--pp-size", {"storage": {"path": "/somewhere"}}, "storage", "no storage"),
+        ("--pp-size", {"trace": "/somewhere"}, "trace", "no extension that needs all layers"),
+        ("--pp-size", {"reuse_layers": 2}, "reuse_layers: 2", "reuse_layers: 1"),
+        ("--attn-dp-size", {"storage": {"path": "/somewhere"}}, "storage", "no storage"),
     ],
 )
 def test_settings_that_ranks_cannot_have(
-    resolve: Resolve, flag: str, config: dict[str, object]
+    resolve: Resolve, flag: str, config: dict[str, object], got: str, expected: str
 ) -> None:
-    (key,) = config
     message = refusal(resolve, "--tp-size", "2", flag, "2", config=config)
-    assert f"{key} is set and {flag} is above 1, which hisparse does not" in message
+    assert message.endswith(not_together(f"{flag} 2", got, expected))
 
 
-@pytest.mark.parametrize("flag", ["--pp-size", "--attn-dp-size"])
+@pytest.mark.parametrize("flag", ["--pp-size", "--attn-dp-size", "--dp-size"])
 def test_modes_that_are_not_served_together(resolve: Resolve, flag: str) -> None:
-    mode = ("--speculative-algorithm", "NGRAM")
-    message = refusal(resolve, "--tp-size", "2", flag, "2", *mode)
-    assert f"{mode[0]} is set and {flag} is above 1, which hisparse does not" in message
+    for mode in (NGRAM, DECODE[:2]):
+        message = refusal(resolve, flag, "2", *DECODE[2:], *mode)
+        assert message.endswith(not_together(" ".join(mode), f"{flag} 2", f"{flag} 1"))
+    message = refusal(resolve, *NGRAM, *DECODE)
+    expected = "no --speculative-algorithm"
+    assert message.endswith(not_together(" ".join(DECODE[:2]), " ".join(NGRAM), expected))
+
+
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        (NGRAM, "--speculative-algorithm NGRAM"),
+        (DECODE, "--disaggregation-mode decode"),
+        (("--dp-size", "2", "--enable-dp-attention"), "--attn-dp-size 2"),
+        (("--dp-size", "2"), "--dp-size 2"),
+        (("--pp-size", "2"), "--pp-size 2"),
+    ],
+)
+def test_modes_that_an_older_sglang_does_not_serve(
+    resolve: Resolve, flags: tuple[str, ...], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = check_combinations
+
+    def older(start: Start) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("hisparse.sglang.compat.installed", lambda: "0.5.22")
+            check(start)
+
+    monkeypatch.setattr("hisparse.sglang.server_args.check_combinations", older)
+    message = refusal(resolve, *flags)
+    assert f" {mode} needs sglang 0.5.23 or newer, got 0.5.22; expected " in message
 
 
 def test_ranks_with_requests_of_their_own_capture_nothing(resolve: Resolve) -> None:
     flags = ("--tp-size", "2", "--attn-dp-size", "2")
     message = refusal(resolve, *flags, config={"cuda_graph": True})
-    assert "cuda_graph: got true with --attn-dp-size" in message
+    expected = 'cuda_graph: "auto"'
+    assert message.endswith(not_together("--attn-dp-size 2", "cuda_graph: true", expected))
     old = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")
     for line in (flags, old):
         assert HiSparseConfig.parse(resolve(*line).hisparse_config).cuda_graph is False
