@@ -198,6 +198,34 @@ def test_replicas_divide_the_host_memory_of_the_command(
     )
 
 
+def test_a_pipeline_holds_more_of_the_same_memory(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each GPU has one of two layers, so a token takes half of the bytes there."""
+    line = ["--model", model, "--context", "4096", "--budget", "256"]
+    one, two = planned(capsys, *line), planned(capsys, *line, "--pp", "2")
+    assert (one["pp"], two["pp"]) == (1, 2)
+    assert "--pp-size" not in one["command"]
+    assert " --pp-size 2 --context-length" in two["command"]
+    assert 2 * two["bytes_per_token"] == one["bytes_per_token"]
+    ours = two["hisparse"]
+    assert 2 * ours["host_bytes_per_request"] == one["hisparse"]["host_bytes_per_request"]
+    assert ours["max_requests"] > one["hisparse"]["max_requests"]
+    assert two["dense"]["max_requests"] >= 2 * one["dense"]["max_requests"]
+    assert len(two["estimate"]["assumptions"]) == len(one["estimate"]["assumptions"]) + 1
+    assert two["estimates"] == one["estimates"], "a token passes all layers"
+
+
+def test_what_the_server_refuses_with_a_pipeline_is_not_planned(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs = ["--config", '{"reuse_layers": 2, "budget": 256}', "--config", '{"budget": 256}']
+    found = planned(capsys, "--model", model, "--context", "2048", "--pp", "2", *configs)
+    refused, served = found["plans"]
+    assert "does not go with reuse_layers: 2" in refused["hisparse"]["message"]
+    assert (refused["command"], served["hisparse"]["message"]) == (None, "")
+
+
 def test_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = ["--model", model, "--context", "2048,4096", "--algorithm", "quest,sketch"]
     found = planned(capsys, *line, "--budget", "256,512")
@@ -338,6 +366,8 @@ def test_where_no_algorithm_can_be_served_each_reason_is_given_once(
         (["--context", "8192"], "--context: got 8192, expected at most 4096"),
         (["--tp", "0"], "--tp: got 0, expected at least 1"),
         (["--dp", "0"], "--dp: got 0, expected at least 1"),
+        (["--pp", "0"], "--pp: got 0, expected at least 1"),
+        (["--pp", "3"], "--pp: got 3, expected at most 2, the model's layers"),
         (["--algorithm", "dsa"], "asks the model's indexer, which llama does not have"),
         (["--algorithm", "quset"], "did you mean 'quest'"),
         (["--budget", "100"], "budget: got 100, expected a multiple of page_size"),

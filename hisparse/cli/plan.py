@@ -20,15 +20,22 @@ from hisparse.cli.lists import names, numbers
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import check_indexer
+from hisparse.engine.stages import divide_layers
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.plan.fit import Capacity, Machine, fit, refuse
+from hisparse.sglang.combinations import Start, check_combinations
 from hisparse.units import format_bytes, resolve_memory
 
 __all__ = ["add_parser"]
 
 #: Fraction of a GPU for weights and KV cache. The printed command sets it on the server.
 _MEM_FRACTION = 0.85
+
+_PIPELINE = (
+    "A step passes the ranks of a pipeline one after the other; that the ranks work on other "
+    "requests meanwhile is left out."
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -65,7 +72,10 @@ def add_parser(commands: Any) -> None:
     add("--host-memory", metavar="SIZE", help="free host memory, such as 1TiB (free here)")
     add("--weights", metavar="SIZE", help="size of the weights (computed from the configuration)")
     add("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), help="dtype of K and V (auto)")
-    add("--tp", type=int, default=1, metavar="N", help="GPUs of a replica, all on one node (1)")
+    add("--tp", type=int, default=1, metavar="N", help="GPUs that divide a layer, on one node (1)")
+    add(
+        "--pp", type=int, default=1, metavar="N", help="parts that divide the layers, each --tp (1)"
+    )
     add("--dp", type=int, default=1, metavar="N", help="replicas, all on that node (1)")
     plan_times.add_flags(parser)
     plan_trace.add_flag(parser)
@@ -100,7 +110,7 @@ def _run(arguments: argparse.Namespace) -> int:
         hits = arguments.hit_ratio or plan_times.HIT_RATIOS
         if traced is not None and capacity.limit is not None:
             hits = [traced.hit_ratio(capacity.config)]
-        moved = capacity.context * capacity.spec.token_bytes
+        moved = capacity.context * capacity.token_bytes
         return _describe(capacity, machine, folder) | {
             "estimates": plan_times.describe_steps(capacity, hardware, arguments.batch, hits),
             "loads": plan_slo.describe_loads(capacity, hardware, target, hits),
@@ -112,6 +122,8 @@ def _run(arguments: argparse.Namespace) -> int:
     estimate = plan_times.describe_hardware(hardware, arguments, machine)
     if target is not None:
         estimate["assumptions"] = (*estimate["assumptions"], target.assumption)
+    if machine.stages:
+        estimate["assumptions"] = (*estimate["assumptions"], _PIPELINE)
     source = f"{arguments.model}, {estimate['host']}"
     if traced is not None:
         estimate["trace"] = traced.about
@@ -143,6 +155,7 @@ def _about(arguments: argparse.Namespace, machine: Machine) -> dict[str, Any]:
     return {
         "model": arguments.model,
         "tp": machine.tp,
+        "pp": max(1, len(machine.stages)),
         "dp": machine.dp,
         "device_memory_bytes": machine.device_bytes,
         "host_memory_bytes": machine.host_bytes,
@@ -161,10 +174,14 @@ def _fit_all(arguments: argparse.Namespace, model: Any) -> tuple[list[Capacity],
     """
     from hisparse.transformers.model_config import count_weight_bytes, shape_per_rank
 
-    for flag, number in (("--tp", arguments.tp), ("--dp", arguments.dp)):
+    for flag, number in (("--tp", arguments.tp), ("--pp", arguments.pp), ("--dp", arguments.dp)):
         if number < 1:
             raise ConfigError(f"{flag}: got {number}, expected at least 1")
     shape = shape_per_rank(model, 1, arguments.tp)
+    if arguments.pp > shape.num_layers:
+        raise ConfigError(
+            f"--pp: got {arguments.pp}, expected at most {shape.num_layers}, the model's layers"
+        )
     contexts = _contexts(arguments.context, model)
     machine = Machine(
         device_bytes=_device_bytes(arguments.device_memory),
@@ -174,6 +191,7 @@ def _fit_all(arguments: argparse.Namespace, model: Any) -> tuple[list[Capacity],
         or count_weight_bytes(model, shape.dtype),
         mem_fraction=_MEM_FRACTION,
         dp=arguments.dp,
+        stages=divide_layers(shape.num_layers, arguments.pp) if arguments.pp > 1 else (),
     )
     has_indexer, capacities = shape.index_head_dim > 0, []
     for config in _configs(arguments, model, has_indexer=has_indexer):
@@ -181,6 +199,7 @@ def _fit_all(arguments: argparse.Namespace, model: Any) -> tuple[list[Capacity],
         spec = shape_per_rank(model, config.page_size, arguments.tp)
         for context in contexts:
             try:
+                _check_served(config, arguments)
                 check_indexer(model.model_type, config, has_indexer=has_indexer)
                 capacity = fit(config, spec, machine, context)
             except ConfigError as error:
@@ -189,6 +208,19 @@ def _fit_all(arguments: argparse.Namespace, model: Any) -> tuple[list[Capacity],
     if all(capacity.limit is None for capacity in capacities):
         raise ConfigError("; ".join(dict.fromkeys(c.message for c in capacities)))
     return capacities, machine
+
+
+def _check_served(config: HiSparseConfig, arguments: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` if the server would refuse the printed command."""
+    flags = argparse.Namespace(
+        tp_size=arguments.tp,
+        dp_size=arguments.dp,
+        pp_size=arguments.pp,
+        enable_dp_attention=False,
+        disaggregation_mode="null",
+        speculative_algorithm=None,
+    )
+    check_combinations(Start(args=flags, config=config, device="cuda"))
 
 
 def _contexts(asked: list[int], model: Any) -> list[int]:
@@ -257,7 +289,7 @@ def _describe(capacity: Capacity, machine: Machine, folder: str) -> dict[str, An
         "algorithm": config.algorithm,
         "budget": config.budget,
         "context": capacity.context,
-        "bytes_per_token": capacity.spec.token_bytes,
+        "bytes_per_token": capacity.token_bytes,
         "dense": {"max_requests": capacity.dense_max_requests},
         "hisparse": {
             "max_requests": capacity.max_requests,
@@ -278,6 +310,7 @@ def _launch_line(capacity: Capacity, machine: Machine, folder: str) -> str:
     settings = {k: v for k, v in capacity.config.effective().items() if v != default[k]}
     words = ["python", "-m", "sglang.launch_server", "--model-path", folder]
     words += ["--tp", str(machine.tp)] if machine.tp > 1 else []
+    words += ["--pp-size", str(len(machine.stages))] if machine.stages else []
     words += ["--dp-size", str(machine.dp)] if machine.dp > 1 else []
     words += ["--context-length", str(capacity.context)]
     words += ["--mem-fraction-static", f"{machine.mem_fraction:g}"]
@@ -324,7 +357,10 @@ def _print_commands(console: Console, rows: list[dict[str, Any]]) -> None:
 
 
 def _explain(rows: list[dict[str, Any]], machine: Machine) -> str:
-    gpus = f"each of {machine.tp} GPUs" if machine.tp > 1 else "a GPU"
+    count = machine.tp * max(1, len(machine.stages))
+    gpus = f"each of {count} GPUs" if count > 1 else "a GPU"
+    if machine.stages:
+        gpus += f" (with {max(machine.stages)} layers, the most of a rank)"
     where = f" in each of {machine.dp} replicas" if machine.dp > 1 else ""
     return (
         f"dense, hisparse: requests that run at once{where}. device, host: bytes that one takes "

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Resources, make_setup
-from hisparse.engine.capabilities import stored_spec
+from hisparse.engine.capabilities import check_dense_layers, stored_spec
+from hisparse.engine.stages import config_of_layers, spec_of_layers
 from hisparse.errors import CapacityError, ConfigError
-from hisparse.memory.sizing import Sizing, SizingLimit, size
+from hisparse.memory.sizing import Sizing, SizingLimit, resize, size
 from hisparse.types import KVSpec
 from hisparse.units import format_bytes, resolve_memory
 
@@ -28,11 +29,13 @@ class Machine:
     Attributes:
         device_bytes: memory of one GPU.
         host_bytes: free memory of the node.
-        tp: number of GPUs of a replica, all on that node.
+        tp: number of GPUs that divide the heads of a layer, all on that node.
         weight_bytes: size of the model's weights, summed over the ranks.
         mem_fraction: fraction of a GPU for weights and KV cache (``--mem-fraction-static``); the
             rest is for activations and CUDA graphs.
         dp: number of replicas, all on that node.
+        stages: layers of each rank of a pipeline, all on that node; each has ``tp`` GPUs. Empty: a
+            GPU has all layers.
     """
 
     device_bytes: int
@@ -41,11 +44,18 @@ class Machine:
     weight_bytes: int
     mem_fraction: float
     dp: int = 1
+    stages: tuple[int, ...] = ()
+
+    @property
+    def rank_weight_bytes(self) -> int:
+        """Weights of the fullest GPU, in proportion to its layers."""
+        most, layers = max(self.stages, default=1), sum(self.stages) or 1
+        return -(-self.weight_bytes * most // (layers * self.tp))
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that one GPU has for its KV cache: what SGLang profiles."""
-        return int(self.device_bytes * self.mem_fraction) - -(-self.weight_bytes // self.tp)
+        """Bytes that one GPU has for its KV cache: what SGLang profiles, the least of all GPUs."""
+        return int(self.device_bytes * self.mem_fraction) - self.rank_weight_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +65,10 @@ class Capacity:
     Attributes:
         config: the settings, with ``host_memory`` as an absolute size, of all replicas.
         context: tokens of a request, prompt and answer.
-        spec: the model's shape on one rank.
-        sizing: the server's sizing for ``max_requests``; None if not even one request with
-            ``device_buffer_size`` tokens on the device fits.
+        spec: the model's shape on one rank, with the layers of all ranks of a pipeline.
+        num_layers: layers of the rank with the most.
+        sizing: that rank's sizing for ``max_requests``, as the server's; None if not even one
+            request with ``device_buffer_size`` tokens on the device fits.
         max_requests: requests at once with hisparse.
         dense_max_requests: requests at once with the whole KV cache on the device.
         limit: the memory that is too small for one more request; None if the settings are refused.
@@ -67,11 +78,17 @@ class Capacity:
     config: HiSparseConfig
     context: int
     spec: KVSpec
+    num_layers: int
     sizing: Sizing | None
     max_requests: int
     dense_max_requests: int
     limit: SizingLimit | None
     message: str = ""
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of a token on one GPU."""
+        return self.num_layers * self.spec.token_bytes_per_layer
 
     @property
     def host_bytes_per_request(self) -> int:
@@ -123,8 +140,8 @@ def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) ->
         raise ConfigError(
             f"--device-memory: got {format_bytes(machine.device_bytes)}, of which "
             f"{machine.mem_fraction:g} is for weights and KV cache, but the weights alone take "
-            f"{format_bytes(-(-machine.weight_bytes // machine.tp))} a GPU; expected more memory, "
-            "or a larger --tp"
+            f"{format_bytes(machine.rank_weight_bytes)} a GPU; expected more memory, or a larger "
+            "--tp or --pp"
         )
     spec = stored_spec(config, spec)
     host = resolve_memory(config.host_memory, machine.host_bytes, "host_memory")
@@ -133,15 +150,12 @@ def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) ->
     tokens = -(-context // page) * page
     requests, message, sizing = 0, "", None
     limit: SizingLimit = "host_memory"
+    check_dense_layers(config, spec)
     try:
-        search = _Search(
-            first=_size_for_one(config, spec, machine, context, pool),
-            tp=machine.tp,
-            server_page=page,
-            tokens=tokens,
-        )
+        stages = tuple(_stages(config, spec, machine, context, pool))
+        search = _Search(stages=stages, server_page=page, tokens=tokens)
         requests, sizing, limit, pool = search.run(pool)
-        message = "" if requests else f"one request does not fit: {search.first.describe()}"
+        message = "" if requests else f"one request does not fit: {sizing.describe()}"
     except CapacityError as error:
         message = str(error)
         limit = "host_memory" if message.startswith("host_memory") else "device_memory"
@@ -149,6 +163,7 @@ def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) ->
         config=replace(config, host_memory=f"{max(1, pool) * machine.dp}MiB"),
         context=context,
         spec=spec,
+        num_layers=max(machine.stages, default=spec.num_layers),
         sizing=sizing,
         max_requests=requests,
         dense_max_requests=_dense_requests(spec, machine, tokens),
@@ -166,6 +181,7 @@ def refuse(
         config=config,
         context=context,
         spec=spec,
+        num_layers=max(machine.stages, default=spec.num_layers),
         sizing=None,
         max_requests=0,
         dense_max_requests=_dense_requests(spec, machine, -(-context // page) * page),
@@ -176,29 +192,71 @@ def refuse(
 
 def _dense_requests(spec: KVSpec, machine: Machine, tokens: int) -> int:
     """Requests of ``tokens`` tokens that SGLang runs at once with its own KV cache."""
+    spec = spec_of_layers(spec, 0, max(machine.stages, default=spec.num_layers))
     # SGLang's fp8 cache has no scales for single vectors.
     kv_bytes = spec.token_bytes - spec.scale_bytes
     index_bytes = spec.num_layers * (spec.index_head_dim + 4 * (spec.index_head_dim > 0))
     return machine.cache_bytes // (kv_bytes + index_bytes) // tokens
 
 
-def _size_for_one(
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """A rank of a pipeline, or the only one.
+
+    Attributes:
+        first: sizing for one request and all of the host memory.
+        own: layers of this rank.
+        of_node: layers of all ranks of a replica, which divide host memory by them.
+    """
+
+    first: Sizing
+    own: int
+    of_node: int
+
+    def host_bytes(self, pool_mib: int) -> int:
+        """This rank's part of host memory."""
+        return pool_mib * _MIB * self.own // self.of_node
+
+    def least_pool(self, tokens: int) -> int:
+        """MiB of host memory for the K and V of tokens and the padding page, all ranks."""
+        request = self.first.request
+        need = (tokens + request.page_size) * request.kv_token_bytes
+        return -(-need * self.of_node // (self.own * _MIB))
+
+    def sized(self, requests: int, pool_mib: int) -> Sizing:
+        """The sizing for so many requests."""
+        host_bytes = self.host_bytes(pool_mib)
+        return size(replace(self.first.request, max_requests=requests, host_bytes=host_bytes))
+
+
+def _stages(
     config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int, pool_mib: int
-) -> Sizing:
-    device = machine.cache_bytes
+) -> Iterator[_Stage]:
+    """The ranks of a pipeline, each sized for one request and all of the host memory."""
+    device, first = machine.cache_bytes, 0
     if config.device_memory is not None:
         device = min(device, resolve_memory(config.device_memory, device, "device_memory"))
-    resources = Resources(
-        host_bytes=pool_mib * _MIB // machine.tp,
-        device_bytes=device,
-        context_length=context,
-        max_requests=1,
-        device_type="cuda",
-        node_ranks=machine.tp,
-        chunk_tokens=_CHUNK_TOKENS,
-    )
-    algorithm = build_algorithm(config)
-    return make_setup(config, algorithm, spec, spec.head_dim**-0.5, resources).sizing
+    for own in machine.stages or (spec.num_layers,):
+        of_node = spec.num_layers * machine.tp
+        resources = Resources(
+            host_bytes=pool_mib * _MIB * own // of_node,
+            device_bytes=device,
+            context_length=context,
+            max_requests=1,
+            device_type="cuda",
+            node_ranks=machine.tp,
+            chunk_tokens=_CHUNK_TOKENS,
+        )
+        settings = config_of_layers(config, first, own)
+        setup = make_setup(
+            settings,
+            build_algorithm(config),
+            spec_of_layers(spec, first, own),
+            spec.head_dim**-0.5,
+            resources,
+        )
+        yield _Stage(first=setup.sizing, own=own, of_node=of_node)
+        first += own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,47 +264,54 @@ class _Search:
     """Finds the most requests, and then the largest host pool with which all of them still fit.
 
     Attributes:
-        first: sizing for one request and all of the host memory.
-        tp: number of ranks that share the host memory.
+        stages: the ranks of a pipeline.
         server_page: SGLang's page size in tokens; SGLang allocates whole pages.
         tokens: tokens of one request, rounded up to whole pages of SGLang.
     """
 
-    first: Sizing
-    tp: int
+    stages: tuple[_Stage, ...]
     server_page: int
     tokens: int
 
     def run(self, pool_mib: int) -> tuple[int, Sizing, SizingLimit, int]:
-        """The most requests, their sizing, what stops one more, and MiB of host memory."""
+        """The most requests, the sizing of the rank with the most layers, what stops one more, and
+        MiB of host memory.
+        """
         if not self._fits(1, pool_mib):
-            return 0, self.first, self.first.limit, pool_mib
+            tight = next(x for x in self.stages if not self._fits_stage(x, 1, pool_mib))
+            return 0, tight.first, tight.first.limit, pool_mib
 
         def possible(requests: int) -> bool:
             least = self._least_pool(requests)
             return least <= pool_mib and self._fits(requests, least)
 
-        bound = pool_mib * _MIB // (self.first.request.kv_token_bytes * self.tokens) + 2
+        token_bytes = sum(stage.first.request.kv_token_bytes for stage in self.stages)
+        bound = pool_mib * _MIB // (token_bytes * self.tokens) + 2
         requests = max(1, largest(possible, 1, bound))
         limit: SizingLimit = "device_memory"
         if self._least_pool(requests + 1) > pool_mib:
             limit = "host_memory"
         pool = largest(lambda mib: self._fits(requests, mib), self._least_pool(requests), pool_mib)
-        return requests, self._sized(requests, pool), limit, pool
+        return requests, self._agreed(requests, pool), limit, pool
 
     def _least_pool(self, requests: int) -> int:
-        """MiB of host memory for the K and V of ``requests`` and the padding page, all ranks."""
-        request = self.first.request
-        tokens = requests * self.tokens + request.page_size
-        return -(-tokens * request.kv_token_bytes * self.tp // _MIB)
+        return max(stage.least_pool(requests * self.tokens) for stage in self.stages)
 
-    def _sized(self, requests: int, pool_mib: int) -> Sizing:
-        host = pool_mib * _MIB // self.tp
-        return size(replace(self.first.request, max_requests=requests, host_bytes=host))
+    def _agreed(self, requests: int, pool_mib: int) -> Sizing:
+        """The sizing of the rank with the most layers, for the tokens that all ranks hold."""
+        every = [stage.sized(requests, pool_mib) for stage in self.stages]
+        fullest = max(every, key=lambda sizing: sizing.request.num_layers)
+        if len(every) == 1:
+            return fullest
+        tokens = min(sizing.kv_tokens for sizing in every)
+        return resize(fullest, kv_tokens=tokens, max_requests=min(x.max_requests for x in every))
 
     def _fits(self, requests: int, pool_mib: int) -> bool:
+        return all(self._fits_stage(stage, requests, pool_mib) for stage in self.stages)
+
+    def _fits_stage(self, stage: _Stage, requests: int, pool_mib: int) -> bool:
         try:
-            sizing = self._sized(requests, pool_mib)
+            sizing = stage.sized(requests, pool_mib)
         except CapacityError:
             return False
         pages = sizing.kv_tokens // self.server_page

@@ -14,6 +14,7 @@ from hisparse.engine.build import Resources, build_engine, make_setup
 from hisparse.engine.capabilities import check_dense_layers, stored_spec
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.fingerprint import model_settings
+from hisparse.engine.stages import config_of_layers
 from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
@@ -115,9 +116,7 @@ def _of_own_layers(config: HiSparseConfig, spec: KVSpec, configurator: Any) -> H
     """The configuration with the layers of this rank of a pipeline, counted from its first one."""
     layers = configurator.model_config.num_hidden_layers
     check_dense_layers(config, replace(spec, num_layers=layers, windows=()))
-    first: int = configurator.layer_info.start_layer
-    dense = [x - first for x in config.dense_layers or () if first <= x < first + spec.num_layers]
-    return replace(config, dense_layers=tuple(dense))
+    return config_of_layers(config, configurator.layer_info.start_layer, spec.num_layers)
 
 
 def _chunk_tokens(configurator: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -14,7 +15,9 @@ from transformers import DeepseekV2Config, LlamaConfig
 
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import kept_tensors
+from hisparse.engine.stages import divide_layers
 from hisparse.memory.costs import host_token_bytes
+from hisparse.memory.sizing import Sizing, resize
 from hisparse.plan.fit import Machine, fit
 from hisparse.sglang import compat, hooks, ranks, session, setup
 from hisparse.transformers.model_config import shape_per_rank
@@ -29,10 +32,10 @@ CONFIG = LlamaConfig(
 )
 
 
-def loaded(tp: int) -> torch.nn.Module:
+def loaded(tp: int, numbers: Sequence[int] = range(4)) -> torch.nn.Module:
     """The attention layers of ``CONFIG`` on one rank, as SGLang creates them."""
     layers = [
-        RadixAttention(16 // tp, 64, 0.125, num_kv_heads=4 // tp, layer_id=i) for i in range(4)
+        RadixAttention(16 // tp, 64, 0.125, num_kv_heads=4 // tp, layer_id=i) for i in numbers
     ]
     return torch.nn.ModuleList(layers)
 
@@ -143,6 +146,50 @@ def test_replicas_divide_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda *_: machine.cache_bytes, configurator(loaded(2), text), 0
     )
     assert session.require_session().sizing == planned.sizing
+
+
+@pytest.mark.parametrize("host_gib", [2, 64], ids=["host", "device"])
+def test_a_pipeline_divides_layers_and_host_memory(
+    host_gib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks agree on what the tightest of them holds, which is what is planned."""
+    stages, tp = divide_layers(4, 3), 2
+    assert stages == (1, 1, 2)
+    machine = Machine(
+        device_bytes=4 * GIB,
+        host_bytes=host_gib * GIB,
+        tp=tp,
+        stages=stages,
+        weight_bytes=GIB,
+        mem_fraction=0.85,
+    )
+    assert machine.cache_bytes == int(4 * GIB * 0.85) - GIB // 4
+    config = HiSparseConfig(algorithm="quest", budget=1024, dense_layers=(2,))
+    planned = fit(config, shape_per_rank(CONFIG, 16, tp), machine, 32768)
+    assert planned.sizing is not None and planned.limit in ("host_memory", "device_memory")
+
+    stand_in(monkeypatch, machine, planned.max_requests)
+    monkeypatch.setattr(compat, "pipeline_size", lambda: len(stages))
+    monkeypatch.setattr(
+        ranks, "layers_of_ranks", lambda layers: [n for n in stages for _ in range(tp)]
+    )
+    every = SimpleNamespace(world_size=tp * len(stages), rank_in_group=0)
+    text = '{"algorithm": "quest", "budget": 1024, "dense_layers": [2], '
+    text += f'"host_memory": "{planned.config.host_memory}"}}'
+    served, first = list[Sizing](), 0
+    monkeypatch.setattr(parallel_state, "get_world_group", lambda: every)
+    for own in stages:
+        each = configurator(loaded(tp, range(first, first + own)), text)
+        each.layer_info = SimpleNamespace(start_layer=first)
+        each.model_config.num_hidden_layers = 4
+        hooks.around_profile_available_bytes(lambda *_: machine.cache_bytes, each, 0)
+        served.append(session.require_session().sizing)
+        first += own
+    tokens = min(sizing.kv_tokens for sizing in served)
+    requests = min(sizing.max_requests for sizing in served)
+    assert requests == planned.max_requests and tokens >= requests * 32768
+    assert planned.sizing == resize(served[-1], kv_tokens=tokens, max_requests=requests)
+    assert planned.host_bytes_per_token == 2 * 2 * 2 * 64 * 2
 
 
 #: 4 layers with latents of 512 and 64, and 16 query heads.
