@@ -6,19 +6,31 @@ forward (``ForwardMode.PREBUILT``), so the first decode step makes the request r
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
+from hisparse.algorithms import ALGORITHMS
+from hisparse.config import HiSparseConfig
 from hisparse.sglang.kv_transfer import scale_buffers
 from hisparse.sglang.session import current_session
 
 __all__ = [
     "around_prepare_for_prebuilt",
     "around_setup_state_kv_args",
+    "around_try_ensure_parallel_info",
+    "config_of_server",
     "is_disaggregated",
     "prepare_disaggregation",
 ]
+
+logger = logging.getLogger("hisparse")
+
+#: Keeps no representations.
+_KEEPS_NOTHING = "streaming"
 
 
 def is_disaggregated(server_args: Any) -> bool:
@@ -37,6 +49,25 @@ def prepare_disaggregation(server_args: Any, device_type: str) -> None:
         # indices in page-locked memory unless all context-parallel ranks send; here that is one.
         server_args.disable_overlap_schedule = True
         os.environ.setdefault("SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", "1")
+
+
+def config_of_server(config: HiSparseConfig, server_args: Any) -> HiSparseConfig:
+    """The configuration of a server that only prefills or only decodes; else as given.
+
+    A prefill server never decodes, so no algorithm selects there and no representations are kept.
+    An indexer's keys are kept: they move, and prompts are attended as the indexer selects.
+    """
+    if not is_disaggregated(server_args):
+        return config
+    config = replace(config, host_layout="layer_first")
+    if server_args.disaggregation_mode == "decode":
+        return config
+    config = replace(config, extensions={})
+    if ALGORITHMS.get(config.algorithm).indexer:
+        return config
+    return replace(
+        config, algorithm=_KEEPS_NOTHING, algorithm_config={}, selection_scope=None, reuse_layers=1
+    )
 
 
 def around_prepare_for_prebuilt(original: Callable[..., None], batch: Any) -> None:
@@ -81,3 +112,31 @@ def around_setup_state_kv_args(
         )
     if kinds:
         kv_args.kv_cache_dtype_str = " ".join(["hisparse", *kinds])
+
+
+def around_try_ensure_parallel_info(
+    original: Callable[..., bool], manager: Any, bootstrap_addr: str
+) -> bool:
+    """Refuse the requests of a prefill server that does not fit; SGLang would end this server.
+
+    SGLang asks again for some seconds, then the requests end with an error. A prefill server that
+    is started again with fitting flags is taken.
+    """
+    try:
+        return original(manager, bootstrap_addr)
+    except RuntimeError as error:
+        if current_session() is None:
+            raise
+        _log_misfit(bootstrap_addr, str(error))
+        return False
+
+
+@cache
+def _log_misfit(bootstrap_addr: str, reason: str) -> None:
+    """Log once, however often SGLang asks."""
+    logger.error(
+        "hisparse: error: the prefill server at %s does not fit this server: %s; its requests end "
+        "with an error",
+        bootstrap_addr,
+        reason.rstrip("."),
+    )

@@ -71,6 +71,11 @@ _HOOKS: tuple[_Name, ...] = (
         "",
     ),
     ("0.5.23", "sglang.srt.disaggregation.utils.setup_state_kv_args", ""),
+    (
+        "0.5.23",
+        "sglang.srt.disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info",
+        "",
+    ),
     "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default",
     (
         "0.5.19",

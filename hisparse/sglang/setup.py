@@ -19,7 +19,7 @@ from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
 from hisparse.sglang import compat
-from hisparse.sglang.disaggregation import is_disaggregated
+from hisparse.sglang.disaggregation import config_of_server
 from hisparse.sglang.model_shape import read_model_shape
 from hisparse.sglang.ranks import gather_queries, latent_ranks, layer_share, least_of_ranks
 from hisparse.sglang.server_args import read_config
@@ -51,8 +51,7 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
     if dtype == torch.float8_e4m3fn:
         # The model's own configuration requests an fp8 KV cache.
         config, dtype = replace(config, kv_cache_dtype="fp8_e4m3"), configurator.model_config.dtype
-    if is_disaggregated(configurator.server_args):
-        config = replace(config, host_layout="layer_first")
+    config = config_of_server(config, configurator.server_args)
     algorithm = build_algorithm(config)
     context_length = configurator.model_config.context_len
     spec, scale = read_model_shape(configurator.model, dtype, config.page_size, context_length)

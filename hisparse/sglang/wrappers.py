@@ -30,6 +30,7 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "_handle_model_specific_adjustments": model_kinds.around_model_specific_adjustments,
     "prepare_for_prebuilt": disaggregation.around_prepare_for_prebuilt,
     "setup_state_kv_args": disaggregation.around_setup_state_kv_args,
+    "try_ensure_parallel_info": disaggregation.around_try_ensure_parallel_info,
     "_dsa_kv_cache_dtype_default": dsa_indexer.around_kv_cache_dtype_default,
     "_compute_cell_size": dsa_indexer.around_compute_cell_size,
     "_compute_dsa_indexer_cell_size": dsa_indexer.around_compute_indexer_cell_size,

@@ -71,6 +71,17 @@ def leaks_nothing(pair: Pair) -> None:
         ),
         pytest.param("fp8", "llama", SPARSE | {"kv_cache_dtype": "fp8_e4m3"}, marks=modes),
         pytest.param("latents", "deepseek_v2", SPARSE | {"device_memory": "200MB"}, marks=modes),
+        pytest.param(
+            "fp8 latents",
+            "deepseek_v2",
+            SPARSE | {"device_memory": "200MB", "kv_cache_dtype": "fp8_e4m3"},
+            marks=modes,
+        ),
+        pytest.param(
+            "fp8 indexer", "deepseek_v32", DSA | {"kv_cache_dtype": "fp8_e4m3"}, marks=modes
+        ),
+        pytest.param("windows", "gemma3", SPARSE, marks=modes),
+        pytest.param("windows, caps", "gemma2", SPARSE, marks=modes),
         pytest.param("indexer", "deepseek_v32", DSA, marks=modes),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -124,6 +135,23 @@ def test_a_decode_server_that_keeps_prefixes(log_dir: Path) -> None:
         answers = [pair.generate(prompt, NEW_TOKENS) for prompt in turns]
         assert [answer.ids for answer in answers] == right
         assert [a.ids for a in pair.generate_many(turns, NEW_TOKENS)] == right
+        leaks_nothing(pair)
+
+
+@modes
+def test_servers_with_different_page_sizes(log_dir: Path) -> None:
+    """Requests end with an error after SGLang's retries, and the decode server goes on."""
+    options = {"config": SPARSE}
+    both: dict[str, Any] = {"prefill": options, "decode": options}
+    both |= {"decode_flags": ("--page-size", "32"), "prefill_flags": ("--page-size", "16")}
+    env = {"SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "10"}
+    with disaggregated.running(log_dir, "pages", "llama", *FLAGS, *POOL, env=env, **both) as pair:
+        for prompt in PROMPTS.prompts[:2]:
+            with pytest.raises(Refused):
+                pair.generate(prompt, NEW_TOKENS)
+        lines = [x for x in pair.decode.log().splitlines() if "hisparse: error: " in x]
+        assert len(lines) == 1
+        assert "page_size=16, but decode server has page_size=32" in lines[0]
         leaks_nothing(pair)
 
 
