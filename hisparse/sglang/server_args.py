@@ -19,7 +19,7 @@ from hisparse.sglang.check_model import check_model
 from hisparse.sglang.disaggregation import check_disaggregation, prepare_disaggregation
 from hisparse.sglang.parallel_flags import config_for_ranks
 from hisparse.sglang.requested import BACKEND
-from hisparse.sglang.speculation import check_speculation, make_chains
+from hisparse.sglang.speculation import ALGORITHMS, check_speculation, make_chains
 from hisparse.sglang.storage.setup import request_linker
 from hisparse.units import resolve_memory
 
@@ -27,7 +27,7 @@ __all__ = ["check_after_resolution", "prepare_before_resolution", "read_config"]
 
 #: Fields of SGLang's arguments and the values that hisparse supports: field, values, flag.
 _SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("speculative_algorithm", (None, "NONE", "NGRAM"), "--speculative-algorithm"),
+    ("speculative_algorithm", (None, "NONE", *ALGORITHMS), "--speculative-algorithm"),
     ("enable_hierarchical_cache", (False,), "--enable-hierarchical-cache"),
     ("enable_lmcache", (False,), "--enable-lmcache"),
     ("enable_hisparse", (False,), "--enable-hisparse (SGLang's own feature)"),
@@ -98,7 +98,8 @@ def prepare_before_resolution(server_args: Any) -> None:
 
     Args:
         server_args: SGLang's ``ServerArgs``; ``page_size``, ``kv_cache_dtype`` and the flags for
-            CUDA graphs, disaggregation, the external linker and pools of windows are written.
+            CUDA graphs, disaggregation, the external linker, pools of windows and speculation are
+            written.
 
     Raises:
         ConfigError: a setting or a flag is not supported, or the machine lacks the memory.

@@ -1,4 +1,4 @@
-"""Speculative decoding by n-grams: SGLang's drafts as a batch, and what it does not go with."""
+"""Speculative decoding: SGLang's drafts as a batch, and what it does not go with."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.build import EngineSetup
 from hisparse.errors import ConfigError
 from hisparse.sglang import compat
+from hisparse.sglang.requested import DRAFT_BACKEND
 
 __all__ = [
+    "ALGORITHMS",
     "accepted_nodes",
     "check_rollback",
     "check_speculation",
@@ -24,13 +26,33 @@ __all__ = [
 
 logger = logging.getLogger("hisparse")
 
-#: The only algorithm, and the first release of SGLang that the tests run it with.
-_NGRAM, _RELEASE = "NGRAM", "0.5.23"
+_NGRAM = "NGRAM"
+
+#: Algorithms with a draft model. SGLang turns NEXTN into EAGLE.
+_MODELS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+
+#: Values of ``--speculative-algorithm``.
+ALGORITHMS = (_NGRAM, *_MODELS)
+
+#: The first release of SGLang that the tests run them with.
+_RELEASE = "0.5.23"
+
+#: Tokens that a draft model drafts, unless the command line says.
+_STEPS = 3
+
+#: Options of draft models that have not been tried: field, flag.
+_UNTRIED = (
+    ("enable_multi_layer_eagle", "--enable-multi-layer-eagle"),
+    ("speculative_adaptive", "--speculative-adaptive"),
+    ("speculative_use_rejection_sampling", "--speculative-use-rejection-sampling"),
+    ("speculative_token_map", "--speculative-token-map"),
+    ("enable_lora", "--enable-lora"),
+)
 
 
 def draft_tokens(server_args: Any) -> int:
     """Tokens that one forward verifies for a request; 0: there is no speculation."""
-    if server_args.speculative_algorithm != _NGRAM:
+    if server_args.speculative_algorithm not in ALGORITHMS:
         return 0
     return int(server_args.speculative_num_draft_tokens or 0)
 
@@ -39,14 +61,43 @@ def make_chains(server_args: Any) -> None:
     """Let SGLang draft chains unless it is told otherwise; its default of trees needs page size 1.
 
     Args:
-        server_args: SGLang's ``ServerArgs``, not yet resolved; the breadth of trees is written.
+        server_args: SGLang's ``ServerArgs``, not yet resolved; the shape of the drafts and the
+            attention backend of a draft model are written.
+
+    Raises:
+        ConfigError: the command line asks a draft model for trees, or for another backend.
     """
-    if server_args.speculative_algorithm != _NGRAM:
+    algorithm = server_args.speculative_algorithm
+    if algorithm not in ALGORITHMS:
+        return
+    server_args.disable_cuda_graph = True
+    if algorithm != _NGRAM:
+        _make_model_chains(server_args)
         return
     if server_args.speculative_ngram_max_bfs_breadth != 1:
         logger.info("hisparse: --speculative-ngram-max-bfs-breadth is set to 1: drafts are chains")
     server_args.speculative_ngram_max_bfs_breadth = 1
-    server_args.disable_cuda_graph = True
+
+
+def _make_model_chains(server_args: Any) -> None:
+    """:func:`make_chains` of a draft model."""
+    branches = server_args.speculative_eagle_topk
+    if branches not in (None, 1):
+        raise ConfigError(
+            f"--speculative-eagle-topk is {branches}; expected 1: hisparse verifies chains of a "
+            "draft model, and no trees"
+        )
+    backend = server_args.speculative_draft_attention_backend
+    if backend not in (None, DRAFT_BACKEND):
+        raise ConfigError(
+            f"--speculative-draft-attention-backend is {backend}; expected it unset: with hisparse "
+            f"a draft model uses {DRAFT_BACKEND}"
+        )
+    server_args.speculative_draft_attention_backend = DRAFT_BACKEND
+    steps = server_args.speculative_num_steps or _STEPS
+    server_args.speculative_num_steps = steps
+    server_args.speculative_eagle_topk = 1
+    server_args.speculative_num_draft_tokens = steps + 1
 
 
 def check_speculation(view: Any, config: HiSparseConfig) -> None:
@@ -59,10 +110,11 @@ def check_speculation(view: Any, config: HiSparseConfig) -> None:
     Raises:
         ConfigError: names the first setting.
     """
-    if view.speculative_algorithm != _NGRAM:
+    algorithm = view.speculative_algorithm
+    if algorithm not in ALGORITHMS:
         return
     enabled = next(iter(config.extensions), None)
-    excluded = (
+    excluded = [
         (view.device != "cpu", f"device {view.device}", "cpu"),
         (not compat.since(_RELEASE), f"sglang {compat.installed()}", f"sglang {_RELEASE}"),
         (view.dp_size > 1, f"--dp-size {view.dp_size}", "--dp-size 1"),
@@ -72,17 +124,23 @@ def check_speculation(view: Any, config: HiSparseConfig) -> None:
         (config.overlap, "overlap: true", "overlap: false"),
         (config.storage is not None, "storage", "no storage"),
         (view.enable_mixed_chunk, "--enable-mixed-chunk", "it unset"),
-    )
+    ]
+    if algorithm != _NGRAM:
+        excluded += [(getattr(view, field, False), flag, "it unset") for field, flag in _UNTRIED]
     for found, got, expected in excluded:
         if found:
             raise ConfigError(
-                f"--speculative-algorithm is {_NGRAM}, which does not go with {got} yet; expected "
-                f"{expected}"
+                f"--speculative-algorithm is {algorithm}, which does not go with {got} yet; "
+                f"expected {expected}"
             )
 
 
-def check_rollback(setup: EngineSetup) -> None:
+def check_rollback(setup: EngineSetup, speculation: str) -> None:
     """Check that all an algorithm writes while it decodes belongs to pages.
+
+    Args:
+        setup: the engine's.
+        speculation: value of ``--speculative-algorithm``.
 
     Raises:
         ConfigError: it keeps state of requests, which would keep what rejected drafts did to it.
@@ -91,9 +149,9 @@ def check_rollback(setup: EngineSetup) -> None:
     kinds = algorithm.representations(setup.policy).values()
     if algorithm.host_token_bytes(setup.spec) or any(kind.per == "request" for kind in kinds):
         raise ConfigError(
-            f"--speculative-algorithm is {_NGRAM}, but algorithm {setup.config.algorithm!r} keeps "
-            "state of requests; expected one that keeps state of pages alone: sketch, quest, dsa, "
-            "topp"
+            f"--speculative-algorithm is {speculation}, but algorithm {setup.config.algorithm!r} "
+            "keeps state of requests; expected one that keeps state of pages alone: sketch, quest, "
+            "dsa, topp"
         )
 
 

@@ -130,6 +130,6 @@ def test_algorithms_with_state_of_requests_are_refused(name: str) -> None:
     )
     if name in ("snapkv", "dipr"):
         with pytest.raises(ConfigError, match=f"but algorithm '{name}' keeps state of requests"):
-            check_rollback(setup)
+            check_rollback(setup, "NGRAM")
     else:
-        check_rollback(setup)
+        check_rollback(setup, "NGRAM")
