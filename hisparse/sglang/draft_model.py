@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
+
+import torch
 
 from hisparse.sglang.requested import DRAFT_BACKEND
 from hisparse.types import KVSpec
@@ -11,6 +14,7 @@ from hisparse.types import KVSpec
 __all__ = [
     "around_create_decode_backend",
     "around_create_draft_extend_backend",
+    "around_init_lm_head",
     "draft_token_bytes",
     "sglang_draft_bytes",
 ]
@@ -66,3 +70,14 @@ def around_create_draft_extend_backend(original: Callable[[Any], Any], factory: 
     from hisparse.sglang.draft_backend import DraftAttnBackend
 
     return DraftAttnBackend(factory.draft_model_runner)
+
+
+def around_init_lm_head(original: Callable[[Any], None], worker: Any) -> None:
+    """Share the target's embeddings with the draft model, also on a machine without CUDA.
+
+    Some of SGLang's models synchronize the GPU after they have released their own.
+    """
+    if torch.cuda.is_available():
+        return original(worker)
+    with patch.object(torch.cuda, "synchronize", lambda *_: None):
+        return original(worker)

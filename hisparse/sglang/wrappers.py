@@ -24,6 +24,7 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "enable_fused_set_kv_buffer": hooks.around_enable_fused_set_kv_buffer,
     "init_new": hooks.around_init_new,
     "run_eagle_verify": hooks.around_run_eagle_verify,
+    "init_lm_head": draft_model.around_init_lm_head,
     "create_decode_backend": draft_model.around_create_decode_backend,
     "create_draft_extend_backend": draft_model.around_create_draft_extend_backend,
     "capture": hooks.around_capture,
