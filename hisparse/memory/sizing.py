@@ -118,7 +118,7 @@ class SizingRequest:
 
     @property
     def min_pages_bytes(self) -> int:
-        """Device memory of the padding page and of the host pages of one request of minimal size."""
+        """Device memory of the host pages of one minimal request, and of the padding page."""
         return (self.min_row_pages + 1) * self.page_bytes
 
     def min_device_pages(self, max_requests: int) -> int:

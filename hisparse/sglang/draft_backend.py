@@ -117,7 +117,7 @@ class DraftSteps:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, start: int, layer: Any) -> Tensor:
-    """``q [n, Hq, D]`` from position ``start`` on, ``k, v [start + n, Hkv, D]`` -> ``[n, Hq, Dv]``."""
+    """``q [n, Hq, D]``, ``k, v [start + n, Hkv, D]`` -> ``[n, Hq, Dv]``, causal from the end."""
     window = layer.sliding_window_size
     parts = []
     for block in q.split(_QUERIES):
@@ -126,9 +126,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, start: int, layer: Any) -> Tensor:
         mask = seen <= own
         if window is not None and window >= 0:
             mask &= seen >= own - window
-        heads = (x.transpose(0, 1)[None] for x in (block, k[:end], v[:end]))
+        queries, keys, values = (x.transpose(0, 1)[None] for x in (block, k[:end], v[:end]))
         part = scaled_dot_product_attention(
-            *heads, attn_mask=mask, scale=layer.scaling, enable_gqa=True
+            queries, keys, values, attn_mask=mask, scale=layer.scaling, enable_gqa=True
         )
         parts.append(part[0].transpose(0, 1))
         start = end

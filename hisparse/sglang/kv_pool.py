@@ -223,7 +223,7 @@ class HiSparseDSAPool(_LatentPool, DSATokenToKVPool):  # type: ignore[misc]
 
 
 class DraftDSAPool(DSATokenToKVPool):  # type: ignore[misc]
-    """Latents of a draft model with an indexer, on the device. It attends all, without index keys."""
+    """Latents of a draft model with an indexer, on the device; it attends all, without the keys."""
 
     def __init__(self, size: int, *, index_head_dim: int, **options: Any) -> None:
         _init_without_index(self, size, options)

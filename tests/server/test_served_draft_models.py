@@ -73,7 +73,9 @@ def plain(log_dir: Path) -> Plain:
             log = log_dir / f"undrafted-{name}.log"
             flags = (*FLAGS, "--max-total-tokens", "20000")
             with Server(tiny_model(kind), log, *flags, config=config, env=ENV) as server:
-                answers[name] = [server.generate(p, NEW_TOKENS, top_logprobs=2) for p in PROMPTS_HERE]
+                answers[name] = [
+                    server.generate(p, NEW_TOKENS, top_logprobs=2) for p in PROMPTS_HERE
+                ]
         return answers[name]
 
     return answers_of
