@@ -126,6 +126,11 @@ def check_speculation(view: Any, config: HiSparseConfig) -> None:
         (view.enable_mixed_chunk, "--enable-mixed-chunk", "it unset"),
     ]
     if algorithm != _NGRAM:
+        if view.speculative_draft_model_path is None:
+            raise ConfigError(
+                f"--speculative-algorithm is {algorithm} without --speculative-draft-model-path; "
+                "expected the folder of a draft model, or the model's own for its MTP layers"
+            )
         excluded += [(getattr(view, field, False), flag, "it unset") for field, flag in _UNTRIED]
     for found, got, expected in excluded:
         if found:

@@ -224,6 +224,10 @@ def test_what_a_draft_model_does_not_go_with(
     assert message in refusal(resolve, *STANDALONE, *draft, *flags)
 
 
+def test_a_draft_model_has_a_folder(resolve: Resolve) -> None:
+    assert "without --speculative-draft-model-path; expected" in refusal(resolve, *STANDALONE)
+
+
 @pytest.mark.parametrize(
     ("config", "got", "expected"),
     [
