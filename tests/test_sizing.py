@@ -59,10 +59,11 @@ def requests(draw: st.DrawFn) -> SizingRequest:
         max_requests=draw(st.none() | st.integers(1, 300)),
         workspace_bytes=tuple(sorted(draw(st.lists(st.integers(0, 1 << 16), max_size=9)))),
         captured=draw(st.booleans()),
+        draft_page_bytes=draw(st.just(0) | st.integers(0, 4 * token)),
     )
     host = (pages + 1) * page_size * request.kv_token_bytes
     device = request.staging_bytes + request.workspace(1) + request.fixed_bytes(1, pages)
-    device += (pages + 1) * request.representation_page_bytes
+    device += (pages + 1) * request.page_bytes
     return replace(
         request,
         host_bytes=draw(st.integers(host * 7 // 8, host * 2) | st.integers(host, host * 1000)),
@@ -109,7 +110,7 @@ def test_limit_is_the_limit(request: SizingRequest) -> None:
         request.staging_bytes
         + request.workspace(sizing.max_requests)
         + request.fixed_bytes(sizing.max_requests, sizing.max_row_capacity // request.page_size)
-        + (one_more // request.page_size + 1) * request.representation_page_bytes
+        + (one_more // request.page_size + 1) * request.page_bytes
     )
     if sizing.limit == "host_memory":
         assert host > request.host_bytes

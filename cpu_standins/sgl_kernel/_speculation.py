@@ -1,7 +1,8 @@
-"""What speculative decoding by n-grams calls; every function changes its arguments in place."""
+"""What speculative decoding calls; every function changes its arguments in place."""
 
 from __future__ import annotations
 
+from ctypes import memmove, string_at
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -80,6 +81,85 @@ def verify_tree_greedy_cpu(
             accept_index[request, accepted] = index[node]
         accept_token_num[request] = accepted
         predicts[index[node]] = target[node]
+
+
+def assign_draft_cache_locs_contiguous_cpu(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    seq_lens: Tensor,
+    out_cache_loc: Tensor,
+    pool_len: int,
+    topk: int,
+    num_steps: int,
+) -> None:
+    """Read the ``topk * num_steps`` entries of each row that follow its length."""
+    ends = seq_lens + topk * num_steps
+    assign_extend_cache_locs_cpu(
+        req_pool_indices, req_to_token, seq_lens, ends, out_cache_loc, pool_len
+    )
+
+
+def build_tree_kernel_efficient_cpu(
+    parent_list: Tensor,
+    selected_index: Tensor,
+    verified_seq_len: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    topk: int,
+    depth: int,
+    draft_token_num: int,
+    tree_mask_mode: int,
+) -> None:
+    """Mask, positions and links of a draft model's trees; node 0 is the last verified token.
+
+    Node ``i`` is the drafted token of number ``selected_index[b, i - 1]``, and ``topk`` tokens of
+    consecutive numbers have the same parent. ``parent_list`` has its number; 0 is node 0.
+    """
+    if tree_mask_mode != 1:
+        raise ValueError(f"tree_mask_mode: got {tree_mask_mode}, expected 1 (QLEN_ONLY) on a CPU")
+    masks = tree_mask.view(-1, draft_token_num, draft_token_num)
+    trees = zip(
+        parent_list.tolist(), selected_index.tolist(), verified_seq_len.tolist(), strict=True
+    )
+    for request, (numbers, selected, length) in enumerate(trees):
+        paths, last_child = [[0]], dict[int, int]()
+        for node in range(draft_token_num):
+            if node:
+                group = selected[node - 1] // topk
+                parent = selected.index(numbers[group]) + 1 if group else 0
+                paths.append([*paths[parent], node])
+                if parent in last_child:
+                    retrive_next_sibling[request, last_child[parent]] = node
+                else:
+                    retrive_next_token[request, parent] = node
+                last_child[parent] = node
+            masks[request, node] = False
+            masks[request, node, paths[node]] = True
+            place = request * draft_token_num + node
+            positions[place] = length + len(paths[node]) - 1
+            retrive_index[request, node] = place
+
+
+def copy_all_layer_kv_cache_cpu(
+    data_ptrs: Tensor, strides: Tensor, tgt_loc: Tensor, src_loc: Tensor
+) -> None:
+    """Copy tokens from ``src_loc`` to ``tgt_loc`` in each buffer; its stride is a token's bytes."""
+    for pointer, size in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
+        tokens = [string_at(pointer + place * size, size) for place in src_loc.tolist()]
+        for place, token in zip(tgt_loc.tolist(), tokens, strict=True):
+            memmove(pointer + place * size, token, size)
+
+
+def fill_bonus_tokens_cpu(
+    accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int
+) -> None:
+    """The last accepted token of each request, of ``accept_stride`` tokens each."""
+    tokens = accept_tokens.reshape(-1, accept_stride)
+    for request, length in enumerate(accept_lens.tolist()):
+        bonus_tokens[request] = tokens[request, length - 1]
 
 
 def _rows(req_pool_indices: Tensor, start: Tensor, end: Tensor) -> list[tuple[int, int, int]]:

@@ -49,6 +49,7 @@ class Resources:
         device: the GPU, whose limits are then checked; None if it is not known.
         node_ranks: ranks of the node, which share one copy of an MLA model's latents.
         chunk_tokens: the most tokens of a prefill; 0: what they take is not charged.
+        draft_token_bytes: device memory of one token in a draft model's own pool; 0: there is none.
     """
 
     host_bytes: int
@@ -59,6 +60,7 @@ class Resources:
     device: DeviceLimits | None = None
     node_ranks: int = 1
     chunk_tokens: int = 0
+    draft_token_bytes: int = 0
 
 
 def make_sizing_request(
@@ -110,6 +112,7 @@ def make_sizing_request(
         captured=config.not_captured(resources.device_type) is None,
         captured_request_bytes=captured_request_bytes,
         indexed=resources.device_type != "cpu",
+        draft_page_bytes=spec.page_size * resources.draft_token_bytes,
     )
 
     def workspace(max_requests: int) -> int:

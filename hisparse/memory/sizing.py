@@ -1,7 +1,8 @@
 """Sizes the KV cache: one formula, in whole bytes, for the server and for every tool.
 
 ``kv_tokens = min(host / kv_token, (device - staging - workspace - tables - max_requests * row)
-/ representation)``. The formula also pays for two kinds of padding: page 0 of the host pool, and
+/ host_page)``; a host page costs device memory for its representations, and for its tokens in the
+pool of a draft model. The formula also pays for two kinds of padding: page 0 of the host pool, and
 one request slot beside ``max_requests``. Inputs and intermediates of captured steps count as
 tables.
 """
@@ -49,6 +50,7 @@ class SizingRequest:
         captured: whether decode steps are captured, with static input tensors.
         captured_request_bytes: the algorithm's intermediates for a request of a captured step.
         indexed: whether each row has an index of its pages, as on a GPU.
+        draft_page_bytes: device memory of the tokens of one page in a draft model's own pool.
     """
 
     kv_token_bytes: int
@@ -70,6 +72,7 @@ class SizingRequest:
     captured: bool = False
     captured_request_bytes: int = 0
     indexed: bool = False
+    draft_page_bytes: int = 0
 
     @property
     def context_pages(self) -> int:
@@ -109,9 +112,14 @@ class SizingRequest:
         return self.device_bytes - self.staging_bytes - self.workspace(max_requests)
 
     @property
-    def min_representation_bytes(self) -> int:
-        """Representations of the padding page and of one request of minimal size."""
-        return (self.min_row_pages + 1) * self.representation_page_bytes
+    def page_bytes(self) -> int:
+        """Device memory of one host page: representations, and its tokens in a draft's pool."""
+        return self.representation_page_bytes + self.draft_page_bytes
+
+    @property
+    def min_pages_bytes(self) -> int:
+        """Device memory of the host pages of one minimal request, and of the padding page."""
+        return (self.min_row_pages + 1) * self.page_bytes
 
     def min_device_pages(self, max_requests: int) -> int:
         """Fewest device pages per layer, including tail pages, also of the padding request."""
@@ -162,6 +170,7 @@ class Sizing:
         captured_bytes: inputs and intermediates of captured steps.
         workspace_bytes: the adapter's workspace.
         representation_bytes: representations of all host pages.
+        draft_bytes: the pool of a draft model.
         device_page_pool_bytes: all device pages.
         limit: the limit that determines ``kv_tokens``.
     """
@@ -176,6 +185,7 @@ class Sizing:
     captured_bytes: int
     workspace_bytes: int
     representation_bytes: int
+    draft_bytes: int
     device_page_pool_bytes: int
     limit: SizingLimit
 
@@ -193,7 +203,8 @@ class Sizing:
     def device_bytes(self) -> int:
         """Device memory of all parts."""
         parts = self.staging_bytes + self.table_bytes + self.captured_bytes + self.workspace_bytes
-        return parts + self.representation_bytes + self.device_page_pool_bytes
+        pages = self.representation_bytes + self.draft_bytes
+        return parts + pages + self.device_page_pool_bytes
 
     def describe(self) -> str:
         """One line for the log."""
@@ -202,6 +213,7 @@ class Sizing:
         optional = (
             ("captured steps", self.captured_bytes),
             ("workspace of the adapter", self.workspace_bytes),
+            ("the draft model's pool", self.draft_bytes),
         )
         more = "".join(f", {term} {format_bytes(size)}" for term, size in optional if size)
         return (
@@ -225,8 +237,8 @@ def size(request: SizingRequest) -> Sizing:
     kv_pages = _host_pages(request)
     left = request.usable_bytes(max_requests) - request.fixed_bytes(max_requests, row_pages)
     limit: SizingLimit = "host_memory"
-    if left < (kv_pages + 1) * request.representation_page_bytes:
-        kv_pages = left // request.representation_page_bytes - 1
+    if left < (kv_pages + 1) * request.page_bytes:
+        kv_pages = left // request.page_bytes - 1
         limit = "device_memory"
     return _share_rest(request, max_requests, row_pages, kv_pages, limit)
 
@@ -290,7 +302,7 @@ def _check_one_request(request: SizingRequest) -> None:
         ("captured steps", captured, 'lower the context length or set "cuda_graph": false'),
         ("tables", tables, "lower device_buffer_size"),
         ("row pages", pool, "lower device_buffer_size"),
-        ("representations", request.min_representation_bytes, "lower device_buffer_size"),
+        ("representations", request.min_pages_bytes, "lower device_buffer_size"),
     )
     left = request.device_bytes
     for term, need, remedy in terms:
@@ -320,12 +332,12 @@ def _fit_rows(request: SizingRequest, max_requests: int) -> int:
     """The most requests that fit, with the workspace for ``max_requests``.
 
     Rows may use the larger of two limits: half of the device memory, or all of it except the
-    representations of the whole host pool and a tenth for larger tables.
+    costs of the whole host pool's pages and a tenth for larger tables.
     """
     usable = request.usable_bytes(max_requests)
-    representations = (_host_pages(request) + 1) * request.representation_page_bytes
-    allowed = max(usable // 2, usable - usable // 10 - representations)
-    allowed = min(allowed, usable - request.min_representation_bytes)
+    pages = (_host_pages(request) + 1) * request.page_bytes
+    allowed = max(usable // 2, usable - usable // 10 - pages)
+    allowed = min(allowed, usable - request.min_pages_bytes)
     # Costs are linear in the number of requests.
     base = request.fixed_bytes(0, request.min_row_pages)
     per_request = request.fixed_bytes(1, request.min_row_pages) - base
@@ -337,7 +349,7 @@ def _fit_row_pages(request: SizingRequest, max_requests: int) -> int:
     min_pages = request.min_row_pages
     page_table_bytes = (max_requests + 1) * request.slot_table_bytes
     usable = request.usable_bytes(max_requests)
-    left = usable - request.fixed_bytes(max_requests, min_pages) - request.min_representation_bytes
+    left = usable - request.fixed_bytes(max_requests, min_pages) - request.min_pages_bytes
     spare = min(usable // 10 - min_pages * page_table_bytes, left)
     return min(request.max_row_pages, min_pages + max(0, spare // page_table_bytes))
 
@@ -346,9 +358,8 @@ def _share_rest(
     request: SizingRequest, max_requests: int, row_pages: int, kv_pages: int, limit: SizingLimit
 ) -> Sizing:
     """Build the sizing; remaining device memory becomes device pages."""
-    representations = (kv_pages + 1) * request.representation_page_bytes
     fixed = request.fixed_bytes(max_requests, row_pages)
-    rest = request.usable_bytes(max_requests) - fixed - representations
+    rest = request.usable_bytes(max_requests) - fixed - (kv_pages + 1) * request.page_bytes
     growth = max_requests * request.rows_per_request * (row_pages - request.min_row_pages)
     extra = min(rest // request.pool_page_bytes, growth)
     device_pages = request.min_device_pages(max_requests) + extra
@@ -362,7 +373,8 @@ def _share_rest(
         table_bytes=request.table_bytes(max_requests, row_pages, device_pages),
         captured_bytes=request.captured_bytes(max_requests),
         workspace_bytes=request.workspace(max_requests),
-        representation_bytes=representations,
+        representation_bytes=(kv_pages + 1) * request.representation_page_bytes,
+        draft_bytes=(kv_pages + 1) * request.draft_page_bytes,
         device_page_pool_bytes=request.num_layers * device_pages * request.device_page_bytes,
         limit=limit,
     )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from hisparse.sglang.requested import BACKEND
-
 __all__ = ["use_absorbed_mla"]
 
 
-def use_absorbed_mla() -> None:
-    """Make SGLang's MLA models pass absorbed queries and latents to the backend, in prefill too.
+def use_absorbed_mla(backend: str) -> None:
+    """Make SGLang's MLA models pass absorbed queries and latents to a backend, in prefill too.
 
     By default SGLang attends a prompt without a prefix with keys and values per head. The pool
     stores only latents.
+
+    Args:
+        backend: name of the attention backend.
     """
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
@@ -25,4 +26,4 @@ def use_absorbed_mla() -> None:
     def absorbed(attention: Any, forward_batch: Any) -> Any:
         return AttnForwardMethod.MLA
 
-    AttentionBackendRegistry.register(BACKEND, absorbed)
+    AttentionBackendRegistry.register(backend, absorbed)

@@ -53,6 +53,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         session.report_metrics = partial(self._metrics.report, now=True)
         session.can_replay = self._can_replay
         session.accept_drafts = self._accept_drafts
+        session.accept_chains = self._accept_chains
         session.req_to_token_pool = model_runner.req_to_token_pool
         self._shared_read_ends = compat.shared_read_ends()
         self._graphs: CapturedSteps | None = None
@@ -225,6 +226,11 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.coordinator.manager.kv_io.move(target, source)
         if self._drafts is not None and self._num_tokens:
             self.coordinator.accept_drafts(accepted_nodes(self._drafts.host_slots, source))
+
+    def _accept_chains(self, lengths: Tensor) -> None:
+        """See :attr:`Session.accept_chains`."""
+        if self._drafts is not None and self._num_tokens:
+            self.coordinator.accept_drafts(lengths.numpy().astype("int64") - 1)
 
     def _with_decoding(
         self, prefill: PrefillBatch, forward_batch: Any

@@ -10,6 +10,7 @@ from hisparse.algorithms import build_algorithm
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.sglang import compat
+from hisparse.sglang.speculation import DRAFT_MODELS
 
 __all__ = ["Start", "check_combinations"]
 
@@ -63,6 +64,18 @@ def _speculation(start: Start) -> str:
     return "" if name in (None, "NONE") else f"--speculative-algorithm {name}"
 
 
+def _draft_model(start: Start) -> str:
+    return _speculation(start) if start.args.speculative_algorithm in DRAFT_MODELS else ""
+
+
+def _set(flag: str, field: str) -> _Option:
+    """A flag without a value; ``field`` of SGLang's arguments."""
+    return _Option(
+        given=lambda start: flag if getattr(start.args, field, False) else "",
+        expected="it unset",
+    )
+
+
 def _disaggregation(*modes: str) -> Callable[[Start], str]:
     def given(start: Start) -> str:
         mode = start.args.disaggregation_mode
@@ -99,6 +112,7 @@ REPLICAS: Final = _above_one(
     "--dp-size", lambda args: 1 if args.enable_dp_attention else args.dp_size
 )
 SPECULATION: Final = _Option(given=_speculation, expected="no --speculative-algorithm")
+DRAFT_MODEL: Final = _Option(given=_draft_model, expected="no --speculative-algorithm")
 PREFILL_OR_DECODE: Final = _Option(
     given=_disaggregation("prefill", "decode"), expected="no --disaggregation-mode"
 )
@@ -135,6 +149,15 @@ PROMPT_QUERIES: Final = _Option(
     given=_prompt_queries, expected="an algorithm that needs K alone: sketch, quest"
 )
 
+#: Options of draft models that have not been tried.
+UNTRIED_DRAFTS: Final = (
+    _set("--enable-multi-layer-eagle", "enable_multi_layer_eagle"),
+    _set("--speculative-adaptive", "speculative_adaptive"),
+    _set("--speculative-use-rejection-sampling", "speculative_use_rejection_sampling"),
+    _set("--speculative-token-map", "speculative_token_map"),
+    _set("--enable-lora", "enable_lora"),
+)
+
 #: A mode, and what it is not served with. Each pair stands here once.
 EXCLUDED: Final[Mapping[_Option, tuple[_Option, ...]]] = {
     SPECULATION: (
@@ -147,6 +170,7 @@ EXCLUDED: Final[Mapping[_Option, tuple[_Option, ...]]] = {
         OVERLAP,
         STORAGE,
     ),
+    DRAFT_MODEL: UNTRIED_DRAFTS,
     PREFILL_OR_DECODE: (
         ATTENTION_REPLICAS,
         REPLICAS,

@@ -23,6 +23,7 @@ __all__ = [
     "fake_device_capability",
     "find_indexers",
     "return_indexer_inputs",
+    "skip_indexers",
 ]
 
 
@@ -86,6 +87,15 @@ def return_indexer_inputs(model: Any) -> None:
     """
     for indexer in find_indexers(model):
         indexer.forward = partial(compute_indexer_inputs, indexer)
+
+
+def skip_indexers(model: Any) -> None:
+    """Skip the indexers of a draft model: its attention is dense.
+
+    Their index keys would need a cache, and drafts only have to be likely.
+    """
+    for indexer in find_indexers(model):
+        indexer.forward = lambda *args, **kwargs: None
 
 
 class RowwiseInputs(IndexerInputs):

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 from hisparse.errors import AlgorithmError, CapacityError, one_line
 from hisparse.sglang import compat
+from hisparse.sglang.draft_model import sglang_draft_bytes
 from hisparse.sglang.requested import is_requested
 from hisparse.sglang.session import current_session, errors_logged, start_session
 from hisparse.sglang.setup import make_session
@@ -31,6 +32,7 @@ __all__ = [
     "around_profile_available_bytes",
     "around_release_req",
     "around_resolve_max_num_reqs",
+    "around_run_eagle_verify",
     "around_write",
 ]
 
@@ -53,7 +55,8 @@ def around_profile_available_bytes(
     logger.info("hisparse: %s", session.sizing.describe())
     # SGLang divides by its own bytes per token, which do not account for fp8 and its scales.
     sglang_spec = replace(session.spec, dtype=configurator.kv_cache_dtype, fp8=False)
-    return session.sizing.kv_tokens * sglang_spec.token_bytes
+    token_bytes = sglang_spec.token_bytes + sglang_draft_bytes(configurator, sglang_spec)
+    return session.sizing.kv_tokens * token_bytes
 
 
 def around_resolve_max_num_reqs(
@@ -75,12 +78,14 @@ def around_resolve_max_num_reqs(
 
 
 def around_get_kv_pool_cls(original: Callable[..., Any], platform: Any, *, kind: str) -> Any:
-    """Use a KV pool in host memory."""
-    from hisparse.sglang.kv_pool import POOLS
+    """Use a KV pool in host memory, and for a draft model SGLang's own on the device."""
+    from hisparse.sglang.kv_pool import POOLS, DraftDSAPool
 
     session = current_session()
     if session is None or kind not in POOLS:
         return original(platform, kind=kind)
+    if session.has_pool:
+        return DraftDSAPool if kind == "dsa" else original(platform, kind=kind)
     return POOLS[kind]
 
 
@@ -188,7 +193,7 @@ def around_enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any)
 
 
 def around_init_new(
-    original: Callable[..., Any], cls: type, batch: Any, *args: Any, **kwargs: Any
+    original: Callable[..., Any], cls: type, batch: Any, model_runner: Any, **kwargs: Any
 ) -> Any:
     """Keep four facts that only the scheduler's batch has.
 
@@ -197,8 +202,8 @@ def around_init_new(
     after this forward.
     """
     session = current_session()
-    forward_batch = original(cls, batch, *args, **kwargs)
-    if session is not None:
+    forward_batch = original(cls, batch, model_runner, **kwargs)
+    if session is not None and not model_runner.is_draft_worker:
         # The forward batch cannot hold them: runners copy it and drop unknown fields.
         session.requests = batch.reqs
         # SGLang's runner calls a mixed forward EXTEND before it comes to the backend.
@@ -207,6 +212,15 @@ def around_init_new(
         session.slots_cpu = batch.req_pool_indices_cpu
         session.chunked_request_id = getattr(batch.chunked_req, "rid", None)
     return forward_batch
+
+
+def around_run_eagle_verify(original: Callable[..., Any], batch: Any, **options: Any) -> Any:
+    """Report how many tokens of a draft model's chains are accepted. None of them moves."""
+    session = current_session()
+    result = original(batch, **options)
+    if session is not None:
+        session.accept_chains(result.accept_lens)
+    return result
 
 
 def around_can_run_graph(original: Callable[..., bool], runner: Any, forward_batch: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +25,7 @@ from hisparse.sglang.kv_transfer import (
 )
 from hisparse.sglang.session import errors_logged, require_session
 
-__all__ = ["POOLS", "HiSparseDSAPool", "HiSparseMHAPool", "HiSparseMLAPool"]
+__all__ = ["POOLS", "DraftDSAPool", "HiSparseDSAPool", "HiSparseMHAPool", "HiSparseMLAPool"]
 
 _USE_BACKEND = "only models that attend through SGLang's attention backend are served"
 
@@ -57,6 +58,7 @@ class _HostPool:
         pin = torch.device(self.device).type == "cuda"
         with errors_logged():
             self.host = HostKVPool(spec, num_pages, session.layout, pin=pin, ranks=session.ranks)
+        session.has_pool = True
 
     def _init_kv_copy_and_warmup(self) -> None:
         """Prepare nothing: SGLang would prepare to copy between device buffers."""
@@ -197,10 +199,7 @@ class HiSparseDSAPool(_LatentPool, DSATokenToKVPool):  # type: ignore[misc]
     """Latents of DeepSeek-V3.2. The algorithm ``dsa`` keeps the index keys as representations."""
 
     def __init__(self, size: int, *, index_head_dim: int, **options: Any) -> None:
-        shared = ["page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num", "device"]
-        shared += ["enable_memory_saver", "start_layer", "end_layer"]
-        # Skips DSATokenToKVPool.__init__, which allocates index keys on the device.
-        MLATokenToKVPool.__init__(self, size, **{name: options[name] for name in shared})
+        _init_without_index(self, size, options)
         self.index_head_dim = index_head_dim
 
     def _reject_index_access(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -221,6 +220,22 @@ class HiSparseDSAPool(_LatentPool, DSATokenToKVPool):  # type: ignore[misc]
     def get_state_buf_infos(self) -> Buffers:
         """The algorithm's index keys, which a transfer moves beside the latents."""
         return entry_buffers(self._entries(), self.page_size // self.host.kv.page_size)
+
+
+class DraftDSAPool(DSATokenToKVPool):  # type: ignore[misc]
+    """Latents of a draft model with an indexer, on the device; it attends all, without the keys."""
+
+    def __init__(self, size: int, *, index_head_dim: int, **options: Any) -> None:
+        _init_without_index(self, size, options)
+
+    get_kv_size_bytes = MLATokenToKVPool.get_kv_size_bytes
+
+
+def _init_without_index(pool: Any, size: int, options: Mapping[str, Any]) -> None:
+    """Initialize a pool of latents: ``DSATokenToKVPool`` would allocate index keys as well."""
+    shared = ["page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num", "device"]
+    shared += ["enable_memory_saver", "start_layer", "end_layer"]
+    MLATokenToKVPool.__init__(pool, size, **{name: options[name] for name in shared})
 
 
 #: Pool classes by SGLang's name for the kind of pool.

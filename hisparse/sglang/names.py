@@ -58,6 +58,18 @@ _HOOKS: tuple[_Name, ...] = (
     ),
     "sglang.srt.models.utils.enable_fused_set_kv_buffer",
     "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+    ("0.5.23", "sglang.srt.speculative.eagle_worker_common.run_eagle_verify", ""),
+    ("0.5.23", "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_lm_head", ""),
+    (
+        "0.5.23",
+        "sglang.srt.speculative.draft_utils.DraftBackendFactory.create_decode_backend",
+        "",
+    ),
+    (
+        "0.5.23",
+        "sglang.srt.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend",
+        "",
+    ),
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture",
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph",
     "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",

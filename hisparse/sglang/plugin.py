@@ -17,7 +17,7 @@ from typing import Any
 from hisparse.errors import HiSparseError, PluginError
 from hisparse.sglang import compat
 from hisparse.sglang.names import HOOKS
-from hisparse.sglang.requested import BACKEND, is_requested
+from hisparse.sglang.requested import BACKEND, DRAFT_BACKEND, is_requested
 
 __all__ = ["install_hooks", "installed_hooks", "register", "verify_hooks"]
 
@@ -57,6 +57,7 @@ def _register() -> None:
     if BACKEND not in known:
         add([BACKEND])
     register_attention_backend(BACKEND)(_make_backend)
+    register_attention_backend(DRAFT_BACKEND)(_make_draft_backend)
     _register_hooks(HOOKS if os.environ.get(_IN_USE) else _ARGUMENT_HOOKS)
 
 
@@ -127,10 +128,20 @@ def _make_backend(model_runner: Any) -> Any:
     from hisparse.sglang.session import errors_logged, require_session
 
     if require_session().spec.latent:
-        use_absorbed_mla()
+        use_absorbed_mla(BACKEND)
         dsa_indexer.return_indexer_inputs(model_runner.model)
     with errors_logged():
         return HiSparseAttnBackend(model_runner)
+
+
+def _make_draft_backend(model_runner: Any) -> Any:
+    from hisparse.sglang import dsa_indexer
+    from hisparse.sglang.absorbed_mla import use_absorbed_mla
+    from hisparse.sglang.draft_backend import DraftAttnBackend
+
+    use_absorbed_mla(DRAFT_BACKEND)
+    dsa_indexer.skip_indexers(model_runner.model)
+    return DraftAttnBackend(model_runner)
 
 
 def _exit_on_error(check: Callable[[], Any]) -> Any:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BACKEND", "is_requested"]
+__all__ = ["BACKEND", "DRAFT_BACKEND", "is_requested"]
 
 #: Name of the attention backend in SGLang.
 BACKEND = "hisparse"
+
+#: Name of the attention backend of a draft model.
+DRAFT_BACKEND = "hisparse_draft"
 
 
 def is_requested(server_args: Any) -> bool:

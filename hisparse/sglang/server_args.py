@@ -20,7 +20,7 @@ from hisparse.sglang.combinations import Start, check_combinations
 from hisparse.sglang.disaggregation import prepare_disaggregation
 from hisparse.sglang.parallel_flags import config_for_ranks
 from hisparse.sglang.requested import BACKEND
-from hisparse.sglang.speculation import make_chains
+from hisparse.sglang.speculation import ALGORITHMS, check_draft_model, make_chains
 from hisparse.sglang.storage.setup import request_linker
 from hisparse.units import resolve_memory
 
@@ -28,7 +28,7 @@ __all__ = ["check_after_resolution", "prepare_before_resolution", "read_config"]
 
 #: Fields of SGLang's arguments and the values that hisparse supports: field, values, flag.
 _SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("speculative_algorithm", (None, "NONE", "NGRAM"), "--speculative-algorithm"),
+    ("speculative_algorithm", (None, "NONE", *ALGORITHMS), "--speculative-algorithm"),
     ("enable_hierarchical_cache", (False,), "--enable-hierarchical-cache"),
     ("enable_lmcache", (False,), "--enable-lmcache"),
     ("enable_hisparse", (False,), "--enable-hisparse (SGLang's own feature)"),
@@ -99,7 +99,8 @@ def prepare_before_resolution(server_args: Any) -> None:
 
     Args:
         server_args: SGLang's ``ServerArgs``; ``page_size``, ``kv_cache_dtype`` and the flags for
-            CUDA graphs, disaggregation, the external linker and pools of windows are written.
+            CUDA graphs, disaggregation, the external linker, pools of windows and speculation are
+            written.
 
     Raises:
         ConfigError: a setting or a flag is not supported, or the machine lacks the memory.
@@ -167,6 +168,7 @@ def check_after_resolution(server_args: Any) -> None:
         )
     config = read_config(server_args)
     check_capabilities(config, view.device)
+    check_draft_model(view)
     tokens = view.max_total_tokens
     if tokens is not None and tokens < config.min_row_tokens:
         raise ConfigError(

@@ -45,6 +45,8 @@ class Session(EngineSetup):
         req_to_token_pool: SGLang's ``ReqToTokenPool``.
         coordinator: the engine; None until the attention backend is built.
         accept_drafts: takes host slots that accepted drafts move to, and their own, both ``[T]``.
+        accept_chains: takes ``[B]``, how many tokens of each request's chain are accepted.
+        has_pool: whether the KV pool is built; another one would be that of a draft model.
         report_metrics: publishes the metrics.
         arrived: the requests that another server has prefilled; None: this server prefills.
         extra_slots: request slots of a decode server for requests that are on their way.
@@ -67,6 +69,8 @@ class Session(EngineSetup):
     arrived: ArrivedRequests | None = None
     extra_slots: int = 0
     accept_drafts: Callable[[torch.Tensor, torch.Tensor], None] = lambda target, source: None
+    accept_chains: Callable[[torch.Tensor], None] = lambda lengths: None
+    has_pool: bool = False
     report_metrics: Callable[[], None] = lambda: None
     can_replay: Callable[[Any], bool] = lambda forward_batch: False
 

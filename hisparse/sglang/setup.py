@@ -20,6 +20,7 @@ from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
 from hisparse.sglang import compat
 from hisparse.sglang.disaggregation import config_of_server
+from hisparse.sglang.draft_model import draft_token_bytes
 from hisparse.sglang.model_shape import read_model_shape
 from hisparse.sglang.ranks import gather_queries, latent_ranks, layer_share, least_of_ranks
 from hisparse.sglang.server_args import read_config
@@ -78,10 +79,11 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
             device=device_limits(configurator.device),
             node_ranks=ranks.size,
             chunk_tokens=_chunk_tokens(configurator),
+            draft_token_bytes=draft_token_bytes(configurator),
         ),
     )
     if drafts:
-        check_rollback(setup)
+        check_rollback(setup, configurator.server_args.speculative_algorithm)
     if is_pipeline:
         # Ranks with fewer layers have room for more.
         tokens, requests = least_of_ranks(setup.sizing.kv_tokens, setup.sizing.max_requests)

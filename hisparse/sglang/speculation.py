@@ -1,4 +1,4 @@
-"""Speculative decoding by n-grams: SGLang's drafts as a batch."""
+"""Speculative decoding: SGLang's drafts as a batch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from torch import Tensor
 
 from hisparse.engine.build import EngineSetup
 from hisparse.errors import ConfigError
+from hisparse.sglang.requested import DRAFT_BACKEND
 
 __all__ = [
+    "ALGORITHMS",
+    "DRAFT_MODELS",
     "accepted_nodes",
+    "check_draft_model",
     "check_rollback",
     "draft_tokens",
     "make_chains",
@@ -21,13 +25,21 @@ __all__ = [
 
 logger = logging.getLogger("hisparse")
 
-#: The only algorithm.
 _NGRAM = "NGRAM"
+
+#: Algorithms with a draft model. SGLang turns NEXTN into EAGLE.
+DRAFT_MODELS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+
+#: Values of ``--speculative-algorithm``.
+ALGORITHMS = (_NGRAM, *DRAFT_MODELS)
+
+#: Tokens that a draft model drafts, unless the command line says.
+_STEPS = 3
 
 
 def draft_tokens(server_args: Any) -> int:
     """Tokens that one forward verifies for a request; 0: there is no speculation."""
-    if server_args.speculative_algorithm != _NGRAM:
+    if server_args.speculative_algorithm not in ALGORITHMS:
         return 0
     return int(server_args.speculative_num_draft_tokens or 0)
 
@@ -36,18 +48,68 @@ def make_chains(server_args: Any) -> None:
     """Let SGLang draft chains unless it is told otherwise; its default of trees needs page size 1.
 
     Args:
-        server_args: SGLang's ``ServerArgs``, not yet resolved; the breadth of trees is written.
+        server_args: SGLang's ``ServerArgs``, not yet resolved; the shape of the drafts and the
+            attention backend of a draft model are written.
+
+    Raises:
+        ConfigError: the command line asks a draft model for trees, or for another backend.
     """
-    if server_args.speculative_algorithm != _NGRAM:
+    algorithm = server_args.speculative_algorithm
+    if algorithm not in ALGORITHMS:
+        return
+    server_args.disable_cuda_graph = True
+    if algorithm != _NGRAM:
+        _make_model_chains(server_args)
         return
     if server_args.speculative_ngram_max_bfs_breadth != 1:
         logger.info("hisparse: --speculative-ngram-max-bfs-breadth is set to 1: drafts are chains")
     server_args.speculative_ngram_max_bfs_breadth = 1
-    server_args.disable_cuda_graph = True
 
 
-def check_rollback(setup: EngineSetup) -> None:
+def _make_model_chains(server_args: Any) -> None:
+    """:func:`make_chains` of a draft model."""
+    branches = server_args.speculative_eagle_topk
+    if branches not in (None, 1):
+        raise ConfigError(
+            f"--speculative-eagle-topk is {branches}; expected 1: hisparse verifies chains of a "
+            "draft model, and no trees"
+        )
+    backend = server_args.speculative_draft_attention_backend
+    if backend not in (None, DRAFT_BACKEND):
+        raise ConfigError(
+            f"--speculative-draft-attention-backend is {backend}; expected it unset: with hisparse "
+            f"a draft model uses {DRAFT_BACKEND}"
+        )
+    server_args.speculative_draft_attention_backend = DRAFT_BACKEND
+    steps = server_args.speculative_num_steps or _STEPS
+    server_args.speculative_num_steps = steps
+    server_args.speculative_eagle_topk = 1
+    server_args.speculative_num_draft_tokens = steps + 1
+
+
+def check_draft_model(view: Any) -> None:
+    """Check that a draft model is named.
+
+    Args:
+        view: SGLang's resolved arguments; SGLang itself names that of DeepSeek's models.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    algorithm = view.speculative_algorithm
+    if algorithm in DRAFT_MODELS and view.speculative_draft_model_path is None:
+        raise ConfigError(
+            f"--speculative-algorithm is {algorithm} without --speculative-draft-model-path; "
+            "expected the folder of a draft model, or the model's own for its MTP layers"
+        )
+
+
+def check_rollback(setup: EngineSetup, speculation: str) -> None:
     """Check that all an algorithm writes while it decodes belongs to pages.
+
+    Args:
+        setup: the engine's.
+        speculation: value of ``--speculative-algorithm``.
 
     Raises:
         ConfigError: it keeps state of requests, which would keep what rejected drafts did to it.
@@ -56,9 +118,9 @@ def check_rollback(setup: EngineSetup) -> None:
     kinds = algorithm.representations(setup.policy).values()
     if algorithm.host_token_bytes(setup.spec) or any(kind.per == "request" for kind in kinds):
         raise ConfigError(
-            f"--speculative-algorithm is {_NGRAM}, but algorithm {setup.config.algorithm!r} keeps "
-            "state of requests; expected one that keeps state of pages alone: sketch, quest, dsa, "
-            "topp"
+            f"--speculative-algorithm is {speculation}, but algorithm {setup.config.algorithm!r} "
+            "keeps state of requests; expected one that keeps state of pages alone: sketch, quest, "
+            "dsa, topp"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hisparse.sglang import disaggregation, dsa_indexer, hooks, model_kinds
+from hisparse.sglang import disaggregation, draft_model, dsa_indexer, hooks, model_kinds
 
 __all__ = ["WRAPPERS"]
 
@@ -23,6 +23,10 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "end_weight_update": hooks.around_end_weight_update,
     "enable_fused_set_kv_buffer": hooks.around_enable_fused_set_kv_buffer,
     "init_new": hooks.around_init_new,
+    "run_eagle_verify": hooks.around_run_eagle_verify,
+    "init_lm_head": draft_model.around_init_lm_head,
+    "create_decode_backend": draft_model.around_create_decode_backend,
+    "create_draft_extend_backend": draft_model.around_create_draft_extend_backend,
     "capture": hooks.around_capture,
     "can_run_graph": hooks.around_can_run_graph,
     "_compute_max_prefix_len": hooks.around_compute_max_prefix_len,

@@ -116,7 +116,8 @@ def test_an_error_in_a_file_names_the_file(resolve: Resolve, tmp_path: Path) -> 
 
 
 FLAGS = {
-    "EAGLE speculation": ("--speculative-algorithm", "EAGLE"),
+    "trees of a draft model": ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "4"),
+    "drafts of blocks": ("--speculative-algorithm", "DFLASH"),
     "HiCache": ("--enable-hierarchical-cache",),
     "LMCache": ("--enable-lmcache",),
     "SGLang's own HiSparse": ("--enable-hisparse",),
@@ -208,6 +209,42 @@ def test_ngram_speculation_drafts_chains(resolve: Resolve) -> None:
     """SGLang's default of trees would end its own start with these pages."""
     assert resolve(*NGRAM).speculative_ngram_max_bfs_breadth == 1
     assert resolve(*NGRAM, "--speculative-ngram-max-bfs-breadth", "1")
+
+
+STANDALONE = ("--speculative-algorithm", "STANDALONE")
+
+
+def test_a_draft_model_drafts_chains(resolve: Resolve) -> None:
+    """SGLang's default for a Llama is a tree, and its draft models attend on a GPU alone."""
+    draft = (*STANDALONE, "--speculative-draft-model-path", str(tiny_model("llama")))
+    view = resolve(*draft)
+    assert (view.speculative_num_steps, view.speculative_eagle_topk) == (3, 1)
+    view = resolve(*draft, "--speculative-num-steps", "5", "--speculative-num-draft-tokens", "9")
+    assert (view.speculative_num_draft_tokens, view.speculative_eagle_topk) == (6, 1)
+    assert view.speculative_draft_attention_backend == "hisparse_draft"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--speculative-eagle-topk", "2"), "--speculative-eagle-topk is 2; expected 1"),
+        (
+            ("--speculative-draft-attention-backend", "triton"),
+            "--speculative-draft-attention-backend is triton; expected it unset",
+        ),
+        (("--enable-multi-layer-eagle",), "does not go with --enable-multi-layer-eagle yet"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_what_a_draft_model_does_not_go_with(
+    resolve: Resolve, flags: tuple[str, ...], message: str
+) -> None:
+    draft = ("--speculative-draft-model-path", str(tiny_model("llama")))
+    assert message in refusal(resolve, *STANDALONE, *draft, *flags)
+
+
+def test_a_draft_model_has_a_folder(resolve: Resolve) -> None:
+    assert "without --speculative-draft-model-path; expected" in refusal(resolve, *STANDALONE)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,8 @@ def forward_batch(make: Callable[..., ForwardBatch], *args: Any, **options: Any)
     )
     for slot in batch.req_pool_indices.tolist():
         session.require_session().coordinator.on_request_begin(slot)
-    return hooks.around_init_new(lambda cls, _: batch, ForwardBatch, scheduled)
+    target = SimpleNamespace(is_draft_worker=False)
+    return hooks.around_init_new(lambda cls, *_: batch, ForwardBatch, scheduled, target)
 
 
 def prefill(

@@ -1,4 +1,4 @@
-"""N-gram speculation: SGLang's links of a tree, accepted slots, and the stand-in's functions."""
+"""Speculation: SGLang's links of a tree, accepted slots, and the stand-in's functions."""
 
 from __future__ import annotations
 
@@ -109,6 +109,58 @@ def test_slots_are_written_read_and_packed() -> None:
     assert packed.tolist() == [11, 13, 21, 0, 0]
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_draft_model_has_chains(steps: int) -> None:
+    count, lengths = steps + 1, torch.tensor([7, 300])
+    mask = torch.ones(2 * count * count, dtype=torch.bool)
+    positions = torch.empty(2 * count, dtype=torch.int64)
+    index, children, siblings = torch.full((3, 2, count), -1)
+    # As SGLang numbers them: each token is the only child of the one before.
+    parents, numbers = torch.arange(-1, steps - 1).repeat(2, 1), torch.arange(steps).repeat(2, 1)
+    SPECULATION.build_tree_kernel_efficient_cpu(
+        parents, numbers, lengths, mask, positions, index, children, siblings, 1, steps, count, 1
+    )
+    assert read_parents(children, siblings).tolist() == [list(range(-1, steps))] * 2
+    assert mask.view(2, count, count).equal(torch.ones(2, count, count).tril().bool())
+    assert positions.tolist() == [*range(7, 7 + count), *range(300, 300 + count)]
+    assert index.flatten().tolist() == list(range(2 * count))
+
+
+def test_a_tree_of_a_draft_model() -> None:
+    # Two branches a node: tokens 0 and 1 hang at the root, 2 and 3 at token 0, 4 and 5 at token 1.
+    numbers, parents = torch.tensor([[0, 1, 3, 4]]), torch.tensor([[-1, 0, 1]])
+    mask, positions = torch.ones(25, dtype=torch.bool), torch.empty(5, dtype=torch.int64)
+    index, children, siblings = torch.full((3, 1, 5), -1)
+    links = (mask, positions, index, children, siblings)
+    SPECULATION.build_tree_kernel_efficient_cpu(
+        parents, numbers, torch.tensor([10]), *links, 2, 2, 5, 1
+    )
+    assert read_parents(children, siblings).tolist() == [[-1, 0, 0, 1, 2]]
+    assert positions.tolist() == [10, 11, 11, 12, 12]
+    assert mask.view(5, 5).equal(_mask([-1, 0, 0, 1, 2]))
+    assert siblings.tolist() == [[-1, 2, -1, -1, -1]]
+
+
+def test_drafted_slots_bonus_tokens_and_copies() -> None:
+    table = torch.arange(24).view(2, 12).int()
+    found = torch.empty(6, dtype=torch.int64)
+    SPECULATION.assign_draft_cache_locs_contiguous_cpu(
+        torch.tensor([1, 0]), table, torch.tensor([2, 5]), found, 12, 1, 3
+    )
+    assert found.tolist() == [14, 15, 16, 5, 6, 7]
+    bonus = torch.empty(2, dtype=torch.int32)
+    SPECULATION.fill_bonus_tokens_cpu(
+        torch.tensor([[4, 5, 0], [6, 7, 8]]), torch.tensor([2, 3]), bonus, 3
+    )
+    assert bonus.tolist() == [5, 8]
+    buffers = [torch.arange(8.0).view(4, 2), torch.arange(4)]
+    pointers = torch.tensor([x.data_ptr() for x in buffers], dtype=torch.uint64)
+    source, target = torch.tensor([0, 1]), torch.tensor([1, 2])
+    SPECULATION.copy_all_layer_kv_cache_cpu(pointers, torch.tensor([8, 8]), target, source)
+    assert buffers[0].tolist() == [[0, 1], [0, 1], [2, 3], [6, 7]]
+    assert buffers[1].tolist() == [0, 0, 1, 3]
+
+
 def test_the_last_accepted_node_of_each_request() -> None:
     slots = torch.tensor([[50, 51, 52], [16, 17, 18], [33, 34, 35]])
     accepted = torch.tensor([50, 16, 18, 33, 34])
@@ -130,6 +182,6 @@ def test_algorithms_with_state_of_requests_are_refused(name: str) -> None:
     )
     if name in ("snapkv", "dipr"):
         with pytest.raises(ConfigError, match=f"but algorithm '{name}' keeps state of requests"):
-            check_rollback(setup)
+            check_rollback(setup, "NGRAM")
     else:
-        check_rollback(setup)
+        check_rollback(setup, "NGRAM")

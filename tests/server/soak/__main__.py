@@ -111,7 +111,7 @@ def _start(scenario: Scenario, log: Path, store: Path | None, result: Result) ->
     """A server of the scenario; none of its processes may be left."""
     storage = {} if store is None else {"storage": {"path": str(store), "size": scenario.store}}
     config, env = scenario.config | storage, {"TORCHDYNAMO_DISABLE": "1"} | scenario.env
-    flags = (*_FLAGS, *scenario.flags)
+    flags = (*_FLAGS, *scenario.command_line)
     with Server(scenario.folder, log, *flags, config=config, env=env, forked=False) as server:
         group = _processes(server)
         yield server

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draft_models import noisy_model
 from tiny_models import INDEX_TOP_K, tiny_model
 
 from hisparse.eval.models import fetch
@@ -60,6 +61,7 @@ class Scenario:
         store: size of a store below host memory; None: there is none. A store has two servers, one
             after the other: the second reads what the first left when it was killed. A third one,
             without a store, gives the answers that theirs are compared with.
+        drafted: whether the model drafts for itself, with noise in its weights.
         lead: a token counts as equal if the best one led the second best by less than this, in
             logprob, when the request ran alone: sums of another order may choose either.
     """
@@ -73,12 +75,21 @@ class Scenario:
     whole: bool = False
     longest: int = 3000
     store: str | None = None
+    drafted: bool = False
     lead: float = 1e-3
 
     @property
     def folder(self) -> Path:
         """The model's folder, made or fetched if needed."""
         return fetch(self.model) if "smollm" in self.model else tiny_model(self.model)
+
+    @property
+    def command_line(self) -> tuple[str, ...]:
+        """The flags, with those of a draft model."""
+        if not self.drafted:
+            return self.flags
+        draft = ("--speculative-draft-model-path", str(noisy_model(self.model)))
+        return (*self.flags, "--speculative-algorithm", "STANDALONE", *draft)
 
 
 _CHUNKS = ("--chunked-prefill-size", "256")
@@ -92,7 +103,17 @@ SCENARIOS = (
         flags=_CHUNKS,
         env=_RETRACT,
         whole=True,
-        part=0.08,
+        part=0.05,
+    ),
+    Scenario(
+        name="whole context, a draft model, retractions",
+        model="llama",
+        config=_WHOLE,
+        flags=_CHUNKS,
+        env=_RETRACT,
+        whole=True,
+        drafted=True,
+        part=0.03,
     ),
     Scenario(
         name="sketch",
