@@ -41,6 +41,8 @@ _MLA: dict[str, Any] = _MHA | {
 _INDEXER = {"index_topk": 64, "index_n_heads": 16, "index_head_dim": 128}
 _DSA = {"algorithm": "dsa", "page_size": 1}
 _WINDOW = {"sliding_window": 128}
+#: SGLang's radix cache keeps no states of layers on a CPU, with pages of more than one token.
+_STATES = ("--disable-radix-cache",)
 _MAMBA: dict[str, Any] = {"state_size": 16, "mamba_d_state": 16, "mamba_n_heads": 4}
 
 
@@ -158,9 +160,14 @@ FAMILIES: tuple[Family, ...] = (
         "num_local_experts": 2, "attention_chunk_size": 128, "intermediate_size_mlp": 128},
         "Llama4ForCausalLM"),
     Family("InternLM3", "LlamaConfig", architecture="InternLM3ForCausalLM"),
-    Family("Qwen3-Next", "Qwen3NextConfig", _EXPERTS | {"num_experts": 4}),
+    Family("Qwen3-Next", "Qwen3NextConfig", _EXPERTS | {
+        "num_experts": 4, "shared_expert_intermediate_size": 64, "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2, "full_attention_interval": 2,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4}, flags=_STATES),
     Family("Kimi Linear", "KimiLinearConfig", _MLA | _EXPERTS),
-    Family("LFM2", "Lfm2Config"),
+    Family("LFM2", "Lfm2Config", {
+        "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}, flags=_STATES),
     Family("Falcon H1", "FalconH1Config", _MAMBA),
     Family("Mamba", "MambaConfig"),
     _fallback("GPT-NeoX", "GPTNeoXConfig", _MHA),

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 __all__ = [
     "DISAGGREGATION",
+    "HYBRIDS",
     "LINKER",
     "NEWEST",
     "OLDEST",
@@ -49,6 +50,9 @@ REPLICAS: Final = "0.5.23"
 
 #: The first release whose prefill and decode servers are supported.
 DISAGGREGATION: Final = "0.5.23"
+
+#: The first release whose hybrids are supported.
+HYBRIDS: Final = "0.5.23"
 
 #: Flags that older releases lack.
 _NEW_FLAGS: Final = (
