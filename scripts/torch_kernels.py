@@ -1,7 +1,7 @@
 """A plug-in of SGLang's: functions that it has in Triton alone, for a CPU.
 
-Layers beside attention need them: convolutions of LFM2, gates of Qwen3-Next and Qwen2 MoE. Attention
-does not.
+Layers beside attention need them: convolutions of LFM2, linear attention of Kimi Linear, gates of
+Qwen3-Next and Qwen2 MoE.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 __all__ = ["register"]
 
 _CONVOLUTION = "sglang.srt.layers.attention.mamba.causal_conv1d"
+_TRITON_CONVOLUTION = "sglang.kernels.ops.mamba.causal_conv1d_triton"
+_KIMI = "sglang.srt.layers.attention.linear.kernels.kda_triton.TritonKDAKernel"
 
 
 def rms_norm_gated(
@@ -68,14 +70,71 @@ def causal_conv1d_update(
     return causal_conv1d_update_cpu(x, conv_state, weight, bias, activation, **states)
 
 
+def kimi_delta_attention(
+    _: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    write: Tensor,
+    *,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    ssm_states: Tensor,
+    cache_indices: Tensor,
+    query_start_loc: Tensor,
+    **__: Any,
+) -> Tensor:
+    """Linear attention with a decay for each channel: ``q, k, v [1, T, H, K]`` -> as ``v``.
+
+    ``gate`` and ``write`` are raw, with the elements of ``k`` and of its heads.
+    """
+    from sgl_kernel.mamba import chunk_gated_delta_rule_cpu
+
+    heads = k.shape[2:]
+    raw = gate.reshape(k.shape).float() + dt_bias.reshape(heads)
+    out, _, _ = chunk_gated_delta_rule_cpu(
+        q,
+        k,
+        v,
+        -A_log.float().exp().reshape(-1, 1) * torch.nn.functional.softplus(raw),
+        write.reshape(k.shape[:3]).float().sigmoid(),
+        initial_state=ssm_states,
+        cu_seqlens=query_start_loc,
+        head_first=False,
+        use_qk_l2norm_in_kernel=True,
+        initial_state_indices=cache_indices,
+    )
+    result: Tensor = out
+    return result
+
+
+def _kimi_extend(
+    kernel: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **states: Any
+) -> Tensor:
+    return kimi_delta_attention(kernel, q, k, v, g, beta, **states)
+
+
+def _kimi_decode(
+    kernel: Any, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **states: Any
+) -> Tensor:
+    return kimi_delta_attention(kernel, q, k, v, a, b, **states)
+
+
 def register() -> None:
     """Replace SGLang's functions."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for module, function in (
-        ("sglang.kernels.ops.attention.fla.fused_norm_gate", rms_norm_gated),
-        ("sglang.kernels.ops.elementwise.elementwise", fused_gate_sigmoid_mul_add),
-        (_CONVOLUTION, causal_conv1d_fn),
-        (_CONVOLUTION, causal_conv1d_update),
+    for target, function in (
+        ("sglang.kernels.ops.attention.fla.fused_norm_gate.rms_norm_gated", rms_norm_gated),
+        (
+            "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add",
+            fused_gate_sigmoid_mul_add,
+        ),
+        (f"{_CONVOLUTION}.causal_conv1d_fn", causal_conv1d_fn),
+        (f"{_CONVOLUTION}.causal_conv1d_update", causal_conv1d_update),
+        (f"{_TRITON_CONVOLUTION}.causal_conv1d_fn", causal_conv1d_fn),
+        (f"{_KIMI}.extend", _kimi_extend),
+        (f"{_KIMI}.decode", _kimi_decode),
     ):
-        HookRegistry.register(f"{module}.{function.__name__}", function, HookType.REPLACE)
+        HookRegistry.register(target, function, HookType.REPLACE)

@@ -1,4 +1,4 @@
-"""Stand-in for sgl_kernel.mamba on a CPU-only machine: linear attention of Qwen3-Next.
+"""Stand-in for sgl_kernel.mamba on a CPU-only machine: linear attention of hybrids.
 
 Gated delta rule (https://arxiv.org/abs/2412.06464) and causal convolution, token by token. Letters:
 T tokens of all requests, H heads of queries and keys, HV heads of values, K and V their widths, D
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn.functional import normalize, silu, softplus
+from torch.nn.functional import silu, softplus
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,26 +81,30 @@ def chunk_gated_delta_rule_cpu(
 ) -> tuple[Tensor, None, None]:
     """Linear attention of all tokens: ``q, k [1, T, H, K]``, ``v [1, T, HV, V]`` -> as ``v``.
 
-    ``g, beta [1, T, HV]``: logarithm of the decay, and how much of a value is written.
+    ``g, beta [1, T, HV]``: logarithm of the decay, and how much of a value is written. ``g`` may
+    have a decay for each channel: ``[1, T, HV, K]``, as in Kimi Linear.
     ``initial_state [slots, HV, V, K]``.
     """
     group = v.shape[2] // q.shape[2]
-    queries, keys = (
-        normalize(x[0].float(), dim=-1, eps=1e-6).repeat_interleave(group, dim=1) for x in (q, k)
-    )
+    queries, keys = (_unit(x[0].float()).repeat_interleave(group, dim=1) for x in (q, k))
     queries = queries * q.shape[-1] ** -0.5
     values, decays, writes = v[0].float(), g[0].float().exp(), beta[0].float()
+    decays = decays[:, :, None] if g.ndim == 4 else decays[:, :, None, None]
     out = torch.empty_like(values)
     starts = cu_seqlens.tolist()
     for request, slot in enumerate(initial_state_indices.tolist()):
         state = initial_state[slot].float()
         for t in range(starts[request], starts[request + 1]):
-            state = state * decays[t, :, None, None]
+            state = state * decays[t]
             missing = values[t] - (state @ keys[t, :, :, None])[..., 0]
             state = state + (missing * writes[t, :, None])[..., None] * keys[t, :, None]
             out[t] = (state @ queries[t, :, :, None])[..., 0]
         initial_state[slot] = state.to(initial_state.dtype)
     return out.to(v.dtype)[None], None, None
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 def _fused_gdn_gating_cpu(
