@@ -1,7 +1,7 @@
 """A plug-in of SGLang's: functions that it has in Triton alone, for a CPU.
 
 Layers beside attention need them: convolutions of LFM2, linear attention of Kimi Linear, gates of
-Qwen3-Next and Qwen2 MoE.
+Qwen3-Next and Qwen2 MoE. The radix cache of hybrids needs copies of states.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ def causal_conv1d_update(
     return causal_conv1d_update_cpu(x, conv_state, weight, bias, activation, **states)
 
 
-def kimi_delta_attention(
-    _: Any,
+def _delta_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -83,17 +82,17 @@ def kimi_delta_attention(
     ssm_states: Tensor,
     cache_indices: Tensor,
     query_start_loc: Tensor,
-    **__: Any,
-) -> Tensor:
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
     """Linear attention with a decay for each channel: ``q, k, v [1, T, H, K]`` -> as ``v``.
 
-    ``gate`` and ``write`` are raw, with the elements of ``k`` and of its heads.
+    ``gate`` and ``write`` are raw, with the elements of ``k`` and of its heads. The second result
+    is the state before each chunk of 64 tokens.
     """
     from sgl_kernel.mamba import chunk_gated_delta_rule_cpu
 
-    heads = k.shape[2:]
-    raw = gate.reshape(k.shape).float() + dt_bias.reshape(heads)
-    out, _, _ = chunk_gated_delta_rule_cpu(
+    raw = gate.reshape(k.shape).float() + dt_bias.reshape(k.shape[2:])
+    out, _, before_chunks = chunk_gated_delta_rule_cpu(
         q,
         k,
         v,
@@ -105,26 +104,59 @@ def kimi_delta_attention(
         use_qk_l2norm_in_kernel=True,
         initial_state_indices=cache_indices,
     )
-    result: Tensor = out
-    return result
+    return out, before_chunks
 
 
 def _kimi_extend(
-    kernel: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **states: Any
-) -> Tensor:
-    return kimi_delta_attention(kernel, q, k, v, g, beta, **states)
+    kernel: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    track_state: Tensor | None = None,
+    track_chunk_idx: Tensor | None = None,
+    return_intermediate_states: bool = False,
+    **states: Any,
+) -> Any:
+    out, before_chunks = _delta_attention(q, k, v, g, beta, **states)
+    if track_state is not None and track_chunk_idx is not None:
+        chunks = -(-states["query_start_loc"].diff() // 64)
+        firsts = chunks.cumsum(0) - chunks
+        kept = track_chunk_idx >= 0
+        track_state[kept] = before_chunks[0, (firsts + track_chunk_idx)[kept]]
+    return (out, before_chunks) if return_intermediate_states else out
 
 
 def _kimi_decode(
     kernel: Any, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **states: Any
 ) -> Tensor:
-    return kimi_delta_attention(kernel, q, k, v, a, b, **states)
+    return _delta_attention(q, k, v, a, b, **states)[0]
+
+
+def track_mamba_states_all_layers(
+    conv_states_pool: Tensor,
+    ssm_states_pool: Tensor,
+    cache_indices: Tensor,
+    mamba_track_mask: Tensor,
+    mamba_track_indices: Tensor,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """Copy the states of some requests, for the radix cache: pools ``[layers, slots, ...]``."""
+    source, target = (x[mamba_track_mask].long() for x in (cache_indices, mamba_track_indices))
+    for pool in (conv_states_pool, ssm_states_pool):
+        pool[:, target] = pool[:, source]
 
 
 def register() -> None:
     """Replace SGLang's functions."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if not torch.cuda.is_available():
+        # SGLang pins tensors of the radix cache of hybrids, which needs an accelerator.
+        setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)  # noqa: B010
     for target, function in (
         ("sglang.kernels.ops.attention.fla.fused_norm_gate.rms_norm_gated", rms_norm_gated),
         (
@@ -134,6 +166,14 @@ def register() -> None:
         (f"{_CONVOLUTION}.causal_conv1d_fn", causal_conv1d_fn),
         (f"{_CONVOLUTION}.causal_conv1d_update", causal_conv1d_update),
         (f"{_TRITON_CONVOLUTION}.causal_conv1d_fn", causal_conv1d_fn),
+        (
+            "sglang.kernels.ops.mamba.mamba_state_scatter_triton.track_mamba_states_all_layers",
+            track_mamba_states_all_layers,
+        ),
+        (
+            "sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
+            lambda: True,
+        ),
         (f"{_KIMI}.extend", _kimi_extend),
         (f"{_KIMI}.decode", _kimi_decode),
     ):

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["causal_conv1d_fn_cpu", "causal_conv1d_update_cpu", "chunk_gated_delta_rule_cpu"]
 
+#: Tokens between two states that SGLang's radix cache may keep.
+_CHUNK = 64
+
 
 def causal_conv1d_fn_cpu(
     x: Tensor,
@@ -78,12 +81,13 @@ def chunk_gated_delta_rule_cpu(
     head_first: bool,
     use_qk_l2norm_in_kernel: bool,
     initial_state_indices: Tensor,
-) -> tuple[Tensor, None, None]:
+) -> tuple[Tensor, None, Tensor]:
     """Linear attention of all tokens: ``q, k [1, T, H, K]``, ``v [1, T, HV, V]`` -> as ``v``.
 
     ``g, beta [1, T, HV]``: logarithm of the decay, and how much of a value is written. ``g`` may
     have a decay for each channel: ``[1, T, HV, K]``, as in Kimi Linear.
-    ``initial_state [slots, HV, V, K]``.
+    ``initial_state [slots, HV, V, K]``. The last result ``[1, chunks, HV, V, K]`` is the state
+    before each chunk of 64 tokens of each request.
     """
     group = v.shape[2] // q.shape[2]
     queries, keys = (_unit(x[0].float()).repeat_interleave(group, dim=1) for x in (q, k))
@@ -91,16 +95,19 @@ def chunk_gated_delta_rule_cpu(
     values, decays, writes = v[0].float(), g[0].float().exp(), beta[0].float()
     decays = decays[:, :, None] if g.ndim == 4 else decays[:, :, None, None]
     out = torch.empty_like(values)
+    before_chunks = []
     starts = cu_seqlens.tolist()
     for request, slot in enumerate(initial_state_indices.tolist()):
         state = initial_state[slot].float()
         for t in range(starts[request], starts[request + 1]):
+            if (t - starts[request]) % _CHUNK == 0:
+                before_chunks.append(state)
             state = state * decays[t]
             missing = values[t] - (state @ keys[t, :, :, None])[..., 0]
             state = state + (missing * writes[t, :, None])[..., None] * keys[t, :, None]
             out[t] = (state @ queries[t, :, :, None])[..., 0]
         initial_state[slot] = state.to(initial_state.dtype)
-    return out.to(v.dtype)[None], None, None
+    return out.to(v.dtype)[None], None, torch.stack(before_chunks)[None]
 
 
 def _unit(x: Tensor) -> Tensor:

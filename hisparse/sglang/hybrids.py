@@ -151,10 +151,9 @@ def around_attn_backend_wrapper(
     """
     if current_session() is None:
         return original(runner, full_attn_backend)
-    names = dict.fromkeys(
-        ("prefill_attention_backend_str", "decode_attention_backend_str"), STAND_IN
-    )
-    with patch.multiple(runner, **names):
+    with patch.multiple(
+        runner, prefill_attention_backend_str=STAND_IN, decode_attention_backend_str=STAND_IN
+    ):
         wrapped = original(runner, full_attn_backend)
     if getattr(wrapped, "full_attn_backend", wrapped) is not full_attn_backend:
         with errors_logged():
