@@ -41,6 +41,16 @@ _MLA: dict[str, Any] = _MHA | {
 _INDEXER = {"index_topk": 64, "index_n_heads": 16, "index_head_dim": 128}
 _DSA = {"algorithm": "dsa", "page_size": 1}
 _WINDOW = {"sliding_window": 128}
+_KIMI = {
+    "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_token": 2, "num_shared_experts": 1,
+    "moe_intermediate_size": 64, "first_k_dense_replace": 1, "q_lora_rank": None,
+    "linear_attn_config": {
+        "kda_layers": [1, 3], "full_attn_layers": [2, 4], "head_dim": 32, "num_heads": 4,
+        "short_conv_kernel_size": 4,
+    },
+}  # fmt: skip
+#: SGLang's radix cache keeps no states of layers on a CPU, with pages of more than one token.
+_STATES = ("--disable-radix-cache",)
 _MAMBA: dict[str, Any] = {"state_size": 16, "mamba_d_state": 16, "mamba_n_heads": 4}
 
 
@@ -132,7 +142,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("Granite MoE", "GraniteMoeConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     Family("Granite 4 hybrid", "GraniteMoeHybridConfig", {
         "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64,
-        "layer_types": ["mamba", "attention", "mamba"]}),
+        "layer_types": ["mamba", "attention", "mamba"]}, flags=_STATES),
     Family("GLM-4", "Glm4Config"),
     Family("GLM-4.5", "Glm4MoeConfig", _ROUTED),
     Family("GLM-4.7 Flash", "Glm4MoeLiteConfig", _MLA | _ROUTED),
@@ -158,10 +168,15 @@ FAMILIES: tuple[Family, ...] = (
         "num_local_experts": 2, "attention_chunk_size": 128, "intermediate_size_mlp": 128},
         "Llama4ForCausalLM"),
     Family("InternLM3", "LlamaConfig", architecture="InternLM3ForCausalLM"),
-    Family("Qwen3-Next", "Qwen3NextConfig", _EXPERTS | {"num_experts": 4}),
-    Family("Kimi Linear", "KimiLinearConfig", _MLA | _EXPERTS),
-    Family("LFM2", "Lfm2Config"),
-    Family("Falcon H1", "FalconH1Config", _MAMBA),
+    Family("Qwen3-Next", "Qwen3NextConfig", _EXPERTS | {
+        "num_experts": 4, "shared_expert_intermediate_size": 64, "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2, "full_attention_interval": 2,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4}, flags=_STATES),
+    Family("Kimi Linear", "KimiLinearConfig", _MLA | _KIMI, flags=_STATES),
+    Family("LFM2", "Lfm2Config", {
+        "num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}, flags=_STATES),
+    Family("Falcon H1", "FalconH1Config", _MAMBA, flags=_STATES),
     Family("Mamba", "MambaConfig"),
     _fallback("GPT-NeoX", "GPTNeoXConfig", _MHA),
     _fallback("SmolLM3", "SmolLM3Config"),

@@ -18,16 +18,17 @@ others. `make test-all PART=models` serves all of them. The page is made from th
 
 Each family is a tiny model with random weights, in float32 on a CPU. SGLang's `torch_native` and
 hisparse answer the same three prompts at once, with a budget beyond their lengths. hisparse
-prefills them in chunks and has their common prefix in the radix cache. *Equal* counts the prompts
-with the same tokens. Then hisparse answers three prompts of {long_prompts} tokens with a budget of
-{budget}; *sparse* says whether all log-probabilities were finite. A random model shows that the
-code serves a family, not how well sparse attention suits its real weights: [quality.md](quality.md)
-has that for a few models.
+prefills them in chunks and, except of hybrids, has their common prefix in the radix cache. *Equal*
+counts the prompts with the same tokens. Then hisparse answers three prompts of {long_prompts}
+tokens with a budget of {budget}; *sparse* says whether all log-probabilities were finite. A random
+model shows that the code serves a family, not how well sparse attention suits its real weights:
+[quality.md](quality.md) has that for a few models.
 
 {served} of {count} families are served, {refused} are refused with one line, and {broken} do not
 start on a CPU with SGLang alone. `torch_native` does not serve latent attention (MLA) and sinks,
-and ignores caps of logits. Of such models, tests compare DeepSeek-V2, DeepSeek-V3.2, Gemma 2 and
-gpt-oss with Hugging Face (`tests/server/`); the others are served and not compared."""
+ignores caps of logits, and is not accepted for EXAONE 4. Of such models, tests compare DeepSeek-V2,
+DeepSeek-V3.2, EXAONE 4, Gemma 2, GLM-4.7 Flash, GLM-5, gpt-oss and Kimi Linear with Hugging Face
+(`tests/server/`); the others are served and not compared."""
 
 _END = """\
 ## What decides
@@ -38,6 +39,25 @@ SGLang has built, so a model that is not in the table is served if its layers ar
 SGLang has no code of its own run with the code of transformers (`--model-impl transformers`); the
 table marks them *fallback*.
 [troubleshooting.md](troubleshooting.md) explains each message.
+
+## Hybrids
+
+A hybrid mixes attention with linear attention, convolution or a state space model (Mamba). The
+layers that attend get hisparse: only they have K and V in host memory, representations and device
+pages, and sizing counts them alone. SGLang keeps the states of the other layers on the device, in
+its own pool: `--max-mamba-cache-size` or `--mamba-full-memory-ratio` sets its size.
+`dense_layers` and the label `layer` of the metrics number layers as the model does.
+
+Qwen3-Next, Kimi Linear and LFM2 are served, and give the tokens of transformers. A CPU runs their
+other layers with functions in PyTorch (`cpu_standins/`, `scripts/torch_kernels.py`), because SGLang
+has them for GPUs and Intel's AMX. With these functions Qwen3-Next and Kimi Linear also ran with the
+radix cache, which SGLang offers to hybrids on a GPU; of some models, such as LFM2, it keeps states
+only with pages of one token, so they need `--disable-radix-cache`. Falcon H1 and Granite 4 have not
+run: their Mamba layers need a GPU.
+
+Hybrids are not served together with `storage`, speculative decoding, prefill and decode servers,
+`--pp-size` and `--attn-dp-size`. They need SGLang 0.5.23. `hisparse plan` and `HiSparseCache`
+refuse them.
 
 ## Equal in which dtype
 

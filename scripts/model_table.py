@@ -51,6 +51,8 @@ _FLAGS = (
     "--skip-server-warmup", "--sleep-on-idle", "--max-total-tokens", "6144",
     "--max-running-requests", "4",
 )  # fmt: skip
+#: SGLang keeps convolutions' states in bfloat16 by default, which prompts in chunks read.
+_ENV = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_MAMBA_CONV_DTYPE": "float32"}
 #: ``torch_native`` is the reference: it computes each prompt at once.
 _OF_BACKEND = {
     "torch_native": ("--disable-radix-cache", "--chunked-prefill-size", "4096"),
@@ -78,7 +80,7 @@ class Table:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = (make_plugin(folder / "plugin"), ROOT)
-        self._env = ServerProcess.cpu_environment(1) | {"TORCHDYNAMO_DISABLE": "1"}
+        self._env = ServerProcess.cpu_environment(1) | _ENV
         self.forks = ForkServer(os.environ | self._env, folder / "forks.log")
 
     def row(self, family: Family) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from scripts import torch_kernels
+
 __all__ = ["fill", "make_plugin", "register"]
 
 _TARGET = "sglang.srt.model_loader.loader.initialize_dummy_weights"
@@ -44,11 +46,15 @@ def register() -> None:
 
 
 def make_plugin(folder: Path) -> Path:
-    """Write a distribution with the entry point into ``folder``, which goes on the module path."""
+    """Write a distribution into ``folder``, which goes on the module path.
+
+    Its entry points are this plug-in, and that of ``scripts/torch_kernels.py``.
+    """
     info = folder / "random_weights-1.0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: random-weights\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         f"[sglang.srt.plugins]\nrandom-weights = {__name__}:register\n"
+        f"torch-kernels = {torch_kernels.__name__}:register\n"
     )
     return folder

@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV2Config, DeepseekV32Config, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV32Config,
+    KimiLinearConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hisparse.cli import main
 from hisparse.config import HiSparseConfig
@@ -112,6 +118,13 @@ def test_shapes_of_ranks() -> None:
     assert shape_per_rank(LlamaConfig(**SMALL), 16, 1).dtype == torch.float16, "as SGLang has it"
     with pytest.raises(ConfigError, match=r"--tp: got 3, expected a divisor of the model's"):
         shape_per_rank(config, 16, 3)
+
+
+def test_the_states_of_hybrids_are_not_counted() -> None:
+    kinds = ["linear_attention", "full_attention"]
+    config = KimiLinearConfig(**SMALL | LATENT | {"num_hidden_layers": 2, "layer_types": kinds})
+    with pytest.raises(ConfigError, match="'kimi_linear' with layers of linear attention"):
+        shape_per_rank(config, 16, 1)
 
 
 def test_shapes_of_latents() -> None:

@@ -42,8 +42,9 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
             compat.on_slots_allocated(model_runner.req_to_token_pool, self._begin_requests)
         self._spec = session.spec
         self._scale = session.policy.scale
-        self._first_layer = model_runner.token_to_kv_pool.start_layer
-        self._last_layer = self._first_layer + session.spec.num_layers - 1
+        #: SGLang's number of a layer to that of the pool.
+        self._layers = {layer: number for number, layer in enumerate(session.layer_ids)}
+        self._last_layer = session.layer_ids[-1]
         self._req_to_token = model_runner.req_to_token_pool.req_to_token
         # SGLang's models read the pools from the backend.
         self.req_to_token_pool = model_runner.req_to_token_pool
@@ -320,6 +321,13 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
                 self._metrics.report()
         return out
 
+    def forward_decode(self, *args: Any, **kwargs: Any) -> Tensor:
+        """:meth:`forward`, as SGLang calls it for the layers of a hybrid that attend."""
+        return self.forward(*args, **kwargs)
+
+    #: For a hybrid's prompts.
+    forward_extend = forward_decode
+
     def _attend(
         self,
         layer: Any,
@@ -342,7 +350,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
             else v.reshape(tokens, spec.num_kv_heads, spec.v_head_dim)
         )
         queries = q.reshape(tokens, spec.num_q_heads, spec.head_dim)
-        layer_id = layer.layer_id - self._first_layer
+        layer_id = self._layers[layer.layer_id]
         out = self.coordinator.attention(layer_id, queries, keys, values, indexer, sinks).flatten(1)
         return out if padded == tokens else pad(out, (0, 0, 0, padded - tokens))
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 __all__ = [
     "DISAGGREGATION",
+    "HYBRIDS",
     "LINKER",
     "NEWEST",
     "OLDEST",
@@ -53,6 +54,9 @@ DISAGGREGATION: Final = "0.5.23"
 
 #: The first release that the tests run speculative decoding with.
 SPECULATION: Final = "0.5.23"
+
+#: The first release whose hybrids are supported.
+HYBRIDS: Final = "0.5.23"
 
 #: Flags that older releases lack.
 _NEW_FLAGS: Final = (

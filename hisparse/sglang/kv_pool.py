@@ -68,7 +68,14 @@ class _HostPool:
         del self.host
 
     def set_kv_buffer(
-        self, layer: Any, loc_info: Any, cache_k: torch.Tensor, cache_v: torch.Tensor, *_: Any
+        self,
+        layer: Any,
+        loc_info: Any,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        *_: Any,
+        layer_id_override: int | None = None,
+        **__: Any,
     ) -> None:
         """Write K/V to host memory.
 
@@ -78,12 +85,16 @@ class _HostPool:
             layer: SGLang's ``RadixAttention``.
             loc_info: ``[T]`` host slots, or SGLang's object that holds them.
             cache_k, cache_v: ``[T, Hkv, D]``.
-            _: scales, ignored.
+            _, __: scales and a mask, ignored.
+            layer_id_override: number of the pool's layer; None: that of ``layer``.
         """
         loc, _, _ = unwrap_write_loc(loc_info)
         kv = self.host.kv
         new = encode(kv, cache_k.to(kv.dtype), cache_v.to(kv.dtype))
-        write_tokens(new, self.host.stored(layer.layer_id - self.start_layer), loc)
+        number = layer_id_override
+        if number is None:
+            number = layer.layer_id - self.start_layer
+        write_tokens(new, self.host.stored(number), loc)
 
     def _get_key_buffer(self, layer_id: int) -> torch.Tensor:
         return self._token_view(layer_id)[0]

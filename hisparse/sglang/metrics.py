@@ -69,6 +69,7 @@ class MetricsReporter:
         self._coordinator = session.coordinator
         self._page_size = session.spec.page_size
         self._runner = model_runner
+        self._layer_ids = session.layer_ids
         self._counter_texts = dict(_COUNTERS)
         for extension in self._coordinator.extensions:
             self._counter_texts |= extension.counters
@@ -103,8 +104,7 @@ class MetricsReporter:
             for name, text in _LAYER_COUNTERS.items()
             if self._coordinator.stats().layers
         ]
-        first = self._runner.token_to_kv_pool.start_layer
-        for layer, _ in enumerate(self._coordinator.stats().layers, first):
+        for layer, _ in zip(self._layer_ids, self._coordinator.stats().layers, strict=False):
             own = [counter.labels(**labels, layer=layer) for counter in by_layer]
             self._layers.append((own, (0, 0)))
         self._gauges = {

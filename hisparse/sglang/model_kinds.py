@@ -1,14 +1,15 @@
-"""Which kinds of models start: SGLang's checks by name of a backend, and hybrids."""
+"""Lets models start that SGLang refuses by the name of the attention backend."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from hisparse.errors import ConfigError
-from hisparse.sglang import compat
+from hisparse.sglang import hybrids
 from hisparse.sglang.requested import BACKEND, is_requested
 
 __all__ = ["around_model_specific_adjustments"]
@@ -26,38 +27,31 @@ def around_model_specific_adjustments(original: Callable[[Any], None], server_ar
     by its layers instead. In releases before 0.5.19 these checks stay.
 
     Raises:
-        ConfigError: the model has layers without attention.
+        ConfigError: a hybrid that hisparse or SGLang does not serve with these flags.
     """
     if not is_requested(server_args):
         return original(server_args)
-    _check_layers(server_args)
     names = inspect.unwrap(original).__globals__
     resolved_view = names.get("resolved_view")
-    if resolved_view is None:
-        return original(server_args)
-    with patch.dict(names, resolved_view=lambda args: _View(resolved_view(args))):
+    name = _STAND_IN
+    with ExitStack() as stack:
+        if hybrids.check_hybrid(server_args):
+            name = hybrids.STAND_IN
+            stack.enter_context(hybrids.refused_in_one_line(server_args))
+        if resolved_view is not None:
+            view = partial(_View, name=name)
+            stack.enter_context(
+                patch.dict(names, resolved_view=lambda args: view(resolved_view(args)))
+            )
         return original(server_args)
 
 
 class _View:
     """SGLang's view of its arguments, with another name in place of hisparse."""
 
-    def __init__(self, view: Any) -> None:
-        self._view = view
+    def __init__(self, view: Any, name: str) -> None:
+        self._view, self._name = view, name
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._view, name)
-        return _STAND_IN if name in _FLAGS and value == BACKEND else value
-
-
-def _check_layers(server_args: Any) -> None:
-    """Reject hybrids. SGLang rejects some of their settings with a traceback, so this is first."""
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-
-    model = compat.model_config_of(server_args)
-    if mambaish_config(model) is not None:
-        name = ", ".join(model.hf_config.architectures or ["this model"])
-        raise ConfigError(
-            f"{name} has layers of linear attention, convolution or a state space model (Mamba); "
-            "expected attention in every layer"
-        )
+        return self._name if name in _FLAGS and value == BACKEND else value

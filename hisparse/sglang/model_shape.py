@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,19 +11,38 @@ from hisparse.errors import ConfigError
 from hisparse.sglang.dsa_indexer import find_indexers
 from hisparse.types import KVSpec
 
-__all__ = ["read_model_shape"]
+__all__ = ["ModelShape", "read_model_shape"]
+
+
+class ModelShape(NamedTuple):
+    """A model's attention on this rank.
+
+    Attributes:
+        spec: shapes of the layers that attend.
+        scale: softmax scale.
+        layer_ids: SGLang's number of each of these layers, ascending.
+    """
+
+    spec: KVSpec
+    scale: float
+    layer_ids: tuple[int, ...]
 
 
 def read_model_shape(
-    model: Any, dtype: torch.dtype, page_size: int, context_length: int | None = None
-) -> tuple[KVSpec, float]:
-    """Read the shapes on this rank, and the softmax scale.
+    model: Any,
+    dtype: torch.dtype,
+    page_size: int,
+    context_length: int | None = None,
+    hybrid_layers: Sequence[int] | None = None,
+) -> ModelShape:
+    """Read the shapes of a model that SGLang has loaded.
 
     Args:
         model: SGLang's model.
         dtype: the model's dtype of keys and values.
         page_size: S, tokens per page of a selection.
         context_length: tokens, the longest sequence; a window that holds it is none. None: unknown.
+        hybrid_layers: the numbers of a hybrid's layers that attend; None: all layers do.
 
     Raises:
         ConfigError: the layers differ from each other, or use a kind of attention that hisparse
@@ -59,7 +79,12 @@ def read_model_shape(
             "or temperature scaling; expected causal attention, over all tokens or a window"
         )
     ids = sorted(m.layer_id for m in layers)
-    if ids != list(range(ids[0], ids[0] + len(ids))):
+    if hybrid_layers is not None and ids != list(hybrid_layers):
+        raise ConfigError(
+            f"the model's attention layers have numbers {ids}; expected {list(hybrid_layers)}, as "
+            "its configuration says"
+        )
+    if hybrid_layers is None and ids != list(range(ids[0], ids[0] + len(ids))):
         raise ConfigError(
             f"the model's attention layers have numbers {ids}; expected attention in every layer"
         )
@@ -78,7 +103,7 @@ def read_model_shape(
         logit_cap=logit_cap or 0.0,
         windows=tuple(windows) if any(windows) else (),
     )
-    return spec, scale
+    return ModelShape(spec, scale, tuple(ids))
 
 
 def _window(layer: Any, context_length: int | None) -> int:

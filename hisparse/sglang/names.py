@@ -88,6 +88,7 @@ _HOOKS: tuple[_Name, ...] = (
         "sglang.srt.disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info",
         "",
     ),
+    ("0.5.23", "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper", ""),
     "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default",
     (
         "0.5.19",
@@ -149,6 +150,7 @@ _USED: tuple[_Name, ...] = (
     ("0.5.23", "sglang.srt.mem_cache.hicache_storage.HiCacheStorageConfig", ""),
     ("0.5.23", "sglang.srt.mem_cache.hicache_storage.PoolName.KV", ""),
     "sglang.srt.mem_cache.memory_pool.DSATokenToKVPool",
+    ("0.5.23", "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool", ""),
     "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers",
     "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers",
     ("0.5.20", "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.register_on_alloc_rows", ""),

@@ -30,6 +30,7 @@ class Session(EngineSetup):
     SGLang creates the pools from it, after the model is loaded.
 
     Attributes:
+        layer_ids: SGLang's number of each layer of the pool, ascending; empty: from 0 on.
         ranks: the processes of this node.
         model: SGLang's model.
         model_settings: the model's configuration.
@@ -53,6 +54,7 @@ class Session(EngineSetup):
         can_replay: whether a CUDA graph can serve SGLang's forward batch, which is then prepared.
     """
 
+    layer_ids: Sequence[int] = ()
     ranks: NodeRanks | None = None
     model: Any = None
     model_settings: Mapping[str, object] = field(default_factory=dict)
@@ -73,6 +75,9 @@ class Session(EngineSetup):
     has_pool: bool = False
     report_metrics: Callable[[], None] = lambda: None
     can_replay: Callable[[Any], bool] = lambda forward_batch: False
+
+    def __post_init__(self) -> None:
+        self.layer_ids = self.layer_ids or range(self.spec.num_layers)
 
     def note_new_weights(self) -> None:
         """Let the storage rest until a flush: host memory has K and V of the old weights."""

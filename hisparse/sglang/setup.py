@@ -21,6 +21,7 @@ from hisparse.memory.sizing import resize
 from hisparse.sglang import compat
 from hisparse.sglang.disaggregation import config_of_server
 from hisparse.sglang.draft_model import draft_token_bytes
+from hisparse.sglang.hybrids import attention_pool, hybrid_layers, number_dense_layers
 from hisparse.sglang.model_shape import read_model_shape
 from hisparse.sglang.ranks import gather_queries, latent_ranks, layer_share, least_of_ranks
 from hisparse.sglang.server_args import read_config
@@ -55,12 +56,17 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
     config = config_of_server(config, configurator.server_args)
     algorithm = build_algorithm(config)
     context_length = configurator.model_config.context_len
-    spec, scale = read_model_shape(configurator.model, dtype, config.page_size, context_length)
+    hybrid = hybrid_layers(configurator.model_config)
+    spec, scale, layer_ids = read_model_shape(
+        configurator.model, dtype, config.page_size, context_length, hybrid
+    )
     spec = stored_spec(config, spec)
     _log_choices(config, spec, configurator.device)
     is_pipeline = compat.pipeline_size() > 1
     if is_pipeline:
         config = _of_own_layers(config, spec, configurator)
+    elif hybrid is not None:
+        config = number_dense_layers(config, layer_ids)
     ranks = latent_ranks(configurator.server_args.nnodes)
     host_bytes, device_bytes = _memory(config, configurator, device_bytes, spec.num_layers)
     drafts = draft_tokens(configurator.server_args)
@@ -88,7 +94,12 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
         # Ranks with fewer layers have room for more.
         tokens, requests = least_of_ranks(setup.sizing.kv_tokens, setup.sizing.max_requests)
         setup.sizing = resize(setup.sizing, kv_tokens=tokens, max_requests=requests)
-    session = Session(**vars(setup), ranks=ranks, extra_slots=compat.decode_extra_slots())
+    session = Session(
+        **vars(setup),
+        layer_ids=layer_ids,
+        ranks=ranks,
+        extra_slots=compat.decode_extra_slots(),
+    )
     if has_linker(configurator.server_args):
         session.storage = StorageCounters()
         session.prefill_rate = PrefillRate(configurator.device)
@@ -167,7 +178,7 @@ def build_coordinator(session: Session, model_runner: Any) -> SparseCoordinator:
         session: this rank's session; its sizes are lowered to those of the pools.
         model_runner: SGLang's ``ModelRunner``, after it built the pools.
     """
-    pool, rows = model_runner.token_to_kv_pool, model_runner.req_to_token_pool
+    pool, rows = attention_pool(model_runner.token_to_kv_pool), model_runner.req_to_token_pool
     # --max-total-tokens and --max-running-requests may have lowered the sizes. Slot 0 is padding.
     num_slots = rows.req_to_token.shape[0]
     session.sizing = resize(session.sizing, kv_tokens=pool.size, max_requests=num_slots - 1)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hisparse.sglang import disaggregation, draft_model, dsa_indexer, hooks, model_kinds
+from hisparse.sglang import (
+    disaggregation,
+    draft_model,
+    dsa_indexer,
+    hooks,
+    hybrids,
+    model_kinds,
+)
 
 __all__ = ["WRAPPERS"]
 
@@ -32,6 +39,7 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "_compute_max_prefix_len": hooks.around_compute_max_prefix_len,
     "handle_model_specific_adjustments": model_kinds.around_model_specific_adjustments,
     "_handle_model_specific_adjustments": model_kinds.around_model_specific_adjustments,
+    "attn_backend_wrapper": hybrids.around_attn_backend_wrapper,
     "prepare_for_prebuilt": disaggregation.around_prepare_for_prebuilt,
     "setup_state_kv_args": disaggregation.around_setup_state_kv_args,
     "try_ensure_parallel_info": disaggregation.around_try_ensure_parallel_info,

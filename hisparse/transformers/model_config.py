@@ -51,6 +51,11 @@ def shape_per_rank(config: Any, page_size: int, tp: int) -> KVSpec:
     """
     text = text_config(config)
     if getattr(text, "kv_lora_rank", None):
+        if "linear_attention" in (getattr(text, "layer_types", None) or ()):
+            raise ConfigError(
+                f"model: got {text.model_type!r} with layers of linear attention, whose states are "
+                "not counted, expected attention in every layer"
+            )
         spec = _latent_shape(config, text, page_size)
     else:
         spec, _ = read_model_shape(config, page_size)

@@ -483,16 +483,50 @@ def _family(name: str, folder: Path) -> Path:
     return next(family for family in FAMILIES if family.name == name).write(folder)
 
 
-HYBRIDS = ("Qwen3-Next", "Kimi Linear", "LFM2", "Falcon H1", "Granite 4 hybrid", "Mamba")
+HYBRIDS = ("Qwen3-Next", "Kimi Linear", "LFM2", "Falcon H1", "Granite 4 hybrid")
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_model_with_layers_that_do_not_attend(
-    resolve: Resolve, name: str, tmp_path: Path
+def test_a_hybrid_starts_without_a_radix_cache(resolve: Resolve, name: str, tmp_path: Path) -> None:
+    """SGLang keeps the states of its layers there on a GPU alone, or in pages of one token."""
+    model = _family(name, tmp_path)
+    message = refusal(resolve, model=model)
+    assert "hisparse: error: SGLang does not serve " in message
+    assert message.endswith("; expected others, such as --disable-radix-cache")
+    assert resolve("--disable-radix-cache", model=model).page_size == 16
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--speculative-algorithm", "NGRAM"),
+        ("--pp-size", "2"),
+        ("--tp-size", "2", "--attn-dp-size", "2"),
+        ("--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake_tcp"),
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_a_hybrid_with_a_flag_that_it_is_not_served_with(
+    resolve: Resolve, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """SGLang has a traceback for some of them, since their page size has to be 1."""
-    message = refusal(resolve, model=_family(name, tmp_path))
-    assert message.endswith("(Mamba); expected attention in every layer")
+    model = _family("LFM2", tmp_path)
+    message = refusal(resolve, "--disable-radix-cache", *flags, model=model)
+    assert " and Lfm2ForCausalLM has layers of linear attention, convolution or a" in message
+    assert message.endswith("which hisparse does not support together yet; expected the flag unset")
+
+
+def test_a_hybrid_with_a_store(resolve: Resolve, tmp_path: Path) -> None:
+    """A store would keep K and V of a prefix without the states of the other layers."""
+    config = {"storage": {"path": "/somewhere"}}
+    message = refusal(resolve, model=_family("Qwen3-Next", tmp_path), config=config)
+    assert "(storage) is True, and Qwen3NextForCausalLM has layers" in message
+
+
+def test_a_model_without_attention(resolve: Resolve, tmp_path: Path) -> None:
+    message = refusal(resolve, model=_family("Mamba", tmp_path))
+    assert message.endswith(
+        "MambaForCausalLM has no layer that attends; expected attention in some layers"
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "EXAONE 4"])

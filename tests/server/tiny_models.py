@@ -124,6 +124,61 @@ _SHAPES = {
     },
 }
 
+#: Layers of hybrids that attend; the others keep a state.
+HYBRID_LAYERS = (1, 3)
+_LINEAR = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+_EXPERTS = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+_SHAPES |= {
+    "exaone4": _SHAPE
+    | _WINDOWS
+    | {
+        # SGLang reads the pattern and no base of the rotation; transformers reads the types.
+        "rope_theta": 1000000.0,
+        "sliding_window_pattern": "LLG",
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "glm4_moe_lite": _SHAPE | _MLA | {"q_lora_rank": 96, "pad_token_id": 0},
+    # SGLang reads how an indexer rotates; transformers always interleaves.
+    "glm_moe_dsa": _SHAPES["deepseek_v32"] | {"pad_token_id": 0, "indexer_rope_interleave": True},
+    "qwen3_next": _SHAPE
+    | _EXPERTS
+    | _LINEAR
+    | {
+        "num_hidden_layers": 4,
+        "shared_expert_intermediate_size": 64,
+        # SGLang reads the interval, transformers the types.
+        "full_attention_interval": 2,
+    },
+    "kimi_linear": _SHAPE
+    | _MLA
+    | {
+        "num_hidden_layers": 4,
+        "rope_parameters": None,
+        # SGLang's experts on a CPU leave this factor out.
+        "routed_scaling_factor": 1.0,
+        "q_lora_rank": None,
+        "num_experts": 4,
+        # transformers saves the weights of a dense layer under the names of a sparse one.
+        "first_k_dense_replace": 0,
+        "pad_token_id": 0,
+        "linear_attn_config": {
+            "kda_layers": [1, 3],
+            "full_attn_layers": [2, 4],
+            "head_dim": 32,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "lfm2": _SHAPE | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+}
+
 #: Kind to its name in transformers.
 KINDS = {
     "llama": "Llama",
@@ -137,6 +192,12 @@ KINDS = {
     "cohere2": "Cohere2",
     "gpt_oss": "GptOss",
     "smollm3": "SmolLM3",
+    "exaone4": "Exaone4",
+    "glm4_moe_lite": "Glm4MoeLite",
+    "glm_moe_dsa": "GlmMoeDsa",
+    "qwen3_next": "Qwen3Next",
+    "kimi_linear": "KimiLinear",
+    "lfm2": "Lfm2",
 }
 #: The same of the class with a head, where it has another name than the configuration.
 _HEADS = {"gemma3": "Gemma3"}

@@ -35,6 +35,7 @@ class Runner:
         self.session = SimpleNamespace(
             prefill_rate=None,
             spec=sim.spec,
+            layer_ids=range(sim.layers),
             policy=sim.policy,
             sizing=sizing,
             coordinator=None,

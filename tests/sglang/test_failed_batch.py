@@ -98,7 +98,7 @@ def test_a_server_that_stops_says_why_in_one_line(
     backend._session = SimpleNamespace(requests=[request()], chunked_request_id=None)
     backend._spec = SimpleNamespace(num_kv_heads=1, num_q_heads=1, head_dim=4, v_head_dim=4)
     backend._spec.latent = False
-    backend._first_layer, backend._in_graph, backend._num_tokens = 0, False, 1
+    backend._layers, backend._in_graph, backend._num_tokens = {0: 0}, False, 1
     backend._scale = 0.5
 
     def attention(*args: Any) -> None:

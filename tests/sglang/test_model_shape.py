@@ -35,9 +35,9 @@ def fallback(scales: list[float | None]) -> torch.nn.Module:
 
 @pytest.mark.parametrize("scales, expected", [([0.5] * 3, 0.5), ([None] * 3, 0.25)])
 def test_the_layers_of_the_fallback(scales: list[float | None], expected: float) -> None:
-    spec, scale = read_model_shape(fallback(scales), torch.float32, 16, 2048)
+    spec, scale, layer_ids = read_model_shape(fallback(scales), torch.float32, 16, 2048)
     assert (spec.num_layers, spec.num_q_heads, spec.num_kv_heads, spec.head_dim) == (3, 4, 2, 32)
-    assert scale == expected
+    assert scale == expected and layer_ids == (0, 1, 2)
 
 
 def test_a_scale_that_a_forward_changes_is_an_error() -> None:
