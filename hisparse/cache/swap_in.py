@@ -151,7 +151,8 @@ class SwapIn:
     @contextmanager
     def logged(self) -> Iterator[SwapInLog]:
         """Keep what is swapped in meanwhile, for :meth:`replay`."""
-        self._log = log = []
+        log: SwapInLog = []
+        self._log = log
         try:
             yield log
         finally:

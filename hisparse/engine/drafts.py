@@ -154,7 +154,9 @@ class VerifyBatch:
     @cached_property
     def longest(self) -> np.ndarray:
         """``[B]``, tokens of each request if its deepest node is accepted."""
-        return self.seq_lens_cpu + [int(tree.depths.max()) + 1 for tree in self.trees]
+        deepest = np.array([int(tree.depths.max()) + 1 for tree in self.trees])
+        longest: np.ndarray = self.seq_lens_cpu + deepest
+        return longest
 
     def steps(self, runs: Runs) -> Iterator[VerifyStep]:
         """The nodes in the order in which they are served."""
@@ -174,7 +176,7 @@ class VerifyBatch:
     def decode_batch(self, step: VerifyStep) -> DecodeBatch:
         """A step as a decode step of its nodes, each at the host slot of its position."""
         device = self.host_slots.device
-        of_tokens, nodes = step.pairs.T
+        of_tokens = step.pairs[:, 0]
         depths = np.array([self.trees[b].depths[node] for b, node in step.pairs])
         seq_lens = self.lengths[of_tokens, depths]
         requests = torch.from_numpy(of_tokens).to(device)

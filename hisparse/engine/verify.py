@@ -197,9 +197,7 @@ class Verification:
         """Keep the state before a step, unless no request can return to one of its nodes."""
         if not self._returnable[number]:
             return None
-        rows = save_rows(
-            self._manager.device, layer_id, self._returns.rows[number], self._width
-        )
+        rows = save_rows(self._manager.device, layer_id, self._returns.rows[number], self._width)
         entries = self._entries(layer_id, number)
         saved = _Saved(rows=rows, entries=entries, filled=None, log=[])
         self._saved[layer_id, number] = saved

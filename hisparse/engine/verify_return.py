@@ -161,9 +161,7 @@ class Returns:
         later = tree.order[tree.order.index(node) + 1 :]
         return bool((tree.depths[later] <= tree.depths[node]).any())
 
-    def _replays(
-        self, number: int, nodes: Mapping[int, int]
-    ) -> dict[int, tuple[Tensor, StepRows]]:
+    def _replays(self, number: int, nodes: Mapping[int, int]) -> dict[int, tuple[Tensor, StepRows]]:
         step, forward = self._steps[number], self._forwards[number]
         wanted = np.zeros(len(step.pairs), dtype=bool)
         for request, node in nodes.items():

@@ -16,7 +16,7 @@ _FILLER, _NONE = 0, -1
 def find_fillers(parents: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """``[B, n] bool``, leaves at node 0 with token 0.
 
-    A draft of token 0 looks the same. It is rejected then, and the model generates the token itself.
+    A draft of token 0 looks the same. It is rejected then, and the model generates the token.
 
     Args:
         parents: ``[B, n]``, parent of each node.
