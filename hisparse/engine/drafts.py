@@ -148,8 +148,8 @@ class VerifyBatch:
     @cached_property
     def lengths(self) -> np.ndarray:
         """``[B, n]``, tokens of each request up to a node of each depth."""
-        depth: np.ndarray = np.arange(self.parents.shape[1])
-        return self.seq_lens_cpu[:, None] + depth + 1
+        lengths: np.ndarray = self.seq_lens_cpu[:, None] + np.arange(self.parents.shape[1]) + 1
+        return lengths
 
     @cached_property
     def longest(self) -> np.ndarray:
