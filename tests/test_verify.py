@@ -31,6 +31,8 @@ TOKENS: dict[str, Any] = {
     "num_sink_pages": 0,
     "num_recent_pages": 0,
 }
+#: Rows that hold all pages that drafts select, so that a run has many nodes.
+ROOMY = {"device_buffer": 160, "max_row": 160}
 SETTINGS = [
     pytest.param({}, id="sketch"),
     pytest.param({"algorithm": Quest(), "scope": "layer"}, id="quest"),
@@ -43,6 +45,9 @@ SETTINGS = [
     pytest.param({"min_sparse_context": 1000, "layout": "layer_first"}, id="staged"),
     pytest.param({"page_size": 2, "budget": 16}, id="drafts-fill-many-pages"),
     pytest.param({"layers": 4, "windows": (20, 0, 9, 33)}, id="windows-sinks"),
+    pytest.param(ROOMY, id="rows-with-room-for-all-nodes"),
+    pytest.param(ROOMY | {"page_size": 16, "budget": 64}, id="drafts-within-a-page"),
+    pytest.param(ROOMY | {"min_sparse_context": 105, "page_size": 8}, id="dense-in-one-step"),
 ]
 
 
@@ -166,6 +171,50 @@ def test_the_forward_after_an_abandoned_verification_is_served() -> None:
     sim.coordinator.forward_abort()
     sim.end(request)
     assert sim.decode(two).isfinite().all()
+
+
+def test_a_chain_within_a_page_is_one_decode_step() -> None:
+    sim, (request, _) = simulator(ROOMY | {"page_size": 16, "budget": 64})
+    served: list[int] = []
+    sim.coordinator.observe(lambda layer, q, step, selection: served.append(len(q)))
+    first = request.done
+    chain = [-1, *range(7)]
+    sim.verify(Draft(request, chain, [(request, first + i) for i in range(8)], accepted=7))
+    assert first % 16 == 5
+    assert served == [8] * sim.layers
+    # Token 112 fills a page: the next tokens are scored with that page.
+    served.clear()
+    first = request.done
+    sim.verify(Draft(request, chain, [(request, first + i) for i in range(8)], accepted=7))
+    assert served == [3, 5] * sim.layers
+
+
+def test_runs_end_at_filled_pages_and_full_rows() -> None:
+    # A chain of five, and a branch of two at node 1.
+    tree = DraftTree(np.array([-1, 0, 1, 2, 3, 1, 5]), np.array([5, 6, 7, 8, 9, 1, 2]))
+    nowhere = np.zeros(7, dtype=bool)
+    assert tree.runs(nowhere, 9) == [[0, 1, 5, 6], [2, 3, 4]]
+    assert tree.runs(nowhere, 3) == [[0, 1, 5], [6], [2, 3, 4]]
+    assert tree.runs(np.arange(7) == 1, 9) == [[0, 1], [5, 6], [2, 3, 4]]
+
+
+def test_a_node_that_cannot_be_accepted_is_not_served() -> None:
+    sim, (request, _) = simulator(ROOMY)
+    alone, (twin, _) = simulator(ROOMY)
+    first = request.done
+    batch = sim._verify_batch((Draft(request, [-1, 0, 0, 0], [(request, first)] * 4, 0),))
+    batch.tokens[0, 1:] = -1
+    sim.coordinator.forward_begin(batch)
+    expected = alone.decode(twin)
+    for layer in range(sim.layers):
+        q, k, v, *_ = (x[layer, first].expand(4, *x.shape[2:]) for x in request.streams)
+        out = sim.coordinator.attention(layer, q, k, v)
+        assert torch.equal(out, expected[layer].expand_as(out))
+    sim.coordinator.forward_end()
+    sim.coordinator.accept_drafts(np.array([0]))
+    request.done += 1
+    assert_same_state(sim, alone)
+    assert_same_tokens(sim, alone, [request])
 
 
 def test_twins_are_served_once_and_the_longest_branch_last() -> None:

@@ -161,19 +161,37 @@ void raise(const LruDiffParams& p, Fault fault, int64_t r) {
   }
 }
 
+// The first request of each run of requests that have the same state rows, and the number of requests.
+std::vector<int64_t> first_requests(const LruDiffParams& p) {
+  const int64_t heads = p.rows_per_table, requests = p.num_rows / heads;
+  std::vector<int64_t> firsts;
+  for (int64_t t = 0; t < requests; ++t) {
+    if (t == 0 || p.rows[t * heads] != p.rows[(t - 1) * heads]) firsts.push_back(t);
+  }
+  firsts.push_back(requests);
+  return firsts;
+}
+
 template <typename Slot>
 void run(const LruDiffParams& p) {
   const double total_ns = 1.1 * p.num_real_rows * (static_cast<double>(p.width) + p.slots);
   std::atomic<int64_t> bad_row{-1};
   std::vector<Fault> faults(p.num_rows, Fault::kNone);
-  parallel_for(p.num_rows, num_threads(p.num_rows, total_ns), [&](int64_t r) {
+  const int64_t heads = p.rows_per_table;
+  const std::vector<int64_t> firsts = first_requests(p);
+  const int64_t items = (static_cast<int64_t>(firsts.size()) - 1) * heads;
+  parallel_for(items, num_threads(items, total_ns), [&](int64_t item) {
     static thread_local Scratch<Slot> scratch;
-    if (r >= p.num_real_rows) {
-      fill_padding(p, r);
-      return;
+    const auto i = static_cast<size_t>(item / heads);
+    for (int64_t t = firsts[i]; t < firsts[i + 1]; ++t) {
+      const int64_t r = t * heads + item % heads;
+      if (r >= p.num_real_rows) {
+        fill_padding(p, r);
+        continue;
+      }
+      faults[r] = step_row(p, r, scratch);
+      if (faults[r] != Fault::kNone) bad_row = r;
     }
-    faults[r] = step_row(p, r, scratch);
-    if (faults[r] != Fault::kNone) bad_row = r;
   });
   if (bad_row >= 0) raise(p, faults[bad_row], bad_row);
 }

@@ -78,6 +78,8 @@ class SparseKVCacheManager:
         self.prefetch = self._swap_in.prefetch
         #: See :meth:`SwapIn.place`.
         self.place = self._swap_in.place
+        #: See :meth:`SwapIn.logged` and :meth:`SwapIn.replay`.
+        self.logged, self.replay = self._swap_in.logged, self._swap_in.replay
 
     @property
     def staging_bytes(self) -> int:

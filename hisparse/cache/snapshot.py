@@ -11,7 +11,7 @@ from hisparse.cache.codec import move_pages
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
 
-__all__ = ["RowSnapshot", "restore_rows", "save_rows"]
+__all__ = ["RowSnapshot", "read_changed", "restore_rows", "save_rows"]
 
 
 @dataclass(frozen=True)
@@ -55,42 +55,13 @@ def save_rows(device: DevicePool, layer_id: int, rows: Tensor, width: int) -> Ro
     return RowSnapshot(rows, held, order, pages, device.tail_pages[layer_id, rows])
 
 
-def restore_rows(
-    host: HostKVPool,
-    device: DevicePool,
-    layer_id: int,
-    saved: RowSnapshot,
-    *,
-    host_page_table: Tensor,
-    changed_from: Tensor,
-    tail_index: Tensor,
-) -> None:
-    """Give rows the pages and the LRU order of a snapshot, which their capacities still allow.
+def restore_rows(device: DevicePool, layer_id: int, saved: RowSnapshot) -> None:
+    """Write a snapshot back to the tables, which the rows' capacities still allow.
 
-    Pages that the rows have lost, or whose content may be another now, are read from host memory.
-
-    Args:
-        host: the whole KV cache.
-        device: the device pages and the rows' tables.
-        layer_id: layer number.
-        saved: the snapshot.
-        host_page_table: ``[B, P] int32``, host pages of the rows' requests.
-        changed_from: ``[B] int32``, index of the first page whose K and V may have changed since.
-        tail_index: ``[B] int32``, index of the tail page; -1: the tail page is empty.
+    The device pages keep their K and V; see :func:`read_changed`.
     """
-    state, rows, heads = device.state(layer_id), saved.rows, device.heads
+    state, rows = device.state(layer_id), saved.rows
     width = saved.slot_pages.shape[1]
-    changed_from, tail_index = (
-        x.repeat_interleave(heads)[:, None] for x in (changed_from, tail_index)
-    )
-    table = host_page_table.repeat_interleave(heads, 0)
-    lost = saved.slot_pages != state.slot_pages[rows, :width]
-    lost |= saved.device_pages != state.device_pages[rows, :width]
-    lost |= saved.slot_pages >= changed_from
-    wanted = torch.cat([saved.slot_pages.where(lost, -1), tail_index], 1)
-    source = table.gather(1, wanted.clamp(min=0).long()).where(wanted >= 0, -1)
-    target = torch.cat([saved.device_pages, saved.tail_pages[:, None]], 1).where(wanted >= 0, -1)
-    move_pages(host.stored(layer_id), source, device.stored(layer_id), target, heads=heads)
     state.slot_pages[rows, :width] = saved.slot_pages
     state.lru_order[rows, :width] = saved.lru_order
     state.device_pages[rows, :width] = saved.device_pages
@@ -98,3 +69,39 @@ def restore_rows(
     if state.page_slots is not None:
         row, slot = torch.nonzero(saved.slot_pages >= 0, as_tuple=True)
         state.page_slots[rows[row], saved.slot_pages[row, slot].long()] = slot.to(torch.int32)
+
+
+def read_changed(
+    host: HostKVPool,
+    device: DevicePool,
+    layer_id: int,
+    before: RowSnapshot,
+    *,
+    host_page_table: Tensor,
+    changed_from: Tensor,
+    tail_index: Tensor,
+) -> None:
+    """Read pages from host memory that rows have by their tables, but not in device memory.
+
+    Args:
+        host: the whole KV cache.
+        device: the device pages and the rows' tables.
+        layer_id: layer number.
+        before: the tables that tell what the device pages hold.
+        host_page_table: ``[B, P] int32``, host pages of the rows' requests.
+        changed_from: ``[B] int32``, index of the first page whose K and V may have changed since.
+        tail_index: ``[B] int32``, index of the tail page; -1: it is empty, or has not changed.
+    """
+    heads = device.heads
+    now = save_rows(device, layer_id, before.rows, before.slot_pages.shape[1])
+    changed_from, tail_index = (
+        x.repeat_interleave(heads)[:, None] for x in (changed_from, tail_index)
+    )
+    lost = now.slot_pages != before.slot_pages
+    lost |= now.device_pages != before.device_pages
+    lost |= now.slot_pages >= changed_from
+    wanted = torch.cat([now.slot_pages.where(lost, -1), tail_index], 1)
+    table = host_page_table.repeat_interleave(heads, 0)
+    source = table.gather(1, wanted.clamp(min=0).long()).where(wanted >= 0, -1)
+    target = torch.cat([now.device_pages, now.tail_pages[:, None]], 1).where(wanted >= 0, -1)
+    move_pages(host.stored(layer_id), source, device.stored(layer_id), target, heads=heads)

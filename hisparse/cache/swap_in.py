@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from hisparse.kernels import (
 )
 from hisparse.types import Selection, StoredKV
 
-__all__ = ["PageTable", "Selected", "SwapIn"]
+__all__ = ["PageTable", "Selected", "SwapIn", "SwapInLog"]
 
 
 class PageTable(NamedTuple):
@@ -54,6 +55,18 @@ class Selected(NamedTuple):
     dense: Tensor | None = None
     max_pages: int | None = None
     tail_below: int | None = None
+
+    def take(self, index: Tensor) -> Selected:
+        """The same for the requests ``index [n] int64``."""
+        found, dense = self.selection, self.dense
+        return self._replace(
+            selection=found and Selection(found.pages[index], found.lengths[index]),
+            dense=None if dense is None else dense[index],
+        )
+
+
+#: What was swapped in, and the rows, in order.
+SwapInLog = list[tuple[Selected, StepRows]]
 
 
 class _Early(NamedTuple):
@@ -99,6 +112,7 @@ class SwapIn:
         self._malformed = counters.total("malformed_selections")
         self._early: dict[int, _Early] = {}
         self._prefetches: dict[int, list[Pending[DiffTables]]] = {}
+        self._log: SwapInLog | None = None
 
     def swap_in(
         self,
@@ -134,6 +148,20 @@ class SwapIn:
         pending = self._start("early_read", layer_id, Selected(selection), rows)
         self._prefetches.setdefault(layer_id, []).append(pending)
 
+    @contextmanager
+    def logged(self) -> Iterator[SwapInLog]:
+        """Keep what is swapped in meanwhile, for :meth:`replay`."""
+        log: SwapInLog = []
+        self._log = log
+        try:
+            yield log
+        finally:
+            self._log = None
+
+    def replay(self, layer_id: int, selected: Selected, rows: StepRows) -> None:
+        """Change the rows' tables as :meth:`swap_in` does, and load no page."""
+        self._find(layer_id, selected, rows, malformed=None)
+
     def join(self) -> None:
         """Join all early transfers; called at the end of a forward."""
         for layer_id in tuple(self._prefetches):
@@ -151,20 +179,28 @@ class SwapIn:
 
     def _load(self, layer_id: int, selected: Selected, rows: StepRows) -> DiffTables:
         """Load the missing pages of a selection."""
+        if self._log is not None:
+            self._log.append((selected, rows))
+        tables = self._find(layer_id, selected, rows, self._malformed)
+        if self._checked:
+            verify_diff(tables.num_misses, rows.capacity)
+        self._gather(layer_id, tables.load_host_pages, tables.loads, self._host.stored(layer_id))
+        return tables
+
+    def _find(
+        self, layer_id: int, selected: Selected, rows: StepRows, malformed: Tensor | None
+    ) -> DiffTables:
+        """What to attend and what to load; the rows' tables are those after the load."""
         selection = selected.selection
-        tables = diff_tables(
+        return diff_tables(
             None if selection is None else selection.pages.flatten(0, 1),
             None if selection is None else selection.lengths.flatten(),
-            rows.of_layer(layer_id, dense=selected.dense, malformed=self._malformed),
+            rows.of_layer(layer_id, dense=selected.dense, malformed=malformed),
             self._device.state(layer_id),
             page_size=self._host.kv.page_size,
             width=selected.max_pages,
             tail_below=selected.tail_below,
         )
-        if self._checked:
-            verify_diff(tables.num_misses, rows.capacity)
-        self._gather(layer_id, tables.load_host_pages, tables.loads, self._host.stored(layer_id))
-        return tables
 
     def _gather(self, layer_id: int, pages: Tensor, loads: Tensor, source: StoredKV) -> None:
         """Copy ``pages [R, K]`` of ``source`` to device pages ``loads [R, K]``."""

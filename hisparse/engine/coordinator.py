@@ -235,9 +235,7 @@ class SparseCoordinator:
             self._start_forward(*batch.contexts)
             self._begin_prefill(batch)
         elif isinstance(batch, VerifyBatch):
-            self._start_forward(batch.slots_cpu, batch.longest)
-            steps = [self._decode_step(each) for each in batch.decode_batches()]
-            self._verification = Verification(batch, steps, self.manager, self.representations)
+            self._begin_verification(batch)
         else:
             self._begin_mixed(batch.prefill, batch.decode)
 
@@ -267,6 +265,15 @@ class SparseCoordinator:
         step = self._new_step(batch)
         dense_parts = () if dense is None else divide(step.whole, dense)
         return replace(step, parts=divide(step.whole, masks), dense_parts=dense_parts)
+
+    def _begin_verification(self, batch: VerifyBatch) -> None:
+        self._start_forward(batch.slots_cpu, batch.longest)
+        held = self.manager.residency.held(batch.slots_cpu)
+        steps = list(batch.steps(self._modes.runs(batch.lengths, held)))
+        forwards = [self._decode_step(batch.decode_batch(step)) for step in steps]
+        self._verification = Verification(
+            batch, steps, forwards, self.manager, self.representations
+        )
 
     def _begin_captured(self, batch: DecodeBatch) -> None:
         """Prepare one part for all requests; the device decides which ones are dense."""

@@ -50,7 +50,7 @@ class DecodeLayer:
         """
         parts = self._parts_of(layer_id, step)
         if indexer is not None:
-            for part in (step.whole, *parts):
+            for part in {id(part): part for part in (step.whole, step.last, *parts)}.values():
                 part.set_indexer(indexer)
         with serial_operators(q.device):
             self._before_layer(layer_id, step.parts)
@@ -73,7 +73,7 @@ class DecodeLayer:
         has_entries = not self._window(layer_id)
         tails = self._manager.finish(
             layer_id,
-            step.whole.rows,
+            step.last.rows,
             filled.rows,
             with_values=has_entries and bool(self._storing),
         )
@@ -81,7 +81,7 @@ class DecodeLayer:
             return
         keys, values = tails[0].transpose(1, 2), tails[-1].transpose(1, 2)
         update = self._algorithm.update_representations
-        call(update, layer_id, keys, layer_id, filled.host_pages, step.whole.view)
+        call(update, layer_id, keys, layer_id, filled.host_pages, step.last.view)
         for extension in self._storing:
             call(extension.store_pages, layer_id, layer_id, keys, values, filled.host_pages)
 

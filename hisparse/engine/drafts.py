@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hisparse.engine.modes import Runs
 from hisparse.engine.step import DecodeBatch
 
 __all__ = ["DraftTree", "VerifyBatch", "VerifyStep"]
@@ -18,7 +20,8 @@ class DraftTree:
     """The drafts of one request, and the order in which their nodes are served.
 
     A node whose parent and token are those of an earlier node is that node's twin: it has the same
-    output, and no verification accepts it. Only the first of them is served.
+    output, and no verification accepts it. Only the first of them is served. A node with token -1
+    is accepted by none either; it gets its parent's output.
 
     Args:
         parents: ``[n]``, index of each node's parent, lower than the node's own; -1 for node 0.
@@ -39,13 +42,15 @@ class DraftTree:
         served: dict[tuple[int, int], int] = {}
         children: dict[int, list[int]] = {0: []}
         for node in range(1, count):
-            parent = int(self.twins[parents[node]])
-            twin = served.setdefault((parent, int(tokens[node])), node)
+            parent, token = int(self.twins[parents[node]]), int(tokens[node])
+            twin = parent if token < 0 else served.setdefault((parent, token), node)
             self.parents[node], self.twins[node] = parent, twin
-            self.depths[node] = self.depths[parent] + 1
             if twin == node:
+                self.depths[node] = self.depths[parent] + 1
                 children[node] = []
                 children[parent].append(node)
+            else:
+                self.depths[node] = self.depths[twin]
         deepest = {node: int(self.depths[node]) for node in children}
         for node in sorted(children, reverse=True)[:-1]:
             parent = int(self.parents[node])
@@ -58,20 +63,50 @@ class DraftTree:
             # The last one is served first.
             waiting += sorted(children[node], key=deepest.__getitem__, reverse=True)
 
+    def runs(self, ends: np.ndarray, most: int) -> list[list[int]]:
+        """Divide the order into runs, whose nodes are each the parent of the next.
+
+        Args:
+            ends: ``[n] bool``, whether a run ends with a node of this depth.
+            most: nodes of a run at most.
+        """
+        runs: list[list[int]] = []
+        for node in self.order:
+            last = runs[-1][-1] if runs else None
+            if last != self.parents[node] or ends[self.depths[last]] or len(runs[-1]) == most:
+                runs.append([])
+            runs[-1].append(node)
+        return runs
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyStep:
-    """One node of each of some requests, served as a decode step.
+    """A run of nodes of each of some requests, served as a decode step.
 
     Attributes:
-        requests: ``[b]``, indices of the requests in the batch.
-        nodes: ``[b]``, the node of each request.
-        moved: ``[b] bool``, requests whose step before this one did not serve the node's parent.
+        runs: by request, its index in the batch, the nodes of its run. Each node is the parent of
+            the next.
+        moved: requests whose step before this one did not end with the parent of their first node.
     """
 
-    requests: np.ndarray
-    nodes: np.ndarray
-    moved: np.ndarray
+    runs: dict[int, list[int]]
+    moved: frozenset[int]
+
+    @property
+    def last(self) -> np.ndarray | None:
+        """``[T] bool``, the last token of each run; None: each run has one."""
+        ends = [node == run[-1] for run in self.runs.values() for node in run]
+        return None if all(ends) else np.array(ends)
+
+    @cached_property
+    def pairs(self) -> np.ndarray:
+        """``[T, 2]``, request and node of each token, run by run."""
+        return np.array([(b, node) for b, run in self.runs.items() for node in run])
+
+    def place(self, request: int, node: int) -> int:
+        """Index of a node among the tokens."""
+        before = sum(len(run) for b, run in self.runs.items() if b < request)
+        return before + self.runs[request].index(node)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +121,7 @@ class VerifyBatch:
         slots_cpu: ``[B]``, the same on the host.
         seq_lens_cpu: ``[B]``, computed tokens of each request, before node 0.
         parents: ``[B, n]``, parent of each node, lower than the node's own index; -1 for node 0.
-        tokens: ``[B, n]``, token ids.
+        tokens: ``[B, n]``, token ids; -1: no verification accepts the node.
         host_slots: ``[B, n] int64``, host slots of the n positions after the computed tokens, and
             of the nodes: a node's own slot is that of its depth only in a chain.
         host_page_table: ``[B, P] int32``, host page of each page, those of the drafts included.
@@ -111,42 +146,46 @@ class VerifyBatch:
         return [DraftTree(*tree) for tree in zip(self.parents, self.tokens, strict=True)]
 
     @cached_property
-    def longest(self) -> np.ndarray:
-        """``[B]``, tokens of each request if its deepest node is accepted."""
-        return self.seq_lens_cpu + [int(tree.depths.max()) + 1 for tree in self.trees]
+    def lengths(self) -> np.ndarray:
+        """``[B, n]``, tokens of each request up to a node of each depth."""
+        lengths: np.ndarray = self.seq_lens_cpu[:, None] + np.arange(self.parents.shape[1]) + 1
+        return lengths
 
     @cached_property
-    def steps(self) -> list[VerifyStep]:
+    def longest(self) -> np.ndarray:
+        """``[B]``, tokens of each request if its deepest node is accepted."""
+        deepest = np.array([int(tree.depths.max()) + 1 for tree in self.trees])
+        longest: np.ndarray = self.seq_lens_cpu + deepest
+        return longest
+
+    def steps(self, runs: Runs) -> Iterator[VerifyStep]:
         """The nodes in the order in which they are served."""
-        steps = []
-        for place in range(max(len(tree.order) for tree in self.trees)):
-            some = [b for b, tree in enumerate(self.trees) if place < len(tree.order)]
-            nodes = [self.trees[b].order[place] for b in some]
-            before = [self.trees[b].order[place - 1] if place else -1 for b in some]
-            parents = [self.trees[b].parents[node] for b, node in zip(some, nodes, strict=True)]
-            steps.append(
-                VerifyStep(
-                    requests=np.array(some),
-                    nodes=np.array(nodes),
-                    moved=np.array(before) != np.array(parents),
-                )
+        of_trees = [
+            tree.runs(ends, int(most))
+            for tree, ends, most in zip(self.trees, runs.ends, runs.most, strict=True)
+        ]
+        for number in range(max(map(len, of_trees))):
+            step = {b: runs[number] for b, runs in enumerate(of_trees) if number < len(runs)}
+            moved = frozenset(
+                b
+                for b, run in step.items()
+                if number and of_trees[b][number - 1][-1] != self.trees[b].parents[run[0]]
             )
-        return steps
+            yield VerifyStep(runs=step, moved=moved)
 
-    def decode_batches(self) -> list[DecodeBatch]:
-        """The steps as decode steps, each node at the host slot of its position."""
-        return [self._decode_batch(step) for step in self.steps]
-
-    def _decode_batch(self, step: VerifyStep) -> DecodeBatch:
+    def decode_batch(self, step: VerifyStep) -> DecodeBatch:
+        """A step as a decode step of its nodes, each at the host slot of its position."""
         device = self.host_slots.device
-        depths = [self.trees[b].depths[n] for b, n in zip(step.requests, step.nodes, strict=True)]
-        seq_lens = self.seq_lens_cpu[step.requests] + np.array(depths) + 1
-        requests = torch.from_numpy(step.requests).to(device)
+        of_tokens = step.pairs[:, 0]
+        depths = np.array([self.trees[b].depths[node] for b, node in step.pairs])
+        seq_lens = self.lengths[of_tokens, depths]
+        requests = torch.from_numpy(of_tokens).to(device)
         return DecodeBatch(
             slots=self.slots[requests],
-            slots_cpu=self.slots_cpu[step.requests],
+            slots_cpu=self.slots_cpu[of_tokens],
             seq_lens=torch.from_numpy(seq_lens).to(device),
             seq_lens_cpu=seq_lens,
-            host_slots=self.host_slots[requests, torch.tensor(depths, device=device)],
+            host_slots=self.host_slots[requests, torch.from_numpy(depths).to(device)],
             host_page_table=self.host_page_table[requests],
+            last=step.last,
         )

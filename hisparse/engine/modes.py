@@ -10,7 +10,19 @@ from torch import Tensor
 from hisparse.algorithms import BaseSparseAlgorithm, SelectionPolicy
 from hisparse.cache import Counters
 
-__all__ = ["AttentionModes", "ModeMasks"]
+__all__ = ["AttentionModes", "ModeMasks", "Runs"]
+
+
+class Runs(NamedTuple):
+    """Which drafts can be served in one step: runs of nodes, each the parent of the next.
+
+    Attributes:
+        ends: ``[B, n] bool``, whether a run ends with a node of this depth.
+        most: ``[B]``, nodes of a run at most.
+    """
+
+    ends: np.ndarray
+    most: np.ndarray
 
 
 class ModeMasks(NamedTuple):
@@ -97,6 +109,23 @@ class AttentionModes:
         """Requests of ``seq_lens [B]`` tokens that attend their whole context in every layer."""
         within_budget = (seq_lens - 1) // self._policy.kv.page_size <= self._policy.budget_pages
         return within_budget | (seq_lens <= self._min_sparse_context)
+
+    def runs(self, seq_lens: np.ndarray, capacities: np.ndarray) -> Runs:
+        """Which drafts can be served in one step.
+
+        Their mode and their tail page are the same, and their rows have room for all pages that
+        they select.
+
+        Args:
+            seq_lens: ``[B, n]``, tokens up to a node of each depth.
+            capacities: ``[B]``, device pages of each of a request's rows.
+        """
+        size = self._policy.kv.page_size
+        dense = self.is_dense(seq_lens)
+        ends = seq_lens % size == 0
+        ends[:, :-1] |= dense[:, :-1] != dense[:, 1:]
+        most = (capacities // self._policy.max_pages).clip(min=1)
+        return Runs(ends, np.where(capacities >= seq_lens[:, -1] // size, seq_lens.shape[1], most))
 
     def of_dense_layers(self, seq_lens: np.ndarray, capacities: np.ndarray) -> ModeMasks | None:
         """Modes in a layer that is always dense; None: the model has no such layer."""

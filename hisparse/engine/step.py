@@ -97,6 +97,9 @@ class PrefillBatch:
 class DecodeBatch:
     """One new token for each of B requests.
 
+    A request with several new tokens stands here once for each of them, one after the other. It
+    attends from each of them the tokens up to it. Only the last of them may fill a page.
+
     Attributes:
         slots: ``[B] int64``, request slots.
         slots_cpu: ``[B]``, the same on the host.
@@ -107,6 +110,7 @@ class DecodeBatch:
         num_real: ``[1] int32``, number of requests before the padding, in captured steps. Only
             device tensors then describe the requests; ``seq_lens_cpu`` holds the most tokens that
             each request may have. None: there is no padding.
+        last: ``[B] bool``, the last tokens of requests with several; None: no request has several.
     """
 
     slots: Tensor
@@ -116,6 +120,7 @@ class DecodeBatch:
     host_slots: Tensor
     host_page_table: Tensor
     num_real: Tensor | None = None
+    last: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -243,8 +248,8 @@ class FilledTails:
     """The tail pages that a step fills.
 
     Attributes:
-        rows: ``[R] bool``, rows with a full tail page after this step.
-        host_pages: ``[B] int64``, host page of each full tail page, 0 for the other requests.
+        rows: ``[R] bool``, rows of the last tokens with a full tail page after this step.
+        host_pages: ``[b] int64``, host page of each full tail page, 0 for the other requests.
     """
 
     rows: Tensor
@@ -260,7 +265,8 @@ class DecodeForward:
         host_slots: ``[B] int64``, host slot of each new token.
         tail_slots: ``[L, R] int64``, device page of each row's tail times S, plus the offset of
             the new token in the page.
-        filled: the filled tail pages; None: the host knows that there are none.
+        last: the last token of each request; the whole batch, unless a request has several tokens.
+        filled: the tail pages that these tokens fill; None: the host knows that there are none.
         parts: requests by mode, in sparse layers.
         dense_parts: requests by mode, in layers that are always dense.
         window_parts: all requests, for the layers with a window, by its length in tokens.
@@ -269,6 +275,7 @@ class DecodeForward:
     whole: DecodePart
     host_slots: Tensor
     tail_slots: Tensor
+    last: DecodePart
     filled: FilledTails | None
     parts: tuple[DecodePart, ...] = ()
     dense_parts: tuple[DecodePart, ...] = ()
@@ -277,8 +284,8 @@ class DecodeForward:
     def read_tails(self, layer_id: int, device: DevicePool) -> None:
         """Read a layer's tail pages again: an earlier step of this forward may change them."""
         tails, size = device.tail_pages[layer_id], device.kv.page_size
-        every = {id(part.rows): part.rows for part in (self.whole, *self.parts, *self.dense_parts)}
-        for rows in every.values():
+        parts = (self.whole, self.last, *self.parts, *self.dense_parts)
+        for rows in {id(part.rows): part.rows for part in parts}.values():
             rows.tail_pages[layer_id] = tails[rows.rows]
         rows = self.whole.rows
         self.tail_slots[layer_id] = rows.tail_pages[layer_id].long() * size + (rows.tail_lens - 1)
@@ -324,11 +331,13 @@ class DecodeForward:
             indexes=representations.indexes,
         )
         whole = DecodePart(mode="sparse", view=view, pages=pages, seq_lens_cpu=batch.seq_lens_cpu)
+        last = whole if batch.last is None else whole.take(batch.last, "sparse")
         return cls(
             whole=whole,
             host_slots=batch.host_slots,
             tail_slots=rows.tail_pages.long() * size + (rows.tail_lens - 1),
-            filled=_find_filled(batch, rows, tail_lens, size),
+            last=last,
+            filled=_find_filled(last, batch.num_real, size),
             window_parts={
                 window: (
                     replace(whole, mode="window", selection=rows.window_pages(window, policy.kv)),
@@ -351,15 +360,14 @@ def _most_pages(seq_lens: np.ndarray, page_size: int) -> int:
     return int(seq_lens.max() - 1) // page_size
 
 
-def _find_filled(
-    batch: DecodeBatch, rows: StepRows, tail_lens: Tensor, page_size: int
-) -> FilledTails | None:
-    full = tail_lens == page_size
-    if batch.num_real is not None:
-        full &= torch.arange(full.shape[0], device=full.device) < batch.num_real
-    elif not (batch.seq_lens_cpu % page_size == 0).any():
+def _find_filled(part: DecodePart, num_real: Tensor | None, page_size: int) -> FilledTails | None:
+    rows = part.rows
+    full = part.view.tail_lens == page_size
+    if num_real is not None:
+        full &= torch.arange(full.shape[0], device=full.device) < num_real
+    elif not (part.seq_lens_cpu % page_size == 0).any():
         return None
-    page = batch.host_page_table.gather(1, rows.num_pages.long()[:, None])[:, 0]
+    page = rows.host_page_table.gather(1, rows.num_pages.long()[:, None])[:, 0]
     return FilledTails(
         rows=full.repeat_interleave(rows.heads), host_pages=torch.where(full, page, 0).long()
     )

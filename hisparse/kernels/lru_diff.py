@@ -41,7 +41,9 @@ def lru_diff(
         capacity: ``[R] int32``, slots of each row, at least the unique pages of its selection.
         num_real_rows: ``[1] int32``; rows from there on are padding: -1 out, nothing changed.
         state: tables of the layer.
-        rows: ``[R] int64``, state row of each row, no row twice; the first R state rows if None.
+        rows: ``[R] int64``, state row of each row; the first R state rows if None. Requests with
+            the same state rows follow each other, and are served in that order. On CUDA no row
+            stands twice.
         num_pages: ``[T] int32``, pages of each request; a row that selects others cannot be
             served. None: Pmax for each.
         out: tensors to write the result to; None: they are allocated.

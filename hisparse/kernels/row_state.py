@@ -68,7 +68,7 @@ class DecodeRows(NamedTuple):
     """The rows of a decode step in one layer; row ``r`` belongs to request ``r // (R // T)``.
 
     Attributes:
-        rows: ``[R] int64``, state row of each row, no row twice.
+        rows: ``[R] int64``, state row of each row; twice as in :func:`hisparse.kernels.lru_diff`.
         capacity: ``[R] int32``, slots of each row.
         num_real_rows: ``[1] int32``; rows from there on are padding.
         host_page_table: ``[T, Pmax] int32``, host page of each page index.

@@ -17,6 +17,7 @@ from hisparse.engine.step import DecodeBatch, MixedBatch, PrefillBatch, PrefillC
 from hisparse.errors import AlgorithmError, HiSparseError
 from hisparse.sglang import compat
 from hisparse.sglang.failed_batch import fail_requests, reason_to_stop
+from hisparse.sglang.fillers import drop_fillers
 from hisparse.sglang.metrics import MetricsReporter
 from hisparse.sglang.session import require_session
 from hisparse.sglang.setup import build_coordinator
@@ -212,19 +213,21 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         seq_lens_cpu = forward_batch.seq_lens_cpu[: shape[0]].numpy()
         slots = forward_batch.req_pool_indices[: shape[0]].long()
         num_pages = -(-(int(seq_lens_cpu.max()) + shape[1]) // self._spec.page_size)
+        parents = read_parents(drafts.retrieve_next_token, drafts.retrieve_next_sibling)
         return VerifyBatch(
             slots=slots,
             slots_cpu=slots_cpu,
             seq_lens_cpu=seq_lens_cpu.astype("int64"),
-            parents=read_parents(drafts.retrieve_next_token, drafts.retrieve_next_sibling),
-            tokens=drafts.draft_token.view(shape).numpy(),
+            parents=parents,
+            tokens=drop_fillers(drafts, parents).numpy(),
             host_slots=forward_batch.out_cache_loc.view(shape).long(),
             host_page_table=self._page_table(slots, num_pages),
         )
 
     def _accept_drafts(self, target: Tensor, source: Tensor) -> None:
         """See :attr:`Session.accept_drafts`."""
-        self.coordinator.manager.kv_io.move(target, source)
+        if not target.equal(source):  # As in a tree with branches.
+            self.coordinator.manager.kv_io.move(target, source)
         if self._drafts is not None and self._num_tokens:
             self.coordinator.accept_drafts(accepted_nodes(self._drafts.host_slots, source))
 

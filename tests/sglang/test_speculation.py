@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
+from hisparse.sglang.fillers import drop_fillers
 from hisparse.sglang.speculation import (
     accepted_nodes,
     check_rollback,
@@ -185,3 +187,15 @@ def test_algorithms_with_state_of_requests_are_refused(name: str) -> None:
             check_rollback(setup, "NGRAM")
     else:
         check_rollback(setup, "NGRAM")
+
+
+def test_fillers_are_rejected_and_the_model_reads_the_old_tokens() -> None:
+    # A chain of two drafts and two fillers; a draft with token 0 that has a child; no draft at all.
+    parents = np.array([[-1, 0, 1, 0, 0], [-1, 0, 1, 2, 0], [-1, 0, 0, 0, 0]])
+    tokens = torch.tensor([[5, 6, 0, 0, 0], [5, 0, 7, 0, 0], [5, 0, 0, 0, 0]])
+    model_input = tokens.flatten()
+    drafts = SimpleNamespace(draft_token=model_input)
+    found = drop_fillers(drafts, parents)
+    assert found.tolist() == [[5, 6, 0, -1, -1], [5, 0, 7, 0, -1], [5, -1, -1, -1, -1]]
+    assert torch.equal(drafts.draft_token, found.flatten())
+    assert torch.equal(model_input, tokens.flatten())

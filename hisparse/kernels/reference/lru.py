@@ -32,7 +32,58 @@ def lru_diff(
     out: LruDiff | None = None,
     num_pages: Tensor | None = None,
 ) -> LruDiff:
-    """See :func:`hisparse.kernels.lru_diff`; a row with a page beyond its limit is refused.
+    """See :func:`hisparse.kernels.lru_diff`; a row with a page beyond its limit is refused."""
+    inputs = (selection, host_page_table, capacity, num_real_rows, state, rows)
+    rounds = _rounds(rows, len(host_page_table))
+    if len(rounds) <= 1:
+        return _lru_diff(*inputs, out, num_pages)
+    if out is None:
+        entries = (torch.empty_like(selection) for _ in range(3))
+        out = LruDiff(*entries, *(torch.empty_like(capacity) for _ in range(2)))
+    heads = len(rows) // len(host_page_table)
+    for requests in rounds:
+        index = (requests[:, None] * heads + torch.arange(heads)).flatten()
+        diff = _lru_diff(
+            selection[index],
+            host_page_table[requests],
+            capacity[index],
+            (index < num_real_rows).sum(0, keepdim=True),
+            state,
+            rows[index],
+            None,
+            None if num_pages is None else num_pages[requests],
+        )
+        for given, x in zip(out, diff, strict=True):
+            given[index] = x
+    return out
+
+
+def _rounds(rows: Tensor, requests: int) -> list[Tensor]:
+    """Requests ``[n] int64`` with different state rows; of requests with the same, the first first.
+
+    Args:
+        rows: ``[R] int64``, state rows. On CUDA no row stands twice, and nothing is looked at.
+        requests: T.
+    """
+    if rows.device.type != "cpu" or not len(rows):
+        return []
+    first = rows[:: len(rows) // requests]
+    same = (first[:, None] == first).tril(-1)
+    place = same.sum(1)
+    return [torch.nonzero(place == i)[:, 0] for i in range(int(place.max()) + 1)]
+
+
+def _lru_diff(
+    selection: Tensor,
+    host_page_table: Tensor,
+    capacity: Tensor,
+    num_real_rows: Tensor,
+    state: RowState,
+    rows: Tensor,
+    out: LruDiff | None,
+    num_pages: Tensor | None,
+) -> LruDiff:
+    """The same for different rows.
 
     Every phase scatters and gathers in tables with one more column than needed. What does not
     apply goes to the extra column, so that no shape depends on the data.
