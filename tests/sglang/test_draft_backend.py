@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
-from hisparse.sglang import draft_backend
+from hisparse.sglang import draft_backend, hooks, session
 from hisparse.sglang.draft_backend import DraftAttnBackend, DraftSteps
 from hisparse.sglang.draft_model import (
     around_create_decode_backend,
@@ -19,6 +20,7 @@ from hisparse.sglang.draft_model import (
     draft_token_bytes,
     sglang_draft_bytes,
 )
+from hisparse.sglang.kv_pool import DraftDSAPool, HiSparseDSAPool, HiSparseMHAPool
 from hisparse.types import KVSpec
 
 Q_HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 8, 6
@@ -165,3 +167,47 @@ def test_the_draft_models_pool_is_charged() -> None:
         ),
     ):
         assert (draft_token_bytes(nothing), sglang_draft_bytes(nothing, spec)) == (0, 0)
+
+
+def test_the_pool_after_the_targets_is_that_of_a_draft_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = SimpleNamespace(has_pool=False)
+    monkeypatch.setattr(session, "_session", now)
+    ask = partial(hooks.around_get_kv_pool_cls, lambda platform, *, kind: kind, None)
+    assert (ask(kind="mha"), ask(kind="dsa")) == (HiSparseMHAPool, HiSparseDSAPool)
+    now.has_pool = True
+    assert (ask(kind="mha"), ask(kind="mla"), ask(kind="dsa")) == ("mha", "mla", DraftDSAPool)
+
+
+def test_a_draft_models_latents_have_no_index_keys() -> None:
+    pool = DraftDSAPool(
+        32,
+        page_size=16,
+        dtype=torch.float32,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+        start_layer=0,
+        end_layer=1,
+        index_head_dim=128,
+        kv_cache_dim=12,
+    )
+    assert pool.get_kv_size_bytes() == (32 + 16) * 12 * 4
+    assert pool.get_key_buffer(0).shape == (48, 1, 12)
+    assert pool.get_value_buffer(0).shape == (48, 1, 8)
+
+
+def test_a_draft_models_forwards_leave_the_session_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's requests stay, and its verifications are told what is accepted."""
+    accepted: list[Tensor] = []
+    now = SimpleNamespace(requests="the target's", accept_chains=accepted.append)
+    monkeypatch.setattr(session, "_session", now)
+    draft = SimpleNamespace(is_draft_worker=True)
+    hooks.around_init_new(lambda *_: None, object, SimpleNamespace(reqs="the draft's"), draft)
+    assert now.requests == "the target's"
+    result = SimpleNamespace(accept_lens=torch.tensor([2, 1]))
+    assert hooks.around_run_eagle_verify(lambda batch: result, None) is result
+    assert accepted == [result.accept_lens]
