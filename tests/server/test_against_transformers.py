@@ -105,3 +105,18 @@ def test_a_hybrid_with_a_small_budget_keeps_requests_apart(kind: str, log_dir: P
         assert "the layers that attend are 1, 3;" in server.log()
         (selections,) = server.counted("selections")
         assert selections > 0
+
+
+@pytest.mark.parametrize("flags", [(), ("--enable-mixed-chunk",)], ids=["chunks", "mixed"])
+def test_retracted_requests_of_a_hybrid_get_their_tokens(
+    flags: tuple[str, ...], log_dir: Path
+) -> None:
+    """SGLang frees and computes again the states of other layers with them."""
+    prompts, count = [tokens(60, seed=n) for n in range(50, 54)], 360
+    flags += ("--max-total-tokens", "1088", "--schedule-conservativeness", "0.2")
+    with serve("qwen3_next", log_dir, _MEMORY | {"budget": 512}, *flags) as server:
+        together = server.generate_many(prompts, count)
+        server.flush_cache()
+        alone = [server.generate(prompt, count) for prompt in prompts]
+        assert sum(answer.retractions for answer in together) > 0
+        assert [x.ids for x in together] == [x.ids for x in alone]
