@@ -26,7 +26,7 @@
 # make site    build/site/, the pages of docs/ as a site (mkdocs.yml); no network but for the set-up
 # make site-tools   .venv/site/, 80 MB, which make site and make test make themselves
 # make otel-tools   .venv/otel/, 30 MB, which PART=sweeps makes itself
-# make mooncake-tools   .venv/mooncake/, 150 MB, which PART=sweeps makes itself on Debian
+# make mooncake-tools   .venv/mooncake/, 150 MB, which PART=sweeps and make soak make on Debian
 # make older-triton   .venv/triton/, 600 MB, which PART=compile makes itself
 # make fuzz-tools   .venv/fuzz/, 130 MB, which PART=hostile makes itself where atheris has a wheel
 # make gpu-check   on a machine with a CUDA GPU, PyTorch and nvcc: kernels, graphs, speed, a served
@@ -118,10 +118,12 @@ test-quality: setup
 soak := PYTHONPATH=tests/server $(python) -W ignore -m soak
 
 soak: setup
+	-@$(MAKE) --no-print-directory mooncake-tools
 	@$(python) -m tests.prepare
 	@$(soak)
 
 test-soak: setup
+	-@$(MAKE) --no-print-directory mooncake-tools
 	@$(python) -m tests.prepare
 	@$(soak) --requests 400
 

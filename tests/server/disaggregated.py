@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -68,6 +69,38 @@ class Pair:
             self.answers_of_prefill.append(sent)
             return self.decode.generate(prompt, max_new_tokens, **room, **body)
 
+    def samples(self, prompt: Sequence[int], max_new_tokens: int, count: int) -> list[Answer]:
+        """Several greedy continuations of one prompt; a router sends each as its own request."""
+        return self.generate_many([prompt] * count, max_new_tokens)
+
+    @contextmanager
+    def stream(
+        self, prompt: Sequence[int], max_new_tokens: int, **body: Any
+    ) -> Iterator[Iterator[dict[str, Any]]]:
+        """Events of a streamed answer; leaving the block early aborts the request on both."""
+        body = {"rid": f"stream-{next(_rooms)}"} | body | self.room()
+        with ThreadPoolExecutor(1) as thread:
+            sent = thread.submit(self.prefill.generate, prompt, max_new_tokens, **body)
+            self.answers_of_prefill.append(sent)
+            try:
+                with self.decode.stream(prompt, max_new_tokens, **body) as events:
+                    yield events
+            finally:
+                # An abort may come before the request.
+                while not sent.done():
+                    self.prefill._post("/abort_request", {"rid": body["rid"]})
+                    time.sleep(0.1)
+
+    def abort_after(self, prompt: Sequence[int], num_tokens: int, max_new_tokens: int) -> list[int]:
+        """Start a request and abort it by its id once it has so many tokens; what it got."""
+        rid, ids = f"abort-{next(_rooms)}", list[int]()
+        with self.stream(prompt, max_new_tokens, rid=rid) as events:
+            for event in events:
+                if len(ids) < num_tokens <= len(event["output_ids"]):
+                    self.decode._post("/abort_request", {"rid": rid})
+                ids = event["output_ids"]
+        return ids
+
     def room(self) -> dict[str, Any]:
         """What tells two requests that they are one."""
         return {
@@ -84,7 +117,7 @@ class Pair:
             asked = [threads.submit(self.generate, p, max_new_tokens, **body) for p in prompts]
             return [reply.result() for reply in asked]
 
-    def flush(self) -> None:
+    def flush_cache(self) -> None:
         """Empty both radix caches."""
         for server in (self.prefill, self.decode):
             server.flush_cache()

@@ -6,12 +6,12 @@ in every step; what is left to see from outside is that tokens depend on the req
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checks import assert_nothing_held
 from conftest import DenseTokens
 from harness import Server
 from planned_bytes import assert_planned
@@ -85,11 +85,7 @@ def test_four_at_once_answer_as_alone_and_leave_nothing_behind(
         )
         assert 0 < corrected < known
         assert prefetched > 0
-    server.flush_cache()
-    end = time.monotonic() + 10
-    while any(held := server.counted("host_tokens_used", "device_tokens_used")):
-        assert time.monotonic() < end, f"host and device tokens still used: {held}"
-        time.sleep(0.2)
+    assert_nothing_held(server)
 
 
 def test_a_shared_prefix_gives_what_each_gives_alone(server: Server) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from checks import assert_nothing_held
 from harness import Server
 from plugins import make_plugin
+from settings import TWO_RANKS, latents
 from test_replicas import by_replica
-from tiny_models import INDEX_TOP_K, tiny_model
+from tiny_models import tiny_model
 from workload import tokens
 
 from tests.sizes import MODES
@@ -21,21 +22,7 @@ pytestmark = [
 ]
 
 NEW_TOKENS = 24
-CONFIG = {"host_memory": "1GiB", "device_memory": "200MB", "checked": True}
-SMALL = CONFIG | {"budget": 256, "device_buffer_size": 256, "max_row_capacity": 512}
-DSA = CONFIG | {
-    "algorithm": "dsa",
-    "algorithm_config": {"index_dtype": "float32"},
-    "page_size": 1,
-    "num_sink_pages": 0,
-    "num_recent_pages": 0,
-    "budget": INDEX_TOP_K,
-    "device_buffer_size": 2 * INDEX_TOP_K,
-    "max_row_capacity": 4 * INDEX_TOP_K,
-}
 FLAGS = ("--max-total-tokens", "20000", "--chunked-prefill-size", "256")
-#: SGLang wants a CPU for each rank, or to be told.
-ENV = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
 RANKS = ("--tp-size", "2", "--attn-dp-size", "2")
 PROMPTS = [tokens(n, seed=n) for n in (50, 333, 801, 1500, 40)]
 
@@ -63,14 +50,14 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[("deepseek_v2", SMALL), ("deepseek_v32", DSA)],
+    params=latents(256, 512).items(),
     ids=["deepseek_v2", "deepseek_v32"],
 )
 def alone(request: pytest.FixtureRequest, log_dir: Path) -> Iterator[tuple[str, dict, list]]:
     """A model, its settings, and the tokens of each prompt on one rank, one after the other."""
-    kind, config = request.param
+    kind, config = request.param[0], request.param[1] | {"device_memory": "200MB"}
     log = log_dir / f"attention-alone-{kind}.log"
-    with Server(tiny_model(kind), log, *FLAGS, config=config, env=ENV) as one:
+    with Server(tiny_model(kind), log, *FLAGS, config=config, env=TWO_RANKS) as one:
         found = [one.generate(prompt, NEW_TOKENS).ids for prompt in PROMPTS]
     return kind, config, found
 
@@ -83,7 +70,7 @@ def test_each_rank_gives_one_rank_s_tokens(
     kind, config, expected = alone
     path = [padded] if padding == "to-the-longest" else []
     log = log_dir / f"attention-{kind}-{padding}.log"
-    options = {"config": config, "env": ENV, "python_path": path}
+    options = {"config": config, "env": TWO_RANKS, "python_path": path}
     with Server(tiny_model(kind), log, *FLAGS, *RANKS, **options) as server:
         assert [a.ids for a in server.generate_many(PROMPTS, NEW_TOKENS)] == expected
         for rank in (0, 1):
@@ -93,9 +80,4 @@ def test_each_rank_gives_one_rank_s_tokens(
         hits = by_replica(server, "hit_pages_total")
         assert set(hits) == {"0", "1"} and all(hits.values())
         server.abort_after(tokens(700, seed=40), 5, 400)
-        server.flush_cache()
-        end = time.monotonic() + 60
-        names = ("host_tokens_used", "device_tokens_used")
-        while any(server.counted(*names)) and time.monotonic() < end:
-            time.sleep(0.1)
-        assert server.counted(*names) == (0, 0)
+        assert_nothing_held(server)

@@ -10,10 +10,12 @@ from typing import Any
 import disaggregated
 import mooncake_master
 import pytest
+from checks import assert_nothing_held
 from conftest import DenseTokens
 from disaggregated import Pair
 from harness import Refused, Server
-from tiny_models import INDEX_TOP_K, tiny_model
+from settings import DSA
+from tiny_models import tiny_model
 from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
 
 from tests.sizes import MODES, SWEEPS
@@ -40,23 +42,12 @@ POOL = ("--max-total-tokens", "40000")
 #: A long prompt, short ones at the edges of a page, and prompts with a common prefix.
 DOCUMENTS = [tokens(n, seed=n) for n in (7000, 801, 48, 15)] + SHARED.prompts
 
-DSA = {
-    "algorithm": "dsa",
-    "algorithm_config": {"index_dtype": "float32"},
-    "page_size": 1,
-    "num_sink_pages": 0,
-    "num_recent_pages": 0,
-    "budget": INDEX_TOP_K,
-    "device_buffer_size": 2 * INDEX_TOP_K,
-    "host_memory": "1GiB",
-    "device_memory": "200MB",
-}
+INDEXER = DSA | {"host_memory": "1GiB", "device_memory": "200MB"}
 
 
 def leaks_nothing(pair: Pair) -> None:
-    pair.flush()
     for server in (pair.prefill, pair.decode):
-        assert server.counted("host_tokens_used", "device_tokens_used") == (0, 0)
+        assert_nothing_held(server)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +69,11 @@ def leaks_nothing(pair: Pair) -> None:
             marks=modes,
         ),
         pytest.param(
-            "fp8 indexer", "deepseek_v32", DSA | {"kv_cache_dtype": "fp8_e4m3"}, marks=modes
+            "fp8 indexer", "deepseek_v32", INDEXER | {"kv_cache_dtype": "fp8_e4m3"}, marks=modes
         ),
         pytest.param("windows", "gemma3", SPARSE, marks=modes),
         pytest.param("windows, caps", "gemma2", SPARSE, marks=modes),
-        pytest.param("indexer", "deepseek_v32", DSA, marks=modes),
+        pytest.param("indexer", "deepseek_v32", INDEXER, marks=modes),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -97,7 +88,7 @@ def test_sparse_tokens_are_those_of_one_process(
     both = {"prefill": options, "decode": options, "env": env}
     with disaggregated.running(log_dir, name, kind, *flags, **both) as pair:
         assert [pair.generate(p, NEW_TOKENS).ids for p in DOCUMENTS] == right
-        pair.flush()
+        pair.flush_cache()
         assert [a.ids for a in pair.generate_many(DOCUMENTS, NEW_TOKENS)] == right
         leaks_nothing(pair)
 
@@ -260,5 +251,4 @@ def test_a_decode_server_alone_with_made_up_transfers(log_dir: Path) -> None:
         for _ in range(2):
             answers = server.generate_many(PROMPTS.prompts, NEW_TOKENS, **room)
             assert [len(answer.ids) for answer in answers] == [NEW_TOKENS] * len(answers)
-        server.flush_cache()
-        assert server.counted("host_tokens_used", "device_tokens_used") == (0, 0)
+        assert_nothing_held(server)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from checks import assert_nothing_held
 from harness import Refused, Server
 from plugins import make_plugin
 from tiny_models import tiny_model
@@ -92,18 +93,13 @@ def refused(server: Server, length: int) -> str:
     return str(refusal.value)
 
 
-def idle(server: Server) -> None:
-    server.flush_cache()
-    assert server.counted("host_tokens_used", "device_tokens_used") == (0, 0)
-
-
 @pytest.mark.parametrize("length", FAULTS)
 def test_the_client_reads_what_failed_and_nothing_is_left_behind(
     server: Server, length: int
 ) -> None:
-    idle(server)
+    assert_nothing_held(server)
     before = [server.generate(PROMPT[:n], 24).ids for n in (500, 800)]
-    idle(server)
+    assert_nothing_held(server)
     text = refused(server, length)
     assert f"Moody (moody), layer {0 if length == 333 else 1}" in text
     assert FAULTS[length].replace('"', '\\"') in text
@@ -111,17 +107,17 @@ def test_the_client_reads_what_failed_and_nothing_is_left_behind(
     after = [server.generate(PROMPT[:n], 24).ids for n in (500, 800)]
     assert after == before
     assert server.log().count(FAULTS[length]) == 1
-    idle(server)
+    assert_nothing_held(server)
 
 
 def test_other_requests_go_on(server: Server) -> None:
     """Requests that run beside a failing one, but not in its batch, get their tokens."""
-    idle(server)
+    assert_nothing_held(server)
     # Older releases run a step more than they need, so no request may come to 640 tokens.
     # With other seeds the two best tokens of a step are equal in bfloat16.
     prompts = [tokens(n, seed=n + 1) for n in (300, 450, 560)]
     alone = [server.generate(prompt, 40).ids for prompt in prompts]
-    idle(server)
+    assert_nothing_held(server)
     with ThreadPoolExecutor(4) as threads:
         for _ in range(3):
             asked = [threads.submit(server.generate, prompt, 40) for prompt in prompts]
@@ -134,15 +130,15 @@ def test_other_requests_go_on(server: Server) -> None:
                     assert "HTTP 500: " in str(error)
                     assert "planted" in str(error)
     assert [server.generate(prompt, 40).ids for prompt in prompts] == alone
-    idle(server)
+    assert_nothing_held(server)
 
 
 def test_a_streamed_answer_ends_with_the_error_and_without_the_failed_steps_token(
     server: Server,
 ) -> None:
-    idle(server)
+    assert_nothing_held(server)
     right = server.generate(PROMPT[:704], 15).ids
-    idle(server)
+    assert_nothing_held(server)
     with server.stream(PROMPT[:704], 40) as events:
         *_, last = events
     assert last["meta_info"]["finish_reason"]["type"] == "abort"
@@ -151,7 +147,7 @@ def test_a_streamed_answer_ends_with_the_error_and_without_the_failed_steps_toke
     ids = last["output_ids"]
     assert len(ids) in (15, 16)
     assert ids[:15] == right
-    idle(server)
+    assert_nothing_held(server)
     with server.stream(PROMPT[:333], 40) as events:
         *_, last = events
     assert last["output_ids"] == []
@@ -163,7 +159,7 @@ def test_a_streamed_answer_ends_with_the_error_and_without_the_failed_steps_toke
     ("length", "name"), [(705, "malformed_selections"), (706, "invalid_scores")]
 )
 def test_what_only_the_device_sees_is_counted(server: Server, length: int, name: str) -> None:
-    idle(server)
+    assert_nothing_held(server)
     (before,) = server.counted(name)
     server.generate(PROMPT[: length - 1], 4)
     assert server.counted(name)[0] - before == 2

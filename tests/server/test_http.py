@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 import requests
+from checks import assert_nothing_held
 from harness import Server
 from hostile_requests import CONTEXT, ENDS_SGLANG, REQUESTS, model_with_tokenizer
 from workload import tokens
@@ -56,11 +56,7 @@ def test_requests_are_answered_as_with_torch_native(
         assert statuses(server) == expected
         server.flush_cache()
         assert server.generate(PROMPT, 20).ids == right
-        server.flush_cache()
-        end = time.monotonic() + 60
-        while any(held := server.counted("host_tokens_used", "device_tokens_used")):
-            assert time.monotonic() < end, f"host and device tokens still used: {held}"
-            time.sleep(0.2)
+        assert_nothing_held(server)
 
 
 def test_a_flush_under_load_is_refused_and_changes_nothing(model: Path, log_dir: Path) -> None:

@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
+from checks import abort_beside_others, alone, assert_nothing_held, retract_until_seen
 from conftest import DenseTokens
 from harness import Server
 from plugins import make_plugin
-from tiny_models import INDEX_TOP_K, KV_HEADS, LAYERS, TOKEN_BYTES, tiny_model
+from settings import SMALL_POOL, SPARSE, WHOLE, latents
+from tiny_models import KV_HEADS, LAYERS, TOKEN_BYTES, tiny_model
 from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
 
 from tests.sizes import SWEEPS
@@ -45,22 +46,7 @@ SPY = """
             logging.getLogger("hisparse").info(text, *counts, " ".join(sorted(modes)))
 """
 FLAGS = ("--enable-mixed-chunk", "--chunked-prefill-size", "256")
-PAGE, BUDGET = 16, 128
-SPARSE = {
-    "budget": BUDGET,
-    "device_buffer_size": BUDGET,
-    "host_memory": "1GiB",
-    "device_memory": "14MB",
-    "selection_scope": "kv_head",
-}
-POOL = 4096
-WHOLE = {
-    "budget": POOL,
-    "device_buffer_size": POOL,
-    "host_memory": "1GiB",
-    "device_memory": "600MB",
-    "staging_bytes": 65536,
-}
+PAGE, BUDGET = 16, SPARSE["budget"]
 #: Both event loops of SGLang's scheduler.
 LOOPS = pytest.mark.parametrize(
     "loop", [(), ("--disable-overlap-schedule",)], ids=["overlap", "no-overlap"], indirect=True
@@ -89,7 +75,14 @@ def sparse(loop: tuple[str, ...], spy: Path, log_dir: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def whole(loop: tuple[str, ...], spy: Path, log_dir: Path) -> Iterator[Server]:
-    flags = (*FLAGS, *loop, "--max-total-tokens", str(POOL), "--schedule-conservativeness", "0.01")
+    flags = (
+        *FLAGS,
+        *loop,
+        "--max-total-tokens",
+        str(SMALL_POOL),
+        "--schedule-conservativeness",
+        "0.01",
+    )
     log = log_dir / f"mixed-whole{len(loop)}.log"
     with Server(tiny_model("llama"), log, *flags, config=WHOLE, python_path=[spy]) as server:
         yield server
@@ -102,15 +95,12 @@ def num_mixed(server: Server, mode: str) -> int:
 
 @LOOPS
 def test_sparse_rows_keep_the_tokens_that_they_have_alone(sparse: Server) -> None:
-    alone = []
-    for prompt in PROMPTS.prompts:
-        sparse.flush_cache()
-        alone.append(sparse.generate(prompt, NEW_TOKENS).ids)
+    expected = alone(sparse, PROMPTS.prompts, NEW_TOKENS)
     assert not num_mixed(sparse, "sparse"), "one request mixes with nothing"
     for delay_s in (0.0, 0.1, 0.3):
         sparse.flush_cache()
         answers = sparse.generate_many(PROMPTS.prompts, NEW_TOKENS, delay_s=delay_s)
-        assert [a.ids for a in answers] == alone
+        assert [a.ids for a in answers] == expected
     assert num_mixed(sparse, "sparse") > 10
 
 
@@ -141,11 +131,7 @@ def test_a_row_is_never_attended_as_a_prompt(sparse: Server) -> None:
 
 @LOOPS
 def test_a_shared_prefix_gives_what_each_gives_alone(sparse: Server) -> None:
-    expected = []
-    for prompt in SHARED.prompts:
-        sparse.flush_cache()
-        expected.append(sparse.generate(prompt, NEW_TOKENS).ids)
-    sparse.flush_cache()
+    expected = alone(sparse, SHARED.prompts, NEW_TOKENS)
     answers = sparse.generate_many(SHARED.prompts * 2, NEW_TOKENS, delay_s=0.1)
     assert [a.ids for a in answers] == expected * 2
     assert max(a.cached for a in answers) >= 992
@@ -164,48 +150,17 @@ def test_a_budget_of_the_whole_context_gives_dense_tokens(
 
 @LOOPS
 def test_an_abort_beside_chunks(whole: Server, dense_tokens: DenseTokens) -> None:
-    expected = dense_tokens("llama", PROMPTS)
-    whole.flush_cache()
-    with ThreadPoolExecutor(1) as thread:
-        others = thread.submit(whole.generate_many, PROMPTS.prompts[:6], NEW_TOKENS, delay_s=0.1)
-        got = whole.abort_after(PROMPTS.prompts[3], num_tokens=10, max_new_tokens=900)
-        assert [a.ids for a in others.result()] == expected[:6]
-    assert 10 <= len(got) < 900
-    whole.flush_cache()
-    assert whole.counted("host_tokens_used", "device_tokens_used") == (0, 0)
+    abort_beside_others(whole, dense_tokens("llama", PROMPTS))
 
 
 @LOOPS
 def test_retracted_requests_start_over_and_end_the_same(
     whole: Server, dense_tokens: DenseTokens
 ) -> None:
-    for delay_s in (0.1, 0.3, 0.03, 1.0):
-        whole.flush_cache()
-        answers = whole.generate_many(
-            RETRACTED.prompts, RETRACTED.new_tokens, delay_s=delay_s, ignore_eos=False
-        )
-        assert [a.ids for a in answers] == dense_tokens("llama", RETRACTED)
-        if any(a.retractions for a in answers):
-            return
-    raise AssertionError("nothing was retracted, the pool is too large")
+    retract_until_seen(whole, dense_tokens("llama", RETRACTED))
 
 
-#: Every selection and every resident byte is verified.
-CHECKED = {"host_memory": "1GiB", "device_memory": "600MB", "checked": True}
-LATENTS: dict[str, dict[str, Any]] = {
-    "deepseek_v2": CHECKED | {"budget": 256, "device_buffer_size": 256, "max_row_capacity": 512},
-    "deepseek_v32": CHECKED
-    | {
-        "algorithm": "dsa",
-        "algorithm_config": {"index_dtype": "float32"},
-        "page_size": 1,
-        "num_sink_pages": 0,
-        "num_recent_pages": 0,
-        "budget": INDEX_TOP_K,
-        "device_buffer_size": 2 * INDEX_TOP_K,
-        "max_row_capacity": 4 * INDEX_TOP_K,
-    },
-}
+LATENTS = latents(256, 512)
 
 
 @pytest.mark.parametrize("kind", LATENTS)
@@ -216,13 +171,9 @@ def test_latents(kind: str, spy: Path, log_dir: Path) -> None:
     log = log_dir / f"mixed-{kind}.log"
     options = {"python_path": [spy], "env": {"TORCHDYNAMO_DISABLE": "1"}}
     with Server(tiny_model(kind), log, *flags, config=LATENTS[kind], **options) as server:
-        alone = []
-        for prompt in prompts:
-            server.flush_cache()
-            alone.append(server.generate(prompt, NEW_TOKENS).ids)
-        server.flush_cache()
+        expected = alone(server, prompts, NEW_TOKENS)
         answers = server.generate_many(prompts, NEW_TOKENS, delay_s=0.2)
-        assert [a.ids for a in answers] == alone
+        assert [a.ids for a in answers] == expected
         assert num_mixed(server, "sparse") > 3
 
 
@@ -252,15 +203,13 @@ def test_a_row_that_fails_ends_with_an_error_and_the_server_goes_on(
     flags, log = (*FLAGS, "--max-total-tokens", "8000"), log_dir / "mixed-faulty.log"
     with Server(tiny_model("llama"), log, *flags, **options) as server:
         prompts = [tokens(n, seed=n) for n in (400, 800, 1000)]
-        alone = [server.generate(prompt, NEW_TOKENS).ids for prompt in prompts]
-        server.flush_cache()
+        right = alone(server, prompts, NEW_TOKENS)
         with ThreadPoolExecutor(4) as threads:
             asked = [threads.submit(server.generate, p, NEW_TOKENS) for p in prompts]
             fails = threads.submit(server.generate, tokens(690, seed=3), 400)
             assert "planted" in str(fails.exception())
-            for reply, expected in zip(asked, alone, strict=True):
+            for reply, expected in zip(asked, right, strict=True):
                 error = reply.exception()
                 assert "planted" in str(error) if error else reply.result().ids == expected
-        assert [server.generate(prompt, NEW_TOKENS).ids for prompt in prompts] == alone
-        server.flush_cache()
-        assert server.counted("host_tokens_used", "device_tokens_used") == (0, 0)
+        assert [server.generate(prompt, NEW_TOKENS).ids for prompt in prompts] == right
+        assert_nothing_held(server)

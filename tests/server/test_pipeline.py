@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import requests
+from checks import assert_nothing_held
 from harness import Metrics, Server
+from settings import TWO_RANKS
 from tiny_models import LAYERS, TOKEN_BYTES, tiny_model
 from workload import tokens
 
@@ -34,8 +35,6 @@ CONFIG = {
 }
 FLAGS = ("--chunked-prefill-size", "256", "--max-running-requests", "8")
 RANKS = (*FLAGS, "--pp-size", "2")
-#: SGLang wants a CPU for each rank, or to be told.
-ENV = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
 PROMPTS = [tokens(n, seed=n) for n in (50, 333, 801, 1500, 2000)]
 
 
@@ -67,7 +66,7 @@ def single(log_dir: Path) -> tuple[list[list[int]], dict[str, float]]:
 @pytest.fixture(scope="module")
 def server(single: object, log_dir: Path) -> Iterator[Server]:
     log = log_dir / "stages.log"
-    with Server(tiny_model("llama"), log, *RANKS, config=CONFIG, env=ENV) as running:
+    with Server(tiny_model("llama"), log, *RANKS, config=CONFIG, env=TWO_RANKS) as running:
         yield running
 
 
@@ -105,9 +104,4 @@ def test_the_ranks_divide_host_memory_by_their_layers(server: Server) -> None:
 def test_an_aborted_request_leaves_nothing(server: Server) -> None:
     for seed in range(4):
         server.abort_after(tokens(700, seed=seed + 40), 5, 400)
-    server.flush_cache()
-    end = time.monotonic() + 60
-    names = ("host_tokens_used", "device_tokens_used")
-    while any(server.counted(*names)) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert server.counted(*names) == (0, 0)
+    assert_nothing_held(server)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import requests
+from checks import assert_nothing_held
 from harness import Metrics, Server
+from settings import TWO_RANKS
 from tiny_models import TOKEN_BYTES, tiny_model
 from workload import tokens
 
@@ -30,8 +32,6 @@ CONFIG = {
     "device_memory": "100MB",
     "checked": True,
 }
-#: SGLang wants a CPU for each rank, or to be told.
-ENV = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
 FLAGS = ("--chunked-prefill-size", "256", "--max-running-requests", "8")
 PROMPTS = [tokens(n, seed=n) for n in (50, 333, 801, 1500, 2000)]
 
@@ -57,7 +57,7 @@ def server(alone: object, folder: Path, log_dir: Path) -> Iterator[Server]:
     }
     flags = (*FLAGS, "--dp-size", str(REPLICAS))
     log = log_dir / "replicas.log"
-    with Server(tiny_model("llama"), log, *flags, config=config, env=ENV) as running:
+    with Server(tiny_model("llama"), log, *flags, config=config, env=TWO_RANKS) as running:
         yield running
 
 
@@ -110,12 +110,7 @@ def test_a_replica_reads_what_another_has_stored(server: Server) -> None:
 def test_an_aborted_request_leaves_nothing_in_its_replica(server: Server) -> None:
     for seed in range(4):
         server.abort_after(tokens(700, seed=seed + 40), 5, 400)
-    server.flush_cache()
-    end = time.monotonic() + 60
-    names = ("host_tokens_used", "device_tokens_used")
-    while any(server.counted(*names)) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert server.counted(*names) == (0, 0)
+    assert_nothing_held(server)
 
 
 def test_each_replica_writes_a_trace_of_its_own(server: Server, folder: Path) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from harness import Answer, Server
-from tiny_models import INDEX_TOP_K, LAYERS, tiny_model
+from settings import latents
+from tiny_models import LAYERS, tiny_model
 from workload import tokens
 
 from tests.sizes import SWEEPS
@@ -27,21 +27,7 @@ TOKEN_BYTES = LAYERS * 112
 #: Eight bits magnify float32 noise: a token counts if it leads the second best by more than this.
 LEAD = 0.05
 FLAGS = ("--max-total-tokens", str(POOL), "--chunked-prefill-size", "256")
-MEMORY = {"host_memory": "1GiB", "device_memory": "600MB", "checked": True}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "deepseek_v2": MEMORY | {"budget": 512, "device_buffer_size": 512, "max_row_capacity": 512},
-    "deepseek_v32": MEMORY
-    | {
-        "algorithm": "dsa",
-        "algorithm_config": {"index_dtype": "float32"},
-        "page_size": 1,
-        "num_sink_pages": 0,
-        "num_recent_pages": 0,
-        "budget": INDEX_TOP_K,
-        "device_buffer_size": 2 * INDEX_TOP_K,
-        "max_row_capacity": 4 * INDEX_TOP_K,
-    },
-}
+CONFIGS = latents(512, 512)
 #: Whole chunks, so that chunks are the same whoever comes before.
 PROMPTS = [tokens(n, seed=n) for n in (50, 256, 333, 768)]
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checks import abort_beside_others, assert_nothing_held, retract_until_seen
 from conftest import DenseTokens
 from harness import Answer, Server
-from tiny_models import INDEX_TOP_K, tiny_model
+from settings import CHECKED, SMALL_POOL, SPARSE, WHOLE, latents
+from tiny_models import tiny_model
 from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
 
 from tests.sizes import SWEEPS
@@ -24,40 +25,10 @@ pytestmark = [
 NEAR = 1e-4
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
 FLAGS = ("--chunked-prefill-size", "256", "--max-running-requests", "8")
-SPARSE = {
-    "budget": 128,
-    "device_buffer_size": 128,
-    "host_memory": "1GiB",
-    "device_memory": "14MB",
-    "selection_scope": "kv_head",
-}
-#: Every selection and every resident byte is verified.
-CHECKED = {"host_memory": "1GiB", "device_memory": "600MB", "checked": True}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sketch": ("llama", SPARSE),
     "quest": ("llama", CHECKED | {"algorithm": "quest", "budget": 128, "device_buffer_size": 128}),
-    "dsa": (
-        "deepseek_v32",
-        CHECKED
-        | {
-            "algorithm": "dsa",
-            "algorithm_config": {"index_dtype": "float32"},
-            "page_size": 1,
-            "num_sink_pages": 0,
-            "num_recent_pages": 0,
-            "budget": INDEX_TOP_K,
-            "device_buffer_size": 2 * INDEX_TOP_K,
-            "max_row_capacity": 4 * INDEX_TOP_K,
-        },
-    ),
-}
-POOL = 4096
-WHOLE = {
-    "budget": POOL,
-    "device_buffer_size": POOL,
-    "host_memory": "1GiB",
-    "device_memory": "600MB",
-    "staging_bytes": 65536,
+    "dsa": ("deepseek_v32", latents(128, 512)["deepseek_v32"]),
 }
 
 
@@ -86,8 +57,7 @@ def test_drafts_change_no_token(name: str, log_dir: Path) -> None:
         first = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
         again = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
         both = server.generate_many([*prompts, *prompts[::-1]], NEW_TOKENS, delay_s=0.05)
-        server.flush_cache()
-        assert server.counted("host_tokens_used", "device_tokens_used") == (0, 0)
+        assert_nothing_held(server)
     for answers in (first, again, both[:5], both[:4:-1]):
         for drafted, expected in zip(answers, plain, strict=True):
             assert_same_tokens(drafted, expected)
@@ -97,7 +67,7 @@ def test_drafts_change_no_token(name: str, log_dir: Path) -> None:
 @pytest.fixture(scope="module")
 def whole(log_dir: Path) -> Iterator[Server]:
     """A budget of every context, so that answers are those of dense attention."""
-    flags = (*FLAGS, *NGRAM, "--max-total-tokens", str(POOL))
+    flags = (*FLAGS, *NGRAM, "--max-total-tokens", str(SMALL_POOL))
     flags += ("--schedule-conservativeness", "0.01")
     with Server(tiny_model("llama"), log_dir / "ngram-whole.log", *flags, config=WHOLE) as server:
         yield server
@@ -115,28 +85,13 @@ def test_a_budget_of_the_whole_context_gives_dense_tokens(
 
 
 def test_an_abort_beside_others(whole: Server, dense_tokens: DenseTokens) -> None:
-    expected = dense_tokens("llama", PROMPTS)
-    with ThreadPoolExecutor(1) as thread:
-        others = thread.submit(whole.generate_many, PROMPTS.prompts[:6], NEW_TOKENS, delay_s=0.1)
-        got = whole.abort_after(PROMPTS.prompts[3], num_tokens=10, max_new_tokens=900)
-        assert [a.ids for a in others.result()] == expected[:6]
-    assert 10 <= len(got) < 900
-    whole.flush_cache()
-    assert whole.counted("host_tokens_used", "device_tokens_used") == (0, 0)
+    abort_beside_others(whole, dense_tokens("llama", PROMPTS))
 
 
 def test_retracted_requests_start_over_and_end_the_same(
     whole: Server, dense_tokens: DenseTokens
 ) -> None:
-    for delay_s in (0.1, 0.3, 0.03, 1.0):
-        whole.flush_cache()
-        answers = whole.generate_many(
-            RETRACTED.prompts, RETRACTED.new_tokens, delay_s=delay_s, ignore_eos=False
-        )
-        assert [a.ids for a in answers] == dense_tokens("llama", RETRACTED)
-        if any(a.retractions for a in answers):
-            return
-    raise AssertionError("nothing was retracted, the pool is too large")
+    retract_until_seen(whole, dense_tokens("llama", RETRACTED))
 
 
 def test_an_algorithm_with_state_of_requests_is_one_line(tmp_path: Path) -> None:

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checks import retract_until_seen
 from conftest import DenseTokens
-from harness import Answer, Server
-from tiny_models import INDEX_TOP_K, tiny_model
+from harness import Server
+from settings import DSA as INDEXER
+from settings import TWO_RANKS
+from tiny_models import tiny_model
 from workload import NEW_TOKENS, RETRACTED, tokens
 
 from hisparse.storage import FileStore
@@ -37,25 +40,10 @@ def start(log_dir: Path, name: str, store: Path, config: dict[str, Any], **optio
     kind, flags = options.pop("kind", "llama"), options.pop("flags", ())
     storage = {"path": str(store), "swap_min_tokens": 0, "timeout_s": 60.0} | options
     log = log_dir / f"swap-{name}.log"
-    # Two ranks on a CPU.
-    env = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
     settings: dict[str, Any] = {"config": config | {"storage": storage}}
     if "--tp-size" in flags:
-        settings["env"] = env
+        settings["env"] = TWO_RANKS
     return Server(tiny_model(kind), log, *FLAGS, *flags, **settings)
-
-
-def retracted(server: Server) -> list[Answer]:
-    """Answers of eight requests, some of which were retracted."""
-    # Whether some are depends on when they come, so on the machine's load too.
-    for delay_s in (0.1, 0.3, 0.03, 1.0):
-        server.flush_cache()
-        answers = server.generate_many(
-            RETRACTED.prompts, RETRACTED.new_tokens, delay_s=delay_s, ignore_eos=False
-        )
-        if any(answer.retractions for answer in answers):
-            return answers
-    pytest.fail("nothing was retracted, the pool is too large")
 
 
 def num_swapped(store: Path) -> int:
@@ -69,7 +57,7 @@ def test_a_swapped_request_has_the_tokens_of_dense_attention(
     log_dir: Path, tmp_path: Path, dense_tokens: DenseTokens
 ) -> None:
     with start(log_dir, "dense", tmp_path, DENSE) as server:
-        answers = retracted(server)
+        answers = retract_until_seen(server)
         assert [answer.ids for answer in answers] == dense_tokens("llama", RETRACTED)
         swapped, back, failed = server.counted(
             "storage_swapped_pages", "storage_swapped_in_pages", "storage_failed_swaps"
@@ -85,14 +73,7 @@ def test_a_swapped_request_has_the_tokens_of_dense_attention(
 
 
 #: A model that was trained sparse: prefill and decode steps select alike.
-DSA = ROOMY | {
-    "algorithm": "dsa",
-    "page_size": 1,
-    "budget": INDEX_TOP_K,
-    "device_buffer_size": 2 * INDEX_TOP_K,
-    "num_sink_pages": 0,
-    "num_recent_pages": 0,
-}
+DSA = ROOMY | INDEXER | {"algorithm_config": {}}
 
 
 @faults
@@ -115,7 +96,7 @@ def test_all_that_a_page_holds_comes_back(
 ) -> None:  # fmt: skip
     """Tokens are those of the request alone."""
     with start(log_dir, name, tmp_path, config, kind=kind, flags=flags) as server:
-        answers = retracted(server)
+        answers = retract_until_seen(server)
         swapped, back, failed = server.counted(
             "storage_swapped_pages", "storage_swapped_in_pages", "storage_failed_swaps"
         )
@@ -131,7 +112,7 @@ def test_all_that_a_page_holds_comes_back(
 def test_sparse_requests_are_swapped_with_what_they_are(log_dir: Path, tmp_path: Path) -> None:
     """Their pages come back, and do not enter what servers share."""
     with start(log_dir, "sparse", tmp_path, SPARSE) as server:
-        answers = retracted(server)
+        answers = retract_until_seen(server)
         swapped, back, failed = server.counted(
             "storage_swapped_pages", "storage_swapped_in_pages", "storage_failed_swaps"
         )

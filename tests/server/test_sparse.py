@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from checks import assert_nothing_held
 from conftest import DenseTokens
 from harness import Server
 from prometheus import ROOT, running_prometheus
@@ -118,11 +119,7 @@ def test_nothing_is_held_when_all_requests_have_ended(server: Server) -> None:
     assert total == 40000
     server.generate_many(PROMPTS.prompts, NEW_TOKENS)
     server.abort_after(PROMPTS.prompts[4], num_tokens=5, max_new_tokens=500)
-    server.flush_cache()
-    end = time.monotonic() + 10
-    while any(held := server.counted("host_tokens_used", "device_tokens_used")):
-        assert time.monotonic() < end, f"host and device tokens still used: {held}"
-        time.sleep(0.5)
+    assert_nothing_held(server)
 
 
 def test_a_lone_request_with_room_for_its_context_reads_nothing_while_it_decodes(

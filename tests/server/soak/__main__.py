@@ -24,7 +24,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import disaggregated
+import mooncake_master
 import psutil
+from disaggregated import Pair
 from harness import Server
 from soak.clients import Difference, send_all
 from soak.scenarios import SCENARIOS, Scenario
@@ -50,8 +53,8 @@ class Result:
         counts: see :class:`clients.Outcome`.
         faults: a line for each thing that is wrong.
         seconds: the time under load.
-        grown_bytes: memory of the (last) server's processes after the load, less that after the
-            first two fifths of it.
+        grown_bytes: memory of the processes of the (last) server, or of the pair, after the load,
+            less that after the first two fifths of it.
     """
 
     scenario: str
@@ -85,7 +88,12 @@ def run(scenario: Scenario, num_requests: int, concurrency: int, seed: int, log:
     count = min(_PROMPTS, max(8, num_requests // 5))
     traffic = Traffic.make(count, talks, scenario.longest, seed)
     result, shared, store = Result(scenario.name), _shared_memory(), log.with_suffix(".store")
-    if scenario.store is None:
+    if scenario.pair:
+        with _start(scenario, log.with_suffix(".alone"), None, result) as alone:
+            answer_alone(alone, traffic)
+            with _start_pair(scenario, log, result) as pair:
+                _serve(pair, alone, traffic, scenario, num_requests, concurrency, result)
+    elif scenario.store is None:
         with _start(scenario, log, None, result) as server:
             answer_alone(server, traffic)
             _serve(server, server, traffic, scenario, num_requests, concurrency, result)
@@ -115,6 +123,24 @@ def _start(scenario: Scenario, log: Path, store: Path | None, result: Result) ->
     with Server(scenario.folder, log, *flags, config=config, env=env, forked=False) as server:
         group = _processes(server)
         yield server
+    _expect_none(group, result)
+
+
+@contextlib.contextmanager
+def _start_pair(scenario: Scenario, log: Path, result: Result) -> Iterator[Pair]:
+    """A prefill and a decode server of the scenario; none of their processes may be left."""
+    both: dict[str, Any] = {"config": scenario.config, "forked": False}
+    flags, env = (*_FLAGS, *scenario.flags), {"TORCHDYNAMO_DISABLE": "1"} | scenario.env
+    with disaggregated.running(
+        log.parent, log.stem, scenario.model, *flags, prefill=both, decode=both, env=env
+    ) as pair:
+        group = _processes(pair)
+        yield pair
+    _expect_none(group, result)
+
+
+def _expect_none(group: list[psutil.Process], result: Result) -> None:
+    """Note the processes that have not ended."""
     # On a busy machine a killed process takes a moment to end.
     end = time.monotonic() + 10
     while (left := [p.pid for p in group if _runs(p)]) and time.monotonic() < end:
@@ -130,8 +156,12 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
+def _parts(server: Server | Pair) -> tuple[Server, ...]:
+    return (server.prefill, server.decode) if isinstance(server, Pair) else (server,)
+
+
 def _serve(
-    server: Server,
+    server: Server | Pair,
     alone: Server,
     traffic: Traffic,
     scenario: Scenario,
@@ -141,17 +171,18 @@ def _serve(
 ) -> None:
     """Send requests to a server, and look at what it holds and logged; ``alone`` judges them."""
     # SGLang's own start logs errors of connections that it tries too early.
-    began, started = time.monotonic(), len(server.log())
+    began, started = time.monotonic(), [len(part.log()) for part in _parts(server)]
     _load(server, alone, traffic, scenario, num_requests, concurrency, result)
     result.seconds += time.monotonic() - began
-    result.faults += _held(server)
-    if scenario.store is not None:
-        result.faults += count_pages(server, result.counts)
-    result.faults += [f"the log has {line!r}" for line in _errors(server.log()[started:])]
+    for part, start in zip(_parts(server), started, strict=True):
+        result.faults += _held(part)
+        if scenario.store is not None:
+            result.faults += count_pages(part, result.counts)
+        result.faults += [f"the log has {line!r}" for line in _errors(part.log()[start:])]
 
 
 def _load(
-    server: Server,
+    server: Server | Pair,
     alone: Server,
     traffic: Traffic,
     scenario: Scenario,
@@ -195,9 +226,9 @@ def _errors(log: str) -> list[str]:
     return list(dict.fromkeys(ends))
 
 
-def _processes(server: Server) -> list[psutil.Process]:
-    leader = psutil.Process(server.pid)
-    return [leader, *leader.children(recursive=True)]
+def _processes(server: Server | Pair) -> list[psutil.Process]:
+    leaders = [psutil.Process(part.pid) for part in _parts(server)]
+    return [each for leader in leaders for each in (leader, *leader.children(recursive=True))]
 
 
 def _shared_memory() -> set[str]:
@@ -261,6 +292,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="hisparse-soak-") as logs:
         for number, scenario in enumerate(SCENARIOS):
             if arguments.only not in (None, scenario.name):
+                continue
+            if scenario.pair and not mooncake_master.is_installed():
+                print(f"{scenario.name:28s} left out: it needs make mooncake-tools", flush=True)
                 continue
             requests = round(scenario.part * arguments.requests)
             log = Path(logs) / f"{number}.log"

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
+from disaggregated import Pair
 from harness import Answer, Server
 from soak.scenarios import Scenario
 from soak.traffic import Conversation, Expected, Prompt, Traffic
@@ -86,7 +87,11 @@ class Outcome:
 
 
 def send_all(
-    server: Server, traffic: Traffic, scenario: Scenario, num_requests: int, concurrency: int
+    server: Server | Pair,
+    traffic: Traffic,
+    scenario: Scenario,
+    num_requests: int,
+    concurrency: int,
 ) -> Outcome:
     """Send all conversations, and so many requests in all, ``concurrency`` at a time."""
     clients = _Clients(server, traffic, scenario)
@@ -109,7 +114,7 @@ def send_all(
 class _Clients:
     """Sends requests and notes what they get."""
 
-    def __init__(self, server: Server, traffic: Traffic, scenario: Scenario) -> None:
+    def __init__(self, server: Server | Pair, traffic: Traffic, scenario: Scenario) -> None:
         self._server, self._traffic, self._scenario = server, traffic, scenario
         self.outcome = Outcome()
 

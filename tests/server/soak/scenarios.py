@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draft_models import noisy_model
+from settings import DSA
 from tiny_models import INDEX_TOP_K, tiny_model
 
 from hisparse.eval.models import fetch
@@ -30,14 +31,7 @@ _RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
 #: SGLang wants a CPU for each rank, or to be told.
 _TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 #: As DeepSeek-V3.2 selects: single tokens, as many as the model's indexer keeps.
-_DSA = {
-    "algorithm": "dsa",
-    "algorithm_config": {"index_dtype": "float32"},
-    "page_size": 1,
-    "num_sink_pages": 0,
-    "num_recent_pages": 0,
-    "budget": INDEX_TOP_K,
-    "device_buffer_size": 2 * INDEX_TOP_K,
+_DSA = DSA | {
     "max_row_capacity": 4 * INDEX_TOP_K,
     "host_memory": "1GiB",
     "device_memory": "600MB",
@@ -58,6 +52,8 @@ class Scenario:
         whole: whether the budget holds every context. Only then has a request that was retracted
             the answer of one that was not: it computes anew what it had generated, as a prompt.
         longest: tokens of the longest prompt.
+        pair: whether a prefill server and a decode server take the requests, over Mooncake. One
+            server alone gives the answers that theirs are compared with.
         store: size of a store below host memory; None: there is none. A store has two servers, one
             after the other: the second reads what the first left when it was killed. A third one,
             without a store, gives the answers that theirs are compared with.
@@ -74,6 +70,7 @@ class Scenario:
     part: float
     whole: bool = False
     longest: int = 3000
+    pair: bool = False
     store: str | None = None
     drafted: bool = False
     lead: float = 1e-3
@@ -103,7 +100,7 @@ SCENARIOS = (
         flags=_CHUNKS,
         env=_RETRACT,
         whole=True,
-        part=0.05,
+        part=0.04,
     ),
     Scenario(
         name="whole context, a draft model, retractions",
@@ -113,7 +110,7 @@ SCENARIOS = (
         env=_RETRACT,
         whole=True,
         drafted=True,
-        part=0.03,
+        part=0.02,
     ),
     Scenario(
         name="sketch",
@@ -178,6 +175,25 @@ SCENARIOS = (
         part=0.04,
     ),
     Scenario(
+        name="pair, retractions",
+        model="llama",
+        # Requests on their way have rows too.
+        config=_WHOLE | {"budget": 4096, "device_buffer_size": 4096},
+        flags=_CHUNKS,
+        env=_RETRACT,
+        whole=True,
+        pair=True,
+        part=0.02,
+    ),
+    Scenario(
+        name="pair, sketch",
+        model="llama",
+        config=_SMALL,
+        flags=_CHUNKS,
+        pair=True,
+        part=0.02,
+    ),
+    Scenario(
         name="whole context, store",
         model="llama",
         config=_WHOLE,
@@ -193,7 +209,7 @@ SCENARIOS = (
         config=_SMALL,
         flags=_CHUNKS,
         store="32MiB",
-        part=0.08,
+        part=0.06,
     ),
     Scenario(
         name="dipr",

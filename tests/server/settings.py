@@ -1,0 +1,55 @@
+"""Settings that several tests of servers share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tiny_models import INDEX_TOP_K
+
+__all__ = ["CHECKED", "DSA", "SMALL_POOL", "SPARSE", "TWO_RANKS", "WHOLE", "latents"]
+
+#: SGLang wants a CPU for each of two ranks, or to be told.
+TWO_RANKS = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
+
+#: A budget that most prompts exceed; device memory holds some more requests than the tests send.
+SPARSE: dict[str, Any] = {
+    "budget": 128,
+    "device_buffer_size": 128,
+    "host_memory": "1GiB",
+    "device_memory": "14MB",
+    "selection_scope": "kv_head",
+}
+
+#: ``--max-total-tokens`` of a server that retracts requests of ``workload.RETRACTED``.
+SMALL_POOL = 4096
+#: A budget of every context of such a server, so that answers are those of dense attention.
+WHOLE: dict[str, Any] = {
+    "budget": SMALL_POOL,
+    "device_buffer_size": SMALL_POOL,
+    "host_memory": "1GiB",
+    "device_memory": "600MB",
+    "staging_bytes": 65536,
+}
+
+#: Every selection and every resident byte is verified.
+CHECKED: dict[str, Any] = {"host_memory": "1GiB", "device_memory": "600MB", "checked": True}
+
+#: DeepSeek-V3.2 with the tokens of its own indexer.
+DSA: dict[str, Any] = {
+    "algorithm": "dsa",
+    "algorithm_config": {"index_dtype": "float32"},
+    "page_size": 1,
+    "num_sink_pages": 0,
+    "num_recent_pages": 0,
+    "budget": INDEX_TOP_K,
+    "device_buffer_size": 2 * INDEX_TOP_K,
+}
+
+
+def latents(budget: int, max_row_capacity: int) -> dict[str, dict[str, Any]]:
+    """Settings of MLA, with ``budget``, and of DeepSeek-V3.2, by the kind of the tiny model."""
+    rows = {"budget": budget, "device_buffer_size": budget, "max_row_capacity": max_row_capacity}
+    return {
+        "deepseek_v2": CHECKED | rows,
+        "deepseek_v32": CHECKED | DSA | {"max_row_capacity": 4 * INDEX_TOP_K},
+    }
