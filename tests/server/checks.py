@@ -14,6 +14,7 @@ __all__ = [
     "abort_beside_others",
     "alone",
     "assert_nothing_held",
+    "certain",
     "retract_until_seen",
 ]
 
@@ -39,6 +40,21 @@ def alone(server: Server, prompts: Sequence[Sequence[int]], new_tokens: int) -> 
         found.append(server.generate(prompt, new_tokens).ids)
     server.flush_cache()
     return found
+
+
+def certain(answer: Answer, lead: float) -> list[int]:
+    """The tokens before the first that another may overtake.
+
+    Args:
+        answer: with the two best logprobs of each token.
+        lead: how much the best one has to lead by, in logprob. Eight bits magnify float32 noise,
+            which the size of a batch and the pieces of a prompt make.
+    """
+    for step, found in enumerate(answer.top_logprobs):
+        best, second = sorted(found.values(), reverse=True)
+        if best - second < lead:
+            return answer.ids[:step]
+    return answer.ids
 
 
 def abort_beside_others(server: Server, expected: Sequence[list[int]]) -> None:

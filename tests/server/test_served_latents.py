@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checks import certain
 from harness import Answer, Server
 from settings import latents
 from tiny_models import LAYERS, tiny_model
@@ -51,15 +52,6 @@ def served(request: pytest.FixtureRequest, log_dir: Path) -> Iterator[Served]:
         yield Served(server, exact)
 
 
-def certain(answer: Answer) -> list[int]:
-    """The tokens before the first that another may overtake."""
-    for step, found in enumerate(answer.top_logprobs):
-        best, second = sorted(found.values(), reverse=True)
-        if best - second < LEAD:
-            return answer.ids[:step]
-    return answer.ids
-
-
 def test_logprobs_are_near_those_of_exact_latents(served: Served) -> None:
     served.server.flush_cache()
     off = []
@@ -79,7 +71,7 @@ def test_tokens_are_the_same_together_and_from_the_radix_cache(served: Served) -
         server.flush_cache()
         answer = server.generate(prompt, NEW_TOKENS, top_logprobs=2)
         assert torch.tensor(answer.logprobs).isfinite().all()
-        alone.append(certain(answer))
+        alone.append(certain(answer, LEAD))
     assert sum(map(len, alone)) >= 12
     server.flush_cache()
     together = server.generate_many(PROMPTS, NEW_TOKENS)
