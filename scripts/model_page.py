@@ -62,8 +62,8 @@ refuse them.
 ## Equal in which dtype
 
 In float32 hisparse gives the tokens of `torch_native` wherever attention is dense; float16 was not
-compared. In bfloat16 the two part after some tokens: [how-it-works.md](how-it-works.md#tokens-in-bfloat16) has
-the figures.
+compared. In bfloat16 the two part after some tokens:
+[how-it-works.md](how-it-works.md#tokens-in-bfloat16) has the figures.
 
 ## Add a family
 
