@@ -15,7 +15,7 @@
 # make test-all PART=models    a tiny model of each family of docs/models.md, served densely and with
 #                              hisparse; a family that was served before has to be served
 # make test-all PART=modes     pairs of prefill and decode servers, replicas of attention, Gemma 3 with
-#                              real weights
+#                              real weights, hybrids and others against transformers
 # make test-all PART=faults    killed processes and compilers, limits of memory and disk, odd requests
 # make test-all PART=quality   the quality of all algorithms, at the size of the committed table
 # make test-all PART=soak      make soak with 400 requests
@@ -84,7 +84,8 @@ test-hostile: setup
 test-modes: setup mooncake-tools
 	@$(python) -m tests.prepare
 	PART=modes OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m sweeps tests/server/test_disaggregation.py \
-		tests/server/test_attention_replicas.py tests/server/test_served_gemma3.py
+		tests/server/test_attention_replicas.py tests/server/test_served_gemma3.py \
+		tests/server/test_against_transformers.py
 
 test-models: setup
 	@rm -f build/models.json
