@@ -47,7 +47,6 @@ SETTINGS = [
     pytest.param({"layers": 4, "windows": (20, 0, 9, 33)}, id="windows-sinks"),
     pytest.param(ROOMY, id="rows-with-room-for-all-nodes"),
     pytest.param(ROOMY | {"page_size": 16, "budget": 64}, id="drafts-within-a-page"),
-    pytest.param(ROOMY | {"min_sparse_context": 105, "page_size": 8}, id="dense-in-one-step"),
 ]
 
 
@@ -187,6 +186,16 @@ def test_a_chain_within_a_page_is_one_decode_step() -> None:
     first = request.done
     sim.verify(Draft(request, chain, [(request, first + i) for i in range(8)], accepted=7))
     assert served == [3, 5] * sim.layers
+
+
+def test_a_chain_from_dense_to_sparse() -> None:
+    # Tokens 105 and 106 are in the same page. Up to token 105 every page is attended.
+    settings = ROOMY | {"min_sparse_context": 105, "page_size": 8}
+    (sim, (request, _)), (alone, (twin, _)) = simulator(settings), simulator(settings)
+    sources = [(request, request.done + i) for i in range(8)]
+    out = sim.verify(Draft(request, [-1, *range(7)], sources, accepted=7))
+    assert torch.equal(out[:, 0], torch.cat([alone.decode(twin) for _ in sources], 1))
+    assert_same_state(sim, alone)
 
 
 def test_runs_end_at_filled_pages_and_full_rows() -> None:

@@ -65,7 +65,7 @@ def _rounds(rows: Tensor, requests: int) -> list[Tensor]:
         rows: ``[R] int64``, state rows. On CUDA no row stands twice, and nothing is looked at.
         requests: T.
     """
-    if rows.device.type != "cpu" or not len(rows):
+    if rows.device.type != "cpu" or requests < 2 or not len(rows):
         return []
     first = rows[:: len(rows) // requests]
     same = (first[:, None] == first).tril(-1)
