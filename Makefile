@@ -14,8 +14,8 @@
 #                              every reader of files under a fuzzer that looks for new code
 # make test-all PART=models    a tiny model of each family of docs/models.md, served densely and with
 #                              hisparse; a family that was served before has to be served
-# make test-all PART=modes     pairs of prefill and decode servers, replicas of attention, Gemma 3 with
-#                              real weights, hybrids and others against transformers
+# make test-all PART=modes     all cases of served modes, such as pairs of prefill and decode servers,
+#                              drafts, windows, hybrids, Gemma 3; sweeps have a case or two of each
 # make test-all PART=faults    killed processes and compilers, limits of memory and disk, odd requests
 # make test-all PART=quality   the quality of all algorithms, at the size of the committed table
 # make test-all PART=soak      make soak with 400 requests
@@ -70,7 +70,7 @@ test-sweeps: setup otel-tools
 	@$(python) -m tests.prepare
 	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m "sweeps or hypothesis" \
 		--ignore tests/server
-	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m sweeps tests/server
+	PART=sweeps OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m "sweeps and not modes" tests/server
 
 test-isa: setup
 	@OMP_NUM_THREADS=2 $(python) -m tests.kernels.isa
@@ -83,9 +83,7 @@ test-hostile: setup
 
 test-modes: setup mooncake-tools
 	@$(python) -m tests.prepare
-	PART=modes OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m sweeps tests/server/test_disaggregation.py \
-		tests/server/test_attention_replicas.py tests/server/test_served_gemma3.py \
-		tests/server/test_against_transformers.py
+	PART=modes OMP_NUM_THREADS=1 $(python) -m pytest -n 2 -m modes tests/server
 
 test-models: setup
 	@rm -f build/models.json

@@ -11,6 +11,8 @@ from harness import Answer, Server
 from tiny_models import tiny_model
 from workload import PROMPTS, RETRACTED, SHARED, Case
 
+from tests.sizes import MODES
+
 DenseTokens = Callable[[str, Case], list[list[int]]]
 
 
@@ -45,3 +47,11 @@ def dense_tokens(log_dir: Path) -> DenseTokens:
         return [answer.ids for answer in answers[kind][cases.index(case)]]
 
     return dense
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is marked ``modes`` runs in that part alone: sweeps have another case of its mode."""
+    if not MODES:
+        for item in items:
+            if item.get_closest_marker("modes"):
+                item.add_marker(pytest.mark.skip(reason="more servers: make test-all PART=modes"))

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 from harness import Server
+from parts import few
 from tiny_models import HYBRID_LAYERS, INDEX_TOP_K, tiny_model
 from workload import tokens
 
 from scripts.random_weights import make_plugin
-from tests.sizes import MODES
+from tests.sizes import MORE_SERVERS
 
 pytestmark = [
     pytest.mark.sweeps,
-    pytest.mark.skipif(not MODES, reason="more servers: make test-all PART=modes"),
+    pytest.mark.skipif(not MORE_SERVERS, reason="more servers: make test-all PART=sweeps"),
 ]
 
 ROOT = Path(__file__).parent.parent.parent
@@ -80,7 +81,7 @@ def of_transformers(kind: str) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", few(CONFIGS, "qwen3_next"))
 def test_served_tokens_are_those_of_transformers(kind: str, log_dir: Path) -> None:
     dense = of_transformers(kind)
     assert all(len(set(ids)) > 5 for ids in dense), "continuations that repeat show little"
@@ -93,6 +94,7 @@ def test_served_tokens_are_those_of_transformers(kind: str, log_dir: Path) -> No
         assert (min(a.cached for a in again[1:]) >= 256) == (kind != "lfm2")
 
 
+@pytest.mark.modes
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_a_hybrid_with_a_small_budget_keeps_requests_apart(kind: str, log_dir: Path) -> None:
     config = _MEMORY | {"budget": 80, "checked": True, "dense_layers": [HYBRID_LAYERS[1]]}
@@ -107,6 +109,7 @@ def test_a_hybrid_with_a_small_budget_keeps_requests_apart(kind: str, log_dir: P
         assert selections > 0
 
 
+@pytest.mark.modes
 @pytest.mark.parametrize("flags", [(), ("--enable-mixed-chunk",)], ids=["chunks", "mixed"])
 def test_retracted_requests_of_a_hybrid_get_their_tokens(
     flags: tuple[str, ...], log_dir: Path

@@ -14,12 +14,7 @@ from test_replicas import by_replica
 from tiny_models import tiny_model
 from workload import tokens
 
-from tests.sizes import MODES
-
-pytestmark = [
-    pytest.mark.sweeps,
-    pytest.mark.skipif(not MODES, reason="servers of its own: make test-all PART=modes"),
-]
+pytestmark = pytest.mark.modes
 
 NEW_TOKENS = 24
 FLAGS = ("--max-total-tokens", "20000", "--chunked-prefill-size", "256")

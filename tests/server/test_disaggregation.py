@@ -18,17 +18,15 @@ from settings import DSA
 from tiny_models import tiny_model
 from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
 
-from tests.sizes import MODES, SWEEPS
+from tests.sizes import MORE_SERVERS
 
 pytestmark = [
     pytest.mark.sweeps,
-    pytest.mark.skipif(
-        not (SWEEPS or MODES), reason="servers of its own: make test-all PART=sweeps"
-    ),
+    pytest.mark.skipif(not MORE_SERVERS, reason="servers of its own: make test-all PART=sweeps"),
     pytest.mark.skipif(not mooncake_master.is_installed(), reason="needs make mooncake-tools"),
 ]
 
-modes = pytest.mark.skipif(not MODES, reason="more servers: make test-all PART=modes")
+modes = pytest.mark.modes
 
 SPARSE: dict[str, Any] = {
     "budget": 128,

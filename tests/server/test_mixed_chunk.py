@@ -16,11 +16,11 @@ from settings import SMALL_POOL, SPARSE, WHOLE, latents
 from tiny_models import KV_HEADS, LAYERS, TOKEN_BYTES, tiny_model
 from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
 
-from tests.sizes import SWEEPS
+from tests.sizes import MORE_SERVERS
 
 pytestmark = [
     pytest.mark.sweeps,
-    pytest.mark.skipif(not SWEEPS, reason="servers of its own: make test-all PART=sweeps"),
+    pytest.mark.skipif(not MORE_SERVERS, reason="servers of its own: make test-all PART=sweeps"),
 ]
 
 #: Prints what SGLang mixes, and what hisparse makes of it.
@@ -49,7 +49,12 @@ FLAGS = ("--enable-mixed-chunk", "--chunked-prefill-size", "256")
 PAGE, BUDGET = 16, SPARSE["budget"]
 #: Both event loops of SGLang's scheduler.
 LOOPS = pytest.mark.parametrize(
-    "loop", [(), ("--disable-overlap-schedule",)], ids=["overlap", "no-overlap"], indirect=True
+    "loop",
+    [
+        pytest.param((), id="overlap"),
+        pytest.param(("--disable-overlap-schedule",), id="no-overlap", marks=pytest.mark.modes),
+    ],
+    indirect=True,
 )
 
 
@@ -137,6 +142,7 @@ def test_a_shared_prefix_gives_what_each_gives_alone(sparse: Server) -> None:
     assert max(a.cached for a in answers) >= 992
 
 
+@pytest.mark.modes
 @LOOPS
 def test_a_budget_of_the_whole_context_gives_dense_tokens(
     whole: Server, dense_tokens: DenseTokens
@@ -148,11 +154,13 @@ def test_a_budget_of_the_whole_context_gives_dense_tokens(
     assert num_mixed(whole, "resident") > 10
 
 
+@pytest.mark.modes
 @LOOPS
 def test_an_abort_beside_chunks(whole: Server, dense_tokens: DenseTokens) -> None:
     abort_beside_others(whole, dense_tokens("llama", PROMPTS))
 
 
+@pytest.mark.modes
 @LOOPS
 def test_retracted_requests_start_over_and_end_the_same(
     whole: Server, dense_tokens: DenseTokens
@@ -163,6 +171,7 @@ def test_retracted_requests_start_over_and_end_the_same(
 LATENTS = latents(256, 512)
 
 
+@pytest.mark.modes
 @pytest.mark.parametrize("kind", LATENTS)
 def test_latents(kind: str, spy: Path, log_dir: Path) -> None:
     """MLA, and DeepSeek-V3.2 with the tokens of its own indexer."""
@@ -193,6 +202,7 @@ FAULTY = """
 """
 
 
+@pytest.mark.modes
 def test_a_row_that_fails_ends_with_an_error_and_the_server_goes_on(
     spy: Path, tmp_path: Path, log_dir: Path
 ) -> None:

@@ -14,11 +14,11 @@ from settings import TWO_RANKS
 from tiny_models import TOKEN_BYTES, tiny_model
 from workload import tokens
 
-from tests.sizes import SWEEPS
+from tests.sizes import MORE_SERVERS
 
 pytestmark = [
     pytest.mark.sweeps,
-    pytest.mark.skipif(not SWEEPS, reason="servers of its own: make test-all PART=sweeps"),
+    pytest.mark.skipif(not MORE_SERVERS, reason="servers of its own: make test-all PART=sweeps"),
 ]
 
 NEW_TOKENS = 24

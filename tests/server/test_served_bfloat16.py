@@ -10,11 +10,11 @@ from tiny_models import tiny_model
 from workload import tokens
 
 from hisparse.kernels.build.cpu import cpu_library
-from tests.sizes import SWEEPS
+from tests.sizes import MORE_SERVERS
 
 pytestmark = [
     pytest.mark.sweeps,
-    pytest.mark.skipif(not SWEEPS, reason="more servers: make test-all PART=sweeps"),
+    pytest.mark.skipif(not MORE_SERVERS, reason="more servers: make test-all PART=sweeps"),
     pytest.mark.skipif(cpu_library() is None, reason="the order of PyTorch's sums differs"),
 ]
 

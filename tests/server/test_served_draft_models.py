@@ -10,15 +10,16 @@ import pytest
 from conftest import DenseTokens
 from draft_models import eagle3_head, eagle_head, noisy_model, with_next_layer
 from harness import Answer, Server
+from parts import few
 from test_served_speculation import SETTINGS, WHOLE, assert_same_tokens
 from tiny_models import tiny_model
 from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
 
-from tests.sizes import SWEEPS
+from tests.sizes import MORE_SERVERS
 
 pytestmark = [
     pytest.mark.sweeps,
-    pytest.mark.skipif(not SWEEPS, reason="servers of its own: make test-all PART=sweeps"),
+    pytest.mark.skipif(not MORE_SERVERS, reason="servers of its own: make test-all PART=sweeps"),
 ]
 
 FLAGS = ("--chunked-prefill-size", "256", "--max-running-requests", "8")
@@ -81,7 +82,7 @@ def plain(log_dir: Path) -> Plain:
     return answers_of
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few(CASES, "STANDALONE"))
 def test_drafts_change_no_token(name: str, plain: Plain, log_dir: Path) -> None:
     flags, target, setting, likely = CASES[name]
     expected, config = plain(setting), SETTINGS[setting][1] | {"device_memory": "600MB"}
@@ -109,6 +110,7 @@ def whole(log_dir: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.modes
 def test_shared_prefixes_give_dense_tokens(whole: Server, dense_tokens: DenseTokens) -> None:
     for case in (PROMPTS, SHARED):
         whole.flush_cache()
@@ -118,6 +120,7 @@ def test_shared_prefixes_give_dense_tokens(whole: Server, dense_tokens: DenseTok
     assert max(answer.cached for answer in answers) >= 992
 
 
+@pytest.mark.modes
 def test_an_abort_beside_others(whole: Server, dense_tokens: DenseTokens) -> None:
     expected = dense_tokens("llama", PROMPTS)
     with ThreadPoolExecutor(1) as thread:
@@ -129,6 +132,7 @@ def test_an_abort_beside_others(whole: Server, dense_tokens: DenseTokens) -> Non
     assert whole.counted("host_tokens_used", "device_tokens_used") == (0, 0)
 
 
+@pytest.mark.modes
 def test_retracted_requests_start_over_and_end_the_same(
     whole: Server, dense_tokens: DenseTokens
 ) -> None:

@@ -11,11 +11,11 @@ from harness import Server
 from tiny_models import tiny_model
 from workload import tokens
 
-from tests.sizes import SWEEPS
+from tests.sizes import MORE_SERVERS
 
 pytestmark = [
     pytest.mark.sweeps,
-    pytest.mark.skipif(not SWEEPS, reason="more servers: make test-all PART=sweeps"),
+    pytest.mark.skipif(not MORE_SERVERS, reason="more servers: make test-all PART=sweeps"),
 ]
 
 _NEW_TOKENS = 24
@@ -52,6 +52,7 @@ def test_a_roomy_budget_gives_the_tokens_of_transformers(log_dir: Path) -> None:
         assert min(answer.cached for answer in again[1:]) >= 384
 
 
+@pytest.mark.modes
 def test_a_small_budget_keeps_requests_apart(log_dir: Path) -> None:
     config = _MEMORY | {"budget": 96, "checked": True}
     log = log_dir / "fallback-sparse.log"

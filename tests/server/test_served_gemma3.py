@@ -18,12 +18,8 @@ from harness import Server
 from hisparse.eval.models import fetch
 from hisparse.eval.texts import read_text
 from hisparse.transformers import disable, enable
-from tests.sizes import MODES
 
-pytestmark = [
-    pytest.mark.sweeps,
-    pytest.mark.skipif(not MODES, reason="a model of 1 GB: make test-all PART=modes"),
-]
+pytestmark = pytest.mark.modes
 
 LENGTHS = [4096, 8192]
 _NEW_TOKENS = 32

@@ -10,15 +10,16 @@ import pytest
 import torch
 from checks import certain
 from harness import Answer, Server
+from parts import few
 from settings import latents
 from tiny_models import LAYERS, tiny_model
 from workload import tokens
 
-from tests.sizes import SWEEPS
+from tests.sizes import MORE_SERVERS
 
 pytestmark = [
     pytest.mark.sweeps,
-    pytest.mark.skipif(not SWEEPS, reason="servers of its own: make test-all PART=sweeps"),
+    pytest.mark.skipif(not MORE_SERVERS, reason="servers of its own: make test-all PART=sweeps"),
 ]
 
 NEW_TOKENS = 16
@@ -41,7 +42,7 @@ class Served:
     exact: list[Answer]
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=few(CONFIGS, "deepseek_v2"))
 def served(request: pytest.FixtureRequest, log_dir: Path) -> Iterator[Served]:
     kind = request.param
     options = {"config": CONFIGS[kind], "env": {"TORCHDYNAMO_DISABLE": "1"}}

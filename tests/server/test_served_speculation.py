@@ -10,15 +10,16 @@ import pytest
 from checks import abort_beside_others, assert_nothing_held, retract_until_seen
 from conftest import DenseTokens
 from harness import Answer, Server
+from parts import few
 from settings import CHECKED, SMALL_POOL, SPARSE, WHOLE, latents
 from tiny_models import tiny_model
 from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
 
-from tests.sizes import SWEEPS
+from tests.sizes import MORE_SERVERS
 
 pytestmark = [
     pytest.mark.sweeps,
-    pytest.mark.skipif(not SWEEPS, reason="servers of its own: make test-all PART=sweeps"),
+    pytest.mark.skipif(not MORE_SERVERS, reason="servers of its own: make test-all PART=sweeps"),
 ]
 
 #: Two logits that are closer may change places in another order of sums.
@@ -43,7 +44,7 @@ def assert_same_tokens(drafted: Answer, plain: Answer) -> None:
             return
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", few(SETTINGS, "sketch"))
 def test_drafts_change_no_token(name: str, log_dir: Path) -> None:
     """The first answers are drafted from little; the second ones from the first ones."""
     kind, config = SETTINGS[name]
@@ -73,6 +74,7 @@ def whole(log_dir: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.mark.modes
 def test_a_budget_of_the_whole_context_gives_dense_tokens(
     whole: Server, dense_tokens: DenseTokens
 ) -> None:
@@ -84,10 +86,12 @@ def test_a_budget_of_the_whole_context_gives_dense_tokens(
     assert max(answer.cached for answer in answers) >= 992
 
 
+@pytest.mark.modes
 def test_an_abort_beside_others(whole: Server, dense_tokens: DenseTokens) -> None:
     abort_beside_others(whole, dense_tokens("llama", PROMPTS))
 
 
+@pytest.mark.modes
 def test_retracted_requests_start_over_and_end_the_same(
     whole: Server, dense_tokens: DenseTokens
 ) -> None:

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from harness import Server
+from parts import few
 from tiny_models import WINDOW, tiny_model
 from workload import tokens
 
-from tests.sizes import SWEEPS
+from tests.sizes import MORE_SERVERS
 
 pytestmark = [
     pytest.mark.sweeps,
-    pytest.mark.skipif(not SWEEPS, reason="more servers: make test-all PART=sweeps"),
+    pytest.mark.skipif(not MORE_SERVERS, reason="more servers: make test-all PART=sweeps"),
 ]
 
 _NEW_TOKENS = 24
@@ -61,7 +62,7 @@ DENSE: dict[str, Callable[[str, Path], list[list[int]]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FULL)
+@pytest.mark.parametrize("kind", few(FULL, "gemma3", "gpt_oss"))
 def test_a_roomy_budget_gives_the_dense_tokens(kind: str, log_dir: Path) -> None:
     dense = DENSE[kind](kind, log_dir)
     assert all(len(set(ids)) > 5 for ids in dense), "continuations that repeat show little"
@@ -80,7 +81,7 @@ def test_a_roomy_budget_gives_the_dense_tokens(kind: str, log_dir: Path) -> None
         assert (line in server.log()) == bool(windows)
 
 
-@pytest.mark.parametrize("kind", FULL)
+@pytest.mark.parametrize("kind", few(FULL, "gemma2"))
 def test_a_small_budget_keeps_requests_apart(kind: str, log_dir: Path) -> None:
     log = log_dir / f"windows-small-{kind}.log"
     with Server(tiny_model(kind), log, *_FLAGS, config=_SMALL) as server:

@@ -14,13 +14,14 @@ import pytest
 import torch
 from conftest import DenseTokens
 from harness import Answer, Server
+from parts import few
 from plugins import make_plugin
 from tiny_models import INDEX_TOP_K, tiny_model
 from transformers import AutoModelForCausalLM
 from workload import NEW_TOKENS, PROMPTS, tokens
 
 from hisparse.transformers import DB
-from tests.sizes import SWEEPS
+from tests.sizes import MORE_SERVERS
 
 #: Dense for every prompt here, and far too small for them.
 DENSE = {"budget": 8192, "host_memory": "1GiB", "device_memory": "600MB"}
@@ -31,7 +32,7 @@ DOCUMENT = tokens(1500, seed=1500)
 #: Whole pages of 16 tokens before the last token, which is always computed.
 CACHED = 1488
 
-sweeps = pytest.mark.skipif(not SWEEPS, reason="more servers: make test-all PART=sweeps")
+sweeps = pytest.mark.skipif(not MORE_SERVERS, reason="more servers: make test-all PART=sweeps")
 
 
 def start(
@@ -100,13 +101,33 @@ def test_a_second_server_with_other_settings_reads_what_a_sparse_one_wrote(
     ("name", "kind", "config", "flags"),
     [
         ("fp8", "llama", SPARSE | {"host_layout": "page_first"}, ("--kv-cache-dtype", "fp8_e4m3")),
-        ("layers", "qwen2", SPARSE | {"host_layout": "layer_first"}, ()),
-        ("pages of 64", "llama", SPARSE, ("--page-size", "64")),
-        ("snapkv", "llama", SPARSE | {"algorithm": "snapkv"}, ()),
-        ("dipr", "llama", SPARSE | {"algorithm": "dipr", "device_buffer_size": 512}, ()),
-        ("tail", "llama", SPARSE | {"tail_estimate": True, "overlap": True}, ()),
-        ("chunks", "llama", SPARSE, ("--chunked-prefill-size", "128")),
-        ("mla", "deepseek_v2", SPARSE, ()),
+        pytest.param(
+            "layers", "qwen2", SPARSE | {"host_layout": "layer_first"}, (), marks=pytest.mark.modes
+        ),
+        pytest.param(
+            "pages of 64", "llama", SPARSE, ("--page-size", "64"), marks=pytest.mark.modes
+        ),
+        pytest.param(
+            "snapkv", "llama", SPARSE | {"algorithm": "snapkv"}, (), marks=pytest.mark.modes
+        ),
+        pytest.param(
+            "dipr",
+            "llama",
+            SPARSE | {"algorithm": "dipr", "device_buffer_size": 512},
+            (),
+            marks=pytest.mark.modes,
+        ),
+        pytest.param(
+            "tail",
+            "llama",
+            SPARSE | {"tail_estimate": True, "overlap": True},
+            (),
+            marks=pytest.mark.modes,
+        ),
+        pytest.param(
+            "chunks", "llama", SPARSE, ("--chunked-prefill-size", "128"), marks=pytest.mark.modes
+        ),
+        pytest.param("mla", "deepseek_v2", SPARSE, (), marks=pytest.mark.modes),
         (
             "dsa",
             "deepseek_v32",
@@ -149,7 +170,7 @@ def test_a_restart_changes_no_token(
 
 @sweeps
 @pytest.mark.sweeps
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("kind", few(["llama", "qwen2"], "llama"))
 def test_a_server_and_the_library_read_each_others_pages(
     kind: str, log_dir: Path, tmp_path: Path
 ) -> None:
@@ -185,6 +206,7 @@ def test_a_server_and_the_library_read_each_others_pages(
 
 @sweeps
 @pytest.mark.sweeps
+@pytest.mark.modes
 def test_requests_at_the_same_time(log_dir: Path, tmp_path: Path) -> None:
     prompts = [tokens(n, seed=n) for n in (300, 500, 700, 900, 1100, 1300)]
     with start(log_dir, "many-first", tmp_path, SPARSE) as server:
@@ -204,23 +226,22 @@ def test_requests_at_the_same_time(log_dir: Path, tmp_path: Path) -> None:
 
 @sweeps
 @pytest.mark.sweeps
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
-def test_a_server_that_ends_in_mid_offload(
-    sign: signal.Signals, log_dir: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("sign", few(["SIGTERM", "SIGKILL"], "SIGKILL"))
+def test_a_server_that_ends_in_mid_offload(sign: str, log_dir: Path, tmp_path: Path) -> None:
     """What it wrote until then is there and whole; the rest is computed."""
     prompts = [tokens(1500, seed=s) for s in range(50, 56)]
     with start(log_dir, "reference", None, SPARSE) as server:
         right = [server.generate(prompt, 20).ids for prompt in prompts]
-    with start(log_dir, f"ended-{sign.name}", tmp_path, SPARSE) as server:
+    with start(log_dir, f"ended-{sign}", tmp_path, SPARSE) as server:
         for prompt in prompts:
             server.generate(prompt, 1)
-        os.killpg(server.pid, sign) if sign == signal.SIGKILL else os.kill(server.pid, sign)
+        end_with = os.killpg if sign == "SIGKILL" else os.kill
+        end_with(server.pid, signal.Signals[sign])
         end = time.monotonic() + 60
         while server._process.poll() is None:
             assert time.monotonic() < end, "the server did not end"
             time.sleep(0.1)
-    with start(log_dir, f"after-{sign.name}", tmp_path, SPARSE) as server:
+    with start(log_dir, f"after-{sign}", tmp_path, SPARSE) as server:
         answers = [server.generate(prompt, 20) for prompt in prompts]
         assert [answer.ids for answer in answers] == right
         assert max(answer.cached for answer in answers) == CACHED
@@ -263,6 +284,7 @@ def test_damaged_extents_are_computed_instead(log_dir: Path, tmp_path: Path) -> 
 
 @sweeps
 @pytest.mark.sweeps
+@pytest.mark.modes
 def test_failures_and_delays_that_sglang_injects(log_dir: Path, tmp_path: Path) -> None:
     """Half of all calls fail and take up to a second, with a limit of half a second."""
     prompts = [tokens(600, seed=s) for s in range(70, 78)]
@@ -330,7 +352,7 @@ def test_a_store_that_hangs_delays_no_one_beyond_the_limit(log_dir: Path, tmp_pa
 
 @sweeps
 @pytest.mark.sweeps
-@pytest.mark.parametrize("kind", ["llama", "deepseek_v2"])
+@pytest.mark.parametrize("kind", few(["llama", "deepseek_v2"], "llama"))
 def test_two_ranks_find_what_two_ranks_wrote(kind: str, log_dir: Path, tmp_path: Path) -> None:
     """Each its heads; of latents, which are the same on both, one writes for both."""
     env = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}

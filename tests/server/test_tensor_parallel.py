@@ -14,7 +14,7 @@ from plugins import make_plugin
 from tiny_models import INDEX_TOP_K, LAYERS, TOKEN_BYTES, tiny_model
 from workload import tokens
 
-from tests.sizes import SWEEPS
+from tests.sizes import MORE_SERVERS
 
 NEW_TOKENS = 16
 POOL_TOKENS = 20000
@@ -100,9 +100,13 @@ def test_ranks_of_dsa_share_latents_and_give_one_rank_s_tokens(
 
 
 @pytest.mark.sweeps
-@pytest.mark.skipif(not SWEEPS, reason="two more servers: make test-all PART=sweeps")
+@pytest.mark.skipif(not MORE_SERVERS, reason="two more servers: make test-all PART=sweeps")
 @pytest.mark.parametrize(
-    ("kind", "token_bytes"), [("llama", TOKEN_BYTES), ("deepseek_v2", LATENT_BYTES)]
+    ("kind", "token_bytes"),
+    [
+        ("llama", TOKEN_BYTES),
+        pytest.param("deepseek_v2", LATENT_BYTES, marks=pytest.mark.modes),
+    ],
 )
 def test_two_ranks_give_one_rank_s_tokens(kind: str, token_bytes: int, log_dir: Path) -> None:
     """Each rank holds its KV heads, or its part of the latents. Ranks of an MLA model select
