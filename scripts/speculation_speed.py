@@ -60,7 +60,7 @@ def _measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]
     with ExitStack() as stack:
         servers = [_server(arguments, folder, drafts=drafts) for drafts in (False, True)]
         for server in servers:
-            stack.enter_context(server).start(ServerProcess.cpu_environment(os.cpu_count() or 1))
+            stack.enter_context(server).start(ServerProcess.cpu_environment(arguments.threads))
         for number, prompt in enumerate(_prompts(arguments)):
             answers: dict[int, Generation] = {}
             for at in (0, 1) if number % 2 else (1, 0):
@@ -91,6 +91,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=int, default=256, help="tokens of an answer")
     parser.add_argument("--drafts", type=int, default=8, help="tokens of a verification")
     parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args(words)
     with tempfile.TemporaryDirectory(dir=arguments.out.absolute().parent) as folder:
         pairs = _measure(arguments, Path(folder))
