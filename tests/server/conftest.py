@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fork_server import fork_server
+from fork_server import fork_server, is_started
 from harness import Answer, Server
 from tiny_models import tiny_model
 from workload import PROMPTS, RETRACTED, SHARED, Case
@@ -19,7 +19,7 @@ DenseTokens = Callable[[str, Case], list[list[int]]]
 @pytest.fixture(scope="session", autouse=True)
 def _end_of_fork_server() -> Iterator[None]:
     yield
-    if fork_server.cache_info().currsize:
+    if is_started():
         fork_server().stop()
 
 
