@@ -67,6 +67,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, machine: Machine, max_requests: in
     monkeypatch.setattr(session, "_session", None)
     monkeypatch.setattr(setup, "free_host_memory", lambda: machine.host_bytes)
     monkeypatch.setattr(setup, "least_of_ranks", lambda *sizes: list(sizes))
+    monkeypatch.setattr(setup, "hybrid_layers", lambda model_config: None)
     monkeypatch.setattr(ranks, "layers_of_ranks", lambda layers: [layers] * machine.tp)
     monkeypatch.setattr(compat, "num_replicas", lambda: machine.dp)
     for name, number in (
