@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from checks import abort_beside_others, assert_nothing_held, retract_until_seen
 from conftest import DenseTokens
 from draft_models import eagle3_head, eagle_head, noisy_model, with_next_layer
 from harness import Answer, Server
@@ -91,8 +91,7 @@ def test_drafts_change_no_token(name: str, plain: Plain, log_dir: Path) -> None:
     with Server(target(), log, *flags, config=config, env=ENV) as server:
         first = [server.generate(prompt, NEW_TOKENS) for prompt in PROMPTS_HERE]
         both = server.generate_many([*PROMPTS_HERE, *PROMPTS_HERE[::-1]], NEW_TOKENS, delay_s=0.05)
-        server.flush_cache()
-        assert server.counted("host_tokens_used", "device_tokens_used") == (0, 0)
+        assert_nothing_held(server)
     for answers in (first, both[:5], both[:4:-1]):
         for drafted, each in zip(answers, expected, strict=True):
             assert_same_tokens(drafted, each)
@@ -122,26 +121,11 @@ def test_shared_prefixes_give_dense_tokens(whole: Server, dense_tokens: DenseTok
 
 @pytest.mark.modes
 def test_an_abort_beside_others(whole: Server, dense_tokens: DenseTokens) -> None:
-    expected = dense_tokens("llama", PROMPTS)
-    with ThreadPoolExecutor(1) as thread:
-        others = thread.submit(whole.generate_many, PROMPTS.prompts[:6], NEW_TOKENS, delay_s=0.1)
-        got = whole.abort_after(PROMPTS.prompts[3], num_tokens=10, max_new_tokens=900)
-        assert [a.ids for a in others.result()] == expected[:6]
-    assert 10 <= len(got) < 900
-    whole.flush_cache()
-    assert whole.counted("host_tokens_used", "device_tokens_used") == (0, 0)
+    abort_beside_others(whole, dense_tokens("llama", PROMPTS))
 
 
 @pytest.mark.modes
 def test_retracted_requests_start_over_and_end_the_same(
     whole: Server, dense_tokens: DenseTokens
 ) -> None:
-    for delay_s in (0.1, 0.3, 0.03, 1.0):
-        whole.flush_cache()
-        answers = whole.generate_many(
-            RETRACTED.prompts, RETRACTED.new_tokens, delay_s=delay_s, ignore_eos=False
-        )
-        assert [a.ids for a in answers] == dense_tokens("llama", RETRACTED)
-        if any(a.retractions for a in answers):
-            return
-    raise AssertionError("nothing was retracted, the pool is too large")
+    retract_until_seen(whole, dense_tokens("llama", RETRACTED))
