@@ -54,9 +54,7 @@ def configurator(model: torch.nn.Module, config: str, kv_cache_dtype: str = "aut
         ),
         model=model,
         kv_cache_dtype=torch.bfloat16,
-        model_config=SimpleNamespace(
-            context_len=32768, hf_config=CONFIG, linear_attn_registry_result=None
-        ),
+        model_config=SimpleNamespace(context_len=32768),
         device="cuda",
     )
 
