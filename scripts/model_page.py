@@ -49,11 +49,11 @@ its own pool: `--max-mamba-cache-size` or `--mamba-full-memory-ratio` sets its s
 `dense_layers` and the label `layer` of the metrics number layers as the model does.
 
 Qwen3-Next, Kimi Linear and LFM2 are served, and give the tokens of transformers. A CPU runs their
-other layers with functions in PyTorch (`cpu_standins/`, `scripts/torch_kernels.py`), because SGLang
-has them for GPUs and Intel's AMX. With these functions Qwen3-Next and Kimi Linear also ran with the
-radix cache, which SGLang offers to hybrids on a GPU; of some models, such as LFM2, it keeps states
-only with pages of one token, so they need `--disable-radix-cache`. Falcon H1 and Granite 4 have not
-run: their Mamba layers need a GPU.
+other layers, and the gate of Qwen2 MoE's shared expert, with functions in PyTorch (`cpu_standins/`,
+`scripts/torch_kernels.py`), because SGLang has them for GPUs and Intel's AMX. With these functions
+Qwen3-Next and Kimi Linear also ran with the radix cache, which SGLang offers to hybrids on a GPU;
+of some models, such as LFM2, it keeps states only with pages of one token, so they need
+`--disable-radix-cache`. Falcon H1 and Granite 4 have not run: their Mamba layers need a GPU.
 
 Hybrids are not served together with `storage`, speculative decoding, prefill and decode servers,
 `--pp-size` and `--attn-dp-size`. They need SGLang 0.5.23. `hisparse plan` and `HiSparseCache`
