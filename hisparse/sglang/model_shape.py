@@ -48,8 +48,6 @@ def read_model_shape(
         ConfigError: the layers differ from each other, or use a kind of attention that hisparse
             does not support.
     """
-    from sglang.srt.layers.radix_attention import AttentionType
-
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ConfigError(
             f"the KV cache is {dtype}; expected float32, bfloat16, float16 or fp8_e4m3: use "
@@ -65,29 +63,9 @@ def read_model_shape(
             f"the model's attention layers have {len(shapes)} different shapes; expected one shape "
             "for all layers"
         )
-    plain = all(
-        m.attn_type == AttentionType.DECODER
-        and not m.is_cross_attention
-        and (not m.logit_cap or m.logit_capping_method == "tanh")
-        and m.xai_temperature_len <= 0
-        and not m.use_irope
-        for m in layers
-    )
-    if not plain:
-        raise ConfigError(
-            "a layer of the model has cross attention, logits that are not capped by tanh, chunks "
-            "or temperature scaling; expected causal attention, over all tokens or a window"
-        )
+    _check_kind(layers)
     ids = sorted(m.layer_id for m in layers)
-    if hybrid_layers is not None and ids != list(hybrid_layers):
-        raise ConfigError(
-            f"the model's attention layers have numbers {ids}; expected {list(hybrid_layers)}, as "
-            "its configuration says"
-        )
-    if hybrid_layers is None and ids != list(range(ids[0], ids[0] + len(ids))):
-        raise ConfigError(
-            f"the model's attention layers have numbers {ids}; expected attention in every layer"
-        )
+    _check_numbers(ids, hybrid_layers)
     q_heads, kv_heads, head_dim, v_head_dim, scale, logit_cap = shapes.pop()
     windows = [_window(m, context_length) for m in sorted(layers, key=lambda m: m.layer_id)]
     spec = KVSpec(
@@ -104,6 +82,39 @@ def read_model_shape(
         windows=tuple(windows) if any(windows) else (),
     )
     return ModelShape(spec, scale, tuple(ids))
+
+
+def _check_kind(layers: Sequence[Any]) -> None:
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    plain = all(
+        m.attn_type == AttentionType.DECODER
+        and not m.is_cross_attention
+        and (not m.logit_cap or m.logit_capping_method == "tanh")
+        and m.xai_temperature_len <= 0
+        and not m.use_irope
+        for m in layers
+    )
+    if not plain:
+        raise ConfigError(
+            "a layer of the model has cross attention, logits that are not capped by tanh, chunks "
+            "or temperature scaling; expected causal attention, over all tokens or a window"
+        )
+
+
+def _check_numbers(ids: Sequence[int], hybrid_layers: Sequence[int] | None) -> None:
+    """Require attention in every layer, or in those that a hybrid's configuration names."""
+    if hybrid_layers is None:
+        if ids != list(range(ids[0], ids[0] + len(ids))):
+            raise ConfigError(
+                f"the model's attention layers have numbers {ids}; expected attention in every "
+                "layer"
+            )
+    elif ids != list(hybrid_layers):
+        raise ConfigError(
+            f"the model's attention layers have numbers {ids}; expected {list(hybrid_layers)}, as "
+            "its configuration says"
+        )
 
 
 def _window(layer: Any, context_length: int | None) -> int:

@@ -56,17 +56,15 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
     config = config_of_server(config, configurator.server_args)
     algorithm = build_algorithm(config)
     context_length = configurator.model_config.context_len
-    hybrid = hybrid_layers(configurator.model_config)
-    spec, scale, layer_ids = read_model_shape(
-        configurator.model, dtype, config.page_size, context_length, hybrid
-    )
-    spec = stored_spec(config, spec)
+    model, hybrid = configurator.model, hybrid_layers(configurator.model_config)
+    shape = read_model_shape(model, dtype, config.page_size, context_length, hybrid)
+    spec = stored_spec(config, shape.spec)
     _log_choices(config, spec, configurator.device)
     is_pipeline = compat.pipeline_size() > 1
     if is_pipeline:
         config = _of_own_layers(config, spec, configurator)
     elif hybrid is not None:
-        config = number_dense_layers(config, layer_ids)
+        config = number_dense_layers(config, shape.layer_ids)
     ranks = latent_ranks(configurator.server_args.nnodes)
     host_bytes, device_bytes = _memory(config, configurator, device_bytes, spec.num_layers)
     drafts = draft_tokens(configurator.server_args)
@@ -74,7 +72,7 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
         config,
         algorithm,
         spec,
-        scale,
+        shape.scale,
         Resources(
             host_bytes=host_bytes,
             device_bytes=device_bytes,
@@ -94,18 +92,19 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
         # Ranks with fewer layers have room for more.
         tokens, requests = least_of_ranks(setup.sizing.kv_tokens, setup.sizing.max_requests)
         setup.sizing = resize(setup.sizing, kv_tokens=tokens, max_requests=requests)
-    session = Session(
-        **vars(setup),
-        layer_ids=layer_ids,
-        ranks=ranks,
-        extra_slots=compat.decode_extra_slots(),
-    )
+    session = Session(**vars(setup), layer_ids=shape.layer_ids, ranks=ranks)
+    session.extra_slots = compat.decode_extra_slots()
     if has_linker(configurator.server_args):
-        session.storage = StorageCounters()
-        session.prefill_rate = PrefillRate(configurator.device)
-        session.model = configurator.model
-        session.model_settings = model_settings(configurator.model_config.hf_config)
+        _add_storage(session, configurator)
     return session
+
+
+def _add_storage(session: Session, configurator: Any) -> None:
+    """Add what a store below host memory needs."""
+    session.storage = StorageCounters()
+    session.prefill_rate = PrefillRate(configurator.device)
+    session.model = configurator.model
+    session.model_settings = model_settings(configurator.model_config.hf_config)
 
 
 def _log_choices(config: HiSparseConfig, spec: KVSpec, device: str) -> None:
