@@ -1,4 +1,4 @@
-"""Which cases of served modes run in PART=sweeps, and which in PART=modes alone."""
+"""Which cases run in ``make test``, which in PART=sweeps, and which in PART=modes alone."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from typing import Any
 
 import pytest
 
-__all__ = ["few"]
+from tests.sizes import MORE_SERVERS
+
+__all__ = ["MORE", "few"]
+
+#: Beside what ``make test`` runs: PART=sweeps, and what is also marked ``modes`` in PART=modes.
+MORE = [
+    pytest.mark.sweeps,
+    pytest.mark.skipif(not MORE_SERVERS, reason="more servers: make test-all PART=sweeps"),
+]
 
 
-def few(names: Iterable[str], *usual: str) -> list[Any]:
-    """Parameters of a test, of which sweeps run those of ``usual``, and PART=modes the others."""
-    return [
-        name if name in usual else pytest.param(name, marks=pytest.mark.modes) for name in names
-    ]
+def few(names: Iterable[str], *usual: str, others: Any = pytest.mark.modes) -> list[Any]:
+    """Parameters of a test.
+
+    Args:
+        names: all of them.
+        usual: those without marks of their own.
+        others: marks of the others; by default PART=modes runs them, and sweeps do not.
+    """
+    return [name if name in usual else pytest.param(name, marks=others) for name in names]

@@ -13,17 +13,13 @@ from typing import Any
 import pytest
 import torch
 from harness import Server
-from parts import few
+from parts import MORE, few
 from tiny_models import HYBRID_LAYERS, INDEX_TOP_K, tiny_model
 from workload import tokens
 
 from scripts.random_weights import make_plugin
-from tests.sizes import MORE_SERVERS
 
-pytestmark = [
-    pytest.mark.sweeps,
-    pytest.mark.skipif(not MORE_SERVERS, reason="more servers: make test-all PART=sweeps"),
-]
+pytestmark = MORE
 
 ROOT = Path(__file__).parent.parent.parent
 NEW_TOKENS = 24

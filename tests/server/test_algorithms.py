@@ -14,6 +14,7 @@ import pytest
 from checks import assert_nothing_held
 from conftest import DenseTokens
 from harness import Server
+from parts import MORE, few
 from planned_bytes import assert_planned
 from tiny_models import CONTEXT, tiny_model
 from workload import NEW_TOKENS, PROMPTS, SHARED
@@ -41,6 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     "reuse-layers": {"algorithm": "quest", "reuse_layers": 2, "dense_layers": [0]},
     "prefetch": {"algorithm": "quest", "prefetch": {"min_cosine": 0.5}},
 }
+#: What ``make test`` runs.
+USUAL = ("quest-bfloat16", "snapkv", "dipr-fine", "sketch", "reuse-layers", "prefetch")
 COMMON = {
     "budget": BUDGET,
     "device_buffer_size": 2 * BUDGET,
@@ -51,7 +54,7 @@ COMMON = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=few(CASES, *USUAL, others=MORE))
 def server(request: pytest.FixtureRequest, log_dir: Path) -> Iterator[Server]:
     config = CASES[request.param] | COMMON
     flags = ("--max-total-tokens", "40000", "--max-running-requests", "4")

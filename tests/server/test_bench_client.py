@@ -10,13 +10,18 @@ from pathlib import Path
 
 import pytest
 from harness import Server
+from parts import MORE
 from tiny_models import VOCAB, tiny_model
 
 # SGLang requires `datasets` and the CPU set-up leaves it out: `make lm-eval` installs it apart.
 DATASETS = Path(sys.prefix) / "lm-eval"
-pytestmark = pytest.mark.skipif(
-    not (DATASETS / "datasets").exists(), reason="not installed: make lm-eval, which make test does"
-)
+pytestmark = [
+    *MORE,
+    pytest.mark.skipif(
+        not (DATASETS / "datasets").exists(),
+        reason="not installed: make lm-eval, which make test does",
+    ),
+]
 
 REQUESTS, INPUT, OUTPUT = 6, 400, 12
 CONFIG = {"budget": 128, "host_memory": "1GiB", "device_memory": "64MB"}

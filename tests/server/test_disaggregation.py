@@ -14,15 +14,13 @@ from checks import assert_nothing_held, certain
 from conftest import DenseTokens
 from disaggregated import Pair
 from harness import Refused, Server
+from parts import MORE
 from settings import DSA
 from tiny_models import tiny_model
 from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
 
-from tests.sizes import MORE_SERVERS
-
 pytestmark = [
-    pytest.mark.sweeps,
-    pytest.mark.skipif(not MORE_SERVERS, reason="servers of its own: make test-all PART=sweeps"),
+    *MORE,
     pytest.mark.skipif(not mooncake_master.is_installed(), reason="needs make mooncake-tools"),
 ]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from float64_llama import Float64Llama
 from harness import Server
+from parts import MORE, few
 from plugins import make_plugin
 from tiny_models import tiny_model
 from workload import tokens
@@ -53,7 +54,9 @@ def attended(length: int) -> list[int]:
     return chosen + list(range(full * PAGE, length))
 
 
-@pytest.fixture(scope="module", params=["kv_head", "layer", "query_head"])
+@pytest.fixture(
+    scope="module", params=few(["kv_head", "layer", "query_head"], "kv_head", others=MORE)
+)
 def server(
     request: pytest.FixtureRequest, log_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:

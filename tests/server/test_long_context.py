@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from harness import Answer, Server
+from parts import MORE
 
 from hisparse.demo.document import Fact, make_prompt
 from hisparse.eval.models import fetch
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, *MORE]
 
 PAGE, BUDGET, BUFFER = 16, 512, 1024
 STAGING = 1 << 23

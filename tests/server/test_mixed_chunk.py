@@ -11,17 +11,13 @@ import pytest
 from checks import abort_beside_others, alone, assert_nothing_held, retract_until_seen
 from conftest import DenseTokens
 from harness import Server
+from parts import MORE
 from plugins import make_plugin
 from settings import SMALL_POOL, SPARSE, WHOLE, latents
 from tiny_models import KV_HEADS, LAYERS, TOKEN_BYTES, tiny_model
 from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
 
-from tests.sizes import MORE_SERVERS
-
-pytestmark = [
-    pytest.mark.sweeps,
-    pytest.mark.skipif(not MORE_SERVERS, reason="servers of its own: make test-all PART=sweeps"),
-]
+pytestmark = MORE
 
 #: Prints what SGLang mixes, and what hisparse makes of it.
 SPY = """

@@ -9,16 +9,12 @@ import pytest
 import requests
 from checks import assert_nothing_held
 from harness import Metrics, Server
+from parts import MORE
 from settings import TWO_RANKS
 from tiny_models import LAYERS, TOKEN_BYTES, tiny_model
 from workload import tokens
 
-from tests.sizes import MORE_SERVERS
-
-pytestmark = [
-    pytest.mark.sweeps,
-    pytest.mark.skipif(not MORE_SERVERS, reason="servers of its own: make test-all PART=sweeps"),
-]
+pytestmark = MORE
 
 NEW_TOKENS = 24
 PAGE, BUDGET = 16, 128

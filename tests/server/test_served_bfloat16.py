@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 from harness import Server
+from parts import MORE
 from tiny_models import tiny_model
 from workload import tokens
 
 from hisparse.kernels.build.cpu import cpu_library
-from tests.sizes import MORE_SERVERS
 
 pytestmark = [
-    pytest.mark.sweeps,
-    pytest.mark.skipif(not MORE_SERVERS, reason="more servers: make test-all PART=sweeps"),
+    *MORE,
     pytest.mark.skipif(cpu_library() is None, reason="the order of PyTorch's sums differs"),
 ]
 

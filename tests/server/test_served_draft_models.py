@@ -10,17 +10,12 @@ from checks import abort_beside_others, assert_nothing_held, retract_until_seen
 from conftest import DenseTokens
 from draft_models import eagle3_head, eagle_head, noisy_model, with_next_layer
 from harness import Answer, Server
-from parts import few
+from parts import MORE, few
 from test_served_speculation import SETTINGS, WHOLE, assert_same_tokens
 from tiny_models import tiny_model
 from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
 
-from tests.sizes import MORE_SERVERS
-
-pytestmark = [
-    pytest.mark.sweeps,
-    pytest.mark.skipif(not MORE_SERVERS, reason="servers of its own: make test-all PART=sweeps"),
-]
+pytestmark = MORE
 
 FLAGS = ("--chunked-prefill-size", "256", "--max-running-requests", "8")
 ENV = {"TORCHDYNAMO_DISABLE": "1"}

@@ -8,15 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from harness import Server
+from parts import MORE
 from tiny_models import tiny_model
 from workload import tokens
 
-from tests.sizes import MORE_SERVERS
-
-pytestmark = [
-    pytest.mark.sweeps,
-    pytest.mark.skipif(not MORE_SERVERS, reason="more servers: make test-all PART=sweeps"),
-]
+pytestmark = MORE
 
 _NEW_TOKENS = 24
 _PREFIX = tokens(400, seed=41)

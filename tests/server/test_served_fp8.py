@@ -99,7 +99,7 @@ def test_tokens_within_the_budget_are_dense(
 
 def test_beyond_the_budget_nothing_else_changes_the_tokens(server: Server, text: list[int]) -> None:
     # Prompts are whole chunks, the same whoever comes before.
-    prompts = [text[start : start + 640] for start in (240, 600)]
+    prompts = [text[start : start + 896] for start in (240, 360)]
     alone = []
     for prompt in prompts:
         server.flush_cache()

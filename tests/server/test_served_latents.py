@@ -10,17 +10,12 @@ import pytest
 import torch
 from checks import certain
 from harness import Answer, Server
-from parts import few
+from parts import MORE, few
 from settings import latents
 from tiny_models import LAYERS, tiny_model
 from workload import tokens
 
-from tests.sizes import MORE_SERVERS
-
-pytestmark = [
-    pytest.mark.sweeps,
-    pytest.mark.skipif(not MORE_SERVERS, reason="servers of its own: make test-all PART=sweeps"),
-]
+pytestmark = MORE
 
 NEW_TOKENS = 16
 POOL = 20000

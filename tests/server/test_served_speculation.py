@@ -10,17 +10,12 @@ import pytest
 from checks import abort_beside_others, assert_nothing_held, retract_until_seen
 from conftest import DenseTokens
 from harness import Answer, Server
-from parts import few
+from parts import MORE, few
 from settings import CHECKED, SMALL_POOL, SPARSE, WHOLE, latents
 from tiny_models import tiny_model
 from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
 
-from tests.sizes import MORE_SERVERS
-
-pytestmark = [
-    pytest.mark.sweeps,
-    pytest.mark.skipif(not MORE_SERVERS, reason="servers of its own: make test-all PART=sweeps"),
-]
+pytestmark = MORE
 
 #: Two logits that are closer may change places in another order of sums.
 NEAR = 1e-4

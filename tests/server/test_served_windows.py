@@ -13,16 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from harness import Server
-from parts import few
+from parts import MORE, few
 from tiny_models import WINDOW, tiny_model
 from workload import tokens
 
-from tests.sizes import MORE_SERVERS
-
-pytestmark = [
-    pytest.mark.sweeps,
-    pytest.mark.skipif(not MORE_SERVERS, reason="more servers: make test-all PART=sweeps"),
-]
+pytestmark = MORE
 
 _NEW_TOKENS = 24
 _PREFIX = tokens(700, seed=31)
