@@ -214,12 +214,15 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         slots = forward_batch.req_pool_indices[: shape[0]].long()
         num_pages = -(-(int(seq_lens_cpu.max()) + shape[1]) // self._spec.page_size)
         parents = read_parents(drafts.retrieve_next_token, drafts.retrieve_next_sibling)
+        # A draft model fills up no chain.
+        chain = drafts.tree_topk == 1
+        tokens = drafts.draft_token.view(shape) if chain else drop_fillers(drafts, parents)
         return VerifyBatch(
             slots=slots,
             slots_cpu=slots_cpu,
             seq_lens_cpu=seq_lens_cpu.astype("int64"),
             parents=parents,
-            tokens=drop_fillers(drafts, parents).numpy(),
+            tokens=tokens.numpy(),
             host_slots=forward_batch.out_cache_loc.view(shape).long(),
             host_page_table=self._page_table(slots, num_pages),
         )

@@ -68,6 +68,11 @@ def _draft_model(start: Start) -> str:
     return _speculation(start) if start.args.speculative_algorithm in DRAFT_MODELS else ""
 
 
+def _draft_dtype(start: Start) -> str:
+    dtype = getattr(start.args, "speculative_draft_kv_cache_dtype", None)
+    return "" if dtype in (None, "auto") else f"--speculative-draft-kv-cache-dtype {dtype}"
+
+
 def _set(flag: str, field: str) -> _Option:
     """A flag without a value; ``field`` of SGLang's arguments."""
     return _Option(
@@ -151,6 +156,8 @@ PROMPT_QUERIES: Final = _Option(
 
 #: Options of draft models that have not been tried.
 UNTRIED_DRAFTS: Final = (
+    _set("--enable-mixed-chunk", "enable_mixed_chunk"),
+    _Option(given=_draft_dtype, expected="it unset"),
     _set("--enable-multi-layer-eagle", "enable_multi_layer_eagle"),
     _set("--speculative-adaptive", "speculative_adaptive"),
     _set("--speculative-use-rejection-sampling", "speculative_use_rejection_sampling"),

@@ -89,8 +89,9 @@ class DraftAttnBackend(AttentionBackend):  # type: ignore[misc]
         queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = q.new_zeros(len(queries), layer.tp_q_head_num, layer.v_head_dim)
         for chunk in self._chunks:
-            own = queries[chunk.tokens], keys[chunk.slots], values[chunk.slots]
-            out[chunk.tokens] = _attend(*own, chunk.start, layer)
+            # A checkpoint can ask for another dtype of its KV cache.
+            own = (x[chunk.slots].to(queries.dtype) for x in (keys, values))
+            out[chunk.tokens] = _attend(queries[chunk.tokens], *own, chunk.start, layer)
         return out.flatten(1)
 
     def support_triton(self) -> bool:

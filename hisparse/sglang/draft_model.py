@@ -8,6 +8,8 @@ from unittest.mock import patch
 
 import torch
 
+from hisparse.errors import ConfigError
+from hisparse.sglang.hybrids import hybrid_layers
 from hisparse.sglang.requested import DRAFT_BACKEND
 from hisparse.types import KVSpec
 
@@ -25,6 +27,9 @@ def draft_token_bytes(configurator: Any) -> int:
 
     Args:
         configurator: SGLang's ``KVCacheConfigurator`` of the target.
+
+    Raises:
+        ConfigError: the draft model is a hybrid.
     """
     draft = getattr(configurator, "spec_aux_config", None)
     if draft is None or draft.draft_model_config is None:
@@ -32,6 +37,11 @@ def draft_token_bytes(configurator: Any) -> int:
     from sglang.srt.configs.model_config import AttentionArch
 
     model = draft.draft_model_config
+    if hybrid_layers(model) is not None:
+        raise ConfigError(
+            f"the draft model is a hybrid ({', '.join(model.hf_config.architectures or ['?'])}); "
+            "expected one with attention in every layer"
+        )
     if model.attention_arch == AttentionArch.MLA:
         width = model.kv_lora_rank + model.qk_rope_head_dim
     else:

@@ -81,7 +81,15 @@ def _make_model_chains(server_args: Any) -> None:
             f"a draft model uses {DRAFT_BACKEND}"
         )
     server_args.speculative_draft_attention_backend = DRAFT_BACKEND
-    steps = server_args.speculative_num_steps or _STEPS
+    given = server_args.speculative_num_draft_tokens
+    steps = server_args.speculative_num_steps or (given - 1 if given else _STEPS)
+    if given not in (None, steps + 1):
+        logger.info(
+            "hisparse: --speculative-num-draft-tokens is set to %d: a chain of "
+            "--speculative-num-steps %d, and the token before it",
+            steps + 1,
+            steps,
+        )
     server_args.speculative_num_steps = steps
     server_args.speculative_eagle_topk = 1
     server_args.speculative_num_draft_tokens = steps + 1

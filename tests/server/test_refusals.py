@@ -219,6 +219,7 @@ def test_a_draft_model_drafts_chains(resolve: Resolve) -> None:
     draft = (*STANDALONE, "--speculative-draft-model-path", str(tiny_model("llama")))
     view = resolve(*draft)
     assert (view.speculative_num_steps, view.speculative_eagle_topk) == (3, 1)
+    assert resolve(*draft, "--speculative-num-draft-tokens", "8").speculative_num_steps == 7
     view = resolve(*draft, "--speculative-num-steps", "5", "--speculative-num-draft-tokens", "9")
     assert (view.speculative_num_draft_tokens, view.speculative_eagle_topk) == (6, 1)
     assert view.speculative_draft_attention_backend == "hisparse_draft"
@@ -233,6 +234,11 @@ def test_a_draft_model_drafts_chains(resolve: Resolve) -> None:
             "--speculative-draft-attention-backend is triton; expected it unset",
         ),
         (("--enable-multi-layer-eagle",), "does not go with --enable-multi-layer-eagle yet"),
+        (("--enable-mixed-chunk",), "does not go with --enable-mixed-chunk yet"),
+        (
+            ("--speculative-draft-kv-cache-dtype", "fp8_e4m3"),
+            "does not go with --speculative-draft-kv-cache-dtype fp8_e4m3 yet",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
