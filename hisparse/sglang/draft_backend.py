@@ -90,8 +90,8 @@ class DraftAttnBackend(AttentionBackend):  # type: ignore[misc]
         out = q.new_zeros(len(queries), layer.tp_q_head_num, layer.v_head_dim)
         for chunk in self._chunks:
             # A checkpoint can ask for another dtype of its KV cache.
-            own = (x[chunk.slots].to(queries.dtype) for x in (keys, values))
-            out[chunk.tokens] = _attend(queries[chunk.tokens], *own, chunk.start, layer)
+            k, v = (x[chunk.slots].to(queries.dtype) for x in (keys, values))
+            out[chunk.tokens] = _attend(queries[chunk.tokens], k, v, chunk.start, layer)
         return out.flatten(1)
 
     def support_triton(self) -> bool:
