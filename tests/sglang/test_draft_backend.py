@@ -12,6 +12,7 @@ from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
+from hisparse.errors import ConfigError
 from hisparse.sglang import draft_backend, hooks, session
 from hisparse.sglang.draft_backend import DraftAttnBackend, DraftSteps
 from hisparse.sglang.draft_model import (
@@ -134,8 +135,11 @@ def test_only_draft_models_of_hisparse_get_its_backends() -> None:
     assert backend.prefill_attention_backend_str == "hisparse_draft"
 
 
-def test_the_draft_models_pool_is_charged() -> None:
+def test_the_draft_models_pool_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[int] | None] = [None]
+    monkeypatch.setattr("hisparse.sglang.draft_model.hybrid_layers", lambda model: found[0])
     draft = SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=["Lfm2ForCausalLM"]),
         attention_arch=AttentionArch.MHA,
         get_num_kv_heads=lambda ranks: 2,
         head_dim=32,
@@ -149,6 +153,12 @@ def test_the_draft_models_pool_is_charged() -> None:
     assert draft_token_bytes(configurator) == 3 * 2 * (32 + 16) * 2
     draft.attention_arch = AttentionArch.MLA
     assert draft_token_bytes(configurator) == 3 * (64 + 8) * 2
+    found[0] = [1, 3]
+    with pytest.raises(
+        ConfigError, match=r"the draft model is a hybrid \(Lfm2ForCausalLM\); expec"
+    ):
+        draft_token_bytes(configurator)
+    found[0] = None
     spec = KVSpec(
         num_layers=2,
         num_q_heads=4,
