@@ -154,9 +154,7 @@ def test_the_draft_models_pool_is_charged(monkeypatch: pytest.MonkeyPatch) -> No
     draft.attention_arch = AttentionArch.MLA
     assert draft_token_bytes(configurator) == 3 * (64 + 8) * 2
     found[0] = [1, 3]
-    with pytest.raises(
-        ConfigError, match=r"the draft model is a hybrid \(Lfm2ForCausalLM\); "
-    ):
+    with pytest.raises(ConfigError, match=r"the draft model is a hybrid \(Lfm2ForCausalLM\); "):
         draft_token_bytes(configurator)
     found[0] = None
     spec = KVSpec(
