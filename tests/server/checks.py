@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from harness import Answer, Server
-from workload import NEW_TOKENS, PROMPTS, RETRACTED
+from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, Case
 
 __all__ = [
     "abort_beside_others",
     "alone",
+    "assert_equal_fresh_and_cached",
     "assert_nothing_held",
     "certain",
     "retract_until_seen",
@@ -30,6 +31,18 @@ def assert_nothing_held(server: Server) -> None:
     while any(held := server.counted("host_tokens_used", "device_tokens_used")):
         assert time.monotonic() < end, f"host and device tokens still used: {held}"
         time.sleep(0.1)
+
+
+def assert_equal_fresh_and_cached(
+    server: Server, case: Case, expected: Sequence[list[int]]
+) -> None:
+    """Prompts at once give the expected tokens, computed and with prefixes of the radix cache."""
+    server.flush_cache()
+    for _ in range(2):
+        answers = server.generate_many(case.prompts, NEW_TOKENS, delay_s=0.05)
+        assert [answer.ids for answer in answers] == expected
+    if case is SHARED:
+        assert max(answer.cached for answer in answers) >= 992
 
 
 def alone(server: Server, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:

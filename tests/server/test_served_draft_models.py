@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from checks import abort_beside_others, assert_nothing_held, retract_until_seen
+from checks import (
+    abort_beside_others,
+    assert_equal_fresh_and_cached,
+    assert_nothing_held,
+    retract_until_seen,
+)
 from conftest import DenseTokens
 from draft_models import eagle3_head, eagle_head, noisy_model, with_next_layer
 from harness import Answer, Server
@@ -107,11 +112,7 @@ def whole(log_dir: Path) -> Iterator[Server]:
 @pytest.mark.modes
 def test_shared_prefixes_give_dense_tokens(whole: Server, dense_tokens: DenseTokens) -> None:
     for case in (PROMPTS, SHARED):
-        whole.flush_cache()
-        for _ in range(2):
-            answers = whole.generate_many(case.prompts, NEW_TOKENS, delay_s=0.05)
-            assert [a.ids for a in answers] == dense_tokens("llama", case)
-    assert max(answer.cached for answer in answers) >= 992
+        assert_equal_fresh_and_cached(whole, case, dense_tokens("llama", case))
 
 
 @pytest.mark.modes

@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import abort_beside_others, assert_nothing_held, retract_until_seen
+from checks import (
+    abort_beside_others,
+    assert_equal_fresh_and_cached,
+    assert_nothing_held,
+    retract_until_seen,
+)
 from conftest import DenseTokens
 from harness import Answer, Server
 from parts import MORE, few
@@ -74,11 +79,7 @@ def test_a_budget_of_the_whole_context_gives_dense_tokens(
     whole: Server, dense_tokens: DenseTokens
 ) -> None:
     for case in (PROMPTS, SHARED):
-        whole.flush_cache()
-        for _ in range(2):
-            answers = whole.generate_many(case.prompts, NEW_TOKENS, delay_s=0.05)
-            assert [a.ids for a in answers] == dense_tokens("llama", case)
-    assert max(answer.cached for answer in answers) >= 992
+        assert_equal_fresh_and_cached(whole, case, dense_tokens("llama", case))
 
 
 @pytest.mark.modes
