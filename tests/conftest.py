@@ -50,6 +50,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
+def pytest_runtest_setup() -> None:
+    """A test draws the same weights and tensors in every run, whichever tests ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
     """What ``scripts/run_tests.py`` took so far, if it started this run: the last line but one."""
