@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
-__all__ = ["MODES", "MORE_SERVERS", "PART", "SWEEPS", "sized"]
+import pytest
+
+__all__ = ["MODES", "MORE_SERVERS", "PART", "SWEEPS", "crossed", "sized"]
 
 T = TypeVar("T")
 
@@ -21,3 +24,23 @@ MORE_SERVERS = SWEEPS or MODES
 def sized(usual: T, swept: T) -> T:
     """The size for this run."""
     return swept if SWEEPS else usual
+
+
+def crossed(names: str, first: Sequence[Any], second: Sequence[Any]) -> pytest.MarkDecorator:
+    """Two parameters: each value of the longer one with one of the other; in sweeps all pairs.
+
+    Args:
+        names: of both, as ``pytest.mark.parametrize`` takes them.
+        first, second: values, or results of ``pytest.param`` with an id.
+    """
+    length = max(len(first), len(second))
+    pairs = [(first[i % len(first)], second[i % len(second)]) for i in range(length)]
+    pairs = sized(pairs, [(one, other) for one in first for other in second])
+    made = [[_param(value) for value in pair] for pair in pairs]
+    return pytest.mark.parametrize(
+        names, [pytest.param(*a.values, *b.values, id=f"{a.id}-{b.id}") for a, b in made]
+    )
+
+
+def _param(value: Any) -> Any:
+    return value if isinstance(value, tuple) else pytest.param(value, id=str(value))

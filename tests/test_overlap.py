@@ -18,6 +18,7 @@ from hisparse.cache.streams import InlineStreams, Lane, Pending
 from hisparse.testing import Simulator
 from hisparse.testing.delayed import DelayedStreams, Order
 from hisparse.testing.replaying_simulator import ReplayingSimulator
+from tests.sizes import crossed
 
 T = TypeVar("T")
 SCOPES = ["layer", "kv_head", "query_head"]
@@ -44,27 +45,22 @@ def assert_equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         assert torch.equal(one, other), f"forward {number}: {(one - other).abs().max()}"
 
 
-SETTINGS = pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, id="sketch"),
-        pytest.param(REUSE, id="reuse"),
-        pytest.param(REUSE | {"dense_layers": (0, 3), "max_row": 64}, id="reuse-dense-leaders"),
-        pytest.param(REUSE | {"algorithm": TopP(mass=0.8)}, id="reuse-topp"),
-        pytest.param(REUSE | {"extensions": {"tail_estimate": True}}, id="reuse-tail-estimate"),
-        pytest.param({"algorithm": SnapKV(window=4)}, id="snapkv-reads-its-context"),
-        pytest.param({"min_sparse_context": 1000, "max_row": 64}, id="staged"),
-        pytest.param(
-            {"extensions": {"prefetch": {"min_cosine": 0.3}}, "max_row": 64}, id="prefetch"
-        ),
-        # Rows without a spare page: what one load evicts, another one may need.
-        pytest.param(REUSE | PREFETCH | TIGHT, id="prefetch-reuse"),
-    ],
-)
+SETTINGS = [
+    pytest.param({}, id="sketch"),
+    pytest.param(REUSE, id="reuse"),
+    pytest.param(REUSE | {"dense_layers": (0, 3), "max_row": 64}, id="reuse-dense-leaders"),
+    pytest.param(REUSE | {"algorithm": TopP(mass=0.8)}, id="reuse-topp"),
+    pytest.param(REUSE | {"extensions": {"tail_estimate": True}}, id="reuse-tail-estimate"),
+    pytest.param({"algorithm": SnapKV(window=4)}, id="snapkv-reads-its-context"),
+    pytest.param({"min_sparse_context": 1000, "max_row": 64}, id="staged"),
+    pytest.param({"extensions": {"prefetch": {"min_cosine": 0.3}}, "max_row": 64}, id="prefetch"),
+    # Rows without a spare page: what one load evicts, another one may need.
+    pytest.param(REUSE | PREFETCH | TIGHT, id="prefetch-reuse"),
+]
 
 
-@SETTINGS
-@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.sweeps
+@crossed("scope, settings", SCOPES, SETTINGS)
 def test_in_any_order_results_are_those_without_overlap(
     scope: str, settings: dict[str, Any]
 ) -> None:
@@ -129,8 +125,8 @@ def test_layers_that_reuse_a_selection_have_their_pages_before_they_begin() -> N
     assert streams.num_started - before == len([1, 3])
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.sweeps
+@crossed("scope, order", SCOPES, ORDERS)
 def test_a_replayed_step_is_the_eager_one(scope: str, order: Order) -> None:
     settings = REUSE | {"scope": scope, "min_sparse_context": 80}
     eager = Simulator(checked=False, **settings)

@@ -16,6 +16,7 @@ from hisparse.algorithms.streaming import Streaming
 from hisparse.algorithms.topp import TopP
 from hisparse.testing import Request, Simulator
 from hisparse.testing.replaying_simulator import ReplayingSimulator
+from tests.sizes import crossed
 
 PREFETCH: dict[str, Any] = {"extensions": {"prefetch": {"min_cosine": 0.0}}}
 SCOPES = ["layer", "kv_head", "query_head"]
@@ -70,47 +71,44 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         assert same, name
 
 
-SETTINGS = pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, id="sketch"),
-        pytest.param({"algorithm": Sketch(economy=True)}, id="sketch-economy"),
-        pytest.param({"algorithm": Quest()}, id="quest"),
-        pytest.param({"algorithm": Quest(summary_dtype="bfloat16")}, id="quest-bfloat16"),
-        pytest.param({"fp8": True, "min_sparse_context": 80}, id="fp8-dense-beyond-the-budget"),
-        pytest.param({"algorithm": Streaming()}, id="streaming"),
-        pytest.param({"algorithm": SnapKV(window=4)}, id="snapkv"),
-        pytest.param({"algorithm": Oracle()}, id="oracle"),
-        pytest.param({"algorithm": TopP(mass=0.8)}, id="topp"),
-        pytest.param({"min_sparse_context": 80}, id="dense-beyond-the-budget"),
-        pytest.param({"dense_layers": (0,), "max_row": 192}, id="dense-layer"),
-        pytest.param({"layers": 4, "reuse_layers": 2}, id="reuse"),
-        pytest.param(
-            {"extensions": {"tail_estimate": True}, "min_sparse_context": 80}, id="tail-estimate"
-        ),
-        pytest.param(
-            {**PREFETCH, "device_buffer": 32, "max_row": 32},
-            id="prefetch",
-        ),
-        pytest.param(
-            {
-                **PREFETCH,
-                "min_sparse_context": 60,
-                "layers": 4,
-                "reuse_layers": 2,
-            },
-            id="prefetch-reuse-dense-beyond-the-budget",
-        ),
-        pytest.param(
-            {**PREFETCH, "algorithm": TopP(mass=0.6)},
-            id="prefetch-topp",
-        ),
-    ],
-)
+SETTINGS = [
+    pytest.param({}, id="sketch"),
+    pytest.param({"algorithm": Sketch(economy=True)}, id="sketch-economy"),
+    pytest.param({"algorithm": Quest()}, id="quest"),
+    pytest.param({"algorithm": Quest(summary_dtype="bfloat16")}, id="quest-bfloat16"),
+    pytest.param({"fp8": True, "min_sparse_context": 80}, id="fp8-dense-beyond-the-budget"),
+    pytest.param({"algorithm": Streaming()}, id="streaming"),
+    pytest.param({"algorithm": SnapKV(window=4)}, id="snapkv"),
+    pytest.param({"algorithm": Oracle()}, id="oracle"),
+    pytest.param({"algorithm": TopP(mass=0.8)}, id="topp"),
+    pytest.param({"min_sparse_context": 80}, id="dense-beyond-the-budget"),
+    pytest.param({"dense_layers": (0,), "max_row": 192}, id="dense-layer"),
+    pytest.param({"layers": 4, "reuse_layers": 2}, id="reuse"),
+    pytest.param(
+        {"extensions": {"tail_estimate": True}, "min_sparse_context": 80}, id="tail-estimate"
+    ),
+    pytest.param(
+        {**PREFETCH, "device_buffer": 32, "max_row": 32},
+        id="prefetch",
+    ),
+    pytest.param(
+        {
+            **PREFETCH,
+            "min_sparse_context": 60,
+            "layers": 4,
+            "reuse_layers": 2,
+        },
+        id="prefetch-reuse-dense-beyond-the-budget",
+    ),
+    pytest.param(
+        {**PREFETCH, "algorithm": TopP(mass=0.6)},
+        id="prefetch-topp",
+    ),
+]
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-@SETTINGS
+@pytest.mark.sweeps
+@crossed("scope, settings", SCOPES, SETTINGS)
 def test_a_replayed_step_is_the_eager_one(scope: str, settings: dict[str, Any]) -> None:
     check(scope, settings)
 

@@ -11,6 +11,7 @@ import pytest
 
 from hisparse.errors import HiSparseError
 from hisparse_bench.server import ServerProcess
+from tests.processes import is_running
 
 FAKE = textwrap.dedent(
     """
@@ -120,16 +121,8 @@ def test_stop_ends_the_whole_group(
         child = int(
             next(x for x in log.read_text().splitlines() if x.startswith("child")).split()[1]
         )
-        assert Path(f"/proc/{child}").exists()
+        assert is_running(child)
     end = time.monotonic() + 5
-    while _alive(child):
+    while is_running(child):
         assert time.monotonic() < end, f"process {child} is still there"
         time.sleep(0.05)
-
-
-def _alive(pid: int) -> bool:
-    """Whether it runs; one that has ended but that nobody has waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

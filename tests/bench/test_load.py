@@ -33,6 +33,7 @@ from hisparse_bench.load.recipes import read_recipe, recipe_names
 from hisparse_bench.load.report import UNCHECKED, LoadReport, LoadResult
 from hisparse_bench.load.usage import Usage
 from hisparse_bench.report import Case
+from tests.processes import is_running
 
 
 class Words:
@@ -378,14 +379,6 @@ def test_a_signal_leaves_no_process(tmp_path: Path, number: signal.Signals) -> N
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert "Traceback" not in errors
-    while any(map(_runs, pids.read_text().split())):
+    while any(is_running(int(pid)) for pid in pids.read_text().split()):
         assert time.monotonic() < end, "a process is left"
         time.sleep(0.05)
-
-
-def _runs(pid: str) -> bool:
-    """Whether a process runs; one that has ended but that nobody has waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False

@@ -17,6 +17,7 @@ from plugins import make_plugin
 from tiny_models import tiny_model
 from workload import tokens
 
+from tests.processes import is_running
 from tests.sizes import PART
 
 CONFIG = {
@@ -96,7 +97,7 @@ def test_a_process_that_is_killed_under_load(role: str, right: list[int], log_di
             processes = processes_of(server)
             processes[role].send_signal(signal.SIGKILL)
             end = time.monotonic() + 60
-            while left := [x for x in processes.values() if runs(x)]:
+            while left := [x for x in processes.values() if is_running(x)]:
                 server._process.poll()
                 assert time.monotonic() < end, f"still there: {left}"
                 time.sleep(0.1)
@@ -104,13 +105,6 @@ def test_a_process_that_is_killed_under_load(role: str, right: list[int], log_di
     assert shared_memory() <= before
     with Server(model, log, *FLAGS, config=CONFIG) as server:
         assert server.generate(PROMPTS[0], 20).ids == right
-
-
-def runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.skipif(not LONG, reason="builds all kernels: make test-all PART=faults")
