@@ -32,11 +32,12 @@ def draft_token_bytes(configurator: Any) -> int:
         ConfigError: the draft model is a hybrid.
     """
     draft = getattr(configurator, "spec_aux_config", None)
-    if draft is None or draft.draft_model_config is None:
+    # Releases before 0.5.23, with which drafts are refused, do not have it.
+    model = getattr(draft, "draft_model_config", None)
+    if draft is None or model is None:
         return 0
     from sglang.srt.configs.model_config import AttentionArch
 
-    model = draft.draft_model_config
     if hybrid_layers(model) is not None:
         raise ConfigError(
             f"the draft model is a hybrid ({', '.join(model.hf_config.architectures or ['?'])}); "
