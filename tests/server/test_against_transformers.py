@@ -1,8 +1,4 @@
-"""Families whose attention ``torch_native`` does not compute, and hybrids, against transformers.
-
-Hybrids mix attention with linear attention or convolutions, whose states SGLang keeps. A CPU runs
-these layers with the stand-ins of ``cpu_standins/`` and ``scripts/torch_kernels.py``.
-"""
+"""Families whose attention ``torch_native`` does not compute, and hybrids, against transformers."""
 
 from __future__ import annotations
 
@@ -10,18 +6,17 @@ import math
 from pathlib import Path
 from typing import Any
 
+import hybrids
 import pytest
 import torch
 from harness import Server
+from hybrids import HYBRIDS
 from parts import MORE, few
 from tiny_models import HYBRID_LAYERS, INDEX_TOP_K, tiny_model
 from workload import tokens
 
-from scripts.random_weights import make_plugin
-
 pytestmark = MORE
 
-ROOT = Path(__file__).parent.parent.parent
 NEW_TOKENS = 24
 _PREFIX = tokens(300, seed=41)
 PROMPTS = [tokens(90, seed=40), _PREFIX + tokens(133, seed=42), _PREFIX + tokens(20, seed=43)]
@@ -36,7 +31,6 @@ _DSA = _MEMORY | {
     "num_recent_pages": 0,
     "budget": INDEX_TOP_K,
 }
-HYBRIDS = ("qwen3_next", "lfm2", "kimi_linear")
 CONFIGS: dict[str, dict[str, Any]] = {
     "exaone4": _ROOMY,
     "glm4_moe_lite": _ROOMY,
@@ -47,15 +41,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def serve(kind: str, log_dir: Path, config: dict[str, Any], *flags: str) -> Server:
     """A server. SGLang keeps no states of LFM2 in the radix cache, but in pages of one token."""
-    plugin = log_dir / "plugin"
-    env = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_MAMBA_CONV_DTYPE": "float32"}
     if kind in HYBRIDS:
-        flags += ("--max-running-requests", "4", "--max-mamba-cache-size", "64")
+        flags += ("--max-running-requests", "4", *hybrids.FLAGS)
     if kind == "lfm2":
         flags += ("--disable-radix-cache",)
     log = log_dir / f"transformers-{kind}-{config['budget']}.log"
-    path = [make_plugin(plugin), ROOT]
-    return Server(tiny_model(kind), log, *_FLAGS, *flags, config=config, env=env, python_path=path)
+    options: dict[str, Any] = {"python_path": hybrids.python_path(log_dir / "plugin")}
+    options |= {"config": config, "env": hybrids.ENV}
+    return Server(tiny_model(kind), log, *_FLAGS, *flags, **options)
 
 
 def of_transformers(kind: str) -> list[list[int]]:

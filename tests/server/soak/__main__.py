@@ -34,6 +34,8 @@ from soak.scenarios import SCENARIOS, Scenario
 from soak.stores import count_pages, store_faults
 from soak.traffic import Traffic, answer_alone, is_rounding
 
+from tests.processes import is_running
+
 #: Prompts of a scenario, each sent again and again; conversations for each hundred requests.
 _PROMPTS, _TALKS = 40, 4
 _FLAGS = ("--max-total-tokens", "40000", "--max-running-requests", "16")
@@ -118,9 +120,10 @@ def run(scenario: Scenario, num_requests: int, concurrency: int, seed: int, log:
 def _start(scenario: Scenario, log: Path, store: Path | None, result: Result) -> Iterator[Server]:
     """A server of the scenario; none of its processes may be left."""
     storage = {} if store is None else {"storage": {"path": str(store), "size": scenario.store}}
-    config, env = scenario.config | storage, {"TORCHDYNAMO_DISABLE": "1"} | scenario.env
+    options = {"config": scenario.config | storage, "forked": False}
+    options |= scenario.server_options(log.with_suffix(".plugin"))
     flags = (*_FLAGS, *scenario.command_line)
-    with Server(scenario.folder, log, *flags, config=config, env=env, forked=False) as server:
+    with Server(scenario.folder, log, *flags, **options) as server:
         group = _processes(server)
         yield server
     _expect_none(group, result)
@@ -130,7 +133,7 @@ def _start(scenario: Scenario, log: Path, store: Path | None, result: Result) ->
 def _start_pair(scenario: Scenario, log: Path, result: Result) -> Iterator[Pair]:
     """A prefill and a decode server of the scenario; none of their processes may be left."""
     both: dict[str, Any] = {"config": scenario.config, "forked": False}
-    flags, env = (*_FLAGS, *scenario.flags), {"TORCHDYNAMO_DISABLE": "1"} | scenario.env
+    flags, env = (*_FLAGS, *scenario.flags), scenario.server_options(log)["env"]
     with disaggregated.running(
         log.parent, log.stem, scenario.model, *flags, prefill=both, decode=both, env=env
     ) as pair:
@@ -143,17 +146,10 @@ def _expect_none(group: list[psutil.Process], result: Result) -> None:
     """Note the processes that have not ended."""
     # On a busy machine a killed process takes a moment to end.
     end = time.monotonic() + 10
-    while (left := [p.pid for p in group if _runs(p)]) and time.monotonic() < end:
+    while (left := [p.pid for p in group if is_running(p)]) and time.monotonic() < end:
         time.sleep(0.1)
     if left:
         result.faults.append(f"processes left: {left}")
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _parts(server: Server | Pair) -> tuple[Server, ...]:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import hybrids
 from draft_models import noisy_model
+from hybrids import HYBRIDS
 from settings import DSA
-from tiny_models import INDEX_TOP_K, tiny_model
+from tiny_models import INDEX_TOP_K, KINDS, tiny_model
 
 from hisparse.eval.models import fetch
 
@@ -78,15 +80,24 @@ class Scenario:
     @property
     def folder(self) -> Path:
         """The model's folder, made or fetched if needed."""
-        return fetch(self.model) if "smollm" in self.model else tiny_model(self.model)
+        return tiny_model(self.model) if self.model in KINDS else fetch(self.model)
 
     @property
     def command_line(self) -> tuple[str, ...]:
-        """The flags, with those of a draft model."""
-        if not self.drafted:
-            return self.flags
-        draft = ("--speculative-draft-model-path", str(noisy_model(self.model)))
-        return (*self.flags, "--speculative-algorithm", "STANDALONE", *draft)
+        """The flags, with those of a hybrid or of a draft model."""
+        flags = self.flags
+        if self.model in HYBRIDS:
+            flags += hybrids.FLAGS
+        if self.drafted:
+            flags += ("--speculative-draft-model-path", str(noisy_model(self.model)))
+            flags += ("--speculative-algorithm", "STANDALONE")
+        return flags
+
+    def server_options(self, folder: Path) -> dict[str, Any]:
+        """Environment variables and module path of a server; its plug-ins go into ``folder``."""
+        if self.model in HYBRIDS:
+            return {"env": hybrids.ENV | self.env, "python_path": hybrids.python_path(folder)}
+        return {"env": {"TORCHDYNAMO_DISABLE": "1"} | self.env}
 
 
 _CHUNKS = ("--chunked-prefill-size", "256")
@@ -131,7 +142,7 @@ SCENARIOS = (
         model="qwen2",
         config=_SMALL | {"algorithm": "quest", "prefetch": {"min_cosine": 0.5}},
         flags=_CHUNKS,
-        part=0.06,
+        part=0.04,
     ),
     Scenario(
         name="sketch, mixed chunk",
@@ -219,7 +230,7 @@ SCENARIOS = (
             "algorithm": "dipr",
             "algorithm_config": {"alpha": 0.5, "index": "fine", "capacity_threshold": 8},
         },
-        part=0.06,
+        part=0.04,
     ),
     Scenario(
         name="sketch, fp8",
@@ -228,7 +239,7 @@ SCENARIOS = (
         flags=("--kv-cache-dtype", "fp8_e4m3", *_CHUNKS),
         # Eight bits magnify float32 noise.
         lead=0.2,
-        part=0.08,
+        part=0.06,
     ),
     Scenario(
         name="sketch, MLA",
@@ -250,7 +261,39 @@ SCENARIOS = (
         model="deepseek_v32",
         config=_DSA,
         flags=_CHUNKS,
-        part=0.08,
+        part=0.06,
+    ),
+    Scenario(
+        name="sketch, windows, sinks",
+        model="gpt_oss",
+        config=_SMALL,
+        flags=_CHUNKS,
+        part=0.02,
+    ),
+    Scenario(
+        name="transformers' code, whole context, retractions",
+        model="smollm3",
+        config=_WHOLE,
+        flags=("--model-impl", "transformers", *_CHUNKS),
+        env=_RETRACT,
+        whole=True,
+        part=0.02,
+    ),
+    Scenario(
+        name="hybrid, whole context, retractions",
+        model="qwen3_next",
+        config=_WHOLE,
+        flags=_CHUNKS,
+        env=_RETRACT,
+        whole=True,
+        part=0.03,
+    ),
+    Scenario(
+        name="sketch, hybrid",
+        model="kimi_linear",
+        config=_SMALL,
+        flags=_CHUNKS,
+        part=0.03,
     ),
     Scenario(
         name="windows, whole context, retractions",
@@ -275,6 +318,6 @@ SCENARIOS = (
         config=_SMALL | {"device_memory": "600MB"},
         flags=("--max-total-tokens", "12000"),
         longest=800,
-        part=0.06,
+        part=0.04,
     ),
 )
