@@ -16,6 +16,7 @@ from hisparse.algorithms.topp import TopP
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recorder import Recorder
 from hisparse.types import Selection
+from tests.sizes import crossed
 
 SCOPES = ["layer", "kv_head", "query_head"]
 TOKENS = {
@@ -103,19 +104,19 @@ def follow(**settings: Any) -> tuple[Simulator, Rule]:
     return sim, rule
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({}, id="quest"),
-        pytest.param({"num_recent_pages": 0, "num_sink_pages": 0}, id="no-recents"),
-        pytest.param({"budget": 48, "num_recent_pages": 3}, id="three-recents"),
-        pytest.param(TOKENS, id="tokens"),
-        pytest.param({"algorithm": TopP(mass=0.6)}, id="variable-lengths"),
-        pytest.param({"min_sparse_context": 80}, id="dense-beyond-the-budget"),
-        pytest.param({"layers": 4, "reuse_layers": 2, "dense_layers": (1,)}, id="reuse"),
-    ],
-)
+SETTINGS = [
+    pytest.param({}, id="quest"),
+    pytest.param({"num_recent_pages": 0, "num_sink_pages": 0}, id="no-recents"),
+    pytest.param({"budget": 48, "num_recent_pages": 3}, id="three-recents"),
+    pytest.param(TOKENS, id="tokens"),
+    pytest.param({"algorithm": TopP(mass=0.6)}, id="variable-lengths"),
+    pytest.param({"min_sparse_context": 80}, id="dense-beyond-the-budget"),
+    pytest.param({"layers": 4, "reuse_layers": 2, "dense_layers": (1,)}, id="reuse"),
+]
+
+
+@pytest.mark.sweeps
+@crossed("scope, settings", SCOPES, SETTINGS)
 def test_any_trace_attends_what_the_rule_says(scope: str, settings: dict[str, Any]) -> None:
     """Requests come, go, skip steps and are prefilled again; some grow beyond the budget."""
     rng = random.Random(0)
@@ -209,8 +210,8 @@ def test_a_row_that_is_used_again_knows_nothing_of_the_old_request() -> None:
     assert all(torch.equal(*pair) for pair in seen)
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("bound", [0, 70])
+@pytest.mark.sweeps
+@crossed("scope, bound", SCOPES, [0, 70])
 def test_what_a_request_attends_depends_on_it_alone(scope: str, bound: int) -> None:
     """Beside others it is served in other calls: while it is within the budget or below
     ``min_sparse_context``, and on the step that leaves them.
