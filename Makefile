@@ -219,7 +219,8 @@ results := bench/results/2026-11-21
 quality := $(foreach name,qwen-4k qwen-8k qwen-8k-seeds4 smollm2-4k qwen1.5b-4k, \
 	--from $(results)-eval-$(name)-2e9299e.json) \
 	$(foreach name,qwen-4k smollm2-4k, \
-	--from bench/results/2026-11-22-eval-economy-$(name)-15d92ff.json)
+	--from bench/results/2026-11-22-eval-economy-$(name)-15d92ff.json) \
+	$(foreach context,4k 8k, --from bench/results/2026-11-23-eval-gemma3-$(context)-4184cdb.json)
 
 docs: setup
 	$(python) -m scripts.make_reference docs/configuration.md
