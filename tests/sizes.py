@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 __all__ = ["MODES", "MORE_SERVERS", "PART", "SWEEPS", "crossed", "sized"]
 
@@ -26,7 +27,9 @@ def sized(usual: T, swept: T) -> T:
     return swept if SWEEPS else usual
 
 
-def crossed(names: str, first: Sequence[Any], second: Sequence[Any]) -> pytest.MarkDecorator:
+def crossed(
+    names: str, first: Sequence[Any], second: Sequence[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Two parameters: each value of the longer one with one of the other; in sweeps all pairs.
 
     Args:
@@ -37,10 +40,17 @@ def crossed(names: str, first: Sequence[Any], second: Sequence[Any]) -> pytest.M
     pairs = [(first[i % len(first)], second[i % len(second)]) for i in range(length)]
     pairs = sized(pairs, [(one, other) for one in first for other in second])
     made = [[_param(value) for value in pair] for pair in pairs]
-    return pytest.mark.parametrize(
-        names, [pytest.param(*a.values, *b.values, id=f"{a.id}-{b.id}") for a, b in made]
-    )
+    cases = [
+        pytest.param(*a.values, *b.values, id=f"{a.id}-{b.id}", marks=(*a.marks, *b.marks))
+        for a, b in made
+    ]
+
+    def mark(test: Callable[..., None]) -> Callable[..., None]:
+        parametrized: Callable[..., None] = pytest.mark.parametrize(names, cases)(test)
+        return pytest.mark.sweeps(parametrized)
+
+    return mark
 
 
-def _param(value: Any) -> Any:
-    return value if isinstance(value, tuple) else pytest.param(value, id=str(value))
+def _param(value: Any) -> ParameterSet:
+    return value if isinstance(value, ParameterSet) else pytest.param(value, id=str(value))

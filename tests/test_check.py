@@ -66,7 +66,7 @@ def test_the_command_on_a_right_algorithm(
     in_a_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = "from mine import Right\n\nclass Pages(Right):\n    "
-    sizes += '"""For few sizes of pages."""\n    page_sizes = (8,)\n'
+    sizes += '"""With one page size."""\n    page_sizes = (8,)\n'
     (in_a_folder / "sizes.py").write_text(sizes)
     assert main(["check", "sizes:Pages", "--options", '{"weight": 2.5}', "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -162,6 +162,18 @@ def test_dense_layers_are_read_over_the_link() -> None:
     assert 32 * (many.hisparse_us - few.hisparse_us) == close(copied)
 
 
+def test_layers_with_a_window_read_it_alone() -> None:
+    """Neither scores nor transfers."""
+    config, where = HiSparseConfig(cuda_graph=True), {"context": LONG, "batch": 8}
+    full, half, none = (
+        estimate_step(config, replace(LLAMA, windows=windows), H100, **where, hit_ratio=0.85)
+        for windows in ((), (1024, 0) * 16, (1024,) * 32)
+    )
+    assert 2 * half.hisparse_us == pytest.approx(full.hisparse_us + none.hisparse_us)
+    assert none.hisparse_us < full.hisparse_us / 4
+    assert none.dense_us < half.dense_us < full.dense_us
+
+
 def test_sketches_in_host_memory_are_read_for_candidates() -> None:
     assert estimate._HOST_CANDIDATES == sketch._CANDIDATES
     found = step(1, algorithm_config={"economy": True})

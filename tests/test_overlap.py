@@ -59,7 +59,6 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.sweeps
 @crossed("scope, settings", SCOPES, SETTINGS)
 def test_in_any_order_results_are_those_without_overlap(
     scope: str, settings: dict[str, Any]
@@ -125,7 +124,6 @@ def test_layers_that_reuse_a_selection_have_their_pages_before_they_begin() -> N
     assert streams.num_started - before == len([1, 3])
 
 
-@pytest.mark.sweeps
 @crossed("scope, order", SCOPES, ORDERS)
 def test_a_replayed_step_is_the_eager_one(scope: str, order: Order) -> None:
     settings = REUSE | {"scope": scope, "min_sparse_context": 80}

@@ -14,9 +14,13 @@ import torch
 from transformers import (
     DeepseekV2Config,
     DeepseekV32Config,
+    Gemma3TextConfig,
     KimiLinearConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
 )
 
 from hisparse.cli import main
@@ -118,6 +122,26 @@ def test_shapes_of_ranks() -> None:
     assert shape_per_rank(LlamaConfig(**SMALL), 16, 1).dtype == torch.float16, "as SGLang has it"
     with pytest.raises(ConfigError, match=r"--tp: got 3, expected a divisor of the model's"):
         shape_per_rank(config, 16, 3)
+
+
+def test_windows_are_those_that_sglang_reads() -> None:
+    layers = {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 128}
+    for config in (
+        MistralConfig(**SMALL, sliding_window=128),
+        Qwen2Config(**SMALL, **layers),
+        Qwen3Config(**SMALL, **layers),
+    ):
+        assert shape_per_rank(config, 16, 1).windows == ()
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    gemma = Gemma3TextConfig(**SMALL, **kinds, sliding_window=128)
+    assert shape_per_rank(gemma, 16, 1).windows == (128, 0)
+
+
+def test_layers_with_a_window_keep_k_and_v_and_no_representations() -> None:
+    half = replace(LLAMA, windows=(1024, 0) * (LLAMA.num_layers // 2))
+    found = [fit(HiSparseConfig(algorithm="quest"), spec, H200, 32768) for spec in (LLAMA, half)]
+    assert [x.host_bytes_per_token for x in found] == [LLAMA.token_bytes] * 2
+    assert 0 < 2 * found[1].device_bytes_per_token == found[0].device_bytes_per_token
 
 
 def test_the_states_of_hybrids_are_not_counted() -> None:

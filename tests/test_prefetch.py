@@ -115,7 +115,6 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.sweeps
 @crossed("scope, settings", SCOPES, SETTINGS)
 def test_any_trace_attends_what_the_rule_says(scope: str, settings: dict[str, Any]) -> None:
     """Requests come, go, skip steps and are prefilled again; some grow beyond the budget."""
@@ -210,7 +209,6 @@ def test_a_row_that_is_used_again_knows_nothing_of_the_old_request() -> None:
     assert all(torch.equal(*pair) for pair in seen)
 
 
-@pytest.mark.sweeps
 @crossed("scope, bound", SCOPES, [0, 70])
 def test_what_a_request_attends_depends_on_it_alone(scope: str, bound: int) -> None:
     """Beside others it is served in other calls: while it is within the budget or below

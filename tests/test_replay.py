@@ -107,7 +107,6 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.sweeps
 @crossed("scope, settings", SCOPES, SETTINGS)
 def test_a_replayed_step_is_the_eager_one(scope: str, settings: dict[str, Any]) -> None:
     check(scope, settings)

@@ -32,7 +32,7 @@ def draft_token_bytes(configurator: Any) -> int:
         ConfigError: the draft model is a hybrid.
     """
     draft = getattr(configurator, "spec_aux_config", None)
-    # Releases before 0.5.23, with which drafts are refused, do not have it.
+    # Releases before 0.5.23 lack it; with them drafts are refused.
     model = getattr(draft, "draft_model_config", None)
     if draft is None or model is None:
         return 0

@@ -37,6 +37,10 @@ def read_model_config(model: str) -> Any:
         ) from None
 
 
+#: Types of models whose windows SGLang's own code does not read.
+_ATTEND_ALL = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+
+
 def shape_per_rank(config: Any, page_size: int, tp: int) -> KVSpec:
     """KV shapes on one of ``tp`` ranks, in the dtype that SGLang chooses by default.
 
@@ -59,8 +63,8 @@ def shape_per_rank(config: Any, page_size: int, tp: int) -> KVSpec:
         spec = _latent_shape(config, text, page_size)
     else:
         spec, _ = read_model_shape(config, page_size)
-        if not getattr(text, "layer_types", None):
-            # SGLang's Mistral, Mixtral, Phi-3 and Starcoder2 attend all tokens.
+        # SGLang's Mistral, Mixtral, Phi-3 and Starcoder2 attend all tokens too.
+        if not getattr(text, "layer_types", None) or text.model_type in _ATTEND_ALL:
             spec = replace(spec, windows=())
     if spec.num_q_heads % tp or (spec.num_kv_heads % tp and tp % spec.num_kv_heads):
         raise ConfigError(

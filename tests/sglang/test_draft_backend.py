@@ -170,6 +170,8 @@ def test_the_draft_models_pool_is_charged(monkeypatch: pytest.MonkeyPatch) -> No
     assert sglang_draft_bytes(configurator, spec) == spec.token_bytes * 3 // 2
     for nothing in (
         SimpleNamespace(),
+        # As in SGLang 0.5.20.
+        SimpleNamespace(spec_aux_config=SimpleNamespace(eagle_draft_num_layers=None)),
         SimpleNamespace(
             spec_aux_config=SimpleNamespace(draft_model_config=None, eagle_draft_num_layers=None)
         ),

@@ -253,6 +253,7 @@ SCENARIOS = (
         model="deepseek_v2",
         config=_SMALL,
         flags=("--kv-cache-dtype", "fp8_e4m3", *_CHUNKS),
+        env=_RETRACT,
         lead=0.2,
         part=0.03,
     ),
@@ -268,6 +269,7 @@ SCENARIOS = (
         model="gpt_oss",
         config=_SMALL,
         flags=_CHUNKS,
+        env=_RETRACT,
         part=0.02,
     ),
     Scenario(
@@ -293,6 +295,7 @@ SCENARIOS = (
         model="kimi_linear",
         config=_SMALL,
         flags=_CHUNKS,
+        env=_RETRACT,
         part=0.03,
     ),
     Scenario(
@@ -309,6 +312,7 @@ SCENARIOS = (
         model="gemma2",
         config=_SMALL,
         flags=_CHUNKS,
+        env=_RETRACT,
         part=0.03,
     ),
     Scenario(
