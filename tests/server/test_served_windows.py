@@ -14,6 +14,7 @@ import pytest
 import torch
 from harness import Server
 from parts import MORE, few
+from planned_bytes import assert_planned
 from tiny_models import WINDOW, tiny_model
 from workload import tokens
 
@@ -25,7 +26,10 @@ _PREFIX = tokens(700, seed=31)
 PROMPTS = [tokens(90, seed=30), _PREFIX + tokens(333, seed=32), _PREFIX + tokens(20, seed=33)]
 #: Layers that attend the whole context in SGLang.
 FULL = {"mistral": 3, "phi3": 3, "gemma2": 1, "gemma3": 1, "cohere2": 1, "gpt_oss": 1}
-_FLAGS = ("--max-total-tokens", "20000", "--chunked-prefill-size", "256")
+_FLAGS = (
+    *("--max-total-tokens", "20000", "--max-running-requests", "4"),
+    *("--chunked-prefill-size", "256"),
+)
 _MEMORY = {"host_memory": "1GiB", "device_memory": "300MB"}
 _ROOMY = _MEMORY | {"budget": 8192}
 #: A device buffer below the window, which is raised.
@@ -74,6 +78,8 @@ def test_a_roomy_budget_gives_the_dense_tokens(kind: str, log_dir: Path) -> None
         windows = 3 - FULL[kind]
         line = f"{windows} of 3 layers attend windows of {WINDOW + (kind == 'cohere2')} tokens"
         assert (line in server.log()) == bool(windows)
+        if kind == "gemma3":
+            assert_planned(server, tiny_model(kind), _ROOMY, context=8192, max_requests=4)
 
 
 @pytest.mark.parametrize("kind", few(FULL, "gemma2"))
