@@ -50,9 +50,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup() -> None:
     """Seeds PyTorch before a test's fixtures, so that it draws the same in every run."""
-    torch.manual_seed(zlib.crc32(item.nodeid.encode()))
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
