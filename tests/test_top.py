@@ -213,7 +213,7 @@ def test_on_a_terminal_it_draws_until_ctrl_c(serve: Any) -> None:
         drawn += os.read(terminal, 65536)
     end, pressed = time.monotonic() + 60, 0.0
     while process.poll() is None and time.monotonic() < end:
-        # Python drops an interrupt that falls into a destructor; one presses again then.
+        # Once in many runs an interrupt had no effect; one presses again then.
         if time.monotonic() > pressed + 5:
             process.send_signal(signal.SIGINT)
             pressed = time.monotonic()

@@ -13,6 +13,9 @@ from hisparse.types import KVSpec
 
 __all__ = ["count_weight_bytes", "read_model_config", "shape_per_rank"]
 
+#: Types of models whose windows SGLang's own code does not read.
+_ATTEND_ALL = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+
 #: The end of errors about weights of unknown size.
 _EXPECTED_SIZE = "expected the size of the model's files, such as 15GiB"
 
@@ -35,10 +38,6 @@ def read_model_config(model: str) -> Any:
             f"--model: got {model!r}, expected a folder or hub id with a configuration: "
             f"{one_line(error)}"
         ) from None
-
-
-#: Types of models whose windows SGLang's own code does not read.
-_ATTEND_ALL = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
 
 
 def shape_per_rank(config: Any, page_size: int, tp: int) -> KVSpec:
