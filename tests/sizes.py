@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-__all__ = ["MODES", "MORE_SERVERS", "PART", "SWEEPS", "crossed", "sized"]
+__all__ = ["FAULTS", "MODES", "MORE_SERVERS", "PART", "SWEEPS", "crossed", "sized"]
 
 T = TypeVar("T")
 
 #: The part of ``make test-all`` that runs; empty in ``make test``.
 PART = os.environ.get("PART", "")
 SWEEPS = PART == "sweeps"
+FAULTS = PART == "faults"
 #: All cases of served modes.
 MODES = PART == "modes"
 #: Served modes: a case or two of each in sweeps.

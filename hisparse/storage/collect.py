@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sqlite3
 import threading
 import time
@@ -15,7 +14,7 @@ from hisparse.errors import one_line
 from hisparse.storage.folder import Folder
 from hisparse.storage.index import Index, Row
 from hisparse.storage.limits import Limits
-from hisparse.storage.record import BLOCK_BYTES, read_header
+from hisparse.storage.read import Reader
 from hisparse.storage.report import Counters
 from hisparse.storage.segments import SegmentWriter, locked
 
@@ -37,6 +36,7 @@ class Collector:
 
     Args:
         folder: of the store.
+        reader: of the store.
         writer: takes what is copied.
         limits: of the store.
         counters: of the store.
@@ -46,13 +46,14 @@ class Collector:
     def __init__(
         self,
         folder: Folder,
+        reader: Reader,
         writer: SegmentWriter,
         limits: Limits,
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
-        self._folder, self._writer, self._limits = folder, writer, limits
-        self._counters, self._clock = counters, clock
+        self._folder, self._reader, self._writer = folder, reader, writer
+        self._limits, self._counters, self._clock = limits, counters, clock
         self._thread: threading.Thread | None = None
         self._lock, self._not_before = threading.Lock(), 0.0
         self._stopping = threading.Event()
@@ -92,6 +93,7 @@ class Collector:
             OSError: the system refuses; what was not copied stays where it is.
             sqlite3.Error: SQLite cannot do it.
         """
+        self._folder.check_index()
         self._folder.index.write_uses()
         with (
             self._folder.collecting() as alone,
@@ -133,39 +135,65 @@ class Collector:
 
     def _compact(self, index: Index, min_live_ratio: float) -> int:
         """Copy what lives in sparse segments, and delete them. Returns the bytes given back."""
-        segments, indexed, freed = self._folder.segments, index.segments(), 0
-        sizes = segments.sizes()
-        for segment in indexed.keys() - sizes.keys():
-            # Whoever deleted the file was killed before it could say so.
-            index.cut_segment(segment, 0)
-        for segment, size in sizes.items():
-            if size and indexed.get(segment, (0, 0))[1] >= min_live_ratio * size:
-                continue
-            with locked(segments.path(segment)) as free:
-                if free:
-                    copied = 0
-                    for row in index.pages_of(segment):
-                        if self._stopping.is_set():
-                            return freed
-                        copied += self._copy(index, row)
-                    # What was on the disk stays there.
-                    self._writer.flush()
-                    segments.delete(segment)
-                    index.cut_segment(segment, 0)
-                    self._counters.add(collected_bytes=size - copied)
-                    freed += size - copied
+        segments, freed = self._folder.segments, 0
+        self._folder.read_on(index)
+        indexed, sizes = index.segments(), segments.sizes()
+        sparse = [
+            segment
+            for segment, size in sizes.items()
+            if not size or indexed.get(segment, (0, 0))[1] < min_live_ratio * size
+        ]
+        # What needs no copy comes first: a full disk may have room for copies afterwards.
+        for segment in sorted(sparse, key=lambda x: indexed.get(x, (0, 0))[1] > 0):
+            if self._stopping.is_set():
+                break
+            try:
+                freed += self._give_back(index, segment)
+            except OSError as error:
+                if self._folder.read_only:  # The index is not that of the folder any more.
+                    raise
+                logger.warning(
+                    "store %s: %s is not collected: %s",
+                    self._folder.path, segments.path(segment).name, one_line(error),
+                )  # fmt: skip
         return freed
+
+    def _give_back(self, index: Index, segment: int) -> int:
+        """Copy the pages of a segment and delete it, unless a process is writing it.
+
+        Returns:
+            The bytes given back.
+
+        Raises:
+            OSError: a page cannot be read or written; it stays where it is, and so does the file.
+        """
+        segments, copied = self._folder.segments, 0
+        with locked(segments.path(segment)) as free:
+            if not free:
+                return 0
+            # Its last writer may have appended until now.
+            self._folder.read_segment(index, segment)
+            size = segments.path(segment).stat().st_size
+            rows, (_, live) = index.pages_of(segment), index.segments().get(segment, (0, 0))
+            if sum(row.num_bytes for row in rows) < live:
+                return 0  # Pages leave at this time, or the index is damaged and lacks some.
+            for row in rows:
+                if self._stopping.is_set():
+                    return 0
+                copied += self._copy(index, row)
+            # What was on the disk stays there.
+            self._writer.flush()
+            self._folder.check_index()
+            segments.delete(segment)
+            index.cut_segment(segment, 0)
+        self._counters.add(collected_bytes=size - copied)
+        return size - copied
 
     def _copy(self, index: Index, row: Row) -> int:
         """Copy a record, or drop it if its header is damaged. Returns the bytes copied."""
-        fd, offset = self._folder.segments.open(row.place.segment).fd, row.place.offset
-        header = read_header(os.pread(fd, BLOCK_BYTES, offset))
-        # What a damaged index says may be more than there is memory.
-        sound = header is not None and (header.key, header.num_bytes) == (row.key, row.num_bytes)
-        record = os.pread(fd, row.num_bytes, offset) if sound else b""
-        if len(record) < row.num_bytes:
-            self._counters.add(damaged=index.drop(row))
+        if (record := self._reader.record(row)) is None:
             return 0
         with self._writer.lock:
-            index.move(row, self._writer.append([memoryview(record)], adopt=False))
+            self._folder.check_index()
+            index.move(row, self._writer.append([record], adopt=False))
         return row.num_bytes

@@ -7,12 +7,14 @@ store open holds a shared lock of the folder; one that is alone brings the index
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
 import random
 import sqlite3
 import time
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -56,16 +58,23 @@ class Folder:
             self.segments = Segments(self.path / "segments")
             if not create and not self.segments.folder.is_dir():
                 raise ConfigError(f"got {quoted(str(path))}, expected the folder of a store")
+            new = [each for each in self.segments.folder.parents if not each.exists()]
             self.segments.folder.mkdir(parents=True, exist_ok=True)
             self.read_only = not os.access(self.segments.folder, os.W_OK)
+            if not self.read_only:
+                for folder in {self.path, *(each.parent for each in new)}:
+                    _sync(folder)
             self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except ConfigError:
             raise
         except (OSError, ValueError, RuntimeError) as error:  # No such user, or no name of a file.
             raise HiSparseError(f"store {quoted(str(path))}: {one_line(error)}") from None
         self._file = self.path / "index.sqlite"
+        #: Bytes of each segment that were read beyond its last record.
+        self._read: dict[int, int] = {}
         try:
             self.index = self._open_index()
+            self._opened = None if self.read_only else os.stat(self._file)
         except (OSError, sqlite3.Error) as error:
             os.close(self._fd)
             raise HiSparseError(f"store {quoted(str(path))}: {one_line(error)}") from None
@@ -77,6 +86,21 @@ class Folder:
             sqlite3.Error: SQLite cannot open it.
         """
         return Index(self._file)
+
+    def check_index(self) -> None:
+        """Check that the index is still the file of the folder: this process alone may know what
+        it says. Otherwise nothing is written from now on.
+
+        Raises:
+            OSError: it was deleted, or another took its place.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if self._opened and os.path.samestat(self._opened, os.stat(self._file)):
+                return
+        reason = "its index was deleted or replaced while it was open"
+        if not self.read_only:
+            self._leave(f"{reason}; start it again")
+        raise OSError(errno.ESTALE, reason)
 
     def collecting(self) -> contextlib.AbstractContextManager[bool]:
         """A context that is True if no other thread or process is in it."""
@@ -91,42 +115,47 @@ class Folder:
     def _open_index(self) -> Index:
         if self.read_only:
             return self._copied_index()
-        for attempt in range(_TRIES):
+        reason = "other processes have it open, and there is no whole index"
+        for _ in range(_TRIES):
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
             except BlockingIOError:
                 # Whoever has it open has brought the index up to date, or is about to: wait for it.
                 fcntl.flock(self._fd, fcntl.LOCK_SH)
-            if (index := self._shared_index(last=attempt == _TRIES - 1)) is not None:
+                if (shared := self._shared_index()) is not None:
+                    return shared
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                # Others that waited do the same now, and only one that is alone can go on.
+                time.sleep(random.uniform(0, _MAX_WAIT_S))
+                continue
+            try:
+                index = self._recovered(self._checked_index())
+                fcntl.flock(self._fd, fcntl.LOCK_SH)
                 return index
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            # Others that waited do the same now, and only one that is alone can go on.
-            time.sleep(random.uniform(0, _MAX_WAIT_S))
-        try:
-            return self._recovered(self._checked_index())
-        except sqlite3.Error as error:
-            logger.warning("store %s takes nothing: %s", self.path, one_line(error))
-            self.read_only = True
-            return self._copied_index()
-        finally:
-            fcntl.flock(self._fd, fcntl.LOCK_SH)
+            except sqlite3.Error as error:
+                reason = one_line(error)
+                break
+        self._leave(reason)
+        return self._copied_index()
 
-    def _shared_index(self, *, last: bool) -> Index | None:
-        """The index that others keep; None: they were killed before it was whole.
+    def _leave(self, reason: str) -> None:
+        """Write nothing from now on, so that another process may be alone and make the index."""
+        logger.warning("store %s takes nothing: %s", self.path, reason)
+        self.read_only = True
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
 
-        Args:
-            last: take it as it is. Then what it lacks is absent to this process.
-        """
-        try:
-            index = Index(self._file)
-        except sqlite3.Error:
-            if last:
-                raise
+    def _shared_index(self) -> Index | None:
+        """The index that others keep; None: they were killed before it was whole."""
+        if not self._file.exists():
             return None
-        if last or index.is_ready():
-            return index
-        index.close()
+        with contextlib.suppress(sqlite3.Error):
+            index = Index(self._file)
+            if index.is_ready():
+                # It may be from a backup.
+                with contextlib.suppress(OSError, sqlite3.Error):
+                    self.read_on(index)
+                return index
+            index.close()
         return None
 
     def _checked_index(self) -> Index:
@@ -152,23 +181,80 @@ class Folder:
         return self._recovered(Index(None, create=True))
 
     def _recovered(self, index: Index) -> Index:
-        """Make an index agree with the segments: add what it lacks, drop what is not there."""
+        """Make an index agree with the segments as they are; no other process changes it."""
         try:
-            sizes = self.segments.sizes()
-            # First, since copies of lost records are added only where no other is known.
-            for number, end in index.ends().items():
-                if sizes.get(number, 0) < end:
-                    index.set_ready(False)
-                    index.cut_segment(number, sizes.get(number, 0))
-            known = index.ends()
-            for number, size in sizes.items():
-                if size > known.get(number, 0):
-                    pages = self.segments.open(number).headers(known.get(number, 0))
-                    while batch := list(islice(pages, _BATCH)):
-                        index.set_ready(False)
-                        index.recover(number, batch)
-            index.set_ready(True)
+            self._read.clear()
+            self.read_on(index, alone=True)
+            index.set_ready()
         except BaseException:
             index.close()
             raise
         return index
+
+    def read_on(self, index: Index, *, alone: bool = False) -> None:
+        """Make an index agree with the segments: add what it lacks, drop what is not there.
+
+        A segment of which the index lacks pages is data until it was read: nothing else may be done
+        with it before. What cannot be read is left as it is, and absent.
+
+        Args:
+            index: of this folder.
+            alone: read also segments that are locked. Otherwise a process is writing those, and
+                adds to the index what it writes.
+
+        Raises:
+            sqlite3.Error: SQLite cannot do it.
+        """
+        # In this order, since others may append between the two.
+        known = index.ends()
+        sizes = self.segments.sizes()
+        # First, since copies of lost records are added only where no other is known.
+        lost = {}
+        for number, end in known.items():
+            size = sizes.get(number, 0)
+            # A reader finds out what is lacking from a file that others use.
+            if size < end and (alone or number not in sizes):
+                lost[number] = index.cut_segment(number, size)
+                if size and not self.read_only:
+                    # Nothing is appended to a file with half a block. An index from a backup may
+                    # know pages at these places, which therefore get no others.
+                    os.truncate(self.segments.path(number), size + 1)
+        if any(lost.values()):
+            name = self.segments.path(max(lost, key=lambda x: lost[x])).name
+            logger.warning(
+                "store %s: %d pages are dropped from the index: the files of %d segments are gone "
+                "or too short, such as %s", self.path, sum(lost.values()), len(lost), name,
+            )  # fmt: skip
+        for number, size in sizes.items():
+            if size <= max(known.get(number, 0), self._read.get(number, 0)):
+                continue
+            try:
+                with nullcontext(True) if alone else locked(self.segments.path(number)) as free:
+                    if free:
+                        self.read_segment(index, number)
+            except OSError as error:
+                logger.warning("store %s: %s", self.path, one_line(error))
+
+    def read_segment(self, index: Index, number: int) -> None:
+        """Add the records of a segment that are beyond its end in the index.
+
+        Raises:
+            OSError: the system refuses.
+            sqlite3.Error: SQLite cannot do it.
+        """
+        segment = self.segments.open(number)
+        size, start = segment.num_bytes, max(index.ends().get(number, 0), self._read.get(number, 0))
+        if size > start:
+            pages = segment.headers(start)
+            while batch := list(islice(pages, _BATCH)):
+                index.recover(number, batch)
+            self._read[number] = size
+
+
+def _sync(folder: Path) -> None:
+    """Write to the disk which files a folder has."""
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

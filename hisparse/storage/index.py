@@ -142,15 +142,15 @@ class Index:
             return False
 
     def is_ready(self) -> bool:
-        """Whether the index was brought up to date with the segments since it was made."""
+        """Whether the index was whole once; it is extended since, page by page."""
         with contextlib.suppress(sqlite3.Error):
             return self._all("PRAGMA user_version") == [(1,)]
         return False
 
-    def set_ready(self, ready: bool) -> None:
-        """Note whether all segments are in the index, for a process that finds it half done."""
-        if self.is_ready() != ready:
-            self._database.execute(f"PRAGMA user_version = {int(ready)}")
+    def set_ready(self) -> None:
+        """Note that all segments are in the index, for a process that finds it half done."""
+        if not self.is_ready():
+            self._database.execute("PRAGMA user_version = 1")
 
     def close(self) -> None:
         """Let go of the file."""
@@ -359,11 +359,11 @@ class Index:
         """Where the last record of each segment ends, by the segment's number."""
         return {number: num_bytes for number, (num_bytes, _) in self.segments().items()}
 
-    def cut_segment(self, segment: int, end: int) -> None:
-        """Forget all beyond the offset ``end``; 0: the whole segment."""
+    def cut_segment(self, segment: int, end: int) -> int:
+        """Forget all beyond the offset ``end``; 0: the whole segment. Returns the pages dropped."""
         with self.transaction() as database:
             rule = "DELETE FROM pages WHERE segment = ? AND offset + bytes > ?"
-            database.execute(rule, [segment, end])
+            dropped = database.execute(rule, [segment, end]).rowcount
             database.execute(
                 "UPDATE segments SET bytes = "
                 "(SELECT coalesce(max(offset + bytes), 0) FROM pages WHERE segment = segments.id) "
@@ -372,3 +372,4 @@ class Index:
             )
             if not end:
                 database.execute("DELETE FROM segments WHERE id = ?", [segment])
+            return dropped

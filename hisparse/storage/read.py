@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from hisparse.errors import one_line
 from hisparse.storage.folder import Folder
 from hisparse.storage.index import Row
 from hisparse.storage.namespace import Namespace
-from hisparse.storage.record import BLOCK_BYTES, checksum, checksums_in, record_bytes
+from hisparse.storage.record import (
+    BLOCK_BYTES,
+    checksum,
+    checksums_in,
+    read_header,
+    record_bytes,
+)
 from hisparse.storage.report import Counters, Damage, VerifyReport
-from hisparse.storage.segments import OpenSegment, transfer
+from hisparse.storage.segments import OpenSegment
 
 __all__ = ["Reader", "span_of"]
 
@@ -79,7 +84,7 @@ class Reader:
                     view = memoryview(bytearray(namespace.page_bytes))
                     reason = self._reason(namespace, row, None, view, block)
                 pages, num_bytes = pages + 1, num_bytes + row.num_bytes
-                if reason is not None and self._drop(row, reason):
+                if reason is not None and self.drop(row, reason):
                     name = self._folder.segments.path(segment).name
                     key, offset = row.key.hex(), row.place.offset
                     damaged.append(Damage(segment=name, offset=offset, key=key, reason=reason))
@@ -98,7 +103,7 @@ class Reader:
                 if now is None:
                     return False
                 if now.place == row.place:
-                    self._drop(row, reason)
+                    self.drop(row, reason)
                     return False
                 row = now
         except (OSError, sqlite3.Error) as error:
@@ -112,16 +117,65 @@ class Reader:
     ) -> str | None:
         """Read a page. Returns what is wrong with its record."""
         try:
-            segment = self._folder.segments.open(row.place.segment)
-            return _read_page(segment, row, namespace, part, view, block)
-        except FileNotFoundError:
-            return "no such segment"
+            return self._twice(
+                row, lambda found: _read_page(found, row, namespace, part, view, block)
+            )
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
             return one_line(error)
 
-    def _drop(self, row: Row, reason: str) -> bool:
+    def record(self, row: Row) -> memoryview | None:
+        """Read the whole record of a page, and check its header.
+
+        Returns:
+            The record; None: it is damaged, and the page was dropped.
+
+        Raises:
+            OSError: the record cannot be read; the page stays.
+        """
+        record = memoryview(bytearray(BLOCK_BYTES))
+
+        def read(segment: OpenSegment) -> str | None:
+            nonlocal record
+            if segment.read([record[:BLOCK_BYTES]], row.place.offset) < BLOCK_BYTES:
+                return "short"
+            header = read_header(bytes(record[:BLOCK_BYTES]))
+            # What a damaged index says may be more than there is memory.
+            if header is None or (header.key, header.num_bytes) != (row.key, row.num_bytes):
+                return "header"
+            record = memoryview(bytearray(row.num_bytes))
+            return "short" if segment.read([record], row.place.offset) < row.num_bytes else None
+
+        reason = self._twice(row, read)
+        if reason is not None:
+            self.drop(row, reason)
+        return record if reason is None else None
+
+    def _twice(self, row: Row, read: Callable[[OpenSegment], str | None]) -> str | None:
+        """Read from the segment of a page, and again from the file opened anew if that fails.
+
+        Returns:
+            What is wrong with the page's record.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        reason = None
+        for fresh in (False, True):
+            try:
+                reason = read(self._folder.segments.open(row.place.segment, fresh=fresh))
+                if reason is None:
+                    break
+            except FileNotFoundError:
+                reason = "no such segment"
+            except OSError as error:
+                if fresh:
+                    raise
+                reason = one_line(error)
+        return reason
+
+    def drop(self, row: Row, reason: str) -> bool:
         """Drop a damaged page; False if it was gone already."""
         if dropped := self._folder.index.drop(row):
             self._counters.add(damaged=1)
@@ -147,12 +201,12 @@ def _read_page(
     It takes one system call if the part begins the page.
     """
     start, size = span_of(namespace, part)
-    offset, fd = row.place.offset, segment.fd
+    offset = row.place.offset
     if not start:
-        num_bytes = transfer(os.preadv, fd, [block, view], offset)
+        num_bytes = segment.read([block, view], offset)
     else:
-        num_bytes = transfer(os.preadv, fd, [block], offset)
-        num_bytes += transfer(os.preadv, fd, [view], offset + BLOCK_BYTES + start)
+        num_bytes = segment.read([block], offset)
+        num_bytes += segment.read([view], offset + BLOCK_BYTES + start)
     if num_bytes < BLOCK_BYTES + size:
         return "short"
     if (checksums := checksums_in(block, namespace, row.key)) is None:

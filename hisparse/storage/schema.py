@@ -47,21 +47,28 @@ END;
 COMMIT;
 """
 
-#: 1 where what is said of a segment and of its pages does not agree, or pages overlap. SQLite has
-#: no checksums: it does not find a flipped bit in a number. Reads one index in its order.
+#: 1 where what is said of a segment and of its pages does not agree, pages overlap, or a namespace
+#: is unknown, as after a database was restored and the log of its changes was not. SQLite has no
+#: checksums: it does not find a flipped bit in a number. Reads one index in its order.
 DISAGREEMENT: Final = """
-WITH placed AS (
+WITH RECURSIVE placed AS (
     SELECT segment, offset, bytes,
         lag(offset + bytes, 1, 0) OVER (PARTITION BY segment ORDER BY offset) AS free
     FROM pages
 ), found AS (
     SELECT segment, sum(bytes) AS live, max(offset + bytes) AS stop, max(offset < free) AS overlap
     FROM placed GROUP BY segment
+), namespace_ids AS (
+    SELECT min(namespace) AS id FROM pages
+    UNION ALL SELECT (SELECT min(namespace) FROM pages WHERE namespace > id)
+    FROM namespace_ids WHERE id IS NOT NULL
 )
 SELECT EXISTS (
     SELECT 1 FROM segments LEFT JOIN found ON id = segment
     WHERE segments.live != coalesce(found.live, 0) OR segments.bytes < coalesce(stop, 0) OR overlap
 ) OR EXISTS (
     SELECT 1 FROM found WHERE segment NOT IN (SELECT id FROM segments)
+) OR EXISTS (
+    SELECT 1 FROM namespace_ids WHERE id NOT IN (SELECT id FROM namespaces)
 )
 """

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -17,7 +19,10 @@ from hisparse.storage.record import BLOCK_BYTES, Header, read_header
 
 __all__ = ["OpenSegment", "Place", "SegmentWriter", "Segments", "locked", "transfer"]
 
-_SUFFIX: Final = ".seg"
+logger = logging.getLogger(__name__)
+
+#: Names of segments. Larger numbers do not fit SQLite.
+_NAME: Final = re.compile(r"([0-7][0-9a-f]{15})\.seg")
 #: Files that readers keep open.
 _MAX_OPEN: Final = 128
 #: Sealed files that wait for a flush; by then the system has written most of them.
@@ -62,25 +67,40 @@ def transfer(
 class OpenSegment:
     """A segment open for reading, closed when the last thread lets go of it.
 
-    Attributes:
-        fd: a descriptor.
+    It gives no descriptor away: once it is closed, the number may be that of another file.
     """
 
     def __init__(self, path: Path) -> None:
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def __del__(self) -> None:
-        if hasattr(self, "fd"):
-            os.close(self.fd)
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self._fd).st_size
+
+    def read(self, views: Sequence[memoryview], offset: int) -> int:
+        """Fill views with the bytes from ``offset`` on.
+
+        Returns:
+            The bytes read, fewer than asked for at the end of the file.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        return transfer(os.preadv, self._fd, views, offset)
 
     def headers(self, start: int) -> Iterator[tuple[int, Header]]:
         """Offset and header of each whole record from the block at ``start`` on.
 
         Damage is skipped.
         """
-        size, offset = os.fstat(self.fd).st_size, start - start % BLOCK_BYTES
+        size, offset = self.num_bytes, start - start % BLOCK_BYTES
         while offset + BLOCK_BYTES <= size:
-            header = read_header(os.pread(self.fd, BLOCK_BYTES, offset))
+            header = read_header(os.pread(self._fd, BLOCK_BYTES, offset))
             if header is None or offset + header.num_bytes > size:
                 offset += BLOCK_BYTES
                 continue
@@ -99,30 +119,38 @@ class Segments:
         self.folder = folder
         self._open: OrderedDict[int, OpenSegment] = OrderedDict()
         self._lock = threading.Lock()
+        #: Names of other files, each of which is told once.
+        self._strays: set[str] = set()
 
     def path(self, segment: int) -> Path:
         """The file of a segment."""
-        return self.folder / f"{segment:016x}{_SUFFIX}"
+        return self.folder / f"{segment:016x}.seg"
 
     def sizes(self) -> dict[int, int]:
         """Number and bytes of each segment, the oldest first."""
         found = {}
         for entry in os.scandir(self.folder):
-            stem, suffix = os.path.splitext(entry.name)
-            # A file may be deleted meanwhile, and other files are none of ours.
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                if suffix == _SUFFIX and entry.is_file():
-                    found[int(stem, 16)] = entry.stat().st_size
+            # A file may be deleted meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                if (name := _NAME.fullmatch(entry.name)) and entry.is_file():
+                    found[int(name[1], 16)] = entry.stat().st_size
+                elif entry.name not in self._strays:
+                    self._strays.add(entry.name)
+                    logger.warning("%s is no segment of a store and is ignored", entry.path)
         return dict(sorted(found.items()))
 
-    def open(self, segment: int) -> OpenSegment:
+    def open(self, segment: int, *, fresh: bool = False) -> OpenSegment:
         """Open a segment, or find it open.
+
+        Args:
+            segment: its number.
+            fresh: open the file again also if it is open.
 
         Raises:
             OSError: it cannot be opened; FileNotFoundError: it was deleted.
         """
         with self._lock:
-            if (found := self._open.get(segment)) is None:
+            if (found := None if fresh else self._open.get(segment)) is None:
                 found = self._open[segment] = OpenSegment(self.path(segment))
             self._open.move_to_end(segment)
             while len(self._open) > _MAX_OPEN:
@@ -314,13 +342,10 @@ class SegmentWriter:
         except FileNotFoundError:
             return None
         try:
-            if _lock(fd, path):
-                # A writer that was killed may have left a part of a record behind the last whole
-                # one. Its header would hide what is appended after it.
-                end = self._ends().get(segment, 0)
-                if any(OpenSegment(path).headers(end)):
-                    return None  # An index that was not brought up to date lacks pages.
-                os.ftruncate(fd, end)
+            end = self._ends().get(segment, 0)
+            # More bytes are pages that the index lacks, or half a record, which a killed writer
+            # left and whose header would hide what is appended after it.
+            if _lock(fd, path) and os.fstat(fd).st_size == end:
                 self._fd, self._next = fd, Place(segment, end)
                 return fd
         finally:

@@ -94,7 +94,9 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         self._writer = SegmentWriter(self._folder.segments, segment_bytes, self._folder.index.ends)
         self._counters = Counters()
         self._reader = Reader(self._folder, self._counters)
-        self._collector = Collector(self._folder, self._writer, self._limits, self._counters, clock)
+        self._collector = Collector(
+            self._folder, self._reader, self._writer, self._limits, self._counters, clock
+        )
         self._pool = ThreadPoolExecutor(max(1, threads - 1), "hisparse-storage")
 
     def find(self, namespace: Namespace, keys: Sequence[str]) -> int:
@@ -194,7 +196,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         Raises:
             HiSparseError: the disk refuses.
         """
-        if self._closed or self._folder.read_only:
+        if self._closed:
             return
         with self._named_errors():
             self._writer.flush()
@@ -319,6 +321,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
             return "refused_size"
         header = make_header(namespace, key, [checksum(view) for view in views], now)
         with self._writer.lock:
+            self._folder.check_index()
             place = self._writer.append([memoryview(header), *views], adopt=True)
             try:
                 added = index.add(namespace, key, place, size, now)

@@ -1,7 +1,8 @@
-"""Extents that are cut or flipped, each in a file of its own: absent, counted, and stored again."""
+"""Extents that are cut, flipped or unreadable: absent, counted and stored again, and no others."""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import sqlite3
@@ -67,7 +68,59 @@ def test_a_collection_believes_headers_alone(num_bytes: int, tmp_path: Path) -> 
         store.remove(NAMESPACE, keys[2:])
         with sqlite3.connect(tmp_path / "index.sqlite") as database:
             database.execute("UPDATE pages SET bytes = ? WHERE offset = 0", [num_bytes])
+            database.execute("UPDATE segments SET live = 3 * 4096")
         database.close()
         assert store.collect(1.0) > 0
         assert read(store, keys) == [False, True, False]
         assert store.counters["damaged"] == 1
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY], ids=["another file", "bad"])
+def test_what_a_kept_descriptor_reads_is_read_anew_before_a_page_is_dropped(
+    tmp_path: Path, flags: int
+) -> None:
+    with FileStore(tmp_path, 1 << 30, segment_bytes=24 * 4096) as store:
+        keys = fill(store, range(8))
+        store.remove(NAMESPACE, keys[::2])
+        (file,) = segment_files(tmp_path)
+        (tmp_path / "other").write_bytes(bytes(file.stat().st_size))
+
+        def confuse() -> None:
+            """What is read from the segment comes from another file, or is refused."""
+            other = os.open(tmp_path / "other", flags)
+            kept = store._folder.segments.open(int(file.stem, 16))
+            os.dup2(other, kept._fd)
+            os.close(other)
+
+        confuse()
+        assert read(store, keys[1:4]) == [True, False, True]
+        confuse()
+        assert store.collect(1.0) > 0
+        assert all(read(store, keys[1::2]))
+        assert (store.counters["damaged"], store.counters["read_errors"]) == (0, 0)
+
+
+def test_a_collection_keeps_what_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And goes on with the other segments."""
+    preadv = os.preadv
+
+    def refuse(fd: int, views: list[memoryview], offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(first):
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(fd, views, offset)
+
+    with FileStore(tmp_path, 1 << 30, segment_bytes=12 * 4096) as store:
+        keys = fill(store, range(8))
+        first, second = segment_files(tmp_path)
+        store.remove(NAMESPACE, keys[::2])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", refuse)
+            store.collect(1.0)
+        assert first.exists() and not second.exists()
+        assert f"store {tmp_path}: {first.name} is not collected: OSError: " in caplog.text
+        assert all(read(store, keys[1::2]))
+        store.collect(1.0)
+        assert not first.exists()
+        assert all(read(store, keys[1::2]))

@@ -9,6 +9,7 @@ import os
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from typing import Any
 import pytest
 
 from hisparse.errors import HiSparseError
-from hisparse.storage import FileStore
+from hisparse.storage import FileStore, segments
 from hisparse.storage.index import Index
 from tests.full_disk import largest_file
-from tests.sizes import sized
+from tests.sizes import FAULTS, sized
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
 
 _RECORD = 3 * 4096
@@ -216,6 +217,39 @@ def test_old_segments_are_copied_together(tmp_path: Path) -> None:
     with FileStore(tmp_path) as store:
         assert all(read(store, kept))
         assert store.describe().pages == len(kept)
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_a_collection_reads_beside_readers_whose_files_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """Descriptors that nobody holds are closed at once; those of three readers, all the time."""
+    monkeypatch.setattr(segments, "_MAX_OPEN", kept)
+    with FileStore(tmp_path, 1 << 30, segment_bytes=3 * _RECORD) as store:
+        store._collector.run_soon = lambda room: None
+        keys = fill(store, range(45))
+        done, rng = threading.Event(), random.Random(0)
+
+        def read_on(order: list[str]) -> None:
+            while not done.is_set():
+                assert sum(read(store, order)) >= len(order) // 4
+
+        with ThreadPoolExecutor(3) as pool:
+            reading = [pool.submit(read_on, rng.sample(keys, 45)) for _ in range(3 if kept else 0)]
+            try:
+                for _ in range(FAULTS * 22 + 3):
+                    gone = rng.sample(keys, len(keys) // 2)
+                    store.remove(NAMESPACE, gone)
+                    assert store.collect(1.0) > 0
+                    assert all(read(store, [key for key in keys if key not in gone]))
+                    for key in gone:
+                        assert store.put(NAMESPACE, key, parts_of(key))
+            finally:
+                done.set()
+            for each in reading:
+                each.result()
+        assert all(read(store, keys))
+        assert (store.counters["damaged"], store.counters["read_errors"]) == (0, 0)
 
 
 def test_a_segment_that_a_process_writes_is_left_alone(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_one_that_waited_for_the_index_makes_it(
 
 
 def test_an_index_that_lacks_pages_costs_none(tmp_path: Path) -> None:
-    """A process that is not alone does not bring it up to date, and appends behind all pages."""
+    """A process that is not alone brings it up to date as well."""
     with _open(tmp_path) as store:
         keys = fill(store, range(3))
     shutil.copy(tmp_path / "index.sqlite", tmp_path / "yesterday")

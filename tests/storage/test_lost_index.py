@@ -1,0 +1,152 @@
+"""An index that is lost, half made or from a backup, while several processes use the store."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hisparse.errors import HiSparseError
+from hisparse.storage import FileStore, folder
+from tests.full_disk import largest_file
+from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
+
+_RECORD = 3 * 4096
+
+
+def _open(path: Path) -> FileStore:
+    store = FileStore(path, 1 << 30, segment_bytes=4 * _RECORD)
+    store._collector.run_soon = lambda room: None  # type: ignore[method-assign]
+    return store
+
+
+@pytest.mark.parametrize("disk_kib", [0, 33, 40, 60])
+def test_one_that_finds_the_disk_full_makes_half_an_index(
+    tmp_path: Path, disk_kib: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next one makes the other half, beside it, and deletes no segment that it did not read."""
+    monkeypatch.setattr(folder, "_BATCH", 3)
+    with _open(tmp_path) as store:
+        keys = fill(store, range(40))
+    (tmp_path / "index.sqlite").unlink()
+    with largest_file(disk_kib << 10):
+        first = _open(tmp_path)
+    assert f"store {tmp_path} takes nothing: " in caplog.text
+    with first, _open(tmp_path) as second:
+        assert all(read(first, keys)) and all(read(second, keys))
+        assert not first.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
+        second.collect(1.0)
+        keys += fill(second, range(100, 105))
+    with _open(tmp_path) as store:
+        assert all(read(store, keys))
+
+
+def _backup(path: Path) -> Path:
+    return Path(shutil.copy(path / "index.sqlite", path.parent / f"{path.name}.backup"))
+
+
+@pytest.mark.parametrize("log", ["old log", "no log"])
+def test_a_backup_is_restored_while_the_store_is_open(tmp_path: Path, log: str) -> None:
+    """No segment is deleted for what an old index says, by a process that began before or after."""
+    path = tmp_path / "store"
+    with _open(path) as store:
+        keys = fill(store, range(10))
+    backup = _backup(path)
+    with _open(path) as first:
+        keys += fill(first, range(10, 41))
+        backup.replace(path / "index.sqlite")
+        for suffix in ("-wal", "-shm") if log == "no log" else ():
+            (path / f"index.sqlite{suffix}").unlink()
+        with _open(path) as second:
+            second.collect(1.0)
+            keys += fill(second, range(50, 55))
+            # Of the first, what it is writing is not known yet.
+            assert sum(read(second, keys)) >= 40
+            with pytest.raises(HiSparseError, match="index was deleted or replaced"):
+                first.collect(1.0)
+        assert not first.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
+        assert first.counters["refused_read_only"] == 1
+    with _open(path) as store:
+        store.collect(1.0)
+        assert all(read(store, keys))
+
+
+def test_a_backup_that_knows_pages_at_the_places_of_others(tmp_path: Path) -> None:
+    """A loss of power took the end of a file; what was put afterwards is not where that was."""
+    path = tmp_path / "store"
+    with _open(path) as store:
+        keys = fill(store, range(3))
+    backup, (file,) = _backup(path), segment_files(path)
+    os.truncate(file, _RECORD)
+    with _open(path) as store:
+        assert read(store, keys) == [True, False, False]
+        later = fill(store, range(10, 15))
+    backup.replace(path / "index.sqlite")
+    with _open(path) as store:
+        assert all(read(store, [keys[0], *later]))
+        store.collect(1.0)
+        assert all(read(store, [keys[0], *later]))
+
+
+def test_the_index_is_deleted_while_the_store_is_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _open(tmp_path) as first:
+        keys = fill(first, range(20))
+        for file in tmp_path.glob("index.sqlite*"):
+            file.unlink()
+        # Another process finds all pages, though nobody makes the index beside the first.
+        with _open(tmp_path) as second:
+            assert all(read(second, keys)) and not (tmp_path / "index.sqlite").exists()
+        with caplog.at_level(logging.WARNING):
+            assert not first.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
+        assert "takes nothing: its index was deleted or replaced while it was open" in caplog.text
+        assert all(read(first, keys))
+        first.flush()
+        # From now on another process may make it.
+        with _open(tmp_path) as third:
+            assert all(read(third, keys))
+            keys += fill(third, range(20, 25))
+            assert third.collect(1.0) == 0
+    with _open(tmp_path) as store:
+        assert all(read(store, keys))
+
+
+def test_other_files_are_no_segments(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with _open(tmp_path) as store:
+        keys = fill(store, range(5))
+    names = ["1.seg", "-000000000000001.seg", "f" * 16 + ".seg", "0" * 15 + "A.seg", "notes"]
+    for name in names:
+        shutil.copy(segment_files(tmp_path)[-1], tmp_path / "segments" / name)
+    (tmp_path / "index.sqlite").unlink()
+    with _open(tmp_path) as store:
+        assert all(read(store, keys))
+        store.collect(1.0)
+        assert all(read(store, keys))
+    lines = [x for x in caplog.messages if "is no segment of a store and is ignored" in x]
+    assert sorted(line.split(" ")[0] for line in lines) == sorted(
+        str(tmp_path / "segments" / name) for name in names
+    )
+    assert all((tmp_path / "segments" / name).exists() for name in names)
+
+
+def test_a_new_folder_outlives_a_loss_of_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folders that name it are on the disk, as far up as they are new."""
+    fsync, synced = os.fsync, set()
+
+    def sync(fd: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    path = tmp_path / "a" / "b"
+    with _open(path) as store:
+        fill(store, range(3))
+        store.flush()
+        folders = [tmp_path, tmp_path / "a", path, path / "segments"]
+        assert {str(x) for x in [*folders, *segment_files(path)]} <= synced
