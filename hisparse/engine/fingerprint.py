@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["fingerprint", "model_settings"]
+__all__ = ["fingerprint", "model_settings", "rope_types", "tensor_digests"]
 
 #: Parts of a configuration that do not change what a model computes.
 _ORIGIN: Final = {
@@ -47,6 +47,18 @@ def model_settings(config: Any) -> dict[str, object]:
         # An older name of "rope_type", which SGLang adds.
         settings["rope_parameters"] = {k: v for k, v in rope.items() if k != "type"}
     return settings
+
+
+def rope_types(config: Any) -> set[str]:
+    """The kinds of rotary embeddings of a model, such as "default" and "yarn".
+
+    Args:
+        config: of the model's decoder, of transformers. Its layers may have several kinds.
+    """
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    each = [found, *(x for x in found.values() if isinstance(x, Mapping))]
+    kinds = {x.get("rope_type", x.get("type")) for x in each}
+    return {kind for kind in kinds if isinstance(kind, str)}
 
 
 def fingerprint(settings: Mapping[str, object], weights: Iterable[tuple[str, object]]) -> str:
@@ -92,6 +104,19 @@ def fingerprint(settings: Mapping[str, object], weights: Iterable[tuple[str, obj
     totals = sorted((kind, total % 2**128) for kind, total in sums.items() if total)
     text = json.dumps([kept, totals], sort_keys=True, default=str)
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def tensor_digests(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """A text for each tensor by its name, shape, dtype and bytes, in the order of names.
+
+    For what one front end holds and no other arranges otherwise, such as an adapter.
+    """
+    texts = []
+    for name, value in sorted(tensors, key=lambda x: x[0]):
+        data = value.detach().contiguous().cpu().view(-1).view(torch.uint8)
+        digest = xxhash.xxh3_128_hexdigest(data.numpy().data)
+        texts.append(f"{name} {list(value.shape)} {value.dtype} {digest}")
+    return texts
 
 
 def _blocks(value: Tensor) -> Iterator[tuple[int, int, memoryview]]:

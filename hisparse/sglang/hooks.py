@@ -31,6 +31,7 @@ __all__ = [
     "around_init_new",
     "around_profile_available_bytes",
     "around_release_req",
+    "around_request",
     "around_resolve_max_num_reqs",
     "around_run_eagle_verify",
     "around_write",
@@ -123,6 +124,15 @@ def around_free(original: Callable[..., None], pool: Any, request: Any) -> None:
     original(pool, request)
     if session is not None and pool is session.req_to_token_pool:
         session.end_requests([slot])
+
+
+def around_request(original: Callable[..., None], request: Any, *args: Any, **options: Any) -> None:
+    """Let the key of a request's pages name its LoRA adapter by content, not by SGLang's id."""
+    original(request, *args, **options)
+    session, lora_id = current_session(), request.lora_id
+    if session is not None and lora_id is not None:
+        given = request.extra_key.removesuffix(lora_id)
+        request.extra_key = given + session.adapter_key(lora_id)
 
 
 def around_release_req(

@@ -73,6 +73,7 @@ _HOOKS: tuple[_Name, ...] = (
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture",
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph",
     "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len",
+    ("0.5.23", "sglang.srt.managers.schedule_batch.Req.__init__", ""),
     ("0.5.23", "sglang.srt.managers.schedule_batch.release_req", ""),
     ("0.5.23", "sglang.srt.disaggregation.decode.DecodeReqToTokenPool.free", ""),
     ("0.5.23", "sglang.srt.disaggregation.decode.DecodeReqToTokenPool.write", ""),

@@ -21,7 +21,7 @@ from hisparse.sglang.disaggregation import prepare_disaggregation
 from hisparse.sglang.parallel_flags import config_for_ranks
 from hisparse.sglang.requested import BACKEND
 from hisparse.sglang.speculation import ALGORITHMS, check_draft_model, make_chains
-from hisparse.sglang.storage.setup import request_linker
+from hisparse.sglang.storage.setup import check_told_apart, request_linker
 from hisparse.units import resolve_memory
 
 __all__ = ["check_after_resolution", "prepare_before_resolution", "read_config"]
@@ -186,6 +186,7 @@ def check_after_resolution(server_args: Any) -> None:
         )
     _check_graphs(config, view)
     check_model(server_args, config)
+    check_told_apart(view, compat.model_config_of(server_args))
 
 
 def _check_graphs(config: HiSparseConfig, view: Any) -> None:

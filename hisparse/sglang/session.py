@@ -33,7 +33,9 @@ class Session(EngineSetup):
         layer_ids: SGLang's number of each layer of the pool, ascending; empty: from 0 on.
         ranks: the processes of this node.
         model: SGLang's model.
-        model_settings: the model's configuration.
+        model_config: the model's configuration, of transformers.
+        model_settings: its settings that differ from defaults.
+        adapter_key: takes SGLang's id of a LoRA adapter; the adapter's name in keys of pages.
         storage: counts what the storage below host memory does; None: the server has none.
         prefill_rate: how fast prefill is; None: the server has no storage.
         swap_out: takes SGLang's ``Req`` before a retraction frees its host slots.
@@ -57,7 +59,9 @@ class Session(EngineSetup):
     layer_ids: Sequence[int] = ()
     ranks: NodeRanks | None = None
     model: Any = None
+    model_config: Any = None
     model_settings: Mapping[str, object] = field(default_factory=dict)
+    adapter_key: Callable[[str], str] = lambda lora_id: lora_id
     storage: StorageCounters | None = None
     prefill_rate: PrefillRate | None = None
     swap_out: Callable[[Any], None] = lambda request: None

@@ -28,6 +28,7 @@ from hisparse.sglang.server_args import read_config
 from hisparse.sglang.session import Session
 from hisparse.sglang.speculation import check_rollback, draft_tokens
 from hisparse.sglang.storage.counters import StorageCounters
+from hisparse.sglang.storage.key import AdapterKeys
 from hisparse.sglang.storage.prefill_rate import PrefillRate
 from hisparse.sglang.storage.setup import has_linker
 from hisparse.types import KVSpec
@@ -104,7 +105,8 @@ def _add_storage(session: Session, configurator: Any) -> None:
     session.storage = StorageCounters()
     session.prefill_rate = PrefillRate(configurator.device)
     session.model = configurator.model
-    session.model_settings = model_settings(configurator.model_config.hf_config)
+    session.model_config = configurator.model_config.hf_config
+    session.model_settings = model_settings(session.model_config)
 
 
 def _log_choices(config: HiSparseConfig, spec: KVSpec, device: str) -> None:
@@ -177,6 +179,8 @@ def build_coordinator(session: Session, model_runner: Any) -> SparseCoordinator:
         session: this rank's session; its sizes are lowered to those of the pools.
         model_runner: SGLang's ``ModelRunner``, after it built the pools.
     """
+    if session.storage is not None:
+        session.adapter_key = AdapterKeys(model_runner.lora_manager).key
     pool, rows = attention_pool(model_runner.token_to_kv_pool), model_runner.req_to_token_pool
     # --max-total-tokens and --max-running-requests may have lowered the sizes. Slot 0 is padding.
     num_slots = rows.req_to_token.shape[0]

@@ -23,6 +23,7 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "_build_token_to_kv_pool": hooks.around_build_token_to_kv_pool,
     "free_rows": hooks.around_free_rows,
     "free": hooks.around_free,
+    "__init__": hooks.around_request,
     "release_req": hooks.around_release_req,
     "write": hooks.around_write,
     "flush_cache": hooks.around_flush_cache,

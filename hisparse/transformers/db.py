@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from hisparse.config import HiSparseConfig
+from hisparse.engine.fingerprint import rope_types
 from hisparse.errors import CapacityError, ConfigError, shorten
 from hisparse.storage import Context, Contexts, FileStore, Filter, size_in_bytes
 from hisparse.transformers.activation import enable
 from hisparse.transformers.build import read_config
 from hisparse.transformers.check_inputs import read_token_ids
 from hisparse.transformers.context_file import StoredRows
-from hisparse.transformers.fingerprint import model_fingerprint
+from hisparse.transformers.fingerprint import UnchangedModel, model_fingerprint
 from hisparse.transformers.model_shape import text_config
 from hisparse.transformers.session import Session
 from hisparse.transformers.stored_pages import StoredPages
@@ -27,7 +28,7 @@ from hisparse.units import MemorySize
 __all__ = ["DB"]
 
 #: Rotary embeddings that transformers scales by the longest position of a forward.
-_LENGTH_DEPENDENT: Final = ("dynamic", "longrope")
+_LENGTH_DEPENDENT: Final = {"dynamic", "longrope"}
 
 
 class DB:
@@ -39,8 +40,9 @@ class DB:
 
     Args:
         path: folder of the store; it is made if absent.
-        model: a transformers model with its weights, which must not change; hisparse is turned on
-            for it, as by :func:`enable`.
+        model: a transformers model with its weights; hisparse is turned on for it, as by
+            :func:`enable`. When its weights or adapters have changed, the calls that read or write
+            the store raise an error.
         config: the settings.
         size: most bytes of the store; a fraction is of the file system's size. None: no limit.
         policy: which pages leave first: "lru", "lfu" or "ttl".
@@ -77,13 +79,16 @@ class DB:
             )
         fingerprint = _fingerprint(model)
         _check_positions(model)
+        unchanged = UnchangedModel(model)
         folder = Path(path).expanduser()
         num_bytes = size_in_bytes("size", size, folder)
         self._store = FileStore(folder, num_bytes, policy=policy, ttl_s=ttl_s)
         try:
             self._cache = enable(model, settings, **sizes)
             rows = self._cache.row_store
-            self._pages = StoredPages(rows, self._store, settings, fingerprint, page_tokens)
+            self._pages = StoredPages(
+                rows, self._store, settings, fingerprint, unchanged, page_tokens
+            )
             self._contexts = Contexts(folder, self._pages.namespace)
         except BaseException:
             self._store.close()
@@ -105,7 +110,7 @@ class DB:
             queries of.
 
         Raises:
-            ConfigError: ``token_ids`` are no vector of token ids.
+            ConfigError: ``token_ids`` are no vector of token ids, or the model has changed.
             CapacityError: ``max_length``, ``max_batch_size`` or ``max_tokens`` is too small.
         """
         ids = read_token_ids(token_ids)
@@ -143,7 +148,7 @@ class DB:
             The context, or None if the store has not even its first page.
 
         Raises:
-            ConfigError: an argument is not as described.
+            ConfigError: an argument is not as described, or the model has changed.
             CapacityError: ``max_length`` is too small, or all rows are taken.
         """
         ids = read_token_ids(token_ids)
@@ -207,12 +212,11 @@ def _fingerprint(model: Any) -> str:
 
 def _check_positions(model: Any) -> None:
     """Require that a token's key depends on its own position alone."""
-    parameters = getattr(text_config(model), "rope_parameters", None) or {}
-    kind = parameters.get("rope_type")
-    if kind in _LENGTH_DEPENDENT:
+    found = rope_types(text_config(model)) & _LENGTH_DEPENDENT
+    if found:
         raise ConfigError(
-            f"model: got rope_type {kind!r}, whose keys depend on the length of the whole prompt; "
-            "expected a model whose prefixes have the same keys in every prompt"
+            f"model: got rope_type {found.pop()!r}, whose keys depend on the length of the whole "
+            "prompt; expected a model whose prefixes have the same keys in every prompt"
         )
 
 

@@ -100,7 +100,7 @@ class Session:
 
         Raises:
             ConfigError: the ids are no vector of tokens, or differ from those that the session
-                was created for; ``attributes`` is no JSON object.
+                was created for; ``attributes`` is no JSON object; the model has changed.
             HiSparseError: the cache has several rows, or the contexts cannot be written.
         """
         ids, rows = read_token_ids(token_ids), self.cache.rows

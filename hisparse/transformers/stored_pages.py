@@ -14,6 +14,7 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.page_namespace import page_namespace
 from hisparse.engine.step import PrefillChunk
 from hisparse.storage import FileStore, page_keys
+from hisparse.transformers.fingerprint import UnchangedModel
 from hisparse.transformers.rows import RowStore
 
 __all__ = ["StoredPages"]
@@ -30,6 +31,7 @@ class StoredPages:
         store: the store.
         config: the settings of the rows.
         fingerprint: of the model.
+        model: checks that the model is still that of the fingerprint.
         page_tokens: tokens of a page of the store, a multiple of the rows' page size.
 
     Attributes:
@@ -43,14 +45,17 @@ class StoredPages:
         store: FileStore,
         config: HiSparseConfig,
         fingerprint: str,
+        model: UnchangedModel,
         page_tokens: int,
     ) -> None:
         coordinator = rows.coordinator
-        self._rows, self._store = rows, store
+        self._rows, self._store, self._model = rows, store, model
         self._exact, self._loaded = coordinator.share_pages()
         host, entries = coordinator.manager.host, coordinator.stored_entries()
         self._format = PageFormat(host, page_tokens, entries)
-        self.namespace = page_namespace([fingerprint], coordinator.algorithm, config, self._format)
+        self.namespace = page_namespace(
+            [fingerprint], coordinator.policy, coordinator.algorithm, config, self._format
+        )
         self.page_tokens = page_tokens
         self._block_rows = max(1, _BLOCK_BYTES // self._format.record_bytes)
 
@@ -59,7 +64,12 @@ class StoredPages:
         return page_keys(token_ids, self.page_tokens)
 
     def find(self, keys: Sequence[str]) -> int:
-        """Length of the longest prefix of ``keys`` whose pages are stored."""
+        """Length of the longest prefix of ``keys`` whose pages are stored.
+
+        Raises:
+            ConfigError: the model has changed.
+        """
+        self._model.check()
         return self._store.find(self.namespace, keys)
 
     def load(self, keys: Sequence[str]) -> tuple[np.ndarray, int]:
@@ -96,14 +106,18 @@ class StoredPages:
 
         Returns:
             Pages of ``keys`` from the first on that the store has now.
+
+        Raises:
+            ConfigError: the model has changed.
         """
+        self._model.check()
         if not keys:
             return 0
         pages = self._pages(slots, np.array([len(keys) * self.page_tokens]))
         per_record = self._format.pages_per_record
         exact = self._exact.read(pages).view(len(keys), per_record).all(1).long()
         keys = keys[: int(exact.cumprod(0).sum())]
-        known = self.find(keys)
+        known = self._store.find(self.namespace, keys)
         self._wait()
         for first in range(known, len(keys), self._block_rows):
             part = keys[first : first + self._block_rows]
@@ -111,7 +125,7 @@ class StoredPages:
             self._format.read(pages[first * per_record :][: len(part) * per_record], data)
             for key, record in zip(part, data, strict=True):
                 self._store.put(self.namespace, key, self._parts(record))
-        return self.find(keys)
+        return self._store.find(self.namespace, keys)
 
     def save_layers(
         self, layers: Sequence[tuple[Tensor, Tensor]], length: int, keys: Sequence[str]

@@ -384,6 +384,14 @@ class Server:
         metrics = self.metrics()
         return tuple(metrics[f"hisparse:{name}"] for name in names)
 
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Load a LoRA adapter under a name."""
+        self._post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter."""
+        self._post("/unload_lora_adapter", {"lora_name": name})
+
     def flush_cache(self) -> None:
         """Empty the radix cache; the server has to be idle, and is given time to become so."""
         end = time.monotonic() + 60

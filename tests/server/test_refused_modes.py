@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from refusing import refusal, resolve
 from tiny_models import tiny_model
 
 from hisparse.config import HiSparseConfig
+from hisparse.errors import ConfigError
 from hisparse.sglang.combinations import Start, check_combinations
+from hisparse.sglang.storage.setup import check_told_apart
 
 #: SGLang warns while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -63,6 +70,30 @@ LINKER = '{"linker": "Other", "linker_module_path": "other"}'
 )
 def test_a_store_with_flags_that_contradict_it(flags: tuple[str, ...], words: str) -> None:
     assert words in refusal(*flags, config={"storage": {"path": "/somewhere"}})
+
+
+STORED = {"storage": {"path": "/somewhere"}}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 4096,
+    "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+}  # fmt: skip
+
+
+def test_a_store_of_what_its_keys_do_not_name(tmp_path: Path) -> None:
+    hooks = '[{"name": "a", "target_modules": ["model.layers.*"], "hook_factory": "a:b"}]'
+    message = refusal("--forward-hooks", hooks, config=STORED)
+    assert "storage: got --forward-hooks, whose code may change K and V; expected no st" in message
+    config = json.loads((tiny_model("llama") / "config.json").read_text())
+    config |= {"rope_parameters": LONGROPE, "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "storage: got a model with longrope" in refusal(model=tmp_path, config=STORED)
+    resolve(model=tmp_path, config={})
+    server = SimpleNamespace(enable_unified_cache_external_linker=True, forward_hooks=None)
+    text = SimpleNamespace(rope_parameters={"rope_type": "default"})
+    for is_multimodal in (False, True):
+        model = SimpleNamespace(hf_text_config=text, is_multimodal=is_multimodal)
+        with pytest.raises(ConfigError) if is_multimodal else nullcontext():
+            check_told_apart(server, model)
 
 
 def test_another_linker() -> None:

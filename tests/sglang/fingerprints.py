@@ -18,6 +18,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from transformers import AutoModelForCausalLM
 
 from hisparse.engine.fingerprint import fingerprint, model_settings
+from hisparse.sglang.storage.key import rope_differences
 from hisparse.transformers.fingerprint import model_fingerprint
 
 
@@ -37,7 +38,9 @@ def main(folders: list[str]) -> None:
         here = get_model(
             model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu")
         )
-        own = fingerprint(model_settings(config.hf_config), here.named_parameters())
+        settings = model_settings(config.hf_config)
+        settings |= dict.fromkeys(rope_differences(here, config.hf_config))
+        own = fingerprint(settings, here.named_parameters())
         print(own, model_fingerprint(there), flush=True)
 
 

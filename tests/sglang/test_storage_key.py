@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.layers import rotary_embedding as rotary
+from sglang.srt.mem_cache.utils import get_storage_hash_str, storage_namespace_seed
 from test_page_format import make_pool
+from transformers import LlamaConfig
 
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.algorithms.dsa import DSA
@@ -21,11 +24,14 @@ from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
 from hisparse.cache.page_format import PageFormat
 from hisparse.config import HiSparseConfig
-from hisparse.engine.fingerprint import fingerprint
+from hisparse.engine.fingerprint import fingerprint, model_settings
+from hisparse.errors import ConfigError
+from hisparse.sglang import hooks
 from hisparse.sglang.storage.file_storage import FileStorage
-from hisparse.sglang.storage.key import make_namespace
+from hisparse.sglang.storage.key import AdapterKeys, make_namespace, rope_differences
 from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.storage import Namespace, page_keys
+from hisparse.types import AttentionRule
 from tests.server.tiny_models import tiny_model
 from tests.sizes import SWEEPS
 
@@ -34,20 +40,34 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 ALONE = LinkerRanks(rank=0, size=1, shared=False, group=None)
 
 
+def session_of(model: Any, **changes: Any) -> Any:
+    """A session whose model attends over everything, with rotary embeddings as configured."""
+    rules = (AttentionRule(0.125), AttentionRule(0.125))
+    known = {
+        "model_settings": {"layers": 2},
+        "model_config": LlamaConfig(),
+        "algorithm": Sketch(),
+        "config": HiSparseConfig(),
+        "policy": SimpleNamespace(rules=rules),
+    }
+    return SimpleNamespace(model=model, **(known | changes))
+
+
 def namespace(
     algorithm: BaseSparseAlgorithm | None = None,
     seed: int = 0,
     ranks: LinkerRanks = ALONE,
     page_tokens: int = 8,
     layout: Any = "page_head",
+    changes: dict[str, Any] | None = None,
     **config: Any,
 ) -> Namespace:
     torch.manual_seed(seed)
-    session = SimpleNamespace(
-        model=torch.nn.Linear(64, 300),
-        model_settings={"layers": 2},
+    session = session_of(
+        torch.nn.Linear(64, 300),
         algorithm=algorithm or Sketch(),
         config=HiSparseConfig(**config),
+        **(changes or {}),
     )
     form = PageFormat(make_pool(layout), page_tokens, {})
     return make_namespace(session, form, ranks)
@@ -65,13 +85,7 @@ def test_weights_pages_and_ranks_are() -> None:
 
 
 def test_one_element_in_a_run_of_a_weight_counts() -> None:
-    sessions = [
-        SimpleNamespace(
-            model=torch.nn.Linear(64, 300), model_settings={}, algorithm=Sketch(),
-            config=HiSparseConfig(),
-        )
-        for _ in range(2)
-    ]  # fmt: skip
+    sessions = [session_of(torch.nn.Linear(64, 300)) for _ in range(2)]
     sessions[1].model.load_state_dict(sessions[0].model.state_dict())
     form = PageFormat(make_pool("page_head"), 8, {})
     with torch.no_grad():
@@ -108,6 +122,155 @@ def test_where_the_model_was_trained_sparse_the_budget_counts() -> None:
     assert rounded != budgets[0]
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        AttentionRule(0.125, window=4096),
+        AttentionRule(0.125, window=4097),
+        AttentionRule(0.125, logit_cap=50.0),
+        AttentionRule(0.0625),
+    ],
+    ids=["window", "a window of one more", "cap", "scale"],
+)
+def test_attention_as_it_is_applied_counts(rule: AttentionRule) -> None:
+    """One front end may read a window of the configuration that another does not."""
+    others = [AttentionRule(0.125), AttentionRule(0.125, window=4096)]
+    found = {
+        namespace(changes={"policy": SimpleNamespace(rules=(AttentionRule(0.125), x))}).key
+        for x in {*others, rule}
+    }
+    assert len(found) == len({*others, rule})
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
+    "original_max_position_embeddings": 32768,
+}  # fmt: skip
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rope", [PLAIN, LLAMA3, YARN], ids=lambda x: x["rope_type"])
+def test_rotary_embeddings_as_they_are_applied_count(
+    rope: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """SGLang makes its tables of some settings, transformers of others: compared by value."""
+    made = {
+        "default": lambda: rotary.base.RotaryEmbedding(128, 128, 8192, 10000, True, dtype),
+        "llama3": lambda: rotary.rope_variant.Llama3RotaryEmbedding(
+            128, 128, 8192, 500000, True, dtype, 8.0, 1.0, 4.0, 8192
+        ),
+        "yarn": lambda: rotary.yarn.YaRNScalingRotaryEmbedding(
+            128, 128, 32768, 1000000, True, 4.0, dtype
+        ),
+    }
+    # Outside of a server, which has a role and knows its device.
+    with patch.multiple(rotary.base, publish_role=lambda: None, _is_cpu=True):
+        tables = {kind: make() for kind, make in made.items()}
+    config = LlamaConfig(
+        hidden_size=512, num_attention_heads=4, max_position_embeddings=131072,
+        rope_parameters=dict(rope),
+    )  # fmt: skip
+    served = {kind: rope_differences(torch.nn.Sequential(x), config) for kind, x in tables.items()}
+    assert served.pop(rope["rope_type"]) == []
+    assert len({text for texts in served.values() for text in texts}) == 2
+    session = {"model_config": config}
+    model = torch.nn.Linear(8, 8)
+    model.add_module("rotary", tables["default"])
+    form = PageFormat(make_pool("page_head"), 8, {})
+    keys = set()
+    for kind in ("default", rope["rope_type"]):
+        model.add_module("rotary", tables[kind])
+        keys.add(make_namespace(session_of(model, **session), form, ALONE).key)
+    assert len(keys) == len({"default", rope["rope_type"]})
+
+
+def test_settings_that_the_command_line_overrides_count() -> None:
+    """SGLang applies --json-model-override-args to the configuration that a session has."""
+    configs = [LlamaConfig(), LlamaConfig(rms_norm_eps=1e-3), LlamaConfig(rope_parameters=YARN)]
+    found = {namespace(changes={"model_settings": model_settings(x)}).key for x in configs}
+    assert len(found) == 3
+
+
+def test_the_dtype_of_weights_and_their_quantization_count() -> None:
+    weight = torch.randn(32, 64)
+    quantized = (weight / weight.abs().max() * 127).round().to(torch.int8)
+    kinds = [weight, weight.to(torch.bfloat16), weight.to(torch.float8_e4m3fn), quantized]
+    assert len({fingerprint({}, [("layers.0.weight", x)]) for x in kinds}) == 4
+
+
+def test_salts_and_extra_keys_are_in_the_keys_of_pages() -> None:
+    """SGLang's chain of keys begins with them."""
+    given = [(None, None), ("a", None), (None, "a"), ("a", "b"), ("ab", None), (None, "ab")]
+    assert len({storage_namespace_seed(*each) for each in given}) == len(given)
+
+
+class Adapter:
+    """The attributes of SGLang's ``LoRAAdapter`` that decide what it computes."""
+
+    def __init__(self, **changes: Any) -> None:
+        weights = {"layers.0.q_proj.lora_A.weight": torch.ones(8, 64)} | changes
+        self.layers = [SimpleNamespace(weights={k: x for k, x in weights.items() if "lora" in k})]
+        self.embedding_layers: dict[str, Any] = {}
+        self.added_tokens_embeddings: dict[str, Any] = {}
+        self.scaling = changes.get("scaling", 2.0)
+        hf_config = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"]}
+        self.config = SimpleNamespace(hf_config=hf_config, added_tokens_config=None)
+
+
+def adapter_keys(*adapters: Adapter, modules: tuple[str, ...] = ("qkv_proj",)) -> AdapterKeys:
+    loras = {f"{i}" * 32: x for i, x in enumerate(adapters)}
+    return AdapterKeys(SimpleNamespace(loras=loras, target_modules=set(modules)))
+
+
+def test_an_adapter_is_known_by_its_content() -> None:
+    """SGLang's id is made of name and path, or random."""
+    changed = torch.ones(8, 64)
+    changed[7, 63] = 2
+    known = adapter_keys(
+        Adapter(), Adapter(), Adapter(scaling=1.0),
+        Adapter(**{"layers.0.q_proj.lora_A.weight": changed}),
+        Adapter(**{"layers.0.k_proj.lora_A.weight": torch.ones(8, 64)}),
+    )  # fmt: skip
+    found = [known.key(f"{i}" * 32) for i in range(5)]
+    assert found[0] == found[1] and len(set(found)) == 4
+    assert adapter_keys(Adapter(), modules=("all",)).key("0" * 32) not in found
+    assert known.key("another") == "another"
+    assert AdapterKeys(None).key("another") == "another"
+
+
+def test_a_request_has_the_key_of_its_adapters_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = SimpleNamespace(adapter_key=adapter_keys(Adapter()).key)
+    monkeypatch.setattr(hooks, "current_session", lambda: session)
+
+    def init(request: Any, lora_id: str | None, extra_key: str | None) -> None:
+        """As SGLang's ``Req``."""
+        request.lora_id = lora_id
+        request.extra_key = extra_key if lora_id is None else (extra_key or "") + lora_id
+
+    found = []
+    for lora_id, extra_key in [("0" * 32, None), ("0" * 32, "mine"), (None, "mine"), (None, None)]:
+        request = SimpleNamespace()
+        hooks.around_request(init, request, lora_id, extra_key=extra_key)
+        found.append(request.extra_key)
+    content = session.adapter_key("0" * 32)
+    assert content != "0" * 32
+    assert found == [content, f"mine{content}", "mine", None]
+
+
+class ForeignDSA(DSA):
+    """An algorithm of somebody else that decides what a prompt attends."""
+
+
+def test_a_plugin_that_decides_what_prompts_attend_has_no_namespace() -> None:
+    with pytest.raises(ConfigError, match="expected an algorithm of hisparse, or no storage"):
+        namespace(ForeignDSA(), budget=64, page_size=1)
+
+
 @pytest.mark.skipif(not SWEEPS, reason="SGLang compiles: make test-all PART=sweeps")
 @pytest.mark.sweeps
 @pytest.mark.parametrize("page_tokens", [1, 16, 64])
@@ -121,7 +284,9 @@ def test_keys_of_pages_are_those_of_sglang(page_tokens: int) -> None:
 @pytest.mark.skipif(not SWEEPS, reason="SGLang loads models: make test-all PART=sweeps")
 @pytest.mark.sweeps
 def test_a_model_has_one_fingerprint_in_sglang_and_in_transformers() -> None:
-    folders = [str(tiny_model(kind)) for kind in ("llama", "qwen2")]
+    """Their rotary tables agree, too."""
+    kinds = ("llama", "qwen2", "mistral", "gemma3", "smollm3", "cohere2")
+    folders = [str(tiny_model(kind)) for kind in kinds]
     done = subprocess.run(
         [sys.executable, "-m", "tests.sglang.fingerprints", *folders],
         env=os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"},
@@ -133,7 +298,7 @@ def test_a_model_has_one_fingerprint_in_sglang_and_in_transformers() -> None:
     assert done.returncode == 0, done.stderr
     pairs = [line.split() for line in done.stdout.splitlines() if len(line) == 65]
     assert [here for here, _ in pairs] == [there for _, there in pairs]
-    assert len({here for here, _ in pairs}) == 2
+    assert len({here for here, _ in pairs}) == len(kinds)
 
 
 @pytest.fixture

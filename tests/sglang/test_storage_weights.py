@@ -11,6 +11,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from test_page_format import PAGE_TOKENS, fill, make_pool, slots_of
+from transformers import LlamaConfig
 
 from hisparse.algorithms.quest import Quest
 from hisparse.cache.exact_pages import ExactPages
@@ -65,6 +66,8 @@ class Server:
             storage=self.counters,
             model=self.model,
             model_settings={},
+            model_config=LlamaConfig(),
+            policy=SimpleNamespace(rules=()),
             report_metrics=lambda: None,
         )
         monkeypatch.setattr("hisparse.sglang.session._session", None)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor
-from transformers import AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hisparse.errors import CapacityError, ConfigError, HiSparseError
 from hisparse.transformers import DB, HiSparseCache, Session, disable
@@ -131,6 +133,77 @@ def test_pages_of_other_weights_are_not_found(net: Any, db: DB, tmp_path: Path) 
         assert num_loaded(other, ASKED) == 0
         assert other.contexts() == []
     disable(model("qwen2"))
+
+
+@pytest.fixture
+def adapted(tmp_path: Path) -> Any:
+    """A model with two adapters, of which "first" is active."""
+    net = AutoModelForCausalLM.from_pretrained(tiny_model("llama")).eval()
+    for seed, name in enumerate(("first", "second")):
+        with warnings.catch_warnings():  # Of a second adapter.
+            warnings.simplefilter("ignore")
+            net.add_adapter(LoraConfig(r=4, target_modules=["k_proj", "v_proj"]), name)
+        torch.manual_seed(seed)
+        for key, weight in net.named_parameters():
+            if name in key:
+                weight.data.normal_(0, 0.3)
+    net.set_adapter("first")
+    return net
+
+
+def switch(net: Any) -> None:
+    net.set_adapter("second")
+
+
+def turn_off(net: Any) -> None:
+    net.disable_adapters()
+
+
+def scale(net: Any) -> None:
+    for module in net.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("first", 0.5)
+
+
+def train(net: Any) -> None:
+    with torch.no_grad():
+        next(x for key, x in net.named_parameters() if "first" in key).mul_(2)
+
+
+def replace(net: Any) -> None:
+    layer = net.model.layers[0].mlp.down_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+
+
+def hook(net: Any) -> None:
+    net.model.layers[1].register_forward_hook(lambda module, args, out: out)
+
+
+@pytest.mark.parametrize("change", [switch, turn_off, scale, train, replace, hook])
+def test_a_model_that_changes_leaves_the_store_alone(
+    change: Callable[[Any], None], adapted: Any, tmp_path: Path
+) -> None:
+    """Its pages would stay under the name of the model that it was."""
+    with DB(tmp_path / "store", adapted, SMALL, **SIZES) as db:
+        compute(adapted, db, DOCUMENT)
+        assert num_loaded(db, ASKED) == 160
+        session, _ = db.create_session(OTHER)
+        change(adapted)
+        for call in (
+            lambda: db.create_session(ASKED),
+            lambda: session.store(OTHER),
+        ):
+            with pytest.raises(ConfigError, match="expected the model unchanged: make another DB"):
+                call()
+        session.close()
+    if change is hook:
+        with pytest.raises(
+            ConfigError, match="got forward hooks on 1 modules, such as model.layer"
+        ):
+            DB(tmp_path / "store", adapted, SMALL, **SIZES)
+        return
+    with DB(tmp_path / "store", adapted, SMALL, **SIZES) as again:
+        assert num_loaded(again, ASKED) == (160 if change is replace else 0)
 
 
 def test_a_filter_restricts_to_contexts(net: Any, db: DB) -> None:

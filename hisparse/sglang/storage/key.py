@@ -1,17 +1,29 @@
-"""The namespace of a server's pages."""
+"""What decides K and V of a server: the namespace of its pages, and the keys of its adapters."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+import xxhash
+from torch import Tensor
 
 from hisparse.cache.page_format import PageFormat
-from hisparse.engine.fingerprint import fingerprint
+from hisparse.engine.fingerprint import fingerprint, tensor_digests
 from hisparse.engine.page_namespace import page_namespace
 from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.storage import Namespace
 
-__all__ = ["make_namespace", "swap_namespace"]
+__all__ = ["AdapterKeys", "make_namespace", "rope_differences", "swap_namespace"]
+
+#: Angles of a table may differ by so much: SGLang keeps some tables in bfloat16.
+_TOLERANCE: Final = 0.02
+#: Rows of an unexpected table that tell it from others. Tables grow while a server runs.
+_TABLE_ROWS: Final = 64
 
 
 def make_namespace(session: Any, page_format: PageFormat, ranks: LinkerRanks) -> Namespace:
@@ -22,11 +34,15 @@ def make_namespace(session: Any, page_format: PageFormat, ranks: LinkerRanks) ->
         page_format: bytes of a record.
         ranks: the ranks of the server.
     """
-    # Buffers follow from the configuration, and SGLang extends some while it serves.
-    own = fingerprint(session.model_settings, session.model.named_parameters())
+    # Other buffers follow from the configuration, and SGLang extends some while it serves.
+    settings = dict(session.model_settings)
+    if other_ropes := rope_differences(session.model, session.model_config):
+        settings["rotary tables"] = other_ropes
+    own = fingerprint(settings, session.model.named_parameters())
     rank, num_ranks = ranks.key
     return page_namespace(
         ranks.gather(own),
+        session.policy,
         session.algorithm,
         session.config,
         page_format,
@@ -42,3 +58,82 @@ def swap_namespace(pages: Namespace) -> Namespace:
         pages: the namespace of pages that servers share.
     """
     return replace(pages, model="retracted requests")
+
+
+class AdapterKeys:
+    """Names LoRA adapters by their content, in place of SGLang's ids.
+
+    SGLang's ids of adapters of the command line say a name and a path, which stay the same when the
+    adapter is trained anew; those of adapters loaded over HTTP are random.
+
+    Args:
+        manager: SGLang's ``LoRAManager``; None: the server has no adapters.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+    def key(self, lora_id: str) -> str:
+        """32 hexadecimal digits for the content of a loaded adapter; else ``lora_id``."""
+        adapter = None if self._manager is None else self._manager.loras.get(lora_id)
+        if adapter is None:
+            return lora_id
+        if adapter not in self._known:
+            config = adapter.config
+            texts = [
+                # SGLang leaves out what the server was not started for.
+                str(sorted(self._manager.target_modules)),
+                json.dumps([config.hf_config, config.added_tokens_config], sort_keys=True),
+                repr(adapter.scaling),
+                *tensor_digests(_adapter_weights(adapter)),
+            ]
+            self._known[adapter] = xxhash.xxh3_128_hexdigest("\n".join(texts).encode())
+        return self._known[adapter]
+
+
+def _adapter_weights(adapter: Any) -> Iterator[tuple[str, Tensor]]:
+    for layer in adapter.layers:
+        yield from layer.weights.items()
+    yield from adapter.embedding_layers.items()
+    yield from adapter.added_tokens_embeddings.items()
+
+
+def rope_differences(model: Any, config: Any) -> list[str]:
+    """The rotary tables of a model that are not those transformers makes of its configuration.
+
+    Releases of SGLang differ in which settings of a rotary embedding they read.
+
+    Args:
+        model: SGLang's model.
+        config: its configuration, of transformers.
+
+    Returns:
+        A text for each such table; usually none.
+    """
+    from hisparse.transformers.model_config import rotary_frequencies
+
+    expected = list(rotary_frequencies(config))
+    tables: dict[str, Tensor] = {}
+    for module in model.modules():
+        table = getattr(module, "cos_sin_cache", None)
+        if isinstance(table, Tensor) and not any(_agrees(table, *rope) for rope in expected):
+            (digest,) = tensor_digests([(type(module).__name__, table[:_TABLE_ROWS])])
+            tables[digest] = table
+    return sorted(tables)
+
+
+def _agrees(table: Tensor, frequencies: Tensor, scaling: float) -> bool:
+    """Whether a table ``[positions, 2 * n]`` of cosines and sines has these ``[n]`` frequencies."""
+    if table.dim() != 2 or table.shape[1] != 2 * len(frequencies):
+        return False
+    # Where an angle is about 1, as far as the table goes: cosines and sines tell it best there.
+    rows = (1.0 / frequencies).clamp(1, len(table) - 1).long()
+    cos, sin = table.chunk(2, dim=1)
+    columns = torch.arange(len(frequencies))
+    real, imaginary = (x[rows.to(x.device), columns.to(x.device)].float().cpu() for x in (cos, sin))
+    angles = torch.atan2(imaginary, real)
+    expected = rows * frequencies.float().cpu()
+    close = torch.isclose(angles, expected, rtol=_TOLERANCE, atol=1e-4)
+    sizes = torch.isclose(torch.hypot(real, imaginary), torch.tensor(scaling), rtol=_TOLERANCE)
+    return bool(close.all() and sizes.all())

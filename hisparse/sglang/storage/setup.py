@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from hisparse.config import HiSparseConfig, StorageOptions
+from hisparse.engine.fingerprint import rope_types
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
 from hisparse.options import from_options
 from hisparse.sglang import compat
 from hisparse.storage import size_in_bytes
 
-__all__ = ["create_backend", "has_linker", "read_options", "request_linker"]
+__all__ = ["check_told_apart", "create_backend", "has_linker", "read_options", "request_linker"]
 
 _LINKER: Final = {"linker": "HiSparseLinker", "linker_module_path": "hisparse.sglang.linker"}
 _FLAG: Final = "--unified-cache-external-linker-config"
+#: Names of a rotary embedding of which SGLang picks the long or the short factors by the longest
+#: position of a whole batch.
+_LONGROPE: Final = {"longrope", "su"}
 
 
 def has_linker(server_args: Any) -> bool:
@@ -62,6 +66,34 @@ def request_linker(server_args: Any, config: HiSparseConfig) -> None:
             f"dynamic with {_LINKER}, the only linker that reads hisparse's host pool"
         )
     read_options(linker.get("linker_extra_config") or {})
+
+
+def check_told_apart(server_args: Any, model: Any) -> None:
+    """Require that the keys of pages name all that K and V depend on.
+
+    Args:
+        server_args: SGLang's arguments, resolved.
+        model: SGLang's ``ModelConfig``.
+
+    Raises:
+        ConfigError: they depend on more.
+    """
+    if not has_linker(server_args):
+        return
+    if server_args.forward_hooks:
+        got = "--forward-hooks, whose code may change K and V"
+    elif rope_types(model.hf_text_config) & _LONGROPE:
+        got = "a model with longrope, whose keys depend on the other requests of a batch"
+    elif model.is_multimodal:
+        got = (
+            "a model of images or audio, of which SGLang's keys name the content and not the shape"
+        )
+    else:
+        return
+    raise ConfigError(
+        f"storage: got {got}; expected no storage, or a model and flags with which its weights and "
+        "the tokens alone decide K and V"
+    )
 
 
 def read_options(extra_config: Any) -> StorageOptions:

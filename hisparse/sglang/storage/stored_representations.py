@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.config import StorageOptions
+from hisparse.engine.page_namespace import is_built_in
 from hisparse.sglang.storage.counters import StorageCounters
 from hisparse.sglang.storage.load import PageLoader
 from hisparse.sglang.storage.offload import PageWriter
@@ -90,6 +91,15 @@ def make_stored_representations(
         exact, max_pages: as for :class:`StoredRepresentations`.
     """
     if options.representations == "built" or options.backend != "file":
+        return None
+    plugins = [session.algorithm, *session.config.extensions.values()]
+    foreign = [type(x).__name__ for x in plugins if not is_built_in(x)]
+    if foreign:
+        logger.info(
+            "hisparse: storage: no representations are stored: %s is a plug-in, whose constants "
+            "the store cannot tell apart",
+            foreign[0],
+        )
         return None
     form = RepresentationFormat(session.coordinator.rebuilt_entries(), pages.form.pages_per_record)
     if not 0 < form.record_bytes <= pages.form.record_bytes:
