@@ -117,6 +117,11 @@ REPLICAS: Final = _above_one(
     "--dp-size", lambda args: 1 if args.enable_dp_attention else args.dp_size
 )
 SPECULATION: Final = _Option(given=_speculation, expected="no --speculative-algorithm")
+#: SGLang moves experts between ranks, and reads those that it misses from the first weights' files.
+EPLB: Final = _Option(
+    given=lambda start: "--enable-eplb true" if start.args.enable_eplb else "",
+    expected="it unset",
+)
 DRAFT_MODEL: Final = _Option(given=_draft_model, expected="no --speculative-algorithm")
 PREFILL_OR_DECODE: Final = _Option(
     given=_disaggregation("prefill", "decode"), expected="no --disaggregation-mode"
@@ -190,6 +195,7 @@ EXCLUDED: Final[Mapping[_Option, tuple[_Option, ...]]] = {
     DECODE: (PROMPT_QUERIES,),
     PIPELINE: (STORAGE, EXTENSION_OF_ALL_LAYERS, REUSED_LAYERS),
     ATTENTION_REPLICAS: (STORAGE, CUDA_GRAPHS),
+    EPLB: (STORAGE,),
 }
 
 #: A mode, and the first release of SGLang that it is tested with.

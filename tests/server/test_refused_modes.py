@@ -65,6 +65,12 @@ def test_a_store_with_flags_that_contradict_it(flags: tuple[str, ...], words: st
     assert words in refusal(*flags, config={"storage": {"path": "/somewhere"}})
 
 
+def test_a_store_and_experts_that_move_between_ranks() -> None:
+    """A server that moves them changes its weights while it serves."""
+    message = refusal("--enable-eplb", config={"storage": {"path": "/somewhere"}})
+    assert message.endswith(not_together("--enable-eplb true", "storage", "no storage"))
+
+
 def test_another_linker() -> None:
     assert "expected dynamic with" in refusal("--enable-unified-cache-external-linker")
 

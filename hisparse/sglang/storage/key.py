@@ -11,22 +11,26 @@ from hisparse.engine.page_namespace import page_namespace
 from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.storage import Namespace
 
-__all__ = ["make_namespace", "swap_namespace"]
+__all__ = ["make_namespace", "model_fingerprint", "swap_namespace"]
+
+
+def model_fingerprint(session: Any) -> str:
+    """The fingerprint of this rank's model with the weights that it has now."""
+    # Buffers follow from the configuration, and SGLang extends some while it serves.
+    return fingerprint(session.model_settings, session.model.named_parameters())
 
 
 def make_namespace(session: Any, page_format: PageFormat, ranks: LinkerRanks) -> Namespace:
     """The namespace of this rank's pages; see :func:`page_namespace`.
 
     Args:
-        session: this rank's session; its model has its weights.
+        session: this rank's session, with the fingerprint of its model.
         page_format: bytes of a record.
         ranks: the ranks of the server.
     """
-    # Buffers follow from the configuration, and SGLang extends some while it serves.
-    own = fingerprint(session.model_settings, session.model.named_parameters())
     rank, num_ranks = ranks.key
     return page_namespace(
-        ranks.gather(own),
+        ranks.gather(session.fingerprint),
         session.algorithm,
         session.config,
         page_format,
