@@ -65,10 +65,20 @@ def test_a_store_with_flags_that_contradict_it(flags: tuple[str, ...], words: st
     assert words in refusal(*flags, config={"storage": {"path": "/somewhere"}})
 
 
-def test_a_store_and_experts_that_move_between_ranks() -> None:
-    """A server that moves them changes its weights while it serves."""
-    message = refusal("--enable-eplb", config={"storage": {"path": "/somewhere"}})
-    assert message.endswith(not_together("--enable-eplb true", "storage", "no storage"))
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        (("--enable-eplb",), "--enable-eplb true"),
+        (
+            ("--offload-group-size", "4", "--offload-mode", "sharded_gpu"),
+            "--offload-mode sharded_gpu",
+        ),
+    ],
+)
+def test_a_store_whose_pages_could_be_of_other_weights(flags: tuple[str, ...], mode: str) -> None:
+    """Experts move between ranks while a server serves, or its fingerprint lacks weights."""
+    message = refusal(*flags, config={"storage": {"path": "/somewhere"}})
+    assert message.endswith(not_together(mode, "storage", "no storage"))
 
 
 def test_another_linker() -> None:
