@@ -125,7 +125,7 @@ REPLICAS: Final = _above_one(
 SPECULATION: Final = _Option(given=_speculation, expected="no --speculative-algorithm")
 #: Weights of which this process has shapes alone, so that its fingerprint does not tell them apart.
 OFFLOADED: Final = _Option(given=_offloaded, expected="--offload-mode cpu")
-#: SGLang moves experts between ranks, and reads those that it misses from the first weights' files.
+#: SGLang moves experts between ranks while it serves, and reads missing ones from files.
 EPLB: Final = _Option(
     given=lambda start: "--enable-eplb true" if getattr(start.args, "enable_eplb", False) else "",
     expected="it unset",
