@@ -94,6 +94,12 @@ def _storage(start: Start) -> str:
     return "storage" if linker or start.config.storage is not None else ""
 
 
+def _offloaded(start: Start) -> str:
+    mode = getattr(start.args, "offload_mode", "cpu")
+    offloads = mode != "cpu" and start.args.offload_group_size > 0
+    return f"--offload-mode {mode}" if offloads else ""
+
+
 def _other_layout(start: Start) -> str:
     layout = start.config.host_layout
     return "" if layout in (None, "layer_first") else f"host_layout: {layout}"
@@ -117,6 +123,13 @@ REPLICAS: Final = _above_one(
     "--dp-size", lambda args: 1 if args.enable_dp_attention else args.dp_size
 )
 SPECULATION: Final = _Option(given=_speculation, expected="no --speculative-algorithm")
+#: Weights of which this process has shapes alone, so that its fingerprint does not tell them apart.
+OFFLOADED: Final = _Option(given=_offloaded, expected="--offload-mode cpu")
+#: SGLang moves experts between ranks while it serves, and reads missing ones from files.
+EPLB: Final = _Option(
+    given=lambda start: "--enable-eplb true" if getattr(start.args, "enable_eplb", False) else "",
+    expected="it unset",
+)
 DRAFT_MODEL: Final = _Option(given=_draft_model, expected="no --speculative-algorithm")
 PREFILL_OR_DECODE: Final = _Option(
     given=_disaggregation("prefill", "decode"), expected="no --disaggregation-mode"
@@ -190,6 +203,8 @@ EXCLUDED: Final[Mapping[_Option, tuple[_Option, ...]]] = {
     DECODE: (PROMPT_QUERIES,),
     PIPELINE: (STORAGE, EXTENSION_OF_ALL_LAYERS, REUSED_LAYERS),
     ATTENTION_REPLICAS: (STORAGE, CUDA_GRAPHS),
+    EPLB: (STORAGE,),
+    OFFLOADED: (STORAGE,),
 }
 
 #: A mode, and the first release of SGLang that it is tested with.

@@ -22,9 +22,7 @@ __all__ = [
     "around_capture",
     "around_compute_max_prefix_len",
     "around_enable_fused_set_kv_buffer",
-    "around_end_weight_update",
     "around_flush_cache",
-    "around_flush_cache_after_weight_update",
     "around_free",
     "around_free_rows",
     "around_get_kv_pool_cls",
@@ -34,6 +32,7 @@ __all__ = [
     "around_request",
     "around_resolve_max_num_reqs",
     "around_run_eagle_verify",
+    "around_select_runners",
     "around_write",
 ]
 
@@ -173,27 +172,18 @@ def around_flush_cache(original: Callable[..., Any], *args: Any, **kwargs: Any) 
     return flushed
 
 
-def around_flush_cache_after_weight_update(
-    original: Callable[..., tuple[bool, str]],
-    updater: Any,
-    recv_req: Any,
-    success: bool,
-    message: str,
-) -> tuple[bool, str]:
-    """Report new weights before SGLang flushes, which a request can forbid and others can stop."""
+def around_select_runners(
+    original: Callable[..., list[Any]], updater: Any, selector: str = "all"
+) -> list[Any]:
+    """Let the storage rest before anything writes to the weights.
+
+    SGLang selects the models for each update, for the beginning and the end of one in several
+    requests, and for ``/weights_checker``, which can write random weights.
+    """
     session = current_session()
     if session is not None:
-        session.note_new_weights()
-    return original(updater, recv_req, success, message)
-
-
-def around_end_weight_update(original: Callable[..., Any], updater: Any, recv_req: Any) -> Any:
-    """Report new weights that no loader has seen, because they came by RDMA."""
-    session = current_session()
-    update = updater._session
-    if session is not None and update is not None and not update.loaded_weights:
-        session.note_new_weights()
-    return original(updater, recv_req)
+        session.note_update(updater)
+    return original(updater, selector)
 
 
 def around_enable_fused_set_kv_buffer(original: Callable[..., bool], *args: Any) -> bool:

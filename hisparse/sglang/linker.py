@@ -23,7 +23,7 @@ from hisparse.cache.page_format import PageFormat
 from hisparse.config import StorageOptions
 from hisparse.sglang.session import errors_logged, require_session
 from hisparse.sglang.storage.health import StorageHealth
-from hisparse.sglang.storage.key import make_namespace, swap_namespace
+from hisparse.sglang.storage.key import make_namespace, model_fingerprint, swap_namespace
 from hisparse.sglang.storage.load import PageLoader
 from hisparse.sglang.storage.offload import PageWriter
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
@@ -110,6 +110,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._loader = PageLoader(self._records, options.threads)
         self._writers = [PageWriter(self._records, self._exact, max_waiting)]
         self._representations: StoredRepresentations | None = None
+        self._session.fingerprint = model_fingerprint(self._session)
         self._use_namespace()
         logger.info(
             "hisparse: storage: backend %s, pages of %d tokens and %s in %d parts, timeout_s %g, "
@@ -155,7 +156,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _swap_out(self, request: Any) -> None:
         """Write the pages of a retracted request, if that is faster than computing them."""
-        if self._swap is None or self._session.weights_changed:
+        if self._swap is None or self._rests():
             return
         retracted = RetractedPages.of(request, self._format.page_tokens)
         tokens = retracted.num_tokens
@@ -175,10 +176,22 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if (stored := self._representations) is not None:
             size = stored.record_bytes
             stored.use(representation_namespace(self._namespace, self._session, size))
+        self._session.storage_rests = False
+
+    def _rests(self) -> bool:
+        """Whether the store is not used, on any rank.
+
+        An update can fail on one rank, and flush the others only. So ranks wake together, when the
+        first request after the flush comes to them.
+        """
+        session = self._session
+        if session.storage_rests and self._ranks.all_of(session.fingerprint != ""):
+            self._use_namespace()
+        return session.storage_rests
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
         """Lengths of the prefixes that can be loaded, in pages of SGLang."""
-        if self._session.weights_changed:
+        if self._rests():
             return []
         names = list(_kv(transfers).keys)
         first = self._first_swapped(rid, names)
@@ -196,7 +209,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
         The call waits for the store: SGLang cannot take a request back that it has admitted.
         """
-        if self._session.weights_changed:
+        if self._rests():
             return False
         transfer = _kv(transfers)
         pages = self._format.host_pages(transfer.device_indices)
@@ -254,8 +267,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Write the exact pages among those of a node, later."""
         transfer = _kv(transfers)
         # New weights may have computed the pages, or the tokens that they follow.
-        writes = self._ranks.writes and not self._session.weights_changed
-        keys = list(transfer.keys) if writes else []
+        keys = [] if self._rests() or not self._ranks.writes else list(transfer.keys)
         pages = self._format.host_pages(transfer.device_indices)
         for writer in self._writers:
             writer.add(keys, pages if keys else pages[:0], self.record_offload_ready())
@@ -284,9 +296,10 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._swap is not None:
             self._swap.reset()
         self.layer_done_counter.reset()
-        # An update of the weights ends with a flush, at once or later.
-        self._use_namespace()
-        self._session.weights_changed = False
+        # While an update is open, weights may change without a call.
+        session = self._session
+        session.fingerprint = "" if session.update_is_open else model_fingerprint(session)
+        session.storage_rests = True
 
     def close(self) -> None:
         """Write what waits, then close the store; each takes at most ``timeout_s``."""

@@ -47,13 +47,7 @@ _HOOKS: tuple[_Name, ...] = (
     (
         "0.5.23",
         "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-        ".flush_cache_after_weight_update",
-        "",
-    ),
-    (
-        "0.5.23",
-        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-        ".end_weight_update",
+        "._select_runners",
         "",
     ),
     "sglang.srt.models.utils.enable_fused_set_kv_buffer",

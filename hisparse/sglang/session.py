@@ -39,8 +39,10 @@ class Session(EngineSetup):
         storage: counts what the storage below host memory does; None: the server has none.
         prefill_rate: how fast prefill is; None: the server has no storage.
         swap_out: takes SGLang's ``Req`` before a retraction frees its host slots.
-        weights_changed: whether the weights are others than those of the pages in host memory. The
-            storage rests until a flush.
+        storage_rests: whether the storage is not used: until a flush of all ranks, since the pages
+            in host memory may be of other weights.
+        fingerprint: of this rank's model, taken at its last flush; "": an update began since.
+        weight_updater: SGLang's manager of updates; None: none has begun.
         slots_cpu: ``[B] int64``, request slots of the next forward, on the host.
         requests: SGLang's ``Req`` of the next forward.
         num_decoding: how many of them decode in a forward with chunks of prompts; the last ones.
@@ -65,7 +67,9 @@ class Session(EngineSetup):
     storage: StorageCounters | None = None
     prefill_rate: PrefillRate | None = None
     swap_out: Callable[[Any], None] = lambda request: None
-    weights_changed: bool = False
+    storage_rests: bool = True
+    fingerprint: str = ""
+    weight_updater: Any = None
     slots_cpu: torch.Tensor | None = None
     requests: Sequence[Any] = ()
     num_decoding: int = 0
@@ -83,13 +87,24 @@ class Session(EngineSetup):
     def __post_init__(self) -> None:
         self.layer_ids = self.layer_ids or range(self.spec.num_layers)
 
-    def note_new_weights(self) -> None:
-        """Let the storage rest until a flush: host memory has K and V of the old weights."""
-        if self.storage is not None and not self.weights_changed:
+    def note_update(self, updater: Any) -> None:
+        """Let the storage rest until a flush: host memory has K and V of the old weights.
+
+        Args:
+            updater: SGLang's ``SchedulerWeightUpdaterManager``, whose update begins, goes on or
+                ends. It may fail midway, and weights may come by RDMA until it ends.
+        """
+        if self.storage is not None and self.fingerprint:
             logger.warning(
-                "hisparse: storage: the weights changed; it is not used until /flush_cache"
+                "hisparse: storage: an update of the weights began; the store is not used until a "
+                "flush after its end (/flush_cache, unless the update flushes itself)"
             )
-        self.weights_changed = True
+        self.storage_rests, self.fingerprint, self.weight_updater = True, "", updater
+
+    @property
+    def update_is_open(self) -> bool:
+        """Whether SGLang waits for more weights: from ``begin`` to ``end_weight_update``."""
+        return self.weight_updater is not None and self.weight_updater._session is not None
 
     def arrive(self, slot: int, start: int, length: int) -> None:
         """Begin a request that another server has prefilled.

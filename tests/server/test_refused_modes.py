@@ -96,6 +96,22 @@ def test_a_store_of_what_its_keys_do_not_name(tmp_path: Path) -> None:
             check_told_apart(server, model)
 
 
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        (("--enable-eplb",), "--enable-eplb true"),
+        (
+            ("--offload-group-size", "4", "--offload-mode", "sharded_gpu"),
+            "--offload-mode sharded_gpu",
+        ),
+    ],
+)
+def test_a_store_whose_pages_could_be_of_other_weights(flags: tuple[str, ...], mode: str) -> None:
+    """Experts move between ranks while a server serves, or its fingerprint lacks weights."""
+    message = refusal(*flags, config={"storage": {"path": "/somewhere"}})
+    assert message.endswith(not_together(mode, "storage", "no storage"))
+
+
 def test_another_linker() -> None:
     assert "expected dynamic with" in refusal("--enable-unified-cache-external-linker")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import DenseTokens
-from harness import Answer, Server
+from harness import Answer, Refused, Server
 from plugins import make_plugin
 from test_storage import CACHED, DENSE, DOCUMENT, FLAGS, SPARSE, ask_and_store, start, wait_for
 from tiny_models import tiny_model
@@ -162,6 +162,18 @@ def test_a_live_update_of_the_weights(log_dir: Path, tmp_path: Path) -> None:
         server.flush_cache()
         after = server.generate(DOCUMENT, NEW_TOKENS)
         assert (after.ids, after.cached) == (right, CACHED)
+        # It also rests after an update that fails, and while one of several calls is open.
+        with pytest.raises(Refused):
+            update(server, tmp_path)
+        server.generate(tokens(400, seed=402), 1)
+        server._post("/begin_weight_update", {})
+        server.flush_cache()
+        server.generate(tokens(400, seed=403), 1)
+        server._post("/end_weight_update", {})
+        assert server.generate(DOCUMENT, NEW_TOKENS).cached == 0
+        assert server.counted("storage_offloaded_pages") == (2 * 93,)
+        server.flush_cache()
+        assert server.generate(DOCUMENT, NEW_TOKENS).cached == CACHED
     # A server that was started with the new weights shares their pages.
     log, config = log_dir / "new-again.log", SPARSE | {"storage": {"path": str(store)}}
     with Server(model, log, *FLAGS, config=config) as server:

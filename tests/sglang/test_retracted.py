@@ -178,9 +178,11 @@ def test_a_backend_that_removes_nothing_swaps_nothing(
 def test_new_weights_end_swaps(start: Start) -> None:
     server, request = start(), Request()
     retract(server, request)
-    server.update_weights(flush=True)
+    update = SimpleNamespace(_session=None)
+    require_session().note_update(update)
+    server.linker.reset()
     assert server.linker.lookup("r", transfer(request, first=2)) == []
-    server.update_weights(flush=False)
+    require_session().note_update(update)
     retract(server, request)
     assert count(server, "swapped_pages") == [2]
 

@@ -28,7 +28,12 @@ from hisparse.engine.fingerprint import fingerprint, model_settings
 from hisparse.errors import ConfigError
 from hisparse.sglang import hooks
 from hisparse.sglang.storage.file_storage import FileStorage
-from hisparse.sglang.storage.key import AdapterKeys, make_namespace, rope_differences
+from hisparse.sglang.storage.key import (
+    AdapterKeys,
+    make_namespace,
+    model_fingerprint,
+    rope_differences,
+)
 from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.storage import Namespace, page_keys
 from hisparse.types import AttentionRule
@@ -69,6 +74,7 @@ def namespace(
         config=HiSparseConfig(**config),
         **(changes or {}),
     )
+    session.fingerprint = model_fingerprint(session)
     form = PageFormat(make_pool(layout), page_tokens, {})
     return make_namespace(session, form, ranks)
 
@@ -85,13 +91,11 @@ def test_weights_pages_and_ranks_are() -> None:
 
 
 def test_one_element_in_a_run_of_a_weight_counts() -> None:
-    sessions = [session_of(torch.nn.Linear(64, 300)) for _ in range(2)]
-    sessions[1].model.load_state_dict(sessions[0].model.state_dict())
-    form = PageFormat(make_pool("page_head"), 8, {})
+    session = session_of(torch.nn.Linear(64, 300))
+    before = model_fingerprint(session)
     with torch.no_grad():
-        sessions[1].model.weight[0, 3] += 1e-3
-    keys = {make_namespace(each, form, ALONE).key for each in sessions}
-    assert len(keys) == 2
+        session.model.weight[0, 3] += 1e-3
+    assert model_fingerprint(session) != before
 
 
 @pytest.mark.parametrize("size", [64, 3 * 2**14])
@@ -178,15 +182,11 @@ def test_rotary_embeddings_as_they_are_applied_count(
     served = {kind: rope_differences(torch.nn.Sequential(x), config) for kind, x in tables.items()}
     assert served.pop(rope["rope_type"]) == []
     assert len({text for texts in served.values() for text in texts}) == 2
-    session = {"model_config": config}
-    model = torch.nn.Linear(8, 8)
-    model.add_module("rotary", tables["default"])
-    form = PageFormat(make_pool("page_head"), 8, {})
-    keys = set()
+    model, fingerprints = torch.nn.Linear(8, 8), set()
     for kind in ("default", rope["rope_type"]):
         model.add_module("rotary", tables[kind])
-        keys.add(make_namespace(session_of(model, **session), form, ALONE).key)
-    assert len(keys) == len({"default", rope["rope_type"]})
+        fingerprints.add(model_fingerprint(session_of(model, model_config=config)))
+    assert len(fingerprints) == len({"default", rope["rope_type"]})
 
 
 def test_settings_that_the_command_line_overrides_count() -> None:

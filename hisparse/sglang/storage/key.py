@@ -18,7 +18,13 @@ from hisparse.engine.page_namespace import page_namespace
 from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.storage import Namespace
 
-__all__ = ["AdapterKeys", "make_namespace", "rope_differences", "swap_namespace"]
+__all__ = [
+    "AdapterKeys",
+    "make_namespace",
+    "model_fingerprint",
+    "rope_differences",
+    "swap_namespace",
+]
 
 #: Angles of a table may differ by so much: SGLang keeps some tables in bfloat16.
 _TOLERANCE: Final = 0.02
@@ -26,22 +32,26 @@ _TOLERANCE: Final = 0.02
 _TABLE_ROWS: Final = 64
 
 
-def make_namespace(session: Any, page_format: PageFormat, ranks: LinkerRanks) -> Namespace:
-    """The namespace of this rank's pages; see :func:`page_namespace`.
-
-    Args:
-        session: this rank's session; its model has its weights.
-        page_format: bytes of a record.
-        ranks: the ranks of the server.
-    """
+def model_fingerprint(session: Any) -> str:
+    """The fingerprint of this rank's model with the weights that it has now."""
     # Other buffers follow from the configuration, and SGLang extends some while it serves.
     settings = dict(session.model_settings)
     if other_ropes := rope_differences(session.model, session.model_config):
         settings["rotary tables"] = other_ropes
-    own = fingerprint(settings, session.model.named_parameters())
+    return fingerprint(settings, session.model.named_parameters())
+
+
+def make_namespace(session: Any, page_format: PageFormat, ranks: LinkerRanks) -> Namespace:
+    """The namespace of this rank's pages; see :func:`page_namespace`.
+
+    Args:
+        session: this rank's session, with the fingerprint of its model.
+        page_format: bytes of a record.
+        ranks: the ranks of the server.
+    """
     rank, num_ranks = ranks.key
     return page_namespace(
-        ranks.gather(own),
+        ranks.gather(session.fingerprint),
         session.policy,
         session.algorithm,
         session.config,
