@@ -61,12 +61,10 @@ class StorageOptions:
         timeout_s: time limit of a call to the store, in seconds. A load or a write has a second
             more for every 256 MiB. What is late is computed.
         threads: threads that load pages.
-        representations: whether the store keeps page representations beside K and V: "stored", or
-            "built" from the keys of loaded pages; "auto": what takes less time, measured at start.
-            Backends other than "file" keep none.
+        representations: whether the store keeps page representations beside K and V ("stored"), or
+            they are "built" from the keys of loaded pages. Backends other than "file" keep none.
         swap_min_tokens: if a retraction takes at least so many tokens from a request, they are
-            written to the store and read back, and else computed again. "auto": from measured
-            times. None: always computed.
+            written to the store and read back, and else computed again. None: always computed.
         options: for a backend of SGLang: what ``--hicache-storage-backend-extra-config`` would
             hold.
     """
@@ -78,15 +76,14 @@ class StorageOptions:
     ttl_s: float | None = None
     timeout_s: float = 5.0
     threads: int = 2
-    representations: Literal["auto", "stored", "built"] = "auto"
-    swap_min_tokens: Literal["auto"] | int | None = "auto"
+    representations: Literal["stored", "built"] = "stored"
+    swap_min_tokens: int | None = 256
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.backend == "file" and not self.path:
             raise ConfigError("path is not set; expected the folder of the store")
         own = {"path": None, "size": None, "policy": "lru", "ttl_s": None}
-        own |= {"representations": "auto"}
         given = [name for name, default in own.items() if getattr(self, name) != default]
         if self.backend != "file" and given:
             raise ConfigError(
@@ -114,9 +111,9 @@ class StorageOptions:
             )
         if not 1 <= self.threads <= 64:
             raise ConfigError(f"threads: got {self.threads}, expected 1 to 64")
-        if isinstance(self.swap_min_tokens, int) and self.swap_min_tokens < 0:
+        if self.swap_min_tokens is not None and self.swap_min_tokens < 0:
             raise ConfigError(
-                f'swap_min_tokens: got {self.swap_min_tokens}, expected "auto", null or at least 0'
+                f"swap_min_tokens: got {self.swap_min_tokens}, expected null or at least 0"
             )
 
 

@@ -39,7 +39,6 @@ class PageFormat:
     Attributes:
         page_tokens: as given.
         pages_per_record: host pages of a record.
-        num_records: records that the pool holds.
         part_bytes: sizes of the parts of a record: consecutive layers.
         record_bytes: their sum.
     """
@@ -56,7 +55,6 @@ class PageFormat:
         ]
         self.page_tokens = page_tokens
         self.pages_per_record = page_tokens // host.kv.page_size
-        self.num_records = host.num_pages // self.pages_per_record
         kv = host.kv
         per_page = sum(x[0, 0].nbytes for x in self._entries)
         layer = page_tokens * kv.token_bytes_per_layer + self.pages_per_record * per_page

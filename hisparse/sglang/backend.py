@@ -50,7 +50,6 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         # SGLang's models read the pools from the backend.
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self._prefill_rate = session.prefill_rate
         self._metrics = MetricsReporter(session, model_runner)
         session.report_metrics = partial(self._metrics.report, now=True)
         session.can_replay = self._can_replay
@@ -91,14 +90,12 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         if mode.is_idle() or not forward_batch.rids or self._all_have_failed():
             return
         batch: DecodeBatch | PrefillBatch | MixedBatch | VerifyBatch
-        prompt_tokens = 0
         if mode.is_decode():
             batch = self._decode_batch(forward_batch)
         elif mode.is_target_verify():
             batch = self._drafts = self._verify_batch(forward_batch)
         elif mode.is_extend():
             batch = prefill = self._prefill_batch(forward_batch)
-            prompt_tokens = prefill.num_tokens
             if self._session.num_decoding:
                 batch = self._with_decoding(prefill, forward_batch)
         else:
@@ -106,8 +103,6 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
                 f"forward mode: got {mode.name}, expected EXTEND, DECODE or TARGET_VERIFY"
             )
         self._num_tokens = batch.num_tokens
-        if self._prefill_rate is not None:
-            self._prefill_rate.begin(prompt_tokens)
         self.coordinator.forward_begin(batch)
 
     def _all_have_failed(self) -> bool:
@@ -321,8 +316,6 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
             return q.new_zeros(q.shape[0], width)
         if layer.layer_id == self._last_layer:
             self.coordinator.forward_end()
-            if self._prefill_rate is not None:
-                self._prefill_rate.end()
             if not self._in_graph:
                 self._metrics.report()
         return out

@@ -27,7 +27,6 @@ from hisparse.sglang.storage.key import make_namespace, model_fingerprint, swap_
 from hisparse.sglang.storage.load import PageLoader
 from hisparse.sglang.storage.offload import PageWriter
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
-from hisparse.sglang.storage.prefill_rate import PrefillRate
 from hisparse.sglang.storage.ranks import LinkerRanks
 from hisparse.sglang.storage.records import Records
 from hisparse.sglang.storage.representations import representation_namespace
@@ -38,7 +37,6 @@ from hisparse.sglang.storage.stored_representations import (
     make_stored_representations,
 )
 from hisparse.sglang.storage.swap import RequestSwap
-from hisparse.sglang.storage.swap_cost import SwapThreshold, measure_swap
 from hisparse.sglang.storage.threads import Workers
 from hisparse.units import format_bytes
 
@@ -132,9 +130,9 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _make_swap(self, options: StorageOptions) -> RequestSwap | None:
         """What keeps pages of retracted requests; None: they are computed again."""
-        setting = options.swap_min_tokens
-        if setting is None:
+        if options.swap_min_tokens is None:
             return None
+        self._swap_min_tokens = options.swap_min_tokens
         if not self._storage.can_remove:
             logger.info(
                 "hisparse: storage: backend %s does not remove pages; retracted requests are "
@@ -143,24 +141,14 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             )
             return None
         records = self._records.within(swap_namespace(self._namespace))
-        cost = None
-        if setting == "auto":
-            measuring = Workers(1, "hisparse-measure")
-            cost = self._health.call(
-                measuring, lambda: measure_swap(records.storage, self._format, records.staging)
-            )
-            measuring.close()
-        rate = self._session.prefill_rate or PrefillRate("cpu")
-        self._threshold = SwapThreshold(setting, cost, rate, self._format.page_tokens)
         return RequestSwap(records, self._exact, options.threads)
 
     def _swap_out(self, request: Any) -> None:
-        """Write the pages of a retracted request, if that is faster than computing them."""
+        """Write the pages of a retracted request, if they have enough tokens."""
         if self._swap is None or self._rests():
             return
         retracted = RetractedPages.of(request, self._format.page_tokens)
-        tokens = retracted.num_tokens
-        if not tokens or not self._ranks.all_of(self._threshold.reached_by(tokens)):
+        if retracted.num_tokens < max(1, self._swap_min_tokens):
             return
         slots = retracted.slots(self._session.req_to_token_pool.req_to_token)
         pages, ready = self._format.host_pages(slots), self.record_offload_ready()
@@ -248,8 +236,6 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def start_layer_wise_loading(self) -> int:
         """Nothing is left to load; the index stands for no batch."""
         self._admitted.clear()
-        if self._swap is not None:
-            self._threshold.log_once()
         return -1
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:

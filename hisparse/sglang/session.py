@@ -16,7 +16,6 @@ from hisparse.engine.build import EngineSetup
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import HiSparseError
 from hisparse.sglang.storage.counters import StorageCounters
-from hisparse.sglang.storage.prefill_rate import PrefillRate
 
 __all__ = ["Session", "current_session", "errors_logged", "require_session", "start_session"]
 
@@ -37,7 +36,6 @@ class Session(EngineSetup):
         model_settings: its settings that differ from defaults.
         adapter_key: takes SGLang's id of a LoRA adapter; the adapter's name in keys of pages.
         storage: counts what the storage below host memory does; None: the server has none.
-        prefill_rate: how fast prefill is; None: the server has no storage.
         swap_out: takes SGLang's ``Req`` before a retraction frees its host slots.
         storage_rests: whether the storage is not used: until a flush of all ranks, since the pages
             in host memory may be of other weights.
@@ -65,7 +63,6 @@ class Session(EngineSetup):
     model_settings: Mapping[str, object] = field(default_factory=dict)
     adapter_key: Callable[[str], str] = lambda lora_id: lora_id
     storage: StorageCounters | None = None
-    prefill_rate: PrefillRate | None = None
     swap_out: Callable[[Any], None] = lambda request: None
     storage_rests: bool = True
     fingerprint: str = ""

@@ -29,7 +29,6 @@ from hisparse.sglang.session import Session
 from hisparse.sglang.speculation import check_rollback, draft_tokens
 from hisparse.sglang.storage.counters import StorageCounters
 from hisparse.sglang.storage.key import AdapterKeys
-from hisparse.sglang.storage.prefill_rate import PrefillRate
 from hisparse.sglang.storage.setup import has_linker
 from hisparse.types import KVSpec
 from hisparse.units import parse_memory, resolve_memory
@@ -103,7 +102,6 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
 def _add_storage(session: Session, configurator: Any) -> None:
     """Add what a store below host memory needs."""
     session.storage = StorageCounters()
-    session.prefill_rate = PrefillRate(configurator.device)
     session.model = configurator.model
     session.model_config = configurator.model_config.hf_config
     session.model_settings = model_settings(session.model_config)

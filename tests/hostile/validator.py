@@ -71,7 +71,6 @@ def _storage_agrees(storage: dict[str, Any] | None) -> bool:
     policy, ttl_s = storage.get("policy", "lru"), storage.get("ttl_s")
     own = (storage.get("path"), storage.get("size"), ttl_s)
     if storage.get("backend", "file") != "file":
-        kept = storage.get("representations", "auto")
-        return own == (None, None, None) and (policy, kept) == ("lru", "auto")
+        return own == (None, None, None) and policy == "lru"
     ends = (policy == "ttl") == (ttl_s is not None)
     return ends and bool(storage.get("path")) and not storage.get("options")

@@ -144,12 +144,3 @@ def test_pages_of_aborted_requests_are_removed(log_dir: Path, tmp_path: Path) ->
             assert time.monotonic() < end + 60, "pages of aborted requests stay"
             time.sleep(0.2)
         assert server.counted("storage_failed_swaps") == (0,)
-
-
-def test_the_threshold_is_measured_and_logged(log_dir: Path, tmp_path: Path) -> None:
-    with start(log_dir, "auto", tmp_path, DENSE, swap_min_tokens="auto") as server:
-        assert "a swap of a retracted request takes" in server.log()
-        for seed in (1, 2):
-            server.generate(tokens(300, seed=seed), 1)
-        assert server.log().count("hisparse: storage: prefill computes") == 1
-        assert num_swapped(tmp_path) == 0

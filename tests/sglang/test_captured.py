@@ -33,7 +33,6 @@ class Runner:
         sim = self.sim
         sizing = SimpleNamespace(request=SimpleNamespace(context_length=CONTEXT))
         self.session = SimpleNamespace(
-            prefill_rate=None,
             spec=sim.spec,
             layer_ids=range(sim.layers),
             policy=sim.policy,

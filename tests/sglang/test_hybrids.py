@@ -126,7 +126,7 @@ def test_sglang_calls_the_backend_for_layers_that_attend(
     backend = HiSparseAttnBackend.__new__(HiSparseAttnBackend)
     backend._layers, backend._last_layer = {1: 0, 3: 1}, 3
     backend._spec, backend._scale, backend._num_tokens = SPECS["mha"], 0.5, 1
-    backend._prefill_rate, backend._in_graph = None, True
+    backend._in_graph = True
     backend.token_to_kv_pool = backend.req_to_token_pool = None
     backend.coordinator = SimpleNamespace(
         attention=attention, forward_end=lambda: calls.append("end")

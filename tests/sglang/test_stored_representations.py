@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +25,6 @@ from hisparse.sglang.storage.file_storage import FileStorage
 from hisparse.sglang.storage.health import StorageHealth
 from hisparse.sglang.storage.page_storage import PageStorage, Staging
 from hisparse.sglang.storage.records import Records
-from hisparse.sglang.storage.representation_cost import reads_faster
 from hisparse.sglang.storage.representations import RepresentationFormat, representation_namespace
 from hisparse.sglang.storage.stored_representations import StoredRepresentations
 from hisparse.storage import Namespace
@@ -183,41 +180,3 @@ def test_only_the_same_algorithm_and_options_find_them() -> None:
 )
 def test_state_of_requests_is_built(shape: dict[str, BaseSparseAlgorithm]) -> None:
     assert Simulator(**shape).coordinator.rebuilt_entries() == {}
-
-
-def test_a_measurement_leaves_nothing_in_the_store(tmp_path: Path, opened: list[Storing]) -> None:
-    opened.append(Storing(tmp_path, Simulator(algorithm=Quest())))
-    each = opened[0]
-    assert reads_faster(each.records, each.sim.coordinator) in (True, False)
-    assert each.backend.store.describe().pages == 0
-    assert each.backend.store.counters["puts"] == 4
-    each.backend.store.close()
-    assert not reads_faster(each.records, each.sim.coordinator), "a store that takes nothing"
-
-
-def test_a_late_measurement_touches_nothing_that_a_server_uses(
-    tmp_path: Path, opened: list[Storing], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened.append(Storing(tmp_path, Simulator(algorithm=Quest())))
-    each, woken = opened[0], threading.Event()
-    put = each.backend.batch_set
-
-    def late(*args: Any, **options: Any) -> bool:
-        assert woken.wait(60)
-        return put(*args, **options)
-
-    monkeypatch.setattr(each.backend, "batch_set", late)
-    counters, staging = StorageCounters(), each.records.staging
-    records = replace(each.records, health=StorageHealth(counters, 0.2), counters=counters)
-    assert not reads_faster(records, each.sim.coordinator)
-    entries = {n: x.clone() for n, x in each.sim.coordinator.rebuilt_entries().items()}
-    mine = staging.take(0)
-    assert mine is not None and staging.take(0.01) is None, "the late call holds the other block"
-    rows = staging.rows(mine, staging.block_rows)
-    kept = staging.data[rows.start : rows.stop].clone()
-    woken.set()
-    assert staging.take(30) is not None, "the late call gives its block back"
-    assert torch.equal(staging.data[rows.start : rows.stop], kept)
-    for name, x in each.sim.coordinator.rebuilt_entries().items():
-        assert torch.equal(x.view(torch.uint8), entries[name].view(torch.uint8)), "NaN included"
-    assert each.backend.store.describe().pages == 0

@@ -16,7 +16,6 @@ from hisparse.sglang.storage.counters import StorageCounters
 from hisparse.sglang.storage.load import PageLoader
 from hisparse.sglang.storage.offload import PageWriter
 from hisparse.sglang.storage.records import Records
-from hisparse.sglang.storage.representation_cost import reads_faster
 from hisparse.sglang.storage.representations import RepresentationFormat, representation_namespace
 from hisparse.storage import Namespace
 
@@ -108,7 +107,5 @@ def make_stored_representations(
         return None
     # The counters of a server are those of K and V.
     records = replace(pages, form=form, counters=StorageCounters())
-    if options.representations == "auto" and not reads_faster(records, session.coordinator):
-        return None
     own = representation_namespace(namespace, session, form.record_bytes)
     return StoredRepresentations(records.within(own), exact, max_pages)
