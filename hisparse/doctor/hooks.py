@@ -53,5 +53,5 @@ def _packages() -> str:
 
 
 def _broken(message: str) -> Check:
-    remedy = f"install a release of SGLang from {compat.OLDEST} to {compat.NEWEST}, complete"
+    remedy = f"install sglang {compat.RELEASE}, complete"
     return Check(name="hooks", status="error", message=message, remedy=remedy)

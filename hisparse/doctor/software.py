@@ -21,8 +21,6 @@ __all__ = [
     "torch_version",
 ]
 
-_RANGE = f"{compat.OLDEST} to {compat.NEWEST}"
-
 #: Packages, and what each is needed for.
 _OPTIONAL = (
     ("transformers", "eval, plan, HiSparseCache"),
@@ -69,16 +67,13 @@ def sglang_pin(package: str) -> str | None:
 
 
 def sglang_version() -> list[Check]:
-    """Whether the contract test passes on the installed release of SGLang."""
+    """Whether the installed SGLang is the release that hisparse supports."""
     found = compat.installed()
-    remedy = f"pip install 'sglang>={compat.OLDEST},<={compat.NEWEST}'"
-    if found is None:
-        message = f"not installed; hisparse plugs into {_RANGE}"
-        return [Check(name="sglang", status="error", message=message, remedy=remedy)]
-    release, message = compat.release_of(found), f"{found}; supported: {_RANGE}"
-    if not compat.release_of(compat.OLDEST) <= release <= compat.release_of(compat.NEWEST):
-        return [Check(name="sglang", status="error", message=message, remedy=remedy)]
-    return [Check(name="sglang", status="ok", message=message)]
+    if found is not None and compat.is_supported(found):
+        return [Check(name="sglang", status="ok", message=f"{found}, the supported release")]
+    message = f"got {found or 'none'}, expected {compat.RELEASE}"
+    remedy = f"pip install sglang=={compat.RELEASE}"
+    return [Check(name="sglang", status="error", message=message, remedy=remedy)]
 
 
 def storage() -> list[Check]:

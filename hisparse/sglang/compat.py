@@ -11,8 +11,7 @@ __all__ = [
     "DISAGGREGATION",
     "HYBRIDS",
     "LINKER",
-    "NEWEST",
-    "OLDEST",
+    "RELEASE",
     "REPLICAS",
     "SPECULATION",
     "attention_replicas",
@@ -25,6 +24,7 @@ __all__ = [
     "index_pool_size",
     "installed",
     "is_resolved",
+    "is_supported",
     "lacks_flag",
     "logical_mode",
     "model_config_of",
@@ -39,9 +39,8 @@ __all__ = [
     "slot_of",
 ]
 
-#: The contract test passes on these two releases and on all between them.
-OLDEST: Final = "0.5.16"
-NEWEST: Final = "0.5.23"
+#: The release of SGLang that hisparse supports.
+RELEASE: Final = "0.5.23"
 
 #: The first release with an external linker that a package can provide and that loads by request.
 LINKER: Final = "0.5.23"
@@ -76,6 +75,11 @@ def installed() -> str | None:
         return version("sglang")
     except PackageNotFoundError:
         return None
+
+
+def is_supported(found: str) -> bool:
+    """Whether a version is that of :data:`RELEASE`, or of one of its post-releases."""
+    return release_of(found) == release_of(RELEASE)
 
 
 def release_of(text: str) -> tuple[int, ...]:

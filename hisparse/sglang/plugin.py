@@ -42,8 +42,20 @@ def register() -> None:
         _register()
     except Exception as error:
         if BACKEND in sys.argv:
-            raise SystemExit(f"hisparse: error: {_does_not_fit(str(error))}") from error
+            line = _wrong_release() or _does_not_fit(str(error))
+            raise SystemExit(f"hisparse: error: {line}") from error
         raise
+
+
+def _wrong_release() -> str | None:
+    """What to install in place of a release that is not supported; None: it is supported."""
+    found = version("sglang")
+    if compat.is_supported(found):
+        return None
+    return (
+        f"got sglang {found}, expected {compat.RELEASE}, the release that hisparse supports: "
+        f"pip install sglang=={compat.RELEASE}"
+    )
 
 
 def _does_not_fit(what: str) -> str:
@@ -106,11 +118,14 @@ def installed_hooks() -> list[tuple[str, Any, Callable[..., Any]]]:
 
 
 def verify_hooks() -> None:
-    """Verify that every hook is installed.
+    """Verify that this is the supported release of SGLang, and that every hook is installed.
 
     Raises:
-        PluginError: names the hook that is not, and the release of SGLang.
+        PluginError: names the release, or the hook that is not installed.
     """
+    line = _wrong_release()
+    if line is not None:
+        raise PluginError(line)
     for target in HOOKS:
         now = _resolve(target)
         if now is None:

@@ -69,6 +69,31 @@ def test_a_hook_that_did_not_take_stops_the_start(
     assert target in str(end.value.code)
 
 
+def test_another_release_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where every hook would fit."""
+    monkeypatch.setattr(plugin, "version", lambda package: "0.5.24")
+    with pytest.raises(PluginError) as error:
+        plugin.verify_hooks()
+    assert str(error.value) == (
+        "got sglang 0.5.24, expected 0.5.23, the release that hisparse supports: "
+        "pip install sglang==0.5.23"
+    )
+
+
+def test_another_release_that_lacks_what_the_plugin_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt.layers.attention import attention_registry
+
+    monkeypatch.delattr(attention_registry, "register_attention_backend")
+    monkeypatch.setattr("sys.argv", ["launch_server", "--attention-backend", "hisparse"])
+    with pytest.raises(SystemExit, match=r"hisparse: error: hisparse does not fit sglang 0\.5\.23"):
+        plugin.register()
+    monkeypatch.setattr(plugin, "version", lambda package: "0.5.17")
+    with pytest.raises(SystemExit, match=r"error: got sglang 0\.5\.17, expected 0\.5\.23, "):
+        plugin.register()
+
+
 def test_a_target_is_named_in_the_words_of_this_release() -> None:
     assert set(names.HOOKS) | set(names.USED) <= names.LISTED
 
