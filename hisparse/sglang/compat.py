@@ -238,23 +238,13 @@ def shared_read_ends() -> Any:
 def enable_page_allocator(device: str) -> None:
     """Make SGLang's page allocator work on ``device``, "cuda" or "cpu".
 
-    Before 0.5.22 the allocator needs Triton, so on a CPU its kernels are replaced. In all releases
-    speculative decoding asks Triton for the last slot of each request.
+    Speculative decoding asks Triton for the last slot of each request.
     """
     if device != "cpu":
         return
     from sglang.srt.mem_cache import allocation
 
     allocation.get_last_loc_triton = allocation.get_last_loc_torch
-    if not since("0.5.22"):
-        from sglang.srt.mem_cache.allocator import paged
-        from sglang.srt.model_executor import forward_batch_info
-
-        from hisparse.sglang.cpu_page_allocator import replace_triton_kernels
-
-        # These modules decide by the backend's name whether Triton is available.
-        allocation.support_triton = forward_batch_info.support_triton = lambda backend: False
-        replace_triton_kernels(paged)
 
 
 def on_slots_allocated(pool: Any, begin: Callable[[list[int]], None]) -> None:

@@ -198,6 +198,5 @@ def _around_resolve_once(original: Callable[..., Any], server_args: Any) -> Any:
 _ARGUMENT_WRAPPERS: dict[str, Callable[..., Any]] = {
     "prepare_server_args": _around_prepare_server_args,
     "resolve_once": _around_resolve_once,
-    "__post_init__": _around_resolve_once,
 }
 _ARGUMENT_HOOKS = tuple(t for t in HOOKS if t.rpartition(".")[2] in _ARGUMENT_WRAPPERS)

@@ -7,16 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
 
 from hisparse.config import HiSparseConfig
 from hisparse.doctor import software
 from hisparse.errors import ConfigError
-from hisparse.sglang import check_hooks, compat, dsa_indexer, names, plugin
-from hisparse.sglang.cpu_page_allocator import allocate_slots, replace_triton_kernels
+from hisparse.sglang import check_hooks, compat, names, plugin
 from hisparse.sglang.storage.setup import request_linker
 
 
@@ -44,14 +39,6 @@ def test_a_store_on_a_release_without_the_linker_is_one_line(
     request_linker(SimpleNamespace(), HiSparseConfig())
     (check,) = software.storage()
     assert check.message == "the key storage needs sglang 0.5.23; all else works with 0.5.22"
-
-
-def test_names_of_a_release(release: Callable[[str | None], None]) -> None:
-    listed = ["a", ("0.5.20", "new", "old"), ("0.5.20", "added", ""), ("0.5.20", "", "removed")]
-    release("0.5.18")
-    assert names._installed_names(listed) == ("a", "old", "removed")
-    release("0.5.20")
-    assert names._installed_names(listed) == ("a", "new", "added")
 
 
 def test_allocated_slots_are_reported_in_0_5_19(release: Callable[[str | None], None]) -> None:
@@ -87,58 +74,6 @@ def test_allocated_slots_are_reported_before_0_5_19(release: Callable[[str | Non
     assert pool.alloc([chunked]) == [7]
     assert pool.alloc([SimpleNamespace(req_pool_idx=None) for _ in range(2)]) is None
     assert begun == [[5]]
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> tuple[torch.Tensor, ...]:
-    """Prefix lengths, lengths, last slots, free pages, page size."""
-    lengths = draw(
-        # 16 times 50 tokens: as many as there are free pages, if a page holds one.
-        st.lists(st.tuples(st.integers(0, 40), st.integers(1, 50)), min_size=1, max_size=16)
-    )
-    prefix, new = torch.tensor(lengths).T
-    size = draw(st.sampled_from([1, 2, 4, 16]))
-    last = 1000 * size + (prefix - 1) % size
-    return prefix, prefix + new, last, torch.arange(900, 100, -1), torch.tensor(size)
-
-
-@given(batches())
-def test_host_slots_are_those_of_sglang(batch: tuple[torch.Tensor, ...]) -> None:
-    prefix, lengths, last, free, size = batch
-    expected = torch.empty(int((lengths - prefix).sum()), dtype=torch.int64)
-    found = torch.empty_like(expected)
-    alloc_extend_naive(prefix, lengths, last, free, expected, int(size), "cpu")
-    allocate_slots(prefix, lengths, last, free, found, int(size))
-    assert torch.equal(found, expected)
-
-
-def test_the_replacements_of_the_triton_kernels() -> None:
-    paged = SimpleNamespace()
-    replace_triton_kernels(paged)
-    lengths, last = torch.tensor([17, 20, 33]), torch.tensor([47, 66, 95])
-    free, found = torch.arange(9, 12), torch.empty(3, dtype=torch.int64)
-    paged.alloc_decode_kernel[(3,)](lengths, last, free, found, 4, 16)
-    assert found.tolist() == [9 * 16, 67, 10 * 16]
-    none = torch.arange(0)
-    paged.alloc_decode_kernel[(3,)](lengths, last, none, found, 4, 16)
-    assert found[1] == 67, "too few free pages are no error here: the allocator gives up after it"
-    out = torch.empty(5, dtype=torch.int64)
-    prefix, after, at = torch.tensor([3, 15]), torch.tensor([6, 17]), torch.tensor([34, 78])
-    paged.alloc_extend_kernel[(2,)](prefix, after, at, free, out, 2, 16)
-    assert out.tolist() == [35, 36, 37, 79, 9 * 16]
-
-
-def test_index_keys_are_not_counted_before_0_5_18() -> None:
-    """hisparse counts them as representations. Counted twice, they would shrink SGLang's pool."""
-    from sglang.srt.model_executor import pool_configurator
-
-    def original(configurator: Any, kvc: Any, num_layers: int) -> int:
-        config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=64)
-        return num_layers * (320 + 132 * pool_configurator.is_deepseek_dsa(config))
-
-    for backend, expected in (("hisparse", 640), ("torch_native", 904)):
-        kvc = SimpleNamespace(server_args=SimpleNamespace(attention_backend=backend))
-        assert dsa_indexer.around_compute_cell_size(original, None, kvc, 2) == expected
 
 
 def test_a_hook_with_other_arguments_is_reported() -> None:
