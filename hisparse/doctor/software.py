@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 
 from hisparse.doctor.check import Check
-from hisparse.sglang import compat
+from hisparse.sglang import names
 
 __all__ = [
     "optional_packages",
@@ -17,7 +17,6 @@ __all__ = [
     "python",
     "sglang_pin",
     "sglang_version",
-    "storage",
     "torch_version",
 ]
 
@@ -49,7 +48,7 @@ def torch_version() -> list[Check]:
     message = f"{torch.__version__} ({kind})"
     wanted = sglang_pin("torch")
     if wanted and wanted != torch.__version__.partition("+")[0]:
-        message += f"; sglang {compat.installed()} asks for torch {wanted}"
+        message += f"; sglang {names.installed_release()} asks for torch {wanted}"
         if torch.version.cuda:
             remedy = f"its CUDA kernels are built for that torch: pip install torch=={wanted}"
             return [Check(name="torch", status="warning", message=message, remedy=remedy)]
@@ -68,24 +67,12 @@ def sglang_pin(package: str) -> str | None:
 
 def sglang_version() -> list[Check]:
     """Whether the installed SGLang is the release that hisparse supports."""
-    found = compat.installed()
-    if found is not None and compat.is_supported(found):
+    found = names.installed_release()
+    if found is not None and names.is_supported(found):
         return [Check(name="sglang", status="ok", message=f"{found}, the supported release")]
-    message = f"got {found or 'none'}, expected {compat.RELEASE}"
-    remedy = f"pip install sglang=={compat.RELEASE}"
+    message = f"got {found or 'none'}, expected {names.RELEASE}"
+    remedy = f"pip install sglang=={names.RELEASE}"
     return [Check(name="sglang", status="error", message=message, remedy=remedy)]
-
-
-def storage() -> list[Check]:
-    """Whether the installed release of SGLang can keep prefixes below host memory."""
-    found = compat.installed()
-    if found is None:
-        message = "not checked: SGLang is not installed"
-    elif compat.has_linker():
-        message = f"sglang {found} has the external linker that the key storage needs"
-    else:
-        message = f"the key storage needs sglang {compat.LINKER}; all else works with {found}"
-    return [Check(name="storage", status="ok", message=message)]
 
 
 def plugin_visible() -> list[Check]:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from hisparse.errors import AlgorithmError, CapacityError, one_line
-from hisparse.sglang import compat
 from hisparse.sglang.draft_model import sglang_draft_bytes
 from hisparse.sglang.requested import is_requested
 from hisparse.sglang.session import current_session, errors_logged, start_session
@@ -98,7 +97,7 @@ def around_free_rows(original: Callable[..., None], pool: Any, indices: list[int
 def around_free(original: Callable[..., None], pool: Any, request: Any) -> None:
     """End a request of a decode server, whose pool frees one slot at a time."""
     session = current_session()
-    slot = compat.slot_of(request)
+    slot = request.kv.req_pool_idx
     original(pool, request)
     if session is not None and pool is session.req_to_token_pool:
         session.end_requests([slot])

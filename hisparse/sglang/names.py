@@ -1,10 +1,18 @@
-"""Every SGLang name that the plugin hooks or uses. A test checks that each one exists."""
+"""The supported release of SGLang, and every name that the plugin hooks or uses of it.
+
+A test checks that each name exists.
+"""
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-__all__ = ["HOOKS", "USED"]
+__all__ = ["HOOKS", "RELEASE", "USED", "installed_release", "is_supported"]
+
+#: The release of SGLang that hisparse supports.
+RELEASE: Final = "0.5.23"
 
 #: Functions that the plugin wraps.
 HOOKS: Final = (
@@ -100,3 +108,16 @@ USED: Final = (
     "sglang.srt.runtime_context.get_serving",
     "sglang.srt.utils.common.get_device",
 )
+
+
+def installed_release() -> str | None:
+    """Version of the installed SGLang, or None if SGLang is not installed."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return None
+
+
+def is_supported(found: str) -> bool:
+    """Whether a version is that of :data:`RELEASE`, or of a build of it, such as a post-release."""
+    return re.match(rf"{re.escape(RELEASE)}(?!\d)", found) is not None

@@ -14,7 +14,6 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
-from hisparse.sglang import compat
 from hisparse.sglang.check_model import check_model
 from hisparse.sglang.combinations import Start, check_combinations
 from hisparse.sglang.disaggregation import prepare_disaggregation
@@ -212,8 +211,6 @@ def _check_flags(view: Any) -> None:
     None stands for a flag that the command line does not give.
     """
     for field, allowed, flag in _SUPPORTED:
-        if compat.lacks_flag(view, field):
-            continue
         got = getattr(view, field)
         if got is not None and got not in allowed:
             choices = " or ".join(str(value) for value in allowed if value is not None)
