@@ -18,8 +18,9 @@ _TIMEOUT_S = 120
 
 def hooks() -> list[Check]:
     """Load the plug-in as SGLang does, in a process of its own."""
-    if names.installed_release() is None:
-        message = "not checked: SGLang is not installed"
+    found_release = names.installed_release()
+    if found_release is None or not names.is_supported(found_release):
+        message = f"not checked: sglang {names.RELEASE} is not installed"
         return [Check(name="hooks", status="warning", message=message)]
     import torch
 

@@ -68,6 +68,7 @@ def test_a_release_that_is_not_supported(found: str, release: Callable[[str | No
     check = only(software.sglang_version)
     assert (check.status, check.message) == ("error", f"got {found}, expected {names.RELEASE}")
     assert check.remedy == f"pip install sglang=={names.RELEASE}"
+    assert only(hooks.hooks).message == f"not checked: sglang {names.RELEASE} is not installed"
 
 
 @pytest.mark.parametrize("build", ["", ".post1", "+cpu"])
