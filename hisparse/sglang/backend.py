@@ -374,8 +374,3 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     #: SGLang pads with it on a CPU.
     get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
-
-    def support_triton(self) -> bool:
-        """Whether SGLang may use its own Triton kernels alongside this backend."""
-        device: str = self._req_to_token.device.type
-        return device == "cuda"
