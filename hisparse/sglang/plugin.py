@@ -57,6 +57,12 @@ def _wrong_release() -> str | None:
     )
 
 
+def _check_release() -> None:
+    line = _wrong_release()
+    if line is not None:
+        raise PluginError(line)
+
+
 def _does_not_fit(what: str) -> str:
     return f"hisparse does not fit sglang {version('sglang')}: {what}"
 
@@ -120,14 +126,11 @@ def installed_hooks() -> list[tuple[str, Any, Callable[..., Any]]]:
 
 
 def verify_hooks() -> None:
-    """Verify that this is the supported release of SGLang, and that every hook is installed.
+    """Verify that every hook is installed.
 
     Raises:
-        PluginError: names the release, or the hook that is not installed.
+        PluginError: names the hook that is not, and the release of SGLang.
     """
-    line = _wrong_release()
-    if line is not None:
-        raise PluginError(line)
     for target in HOOKS:
         now = _resolve(target)
         if now is None:
@@ -189,6 +192,7 @@ def _around_resolve_once(original: Callable[..., Any], server_args: Any) -> Any:
     resolved = getattr(server_args, "_resolution_finished", False)
     if resolved or not is_requested(server_args):
         return original(server_args)
+    _exit_on_error(_check_release)
     os.environ[_IN_USE] = "1"
     install_hooks()
     _exit_on_error(verify_hooks)
