@@ -1,6 +1,5 @@
 # make demo    a long document answered by a real model, dense and with hisparse, side by side
 # make test    lint and every test, at small sizes
-# make test-all PART=range     the contract test on older releases of SGLang (scripts/sglang_range.sh)
 # make test-all PART=sweeps    kernels under 20 orders of threads, the contract suite with all scopes
 #                              and page sizes, many more examples of hypothesis
 # make test-all PART=isa       the CPU kernels built for SSE, AVX2, this processor, NEON and SVE, and what
@@ -42,7 +41,7 @@
 # make clean   delete what the others made in this folder (models stay in ~/.cache/hisparse)
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-all test-range test-sweeps test-isa test-sanitizers test-quality \
+.PHONY: demo test test-all test-sweeps test-isa test-sanitizers test-quality \
 	test-hostile test-models test-modes test-faults test-soak test-compile soak lint setup lm-eval fuzz-tools \
 	older-triton site site-tools otel-tools mooncake-tools gpu-check gpu-wheels pins audit \
 	licences wheel docs clean
@@ -56,14 +55,11 @@ demo: setup
 test: setup lm-eval site-tools
 	@$(python) scripts/run_tests.py
 
-parts := range sweeps isa sanitizers compile quality hostile models modes faults soak
+parts := sweeps isa sanitizers compile quality hostile models modes faults soak
 
 test-all:
 	$(if $(filter $(PART),$(parts)),,$(error PART is '$(PART)', expected one of: $(parts)))
 	@$(MAKE) --no-print-directory test-$(PART)
-
-test-range: setup
-	@scripts/sglang_range.sh
 
 test-sweeps: setup otel-tools
 	-@$(MAKE) --no-print-directory mooncake-tools

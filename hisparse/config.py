@@ -163,8 +163,7 @@ class HiSparseConfig:
         layer_metrics: count hits and misses of each layer too, for ``/metrics`` and ``hisparse
             top``. It takes six small operations more in a layer, and two series a layer and rank.
         storage: keep prefixes in a store below host memory, where a restarted or another server
-            finds them. Only in a server, and only with SGLang 0.5.23 or newer. The options are
-            below. None: no store.
+            finds them. Only in a server. The options are below. None: no store.
         extensions: options by the name of the extension (``tail_estimate``, ``prefetch``). In JSON
             each name is a key of its own: ``true`` for the defaults, an object of options or, where
             the options name a ``text_option``, the text alone.

@@ -56,8 +56,8 @@ of some models, such as LFM2, it keeps states only with pages of one token, so t
 `--disable-radix-cache`. Falcon H1 and Granite 4 have not run: their Mamba layers need a GPU.
 
 Hybrids are not served together with `storage`, speculative decoding, prefill and decode servers,
-`--pp-size` and `--attn-dp-size`. They need SGLang 0.5.23, and were not
-tested with several ranks. `hisparse plan` and `HiSparseCache` refuse them.
+`--pp-size` and `--attn-dp-size`. They were not tested with several ranks. `hisparse plan` and
+`HiSparseCache` refuse them.
 
 ## Equal in which dtype
 

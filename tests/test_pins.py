@@ -78,10 +78,11 @@ def test_licences_are_those_of_the_installed_packages(tmp_path: Path) -> None:
     assert {"torch", "numpy", "psutil", "rich", "sglang", "faiss-cpu", "transformers"} <= listed
 
 
-def test_one_range_of_sglang() -> None:
-    """The set-up takes the newest that the extra allows, and the doctor says the same."""
-    from hisparse.sglang.compat import NEWEST, OLDEST
+def test_one_release_of_sglang() -> None:
+    """The set-up, the extra, the start of a server and the docs name the same one."""
+    from hisparse.sglang.names import RELEASE
 
-    assert EXTRAS["sglang"] == [f"sglang>={OLDEST},<={NEWEST}"]
-    assert _file("sglang.txt") == {"sglang": NEWEST}
-    assert f"{OLDEST} to {NEWEST}" in (ROOT / "docs" / "operations.md").read_text()
+    assert EXTRAS["sglang"] == [f"sglang=={RELEASE}"]
+    assert _file("sglang.txt") == {"sglang": RELEASE}
+    for page in ("README.md", "docs/operations.md"):
+        assert f"only {RELEASE}" in (ROOT / page).read_text()

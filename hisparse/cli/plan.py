@@ -216,7 +216,9 @@ def _check_served(config: HiSparseConfig, arguments: argparse.Namespace) -> None
         tp_size=arguments.tp,
         dp_size=arguments.dp,
         pp_size=arguments.pp,
+        attn_dp_size=1,
         enable_dp_attention=False,
+        enable_unified_cache_external_linker=False,
         disaggregation_mode="null",
         speculative_algorithm=None,
     )

@@ -9,7 +9,7 @@ import sys
 
 from hisparse.doctor.check import Check
 from hisparse.doctor.software import sglang_pin
-from hisparse.sglang import compat
+from hisparse.sglang import names
 
 __all__ = ["hooks"]
 
@@ -18,8 +18,9 @@ _TIMEOUT_S = 120
 
 def hooks() -> list[Check]:
     """Load the plug-in as SGLang does, in a process of its own."""
-    if compat.installed() is None:
-        message = "not checked: SGLang is not installed"
+    found_release = names.installed_release()
+    if found_release is None or not names.is_supported(found_release):
+        message = f"not checked: sglang {names.RELEASE} is not installed"
         return [Check(name="hooks", status="warning", message=message)]
     import torch
 
@@ -49,9 +50,10 @@ def _packages() -> str:
     """Remedy: the versions of torch and transformers that the installed SGLang pins."""
     pins = ((name, sglang_pin(name)) for name in ("torch", "transformers"))
     wanted = " and ".join(f"{name} {pin}" for name, pin in pins if pin)
-    return f"install what sglang {compat.installed()} asks for" + (f": {wanted}" if wanted else "")
+    asks = f"install what sglang {names.installed_release()} asks for"
+    return f"{asks}: {wanted}" if wanted else asks
 
 
 def _broken(message: str) -> Check:
-    remedy = f"install a release of SGLang from {compat.OLDEST} to {compat.NEWEST}, complete"
+    remedy = f"install sglang {names.RELEASE}, complete"
     return Check(name="hooks", status="error", message=message, remedy=remedy)

@@ -18,7 +18,6 @@ _CHECKS: tuple[_CheckFunction, ...] = (
     software.torch_version,
     software.sglang_version,
     software.plugin_visible,
-    software.storage,
     hooks.hooks,
     machine.device,
     machine.pinned_memory,

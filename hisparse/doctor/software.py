@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 
 from hisparse.doctor.check import Check
-from hisparse.sglang import compat
+from hisparse.sglang import names
 
 __all__ = [
     "optional_packages",
@@ -17,11 +17,8 @@ __all__ = [
     "python",
     "sglang_pin",
     "sglang_version",
-    "storage",
     "torch_version",
 ]
-
-_RANGE = f"{compat.OLDEST} to {compat.NEWEST}"
 
 #: Packages, and what each is needed for.
 _OPTIONAL = (
@@ -51,7 +48,7 @@ def torch_version() -> list[Check]:
     message = f"{torch.__version__} ({kind})"
     wanted = sglang_pin("torch")
     if wanted and wanted != torch.__version__.partition("+")[0]:
-        message += f"; sglang {compat.installed()} asks for torch {wanted}"
+        message += f"; sglang {names.installed_release()} asks for torch {wanted}"
         if torch.version.cuda:
             remedy = f"its CUDA kernels are built for that torch: pip install torch=={wanted}"
             return [Check(name="torch", status="warning", message=message, remedy=remedy)]
@@ -69,28 +66,13 @@ def sglang_pin(package: str) -> str | None:
 
 
 def sglang_version() -> list[Check]:
-    """Whether the contract test passes on the installed release of SGLang."""
-    found = compat.installed()
-    remedy = f"pip install 'sglang>={compat.OLDEST},<={compat.NEWEST}'"
-    if found is None:
-        message = f"not installed; hisparse plugs into {_RANGE}"
-        return [Check(name="sglang", status="error", message=message, remedy=remedy)]
-    release, message = compat.release_of(found), f"{found}; supported: {_RANGE}"
-    if not compat.release_of(compat.OLDEST) <= release <= compat.release_of(compat.NEWEST):
-        return [Check(name="sglang", status="error", message=message, remedy=remedy)]
-    return [Check(name="sglang", status="ok", message=message)]
-
-
-def storage() -> list[Check]:
-    """Whether the installed release of SGLang can keep prefixes below host memory."""
-    found = compat.installed()
-    if found is None:
-        message = "not checked: SGLang is not installed"
-    elif compat.has_linker():
-        message = f"sglang {found} has the external linker that the key storage needs"
-    else:
-        message = f"the key storage needs sglang {compat.LINKER}; all else works with {found}"
-    return [Check(name="storage", status="ok", message=message)]
+    """Whether the installed SGLang is the release that hisparse supports."""
+    found = names.installed_release()
+    if found is not None and names.is_supported(found):
+        return [Check(name="sglang", status="ok", message=f"{found}, the supported release")]
+    message = f"got {found or 'none'}, expected {names.RELEASE}"
+    remedy = f"pip install sglang=={names.RELEASE}"
+    return [Check(name="sglang", status="error", message=message, remedy=remedy)]
 
 
 def plugin_visible() -> list[Check]:

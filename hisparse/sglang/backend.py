@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -15,7 +15,7 @@ from hisparse.engine.drafts import VerifyBatch
 from hisparse.engine.graphs import CapturedSteps
 from hisparse.engine.step import DecodeBatch, MixedBatch, PrefillBatch, PrefillChunk
 from hisparse.errors import AlgorithmError, HiSparseError
-from hisparse.sglang import compat
+from hisparse.sglang.disaggregation import decodes_only
 from hisparse.sglang.failed_batch import fail_requests, reason_to_stop
 from hisparse.sglang.fillers import drop_fillers
 from hisparse.sglang.metrics import MetricsReporter
@@ -37,10 +37,10 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._session = session = require_session()
         self.coordinator = build_coordinator(session, model_runner)
         session.coordinator = self.coordinator
-        if compat.decodes_only():
+        if decodes_only():
             session.arrived = self.coordinator.receive_requests()
         else:
-            compat.on_slots_allocated(model_runner.req_to_token_pool, self._begin_requests)
+            model_runner.req_to_token_pool.register_on_alloc_rows(self._begin_requests)
         self._spec = session.spec
         self._scale = session.policy.scale
         #: SGLang's number of a layer to that of the pool.
@@ -56,7 +56,6 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         session.accept_drafts = self._accept_drafts
         session.accept_chains = self._accept_chains
         session.req_to_token_pool = model_runner.req_to_token_pool
-        self._shared_read_ends = compat.shared_read_ends()
         self._graphs: CapturedSteps | None = None
         self._in_graph = False
         #: Requests of failed forwards, until SGLang drops them.
@@ -72,16 +71,16 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     def shared_read_ends(self, fm: Any) -> Any:
         """Tell SGLang that no layer reads its shared tables: they are copied before the layers."""
-        return self._shared_read_ends
+        return SharedReadEnds.PRE_REPLAY
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Copy the page tables from SGLang's tables and begin the forward.
 
         Raises:
-            HiSparseError: the forward mode is none of EXTEND, DECODE and TARGET_VERIFY, or a failed
-                request cannot end.
+            HiSparseError: the forward mode is none of EXTEND, DECODE and TARGET_VERIFY.
         """
-        mode = compat.logical_mode(forward_batch)
+        # SGLang relabels decode steps EXTEND where all ranks have to run one shape.
+        mode = forward_batch.logical_forward_mode
         self._in_graph = False
         self._num_tokens = 0
         self._drafts = None
@@ -106,22 +105,11 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self.coordinator.forward_begin(batch)
 
     def _all_have_failed(self) -> bool:
-        """Whether SGLang runs another step of requests that have failed, before it ends them.
-
-        Raises:
-            HiSparseError: SGLang would repeat a chunk of one of them for ever.
-        """
+        """Whether SGLang runs another step of requests that have failed, before it ends them."""
         if not self._failed_requests:
             return False
-        session = self._session
-        failed = [request for request in session.requests if request in self._failed_requests]
-        # A request that was retracted after it failed computes its prompt again.
-        reason = reason_to_stop(failed, session.chunked_request_id) if failed else None
-        if reason is not None:
-            message = f"a failed request was retracted; the server stops, since {reason}"
-            logger.error("hisparse: error: %s", message)
-            raise HiSparseError(message)
-        return bool(failed) and len(failed) == len(session.requests)
+        requests = self._session.requests
+        return bool(requests) and all(each in self._failed_requests for each in requests)
 
     # SGLang's CUDA graph runner calls these in place of `init_forward_metadata`.
 
@@ -363,7 +351,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
             # The hook on the capture says why the start ends.
             raise error
         requests = self._session.requests
-        reason = reason_to_stop(requests, self._session.chunked_request_id)
+        reason = reason_to_stop(requests)
         if reason is not None:
             logger.error("hisparse: error: %s; the server stops, since %s", error, reason)
             raise error
@@ -379,8 +367,3 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     #: SGLang pads with it on a CPU.
     get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
-
-    def support_triton(self) -> bool:
-        """Whether SGLang may use its own Triton kernels alongside this backend."""
-        device: str = self._req_to_token.device.type
-        return device == "cuda"

@@ -11,7 +11,6 @@ import torch
 from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import check_indexer, choose_scope
 from hisparse.errors import ConfigError
-from hisparse.sglang import compat
 
 __all__ = ["check_model"]
 
@@ -35,9 +34,10 @@ def check_model(server_args: Any, config: HiSparseConfig) -> None:
     Raises:
         ConfigError: names the model's property and what hisparse serves instead.
     """
+    from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.configs.model_config import AttentionArch
 
-    model = compat.model_config_of(server_args)
+    model = model_config_of(server_args)
     name = ", ".join(model.hf_config.architectures or ["this model"])
     if model.attention_arch not in (AttentionArch.MHA, AttentionArch.MLA):
         raise ConfigError(
@@ -87,13 +87,17 @@ def _check_heads(name: str, model: Any) -> None:
 
 def _check_indexer(name: str, hf_config: Any, config: HiSparseConfig) -> None:
     """Require an indexer in the model exactly when the algorithm uses one."""
-    from sglang.srt.configs.model_config import get_dsa_index_topk, is_deepseek_dsa
+    from sglang.srt.configs.model_config import (
+        get_dsa_index_kpool,
+        get_dsa_index_topk,
+        is_deepseek_dsa,
+    )
 
     has_indexer = is_deepseek_dsa(hf_config)
     check_indexer(name, config, has_indexer=has_indexer)
     if not has_indexer:
         return
-    pooled = compat.index_pool_size(hf_config)
+    pooled = get_dsa_index_kpool(hf_config)
     if pooled > 1:
         raise ConfigError(
             f"the indexer of {name} pools {pooled} tokens into one key; expected one key per token"

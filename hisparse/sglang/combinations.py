@@ -9,7 +9,6 @@ from typing import Any, Final
 from hisparse.algorithms import build_algorithm
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.errors import ConfigError
-from hisparse.sglang import compat
 from hisparse.sglang.speculation import DRAFT_MODELS
 
 __all__ = ["Start", "check_combinations"]
@@ -55,7 +54,7 @@ def _above_one(flag: str, size: Callable[[Any], int | None]) -> _Option:
 
 def _attention_replicas(args: Any) -> int:
     # SGLang turns `--dp-size N --enable-dp-attention` into `--attn-dp-size N`.
-    size = int(getattr(args, "attn_dp_size", None) or 1)
+    size = int(args.attn_dp_size)
     return max(size, int(args.dp_size)) if args.enable_dp_attention else size
 
 
@@ -69,14 +68,14 @@ def _draft_model(start: Start) -> str:
 
 
 def _draft_dtype(start: Start) -> str:
-    dtype = getattr(start.args, "speculative_draft_kv_cache_dtype", None)
+    dtype = start.args.speculative_draft_kv_cache_dtype
     return "" if dtype in (None, "auto") else f"--speculative-draft-kv-cache-dtype {dtype}"
 
 
 def _set(flag: str, field: str) -> _Option:
     """A flag without a value; ``field`` of SGLang's arguments."""
     return _Option(
-        given=lambda start: flag if getattr(start.args, field, False) else "",
+        given=lambda start: flag if getattr(start.args, field) else "",
         expected="it unset",
     )
 
@@ -90,7 +89,7 @@ def _disaggregation(*modes: str) -> Callable[[Start], str]:
 
 
 def _storage(start: Start) -> str:
-    linker = getattr(start.args, "enable_unified_cache_external_linker", False)
+    linker = start.args.enable_unified_cache_external_linker
     return "storage" if linker or start.config.storage is not None else ""
 
 
@@ -207,28 +206,13 @@ EXCLUDED: Final[Mapping[_Option, tuple[_Option, ...]]] = {
     OFFLOADED: (STORAGE,),
 }
 
-#: A mode, and the first release of SGLang that it is tested with.
-RELEASES: Final[Mapping[_Option, str]] = {
-    SPECULATION: compat.SPECULATION,
-    PREFILL_OR_DECODE: compat.DISAGGREGATION,
-    REPLICAS: compat.REPLICAS,
-    ATTENTION_REPLICAS: compat.REPLICAS,
-    PIPELINE: compat.REPLICAS,
-}
-
 
 def check_combinations(start: Start) -> None:
-    """Check that a release and hisparse serve what a server is started with, together.
+    """Check that hisparse serves together what a server is started with.
 
     Raises:
         ConfigError: names the first mode and what it does not go with.
     """
-    for mode, release in RELEASES.items():
-        if mode.given(start) and not compat.since(release):
-            raise ConfigError(
-                f"{mode.given(start)} needs sglang {release} or newer, got {compat.installed()}; "
-                f"expected {mode.expected}"
-            )
     for mode, others in EXCLUDED.items():
         flag, _, value = mode.given(start).partition(" ")
         if not flag:

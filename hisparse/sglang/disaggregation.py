@@ -23,6 +23,8 @@ __all__ = [
     "around_setup_state_kv_args",
     "around_try_ensure_parallel_info",
     "config_of_server",
+    "decode_extra_slots",
+    "decodes_only",
     "is_disaggregated",
     "prepare_disaggregation",
 ]
@@ -36,6 +38,21 @@ _KEEPS_NOTHING = "streaming"
 def is_disaggregated(server_args: Any) -> bool:
     """Whether the server only prefills or only decodes."""
     return server_args.disaggregation_mode in ("prefill", "decode")
+
+
+def decodes_only() -> bool:
+    """Whether the server of this process gets its requests prefilled from another one."""
+    from sglang.srt.runtime_context import get_disagg
+
+    mode: str = get_disagg().disaggregation_mode
+    return mode == "decode"
+
+
+def decode_extra_slots() -> int:
+    """Request slots of a decode server for requests that are on their way."""
+    from sglang.srt.runtime_context import get_disagg
+
+    return (get_disagg().disaggregation_decode_extra_slots or 0) if decodes_only() else 0
 
 
 def prepare_disaggregation(server_args: Any, device_type: str) -> None:

@@ -94,10 +94,6 @@ class DraftAttnBackend(AttentionBackend):  # type: ignore[misc]
             out[chunk.tokens] = _attend(queries[chunk.tokens], k, v, chunk.start, layer)
         return out.flatten(1)
 
-    def support_triton(self) -> bool:
-        """SGLang's own Triton kernels need a GPU."""
-        return False
-
 
 class DraftSteps:
     """The backends of the forwards that draft one token of each request after another.

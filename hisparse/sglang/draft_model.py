@@ -31,10 +31,9 @@ def draft_token_bytes(configurator: Any) -> int:
     Raises:
         ConfigError: the draft model is a hybrid.
     """
-    draft = getattr(configurator, "spec_aux_config", None)
-    # Releases before 0.5.23 lack it; with them drafts are refused.
-    model = getattr(draft, "draft_model_config", None)
-    if draft is None or model is None:
+    draft = configurator.spec_aux_config
+    model = draft.draft_model_config
+    if model is None:
         return 0
     from sglang.srt.configs.model_config import AttentionArch
 
@@ -58,8 +57,7 @@ def sglang_draft_bytes(configurator: Any, target: KVSpec) -> int:
         configurator: SGLang's ``KVCacheConfigurator`` of the target.
         target: shapes of the target as SGLang sees them.
     """
-    draft = getattr(configurator, "spec_aux_config", None)
-    layers = 0 if draft is None else draft.eagle_draft_num_layers or 0
+    layers = configurator.spec_aux_config.eagle_draft_num_layers or 0
     return int(target.token_bytes * int(layers) / target.num_layers)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from hisparse.types import IndexerInputs
 
 __all__ = [
     "RowwiseInputs",
-    "around_compute_cell_size",
     "around_compute_indexer_cell_size",
     "around_kv_cache_dtype_default",
     "compute_indexer_inputs",
@@ -56,21 +54,6 @@ def around_compute_indexer_cell_size(
     if is_requested(kvc.server_args):
         return 0
     return original(configurator, kvc=kvc, **options)
-
-
-def around_compute_cell_size(
-    original: Callable[..., int], configurator: Any, kvc: Any, num_layers: int
-) -> int:
-    """:func:`around_compute_indexer_cell_size` for releases that count all bytes in one function.
-
-    Those are the releases before 0.5.18.
-    """
-    from sglang.srt.model_executor import pool_configurator
-
-    if not is_requested(kvc.server_args):
-        return original(configurator, kvc, num_layers)
-    with patch.object(pool_configurator, "is_deepseek_dsa", lambda config: False):
-        return original(configurator, kvc, num_layers)
 
 
 def find_indexers(model: Any) -> list[Any]:

@@ -6,28 +6,20 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
-from hisparse.sglang import compat
-
 __all__ = ["fail_requests", "reason_to_stop"]
 
 
-def reason_to_stop(requests: Sequence[Any], chunked_request_id: str | None) -> str | None:
+def reason_to_stop(requests: Sequence[Any]) -> str | None:
     """Why the server cannot go on after a forward of these requests failed; None: it can.
 
     Args:
         requests: SGLang's ``Req`` of the batch.
-        chunked_request_id: the request with a prompt that continues after the forward.
     """
     from sglang.srt.distributed.parallel_state import get_world_group
 
     if get_world_group().world_size > 1:
         return "other ranks go on with the batch"
-    if not requests:
-        return "the forward is not of requests"
-    continues = any(request.rid == chunked_request_id for request in requests)
-    if continues and not compat.since("0.5.23"):
-        return "SGLang before 0.5.23 cannot end a request in the middle of its prompt"
-    return None
+    return None if requests else "the forward is not of requests"
 
 
 def fail_requests(requests: Sequence[Any], message: str) -> None:

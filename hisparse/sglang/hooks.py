@@ -6,10 +6,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 from hisparse.errors import AlgorithmError, CapacityError, one_line
-from hisparse.sglang import compat
 from hisparse.sglang.draft_model import sglang_draft_bytes
 from hisparse.sglang.requested import is_requested
 from hisparse.sglang.session import current_session, errors_logged, start_session
@@ -17,7 +15,6 @@ from hisparse.sglang.setup import make_session
 from hisparse.units import format_bytes
 
 __all__ = [
-    "around_build_token_to_kv_pool",
     "around_can_run_graph",
     "around_capture",
     "around_compute_max_prefix_len",
@@ -89,22 +86,6 @@ def around_get_kv_pool_cls(original: Callable[..., Any], platform: Any, *, kind:
     return POOLS[kind]
 
 
-def around_build_token_to_kv_pool(
-    original: Callable[..., Any], configurator: Any, **options: Any
-) -> Any:
-    """Use a KV pool in host memory, in releases without ``get_kv_pool_cls`` (before 0.5.22)."""
-    from sglang.srt.mem_cache import kv_cache_configurator
-
-    from hisparse.sglang.kv_pool import POOLS
-
-    session = current_session()
-    if session is None:
-        return original(configurator, **options)
-    replacements: Any = {f"{kind.upper()}TokenToKVPool": pool for kind, pool in POOLS.items()}
-    with patch.multiple(kv_cache_configurator, **replacements):
-        return original(configurator, **options)
-
-
 def around_free_rows(original: Callable[..., None], pool: Any, indices: list[int]) -> None:
     """End requests when SGLang frees their slots: their device pages become free."""
     session = current_session()
@@ -114,12 +95,9 @@ def around_free_rows(original: Callable[..., None], pool: Any, indices: list[int
 
 
 def around_free(original: Callable[..., None], pool: Any, request: Any) -> None:
-    """End a request of a pool that frees one slot at a time.
-
-    Such are the pools of decode servers, and before 0.5.19 those of all servers.
-    """
+    """End a request of a decode server, whose pool frees one slot at a time."""
     session = current_session()
-    slot = compat.slot_of(request)
+    slot = request.kv.req_pool_idx
     original(pool, request)
     if session is not None and pool is session.req_to_token_pool:
         session.end_requests([slot])

@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError, one_line
-from hisparse.sglang import compat
 from hisparse.sglang.session import current_session, errors_logged
 
 __all__ = [
@@ -68,18 +67,15 @@ def check_hybrid(server_args: Any) -> bool:
     Raises:
         ConfigError: a hybrid that hisparse does not serve, or not with a flag.
     """
-    model = compat.model_config_of(server_args)
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    model = model_config_of(server_args)
     layers = hybrid_layers(model)
     if layers is None:
         return False
     name = _name(model)
     if not layers:
         raise ConfigError(f"{name} has no layer that attends; expected attention in some layers")
-    if not compat.since(compat.HYBRIDS):
-        raise ConfigError(
-            f"{name} has {_KINDS}, which hisparse serves from sglang {compat.HYBRIDS} on, and "
-            f"{compat.installed()} is installed; expected attention in every layer"
-        )
     for field, flag, unset in _EXCLUDED:
         got = getattr(server_args, field)
         if got not in unset:
@@ -97,10 +93,12 @@ def refused_in_one_line(server_args: Any) -> Iterator[None]:
     Raises:
         ConfigError: SGLang asserts something else.
     """
+    from sglang.srt.arg_groups.overrides import model_config_of
+
     try:
         yield
     except AssertionError as error:
-        name = _name(compat.model_config_of(server_args))
+        name = _name(model_config_of(server_args))
         raise ConfigError(
             f"SGLang does not serve {name} with these flags ({one_line(error)}); expected others, "
             "such as --disable-radix-cache"

@@ -64,9 +64,6 @@ class _HostPool:
         """Prepare nothing: SGLang would prepare to copy between device buffers."""
         self._kv_copy_config = None
 
-    def _clear_buffers(self) -> None:
-        del self.host
-
     def set_kv_buffer(
         self,
         layer: Any,

@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 from hisparse.engine.metrics import CacheStats
-from hisparse.sglang import compat
 from hisparse.sglang.session import Session
 from hisparse.sglang.storage.counters import COUNTERS as STORAGE_COUNTERS
 
@@ -91,9 +90,9 @@ class MetricsReporter:
         # prometheus_client reads PROMETHEUS_MULTIPROC_DIR on import, and SGLang sets the variable
         # only before its schedulers start.
         from prometheus_client import Counter, Gauge
+        from sglang.srt.runtime_context import get_serving
 
-        _, serving = compat.schedule_and_serving()
-        labels = {"model_name": serving.served_model_name, **compat.rank_labels()}
+        labels = {"model_name": get_serving().served_model_name, **_rank_labels()}
         names = list(labels)
         self._counters = {
             name: Counter(f"hisparse:{name}", text, names).labels(**labels)
@@ -205,3 +204,14 @@ class MetricsReporter:
             values["device_tokens_used"],
             values["device_tokens_total"],
         )
+
+
+def _rank_labels() -> dict[str, int]:
+    """Labels of this process's metrics, as SGLang labels its own."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    labels = {"tp_rank": parallel.tp_rank}
+    labels |= {} if parallel.dp_rank is None else {"dp_rank": parallel.dp_rank}
+    labels |= {} if parallel.pp_size == 1 else {"pp_rank": parallel.pp_rank}
+    return labels

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -24,25 +22,24 @@ def around_model_specific_adjustments(original: Callable[[Any], None], server_ar
 
     For some models (gpt-oss, EXAONE-4, Gemma 4, Llama 4) SGLang asserts that the attention backend
     is one of a list, since some of its own backends lack windows or sinks. hisparse judges a model
-    by its layers instead. In releases before 0.5.19 these checks stay.
+    by its layers instead.
 
     Raises:
         ConfigError: a hybrid that hisparse or SGLang does not serve with these flags.
     """
     if not is_requested(server_args):
         return original(server_args)
-    names = inspect.unwrap(original).__globals__
-    resolved_view = names.get("resolved_view")
+    from sglang.srt.arg_groups import model_hook
+
+    resolved_view = model_hook.resolved_view
     name = _STAND_IN
     with ExitStack() as stack:
         if hybrids.check_hybrid(server_args):
             name = hybrids.STAND_IN
             stack.enter_context(hybrids.refused_in_one_line(server_args))
-        if resolved_view is not None:
-            view = partial(_View, name=name)
-            stack.enter_context(
-                patch.dict(names, resolved_view=lambda args: view(resolved_view(args)))
-            )
+        stack.enter_context(
+            patch.object(model_hook, "resolved_view", lambda args: _View(resolved_view(args), name))
+        )
         return original(server_args)
 
 

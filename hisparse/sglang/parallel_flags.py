@@ -23,7 +23,7 @@ def config_for_ranks(config: HiSparseConfig, server_args: Any, host_bytes: int) 
     if server_args.dp_size > 1 and not attention:
         # Replicas start at times of their own, and each finds less free than the one before it.
         config = replace(config, host_memory=host_bytes)
-    if attention or getattr(server_args, "attn_dp_size", 1) > 1:
+    if attention or server_args.attn_dp_size > 1:
         # Whether a captured step can serve a step depends on its requests, and all ranks would
         # have to agree on it.
         config = replace(config, cuda_graph=False)

@@ -15,8 +15,7 @@ from importlib.metadata import version
 from typing import Any
 
 from hisparse.errors import HiSparseError, PluginError
-from hisparse.sglang import compat
-from hisparse.sglang.names import HOOKS
+from hisparse.sglang.names import HOOKS, RELEASE, is_supported
 from hisparse.sglang.requested import BACKEND, DRAFT_BACKEND, is_requested
 
 __all__ = ["install_hooks", "installed_hooks", "register", "verify_hooks"]
@@ -42,8 +41,26 @@ def register() -> None:
         _register()
     except Exception as error:
         if BACKEND in sys.argv:
-            raise SystemExit(f"hisparse: error: {_does_not_fit(str(error))}") from error
+            line = _wrong_release() or _does_not_fit(str(error))
+            raise SystemExit(f"hisparse: error: {line}") from error
         raise
+
+
+def _wrong_release() -> str | None:
+    """What to install in place of a release that is not supported; None: it is supported."""
+    found = version("sglang")
+    if is_supported(found):
+        return None
+    return (
+        f"got sglang {found}, expected {RELEASE}, the release that hisparse supports: "
+        f"pip install sglang=={RELEASE}"
+    )
+
+
+def _check_release() -> None:
+    line = _wrong_release()
+    if line is not None:
+        raise PluginError(line)
 
 
 def _does_not_fit(what: str) -> str:
@@ -51,11 +68,14 @@ def _does_not_fit(what: str) -> str:
 
 
 def _register() -> None:
+    from sglang.srt.arg_groups.choices import (
+        ATTENTION_BACKEND_CHOICES,
+        add_attention_backend_choices,
+    )
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    known, add = compat.backend_choices()
-    if BACKEND not in known:
-        add([BACKEND])
+    if BACKEND not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([BACKEND])
     register_attention_backend(BACKEND)(_make_backend)
     register_attention_backend(DRAFT_BACKEND)(_make_draft_backend)
     _register_hooks(HOOKS if os.environ.get(_IN_USE) else _ARGUMENT_HOOKS)
@@ -121,7 +141,8 @@ def verify_hooks() -> None:
 
 def _make_backend(model_runner: Any) -> Any:
     verify_hooks()
-    compat.enable_page_allocator(model_runner.device)
+    if model_runner.device == "cpu":
+        _replace_triton()
     from hisparse.sglang import dsa_indexer
     from hisparse.sglang.absorbed_mla import use_absorbed_mla
     from hisparse.sglang.backend import HiSparseAttnBackend
@@ -132,6 +153,13 @@ def _make_backend(model_runner: Any) -> Any:
         dsa_indexer.return_indexer_inputs(model_runner.model)
     with errors_logged():
         return HiSparseAttnBackend(model_runner)
+
+
+def _replace_triton() -> None:
+    """Let SGLang find the last slot of each request, for drafts, with PyTorch's operators."""
+    from sglang.srt.mem_cache import allocation
+
+    allocation.get_last_loc_triton = allocation.get_last_loc_torch
 
 
 def _make_draft_backend(model_runner: Any) -> Any:
@@ -161,8 +189,10 @@ def _around_prepare_server_args(original: Callable[..., Any], *args: Any, **kwar
 
 
 def _around_resolve_once(original: Callable[..., Any], server_args: Any) -> Any:
-    if not is_requested(server_args) or compat.is_resolved(server_args):
+    resolved = getattr(server_args, "_resolution_finished", False)
+    if resolved or not is_requested(server_args):
         return original(server_args)
+    _exit_on_error(_check_release)
     os.environ[_IN_USE] = "1"
     install_hooks()
     _exit_on_error(verify_hooks)
@@ -183,6 +213,5 @@ def _around_resolve_once(original: Callable[..., Any], server_args: Any) -> Any:
 _ARGUMENT_WRAPPERS: dict[str, Callable[..., Any]] = {
     "prepare_server_args": _around_prepare_server_args,
     "resolve_once": _around_resolve_once,
-    "__post_init__": _around_resolve_once,
 }
 _ARGUMENT_HOOKS = tuple(t for t in HOOKS if t.rpartition(".")[2] in _ARGUMENT_WRAPPERS)

@@ -9,9 +9,39 @@ import torch
 from torch import Tensor
 
 from hisparse.cache.shared_memory import NodeRanks
-from hisparse.sglang import compat
 
-__all__ = ["gather_queries", "latent_ranks", "layer_share", "layers_of_ranks", "least_of_ranks"]
+__all__ = [
+    "attention_replicas",
+    "gather_queries",
+    "latent_ranks",
+    "layer_share",
+    "layers_of_ranks",
+    "least_of_ranks",
+    "num_replicas",
+    "pipeline_size",
+]
+
+
+def attention_replicas() -> int:
+    """Parts into which the ranks of a model divide its requests (``--attn-dp-size``)."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().attn_dp_size)
+
+
+def pipeline_size() -> int:
+    """Ranks that each have some of a model's layers (``--pp-size``)."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().pp_size)
+
+
+def num_replicas() -> int:
+    """Replicas of this process's server (``--dp-size``). Each has ranks of its own."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return int(parallel.num_dp_ranks // parallel.attn_dp_size)
 
 
 def _node_size(num_nodes: int) -> int:
@@ -53,7 +83,7 @@ def layer_share(num_layers: int, num_nodes: int) -> tuple[int, int]:
     size = _node_size(num_nodes)
     first = get_world_group().rank_in_group // size * size
     of_node = sum(layers_of_ranks(num_layers)[first : first + size])
-    return num_layers, of_node * compat.num_replicas()
+    return num_layers, of_node * num_replicas()
 
 
 def layers_of_ranks(num_layers: int) -> list[int]:

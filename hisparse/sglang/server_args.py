@@ -14,7 +14,6 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
-from hisparse.sglang import compat
 from hisparse.sglang.check_model import check_model
 from hisparse.sglang.combinations import Start, check_combinations
 from hisparse.sglang.disaggregation import prepare_disaggregation
@@ -150,7 +149,11 @@ def check_after_resolution(server_args: Any) -> None:
     Raises:
         ConfigError: names the argument, its value and the supported values.
     """
-    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+    from sglang.srt.arg_groups.overrides import (
+        attention_backends_of,
+        model_config_of,
+        resolved_view,
+    )
     from sglang.srt.environ import envs
 
     view = resolved_view(server_args)
@@ -186,7 +189,7 @@ def check_after_resolution(server_args: Any) -> None:
         )
     _check_graphs(config, view)
     check_model(server_args, config)
-    check_told_apart(view, compat.model_config_of(server_args))
+    check_told_apart(view, model_config_of(server_args))
 
 
 def _check_graphs(config: HiSparseConfig, view: Any) -> None:
@@ -213,8 +216,6 @@ def _check_flags(view: Any) -> None:
     None stands for a flag that the command line does not give.
     """
     for field, allowed, flag in _SUPPORTED:
-        if compat.lacks_flag(view, field):
-            continue
         got = getattr(view, field)
         if got is not None and got not in allowed:
             choices = " or ".join(str(value) for value in allowed if value is not None)

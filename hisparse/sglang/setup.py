@@ -18,12 +18,19 @@ from hisparse.engine.stages import config_of_layers
 from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
-from hisparse.sglang import compat
-from hisparse.sglang.disaggregation import config_of_server
+from hisparse.sglang.disaggregation import config_of_server, decode_extra_slots
 from hisparse.sglang.draft_model import draft_token_bytes
 from hisparse.sglang.hybrids import attention_pool, hybrid_layers, number_dense_layers
 from hisparse.sglang.model_shape import read_model_shape
-from hisparse.sglang.ranks import gather_queries, latent_ranks, layer_share, least_of_ranks
+from hisparse.sglang.ranks import (
+    attention_replicas,
+    gather_queries,
+    latent_ranks,
+    layer_share,
+    least_of_ranks,
+    num_replicas,
+    pipeline_size,
+)
 from hisparse.sglang.server_args import read_config
 from hisparse.sglang.session import Session
 from hisparse.sglang.speculation import check_rollback, draft_tokens
@@ -60,7 +67,7 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
     shape = read_model_shape(model, dtype, config.page_size, context_length, hybrid)
     spec = stored_spec(config, shape.spec)
     _log_choices(config, spec, configurator.device)
-    is_pipeline = compat.pipeline_size() > 1
+    is_pipeline = pipeline_size() > 1
     if is_pipeline:
         config = _of_own_layers(config, spec, configurator)
     elif hybrid is not None:
@@ -93,7 +100,7 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
         tokens, requests = least_of_ranks(setup.sizing.kv_tokens, setup.sizing.max_requests)
         setup.sizing = resize(setup.sizing, kv_tokens=tokens, max_requests=requests)
     session = Session(**vars(setup), layer_ids=shape.layer_ids, ranks=ranks)
-    session.extra_slots = compat.decode_extra_slots()
+    session.extra_slots = decode_extra_slots()
     if has_linker(configurator.server_args):
         _add_storage(session, configurator)
     return session
@@ -143,7 +150,7 @@ def _memory(
     config: HiSparseConfig, configurator: Any, profiled: int, num_layers: int
 ) -> tuple[int, int]:
     """Bytes of host and of device memory that this rank may use, with so many layers of its own."""
-    free, replicas = free_host_memory(), compat.num_replicas()
+    free, replicas = free_host_memory(), num_replicas()
     own, of_node = layer_share(num_layers, configurator.server_args.nnodes)
     wanted = config.host_memory
     if replicas > 1:
@@ -163,11 +170,12 @@ def _memory(
 
 def _max_requests() -> int | None:
     """The most requests of this rank that may have a slot; None: no limit is given."""
-    schedule, _ = compat.schedule_and_serving()
-    running: int | None = schedule.max_running_requests
+    from sglang.srt.runtime_context import get_schedule
+
+    running: int | None = get_schedule().max_running_requests
     if running is None:
         return None
-    return max(1, running // compat.attention_replicas()) + compat.decode_extra_slots()
+    return max(1, running // attention_replicas()) + decode_extra_slots()
 
 
 def build_coordinator(session: Session, model_runner: Any) -> SparseCoordinator:

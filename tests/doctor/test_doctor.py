@@ -15,7 +15,7 @@ from hisparse import doctor
 from hisparse.cli import main
 from hisparse.doctor import Check, hooks, kernels, machine, run, software
 from hisparse.kernels.build import cpu, isa
-from hisparse.sglang import compat
+from hisparse.sglang import names
 
 
 def only(look: Callable[[], list[Check]]) -> Check:
@@ -34,7 +34,7 @@ def test_on_this_machine() -> None:
         assert list(check) == ["name", "status", "message", "remedy"]
         assert check["status"] in ("ok", "warning")
         assert check["status"] == "ok" or check["remedy"]
-    assert f"supported: {compat.OLDEST} to {compat.NEWEST}" in checks["sglang"]["message"]
+    assert checks["sglang"]["message"] == f"{names.RELEASE}, the supported release"
     assert checks["hooks"]["status"] == checks["plugin"]["status"] == "ok"
     assert {"python", "torch", "host memory", "CPU kernels", "adapters"} <= set(checks)
     assert re.match(r"C\+\+ for \S+.*: /.*\.so$", checks["CPU kernels"]["message"])
@@ -44,7 +44,7 @@ def test_on_this_machine() -> None:
 @pytest.fixture
 def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None]:
     """Sets the release of SGLang that seems to be installed."""
-    return lambda found: monkeypatch.setattr(compat, "installed", lambda: found)
+    return lambda found: monkeypatch.setattr(names, "installed_release", lambda: found)
 
 
 def test_without_sglang(
@@ -56,33 +56,25 @@ def test_without_sglang(
     assert main(["doctor", "--json"]) == 1
     out, err = capsys.readouterr()
     checks = {check["name"]: check for check in json.loads(out)["checks"]}
-    assert checks["sglang"]["message"].startswith("not installed")
-    assert checks["sglang"]["remedy"].startswith("pip install 'sglang>=")
+    assert checks["sglang"]["message"] == f"got none, expected {names.RELEASE}"
+    assert checks["sglang"]["remedy"] == f"pip install sglang=={names.RELEASE}"
     assert checks["hooks"]["status"] == "warning"
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("found", ["0.5.15", "0.5.24", "0.6.0", "1.0"])
-def test_a_release_outside_the_range(found: str, release: Callable[[str | None], None]) -> None:
+@pytest.mark.parametrize("found", ["0.5.2", "0.5.22", "0.5.24", "0.6.0", "1.0"])
+def test_a_release_that_is_not_supported(found: str, release: Callable[[str | None], None]) -> None:
     release(found)
     check = only(software.sglang_version)
-    assert check.status == "error"
-    assert check.message.startswith(f"{found}; supported: ")
+    assert (check.status, check.message) == ("error", f"got {found}, expected {names.RELEASE}")
+    assert check.remedy == f"pip install sglang=={names.RELEASE}"
+    assert only(hooks.hooks).message == f"not checked: sglang {names.RELEASE} is not installed"
 
 
-@pytest.mark.parametrize("found", [compat.OLDEST, "0.5.20.post1", compat.NEWEST])
-def test_a_release_of_the_range(found: str, release: Callable[[str | None], None]) -> None:
-    release(found)
-    check = only(software.sglang_version)
-    assert (check.status, check.message) == ("ok", f"{found}; supported: 0.5.16 to 0.5.23")
-
-
-def test_the_table_of_releases_has_every_one_of_the_range() -> None:
-    table = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
-    rows = re.findall(r"^\| (0\.5\.\d[^|]*) \| passes", table, re.MULTILINE)
-    tried = [compat.release_of(release) for row in rows for release in row.split(", ")]
-    oldest, newest = compat.release_of(compat.OLDEST), compat.release_of(compat.NEWEST)
-    assert tried == [(0, 5, patch) for patch in range(oldest[2], newest[2] + 1)]
+@pytest.mark.parametrize("build", ["", ".post1", "+cpu"])
+def test_a_build_of_the_release(build: str, release: Callable[[str | None], None]) -> None:
+    release(names.RELEASE + build)
+    assert only(software.sglang_version).status == "ok"
 
 
 def test_a_whitelist_without_hisparse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +100,7 @@ def test_an_sglang_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.M
     assert check.message.startswith("SGLang cannot be imported: ")
     assert "no libfoo.so" in check.message
     wanted = [f"{name} {software.sglang_pin(name)}" for name in ("torch", "transformers")]
-    asks = f"install what sglang {compat.installed()} asks for: "
+    asks = f"install what sglang {names.installed_release()} asks for: "
     assert check.remedy == asks + " and ".join(wanted)
 
 

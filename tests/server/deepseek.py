@@ -59,8 +59,7 @@ RECORDED = """
 def read_choices(folder: Path, lengths: list[int]) -> list[Choices]:
     """What was written down for requests of so many computed tokens, each another number.
 
-    Nothing is written of decode steps that attend all there is. SGLang before 0.5.22 computes one
-    token more, which no one gets.
+    Nothing is written of decode steps that attend all there is.
     """
     found: list[Choices] = []
     current: dict[int, Choices] = {}
@@ -74,7 +73,7 @@ def read_choices(folder: Path, lengths: list[int]) -> list[Choices]:
                 found.append(current[slot])
             current[slot][layer, position] = [token for token in row if token >= 0]
     ends = {max(p for _, p in choices) + 1: choices for choices in found}
-    return [ends.get(length) or ends.get(length + 1, {}) for length in lengths]
+    return [ends.get(length, {}) for length in lengths]
 
 
 class HuggingFace:

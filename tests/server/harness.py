@@ -101,10 +101,8 @@ class Metrics(Mapping[str, float]):
 
 def _environment(python_path: Sequence[Path], env: Mapping[str, str]) -> dict[str, str]:
     paths = [str(p) for p in python_path]
-    # The first is for packages of the server alone, such as another release of SGLang.
-    for name in ("SERVER_PYTHONPATH", "PYTHONPATH"):
-        if os.environ.get(name):
-            paths.append(os.environ[name])
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
     quick = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     return os.environ | quick | {"PYTHONPATH": os.pathsep.join(paths)} | dict(env)
 
@@ -139,8 +137,7 @@ def _start(
     """A process that leads a group of its own; what it prints goes to two files, or one."""
     out.write_bytes(b"")
     err.write_bytes(b"")
-    # Another release of SGLang cannot be forked from this one.
-    if forked and not os.environ.get("SERVER_PYTHONPATH"):
+    if forked:
         return fork_server().start(line[2:], env, python_path, out, err)
     with out.open("ab") as stdout, err.open("ab") as stderr:
         return subprocess.Popen(

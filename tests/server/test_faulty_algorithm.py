@@ -113,7 +113,7 @@ def test_the_client_reads_what_failed_and_nothing_is_left_behind(
 def test_other_requests_go_on(server: Server) -> None:
     """Requests that run beside a failing one, but not in its batch, get their tokens."""
     assert_nothing_held(server)
-    # Older releases run a step more than they need, so no request may come to 640 tokens.
+    # No request may come to 640 tokens.
     # With other seeds the two best tokens of a step are equal in bfloat16.
     prompts = [tokens(n, seed=n + 1) for n in (300, 450, 560)]
     alone = [server.generate(prompt, 40).ids for prompt in prompts]

@@ -71,17 +71,6 @@ def test_a_server_that_ends_at_once_shows_the_end_of_its_log(tmp_path: Path) -> 
         server.__enter__()
 
 
-def test_packages_of_the_server_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `scripts/sglang_range.sh` rests on: the server's SGLang is that of the release."""
-    for folder in ("release", "other"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "sglang.py").write_text(f"import sys; sys.exit('this is {folder}')")
-    monkeypatch.setenv("SERVER_PYTHONPATH", str(tmp_path / "release"))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "other"))
-    with pytest.raises(RuntimeError, match="this is release"):
-        Server(tmp_path, tmp_path / "log").__enter__()
-
-
 def test_stop_leaves_no_process_of_the_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import pkgutil
 from importlib.metadata import version
 
 import pytest
+from refusing import refusal
 
 from hisparse.errors import PluginError
 from hisparse.sglang import names, plugin
@@ -69,8 +70,27 @@ def test_a_hook_that_did_not_take_stops_the_start(
     assert target in str(end.value.code)
 
 
-def test_a_target_is_named_in_the_words_of_this_release() -> None:
-    assert set(names.HOOKS) | set(names.USED) <= names.LISTED
+def test_another_release_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where every hook would fit."""
+    monkeypatch.setattr(plugin, "version", lambda package: "0.5.24")
+    assert refusal() == (
+        "hisparse: error: got sglang 0.5.24, expected 0.5.23, the release that hisparse supports: "
+        "pip install sglang==0.5.23"
+    )
+
+
+def test_another_release_that_lacks_what_the_plugin_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt.layers.attention import attention_registry
+
+    monkeypatch.delattr(attention_registry, "register_attention_backend")
+    monkeypatch.setattr("sys.argv", ["launch_server", "--attention-backend", "hisparse"])
+    with pytest.raises(SystemExit, match=r"hisparse: error: hisparse does not fit sglang 0\.5\.23"):
+        plugin.register()
+    monkeypatch.setattr(plugin, "version", lambda package: "0.5.17")
+    with pytest.raises(SystemExit, match=r"error: got sglang 0\.5\.17, expected 0\.5\.23, "):
+        plugin.register()
 
 
 def test_names_are_sorted_into_hooks_and_uses_without_doubles() -> None:
@@ -92,9 +112,10 @@ def _imports_of_sglang() -> set[str]:
 
 
 def test_every_import_from_sglang_is_listed() -> None:
+    listed = (*names.HOOKS, *names.USED)
     missing = [
         name
         for name in sorted(_imports_of_sglang())
-        if not any(entry == name or entry.startswith(f"{name}.") for entry in names.LISTED)
+        if not any(entry == name or entry.startswith(f"{name}.") for entry in listed)
     ]
     assert not missing, f"the plugin uses {missing}, which hisparse.sglang.names does not list"

@@ -13,7 +13,6 @@ from tiny_models import tiny_model
 
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
-from hisparse.sglang.combinations import Start, check_combinations
 from hisparse.sglang.storage.setup import check_told_apart
 
 #: SGLang warns while it is imported.
@@ -203,31 +202,6 @@ def test_modes_that_are_not_served_together(flag: str) -> None:
     message = refusal(*NGRAM, *DECODE)
     expected = "no --speculative-algorithm"
     assert message.endswith(not_together(" ".join(DECODE[:2]), " ".join(NGRAM), expected))
-
-
-@pytest.mark.parametrize(
-    ("flags", "mode"),
-    [
-        (NGRAM, "--speculative-algorithm NGRAM"),
-        (DECODE, "--disaggregation-mode decode"),
-        (("--dp-size", "2", "--enable-dp-attention"), "--attn-dp-size 2"),
-        (("--dp-size", "2"), "--dp-size 2"),
-        (("--pp-size", "2"), "--pp-size 2"),
-    ],
-)
-def test_modes_that_an_older_sglang_does_not_serve(
-    flags: tuple[str, ...], mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check = check_combinations
-
-    def older(start: Start) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr("hisparse.sglang.compat.installed", lambda: "0.5.22")
-            check(start)
-
-    monkeypatch.setattr("hisparse.sglang.server_args.check_combinations", older)
-    message = refusal(*flags)
-    assert f" {mode} needs sglang 0.5.23 or newer, got 0.5.22; expected " in message
 
 
 def test_ranks_with_requests_of_their_own_capture_nothing() -> None:

@@ -45,7 +45,7 @@ class Runner:
         )
         self.reports = self.num_replays = 0
         reporter = SimpleNamespace(report=lambda: setattr(self, "reports", self.reports + 1))
-        monkeypatch.setattr(module.compat, "decodes_only", lambda: False)
+        monkeypatch.setattr(module, "decodes_only", lambda: False)
         monkeypatch.setattr(module, "require_session", lambda: self.session)
         monkeypatch.setattr(module, "build_coordinator", lambda *_: sim.coordinator)
         monkeypatch.setattr(module, "MetricsReporter", lambda *_: reporter)

@@ -168,15 +168,10 @@ def test_the_draft_models_pool_is_charged(monkeypatch: pytest.MonkeyPatch) -> No
     )
     # SGLang takes the draft's layers as equal to the target's.
     assert sglang_draft_bytes(configurator, spec) == spec.token_bytes * 3 // 2
-    for nothing in (
-        SimpleNamespace(),
-        # As in SGLang 0.5.20.
-        SimpleNamespace(spec_aux_config=SimpleNamespace(eagle_draft_num_layers=None)),
-        SimpleNamespace(
-            spec_aux_config=SimpleNamespace(draft_model_config=None, eagle_draft_num_layers=None)
-        ),
-    ):
-        assert (draft_token_bytes(nothing), sglang_draft_bytes(nothing, spec)) == (0, 0)
+    nothing = SimpleNamespace(
+        spec_aux_config=SimpleNamespace(draft_model_config=None, eagle_draft_num_layers=None)
+    )
+    assert (draft_token_bytes(nothing), sglang_draft_bytes(nothing, spec)) == (0, 0)
 
 
 def test_the_pool_after_the_targets_is_that_of_a_draft_model(

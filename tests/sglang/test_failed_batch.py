@@ -11,8 +11,8 @@ import pytest
 import torch
 from sglang.srt.distributed import parallel_state
 
-from hisparse.errors import AlgorithmError, HiSparseError
-from hisparse.sglang import compat, failed_batch
+from hisparse.errors import AlgorithmError
+from hisparse.sglang import failed_batch
 from hisparse.sglang.backend import HiSparseAttnBackend
 
 
@@ -43,19 +43,13 @@ def world(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_server_of_one_rank_goes_on() -> None:
-    assert failed_batch.reason_to_stop([request("a"), request("b")], "b") is None
+    assert failed_batch.reason_to_stop([request("a"), request("b")]) is None
 
 
-def test_a_server_stops_where_something_would_be_left_behind(
-    world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert failed_batch.reason_to_stop([], None) == "the forward is not of requests"
-    monkeypatch.setattr(compat, "since", lambda release: False)
-    assert failed_batch.reason_to_stop([request("a")], "b") is None
-    reason = failed_batch.reason_to_stop([request("a")], "a")
-    assert reason == "SGLang before 0.5.23 cannot end a request in the middle of its prompt"
+def test_a_server_stops_where_something_would_be_left_behind(world: SimpleNamespace) -> None:
+    assert failed_batch.reason_to_stop([]) == "the forward is not of requests"
     world.world_size = 2
-    assert failed_batch.reason_to_stop([request()], None) == "other ranks go on with the batch"
+    assert failed_batch.reason_to_stop([request()]) == "other ranks go on with the batch"
 
 
 def test_failed_requests_end_with_an_error_and_keep_nothing() -> None:
@@ -72,21 +66,17 @@ def test_failed_requests_end_with_an_error_and_keep_nothing() -> None:
     assert ended.to_finish is None
 
 
-def test_a_failed_request_runs_on_only_if_it_can_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a retraction it computes its prompt again, which older releases would never end."""
+def test_a_batch_is_skipped_if_all_its_requests_have_failed() -> None:
     backend = HiSparseAttnBackend.__new__(HiSparseAttnBackend)
     failed, other = Request("a"), Request("b")
-    backend._session = SimpleNamespace(requests=[failed], chunked_request_id="a")
+    backend._session = SimpleNamespace(requests=[failed])
     backend._failed_requests = WeakSet()
     assert not backend._all_have_failed()
     backend._failed_requests.add(failed)
     assert backend._all_have_failed()
     backend._session.requests = [failed, other]
     assert not backend._all_have_failed()
-    monkeypatch.setattr(compat, "since", lambda release: False)
-    with pytest.raises(HiSparseError, match=r"SGLang before 0\.5\.23 cannot end a request"):
-        backend._all_have_failed()
-    backend._session.chunked_request_id = "b"
+    backend._session.requests = []
     assert not backend._all_have_failed()
 
 
@@ -95,7 +85,7 @@ def test_a_server_that_stops_says_why_in_one_line(
 ) -> None:
     world.world_size = 2
     backend = HiSparseAttnBackend.__new__(HiSparseAttnBackend)
-    backend._session = SimpleNamespace(requests=[request()], chunked_request_id=None)
+    backend._session = SimpleNamespace(requests=[request()])
     backend._spec = SimpleNamespace(num_kv_heads=1, num_q_heads=1, head_dim=4, v_head_dim=4)
     backend._spec.latent = False
     backend._layers, backend._in_graph, backend._num_tokens = {0: 0}, False, 1

@@ -179,17 +179,6 @@ def test_dense_layers_are_named_as_the_model_numbers_them() -> None:
         hybrids.number_dense_layers(HiSparseConfig(dense_layers=(0, 1)), FULL)
 
 
-def test_a_release_that_is_too_old_for_hybrids(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["Mixed"]))
-    monkeypatch.setattr(hybrids.compat, "model_config_of", lambda _: config)
-    monkeypatch.setattr(hybrids, "hybrid_layers", lambda _: None)
-    assert not hybrids.check_hybrid(SimpleNamespace())
-    monkeypatch.setattr(hybrids, "hybrid_layers", lambda _: FULL)
-    monkeypatch.setattr(hybrids.compat, "since", lambda release: False)
-    with pytest.raises(ConfigError, match=r"Mixed has layers of .* serves from sglang 0\.5\.23 on"):
-        hybrids.check_hybrid(SimpleNamespace())
-
-
 def test_a_backend_is_put_beside_that_of_the_other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Blackwell SGLang asserts that the name is one of a list."""
     config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["Mixed"]))

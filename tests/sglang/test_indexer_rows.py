@@ -1,14 +1,16 @@
-"""SGLang cuts what an indexer returns to the rows that are not padding, as if it were a tensor."""
+"""What an indexer returns, and what its keys cost."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
-from hisparse.sglang.dsa_indexer import RowwiseInputs
+from hisparse.sglang.dsa_indexer import RowwiseInputs, around_compute_indexer_cell_size
 
 
 def test_rows_of_all_fields_are_taken() -> None:
-    """Also fewer rows than there are fields, which a tuple would drop."""
+    """SGLang cuts them as it cuts a tensor, also to fewer rows than there are fields."""
     whole = RowwiseInputs(torch.rand(5, 4, 8), torch.rand(5, 8), torch.rand(5, 4))
     for count in (1, 2, 4):
         part = whole[:count]
@@ -16,3 +18,13 @@ def test_rows_of_all_fields_are_taken() -> None:
         assert torch.equal(part.keys, whole.keys[:count])
         assert torch.equal(part.take(slice(1)).weights, whole.weights[:1])
     assert whole[1] is whole.keys
+
+
+def test_index_keys_are_counted_once() -> None:
+    """hisparse counts them as representations. Counted twice, they would shrink SGLang's pool."""
+    for backend, expected in (("hisparse", 0), ("torch_native", 264)):
+        kvc = SimpleNamespace(server_args=SimpleNamespace(attention_backend=backend))
+        found = around_compute_indexer_cell_size(
+            lambda configurator, *, kvc, num_layers: 132 * num_layers, None, kvc=kvc, num_layers=2
+        )
+        assert found == expected

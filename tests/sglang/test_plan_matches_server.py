@@ -9,8 +9,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
+    SpecAuxHiddenStateConfig,
+)
 from transformers import DeepseekV2Config, LlamaConfig
 
 from hisparse.config import HiSparseConfig
@@ -19,7 +23,7 @@ from hisparse.engine.stages import divide_layers
 from hisparse.memory.costs import host_token_bytes
 from hisparse.memory.sizing import Sizing, resize
 from hisparse.plan.fit import Machine, fit
-from hisparse.sglang import compat, hooks, ranks, session, setup
+from hisparse.sglang import hooks, ranks, session, setup
 from hisparse.transformers.model_config import shape_per_rank
 
 GIB = 2**30
@@ -51,7 +55,9 @@ def configurator(model: torch.nn.Module, config: str, kv_cache_dtype: str = "aut
             chunked_prefill_size=8192,
             disaggregation_mode="null",
             speculative_algorithm=None,
+            enable_unified_cache_external_linker=False,
         ),
+        spec_aux_config=SpecAuxHiddenStateConfig(),
         model=model,
         kv_cache_dtype=torch.bfloat16,
         model_config=SimpleNamespace(context_len=32768),
@@ -61,20 +67,18 @@ def configurator(model: torch.nn.Module, config: str, kv_cache_dtype: str = "aut
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, machine: Machine, max_requests: int) -> None:
     """The last rank of ``machine.tp``, on a machine with the memory of ``machine``."""
-    schedule = SimpleNamespace(max_running_requests=max_requests)
+    published = {
+        "get_parallel": SimpleNamespace(num_dp_ranks=machine.dp, attn_dp_size=1, pp_size=1),
+        "get_schedule": SimpleNamespace(max_running_requests=max_requests),
+        "get_disagg": SimpleNamespace(disaggregation_mode="null"),
+    }
+    for name, found in published.items():
+        monkeypatch.setattr(runtime_context, name, lambda found=found: found)
     monkeypatch.setattr(session, "_session", None)
     monkeypatch.setattr(setup, "free_host_memory", lambda: machine.host_bytes)
     monkeypatch.setattr(setup, "least_of_ranks", lambda *sizes: list(sizes))
     monkeypatch.setattr(setup, "hybrid_layers", lambda model_config: None)
     monkeypatch.setattr(ranks, "layers_of_ranks", lambda layers: [layers] * machine.tp)
-    monkeypatch.setattr(compat, "num_replicas", lambda: machine.dp)
-    for name, number in (
-        ("attention_replicas", 1),
-        ("pipeline_size", 1),
-        ("decode_extra_slots", 0),
-    ):
-        monkeypatch.setattr(compat, name, lambda number=number: number)
-    monkeypatch.setattr(compat, "schedule_and_serving", lambda: (schedule, None))
     last = machine.tp - 1
     world = SimpleNamespace(
         world_size=machine.tp, rank=last, rank_in_group=last, ranks=list(range(machine.tp))
@@ -170,7 +174,7 @@ def test_a_pipeline_divides_layers_and_host_memory(
     assert planned.sizing is not None and planned.limit in ("host_memory", "device_memory")
 
     stand_in(monkeypatch, machine, planned.max_requests)
-    monkeypatch.setattr(compat, "pipeline_size", lambda: len(stages))
+    runtime_context.get_parallel().pp_size = len(stages)
     monkeypatch.setattr(
         ranks, "layers_of_ranks", lambda layers: [n for n in stages for _ in range(tp)]
     )

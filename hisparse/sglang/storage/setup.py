@@ -10,7 +10,6 @@ from hisparse.config import HiSparseConfig, StorageOptions
 from hisparse.engine.fingerprint import rope_types
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
 from hisparse.options import from_options
-from hisparse.sglang import compat
 from hisparse.storage import size_in_bytes
 
 __all__ = ["check_told_apart", "create_backend", "has_linker", "read_options", "request_linker"]
@@ -24,24 +23,18 @@ _LONGROPE: Final = {"longrope", "su"}
 
 def has_linker(server_args: Any) -> bool:
     """Whether the server has SGLang's external linker."""
-    return bool(getattr(server_args, "enable_unified_cache_external_linker", False))
+    return bool(server_args.enable_unified_cache_external_linker)
 
 
 def request_linker(server_args: Any, config: HiSparseConfig) -> None:
     """Set SGLang's flags for the key ``storage``, or check those of the command line.
 
     Raises:
-        ConfigError: the release has no linker, the radix cache is off, or the flags ask for
-            another linker than that of hisparse.
+        ConfigError: the radix cache is off, or the flags ask for another linker than that of
+            hisparse.
     """
     if config.storage is None and not has_linker(server_args):
         return
-    if not compat.has_linker():
-        raise ConfigError(
-            f"storage: got {quoted(asdict(config.storage) if config.storage else {})}, but sglang "
-            f"{compat.installed()} has no external linker for it; expected sglang "
-            f"{compat.LINKER} or newer, or no storage"
-        )
     if server_args.disable_radix_cache:
         raise ConfigError(
             "--disable-radix-cache is given, but storage keeps prefixes of the radix cache; "
