@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from hisparse.cli import trace_prefix, trace_record, trace_tpot
+from hisparse.cli import trace_prefix, trace_record
 from hisparse.cli.lists import names, numbers
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.cli.trace_plot import draw
@@ -70,16 +70,16 @@ def _add_replay(actions: Any) -> None:
 
 
 def _add_recommend(actions: Any) -> None:
-    text = "the smallest device_buffer_size for a hit ratio, or for a time per token"
+    text = "the smallest device_buffer_size for a hit ratio"
     recommend = actions.add_parser("recommend", help=text, description=text)
     _add_files(recommend)
     recommend.add_argument(
         "--hit-ratio",
         type=_ratio,
+        default=_HIT_RATIO,
         metavar="F",
         help=f"share of the selected pages that must be on the device ({_HIT_RATIO})",
     )
-    trace_tpot.add_flags(recommend)
     recommend.set_defaults(run=_recommend)
 
 
@@ -336,17 +336,12 @@ def _print_parts(console: Console, about: dict[str, Any], by: str) -> None:
 
 
 def _recommend(arguments: argparse.Namespace) -> int:
-    target, found = trace_tpot.read_target(arguments), []
+    found = []
     for file in arguments.files:
         with SelectionTrace(file) as trace:
             curve, about = lru_curve(trace), _about(file, trace)
-        if target is not None:
-            about |= target.recommend(curve, about)
-        else:
-            wanted = _HIT_RATIO if arguments.hit_ratio is None else arguments.hit_ratio
-            about["device_buffer_size"] = _tokens_for(wanted, curve, about)
-        tokens = about["device_buffer_size"]
-        about |= {"hit_ratio": curve.hit_ratio(tokens)}
+        tokens = _tokens_for(arguments.hit_ratio, curve, about)
+        about |= {"device_buffer_size": tokens, "hit_ratio": curve.hit_ratio(tokens)}
         found.append(about | {"bytes_per_step": curve.bytes_per_step(tokens)})
     if arguments.json:
         print(json.dumps(_origin("recommend") | {"traces": found}, indent=2))
@@ -359,8 +354,6 @@ def _recommend(arguments: argparse.Namespace) -> int:
             f"hits and reads {format_bytes(round(about['bytes_per_step']))} for each decode step "
             f"of a request ({about['file']}; {_source(about)}).",
         )
-        if target is not None:
-            target.print(console, about["estimate"])
     return 0
 
 
