@@ -26,7 +26,6 @@ from hisparse.trace import (
 )
 from hisparse.trace.cache_events import is_event_file
 from hisparse.trace.prefix import read_prefix
-from hisparse.trace.prefix_replay import PREFIX_POLICIES
 from hisparse.units import format_bytes
 
 __all__ = ["add_parser"]
@@ -37,7 +36,7 @@ _HIT_RATIO = 0.8
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
-    text = "record which pages a model selects; replay them through other buffers and policies"
+    text = "record which pages a model selects; replay them through other buffers"
     parser = commands.add_parser("trace", help=text, description=text)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     trace_record.add_parser(actions)
@@ -57,8 +56,8 @@ def _add_replay(actions: Any) -> None:
     shown = ",".join(map(str, _BUFFERS))
     text = f"tokens of a row's buffer ({shown}, but those that a selection does not fit)"
     add("--device-buffer-size", type=numbers, metavar="N[,N]", help=text)
-    text = f"{', '.join(POLICIES)}; of prefixes: {', '.join(PREFIX_POLICIES)} (lru)"
-    add("--policy", type=names, default=["lru"], metavar="NAME[,NAME]", help=text)
+    text = f"{', '.join(POLICIES)}, which knows the future and hits most often (lru)"
+    add("--policy", type=names, metavar="NAME[,NAME]", help=text)
     text = "tokens of a prefix cache (the whole trace, a half, a quarter, ...)"
     add("--capacity", type=numbers, metavar="N[,N]", help=text)
     text = "seconds that an unused block stays in a prefix cache, or none (none)"
@@ -216,15 +215,13 @@ def _refuse(arguments: argparse.Namespace, flags: tuple[str, ...], kind: str) ->
 
 def _replay(arguments: argparse.Namespace) -> int:
     if trace_prefix.are_prefixes(arguments.files):
-        _refuse(arguments, ("--device-buffer-size", "--by", "--plot"), "prefix traces")
+        _refuse(arguments, ("--device-buffer-size", "--policy", "--by", "--plot"), "prefix traces")
         ttls = arguments.ttl or [None]
-        found = [
-            trace_prefix.replay_all(x, arguments.capacity, arguments.policy, ttls)
-            for x in arguments.files
-        ]
+        found = [trace_prefix.replay_all(x, arguments.capacity, ttls) for x in arguments.files]
         return _print_prefixes("replay", arguments, found)
     _refuse(arguments, ("--capacity", "--ttl"), "traces of selections")
-    for policy in arguments.policy:
+    policies = list(dict.fromkeys(arguments.policy or ["lru"]))
+    for policy in policies:
         if policy not in POLICIES:
             raise ConfigError(f"--policy: {unknown_name('policy', policy, POLICIES)}")
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
@@ -237,7 +234,7 @@ def _replay(arguments: argparse.Namespace) -> int:
             accesses = max(1, int(curve.accesses.sum()))
             about = _about(file, trace) | _overlaps(trace)
             about |= {"buffers": buffers, "policies": {}, "curve": _curve_points(curve)}
-            for policy in dict.fromkeys(arguments.policy):
+            for policy in policies:
                 hits = policy_hits(trace, policy, buffers)
                 misses = (curve.accesses[..., None] - hits).sum(axis=1)
                 read = (misses * curve.read_bytes[:, None]).sum(axis=0) / curve.steps

@@ -159,7 +159,7 @@ def _prefixes(folder: Path) -> list[Reader]:
         _reader(
             "prefixes",
             (folder / "made.jsonl").read_bytes(),
-            lambda path: replay_prefix(read_prefix(path), "lfu", 4096, 60.0),
+            lambda path: replay_prefix(read_prefix(path), 4096, 60.0),
         ),
         _reader("cache events", _EVENTS, lambda path: summarize(read_events(path)[1])),
         _reader("exported", json.dumps(exported).encode(), lambda p: convert_sglang([p], 64, None)),
