@@ -13,9 +13,9 @@ from rich.console import Console
 from hisparse.cli import trace_prefix, trace_record
 from hisparse.cli.lists import names, numbers
 from hisparse.cli.output import make_table, print_paragraph
-from hisparse.cli.trace_plot import draw
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, unknown_name
+from hisparse.eval.report import check_matplotlib
 from hisparse.kernels import POLICIES
 from hisparse.trace import (
     HitCurve,
@@ -226,7 +226,9 @@ def _replay(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--policy: {unknown_name('policy', policy, POLICIES)}")
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
         raise ConfigError(f"--plot: got {str(arguments.plot)!r}, expected a file.svg")
-    found, curves = [], []
+    if arguments.plot is not None:
+        check_matplotlib("--plot")
+    found = []
     for file in arguments.files:
         with SelectionTrace(file) as trace:
             curve = lru_curve(trace)
@@ -249,9 +251,10 @@ def _replay(arguments: argparse.Namespace) -> int:
                     heads = by_head.transpose(2, 0, 1).tolist()
                     about["policies"][policy]["hit_ratio_by_head"] = heads
             found.append(about)
-            curves.append((about, curve))
     if arguments.plot is not None:
-        arguments.plot.write_text(draw(curves), encoding="utf-8")
+        from hisparse.eval.plots import to_svg, trace_figure
+
+        arguments.plot.write_text(to_svg(trace_figure(found)), encoding="utf-8")
     if arguments.json:
         print(json.dumps(_origin("replay") | {"traces": found}, indent=2))
     else:

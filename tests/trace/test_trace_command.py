@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,17 @@ def test_made_up_traces_are_called_so(
         assert main(["trace", *line]) == 0
         assert "made up, by no model" in " ".join(capsys.readouterr().out.split())
     assert "MADE UP, by no model" in plot.read_text()
+
+
+def test_a_plot_without_matplotlib_is_refused(
+    made_up: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
+    )
+    assert main(["trace", "replay", made_up, *_BUFFER, "256", "--plot", "a.svg"]) == 2
+    assert "--plot needs matplotlib: pip install 'hisparse[eval]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
