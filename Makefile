@@ -221,9 +221,11 @@ quality := $(foreach name,qwen-4k qwen-8k qwen-8k-seeds4 smollm2-4k qwen1.5b-4k,
 docs: setup
 	$(python) -m scripts.make_reference docs/configuration.md
 	$(python) -m hisparse eval $(quality) --report docs/quality.md --report docs/quality.html
-	$(python) -m hisparse.eval.quality_plot \
+	$(python) -m hisparse.eval.plots quality \
 		$(results)-eval-qwen-4k-2e9299e.json docs/images/quality.svg
-	$(python) -m hisparse_bench.speed_plot \
+	$(python) -m hisparse.eval.plots trace \
+		bench/results/2026-11-22-trace-qwen-8k-086a4a3.json docs/images/trace.svg
+	$(python) -m hisparse.eval.plots speed \
 		$(foreach case,32k-float32 32k-bfloat16 4k-resident-float32 4k-resident-bfloat16, \
 		bench/results/2026-11-22-decode-$(case)-avx512-596dc40.json) docs/images/speed.svg
 

@@ -1,4 +1,4 @@
-"""Parses and formats memory sizes; parses times and rates of links."""
+"""Parses and formats memory sizes; parses times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ __all__ = [
     "MemorySize",
     "format_bytes",
     "parse_memory",
-    "parse_rate",
     "parse_seconds",
     "resolve_memory",
 ]
@@ -29,8 +28,6 @@ _NUMBER = r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*"
 _SIZE = re.compile(_NUMBER + r"([A-Za-z]+)\s*", re.ASCII)
 _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _TIME = re.compile(_NUMBER + r"(us|ms|s)\s*", re.ASCII)
-#: Bits and bytes differ by the case of one letter, so that the case counts here.
-_RATE = re.compile(_NUMBER + r"([kKMGT]?i?)(B|b|bit)/s\s*", re.ASCII)
 
 
 def parse_memory(key: str, value: MemorySize) -> int | float:
@@ -105,24 +102,3 @@ def parse_seconds(key: str, text: str) -> float:
             f"(units: {', '.join(_SECONDS)})"
         )
     return seconds
-
-
-def parse_rate(key: str, text: str) -> float:
-    """Parse the rate of a link, in bytes a second: "20GB/s" -> 2e10, "400Gb/s" -> 5e10.
-
-    Args:
-        key: name of the flag, for messages.
-        text: a number and a unit, bytes (B) or bits (b, bit).
-
-    Raises:
-        ConfigError: the text is no such rate above 0.
-    """
-    match = _RATE.fullmatch(text)
-    factor = _UNITS.get(f"{match[2]}B".replace("k", "K")) if match else None
-    rate = float(match[1]) * factor / (1 if match[3] == "B" else 8) if match and factor else 0.0
-    if not 0 < rate < 2**63:
-        raise ConfigError(
-            f"{key}: got {quoted(text)}, expected a rate above 0 such as '20GB/s', '20GiB/s' or, "
-            "in bits, '400Gb/s'"
-        )
-    return rate

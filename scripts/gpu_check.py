@@ -28,6 +28,15 @@ ROOT = Path(__file__).resolve().parent.parent
 NEEDED = {"tvm_ffi": "apache-tvm-ffi", "pytest": "pytest", "hypothesis": "hypothesis"} | {
     name: name for name in ("numpy", "psutil", "rich")
 }
+#: What CUDA's name of a GPU begins with, and its name in ``hisparse plan``.
+ESTIMATED = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA GH200 480GB": "gh200",
+    "NVIDIA GB200": "gb200",
+}
 #: Part of the suite to the benchmarks that stand on it.
 SUITES = {
     "lru": ["test_lru_diff.py", "test_diff_tables.py", "test_rebalance.py", "test_page_table.py"],
@@ -267,13 +276,43 @@ def run_bench(name: str, check: Check) -> None:
 
 def estimate_speeds(steps: Sequence[dict[str, Any]], device: str) -> dict[str, dict[str, float]]:
     """Estimates of ``hisparse plan``, in us by step and implementation, where there are any."""
-    from hisparse.plan.bench_case import estimate_case
+    from hisparse.plan.estimate import GPUS
 
-    found = {}
-    for step in _passed_benches(steps):
-        for case in json.loads(step["output"])["cases"]:
-            found[step["step"]] = estimate_case(case, device)
-    return {name: estimates for name, estimates in found.items() if estimates}
+    name = next((gpu for prefix, gpu in ESTIMATED.items() if device.startswith(prefix)), None)
+    if name is None:
+        return {}
+    return {
+        step["step"]: _estimate_case(case["params"], GPUS[name])
+        for step in _passed_benches(steps)
+        for case in json.loads(step["output"])["cases"]
+        if case["name"] == "decode"
+    }
+
+
+def _estimate_case(params: Mapping[str, Any], gpu: Any) -> dict[str, float]:
+    import torch
+
+    from hisparse.config import HiSparseConfig
+    from hisparse.plan.estimate import estimate_token
+    from hisparse.types import KVSpec
+
+    spec = KVSpec(
+        num_layers=1,
+        num_q_heads=params["q_heads"],
+        num_kv_heads=params["kv_heads"],
+        head_dim=params["head_dim"],
+        v_head_dim=params.get("v_head_dim", params["head_dim"]),
+        dtype=getattr(torch, params["dtype"]),
+        page_size=params["page_size"],
+        latent="v_head_dim" in params,
+        index_head_dim=params.get("index_dim", 0),
+    )
+    settings = {name: params[name] for name in ("algorithm", "budget", "page_size")}
+    sizes = {"context": params["context"], "batch": params["batch"], "weight_bytes": 0}
+    hits = 1 - params["miss_ratio"]
+    found = estimate_token(HiSparseConfig(**settings), spec, gpu, **sizes, hit_ratio=hits)
+    peers = ("sdpa", "flashinfer", "flashinfer_tensor_cores")
+    return dict.fromkeys(peers, 1000 * found.dense_ms) | {"cuda": 1000 * found.hisparse_ms}
 
 
 def print_speeds(

@@ -138,6 +138,15 @@ def test_an_estimate_stands_beside_each_time(capsys: pytest.CaptureFixture[str])
     assert estimate_speeds(steps, "NVIDIA A100-SXM4-80GB") == {}
 
 
+def test_a_model_with_an_indexer_has_an_estimate() -> None:
+    bench = DecodeBench(context=LONG, batch=8, q_heads=128, algorithm="dsa")
+    case = {"name": "decode", "params": bench._params() | {"miss_ratio": 0.15}}
+    output = json.dumps({"cases": [case, case | {"name": "step"}]})
+    steps = [{"step": "bench decode", "status": "passed", "output": output}]
+    found = estimate_speeds(steps, "NVIDIA GB200")
+    assert 0 < found["bench decode"]["cuda"] < found["bench decode"]["sdpa"]
+
+
 def test_every_suite_names_files_that_are_there() -> None:
     for files in SUITES.values():
         assert all((ROOT / "tests" / "kernels" / file).exists() for file in files)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from hisparse.cli import main
+from hisparse.units import parse_seconds
 
 
 def page(step: int, ranks: int = 1) -> str:
@@ -186,6 +187,8 @@ def test_a_wrong_server_is_one_line(
         (["http://127.0.0.1:port"], "expected a running SGLang server"),
         (["http://127.0.0.1:9", "--interval", "9999s"], "expected at most 3600s"),
         (["http://127.0.0.1:9", "--interval", "2"], "--interval: got '2', expected a time"),
+        (["http://127.0.0.1:9", "--interval", "0ms"], "--interval: got '0ms', expected a time"),
+        (["http://127.0.0.1:9", "--interval=-1s"], "--interval: got '-1s', expected a time"),
     ],
 )
 def test_a_wrong_address_is_one_line(
@@ -193,6 +196,10 @@ def test_a_wrong_address_is_one_line(
 ) -> None:
     assert main(["top", *line]) == 2
     assert_one_line(capsys, words)
+
+
+def test_times_have_a_unit() -> None:
+    assert [parse_seconds("x", text) for text in ("30ms", "1.5 s", "500us")] == [0.03, 1.5, 0.0005]
 
 
 def assert_one_line(capsys: pytest.CaptureFixture[str], words: str) -> None:

@@ -3,14 +3,165 @@
 // A stream is one row of one layer. Its rows are selections in the order of time. All pages of a
 // selection are resident at once: hits are counted before the step, and no page that is selected is
 // evicted. Pages that the context completes between two selections enter without being counted.
-#include "replay_policies.h"
 #include "tensors.h"
 
 #include <algorithm>
+#include <limits>
+#include <queue>
+#include <utility>
 #include <vector>
 
 namespace hisparse {
 namespace {
+
+struct Trace {
+  const int32_t* pages;       // [N]
+  const int64_t* offsets;     // [R + 1], first page of each selection
+  const int64_t* streams;     // [S + 1], first selection of each stream
+  const int32_t* full_pages;  // [R], complete pages of the context
+  int64_t num_streams, num_pages;
+
+  Trace(const TensorView& pages, const TensorView& offsets, const TensorView& streams,
+        const TensorView& full_pages, int64_t num_pages)
+      : pages(vector_of<const int32_t>(pages, "pages")),
+        offsets(vector_of<const int64_t>(offsets, "offsets")),
+        streams(vector_of<const int64_t>(streams, "streams")),
+        full_pages(vector_of<const int32_t>(full_pages, "full_pages")),
+        num_streams(streams.size(0) - 1),
+        num_pages(num_pages) {}
+};
+
+// The different pages of a selection, and which pages those are.
+class Selected {
+ public:
+  explicit Selected(int64_t num_pages) : stamps_(num_pages, 0) {}
+
+  const std::vector<int32_t>& next(const Trace& trace, int64_t row) {
+    ++now_;
+    pages_.clear();
+    for (int64_t i = trace.offsets[row]; i < trace.offsets[row + 1]; ++i) {
+      const int32_t page = trace.pages[i];
+      if (stamps_[page] != now_) pages_.push_back(page);
+      stamps_[page] = now_;
+    }
+    return pages_;
+  }
+
+  bool holds(int32_t page) const { return stamps_[page] == now_; }
+
+ private:
+  std::vector<int64_t> stamps_;
+  std::vector<int32_t> pages_;
+  int64_t now_ = 1;  // No page is selected yet.
+};
+
+// A doubly linked list of pages, with the coldest first.
+class List {
+ public:
+  explicit List(int64_t num_pages) : next_(num_pages + 1), before_(num_pages + 1) {
+    end_ = static_cast<int32_t>(num_pages);
+    clear();
+  }
+
+  void clear() { next_[end_] = before_[end_] = end_; }
+  int32_t end() const { return end_; }
+  int32_t coldest() const { return next_[end_]; }
+  int32_t after(int32_t page) const { return next_[page]; }
+
+  void append(int32_t page) {
+    const int32_t last = before_[end_];
+    next_[last] = before_[end_] = page;
+    before_[page] = last;
+    next_[page] = end_;
+  }
+
+  void remove(int32_t page) {
+    next_[before_[page]] = next_[page];
+    before_[next_[page]] = before_[page];
+  }
+
+  // The coldest page that is not selected; the end if there is none.
+  int32_t victim(const Selected& selected) const {
+    int32_t page = coldest();
+    while (page != end_ && selected.holds(page)) page = after(page);
+    return page;
+  }
+
+ private:
+  std::vector<int32_t> next_, before_;
+  int32_t end_;
+};
+
+// Policies. `start` begins a stream with an empty cache of `size` pages. `evict` removes a page
+// that is not selected; `load` follows the evictions of a selection, and `hit` its loads.
+struct Lru {
+  explicit Lru(const Trace& trace) : list(trace.num_pages), ticks(trace.num_pages) {}
+  void start(int64_t, int64_t) {
+    list.clear();
+    now = 0;
+  }
+  void load(int32_t page, int64_t) {
+    ticks[page] = ++now;
+    list.append(page);
+  }
+  void hit(std::vector<int32_t>& pages, int64_t) {
+    // In their old order, as lru_diff does.
+    std::sort(pages.begin(), pages.end(),
+              [&](int32_t a, int32_t b) { return ticks[a] < ticks[b]; });
+    for (const int32_t page : pages) {
+      list.remove(page);
+      load(page, 0);
+    }
+  }
+  int32_t evict(const Selected& selected) {
+    const int32_t page = list.victim(selected);
+    list.remove(page);
+    return page;
+  }
+
+  List list;
+  std::vector<int64_t> ticks;
+  int64_t now = 0;
+};
+
+// Evicts the page that is selected last of all (Belady, 1966): no policy hits more often.
+struct Belady {
+  explicit Belady(const Trace& trace) : trace(trace), uses(trace.num_pages) {}
+  void start(int64_t, int64_t stream) {
+    heap = {};
+    if (stream != current) {
+      for (auto& rows : uses) rows.clear();
+      for (int64_t row = trace.streams[stream + 1] - 1; row >= trace.streams[stream]; --row) {
+        for (int64_t i = trace.offsets[row]; i < trace.offsets[row + 1]; ++i) {
+          uses[trace.pages[i]].push_back(row);
+        }
+      }
+      current = stream;
+    }
+  }
+  void load(int32_t page, int64_t row) {
+    // The first use after `row`; uses are in descending order.
+    const auto& rows = uses[page];
+    const auto later = std::lower_bound(rows.begin(), rows.end(), row,
+                                        [](int64_t use, int64_t now) { return use > now; });
+    heap.emplace(later == rows.begin() ? kNever : *std::prev(later), page);
+  }
+  void hit(std::vector<int32_t>& pages, int64_t row) {
+    for (const int32_t page : pages) load(page, row);
+  }
+  int32_t evict(const Selected&) {
+    // A page that was used again has an older entry, which is in the past and so never on top.
+    const int32_t page = heap.top().second;
+    heap.pop();
+    return page;
+  }
+
+  static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+  const Trace& trace;
+  std::vector<std::vector<int64_t>> uses;
+  std::priority_queue<std::pair<int64_t, int32_t>> heap;
+  int64_t current = -1;
+};
 
 // Pages in the order of last use, the hottest at the end.
 class Stack {
@@ -159,13 +310,9 @@ void replay(TensorView pages, TensorView offsets, TensorView streams, TensorView
   const int64_t count = sizes.size(0);
   switch (policy) {  // The order of POLICIES in hisparse/kernels/recorded.py.
     case 0: return replay_with<Lru>(trace, each, count, out);
-    case 1: return replay_with<Fifo>(trace, each, count, out);
-    case 2: return replay_with<Clock>(trace, each, count, out);
-    case 3: return replay_with<Lfu>(trace, each, count, out);
-    case 4: return replay_with<TwoQueues>(trace, each, count, out);
-    case 5: return replay_with<Belady>(trace, each, count, out);
+    case 1: return replay_with<Belady>(trace, each, count, out);
   }
-  TVM_FFI_THROW(ValueError) << "policy: got " << policy << ", expected 0 to 5";
+  TVM_FFI_THROW(ValueError) << "policy: got " << policy << ", expected 0 or 1";
 }
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(stack_depths, stack_depths);

@@ -22,6 +22,7 @@ from rich.progress import (
 from hisparse.cli.lists import names, number, numbers
 from hisparse.cli.output import without_sglang_warnings
 from hisparse.errors import ConfigError
+from hisparse.eval.report import check_matplotlib
 
 __all__ = ["add_parser"]
 
@@ -120,6 +121,8 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--plot: got {str(plot)!r}, expected a name that ends with .svg")
     if plot is not None and not plot.absolute().parent.is_dir():
         raise ConfigError(f"--plot: got {str(plot)!r}, expected a file in a folder that exists")
+    if plot is not None:
+        check_matplotlib("--plot")
     given = vars(arguments)
     values = {name: given[name] for name in LoadOptions.__dataclass_fields__ if name in given}
     if arguments.recipe is None:
@@ -130,7 +133,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace, about: dict[str, str], runs: Sequence[Any]) -> int:
     from hisparse_bench.load.bench import LoadBench
-    from hisparse_bench.load.plot import draw
     from hisparse_bench.load.report import LoadReport
     from hisparse_bench.load.status import Status
 
@@ -164,6 +166,6 @@ def _measure(arguments: argparse.Namespace, about: dict[str, str], runs: Sequenc
             else:
                 report.print_table(Console())
             if arguments.plot is not None:
-                arguments.plot.write_text(draw(report), encoding="utf-8")
+                arguments.plot.write_text(report.to_svg(), encoding="utf-8")
     measured = any(case.results for case in cases)
     return 0 if measured and all(case.gate != "failed" for case in cases) else 1

@@ -1,4 +1,4 @@
-"""``hisparse plan``: how many long requests fit a machine, how fast, and the command to start."""
+"""``hisparse plan``: how many long requests fit, the command to start, and an estimate of time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -15,14 +16,14 @@ from rich.console import Console
 from rich.text import Text
 
 from hisparse.algorithms import build_algorithm
-from hisparse.cli import plan_links, plan_plot, plan_slo, plan_times, plan_trace
-from hisparse.cli.lists import names, numbers
+from hisparse.cli.lists import names, numbers, ratios
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import check_indexer
 from hisparse.engine.stages import divide_layers
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
+from hisparse.plan.estimate import GPUS, estimate_token
 from hisparse.plan.fit import Capacity, Machine, fit, refuse
 from hisparse.sglang.combinations import Start, check_combinations
 from hisparse.units import format_bytes, resolve_memory
@@ -32,17 +33,22 @@ __all__ = ["add_parser"]
 #: Fraction of a GPU for weights and KV cache. The printed command sets it on the server.
 _MEM_FRACTION = 0.85
 
-_PIPELINE = (
-    "A step passes the ranks of a pipeline one after the other; that the ranks work on other "
-    "requests meanwhile is left out."
+_ASSUMPTIONS = (
+    "A batch fits (see above), and every request has the whole context. hits: share of its "
+    "selected pages that are on the device.",
+    "Kernels reach 0.9 of the GPU's published bandwidth, and nvbandwidth's rates on the link. "
+    "Steps are captured in CUDA graphs. What overlap and prefetch hide is left out.",
+    "The rest of the model takes the time to read all weights of a GPU once. Arithmetic, which "
+    "counts from a few hundred requests on, and exchanges between GPUs are left out.",
 )
+_PIPELINE = "Ranks of a pipeline follow each other; what they do for other requests is left out."
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
     text = (
         "compute how many requests fit, dense and with hisparse, and the command to start; "
-        "estimate the time of a decode step's attention"
+        "estimate the time per token"
     )
     parser = commands.add_parser("plan", help=text, description=text)
     add = parser.add_argument
@@ -77,12 +83,12 @@ def add_parser(commands: Any) -> None:
         "--pp", type=int, default=1, metavar="N", help="parts that divide the layers, each --tp (1)"
     )
     add("--dp", type=int, default=1, metavar="N", help="replicas, all on that node (1)")
-    plan_times.add_flags(parser)
-    plan_trace.add_flag(parser)
-    plan_slo.add_flags(parser)
-    plan_links.add_flag(parser)
-    text = "draw requests and time per token against the context, for the first GPU and batch"
-    add("--plot", metavar="FILE.svg", help=text)
+    gpus = ", ".join(GPUS)
+    add("--gpu", default="h100", metavar="NAME", help=f"GPU of the time estimate: {gpus} (h100)")
+    text = "requests that run at once, in the estimate (1,8)"
+    add("--batch", type=numbers, default=[1, 8], metavar="N[,N]", help=text)
+    text = "fractions of the selected pages that are on the device (0.85,0.95,1)"
+    add("--hit-ratio", type=ratios, default=[0.85, 0.95, 1.0], metavar="F[,F]", help=text)
     add("--json", action="store_true", help="print one JSON object instead")
     parser.set_defaults(run=_run)
 
@@ -90,8 +96,8 @@ def add_parser(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from hisparse.eval.models import resolve
 
-    hardware, links = plan_times.read_hardware(arguments), plan_links.read_links(arguments)
-    traced = plan_trace.read_trace(arguments)
+    if arguments.gpu not in GPUS:
+        raise ConfigError(f"--gpu: got {arguments.gpu!r}, expected {', '.join(GPUS)}")
     folder = resolve(arguments.model, progress=lambda line: print(line, file=sys.stderr))
     try:
         import transformers
@@ -104,48 +110,20 @@ def _run(arguments: argparse.Namespace) -> int:
 
     model = read_model_config(folder)
     capacities, machine = _fit_all(arguments, model)
-    target = plan_slo.read_target(arguments, hardware, machine)
-
-    def row(capacity: Capacity) -> dict[str, Any]:
-        hits = arguments.hit_ratio or plan_times.HIT_RATIOS
-        if traced is not None and capacity.limit is not None:
-            hits = [traced.hit_ratio(capacity.config)]
-        moved = capacity.context * capacity.token_bytes
-        return _describe(capacity, machine, folder) | {
-            "estimates": plan_times.describe_steps(capacity, hardware, arguments.batch, hits),
-            "loads": plan_slo.describe_loads(capacity, hardware, target, hits),
-            "moves": plan_links.describe_moves(moved, links),
-            "beyond_trace": traced is not None and capacity.context > traced.longest,
-        }
-
-    rows = [row(capacity) for capacity in capacities]
-    estimate = plan_times.describe_hardware(hardware, arguments, machine)
-    if target is not None:
-        estimate["assumptions"] = (*estimate["assumptions"], target.assumption)
-    if machine.stages:
-        estimate["assumptions"] = (*estimate["assumptions"], _PIPELINE)
-    source = f"{arguments.model}, {estimate['host']}"
-    if traced is not None:
-        estimate["trace"] = traced.about
-        source += ", MADE-UP trace" if traced.made_up else ", recorded trace"
-        source += f" of up to {traced.longest:,} tokens"
-    if arguments.plot:
-        arguments.context = plan_plot.contexts(_contexts(arguments.context, model))
-        plotted = [row(capacity) for capacity in _fit_all(arguments, model)[0]]
-        plan_plot.write(arguments.plot, plotted, source)
+    rows = [
+        _describe(x, machine, folder) | {"estimates": _estimate(x, machine, arguments)}
+        for x in capacities
+    ]
+    assumptions = (*_ASSUMPTIONS, _PIPELINE) if machine.stages else _ASSUMPTIONS
     if arguments.json:
+        estimate = {"measured": False, "gpu": arguments.gpu, "assumptions": assumptions}
         about = _about(arguments, machine) | {"estimate": estimate}
         first = next(row for row in rows if row["hisparse"]["limit"] is not None)
         print(json.dumps(about | first | {"plans": rows}, indent=2))
         return 0
     console = Console(highlight=False)
     _print(console, rows, machine)
-    if traced is not None:
-        plan_trace.print_source(console, traced, rows)
-    if target is not None:
-        plan_slo.print_loads(console, rows, target)
-    plan_links.print_moves(console, rows)
-    plan_times.print_steps(console, rows, estimate)
+    _print_estimates(console, rows, arguments.gpu, assumptions)
     _print_commands(console, rows)
     return 0
 
@@ -307,6 +285,33 @@ def _describe(capacity: Capacity, machine: Machine, folder: str) -> dict[str, An
     }
 
 
+def _estimate(
+    capacity: Capacity, machine: Machine, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Times per token for each batch and hit ratio; none if the settings are refused."""
+    if capacity.limit is None:
+        return []
+    found = {}
+    for batch, hits in product(arguments.batch, arguments.hit_ratio):
+        estimate = estimate_token(
+            capacity.config,
+            capacity.spec,
+            GPUS[arguments.gpu],
+            context=capacity.context,
+            batch=batch,
+            hit_ratio=hits,
+            weight_bytes=-(-machine.weight_bytes // machine.tp),
+        )
+        # A context that is on the device as a whole has one hit ratio, 1.
+        found[batch, estimate.hit_ratio] = {
+            "batch": batch,
+            "hit_ratio": estimate.hit_ratio,
+            "dense_ms_per_token": float(f"{estimate.dense_ms:.4g}"),
+            "hisparse_ms_per_token": float(f"{estimate.hisparse_ms:.4g}"),
+        }
+    return list(found.values())
+
+
 def _launch_line(capacity: Capacity, machine: Machine, folder: str) -> str:
     default = HiSparseConfig().effective()
     settings = {k: v for k, v in capacity.config.effective().items() if v != default[k]}
@@ -347,6 +352,29 @@ def _print(console: Console, rows: list[dict[str, Any]], machine: Machine) -> No
         console.print()
     print_paragraph(console, _explain(rows, machine))
     console.print()
+
+
+def _print_estimates(
+    console: Console, rows: list[dict[str, Any]], gpu: str, assumptions: Sequence[str]
+) -> None:
+    figures = ("budget", "context", "batch", "hits", "dense", "hisparse")
+    title = f"Estimated, not measured: ms per token, {gpu}"
+    table = make_table("algorithm", *figures, right=figures, title=title)
+    for row in rows:
+        for step in row["estimates"]:
+            table.add_row(
+                row["algorithm"],
+                f"{row['budget']:,}",
+                f"{row['context']:,}",
+                f"{step['batch']:,}",
+                f"{step['hit_ratio']:.0%}",
+                f"{step['dense_ms_per_token']:,.1f}",
+                f"{step['hisparse_ms_per_token']:,.1f}",
+            )
+    console.print(table)
+    console.print("Assumed:")
+    for line in assumptions:
+        print_paragraph(console, line, indent="- ")
 
 
 def _print_commands(console: Console, rows: list[dict[str, Any]]) -> None:

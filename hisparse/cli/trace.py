@@ -10,12 +10,12 @@ from typing import Any
 
 from rich.console import Console
 
-from hisparse.cli import trace_prefix, trace_record, trace_tpot
+from hisparse.cli import trace_prefix, trace_record
 from hisparse.cli.lists import names, numbers
 from hisparse.cli.output import make_table, print_paragraph
-from hisparse.cli.trace_plot import draw
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, unknown_name
+from hisparse.eval.report import check_matplotlib
 from hisparse.kernels import POLICIES
 from hisparse.trace import (
     HitCurve,
@@ -26,7 +26,6 @@ from hisparse.trace import (
 )
 from hisparse.trace.cache_events import is_event_file
 from hisparse.trace.prefix import read_prefix
-from hisparse.trace.prefix_replay import PREFIX_POLICIES
 from hisparse.units import format_bytes
 
 __all__ = ["add_parser"]
@@ -37,7 +36,7 @@ _HIT_RATIO = 0.8
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""
-    text = "record which pages a model selects; replay them through other buffers and policies"
+    text = "record which pages a model selects; replay them through other buffers"
     parser = commands.add_parser("trace", help=text, description=text)
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     trace_record.add_parser(actions)
@@ -57,8 +56,8 @@ def _add_replay(actions: Any) -> None:
     shown = ",".join(map(str, _BUFFERS))
     text = f"tokens of a row's buffer ({shown}, but those that a selection does not fit)"
     add("--device-buffer-size", type=numbers, metavar="N[,N]", help=text)
-    text = f"{', '.join(POLICIES)}; of prefixes: {', '.join(PREFIX_POLICIES)} (lru)"
-    add("--policy", type=names, default=["lru"], metavar="NAME[,NAME]", help=text)
+    text = f"{', '.join(POLICIES)}, which knows the future and hits most often (lru)"
+    add("--policy", type=names, metavar="NAME[,NAME]", help=text)
     text = "tokens of a prefix cache (the whole trace, a half, a quarter, ...)"
     add("--capacity", type=numbers, metavar="N[,N]", help=text)
     text = "seconds that an unused block stays in a prefix cache, or none (none)"
@@ -70,16 +69,16 @@ def _add_replay(actions: Any) -> None:
 
 
 def _add_recommend(actions: Any) -> None:
-    text = "the smallest device_buffer_size for a hit ratio, or for a time per token"
+    text = "the smallest device_buffer_size for a hit ratio"
     recommend = actions.add_parser("recommend", help=text, description=text)
     _add_files(recommend)
     recommend.add_argument(
         "--hit-ratio",
         type=_ratio,
+        default=_HIT_RATIO,
         metavar="F",
         help=f"share of the selected pages that must be on the device ({_HIT_RATIO})",
     )
-    trace_tpot.add_flags(recommend)
     recommend.set_defaults(run=_recommend)
 
 
@@ -216,20 +215,20 @@ def _refuse(arguments: argparse.Namespace, flags: tuple[str, ...], kind: str) ->
 
 def _replay(arguments: argparse.Namespace) -> int:
     if trace_prefix.are_prefixes(arguments.files):
-        _refuse(arguments, ("--device-buffer-size", "--by", "--plot"), "prefix traces")
+        _refuse(arguments, ("--device-buffer-size", "--policy", "--by", "--plot"), "prefix traces")
         ttls = arguments.ttl or [None]
-        found = [
-            trace_prefix.replay_all(x, arguments.capacity, arguments.policy, ttls)
-            for x in arguments.files
-        ]
+        found = [trace_prefix.replay_all(x, arguments.capacity, ttls) for x in arguments.files]
         return _print_prefixes("replay", arguments, found)
     _refuse(arguments, ("--capacity", "--ttl"), "traces of selections")
-    for policy in arguments.policy:
+    policies = list(dict.fromkeys(arguments.policy or ["lru"]))
+    for policy in policies:
         if policy not in POLICIES:
             raise ConfigError(f"--policy: {unknown_name('policy', policy, POLICIES)}")
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
         raise ConfigError(f"--plot: got {str(arguments.plot)!r}, expected a file.svg")
-    found, curves = [], []
+    if arguments.plot is not None:
+        check_matplotlib("--plot")
+    found = []
     for file in arguments.files:
         with SelectionTrace(file) as trace:
             curve = lru_curve(trace)
@@ -237,7 +236,7 @@ def _replay(arguments: argparse.Namespace) -> int:
             accesses = max(1, int(curve.accesses.sum()))
             about = _about(file, trace) | _overlaps(trace)
             about |= {"buffers": buffers, "policies": {}, "curve": _curve_points(curve)}
-            for policy in dict.fromkeys(arguments.policy):
+            for policy in policies:
                 hits = policy_hits(trace, policy, buffers)
                 misses = (curve.accesses[..., None] - hits).sum(axis=1)
                 read = (misses * curve.read_bytes[:, None]).sum(axis=0) / curve.steps
@@ -252,9 +251,10 @@ def _replay(arguments: argparse.Namespace) -> int:
                     heads = by_head.transpose(2, 0, 1).tolist()
                     about["policies"][policy]["hit_ratio_by_head"] = heads
             found.append(about)
-            curves.append((about, curve))
     if arguments.plot is not None:
-        arguments.plot.write_text(draw(curves), encoding="utf-8")
+        from hisparse.eval.plots import to_svg, trace_figure
+
+        arguments.plot.write_text(to_svg(trace_figure(found)), encoding="utf-8")
     if arguments.json:
         print(json.dumps(_origin("replay") | {"traces": found}, indent=2))
     else:
@@ -336,17 +336,12 @@ def _print_parts(console: Console, about: dict[str, Any], by: str) -> None:
 
 
 def _recommend(arguments: argparse.Namespace) -> int:
-    target, found = trace_tpot.read_target(arguments), []
+    found = []
     for file in arguments.files:
         with SelectionTrace(file) as trace:
             curve, about = lru_curve(trace), _about(file, trace)
-        if target is not None:
-            about |= target.recommend(curve, about)
-        else:
-            wanted = _HIT_RATIO if arguments.hit_ratio is None else arguments.hit_ratio
-            about["device_buffer_size"] = _tokens_for(wanted, curve, about)
-        tokens = about["device_buffer_size"]
-        about |= {"hit_ratio": curve.hit_ratio(tokens)}
+        tokens = _tokens_for(arguments.hit_ratio, curve, about)
+        about |= {"device_buffer_size": tokens, "hit_ratio": curve.hit_ratio(tokens)}
         found.append(about | {"bytes_per_step": curve.bytes_per_step(tokens)})
     if arguments.json:
         print(json.dumps(_origin("recommend") | {"traces": found}, indent=2))
@@ -359,8 +354,6 @@ def _recommend(arguments: argparse.Namespace) -> int:
             f"hits and reads {format_bytes(round(about['bytes_per_step']))} for each decode step "
             f"of a request ({about['file']}; {_source(about)}).",
         )
-        if target is not None:
-            target.print(console, about["estimate"])
     return 0
 
 

@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 
 from hisparse.cli.output import make_table, print_paragraph
-from hisparse.errors import ConfigError, unknown_name
+from hisparse.errors import ConfigError
 from hisparse.trace.cache_events import read_events, summarize
 from hisparse.trace.prefix import PrefixTrace, is_prefix_trace, read_prefix
-from hisparse.trace.prefix_replay import PREFIX_POLICIES, PrefixPoint, on_front, replay_prefix
+from hisparse.trace.prefix_replay import PrefixPoint, on_front, replay_prefix
 
 __all__ = [
     "are_prefixes",
@@ -72,7 +72,7 @@ def describe_prefix(file: Path, trace: PrefixTrace) -> dict[str, Any]:
         "blocks": len({b for x in requests for b in x.hash_ids}),
         "unique_tokens": _count_unique(trace),
         "found_by_server": cached / max(1, asked) if known else None,
-        "unlimited_hit_ratio": replay_prefix(trace, "lru", None, None).hit_ratio,
+        "unlimited_hit_ratio": replay_prefix(trace, None, None).hit_ratio,
     }
 
 
@@ -89,25 +89,20 @@ def _count_unique(trace: PrefixTrace) -> int:
 
 
 def replay_all(
-    file: Path, capacities: Sequence[int] | None, policies: Sequence[str], ttls: Sequence[Any]
+    file: Path, capacities: Sequence[int] | None, ttls: Sequence[float | None]
 ) -> dict[str, Any]:
-    """Replay a prefix trace through each capacity, policy and lifetime.
+    """Replay a prefix trace through each capacity and lifetime.
 
     Raises:
-        ConfigError: the file is damaged, or there is no such policy.
+        ConfigError: the file is damaged.
     """
-    for policy in policies:
-        if policy not in PREFIX_POLICIES:
-            kinds = "policy of prefix traces"
-            raise ConfigError(f"--policy: {unknown_name(kinds, policy, PREFIX_POLICIES)}")
     trace = read_prefix(file)
     about = describe_prefix(file, trace)
     if capacities is None:
         whole = max(1, about["blocks"])
         capacities = [max(1, whole >> i) * trace.block_size for i in range(6, -1, -1)]
     points = [
-        replay_prefix(trace, policy, capacity, ttl)
-        for policy in dict.fromkeys(policies)
+        replay_prefix(trace, capacity, ttl)
         for ttl in ttls
         for capacity in dict.fromkeys(capacities)
     ]
@@ -135,11 +130,10 @@ def print_prefix(found: Sequence[dict[str, Any]]) -> None:
         print_paragraph(console, text)
         if "points" in about:
             figures = ("capacity", "ttl s", "hits", "peak")
-            table = make_table("policy", *figures, "front", right=figures)
+            table = make_table(*figures, "front", right=figures)
             for point in about["points"]:
                 own = PrefixPoint(**{k: v for k, v in point.items() if k != "pareto"})
                 table.add_row(
-                    own.policy,
                     f"{own.capacity:,}",
                     "-" if own.ttl_s is None else f"{own.ttl_s:g}",
                     f"{own.hit_ratio:.1%}",

@@ -8,8 +8,7 @@ from typing import Any
 
 from hisparse.eval.method import DENSE
 from hisparse.eval.pareto import pareto_lines
-from hisparse.eval.plot_style import Style, make_styles, to_svg
-from hisparse.eval.plots import make_plots
+from hisparse.eval.plots import Style, make_styles, report_plots, to_svg
 from hisparse.eval.tables import Cell, Table, make_tables
 
 __all__ = ["to_html"]
@@ -60,10 +59,9 @@ def to_html(results: Sequence[dict[str, Any]], line: str) -> str:
 
 def _section(result: dict[str, Any], styles: dict[str, Style], name: str) -> str:
     plots = [
-        f'<h3>{plot.title}</h3>\n<p class="note">{plot.note}</p>\n'
-        f'<div class="wide" role="img" aria-label="{plot.title}">'
-        f"{to_svg(plot.figure, f'{name}p{i}')}</div>"
-        for i, plot in enumerate(make_plots(result, styles))
+        f'<h3>{title}</h3>\n<p class="note">{note}</p>\n'
+        f'<div class="wide" role="img" aria-label="{title}">{to_svg(figure, f"{name}p{i}")}</div>'
+        for i, (title, note, figure) in enumerate(report_plots(result, styles))
     ]
     words = "".join(f"<li>{escape(text)}</li>" for text in pareto_lines(result["summary"]))
     return "\n".join(

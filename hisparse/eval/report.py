@@ -15,7 +15,7 @@ from hisparse.eval.result_types import Result
 from hisparse.eval.tables import FIGURES, Cell, Table, make_tables
 from hisparse.options import check_fields, read_object
 
-__all__ = ["check_reports", "read_result", "to_markdown", "write_reports"]
+__all__ = ["check_matplotlib", "check_reports", "read_result", "to_markdown", "write_reports"]
 
 _SUFFIXES = (".md", ".html")
 _INTRODUCTION = (
@@ -38,8 +38,18 @@ def check_reports(files: Sequence[Path]) -> None:
             )
         if not file.parent.is_dir():
             raise ConfigError(f"--report: got {str(file)!r}, but {str(file.parent)!r} is no folder")
-    if any(f.suffix == ".html" for f in files) and not importlib.util.find_spec("matplotlib"):
-        raise ConfigError("--report as HTML needs matplotlib: pip install 'hisparse[eval]'")
+    if any(file.suffix == ".html" for file in files):
+        check_matplotlib("--report as HTML")
+
+
+def check_matplotlib(flag: str) -> None:
+    """Check before a run that its plots can be drawn.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    if not importlib.util.find_spec("matplotlib"):
+        raise ConfigError(f"{flag} needs matplotlib: pip install 'hisparse[eval]'")
 
 
 def write_reports(files: Sequence[Path], results: Sequence[dict[str, Any]], line: str) -> None:

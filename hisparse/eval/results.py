@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from hisparse.eval.bootstrap import MIN_DOCUMENTS, mean_interval
+from hisparse.eval.bootstrap import MIN_DOCUMENTS, mean_interval, wilson_interval
 from hisparse.eval.divergence import Record, kl, kl_ratio, perplexities
 from hisparse.eval.documents import CONTINUE, COPY
 from hisparse.eval.method import DENSE, identity
 
-__all__ = ["USABLE", "make_cells", "make_summary"]
+__all__ = ["USABLE", "make_cells", "make_summary", "pool_scores"]
 
 #: Tasks on which the dense model scores lower are shown in grey and do not rank methods.
 USABLE = 0.9
@@ -49,6 +49,21 @@ def make_cells(records: Sequence[Record]) -> list[dict[str, Any]]:
                 }
             )
     return cells
+
+
+def pool_scores(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line for each method, budget and context: percent of the answers that are correct.
+
+    Over all tasks on which the dense model reaches :data:`USABLE`. ``n`` counts questions, and
+    ``intervals`` has a 95% Wilson score interval over them.
+    """
+    found = []
+    for _, group in _grouped([x for x in cells if x["usable"]], _key):
+        correct, asked = sum(x["score"] * x["n"] for x in group), sum(x["n"] for x in group)
+        low, high = (100 * end for end in wilson_interval(correct, asked))
+        line = {"n": asked, "score": 100 * correct / asked, "intervals": {"score": (low, high)}}
+        found.append(group[0] | line)
+    return found
 
 
 def make_summary(records: Sequence[Record]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 __all__ = ["POLICIES", "Selections"]
 
 #: Replacement policies that ``replay`` knows.
-POLICIES: Final = ("lru", "fifo", "clock", "lfu", "2q", "belady")
+POLICIES: Final = ("lru", "belady")
 
 
 class Selections(NamedTuple):

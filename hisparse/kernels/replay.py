@@ -1,4 +1,4 @@
-"""Replay of recorded selections: what caches of other sizes and policies would have held.
+"""Replay of recorded selections: what caches of other sizes would have held.
 
 All pages of a selection are resident at once: hits are counted before the step, and no page that is
 selected is evicted, as in ``lru_diff``. Nothing here runs in a decode step.
@@ -51,10 +51,8 @@ def replay(
 ) -> Tensor:
     """Count the hits of a replacement policy in caches of several sizes.
 
-    Policies: "lru" in the exact order of ``lru_diff``; "fifo"; "clock" (a hit sets a bit that saves
-    the page once); "lfu" (fewest uses since it was loaded, then least recently used); "2q"
-    (https://www.vldb.org/conf/1994/P439.PDF, a quarter of the cache for new pages, half of its size
-    remembered); "belady" (the page that is selected last of all: no policy hits more often).
+    Policies: "lru" in the exact order of ``lru_diff``; "belady" evicts the page that is selected
+    last of all, so that no policy hits more often.
 
     Args:
         selections: the selections.

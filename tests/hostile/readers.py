@@ -16,7 +16,7 @@ import torch
 from hisparse import cli
 from hisparse.config import HiSparseConfig
 from hisparse.errors import HiSparseError
-from hisparse.eval import quality_plot
+from hisparse.eval import plots
 from hisparse.eval.records import Records
 from hisparse.eval.report import read_result, write_reports
 from hisparse.options import read_text
@@ -29,7 +29,6 @@ from hisparse.trace.synthetic import MadeUpTrace
 from hisparse.transformers import HiSparseCache, disable, enable
 from hisparse.transformers.context_file import read_rows
 from hisparse.transformers.tensor_file import TensorFile, write_tensors
-from hisparse_bench import speed_plot
 from scripts import compare_quality
 from tests.eval.synthetic_records import record
 from tests.eval.test_eval_report import result
@@ -159,7 +158,7 @@ def _prefixes(folder: Path) -> list[Reader]:
         _reader(
             "prefixes",
             (folder / "made.jsonl").read_bytes(),
-            lambda path: replay_prefix(read_prefix(path), "lfu", 4096, 60.0),
+            lambda path: replay_prefix(read_prefix(path), 4096, 60.0),
         ),
         _reader("cache events", _EVENTS, lambda path: summarize(read_events(path)[1])),
         _reader("exported", json.dumps(exported).encode(), lambda p: convert_sglang([p], 64, None)),
@@ -229,6 +228,15 @@ def _page(folder: Path) -> Callable[[Path], None]:
     return read
 
 
+def _plot(kind: str, folder: Path, capture: Any) -> Callable[[Path], None]:
+    def draw(words: list[str]) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return plots.main([kind, *words])
+
+    return _command(draw, capture, str(folder / "plot.svg"))
+
+
 @contextmanager
 def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
     """All readers.
@@ -240,7 +248,8 @@ def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
     quality = json.dumps(result() | {"dtype": "float32"}).encode()
     bench_file = min(_RESULTS.glob("*-decode-4k-resident-float32-avx512-*.json"))
     bench = json.dumps(json.loads(bench_file.read_bytes())).encode()
-    svg = str(folder / "plot.svg")
+    traces_file = min(_RESULTS.glob("*-trace-qwen-8k-*.json"))
+    traces = json.dumps(json.loads(traces_file.read_bytes())).encode()
     settings = {"algorithm": "quest", "budget": 512, "algorithm_config": {"ranges": 2}}
     settings |= {"prefetch": {"min_cosine": 0.5}}
     found = [
@@ -257,8 +266,10 @@ def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
             "report", quality, lambda p: write_reports([folder / "x.md"], [read_result(p)], "")
         ),
         _reader("page", quality, _page(folder), weight=1),
-        _reader("quality plot", quality, _command(quality_plot.main, capture, svg)),
-        _reader("speed plot", bench, _command(speed_plot.main, capture, svg)),
+        *(
+            _reader(f"{kind} plot", content, _plot(kind, folder, capture), weight=1)
+            for kind, content in (("quality", quality), ("speed", bench), ("trace", traces))
+        ),
         _reader("compare_quality", quality, _command(_compare, capture)),
     ]
     with _context(folder) as context:

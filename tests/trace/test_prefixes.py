@@ -21,7 +21,7 @@ from hisparse.trace.prefix import (
     read_prefix,
     write_prefix,
 )
-from hisparse.trace.prefix_replay import PREFIX_POLICIES, PrefixPoint, on_front, replay_prefix
+from hisparse.trace.prefix_replay import PrefixPoint, on_front, replay_prefix
 
 
 def trace(*blocks: tuple[int, ...], step_ms: float = 1000) -> PrefixTrace:
@@ -30,8 +30,8 @@ def trace(*blocks: tuple[int, ...], step_ms: float = 1000) -> PrefixTrace:
     return PrefixTrace(source="recorded", note="", block_size=10, requests=requests)
 
 
-def hits(made: PrefixTrace, policy: str, blocks: int | None, ttl_s: float | None = None) -> float:
-    point = replay_prefix(made, policy, None if blocks is None else 10 * blocks, ttl_s)
+def hits(made: PrefixTrace, blocks: int | None, ttl_s: float | None = None) -> float:
+    point = replay_prefix(made, None if blocks is None else 10 * blocks, ttl_s)
     assert blocks is None or point.peak_tokens <= 10 * blocks
     return point.hit_ratio * sum(x.input_length for x in made.requests) / 10
 
@@ -39,26 +39,18 @@ def hits(made: PrefixTrace, policy: str, blocks: int | None, ttl_s: float | None
 def test_a_hit_ends_at_the_first_block_that_is_missing() -> None:
     """The end of a prefix leaves first, so a small cache keeps its beginning."""
     made = trace((1, 2, 3), (1, 2, 3), (1, 2, 9), (9, 1))
-    assert hits(made, "lru", None) == 0 + 3 + 2 + 1 + 1
-    assert hits(made, "lru", 3) == 0 + 3 + 2 + 2
-    assert hits(made, "lru", 2) == 0 + 2 + 2 + 0
-    assert hits(made, "lru", 0) == 0
-
-
-def test_policies_differ_as_they_should() -> None:
-    made = trace((1,), (1,), (2,), (3,), (1,))
-    # A cache of two: LRU and FIFO have lost block 1, LFU keeps what was used twice.
-    assert hits(made, "lru", 2) == 1
-    assert hits(made, "fifo", 2) == 1
-    assert hits(made, "lfu", 2) == 2
+    assert hits(made, None) == 0 + 3 + 2 + 1 + 1
+    assert hits(made, 3) == 0 + 3 + 2 + 2
+    assert hits(made, 2) == 0 + 2 + 2 + 0
+    assert hits(made, 0) == 0
 
 
 def test_blocks_expire_after_their_last_use() -> None:
     made = trace((1,), (1,), (2,), (1,))
-    assert hits(made, "lru", None, 2.0) == 2
-    assert hits(made, "lru", None, 1.0) == 1
-    assert hits(made, "lru", None, 0.5) == 0
-    assert replay_prefix(made, "lru", None, 0.5).peak_tokens == 10
+    assert hits(made, None, 2.0) == 2
+    assert hits(made, None, 1.0) == 1
+    assert hits(made, None, 0.5) == 0
+    assert replay_prefix(made, None, 0.5).peak_tokens == 10
 
 
 @given(
@@ -75,16 +67,13 @@ def test_lru_equals_a_list(blocks: list[tuple[int, ...]], size: int) -> None:
         expected += found
         for block in reversed(wanted):
             held = [*(x for x in held if x != block), block][-size:] if size else []
-    assert hits(trace(*blocks), "lru", size) == pytest.approx(expected)
-    for policy in PREFIX_POLICIES:
-        assert hits(trace(*blocks), policy, size) <= hits(trace(*blocks), "lru", None) + 1e-9
+    assert hits(trace(*blocks), size) == pytest.approx(expected)
+    assert hits(trace(*blocks), size) <= hits(trace(*blocks), None) + 1e-9
 
 
 def test_the_front_has_no_cache_that_another_beats() -> None:
     def point(hit_ratio: float, peak: int) -> PrefixPoint:
-        return PrefixPoint(
-            policy="lru", capacity=None, ttl_s=None, hit_ratio=hit_ratio, peak_tokens=peak
-        )
+        return PrefixPoint(capacity=None, ttl_s=None, hit_ratio=hit_ratio, peak_tokens=peak)
 
     points = [point(0.5, 10), point(0.5, 20), point(0.4, 10), point(0.6, 20), point(0.6, 20)]
     assert on_front(points) == [True, False, False, True, True]
@@ -101,7 +90,7 @@ def test_the_format_of_mooncake_is_read(tmp_path: Path) -> None:
     assert (found.source, found.block_size) == ("as given", 512)
     assert [x.timestamp for x in found.requests] == [0, 3000]
     assert found.requests[1].hash_ids == (46, 47)
-    assert replay_prefix(found, "lru", None, None).hit_ratio == 512 / 7458
+    assert replay_prefix(found, None, None).hit_ratio == 512 / 7458
 
 
 def test_ours_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -162,20 +151,23 @@ def test_the_command_sweeps_capacity_and_lifetime(
     line = ["trace", "record", "--synthetic", "--turns", "3", "--requests", "60", "--out", path]
     assert main(line) == 0
     capsys.readouterr()
-    assert main(["trace", "replay", path, "--ttl", "30,none", "--policy", "lru,lfu", "--json"]) == 0
+    assert main(["trace", "replay", path, "--ttl", "30,none", "--json"]) == 0
     (about,) = json.loads(capsys.readouterr().out)["traces"]
     assert about["source"] == "made up"
     points: list[dict[str, Any]] = about["points"]
-    assert len(points) == 2 * 2 * 7
+    assert len(points) == 2 * 7
     best = max(point["hit_ratio"] for point in points)
     assert best == about["unlimited_hit_ratio"]
     assert [p for p in points if p["pareto"] and p["hit_ratio"] == best]
     for command in (["show", path], ["replay", path, "--ttl", "60"]):
         assert main(["trace", *command]) == 0
         assert "made up, from no server" in " ".join(capsys.readouterr().out.split())
-    assert main(["trace", "replay", path, "--policy", "belady"]) == 2
-    assert "unknown policy of prefix traces 'belady'" in capsys.readouterr().err
-    for flag in (["--device-buffer-size", "512"], ["--by", "layer"], ["--plot", "a.svg"]):
+    for flag in (
+        ["--device-buffer-size", "512"],
+        ["--policy", "belady"],
+        ["--by", "layer"],
+        ["--plot", "a.svg"],
+    ):
         assert main(["trace", "replay", path, *flag]) == 2
         said = capsys.readouterr()
         assert (said.out, said.err.count("\n")) == ("", 1)

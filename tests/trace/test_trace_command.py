@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hisparse.cli import main
+from hisparse.cli import main, trace_record
+from hisparse.config import HiSparseConfig
 from hisparse.trace import SelectionTrace
 from tests.transformers.hf_models import model
 
@@ -59,6 +61,17 @@ def test_made_up_traces_are_called_so(
         assert main(["trace", *line]) == 0
         assert "made up, by no model" in " ".join(capsys.readouterr().out.split())
     assert "MADE UP, by no model" in plot.read_text()
+
+
+def test_a_plot_without_matplotlib_is_refused(
+    made_up: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
+    )
+    assert main(["trace", "replay", made_up, *_BUFFER, "256", "--plot", "a.svg"]) == 2
+    assert "--plot needs matplotlib: pip install 'hisparse[eval]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -155,3 +168,26 @@ def test_a_page_has_the_bytes_of_its_tokens(
         with SelectionTrace(Path(file)) as trace:
             sizes.append(trace.header.page_bytes / trace.header.page_size)
     assert sizes[0] == sizes[1] > 0
+
+
+def test_flags_win_over_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``record --budget`` and ``--algorithm``; without them the configuration holds."""
+
+    class Built(Exception):
+        pass
+
+    def build(config: HiSparseConfig) -> Any:
+        raise Built(config.algorithm, config.budget)
+
+    monkeypatch.setattr(trace_record, "build_algorithm", build)
+    config = ["--config", '{"budget": 128, "algorithm": "quest"}']
+    for words, expected in (
+        ([], ("sketch", 512)),
+        (["--budget", "256"], ("sketch", 256)),
+        (config, ("quest", 128)),
+        ([*config, "--budget", "256", "--algorithm", "sketch"], ("sketch", 256)),
+        (["--config", '{"top_k": 128}'], ("sketch", 128)),
+    ):
+        with pytest.raises(Built) as built:
+            main(["trace", "record", "--out", str(tmp_path / "a"), *words])
+        assert built.value.args == expected

@@ -1,10 +1,9 @@
-"""Replay in plain Python: the oracle of each replacement policy."""
+"""Replay in plain Python: the oracle of the C++ kernels."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ def replay(selections: Selections, policy: str, sizes: Sequence[int]) -> Tensor:
     """See :func:`hisparse.kernels.replay`."""
     return torch.tensor(
         [
-            [_count_hits(_POLICIES[policy](size), size, selections, stream) for size in sizes]
+            [_count_hits(_POLICIES[policy](), size, selections, stream) for size in sizes]
             for stream in range(len(selections.streams) - 1)
         ],
         dtype=torch.int64,
@@ -51,24 +50,7 @@ def _steps(selections: Selections, stream: int) -> Iterator[tuple[list[int], lis
         full = max(full, now)
 
 
-class _Policy(Protocol):
-    """Which pages are in a cache, in any order that the policy likes."""
-
-    def __contains__(self, page: object) -> bool: ...
-
-    def __len__(self) -> int: ...
-
-    def load(self, page: int, later: list[list[int]]) -> None:
-        """Add a page; ``later`` are the selections to come."""
-
-    def hit(self, pages: list[int], later: list[list[int]]) -> None:
-        """Use resident pages."""
-
-    def evict(self, selected: list[int]) -> None:
-        """Remove a page that is not selected."""
-
-
-def _count_hits(cache: _Policy, size: int, selections: Selections, stream: int) -> int:
+def _count_hits(cache: _Lru, size: int, selections: Selections, stream: int) -> int:
     steps = list(_steps(selections, stream))
     found = 0
     for at, (pages, completed) in enumerate(steps):
@@ -89,86 +71,24 @@ def _count_hits(cache: _Policy, size: int, selections: Selections, stream: int) 
     return found
 
 
-class _Fifo(OrderedDict[int, int]):
-    """The coldest page first; the value is for the policy."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
+class _Lru(OrderedDict[int, int]):
+    """The coldest page first; the value is for ``_Belady``."""
 
     def load(self, page: int, later: list[list[int]]) -> None:
+        """Add a page; ``later`` are the selections to come."""
         self[page] = 0
 
     def hit(self, pages: list[int], later: list[list[int]]) -> None:
-        pass
-
-    def evict(self, selected: list[int]) -> None:
-        del self[next(page for page in self if page not in selected)]
-
-
-class _Lru(_Fifo):
-    def hit(self, pages: list[int], later: list[list[int]]) -> None:
+        """Use resident pages."""
         for page in [page for page in self if page in pages]:
             self.move_to_end(page)
 
-
-class _Clock(_Fifo):
-    def hit(self, pages: list[int], later: list[list[int]]) -> None:
-        for page in pages:
-            self[page] = 1
-
     def evict(self, selected: list[int]) -> None:
-        while True:
-            page, used = self.popitem(last=False)
-            if not used and page not in selected:
-                return
-            self[page] = 0
+        """Remove a page that is not selected."""
+        del self[next(page for page in self if page not in selected)]
 
 
-class _Lfu(_Fifo):
-    """The value counts uses; the least recently used page first."""
-
-    def load(self, page: int, later: list[list[int]]) -> None:
-        self[page] = 1
-
-    def hit(self, pages: list[int], later: list[list[int]]) -> None:
-        for page in pages:
-            self[page] += 1
-            self.move_to_end(page)
-
-    def evict(self, selected: list[int]) -> None:
-        del self[min((page for page in self if page not in selected), key=lambda page: self[page])]
-
-
-class _TwoQueues(_Fifo):
-    """The value is 1 for pages of the main queue."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.out: list[int] = []
-
-    def load(self, page: int, later: list[list[int]]) -> None:
-        self[page] = int(page in self.out)
-        if page in self.out:
-            self.out.remove(page)
-
-    def hit(self, pages: list[int], later: list[list[int]]) -> None:
-        for page in pages:
-            if self[page]:
-                self.move_to_end(page)
-
-    def evict(self, selected: list[int]) -> None:
-        new = [page for page in self if not self[page]]
-        new_victims = [page for page in new if page not in selected]
-        main_victims = [page for page in self if self[page] and page not in selected]
-        if not main_victims or (new_victims and len(new) > max(1, self.size // 4)):
-            self.out = [*self.out, new_victims[0]][-max(1, self.size // 2) :]
-            del self[new_victims[0]]
-        else:
-            del self[main_victims[0]]
-
-
-class _Belady(_Fifo):
+class _Belady(_Lru):
     """The value is minus the number of selections from the next use to the end."""
 
     def load(self, page: int, later: list[list[int]]) -> None:
@@ -183,11 +103,4 @@ class _Belady(_Fifo):
         del self[max((p for p in self if p not in selected), key=lambda page: (self[page], page))]
 
 
-_POLICIES: dict[str, type[_Fifo]] = {
-    "lru": _Lru,
-    "fifo": _Fifo,
-    "clock": _Clock,
-    "lfu": _Lfu,
-    "2q": _TwoQueues,
-    "belady": _Belady,
-}
+_POLICIES: dict[str, type[_Lru]] = {"lru": _Lru, "belady": _Belady}

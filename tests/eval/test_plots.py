@@ -1,0 +1,158 @@
+"""The committed page and pictures are made from the committed results."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from hisparse.errors import ConfigError
+from hisparse.eval.plots import main, make_styles, quality_figure, speed_figure
+from hisparse.eval.report import read_result, to_markdown
+from hisparse.eval.results import pool_scores
+
+ROOT = Path(__file__).parent.parent.parent
+KINDS = ("quality", "speed", "trace")
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[str, list[Path]]:
+    """The files that ``make docs`` draws: make itself says them, since it expands its variables."""
+    recipe = subprocess.run(
+        ["make", "--dry-run", "docs"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.replace("\\\n", " ")
+    found = {}
+    for kind in KINDS:
+        (words,) = re.findall(rf"hisparse\.eval\.plots {kind} (.*) docs/images/{kind}\.svg", recipe)
+        found[kind] = [ROOT / name for name in words.split()]
+    return found
+
+
+@pytest.fixture
+def result(sources: dict[str, list[Path]]) -> dict[str, Any]:
+    (file,) = sources["quality"]
+    return read_result(file)
+
+
+@pytest.fixture
+def reports(sources: dict[str, list[Path]]) -> list[dict[str, Any]]:
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sources["speed"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_committed_picture_is_what_the_command_draws(
+    kind: str, sources: dict[str, list[Path]], tmp_path: Path
+) -> None:
+    """And it is small and stands alone."""
+    out = tmp_path / "drawn.svg"
+    assert main([kind, *map(str, sources[kind]), str(out)]) == 0
+    drawn = out.read_text(encoding="utf-8")
+    assert drawn == (ROOT / f"docs/images/{kind}.svg").read_text(encoding="utf-8"), "make docs"
+    ElementTree.fromstring(drawn)
+    assert len(drawn) < 50_000
+    assert not re.search(r'href="[^#]|@import|<script', drawn)
+    assert "#ffffff" in drawn, "a background of its own"
+
+
+def test_the_committed_page_is_what_the_report_writes() -> None:
+    page = (ROOT / "docs/quality.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^Made by `(.*)`\.$", page, flags=re.M)
+    files = [ROOT / word for word in line.split() if word.endswith(".json")]
+    assert page == to_markdown([read_result(file) for file in files], line), "make docs"
+
+
+def test_styles_are_different() -> None:
+    styles = make_styles(map(str, range(50)))
+    assert len({(style["color"], style["marker"]) for style in styles.values()}) == 50
+
+
+def test_scores_are_the_results_figures(result: dict[str, Any]) -> None:
+    scores = pool_scores(result["cells"])
+    # 18 of 30 copied, 23 and 24 of 30 planted, 16 of 33 about the text; variables do not count.
+    quest = next(x for x in scores if (x["method"], x["budget"]) == ("quest", 256))
+    assert quest["score"] == pytest.approx(100 * (18 + 23 + 24 + 16) / 123)
+    assert quest["n"] == 123
+    low, high = quest["intervals"]["score"]
+    assert 55 < low < quest["score"] < high < 75
+    for line in scores:
+        low, high = line["intervals"]["score"]
+        assert 0 <= low <= line["score"] <= high <= 100
+
+
+def test_quality_shows_the_results_figures(result: dict[str, Any]) -> None:
+    left, right = quality_figure(result).axes
+    own = [x for x in result["summary"] if x["method"] == "sketch"]
+    points = sorted((x["kept_mean"], x["kl"]) for x in own)
+    (drawn,) = [x for x in right.lines if x.get_label() == "sketch"]
+    assert list(drawn.get_ydata()) == [kl for _, kl in points]
+    # Lines are apart by up to 5%, so that equal values do not hide each other.
+    assert list(drawn.get_xdata()) == pytest.approx([kept for kept, _ in points], rel=0.05)
+    assert "percent of 123" in left.get_title()
+
+
+def test_a_result_of_several_contexts_is_refused(result: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected a result with one context"):
+        quality_figure(result | {"context": [4096, 8192]})
+
+
+def test_speed_names_every_median_the_machine_and_the_commit(
+    reports: list[dict[str, Any]],
+) -> None:
+    figure = speed_figure(reports)
+    words = [text.get_text() for ax in figure.axes for text in ax.texts]
+    shown = [float(word.removesuffix(" ms")) for word in words]
+    medians = [r["median_us"] / 1e3 for x in reports for c in x["cases"] for r in c["results"]]
+    assert len(shown) == len(medians)
+    for median in medians:
+        assert any(value == pytest.approx(median, rel=6e-3) for value in shown), median
+    assert f"{reports[0]['machine']}, commit {reports[0]['commit'][:7]}" in figure.get_suptitle()
+    titles = [ax.get_title() for ax in figure.axes]
+    assert [title.split(" tokens of context")[0] for title in titles] == 2 * ["32,768"] + 2 * [
+        "4,096"
+    ]
+
+
+def test_speed_names_the_algorithm_and_the_kernels(reports: list[dict[str, Any]]) -> None:
+    reports[0]["instruction_sets"] = {"kernels": "AVX2", "torch": "AVX2"}
+    reports[0]["cases"][0]["params"]["algorithm"] = "topp"
+    figure = speed_figure(reports)
+    assert ["; AVX2 kernels" in ax.get_title() for ax in figure.axes] == [True, *3 * [False]]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "hisparse, topp" in names and len(names) == 4
+    del reports[0]["instruction_sets"]  # as in reports of before 2026-11
+    assert "AVX2" not in speed_figure(reports).axes[0].get_title()
+
+
+def test_reports_of_two_commits_or_a_failed_gate_are_refused(
+    reports: list[dict[str, Any]],
+) -> None:
+    with pytest.raises(ConfigError, match="expected one machine and commit"):
+        speed_figure([*reports, {**reports[0], "commit": "0123456789ab"}])
+    reports[0]["cases"][0]["gate"] = "failed"
+    with pytest.raises(ConfigError, match="the gate of 'decode' failed"):
+        speed_figure(reports)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"command": "other"}'])
+def test_a_file_that_is_no_result_is_refused_in_one_line(
+    content: str | None, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "report.json"
+    if content is not None:
+        file.write_text(content, encoding="utf-8")
+    assert main([kind, str(file), str(tmp_path / "x.svg")]) == 1
+    error = capsys.readouterr().err
+    assert str(file) in error and error.count("\n") == 1
+    assert not (tmp_path / "x.svg").exists()
+
+
+@pytest.mark.parametrize("words", [[], ["quality", "a.json"], ["other", "a.json", "b.svg"]])
+def test_the_usage_is_said(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith("usage: quality|speed|trace RESULT.json")
