@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
+from hisparse.storage.context_tree import contexts_path
 from hisparse.storage.index import Index, is_refusal
 from hisparse.storage.record import BLOCK_BYTES
 from hisparse.storage.segments import Segments, locked
@@ -200,7 +201,13 @@ class Folder:
             raise
         return index
 
-    def read_on(self, index: Index, *, alone: bool = False) -> None:
+    def num_bytes(self, index: Index) -> int:
+        """Bytes of what has to fit the size of the store: its segments, and contexts."""
+        with contextlib.suppress(FileNotFoundError):
+            return index.num_bytes() + os.stat(contexts_path(self.path)).st_size
+        return index.num_bytes()
+
+    def read_on(self, index: Index, *, alone: bool = False) -> bool:
         """Make an index agree with the segments: add what it lacks, drop what is not there.
 
         A segment of which the index lacks pages is data until it was read: nothing else may be done
@@ -211,6 +218,9 @@ class Folder:
             alone: read also segments that are locked. Otherwise a process is writing those, and
                 adds to the index what it writes.
 
+        Returns:
+            Whether the index has what all segments have.
+
         Raises:
             sqlite3.Error: SQLite cannot do it.
         """
@@ -219,6 +229,7 @@ class Folder:
         sizes = self.segments.sizes()
         # First, since copies of lost records are added only where no other is known.
         self._drop_lost(index, known, sizes, alone=alone)
+        is_whole = True
         for number, size in sizes.items():
             if size <= max(known.get(number, 0), self._read.get(number, 0)):
                 continue
@@ -226,8 +237,11 @@ class Folder:
                 with nullcontext(True) if alone else locked(self.segments.path(number)) as free:
                     if free:
                         self.read_segment(index, number)
+                    is_whole = is_whole and free
             except OSError as error:
                 logger.warning("store %s: %s", self.path, one_line(error))
+                is_whole = False
+        return is_whole
 
     def _drop_lost(
         self, index: Index, known: dict[int, int], sizes: dict[int, int], *, alone: bool

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hisparse.errors import HiSparseError
-from hisparse.storage import FileStore, folder
+from hisparse.storage import FileStore, folder, size_in_bytes
 from hisparse.storage.index import Index
 from tests.full_disk import largest_file
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
@@ -59,6 +59,12 @@ def test_a_full_disk_is_no_damage_of_the_index(
     with _open(tmp_path) as store:
         assert read(store, keys) == [True] * 5 + [False] * 5
     assert "damaged" not in caplog.text
+
+
+def test_an_empty_index_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        _open(tmp_path).close()
+    assert not caplog.messages
 
 
 def _backup(path: Path) -> Path:
@@ -203,7 +209,7 @@ def test_a_new_folder_outlives_a_loss_of_power(
 
     monkeypatch.setattr(os, "fsync", sync)
     path = tmp_path / "a" / "b"
-    with _open(path) as store:
+    with FileStore(path, size_in_bytes("size", 0.5, path)) as store:
         fill(store, range(3))
         store.flush()
         folders = [tmp_path, tmp_path / "a", path, path / "segments"]
