@@ -163,8 +163,11 @@ class Collector:
     def _compact(self, index: Index, min_live_ratio: float) -> int:
         """Copy what lives in sparse segments, and delete them. Returns the bytes given back."""
         segments, freed = self._folder.segments, 0
+        # In this order: a file that comes later, such as one that is renamed, may have the only
+        # copy of pages that the index still knows in another.
+        sizes = segments.sizes()
         self._folder.read_on(index)
-        indexed, sizes = index.segments(), segments.sizes()
+        indexed = index.segments()
         sparse = [
             segment
             for segment, size in sizes.items()

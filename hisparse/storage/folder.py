@@ -121,22 +121,21 @@ class Folder:
         for _ in range(_TRIES):
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                index = self._whole_index()
             except BlockingIOError:
                 # Whoever has it open has brought the index up to date, or is about to: wait for it.
                 fcntl.flock(self._fd, fcntl.LOCK_SH)
-                if (shared := self._shared_index()) is not None:
-                    return shared
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
-                # Others that waited do the same now, and only one that is alone can go on.
-                time.sleep(random.uniform(0, _MAX_WAIT_S))
-                continue
-            try:
-                index = self._recovered(self._checked_index())
-                fcntl.flock(self._fd, fcntl.LOCK_SH)
-                return index
+                index = self._shared_index()
             except (OSError, sqlite3.Error) as error:
+                if isinstance(error, PermissionError):
+                    raise
                 reason = one_line(error)
                 break
+            if index is not None:
+                return index
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            # Others that waited do the same now, and only one that is alone can go on.
+            time.sleep(random.uniform(0, _MAX_WAIT_S))
         self._leave(reason)
         return self._copied_index()
 
@@ -145,6 +144,16 @@ class Folder:
         logger.warning("store %s takes nothing: %s", self.path, reason)
         self.read_only = True
         fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    def _whole_index(self) -> Index | None:
+        """The index, made whole while no other process changes it; None: one is collecting."""
+        with self.collecting() as free:
+            if not free:
+                # It has left the store, and is about to delete a segment that it has copied.
+                return None
+            index = self._recovered(self._checked_index())
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+            return index
 
     def _shared_index(self) -> Index | None:
         """The index that others keep; None: they were killed before it was whole."""

@@ -185,6 +185,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
             name = self._put(namespace, page_key, views)
         except (OSError, sqlite3.Error) as error:
             self._note_error("refused_disk", error)
+            if self._folder.read_only:
+                self._writer.seal()  # Others have to read what this process has put.
             return False
         stored = name == "puts"
         self._counters.add(**{name: 1}, put_bytes=stored * namespace.page_bytes)

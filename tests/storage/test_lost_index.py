@@ -12,7 +12,9 @@ import pytest
 
 from hisparse.errors import HiSparseError
 from hisparse.storage import FileStore, folder, size_in_bytes
+from hisparse.storage.folder import Folder
 from hisparse.storage.index import Index
+from hisparse.storage.segments import Segments
 from tests.full_disk import largest_file
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
 
@@ -114,6 +116,69 @@ def test_a_backup_that_knows_pages_at_the_places_of_others(tmp_path: Path, size:
         assert all(read(store, [keys[0], *later]))
         store.collect(1.0)
         assert all(read(store, [keys[0], *later]))
+
+
+def test_the_index_is_lost_while_a_collection_deletes_a_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody makes it anew from a file that is about to go, and its copies count."""
+    with _open(tmp_path) as store:
+        keys = fill(store, range(4))
+        store.remove(NAMESPACE, keys[:1])
+    delete, others = Segments.delete, []
+
+    def slowly(self: Segments, segment: int) -> None:
+        monkeypatch.undo()
+        (tmp_path / "index.sqlite").unlink()
+        assert not first.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
+        others.append(_open(tmp_path))
+        delete(self, segment)
+
+    with _open(tmp_path) as first:
+        monkeypatch.setattr(Segments, "delete", slowly)
+        first.collect(1.0)
+        with others[0] as second:
+            second.collect(1.0)
+    with _open(tmp_path) as store:
+        store.collect(1.0)
+        assert all(read(store, keys[1:]))
+
+
+def test_a_segment_is_renamed_during_a_collection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _open(tmp_path) as store:
+        keys = fill(store, range(4))
+    (file,), read_on = segment_files(tmp_path), Folder.read_on
+
+    def then_renamed(self: Folder, index: Index) -> bool:
+        is_whole = read_on(self, index)
+        if file.exists():
+            file.rename(file.with_name("0" * 15 + "1.seg"))
+        return is_whole
+
+    with _open(tmp_path) as store:
+        monkeypatch.setattr(Folder, "read_on", then_renamed)
+        for _ in range(2):
+            store.collect(1.0)
+        assert all(read(store, keys))
+
+
+def test_what_a_process_put_before_it_lost_the_index(tmp_path: Path) -> None:
+    """Another reads it once the first has noticed, though the first is still there."""
+    path = tmp_path / "store"
+    _open(path).close()
+    backup = _backup(path)
+    with _open(path) as first:
+        keys = fill(first, range(3))
+        backup.replace(path / "index.sqlite")
+        for suffix in ("-wal", "-shm"):
+            (path / f"index.sqlite{suffix}").unlink()
+        with _open(path) as second:
+            assert not any(read(second, keys))
+            assert not first.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
+            second.collect()
+            assert all(read(second, keys))
 
 
 def test_an_index_is_replaced_while_a_process_reads_segments(

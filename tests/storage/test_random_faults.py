@@ -236,21 +236,25 @@ class Faults:
 
     def _restore(self) -> None:
         if old := sorted(self._backups.iterdir()):
-            shutil.copy(self.rng.choice(old), self.path / "restored")
-            (self.path / "restored").replace(self._index)
+            restored = shutil.copy(self.rng.choice(old), self.path / "restored")
+            # As cp writes a file that is there, or as mv puts another in its place.
+            self.rng.choice([shutil.copy, os.replace])(restored, self._index)
             for suffix in self.rng.choice([(), ("-wal", "-shm")]):
                 Path(f"{self._index}{suffix}").unlink(missing_ok=True)
 
     def _stray(self) -> None:
-        file = self.rng.choice(segment_files(self.path))
+        file = self._segment()
         shutil.copy(file, file.parent / self.rng.choice(["1.seg", "copy of a segment"]))
 
+    def _segment(self) -> Path:
+        return self.rng.choice([x for x in segment_files(self.path) if x.name != "1.seg"])
+
     def _rename(self) -> None:
-        file = self.rng.choice(segment_files(self.path))
+        file = self._segment()
         file.rename(file.with_name(f"{time.time_ns():016x}.seg"))
 
     def _cut(self) -> None:
-        file = self.rng.choice(segment_files(self.path))
+        file = self._segment()
         with file.open("r+b") as opened:
             size = self.rng.randrange(1 + os.fstat(opened.fileno()).st_size)
             headers = segments.OpenSegment(file).headers(0)
