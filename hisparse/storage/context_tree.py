@@ -1,8 +1,8 @@
 """The file of contexts: a tree of keys that grows with the pages that are new, and attributes.
 
-The nodes are branches: runs of keys that follow a key of another branch. A context adds a branch
-with the keys that no context before has, and names the branch and how many pages end there. A key
-names all pages before its own, so each has one place in the tree.
+The nodes are branches: runs of keys that follow a key of another branch. A context adds the keys
+that no context before has, at the end of a branch or as a new one, and names the branch and how
+many pages end there. A key names all pages before its own, so each has one place in the tree.
 """
 
 from __future__ import annotations
@@ -169,9 +169,18 @@ class ContextTree:
         """The branch in which keys end; it is made if need be. Inside of a transaction."""
         path = self.follow(keys)
         parent, known = next(reversed(path.items())) if path else (None, 0)
-        if parent is not None and known == len(keys):
+        more = b"".join(keys[known:])
+        if parent is not None and not more:
             return parent
-        values = [parent, known, keys[known], b"".join(keys[known:])]
+        if parent is not None:
+            statement = "SELECT start, keys FROM branches WHERE id = ?"
+            ((start, blob),) = self.read(statement, [parent])
+            if start * len(keys[0]) + len(blob) == known * len(keys[0]):
+                # So a conversation that grows stays one branch.
+                values = [blob + more, parent]
+                self._database.execute("UPDATE branches SET keys = ? WHERE id = ?", values)
+                return parent
+        values = [parent, known, keys[known], more]
         self._database.execute(
             "INSERT INTO branches (parent, start, first, keys) VALUES (?, ?, ?, ?)", values
         )

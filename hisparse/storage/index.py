@@ -172,7 +172,11 @@ class Index:
         return False
 
     def set_ready(self) -> None:
-        """Note that all segments are in the index, for a process that finds it half done."""
+        """Note that all segments are in the index, for a process that finds it half done.
+
+        It is noted after all was committed, while no other process changes the index. So an index
+        that is ready was whole; one whose process ended before this is read once more.
+        """
         if not self.is_ready():
             self._database.execute("PRAGMA user_version = 1")
 

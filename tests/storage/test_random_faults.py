@@ -20,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from tests.storage.pages import NAMESPACE, key_of, parts_of, read, segment_files
 
 _RECORD = 3 * 4096
 #: Rounds of one store.
-_ROUNDS = 10
+_ROUNDS = 10 if FAULTS else 5
 #: Ends of files on a disk that is full: less than an index, a part of one, a part of a segment.
 _FULL = (0, 33 << 10, 60 << 10, 150 << 10)
 Tell = Callable[[str, str], None]
@@ -151,7 +152,12 @@ def _at_work(
                 if action == "put":
                     put(rng.randrange(1, 9))
                 elif action == "read":
-                    read(store, rng.sample(mine, min(len(mine), 12)))
+                    with ThreadPoolExecutor(3) as pool:
+                        wanted = [rng.sample(mine, min(len(mine), 12)) for _ in range(3)]
+                        reads = [pool.submit(read, store, keys) for keys in wanted]
+                        store.collect(rng.choice([0.5, 1.0]))
+                        for each in reads:
+                            each.result()
                 elif action == "flush":
                     store.flush()
                 elif action == "collect":
