@@ -234,14 +234,14 @@ class ContextTree:
         #: Pages of a prefix that ends with the first page that is stored, by namespace and branch.
         first: dict[tuple[bytes, int], float] = {}
 
-        def first_stored(namespace: bytes, branch: int) -> float:
-            climbed = []
+        def first_stored(namespace: bytes, branch: int | None) -> float:
+            climbed: list[int] = []
             while branch is not None and (namespace, branch) not in first:
                 climbed.append(branch)
                 branch = places[branch][0]
-            found = first.get((namespace, branch), math.inf)
+            found = math.inf if branch is None else first[namespace, branch]
             for each in reversed(climbed):
-                start = places[each][1]
+                start: int = places[each][1]
                 if found > start:
                     found = start + self._first_of(each, lambda keys: stored(namespace, keys))
                 first[namespace, each] = found
@@ -253,11 +253,11 @@ class ContextTree:
     def _first_of(self, branch: int, stored: Callable[[Sequence[bytes]], list[bool]]) -> float:
         """Keys of a branch up to the first that is stored; infinite if none is."""
         ((first, blob),) = self.read("SELECT first, keys FROM branches WHERE id = ?", [branch])
+        if stored([first]) == [True]:  # The first page of a prefix is the last to leave.
+            return 1
         keys = _split(blob, len(first))
-        # The first page of a prefix is the last to leave.
-        for start in (0, *range(1, len(keys), _BATCH)):
-            found = stored(keys[start : start + _BATCH] if start else [first])
-            if True in found:
+        for start in range(1, len(keys), _BATCH):
+            if True in (found := stored(keys[start : start + _BATCH])):
                 return start + found.index(True) + 1
         return math.inf
 

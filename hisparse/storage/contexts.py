@@ -105,7 +105,9 @@ class Contexts:
             "SELECT branch, num_pages, attributes FROM contexts WHERE namespace = ? ORDER BY id",
             [self._namespace.key_bytes],
         )
-        found = [(min(pages, shared.get(branch, 0)), text) for branch, pages, text in rows]
+        found: list[tuple[int, str]] = [
+            (min(pages, shared.get(branch, 0)), text) for branch, pages, text in rows
+        ]
         for length, text in sorted(found, key=lambda x: x[0], reverse=True):
             if not length or accept(self._parse(text)):
                 return length
