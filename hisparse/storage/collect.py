@@ -7,10 +7,11 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
-from hisparse.errors import one_line
+from hisparse.errors import HiSparseError, one_line
+from hisparse.storage.context_tree import ContextTree, contexts_path
 from hisparse.storage.folder import Folder
 from hisparse.storage.index import Index, Row
 from hisparse.storage.limits import Limits
@@ -82,6 +83,8 @@ class Collector:
     def run(self, min_live_ratio: float, room: int = 0) -> int:
         """Drop expired pages; above the high-water mark evict to the low one; give space back.
 
+        Contexts whose pages have all left go too.
+
         Args:
             min_live_ratio: segments with less live bytes than this share of theirs are copied.
             room: bytes that are wanted besides what is there.
@@ -107,23 +110,47 @@ class Collector:
                 self._counters.add(evicted=expired)
             self._seal(index, min_live_ratio)
             freed = self._compact(index, min_live_ratio)
-            size = limits.size_bytes
-            if size is None or index.num_bytes() + room <= limits.high_water * size:
-                return freed
-            spared = self._folder.segments.busy()
-            # Counted once: pages that are put meanwhile took the room that was made for them.
-            excess = index.num_bytes() + room - int(limits.low_water * size)
-            for _ in range(_ROUNDS):
-                if (
-                    self._stopping.is_set()
-                    or excess <= 0
-                    or not (evicted := index.evict(limits.policy, excess, spared))
-                ):
-                    break
-                self._counters.add(evicted=evicted)
-                given_back = self._compact(index, min_live_ratio)
-                excess, freed = excess - given_back, freed + given_back
+            freed += self._make_room(index, min_live_ratio, room)
+            self._forget_contexts(index)
             return freed
+
+    def _make_room(self, index: Index, min_live_ratio: float, room: int) -> int:
+        """Evict to the low-water mark if the store is above the high one. Returns bytes freed."""
+        limits, size, freed = self._limits, self._limits.size_bytes, 0
+        if size is None or self._folder.num_bytes(index) + room <= limits.high_water * size:
+            return 0
+        spared = self._folder.segments.busy()
+        # Counted once: pages that are put meanwhile took the room that was made for them.
+        excess = self._folder.num_bytes(index) + room - int(limits.low_water * size)
+        for _ in range(_ROUNDS):
+            if (
+                self._stopping.is_set()
+                or excess <= 0
+                or not (evicted := index.evict(limits.policy, excess, spared))
+            ):
+                break
+            self._counters.add(evicted=evicted)
+            given_back = self._compact(index, min_live_ratio)
+            excess, freed = excess - given_back, freed + given_back
+        return freed
+
+    def _forget_contexts(self, index: Index) -> None:
+        """Remove contexts whose pages have all left; none while pages may be there unread."""
+        if not contexts_path(self._folder.path).exists() or not self._folder.read_on(index):
+            return
+        namespaces = {each.key_bytes: each for each in index.namespaces().values()}
+
+        def stored(namespace: bytes, keys: Sequence[bytes]) -> list[bool]:
+            known = namespaces.get(namespace)
+            rows = [None] * len(keys) if known is None else index.find(known, keys)
+            return [row is not None for row in rows]
+
+        try:
+            with contextlib.closing(ContextTree(self._folder.path)) as tree:
+                tree.forget_absent(stored)
+        except HiSparseError as error:
+            if self._counters.may_log("contexts"):
+                logger.warning("store %s: %s", self._folder.path, error)
 
     def _seal(self, index: Index, min_live_ratio: float) -> None:
         """Close the segment that is being written if it is full or sparse."""
@@ -136,8 +163,11 @@ class Collector:
     def _compact(self, index: Index, min_live_ratio: float) -> int:
         """Copy what lives in sparse segments, and delete them. Returns the bytes given back."""
         segments, freed = self._folder.segments, 0
+        # In this order: a file that comes later, such as one that is renamed, may have the only
+        # copy of pages that the index still knows in another.
+        sizes = segments.sizes()
         self._folder.read_on(index)
-        indexed, sizes = index.segments(), segments.sizes()
+        indexed = index.segments()
         sparse = [
             segment
             for segment, size in sizes.items()

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Final
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
-from hisparse.storage.index import Index
+from hisparse.storage.context_tree import contexts_path
+from hisparse.storage.index import Index, is_refusal
+from hisparse.storage.record import BLOCK_BYTES
 from hisparse.storage.segments import Segments, locked
 
 __all__ = ["Folder"]
@@ -74,7 +76,6 @@ class Folder:
         self._read: dict[int, int] = {}
         try:
             self.index = self._open_index()
-            self._opened = None if self.read_only else os.stat(self._file)
         except (OSError, sqlite3.Error) as error:
             os.close(self._fd)
             raise HiSparseError(f"store {quoted(str(path))}: {one_line(error)}") from None
@@ -95,7 +96,8 @@ class Folder:
             OSError: it was deleted, or another took its place.
         """
         with contextlib.suppress(FileNotFoundError):
-            if self._opened and os.path.samestat(self._opened, os.stat(self._file)):
+            opened = self.index.opened
+            if opened and os.path.samestat(opened, os.stat(self._file)):
                 return
         reason = "its index was deleted or replaced while it was open"
         if not self.read_only:
@@ -119,22 +121,21 @@ class Folder:
         for _ in range(_TRIES):
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                index = self._whole_index()
             except BlockingIOError:
                 # Whoever has it open has brought the index up to date, or is about to: wait for it.
                 fcntl.flock(self._fd, fcntl.LOCK_SH)
-                if (shared := self._shared_index()) is not None:
-                    return shared
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
-                # Others that waited do the same now, and only one that is alone can go on.
-                time.sleep(random.uniform(0, _MAX_WAIT_S))
-                continue
-            try:
-                index = self._recovered(self._checked_index())
-                fcntl.flock(self._fd, fcntl.LOCK_SH)
-                return index
-            except sqlite3.Error as error:
+                index = self._shared_index()
+            except (OSError, sqlite3.Error) as error:
+                if isinstance(error, PermissionError):
+                    raise
                 reason = one_line(error)
                 break
+            if index is not None:
+                return index
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            # Others that waited do the same now, and only one that is alone can go on.
+            time.sleep(random.uniform(0, _MAX_WAIT_S))
         self._leave(reason)
         return self._copied_index()
 
@@ -144,11 +145,21 @@ class Folder:
         self.read_only = True
         fcntl.flock(self._fd, fcntl.LOCK_UN)
 
+    def _whole_index(self) -> Index | None:
+        """The index, made whole while no other process changes it; None: one is collecting."""
+        with self.collecting() as free:
+            if not free:
+                # It has left the store, and is about to delete a segment that it has copied.
+                return None
+            index = self._recovered(self._checked_index())
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+            return index
+
     def _shared_index(self) -> Index | None:
         """The index that others keep; None: they were killed before it was whole."""
         if not self._file.exists():
             return None
-        with contextlib.suppress(sqlite3.Error):
+        with contextlib.suppress(OSError, sqlite3.Error):
             index = Index(self._file)
             if index.is_ready():
                 # It may be from a backup.
@@ -159,13 +170,21 @@ class Folder:
         return None
 
     def _checked_index(self) -> Index:
-        """The index as it is, or an empty one if it is absent or damaged."""
+        """The index as it is, or an empty one if it is absent or damaged.
+
+        Raises:
+            OSError, sqlite3.Error: the system refuses; an index that is there stays.
+        """
         if self._file.exists():
-            with contextlib.suppress(sqlite3.Error, UnicodeDecodeError):
-                index = Index(self._file)
-                if index.is_whole():
-                    return index
-                index.close()
+            try:
+                with contextlib.ExitStack() as stack:
+                    index = stack.enter_context(contextlib.closing(Index(self._file)))
+                    if index.is_whole():
+                        stack.pop_all()
+                        return index
+            except (sqlite3.Error, UnicodeDecodeError) as error:
+                if is_refusal(error):
+                    raise
             logger.warning("store %s: the index is damaged and is made anew", self.path)
         for suffix in ("", "-wal", "-shm"):
             self._file.with_name(self._file.name + suffix).unlink(missing_ok=True)
@@ -191,7 +210,13 @@ class Folder:
             raise
         return index
 
-    def read_on(self, index: Index, *, alone: bool = False) -> None:
+    def num_bytes(self, index: Index) -> int:
+        """Bytes of what has to fit the size of the store: its segments, and contexts."""
+        with contextlib.suppress(FileNotFoundError):
+            return index.num_bytes() + os.stat(contexts_path(self.path)).st_size
+        return index.num_bytes()
+
+    def read_on(self, index: Index, *, alone: bool = False) -> bool:
         """Make an index agree with the segments: add what it lacks, drop what is not there.
 
         A segment of which the index lacks pages is data until it was read: nothing else may be done
@@ -202,6 +227,9 @@ class Folder:
             alone: read also segments that are locked. Otherwise a process is writing those, and
                 adds to the index what it writes.
 
+        Returns:
+            Whether the index has what all segments have.
+
         Raises:
             sqlite3.Error: SQLite cannot do it.
         """
@@ -209,22 +237,8 @@ class Folder:
         known = index.ends()
         sizes = self.segments.sizes()
         # First, since copies of lost records are added only where no other is known.
-        lost = {}
-        for number, end in known.items():
-            size = sizes.get(number, 0)
-            # A reader finds out what is lacking from a file that others use.
-            if size < end and (alone or number not in sizes):
-                lost[number] = index.cut_segment(number, size)
-                if size and not self.read_only:
-                    # Nothing is appended to a file with half a block. An index from a backup may
-                    # know pages at these places, which therefore get no others.
-                    os.truncate(self.segments.path(number), size + 1)
-        if any(lost.values()):
-            name = self.segments.path(max(lost, key=lambda x: lost[x])).name
-            logger.warning(
-                "store %s: %d pages are dropped from the index: the files of %d segments are gone "
-                "or too short, such as %s", self.path, sum(lost.values()), len(lost), name,
-            )  # fmt: skip
+        self._drop_lost(index, known, sizes, alone=alone)
+        is_whole = True
         for number, size in sizes.items():
             if size <= max(known.get(number, 0), self._read.get(number, 0)):
                 continue
@@ -232,8 +246,37 @@ class Folder:
                 with nullcontext(True) if alone else locked(self.segments.path(number)) as free:
                     if free:
                         self.read_segment(index, number)
+                    is_whole = is_whole and free
             except OSError as error:
                 logger.warning("store %s: %s", self.path, one_line(error))
+                is_whole = False
+        return is_whole
+
+    def _drop_lost(
+        self, index: Index, known: dict[int, int], sizes: dict[int, int], *, alone: bool
+    ) -> None:
+        """Drop from an index what lies beyond the ends of files; see :meth:`read_on`."""
+        lost = {}
+        try:
+            for number, end in known.items():
+                size = sizes.get(number, 0)
+                # A reader finds out what is lacking from a file that others use.
+                if size >= end or (number in sizes and not alone):
+                    continue
+                if size and not self.read_only:
+                    # Nothing is appended to a file that ends after the first byte of a block. An
+                    # index from a backup may know pages at these places, which get no others.
+                    marked = size - size % BLOCK_BYTES + 1
+                    os.truncate(self.segments.path(number), marked)
+                if dropped := index.cut_segment(number, size):
+                    lost[number] = dropped
+        finally:
+            if lost:
+                logger.warning(
+                    "store %s: %d pages are dropped from the index: the files of %d segments are "
+                    "gone or too short, such as %s", self.path, sum(lost.values()), len(lost),
+                    self.segments.path(max(lost, key=lost.__getitem__)).name,
+                )  # fmt: skip
 
     def read_segment(self, index: Index, number: int) -> None:
         """Add the records of a segment that are beyond its end in the index.

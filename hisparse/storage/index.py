@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,13 +18,21 @@ from hisparse.storage.schema import DISAGREEMENT, SCHEMA, TABLES
 from hisparse.storage.segments import Place
 from hisparse.storage.uses import RecentUses
 
-__all__ = ["Index", "Row"]
+__all__ = ["Index", "Row", "is_refusal"]
 
 #: Keys of one statement; SQLite's own limit is higher.
 _BATCH: Final = 500
 #: Seconds to wait for other processes.
 _WAIT_S: Final = 10.0
 
+#: What SQLite says for a disk that is full or fails, and for a lock that another program holds.
+_REFUSALS: Final = (
+    "database is locked",
+    "database or disk is full",
+    "disk I/O error",
+    "locking protocol",
+    "unable to open database file",
+)
 _COLUMNS: Final = "namespace, key, segment, offset, bytes"
 _INSERT: Final = (
     f"INSERT INTO pages ({_COLUMNS}, written, used, uses) VALUES (?, ?, ?, ?, ?, ?, ?, 1)"
@@ -40,6 +49,11 @@ _ORDERS: Final = {
     "ttl": "used, written DESC",
     "lfu": "uses, used, written DESC",
 }
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether SQLite cannot read for another reason than what a file contains."""
+    return isinstance(error, sqlite3.OperationalError) and str(error) in _REFUSALS
 
 
 class Row(NamedTuple):
@@ -69,6 +83,9 @@ class Index:
         file: the database; None: one in memory.
         create: make its tables.
         source: copy a database that cannot be written.
+
+    Attributes:
+        opened: the file as it was opened, since another may take its place; None: in memory.
     """
 
     def __init__(
@@ -79,7 +96,7 @@ class Index:
         self._writer: int | None = None
         self._ids: dict[str, int] = {}
         self._database = self._reads = self._connect(file)
-        self._reads_lock = self._lock
+        self._reads_lock, self.opened = self._lock, None
         try:
             # The file survives a loss of power, though not its last transactions.
             self._database.execute("PRAGMA journal_mode = WAL")
@@ -91,9 +108,10 @@ class Index:
                 with contextlib.closing(sqlite3.connect(name, uri=True)) as database:
                     database.backup(self._database)
             if file is not None:
+                self.opened = os.stat(file)
                 # Look-ups of their own connection wait for no writer.
                 self._reads, self._reads_lock = self._connect(file), threading.RLock()
-        except sqlite3.Error:
+        except (OSError, sqlite3.Error):
             self._database.close()
             raise
 
@@ -127,7 +145,11 @@ class Index:
             return self._reads.execute(statement, values).fetchall()
 
     def is_whole(self) -> bool:
-        """Whether the tables are those of this version, and undamaged."""
+        """Whether the tables are those of this version, and undamaged.
+
+        Raises:
+            sqlite3.OperationalError: the system refuses, which says nothing of the file.
+        """
         try:
             with contextlib.closing(Index(None, create=True)) as other:
                 if self._all(TABLES) != other._all(TABLES):
@@ -138,7 +160,9 @@ class Index:
                 return False
             self.namespaces()
             return True
-        except (sqlite3.Error, ValueError):  # Also text, and messages, that are not UTF-8.
+        except (sqlite3.Error, ValueError) as error:  # Also text, and messages, that are not UTF-8.
+            if is_refusal(error):
+                raise
             return False
 
     def is_ready(self) -> bool:
@@ -148,7 +172,11 @@ class Index:
         return False
 
     def set_ready(self) -> None:
-        """Note that all segments are in the index, for a process that finds it half done."""
+        """Note that all segments are in the index, for a process that finds it half done.
+
+        It is noted after all was committed, while no other process changes the index. So an index
+        that is ready was whole; one whose process ended before this is read once more.
+        """
         if not self.is_ready():
             self._database.execute("PRAGMA user_version = 1")
 

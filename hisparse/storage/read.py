@@ -108,7 +108,7 @@ class Reader:
                 row = now
         except (OSError, sqlite3.Error) as error:
             self._counters.add(read_errors=1)
-            if self._counters.may_log():
+            if self._counters.may_log("read_errors"):
                 logger.warning("store %s: cannot read: %s", self._folder.path, one_line(error))
         return False
 
@@ -179,7 +179,7 @@ class Reader:
         """Drop a damaged page; False if it was gone already."""
         if dropped := self._folder.index.drop(row):
             self._counters.add(damaged=1)
-        if dropped and self._counters.may_log():
+        if dropped and self._counters.may_log("damaged"):
             name = self._folder.segments.path(row.place.segment).name
             logger.warning(
                 "store %s: page %s is dropped: %s at offset %d: %s",

@@ -27,20 +27,20 @@ class Counters:
 
     def __init__(self) -> None:
         self._counts, self._lock = Counter[str](), threading.Lock()
-        self._log_after = 0.0
+        self._log_after: dict[str, float] = {}
 
     def add(self, **more: int) -> None:
         """Add to counters by name."""
         with self._lock:
             self._counts.update(more)
 
-    def may_log(self) -> bool:
-        """Whether a line may be logged: true once a minute, so that a bad disk fills no log."""
+    def may_log(self, kind: str) -> bool:
+        """Whether a line may be logged: one of each kind a minute; a bad disk fills no log."""
         with self._lock:
             now = time.monotonic()
-            if now < self._log_after:
+            if now < self._log_after.get(kind, now):
                 return False
-            self._log_after = now + _QUIET_S
+            self._log_after[kind] = now + _QUIET_S
             return True
 
     def all(self) -> dict[str, int]:

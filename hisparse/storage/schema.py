@@ -69,6 +69,6 @@ SELECT EXISTS (
 ) OR EXISTS (
     SELECT 1 FROM found WHERE segment NOT IN (SELECT id FROM segments)
 ) OR EXISTS (
-    SELECT 1 FROM namespace_ids WHERE id NOT IN (SELECT id FROM namespaces)
+    SELECT 1 FROM namespace_ids WHERE id IS NOT NULL AND id NOT IN (SELECT id FROM namespaces)
 )
 """

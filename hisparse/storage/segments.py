@@ -128,16 +128,17 @@ class Segments:
 
     def sizes(self) -> dict[int, int]:
         """Number and bytes of each segment, the oldest first."""
+        # By inode: a file that is renamed meanwhile may be listed twice.
         found = {}
         for entry in os.scandir(self.folder):
             # A file may be deleted meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 if (name := _NAME.fullmatch(entry.name)) and entry.is_file():
-                    found[int(name[1], 16)] = entry.stat().st_size
+                    found[entry.inode()] = int(name[1], 16), entry.stat().st_size
                 elif entry.name not in self._strays:
                     self._strays.add(entry.name)
                     logger.warning("%s is no segment of a store and is ignored", entry.path)
-        return dict(sorted(found.items()))
+        return dict(sorted(found.values()))
 
     def open(self, segment: int, *, fresh: bool = False) -> OpenSegment:
         """Open a segment, or find it open.

@@ -52,8 +52,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
 
     Args:
         path: the folder; it is made if absent. Local, as SQLite and file locks need it.
-        size_bytes: limit of the segments' size; None: no limit. Each process may exceed it by one
-            record, and a collection by what it copies at once.
+        size_bytes: limit of the bytes of segments and contexts; None: no limit. Each process may
+            exceed it by one record, and a collection by what it copies at once.
         policy: which pages leave first; one of :data:`POLICIES`.
         ttl_s: seconds that an unused page stays; needed by "ttl" and refused by the others.
         high_water: share of ``size_bytes`` at which eviction begins.
@@ -185,6 +185,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
             name = self._put(namespace, page_key, views)
         except (OSError, sqlite3.Error) as error:
             self._note_error("refused_disk", error)
+            if self._folder.read_only:
+                self._writer.seal()  # Others have to read what this process has put.
             return False
         stored = name == "puts"
         self._counters.add(**{name: 1}, put_bytes=stored * namespace.page_bytes)
@@ -212,6 +214,12 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         finally:
             self._closed = True
             self._pool.shutdown()
+            if dropped := self.counters["damaged"]:
+                # The log had one line a minute.
+                logger.warning(
+                    "store %s: %d damaged pages were dropped while it was open",
+                    self._folder.path, dropped,
+                )  # fmt: skip
             with self._named_errors():
                 self._writer.close()
             self._folder.close()
@@ -313,7 +321,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
             if row.used >= limits.used_since(now):
                 return "duplicates"
             index.drop(row)
-        size, used = record_bytes(namespace.page_bytes), index.num_bytes()
+        size, used = record_bytes(namespace.page_bytes), self._folder.num_bytes(index)
         most = limits.size_bytes or math.inf
         if used + size > most:
             if size <= limits.low_water * most:
@@ -344,7 +352,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
     def _note_error(self, name: str, error: Exception) -> None:
         """Count an error."""
         self._counters.add(**{name: 1})
-        if self._counters.may_log():
+        if self._counters.may_log(name):
             logger.warning("store %s: %s", self._folder.path, one_line(error))
 
     @contextlib.contextmanager

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pages import NAMESPACE, key_of
+from pages import NAMESPACE, fill, key_of, parts_of, read
 
 from hisparse.errors import ConfigError, HiSparseError
-from hisparse.storage import Contexts, page_keys
+from hisparse.storage import Contexts, FileStore, page_keys
 
 KEYS = [key_of(i) for i in range(20)]
 BRANCH = [*KEYS[:7], *(key_of(i) for i in range(100, 110))]
@@ -74,6 +77,115 @@ def test_namespaces_and_instances(contexts: Contexts, tmp_path: Path) -> None:
         each.close()
 
 
+def num_keys(folder: Path) -> int:
+    """Keys in the file of contexts."""
+    with contextlib.closing(sqlite3.connect(folder / "contexts.sqlite")) as database:
+        sizes = database.execute("SELECT sum(length(keys) / length(first)) FROM branches")
+        return int(sizes.fetchone()[0] or 0)
+
+
+def test_a_conversation_takes_bytes_for_its_new_pages(contexts: Contexts, tmp_path: Path) -> None:
+    keys = [key_of(i) for i in range(400)]
+    for turn in range(10, 401, 10):
+        assert contexts.add(keys[:turn], 16 * turn, {"turn": turn})
+    assert num_keys(tmp_path) == 400
+    assert contexts.longest(keys, lambda a: a["turn"] <= 250) == 250
+    assert contexts.longest(keys[:33], lambda a: a["turn"] == 400) == 33
+    for each in contexts.all()[::-1]:
+        # What no other context has goes with a context.
+        assert num_keys(tmp_path) == each.num_tokens // 16
+        assert contexts.remove(each.id)
+    assert num_keys(tmp_path) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_contexts_that_branch_anywhere(contexts: Contexts, tmp_path: Path, seed: int) -> None:
+    """The tree says of each prompt what a list of all contexts says."""
+    rng, model = random.Random(seed), {}
+    for _ in range(60):
+        # Few tokens, so that contexts share prefixes of all lengths.
+        ids = rng.choices([0, 1], weights=[3, 1], k=rng.randrange(1, 12))
+        keys, kind = page_keys(np.array(ids), 1), rng.randrange(3)
+        if rng.random() < 0.7:
+            added = contexts.add(keys, len(ids), {"kind": kind})
+            assert added is not None and model.setdefault(added.id, (keys, kind)) == (keys, kind)
+        elif model:
+            number = rng.choice(list(model))
+            assert contexts.remove(number) and model.pop(number)
+        expected = 0
+        for other, its_kind in model.values():
+            shared = sum(a == b for a, b in zip(keys, other, strict=False))
+            expected = max(expected, shared if its_kind == kind else 0)
+        assert contexts.longest(keys, lambda a: a["kind"] == kind) == expected  # noqa: B023
+        assert num_keys(tmp_path) == len({key for other, _ in model.values() for key in other})
+
+
+def test_contexts_go_with_their_last_page(tmp_path: Path, contexts: Contexts) -> None:
+    with FileStore(tmp_path) as store, FileStore(tmp_path) as other:
+        keys = fill(store, range(20)) + fill(store, range(100, 110))
+        fill(store, range(20), replace(NAMESPACE, model="other"))
+        ids = [contexts.add(x, 0, {}).id for x in (KEYS, KEYS[:5], BRANCH, KEYS[:8])]
+        gone = [*keys[:6], *keys[7:]]
+        for number, key in enumerate(gone):
+            store.remove(NAMESPACE, [key])
+            if number in (0, len(gone) - 1):
+                other.collect()
+                left = ids if not number else [ids[0], *ids[2:]]
+                assert [x.id for x in contexts.all()] == left
+        store.remove(NAMESPACE)
+        other.collect()
+        assert contexts.all() == [] and num_keys(tmp_path) == 0
+
+
+def test_contexts_stay_while_pages_are_not_read_yet(tmp_path: Path, contexts: Contexts) -> None:
+    index = tmp_path / "index.sqlite"
+    FileStore(tmp_path).close()
+    shutil.copy(index, tmp_path / "backup")
+    with FileStore(tmp_path) as writer:
+        keys = fill(writer, range(20))
+        context = contexts.add(KEYS, 320, {})
+        # The restored index knows no page, and nobody reads what another process is writing.
+        (tmp_path / "backup").replace(index)
+        for suffix in ("-wal", "-shm"):
+            (tmp_path / f"index.sqlite{suffix}").unlink()
+        with FileStore(tmp_path) as other:
+            assert not any(read(other, keys))
+            other.collect()
+            assert contexts.all() == [context]
+            writer.close()
+            other.collect()
+            assert all(read(other, keys)) and contexts.all() == [context]
+
+
+def test_contexts_count_towards_the_size(tmp_path: Path, contexts: Contexts) -> None:
+    """Pages leave to make room for contexts, and contexts leave with them."""
+    with FileStore(tmp_path, 1 << 20, segment_bytes=64 << 10) as store:
+        store._collector.run_soon = lambda room: None  # type: ignore[method-assign]
+        keys = fill(store, range(20))
+        for number in range(20):
+            contexts.add([keys[number]], 16, {"text": "x" * (64 << 10)})
+        contexts.close()
+        assert not store.put(NAMESPACE, key_of(50), parts_of(key_of(50)))
+        assert store.counters["refused_size"] == 1
+        store.collect()
+        # Those stay whose pages are in the segment that is being written.
+        assert (tmp_path / "contexts.sqlite").stat().st_size < 256 << 10
+        fill(store, range(50, 60))
+
+
+def test_a_collection_goes_on_beside_contexts_of_another_version(
+    tmp_path: Path, contexts: Contexts, caplog: pytest.LogCaptureFixture
+) -> None:
+    contexts.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "contexts.sqlite")) as database:
+        database.execute("PRAGMA user_version = 1")
+    with FileStore(tmp_path) as store:
+        keys = fill(store, range(20))
+        store.remove(NAMESPACE, keys[1:])
+        assert store.collect() > 0
+    assert "got contexts of version 1, expected 2, or no such file" in caplog.text
+
+
 def test_a_folder_that_cannot_be_written(
     contexts: Contexts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +208,9 @@ def test_a_file_of_another_version(contexts: Contexts, tmp_path: Path) -> None:
     database = sqlite3.connect(tmp_path / "contexts.sqlite")
     database.execute("PRAGMA user_version = 7")
     database.close()
-    with pytest.raises(HiSparseError, match="got contexts of version 7, expected 1"):
+    with pytest.raises(
+        HiSparseError, match="got contexts of version 7, expected 2, or no such file"
+    ):
         Contexts(tmp_path, NAMESPACE)
 
 

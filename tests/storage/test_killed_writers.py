@@ -202,6 +202,7 @@ _REBUILDING = [
     pytest.param(_in_an_empty_file, id="in an empty file"),
     pytest.param(_before(Index, "recover"), id="without pages"),
     pytest.param(_behind(Index, "recover", after=1), id="with some pages"),
+    pytest.param(_before(Index, "set_ready"), id="with all pages"),
 ]
 
 

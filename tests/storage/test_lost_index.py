@@ -6,11 +6,15 @@ import logging
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hisparse.errors import HiSparseError
-from hisparse.storage import FileStore, folder
+from hisparse.storage import FileStore, folder, size_in_bytes
+from hisparse.storage.folder import Folder
+from hisparse.storage.index import Index
+from hisparse.storage.segments import Segments
 from tests.full_disk import largest_file
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
 
@@ -44,6 +48,27 @@ def test_one_that_finds_the_disk_full_makes_half_an_index(
         assert all(read(store, keys))
 
 
+@pytest.mark.parametrize("disk_kib", [0, 33])
+def test_a_full_disk_is_no_damage_of_the_index(
+    tmp_path: Path, disk_kib: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The index stays, and with it what only the index knows: which pages were removed."""
+    with _open(tmp_path) as store:
+        keys = fill(store, range(10))
+        store.remove(NAMESPACE, keys[5:])
+    with largest_file(disk_kib << 10), _open(tmp_path) as store:
+        assert read(store, keys) == [True] * 5 + [False] * 5
+    with _open(tmp_path) as store:
+        assert read(store, keys) == [True] * 5 + [False] * 5
+    assert "damaged" not in caplog.text
+
+
+def test_an_empty_index_is_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        _open(tmp_path).close()
+    assert not caplog.messages
+
+
 def _backup(path: Path) -> Path:
     return Path(shutil.copy(path / "index.sqlite", path.parent / f"{path.name}.backup"))
 
@@ -74,13 +99,15 @@ def test_a_backup_is_restored_while_the_store_is_open(tmp_path: Path, log: str) 
         assert all(read(store, keys))
 
 
-def test_a_backup_that_knows_pages_at_the_places_of_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [_RECORD, _RECORD + 1, 2 * _RECORD - 1])
+def test_a_backup_that_knows_pages_at_the_places_of_others(tmp_path: Path, size: int) -> None:
     """A loss of power took the end of a file; what was put afterwards is not where that was."""
     path = tmp_path / "store"
     with _open(path) as store:
         keys = fill(store, range(3))
     backup, (file,) = _backup(path), segment_files(path)
-    os.truncate(file, _RECORD)
+    os.truncate(file, size)
+    _open(path).close()
     with _open(path) as store:
         assert read(store, keys) == [True, False, False]
         later = fill(store, range(10, 15))
@@ -89,6 +116,108 @@ def test_a_backup_that_knows_pages_at_the_places_of_others(tmp_path: Path) -> No
         assert all(read(store, [keys[0], *later]))
         store.collect(1.0)
         assert all(read(store, [keys[0], *later]))
+
+
+def test_the_index_is_lost_while_a_collection_deletes_a_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody makes it anew from a file that is about to go, and its copies count."""
+    with _open(tmp_path) as store:
+        keys = fill(store, range(4))
+        store.remove(NAMESPACE, keys[:1])
+    delete, others = Segments.delete, []
+
+    def slowly(self: Segments, segment: int) -> None:
+        monkeypatch.undo()
+        (tmp_path / "index.sqlite").unlink()
+        assert not first.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
+        others.append(_open(tmp_path))
+        delete(self, segment)
+
+    with _open(tmp_path) as first:
+        monkeypatch.setattr(Segments, "delete", slowly)
+        first.collect(1.0)
+        with others[0] as second:
+            second.collect(1.0)
+    with _open(tmp_path) as store:
+        store.collect(1.0)
+        assert all(read(store, keys[1:]))
+
+
+def test_a_segment_is_renamed_during_a_collection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _open(tmp_path) as store:
+        keys = fill(store, range(4))
+    (file,), read_on = segment_files(tmp_path), Folder.read_on
+
+    def then_renamed(self: Folder, index: Index) -> bool:
+        is_whole = read_on(self, index)
+        if file.exists():
+            file.rename(file.with_name("0" * 15 + "1.seg"))
+        return is_whole
+
+    with _open(tmp_path) as store:
+        monkeypatch.setattr(Folder, "read_on", then_renamed)
+        for _ in range(2):
+            store.collect(1.0)
+        assert all(read(store, keys))
+
+
+def test_what_a_process_put_before_it_lost_the_index(tmp_path: Path) -> None:
+    """Another reads it once the first has noticed, though the first is still there."""
+    path = tmp_path / "store"
+    _open(path).close()
+    backup = _backup(path)
+    with _open(path) as first:
+        keys = fill(first, range(3))
+        backup.replace(path / "index.sqlite")
+        for suffix in ("-wal", "-shm"):
+            (path / f"index.sqlite{suffix}").unlink()
+        with _open(path) as second:
+            assert not any(read(second, keys))
+            assert not first.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
+            second.collect()
+            assert all(read(second, keys))
+
+
+def test_an_index_is_replaced_while_a_process_reads_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process knows that what it made is not the index of the store."""
+    path = tmp_path / "store"
+    with _open(path) as store:
+        keys = fill(store, range(5))
+    backup, recover = _backup(path), Index.recover
+    (path / "index.sqlite").unlink()
+
+    def slowly(self: Index, *args: Any) -> None:
+        if backup.exists():
+            backup.replace(path / "index.sqlite")
+        recover(self, *args)
+
+    monkeypatch.setattr(Index, "recover", slowly)
+    with _open(path) as store:
+        assert not store.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
+        with _open(path) as other:
+            keys += fill(other, range(10, 15))
+    with _open(path) as store:
+        assert all(read(store, keys))
+
+
+def test_a_segment_is_cut_and_the_disk_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store opens, and what is left is read."""
+    with FileStore(tmp_path, 1 << 30) as store:
+        keys = fill(store, range(30))
+    os.truncate(segment_files(tmp_path)[0], 20 * _RECORD)
+    with largest_file(19 * _RECORD), _open(tmp_path) as store:
+        assert read(store, keys) == [True] * 20 + [False] * 10
+    assert "10 pages are dropped from the index" in caplog.text
+    with _open(tmp_path) as store:
+        fill(store, range(20, 30))
+        assert all(read(store, keys))
 
 
 def test_the_index_is_deleted_while_the_store_is_open(
@@ -145,7 +274,7 @@ def test_a_new_folder_outlives_a_loss_of_power(
 
     monkeypatch.setattr(os, "fsync", sync)
     path = tmp_path / "a" / "b"
-    with _open(path) as store:
+    with FileStore(path, size_in_bytes("size", 0.5, path)) as store:
         fill(store, range(3))
         store.flush()
         folders = [tmp_path, tmp_path / "a", path, path / "segments"]

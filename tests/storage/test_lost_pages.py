@@ -118,7 +118,9 @@ def test_verify_names_what_is_damaged(tmp_path: Path) -> None:
         assert store.describe().pages == 7
 
 
-def test_a_segment_that_is_cut_or_deleted_in_use(tmp_path: Path) -> None:
+def test_a_segment_that_is_cut_or_deleted_in_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with FileStore(tmp_path, 1 << 30, segment_bytes=3 * _RECORD) as store:
         keys = fill(store, range(9))
         first, second, _ = segment_files(tmp_path)
@@ -126,6 +128,9 @@ def test_a_segment_that_is_cut_or_deleted_in_use(tmp_path: Path) -> None:
         second.unlink()
         assert read(store, keys) == [True, *[False] * 5, True, True, True]
         assert store.counters["damaged"] == 5
+    # The first, and once the store is closed their number: a bad disk fills no log.
+    line, total = caplog.messages
+    assert " is dropped: " in line and "5 damaged pages were dropped" in total
 
 
 def _lose(index: Path) -> None:
