@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sqlite3
 import threading
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
+from hisparse.private_files import NotPrivateError, PrivateFolder
 from hisparse.storage.namespace import Namespace
 
 __all__ = ["Context", "Contexts", "Filter"]
@@ -71,13 +71,20 @@ class Contexts:
         namespace: of the pages.
 
     Raises:
-        HiSparseError: the file is damaged or of another version, or cannot be opened.
+        HiSparseError: the file is damaged or of another version, cannot be opened, or others can
+            write to it or to the folder.
     """
 
     def __init__(self, folder: Path, namespace: Namespace) -> None:
         self._file, self._namespace = folder.absolute() / "contexts.sqlite", namespace
         self._lock = threading.RLock()
-        self._writable = os.access(folder, os.W_OK)
+        try:
+            private = PrivateFolder(folder.absolute(), or_roots=True)
+            self._writable = not private.read_only
+            private.check_database(self._file.name, create=self._writable)
+        except OSError as error:
+            reason = str(error) if isinstance(error, NotPrivateError) else one_line(error)
+            raise HiSparseError(f"contexts {quoted(str(folder))}: {reason}") from None
         with self._named_errors():
             self._database = sqlite3.connect(
                 self._file if self._writable else ":memory:",

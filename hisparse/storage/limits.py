@@ -65,13 +65,13 @@ def size_in_bytes(key: str, size: MemorySize | None, folder: Path) -> int | None
     Args:
         key: name of the setting, for messages.
         size: the setting; a fraction is of the file system's size.
-        folder: of the store; it is made for a fraction, if it is absent.
+        folder: of the store, which need not exist.
 
     Raises:
         ConfigError: the value is neither a size nor a fraction.
     """
     parsed = None if size is None else parse_memory(key, size)
     if isinstance(parsed, float):
-        folder.mkdir(parents=True, exist_ok=True)
-        return int(parsed * shutil.disk_usage(folder).total)
+        existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        return int(parsed * shutil.disk_usage(existing).total)
     return parsed
