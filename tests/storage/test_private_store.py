@@ -242,7 +242,7 @@ def test_waiting_for_another_process_is_said_and_ends(
     assert f"{process} has kept open.lock locked for 0 s; expected it to have made" in message
     (line,) = caplog.messages
     assert line.startswith(f"store {path}: waiting for {process}, which makes the index, for at")
-    monkeypatch.setattr(folder, "_GIVE_UP_S", 600.0)
+    monkeypatch.setattr(folder, "_GIVE_UP_S", 1800.0)
     threading.Timer(0.2, os.close, [other]).start()
     with caplog.at_level(logging.WARNING), _open(path) as store:
         assert all(read(store, keys))
