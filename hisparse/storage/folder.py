@@ -119,6 +119,8 @@ class Folder:
         for synced in {self.path, *(each.parent for each in new)}:
             _sync(synced)
         self._lock = self._private.open(_LOCK, os.O_RDWR | os.O_CREAT)
+        # Now: a disk that is full later may have no room for it.
+        os.close(self._private.open(_COLLECT_LOCK, os.O_RDWR | os.O_CREAT))
 
     def open_index(self) -> Index:
         """The index once more, for a thread that keeps it busy.

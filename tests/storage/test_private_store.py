@@ -141,7 +141,15 @@ def test_a_new_segment_is_no_link(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "open.lock", "segments"]
+    "name",
+    [
+        "index.sqlite",
+        "index.sqlite-wal",
+        "index.sqlite-shm",
+        "open.lock",
+        "collect.lock",
+        "segments",
+    ],
 )
 def test_another_file_that_is_a_link(path: Path, name: str, tmp_path: Path) -> None:
     with _open(path) as store:
