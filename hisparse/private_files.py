@@ -21,8 +21,6 @@ _FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: What SQLite appends to the name of a database for the other files that it opens.
 _DATABASE_FILES: Final = ("", "-wal", "-shm", "-journal")
 
-_REMEDY: Final = "remove it, choose another, or, if you trust it, chown -R and chmod -R go= it"
-
 
 class NotPrivateError(PermissionError):
     """A folder or file belongs to another user, can be written to by others, or is a link.
@@ -65,11 +63,7 @@ class PrivateFolder:
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        parent: PrivateFolder | None = None,
-        or_roots: bool = False,
+        self, path: Path, *, parent: PrivateFolder | None = None, or_roots: bool = False
     ) -> None:
         self.path, self.fd = path, -1
         if parent is not None:
@@ -182,12 +176,13 @@ class PrivateFolder:
         if about.st_uid not in self._owners:
             raise NotPrivateError(
                 f"{path} belongs to another user (uid {about.st_uid}); expected your own "
-                f"{'folder' if is_folder else 'file'} (uid {os.geteuid()}): {_REMEDY}"
+                f"{'folder' if is_folder else 'file'} (uid {os.geteuid()}): run as its owner, "
+                "remove it, or, if you trust it, chown -R it"
             )
         if mode & 0o022:
             raise NotPrivateError(
                 f"{path} can be written to by others (mode {mode:o}); expected mode "
-                f"{'700' if is_folder else '600'}: {_REMEDY}"
+                f"{'700' if is_folder else '600'}: remove it, or, if you trust it, chmod -R go= it"
             )
 
     @staticmethod
