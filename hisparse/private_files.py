@@ -157,6 +157,16 @@ class PrivateFolder:
                     with contextlib.suppress(FileExistsError):
                         os.close(self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
 
+    def check_path(self) -> None:
+        """Check that the path still leads to this folder, after something was opened by its path.
+
+        Raises:
+            NotPrivateError: another folder took its place.
+            OSError: it is gone.
+        """
+        if not os.path.samestat(os.stat(self.path), os.fstat(self.fd)):
+            raise NotPrivateError(f"{self.path} was replaced while it was opened")
+
     def entries(self) -> Iterator[os.DirEntry[str]]:
         """What is in the folder; ``path`` of an entry is its name."""
         # A descriptor of its own: two threads would move on the position of a common one.

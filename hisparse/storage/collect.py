@@ -154,7 +154,7 @@ class Collector:
                     raise
                 logger.warning(
                     "store %s: %s is not collected: %s",
-                    self._folder.path, segments.name(segment), one_line(error),
+                    self._folder.path, segments.path(segment).name, one_line(error),
                 )  # fmt: skip
         return freed
 
@@ -168,7 +168,7 @@ class Collector:
             OSError: a page cannot be read or written; it stays where it is, and so does the file.
         """
         segments, copied = self._folder.segments, 0
-        with locked(segments.folder, segments.name(segment)) as free:
+        with locked(segments.folder, segments.path(segment).name) as free:
             if not free:
                 return 0
             # Its last writer may have appended until now.

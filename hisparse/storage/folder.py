@@ -73,10 +73,8 @@ class Folder:
             self._open_folders()
             self._private.check_database(self._file.name)
             self.index = self._open_index()
-            self._opened = None
-            if not self.read_only:
-                self._opened = os.lstat(self._file.name, dir_fd=self._private.fd)
-                self.check_index()  # Its path may lead to another folder by now.
+            self._opened = None if self.read_only else os.stat(self._file)
+            self._private.check_path()
         except ConfigError:
             raise
         except (OSError, ValueError, RuntimeError, sqlite3.Error) as error:
@@ -301,7 +299,7 @@ class Folder:
                     # know pages at these places, which therefore get no others.
                     self.segments.truncate(number, size + 1)
         if any(lost.values()):
-            name = self.segments.name(max(lost, key=lambda x: lost[x]))
+            name = self.segments.path(max(lost, key=lambda x: lost[x])).name
             logger.warning(
                 "store %s: %d pages are dropped from the index: the files of %d segments are gone "
                 "or too short, such as %s", self.path, sum(lost.values()), len(lost), name,
@@ -310,7 +308,7 @@ class Folder:
             if size <= max(known.get(number, 0), self._read.get(number, 0)):
                 continue
             try:
-                name, files = self.segments.name(number), self.segments.folder
+                name, files = self.segments.path(number).name, self.segments.folder
                 with nullcontext(True) if alone else locked(files, name) as free:
                     if free:
                         self.read_segment(index, number)

@@ -85,7 +85,7 @@ class Reader:
                     reason = self._reason(namespace, row, None, view, block)
                 pages, num_bytes = pages + 1, num_bytes + row.num_bytes
                 if reason is not None and self.drop(row, reason):
-                    name = self._folder.segments.name(segment)
+                    name = self._folder.segments.path(segment).name
                     key, offset = row.key.hex(), row.place.offset
                     damaged.append(Damage(segment=name, offset=offset, key=key, reason=reason))
         return VerifyReport(pages=pages, bytes=num_bytes, damaged=tuple(damaged))
@@ -180,7 +180,7 @@ class Reader:
         if dropped := self._folder.index.drop(row):
             self._counters.add(damaged=1)
         if dropped and self._counters.may_log():
-            name = self._folder.segments.name(row.place.segment)
+            name = self._folder.segments.path(row.place.segment).name
             logger.warning(
                 "store %s: page %s is dropped: %s at offset %d: %s",
                 self._folder.path, row.key.hex(), name, row.place.offset, reason,

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from hisparse.private_files import NotPrivateError, PrivateFolder
@@ -122,10 +123,9 @@ class Segments:
         #: Names of other files, each of which is told once.
         self._strays: set[str] = set()
 
-    @staticmethod
-    def name(segment: int) -> str:
-        """The name of a segment's file."""
-        return f"{segment:016x}.seg"
+    def path(self, segment: int) -> Path:
+        """The file of a segment."""
+        return self.folder.path / f"{segment:016x}.seg"
 
     def sizes(self) -> dict[int, int]:
         """Number and bytes of each segment, the oldest first."""
@@ -154,7 +154,7 @@ class Segments:
         """
         with self._lock:
             if (found := None if fresh else self._open.get(segment)) is None:
-                found = self._open[segment] = OpenSegment(self.folder, self.name(segment))
+                found = self._open[segment] = OpenSegment(self.folder, self.path(segment).name)
             self._open.move_to_end(segment)
             while len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
@@ -164,7 +164,7 @@ class Segments:
         """The segments that a process is writing."""
         found = []
         for segment in self.sizes():
-            with locked(self.folder, self.name(segment)) as free:
+            with locked(self.folder, self.path(segment).name) as free:
                 if not free:
                     found.append(segment)
         return found
@@ -175,7 +175,7 @@ class Segments:
         Raises:
             OSError: the system refuses; FileNotFoundError: it was deleted.
         """
-        return os.lstat(self.name(segment), dir_fd=self.folder.fd).st_size
+        return os.lstat(self.path(segment).name, dir_fd=self.folder.fd).st_size
 
     def truncate(self, segment: int, num_bytes: int) -> None:
         """Cut or extend a file.
@@ -183,7 +183,7 @@ class Segments:
         Raises:
             OSError: the system refuses.
         """
-        fd = self.folder.open(self.name(segment), os.O_WRONLY)
+        fd = self.folder.open(self.path(segment).name, os.O_WRONLY)
         try:
             os.ftruncate(fd, num_bytes)
         finally:
@@ -196,7 +196,7 @@ class Segments:
             OSError: the system refuses.
         """
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.name(segment), dir_fd=self.folder.fd)
+            os.unlink(self.path(segment).name, dir_fd=self.folder.fd)
         with self._lock:
             self._open.pop(segment, None)
 
@@ -361,7 +361,7 @@ class SegmentWriter:
         return self._fd
 
     def _take(self, segment: int, flags: int) -> int | None:
-        folder, name = self._segments.folder, self._segments.name(segment)
+        folder, name = self._segments.folder, self._segments.path(segment).name
         try:
             fd = folder.open(name, os.O_WRONLY | flags)
         except (FileNotFoundError, NotPrivateError):

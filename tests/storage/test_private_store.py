@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hisparse.errors import HiSparseError
+from hisparse.private_files import PrivateFolder
 from hisparse.storage import Contexts, FileStore, folder, size_in_bytes
 from tests.nobody import NOBODY, as_nobody, folder_for_all, needs_root
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
@@ -181,6 +182,22 @@ def test_the_folder_may_be_a_link_to_another_disk(path: Path, tmp_path: Path) ->
     with _open(path) as store:
         assert all(read(store, fill(store, range(3))))
     assert segment_files(tmp_path)
+
+
+def test_a_folder_that_another_replaces_while_it_is_opened(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By somebody who can rename folders above it; SQLite opens the index by its path."""
+    check = PrivateFolder.check_database
+
+    def replace(self: PrivateFolder, name: str, **options: bool) -> None:
+        check(self, name, **options)
+        if not path.with_name("moved").exists():
+            path.rename(path.with_name("moved"))
+            path.mkdir(mode=0o700)
+
+    monkeypatch.setattr(PrivateFolder, "check_database", replace)
+    assert f"{path} was replaced while it was opened" in _refusal(path)
 
 
 def test_a_folder_with_other_files_stays_open_to_others(path: Path) -> None:
