@@ -208,11 +208,6 @@ class Folder:
                 fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return
             now = time.monotonic()
-            if now > until:
-                raise TimeoutError(
-                    f"{_holder(self._lock)} has kept {_LOCK} locked for {now - start:.0f} s; "
-                    "expected it to have made the index: start again when it is done, or end it"
-                )
             if now > start + _SAY_S and not told:
                 told = True
                 holder, left = _holder(self._lock), until - now
@@ -220,6 +215,11 @@ class Folder:
                     "store %s: waiting for %s, which makes the index, for at most %.0f s more",
                     self.path, holder, left,
                 )  # fmt: skip
+            if now > until:
+                raise TimeoutError(
+                    f"{_holder(self._lock)} has kept {_LOCK} locked for {now - start:.0f} s; "
+                    "expected it to have made the index: start again when it is done, or end it"
+                )
             time.sleep(random.uniform(0, _MAX_WAIT_S))
 
     def _shared_index(self) -> Index | None:
