@@ -24,6 +24,7 @@ from hisparse.engine.trace_file import (
     visits_that_fit,
 )
 from hisparse.errors import ConfigError, one_line
+from hisparse.private_files import open_private
 
 __all__ = ["RecordedStep", "TraceWriter"]
 
@@ -234,7 +235,7 @@ def _create(path: Path) -> tuple[Path, BinaryIO]:
     for number in range(1, _MOST_FILES):
         name = path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")
         try:
-            return name, name.open("xb")
+            return name, open(name, "xb", opener=open_private)
         except FileExistsError:
             continue
         except (OSError, ValueError) as error:

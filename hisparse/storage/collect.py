@@ -198,12 +198,12 @@ class Collector:
             OSError: a page cannot be read or written; it stays where it is, and so does the file.
         """
         segments, copied = self._folder.segments, 0
-        with locked(segments.path(segment)) as free:
+        with locked(segments.folder, segments.path(segment).name) as free:
             if not free:
                 return 0
             # Its last writer may have appended until now.
             self._folder.read_segment(index, segment)
-            size = segments.path(segment).stat().st_size
+            size = segments.size(segment)
             rows, (_, live) = index.pages_of(segment), index.segments().get(segment, (0, 0))
             if sum(row.num_bytes for row in rows) < live:
                 return 0  # Pages leave at this time, or the index is damaged and lacks some.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
-from hisparse.errors import HiSparseError, one_line
+from hisparse.errors import HiSparseError, one_line, quoted
+from hisparse.private_files import NotPrivateError, PrivateFolder
 
 __all__ = ["ContextTree", "contexts_path"]
 
@@ -67,13 +67,20 @@ class ContextTree:
         folder: of the store.
 
     Raises:
-        HiSparseError: the file is damaged or of another version, or cannot be opened.
+        HiSparseError: the file is damaged or of another version, cannot be opened, or others can
+            write to it or to the folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self.path = contexts_path(folder)
         self._lock = threading.RLock()
-        self._writable = os.access(folder, os.W_OK)
+        try:
+            private = PrivateFolder(folder.absolute(), or_roots=True)
+            self._writable = not private.read_only
+            private.check_database(self.path.name, create=self._writable)
+        except OSError as error:
+            reason = str(error) if isinstance(error, NotPrivateError) else one_line(error)
+            raise HiSparseError(f"contexts {quoted(str(folder))}: {reason}") from None
         with self.named_errors():
             self._database = sqlite3.connect(
                 self.path if self._writable else ":memory:",

@@ -48,7 +48,8 @@ class Contexts:
         namespace: of the pages.
 
     Raises:
-        HiSparseError: the file is damaged or of another version, or cannot be opened.
+        HiSparseError: the file is damaged or of another version, cannot be opened, or others can
+            write to it or to the folder.
     """
 
     def __init__(self, folder: Path, namespace: Namespace) -> None:

@@ -1,7 +1,7 @@
-"""The folder of a store: who uses it, and an index that agrees with the segments.
+"""The folder of a store: whose it is, who uses it, and an index that agrees with the segments.
 
 ``segments/*.seg`` hold the pages, ``index.sqlite`` says where they are. Each process that has the
-store open holds a shared lock of the folder; one that is alone brings the index up to date.
+store open holds a shared lock of ``open.lock``; one that is alone brings the index up to date.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
+from hisparse.private_files import NotPrivateError, PrivateFolder
 from hisparse.storage.context_tree import contexts_path
 from hisparse.storage.index import Index, is_refusal
 from hisparse.storage.record import BLOCK_BYTES
@@ -34,6 +35,13 @@ _TRIES: Final = 8
 _MAX_WAIT_S: Final = 0.05
 #: Pages of one transaction while an index is rebuilt.
 _BATCH: Final = 2_000
+#: Seconds after which a process says that it waits for another, and after which it gives up. The
+#: other reads the header of every page if the index is lost: 2,600 to 6,800 pages a second.
+_SAY_S: Final = 2.0
+_GIVE_UP_S: Final = 1800.0
+#: Files that only this user can open and lock.
+_LOCK: Final = "open.lock"
+_COLLECT_LOCK: Final = "collect.lock"
 
 
 class Folder:
@@ -51,34 +59,67 @@ class Folder:
 
     Raises:
         ConfigError: ``create`` is False and there is no store.
-        HiSparseError: the folder can be neither made nor read.
+        HiSparseError: the folder can be neither made nor read, others can write to it, or another
+            process keeps it locked.
     """
 
     def __init__(self, path: Path, *, create: bool) -> None:
-        try:
-            self.path = path.expanduser().absolute()
-            self.segments = Segments(self.path / "segments")
-            if not create and not self.segments.folder.is_dir():
-                raise ConfigError(f"got {quoted(str(path))}, expected the folder of a store")
-            new = [each for each in self.segments.folder.parents if not each.exists()]
-            self.segments.folder.mkdir(parents=True, exist_ok=True)
-            self.read_only = not os.access(self.segments.folder, os.W_OK)
-            if not self.read_only:
-                for folder in {self.path, *(each.parent for each in new)}:
-                    _sync(folder)
-            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except ConfigError:
-            raise
-        except (OSError, ValueError, RuntimeError) as error:  # No such user, or no name of a file.
-            raise HiSparseError(f"store {quoted(str(path))}: {one_line(error)}") from None
-        self._file = self.path / "index.sqlite"
+        self._file, self._lock = Path("index.sqlite"), -1
         #: Bytes of each segment that were read beyond its last record.
         self._read: dict[int, int] = {}
         try:
+            self.path = path.expanduser().absolute()
+            self._file = self.path / self._file
+            if not create and not (self.path / "segments").is_dir():
+                raise ConfigError(f"got {quoted(str(path))}, expected the folder of a store")
+            self._open_folders()
+            self._private.check_database(self._file.name)
             self.index = self._open_index()
-        except (OSError, sqlite3.Error) as error:
-            os.close(self._fd)
-            raise HiSparseError(f"store {quoted(str(path))}: {one_line(error)}") from None
+            self._private.check_path()
+        except ConfigError:
+            raise
+        except (OSError, ValueError, RuntimeError, sqlite3.Error) as error:
+            # ValueError and RuntimeError: no name of a file, and no such user.
+            self._unlock()
+            reason = str(error) if isinstance(error, NotPrivateError) else one_line(error)
+            raise HiSparseError(f"store {quoted(str(path))}: {reason}") from None
+
+    def _open_folders(self) -> None:
+        """Open or make the folders and the file that processes lock.
+
+        Raises:
+            NotPrivateError: others can write there, or it is a folder with other files.
+            OSError: the system refuses.
+        """
+        pages = self.path / "segments"
+        new = [each for each in pages.parents if not each.exists()]
+        self._private = PrivateFolder(self.path, or_roots=True)
+        if was_open := self._private.is_open_to_others():
+            names = {entry.name for entry in self._private.entries()}
+            if names and pages.name not in names:
+                raise NotPrivateError(
+                    f"{self.path} has other files, and others can read it; expected a new or empty "
+                    "folder, or a store: give the store a folder of its own"
+                )
+            self._private.tighten()
+        folder = PrivateFolder(pages, parent=self._private, or_roots=True)
+        folder.tighten()
+        self.segments = Segments(folder)
+        self.read_only = self._private.read_only or folder.read_only
+        if self.read_only:
+            return
+        if was_open:
+            for each in (self._private, folder):
+                each.tighten_files()
+            logger.warning(
+                "store %s: others could read it; its folders have mode 700 now, its files mode 600",
+                self.path,
+            )
+        for synced in {self.path, *(each.parent for each in new)}:
+            _sync(synced)
+        self._lock = self._private.open(_LOCK, os.O_RDWR | os.O_CREAT)
+        # Now: a disk that is full later may have no room for it.
+        os.close(self._private.open(_COLLECT_LOCK, os.O_RDWR | os.O_CREAT))
 
     def open_index(self) -> Index:
         """The index once more, for a thread that keeps it busy.
@@ -106,25 +147,33 @@ class Folder:
 
     def collecting(self) -> contextlib.AbstractContextManager[bool]:
         """A context that is True if no other thread or process is in it."""
-        return locked(self.segments.folder)
+        return locked(self._private, _COLLECT_LOCK, os.O_RDWR | os.O_CREAT)
 
     def close(self) -> None:
         """Let go of the index and of all files."""
         self.index.close()
         self.segments.close()
-        os.close(self._fd)
+        self._private.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        """Let another process be alone."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _open_index(self) -> Index:
         if self.read_only:
             return self._copied_index()
         reason = "other processes have it open, and there is no whole index"
+        until = time.monotonic() + _GIVE_UP_S
         for _ in range(_TRIES):
             try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 index = self._whole_index()
             except BlockingIOError:
                 # Whoever has it open has brought the index up to date, or is about to: wait for it.
-                fcntl.flock(self._fd, fcntl.LOCK_SH)
+                self._lock_shared(until)
                 index = self._shared_index()
             except (OSError, sqlite3.Error) as error:
                 if isinstance(error, PermissionError):
@@ -133,7 +182,7 @@ class Folder:
                 break
             if index is not None:
                 return index
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
             # Others that waited do the same now, and only one that is alone can go on.
             time.sleep(random.uniform(0, _MAX_WAIT_S))
         self._leave(reason)
@@ -143,7 +192,36 @@ class Folder:
         """Write nothing from now on, so that another process may be alone and make the index."""
         logger.warning("store %s takes nothing: %s", self.path, reason)
         self.read_only = True
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self._unlock()
+
+    def _lock_shared(self, until: float) -> None:
+        """Lock the folder beside others, once none of them is making the index.
+
+        Args:
+            until: when to give up, by ``time.monotonic``.
+
+        Raises:
+            TimeoutError: another process has kept it locked.
+        """
+        start, told = time.monotonic(), False
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            now = time.monotonic()
+            if now > start + _SAY_S and not told:
+                told = True
+                holder, left = _holder(self._lock), until - now
+                logger.warning(
+                    "store %s: waiting for %s, which makes the index, for at most %.0f s more",
+                    self.path, holder, left,
+                )  # fmt: skip
+            if now > until:
+                raise TimeoutError(
+                    f"{_holder(self._lock)} has kept {_LOCK} locked for {now - start:.0f} s; "
+                    "expected it to have made the index: start again when it is done, or end it"
+                )
+            time.sleep(random.uniform(0, _MAX_WAIT_S))
 
     def _whole_index(self) -> Index | None:
         """The index, made whole while no other process changes it; None: one is collecting."""
@@ -152,7 +230,7 @@ class Folder:
                 # It has left the store, and is about to delete a segment that it has copied.
                 return None
             index = self._recovered(self._checked_index())
-            fcntl.flock(self._fd, fcntl.LOCK_SH)
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
             return index
 
     def _shared_index(self) -> Index | None:
@@ -188,6 +266,7 @@ class Folder:
             logger.warning("store %s: the index is damaged and is made anew", self.path)
         for suffix in ("", "-wal", "-shm"):
             self._file.with_name(self._file.name + suffix).unlink(missing_ok=True)
+        self._private.check_database(self._file.name, create=True)
         return Index(self._file, create=True)
 
     def _copied_index(self) -> Index:
@@ -243,7 +322,8 @@ class Folder:
             if size <= max(known.get(number, 0), self._read.get(number, 0)):
                 continue
             try:
-                with nullcontext(True) if alone else locked(self.segments.path(number)) as free:
+                name, files = self.segments.path(number).name, self.segments.folder
+                with nullcontext(True) if alone else locked(files, name) as free:
                     if free:
                         self.read_segment(index, number)
                     is_whole = is_whole and free
@@ -267,7 +347,7 @@ class Folder:
                     # Nothing is appended to a file that ends after the first byte of a block. An
                     # index from a backup may know pages at these places, which get no others.
                     marked = size - size % BLOCK_BYTES + 1
-                    os.truncate(self.segments.path(number), marked)
+                    self.segments.truncate(number, marked)
                 if dropped := index.cut_segment(number, size):
                     lost[number] = dropped
         finally:
@@ -292,6 +372,18 @@ class Folder:
             while batch := list(islice(pages, _BATCH)):
                 index.recover(number, batch)
             self._read[number] = size
+
+
+def _holder(fd: int) -> str:
+    """The process that has a file for itself, as far as the system says."""
+    about = os.fstat(fd)
+    device = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+            match line.split():
+                case [_, "FLOCK", _, "WRITE", pid, file, *_] if file == f"{device}:{about.st_ino}":
+                    return f"process {pid}"
+    return "another process"
 
 
 def _sync(folder: Path) -> None:

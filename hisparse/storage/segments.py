@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from hisparse.private_files import NotPrivateError, PrivateFolder
 from hisparse.storage.record import BLOCK_BYTES, Header, read_header
 
 __all__ = ["OpenSegment", "Place", "SegmentWriter", "Segments", "locked", "transfer"]
@@ -70,8 +71,8 @@ class OpenSegment:
     It gives no descriptor away: once it is closed, the number may be that of another file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, folder: PrivateFolder, name: str) -> None:
+        self._fd = folder.open(name, os.O_RDONLY)
 
     def __del__(self) -> None:
         if hasattr(self, "_fd"):
@@ -115,7 +116,7 @@ class Segments:
         folder: of the files.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: PrivateFolder) -> None:
         self.folder = folder
         self._open: OrderedDict[int, OpenSegment] = OrderedDict()
         self._lock = threading.Lock()
@@ -124,20 +125,23 @@ class Segments:
 
     def path(self, segment: int) -> Path:
         """The file of a segment."""
-        return self.folder / f"{segment:016x}.seg"
+        return self.folder.path / f"{segment:016x}.seg"
 
     def sizes(self) -> dict[int, int]:
         """Number and bytes of each segment, the oldest first."""
         # By inode: a file that is renamed meanwhile may be listed twice.
         found = {}
-        for entry in os.scandir(self.folder):
+        for entry in self.folder.entries():
             # A file may be deleted meanwhile.
             with contextlib.suppress(FileNotFoundError):
-                if (name := _NAME.fullmatch(entry.name)) and entry.is_file():
-                    found[entry.inode()] = int(name[1], 16), entry.stat().st_size
+                is_file = entry.is_file(follow_symlinks=False)
+                if (name := _NAME.fullmatch(entry.name)) and is_file:
+                    size = entry.stat(follow_symlinks=False).st_size
+                    found[entry.inode()] = int(name[1], 16), size
                 elif entry.name not in self._strays:
                     self._strays.add(entry.name)
-                    logger.warning("%s is no segment of a store and is ignored", entry.path)
+                    stray = self.folder.path / entry.name
+                    logger.warning("%s is no segment of a store and is ignored", stray)
         return dict(sorted(found.values()))
 
     def open(self, segment: int, *, fresh: bool = False) -> OpenSegment:
@@ -152,7 +156,7 @@ class Segments:
         """
         with self._lock:
             if (found := None if fresh else self._open.get(segment)) is None:
-                found = self._open[segment] = OpenSegment(self.path(segment))
+                found = self._open[segment] = OpenSegment(self.folder, self.path(segment).name)
             self._open.move_to_end(segment)
             while len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
@@ -162,10 +166,30 @@ class Segments:
         """The segments that a process is writing."""
         found = []
         for segment in self.sizes():
-            with locked(self.path(segment)) as free:
+            with locked(self.folder, self.path(segment).name) as free:
                 if not free:
                     found.append(segment)
         return found
+
+    def size(self, segment: int) -> int:
+        """Bytes of a file.
+
+        Raises:
+            OSError: the system refuses; FileNotFoundError: it was deleted.
+        """
+        return os.lstat(self.path(segment).name, dir_fd=self.folder.fd).st_size
+
+    def truncate(self, segment: int, num_bytes: int) -> None:
+        """Cut or extend a file.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        fd = self.folder.open(self.path(segment).name, os.O_WRONLY)
+        try:
+            os.ftruncate(fd, num_bytes)
+        finally:
+            os.close(fd)
 
     def delete(self, segment: int) -> None:
         """Delete a file. Whoever reads it can read on.
@@ -173,7 +197,8 @@ class Segments:
         Raises:
             OSError: the system refuses.
         """
-        self.path(segment).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path(segment).name, dir_fd=self.folder.fd)
         with self._lock:
             self._open.pop(segment, None)
 
@@ -181,27 +206,28 @@ class Segments:
         """Let go of all files."""
         with self._lock:
             self._open.clear()
+        self.folder.close()
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Lock a file inside the context; False if it is locked already, or gone."""
+def locked(folder: PrivateFolder, name: str, flags: int = os.O_RDONLY) -> Iterator[bool]:
+    """Lock a file inside the context; False if it is locked already, or gone, or not private."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        fd = folder.open(name, flags)
+    except (FileNotFoundError, NotPrivateError):
         yield False
         return
     try:
-        yield _lock(fd, path)
+        yield _lock(fd, folder, name)
     finally:
         os.close(fd)
 
 
-def _lock(fd: int, path: Path) -> bool:
-    """Lock an open file; False if it is locked, or no longer the file with this path."""
+def _lock(fd: int, folder: PrivateFolder, name: str) -> bool:
+    """Lock an open file; False if it is locked, or no longer the file with this name."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(fd), os.stat(path))
+        return os.path.samestat(os.fstat(fd), os.lstat(name, dir_fd=folder.fd))
     except (BlockingIOError, FileNotFoundError):
         return False
 
@@ -292,7 +318,7 @@ class SegmentWriter:
                 sealed = list(self._unsynced)
                 open_fds = [] if self._fd is None else [os.dup(self._fd)]
                 if sealed or open_fds:
-                    open_fds.append(os.open(self._segments.folder, os.O_RDONLY | os.O_CLOEXEC))
+                    open_fds.append(os.dup(self._segments.folder.fd))
             try:
                 self._sync_sealed(sealed)
                 for fd in open_fds:
@@ -337,16 +363,16 @@ class SegmentWriter:
         return self._fd
 
     def _take(self, segment: int, flags: int) -> int | None:
-        path = self._segments.path(segment)
+        folder, name = self._segments.folder, self._segments.path(segment).name
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
-        except FileNotFoundError:
+            fd = folder.open(name, os.O_WRONLY | flags)
+        except (FileNotFoundError, NotPrivateError):
             return None
         try:
             end = self._ends().get(segment, 0)
             # More bytes are pages that the index lacks, or half a record, which a killed writer
             # left and whose header would hide what is appended after it.
-            if _lock(fd, path) and os.fstat(fd).st_size == end:
+            if _lock(fd, folder, name) and os.fstat(fd).st_size == end:
                 self._fd, self._next = fd, Place(segment, end)
                 return fd
         finally:

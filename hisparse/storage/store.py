@@ -51,7 +51,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
     stored stay. Eviction runs in a thread of its own, begun by a put above the high-water mark.
 
     Args:
-        path: the folder; it is made if absent. Local, as SQLite and file locks need it.
+        path: the folder; it is made if absent. Local, as SQLite and file locks need it, and of this
+            user alone: links in it, and what others own or can write to, are refused.
         size_bytes: limit of the bytes of segments and contexts; None: no limit. Each process may
             exceed it by one record, and a collection by what it copies at once.
         policy: which pages leave first; one of :data:`POLICIES`.
@@ -66,7 +67,8 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
 
     Raises:
         ConfigError: a setting is out of range, or ``create`` is False and there is no store.
-        HiSparseError: the folder can be neither made nor read.
+        HiSparseError: the folder can be neither made nor read, others can write to it, or another
+            process keeps it locked.
     """
 
     def __init__(

@@ -9,6 +9,7 @@ insertion has ``block_size``, in tokens. No token is kept.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any, Final, Literal, NamedTuple, TextIO, TypedDict
 
 from hisparse.errors import ConfigError, quoted
 from hisparse.options import check_fields, check_type, parse_object, read_text
+from hisparse.private_files import open_private
 
 __all__ = ["CacheEvent", "is_event_file", "read_events", "record_events", "summarize"]
 
@@ -170,7 +172,8 @@ def record_events(
                 "tcp://127.0.0.1:5557"
             ) from None
         try:
-            file = path.open("x", encoding="utf-8")
+            fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            file = os.fdopen(fd, "w", encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"--out: cannot create {str(path)!r}: {getattr(error, 'strerror', None) or error}; "

@@ -19,6 +19,7 @@ import numpy as np
 
 from hisparse.errors import ConfigError, quoted
 from hisparse.options import check_fields, check_type, matches, parse_object, read_text
+from hisparse.private_files import open_private
 
 __all__ = [
     "FORMAT",
@@ -155,7 +156,7 @@ def write_prefix(path: Path, trace: PrefixTrace) -> None:
     """
     about = {k: v for k, v in asdict(trace).items() if k != "requests"}
     try:
-        with path.open("x", encoding="utf-8") as file:
+        with open(path, "x", encoding="utf-8", opener=open_private) as file:
             file.write(json.dumps({"format": FORMAT} | about) + "\n")
             for request in trace.requests:
                 line = {k: v for k, v in request._asdict().items() if v is not None}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted, shorten
 from hisparse.options import parse_object
+from hisparse.private_files import open_private
 
 __all__ = ["TensorFile", "write_tensors"]
 
@@ -29,6 +30,8 @@ def write_tensors(
     path: Path, format_name: str, metadata: Mapping[str, str], tensors: Mapping[str, Tensor]
 ) -> None:
     """Write a file that is either complete or absent, whenever the process or the machine stops.
+
+    Only this user can read it (mode 600).
 
     Args:
         path: the file; an existing file is replaced when the new one is on the disk.
@@ -43,6 +46,8 @@ def write_tensors(
     entries = {**metadata, "format": format_name, "checksums": json.dumps(checksums)}
     temporary = path.with_name(f".{uuid4().hex}.tmp")
     try:
+        # With mode 600, which the file keeps: it holds K and V of prompts.
+        os.close(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         save_file(dict(tensors), str(temporary), entries | {"digest": _digest(entries)})
         _sync(temporary)
         temporary.replace(path)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from hisparse.cache import HostKVPool
 from hisparse.cache.allocate import zeros
-from hisparse.cache.shared_memory import NodeRanks
+from hisparse.cache.shared_memory import NodeRanks, map_together
 from hisparse.errors import CapacityError
 from hisparse.types import KVSpec
+from tests.nobody import as_nobody, needs_root
 
 SIZE = 3
 CPU = torch.device("cpu")
@@ -106,3 +107,20 @@ def test_ranks_that_want_different_sizes_are_refused() -> None:
         lambda ranks: zeros([5000 * (1 + ranks.rank)], torch.uint8, CPU, ranks=ranks)
     )
     assert all("rank 1: ValueError: mmap length is greater than" in str(e) for e in errors)
+
+
+@needs_root
+def test_another_user_cannot_open_the_memory() -> None:
+    """Though no folder keeps him away: the system asks who may look into the process."""
+    offered: list[str] = []
+
+    def gather(text: str) -> list[str]:
+        offered.append(text)
+        return [text]
+
+    answer = map_together(
+        4096,
+        NodeRanks(rank=0, size=1, gather=gather),
+        lambda fd: as_nobody(lambda: os.open(offered[0], os.O_RDWR)),
+    )
+    assert answer.startswith("PermissionError: [Errno 13] Permission denied: '/proc/")

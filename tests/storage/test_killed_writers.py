@@ -186,7 +186,7 @@ def _in_an_empty_file() -> None:
     connect = sqlite3.connect
 
     def dying(name: Any, **options: Any) -> sqlite3.Connection:
-        is_new = isinstance(name, Path) and not name.exists()
+        is_new = isinstance(name, Path) and not name.stat().st_size
         database = connect(name, **options)
         if is_new:
             database.execute("PRAGMA journal_mode = WAL")
@@ -264,7 +264,7 @@ def test_an_index_that_lacks_pages_costs_none(tmp_path: Path) -> None:
     with _open(tmp_path) as store:
         keys += fill(store, range(3, 7))
     (tmp_path / "yesterday").replace(tmp_path / "index.sqlite")
-    other = os.open(tmp_path, os.O_RDONLY)
+    other = os.open(tmp_path / "open.lock", os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_SH)
     with _open(tmp_path) as store:
         keys += fill(store, range(7, 10))

@@ -65,6 +65,7 @@ def test_what_a_server_publishes_is_recorded(
         CacheEvent(2000.0, "clear", ()),
     ]
     assert "token" not in path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600
     assert main(["trace", "show", str(path), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["traces"]
     counts = {"inserted": 3, "inserted_again": 1, "evicted": 1, "cleared": 2, "lost_messages": 1}

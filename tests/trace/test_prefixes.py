@@ -97,6 +97,7 @@ def test_ours_is_read_as_it_was_written(tmp_path: Path) -> None:
     made = make_up_sessions(requests=50, turns=3, zipf=1.0, context=1024, seed=1)
     write_prefix(tmp_path / "a.jsonl", made)
     assert read_prefix(tmp_path / "a.jsonl") == made
+    assert (tmp_path / "a.jsonl").stat().st_mode & 0o777 == 0o600
     with pytest.raises(ConfigError, match="cannot create .*File exists"):
         write_prefix(tmp_path / "a.jsonl", made)
 

@@ -57,6 +57,7 @@ def test_bytes_that_wait_are_bounded_and_written_by_the_chunk(
     monkeypatch.setattr(TraceWriter, "_write_steps", slowly)
     path = tmp_path / "a.trace"
     writer = TraceWriter(path, HEADER, 1 << 20)
+    assert path.stat().st_mode & 0o777 == 0o600
     rows = np.arange(60) % 2 == 0
     assert writer.put(step_of(200, 30, rows))
     assert begun.wait(60)

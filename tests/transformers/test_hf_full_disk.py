@@ -22,6 +22,7 @@ def test_a_context_keeps_the_older_file(tmp_path: Path) -> None:
     finally:
         disable(net)
     cache.save(path, ids)
+    assert path.stat().st_mode & 0o777 == 0o600
     whole = path.read_bytes()
     with largest_file(len(whole) // 2), pytest.raises(HiSparseError) as error:
         cache.save(path, ids)

@@ -7,11 +7,12 @@ import fcntl
 import hashlib
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from hisparse.private_files import PrivateFolder, open_private
 
 __all__ = ["CACHE", "is_intact", "locked", "private_folder", "put", "unfinished"]
 
@@ -40,22 +41,9 @@ def private_folder(path: Path) -> None:
     Raises:
         OSError: another user owns it or can write to it, or it cannot be made.
     """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    about = path.stat()  # The folder may be a link to another disk; that disk's folder counts.
-    if about.st_uid != os.geteuid():
-        raise PermissionError(
-            f"{path} belongs to another user (uid {about.st_uid}); expected your own folder "
-            f"(uid {os.geteuid()}): remove it, or set HOME"
-        )
-    mode = stat.S_IMODE(about.st_mode)
-    if mode & 0o022:
-        raise PermissionError(
-            f"{path} can be written to by others (mode {mode:o}), who may have put libraries "
-            "there; expected mode 700: remove it, it is built again"
-        )
-    if mode != 0o700:
-        with contextlib.suppress(OSError):  # A file system that nobody writes to.
-            path.chmod(0o700)
+    folder = PrivateFolder(path)
+    with contextlib.suppress(OSError):  # A file system without modes.
+        folder.tighten()
 
 
 @contextmanager
@@ -82,7 +70,7 @@ def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
         path: the file.
         on_wait: called if another one is producing it.
     """
-    with open(path.with_suffix(".lock"), "w", opener=_open) as lock:
+    with open(path.with_suffix(".lock"), "w", opener=open_private) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -101,12 +89,7 @@ def _digest(path: Path) -> str:
 
 def _read(path: Path) -> bytes:
     """Bytes of a file of this user; a link, which may lead to another's, is not followed."""
-    with open(path, "rb", opener=_open) as file:
+    with open(path, "rb", opener=open_private) as file:
         if os.fstat(file.fileno()).st_uid != os.geteuid():
             raise PermissionError(f"{path} is not a file of this user")
         return file.read()
-
-
-def _open(path: str, flags: int) -> int:
-    # Without waiting: a pipe of this name would have no end.
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)

@@ -1,0 +1,200 @@
+"""Folders and files that no other user of the machine can read or change.
+
+What a process loads from such a folder, and what it writes there, nobody else has put or will read:
+compiled kernels, and K and V of prompts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+__all__ = ["NotPrivateError", "PrivateFolder", "open_private"]
+
+# Without waiting: a pipe of this name would have no end.
+_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+#: What SQLite appends to the name of a database for the other files that it opens.
+_DATABASE_FILES: Final = ("", "-wal", "-shm", "-journal")
+
+
+class NotPrivateError(PermissionError):
+    """A folder or file belongs to another user, can be written to by others, or is a link.
+
+    The message is one line.
+    """
+
+
+def open_private(path: str | Path, flags: int, *, dir_fd: int | None = None) -> int:
+    """Open a file with :func:`os.open`; a link is refused, and a new file has mode 600.
+
+    It serves as the ``opener`` of :func:`open`.
+
+    Raises:
+        OSError: the system refuses; its number is ``ELOOP`` for a link.
+    """
+    return os.open(path, flags | _FLAGS, 0o600, dir_fd=dir_fd)
+
+
+class PrivateFolder:
+    """A folder of this user that nobody else can write to, open. Any thread may call its methods.
+
+    Files are opened by their names in the open folder, so a folder that takes its place is never
+    used. Links in it are refused. It is closed at the latest when the last reference to it is gone.
+
+    Args:
+        path: the folder, which may be a link to another disk: the folder there counts. It is made
+            with mode 700 if it is absent, and missing ones above it with mode 755.
+        parent: the folder that ``path`` is in; a link is then refused.
+        or_roots: take a folder of root too, if this user cannot write to it.
+
+    Attributes:
+        path: the folder.
+        fd: its descriptor; -1 once it is closed.
+        read_only: whether this user cannot write to it. Others may then read it.
+
+    Raises:
+        NotPrivateError: another user owns it or can write to it, or it is a link.
+        OSError: it can be neither made nor opened.
+    """
+
+    def __init__(
+        self, path: Path, *, parent: PrivateFolder | None = None, or_roots: bool = False
+    ) -> None:
+        self.path, self.fd = path, -1
+        if parent is not None:
+            with contextlib.suppress(FileNotFoundError):
+                parent._check(os.lstat(path), path)
+        for missing in reversed([each for each in path.parents if not each.exists()]):
+            missing.mkdir(mode=0o755, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        if parent is None:
+            self.fd = os.open(path, flags)
+        else:
+            self.fd = os.open(path.name, flags | os.O_NOFOLLOW, dir_fd=parent.fd)
+        self.read_only = not os.access(path, os.W_OK)
+        self._owners = {os.geteuid(), 0} if or_roots and self.read_only else {os.geteuid()}
+        self._check(os.fstat(self.fd), path)
+
+    def close(self) -> None:
+        """Close the folder; nothing can be opened in it any more."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def is_open_to_others(self) -> bool:
+        """Whether others can look into a folder that this user can write to."""
+        return not self.read_only and bool(os.fstat(self.fd).st_mode & 0o077)
+
+    def tighten(self) -> None:
+        """Let nobody else look into the folder.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        if self.is_open_to_others():
+            os.fchmod(self.fd, 0o700)
+
+    def tighten_files(self) -> None:
+        """Let nobody else open the files of the folder, who may have had a way to them.
+
+        Raises:
+            NotPrivateError: another user owns one or can write to it.
+            OSError: the system refuses.
+        """
+        for entry in self.entries():
+            if entry.is_file(follow_symlinks=False):
+                self._check(entry.stat(follow_symlinks=False), self.path / entry.name)
+                # Closing a descriptor would end the locks that SQLite has in this process.
+                os.chmod(entry.name, 0o600, dir_fd=self.fd)
+
+    def open(self, name: str, flags: int) -> int:
+        """Open a file of the folder; a new one has mode 600.
+
+        Raises:
+            NotPrivateError: another user owns it or can write to it, or it is a link.
+            OSError: the system refuses.
+        """
+        path = self.path / name
+        try:
+            fd = open_private(name, flags, dir_fd=self.fd)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise self._link_error(path) from None
+            raise
+        try:
+            self._check(os.fstat(fd), path)
+        except NotPrivateError:
+            os.close(fd)
+            raise
+        return fd
+
+    def check_database(self, name: str, *, create: bool = False) -> None:
+        """Check the files of an SQLite database, which SQLite opens by path and follows links to.
+
+        Args:
+            name: of the database.
+            create: make it if it is absent, as an empty file with mode 600. SQLite gives its other
+                files the same mode.
+
+        Raises:
+            NotPrivateError: another user owns one or can write to it, or it is a link.
+            OSError: the system refuses.
+        """
+        for each in (name + suffix for suffix in _DATABASE_FILES):
+            try:
+                self._check(os.lstat(each, dir_fd=self.fd), self.path / each)
+            except FileNotFoundError:
+                if create and each == name:
+                    with contextlib.suppress(FileExistsError):
+                        os.close(self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+
+    def check_path(self) -> None:
+        """Check that the path still leads to this folder, after something was opened by its path.
+
+        Raises:
+            NotPrivateError: another folder took its place.
+            OSError: it is gone.
+        """
+        if not os.path.samestat(os.stat(self.path), os.fstat(self.fd)):
+            raise NotPrivateError(f"{self.path} was replaced while it was opened")
+
+    def entries(self) -> Iterator[os.DirEntry[str]]:
+        """What is in the folder; ``path`` of an entry is its name."""
+        # A descriptor of its own: two threads would move on the position of a common one.
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            with os.scandir(fd) as found:
+                yield from found
+        finally:
+            os.close(fd)
+
+    def _check(self, about: os.stat_result, path: Path) -> None:
+        is_folder, mode = stat.S_ISDIR(about.st_mode), stat.S_IMODE(about.st_mode)
+        if stat.S_ISLNK(about.st_mode):
+            raise self._link_error(path)
+        if not is_folder and not stat.S_ISREG(about.st_mode):
+            raise NotPrivateError(f"{path} is a pipe, socket or device; expected a file: remove it")
+        if about.st_uid not in self._owners:
+            raise NotPrivateError(
+                f"{path} belongs to another user (uid {about.st_uid}); expected your own "
+                f"{'folder' if is_folder else 'file'} (uid {os.geteuid()}): run as its owner, "
+                "remove it, or, if you trust it, chown -R it"
+            )
+        if mode & 0o022:
+            raise NotPrivateError(
+                f"{path} can be written to by others (mode {mode:o}); expected mode "
+                f"{'700' if is_folder else '600'}: remove it, or, if you trust it, chmod -R go= it"
+            )
+
+    @staticmethod
+    def _link_error(path: Path) -> NotPrivateError:
+        return NotPrivateError(f"{path} is a link; expected a file or folder of its own: remove it")

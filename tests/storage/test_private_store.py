@@ -1,0 +1,278 @@
+"""Other users of the machine: they read nothing of a store, write nothing, and stop nobody."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hisparse.errors import HiSparseError
+from hisparse.private_files import PrivateFolder
+from hisparse.storage import Contexts, FileStore, folder, size_in_bytes
+from tests.nobody import NOBODY, as_nobody, folder_for_all, needs_root
+from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    """A store that is not there yet, in a folder that all users can look into."""
+    with folder_for_all() as parent:
+        yield parent / "store"
+
+
+def _open(path: Path) -> FileStore:
+    return FileStore(path, 1 << 30)
+
+
+def _modes(path: Path) -> set[str]:
+    """Kinds and modes of a store's folders and files."""
+    found = [path, *path.rglob("*")]
+    return {f"{'folder' if x.is_dir() else 'file'} {x.stat().st_mode & 0o7777:o}" for x in found}
+
+
+def _refusal(path: Path) -> str:
+    with pytest.raises(HiSparseError) as caught:
+        _open(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_new_store_is_of_its_user_alone(path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        assert size_in_bytes("size", 0.5, path / "new") > 0
+        with _open(path / "new") as store:
+            fill(store, range(3))
+            store.collect(1.0)
+            contexts = Contexts(path / "new", NAMESPACE)
+            contexts.add([key_of(0)], 16, {})
+            assert len(list((path / "new").iterdir())) == 9, "-wal and -shm of both are there"
+            assert _modes(path / "new") == {"folder 700", "file 600"}
+            contexts.close()
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o755, "the folder above it"
+
+
+def test_a_store_of_an_older_release_is_closed_to_others(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _open(path) as store:
+        keys = fill(store, range(3))
+    for each in (path, *path.rglob("*")):
+        each.chmod(0o755 if each.is_dir() else 0o644)
+    with _open(path) as store:
+        assert all(read(store, keys))
+        assert _modes(path) == {"folder 700", "file 600"}
+    (line,) = caplog.messages
+    assert line.startswith(f"store {path}: others could read it; its folders have mode 700 now")
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(".", 0o775, id="folder of a group"),
+        pytest.param(".", 0o1777, id="folder of all"),
+        pytest.param("segments", 0o757, id="segments"),
+        pytest.param("index.sqlite", 0o666, id="index"),
+    ],
+)
+def test_others_could_have_written(path: Path, name: str, mode: int) -> None:
+    with _open(path) as store:
+        keys = fill(store, range(3))
+    before = (path / name).stat().st_mode & 0o7777
+    (path / name).chmod(mode)
+    message = _refusal(path)
+    assert f"{path / name} can be written to by others (mode {mode:o}); expected mode" in message
+    assert "remove it, or, if you trust it, chmod -R go= it" in message
+    (path / name).chmod(before)
+    with _open(path) as store:
+        assert all(read(store, keys))
+
+
+def test_a_segment_that_others_could_have_written(path: Path) -> None:
+    """It is neither read nor written, and the store goes on."""
+    with _open(path) as store:
+        keys = fill(store, range(3))
+    (file,) = segment_files(path)
+    file.chmod(0o622)
+    with _open(path) as store:
+        assert not any(read(store, keys))
+        assert store.counters["read_errors"] == 3 and store.counters["damaged"] == 0
+        assert all(read(store, fill(store, range(10, 13))))
+        store.collect(1.0)
+    file.chmod(0o600)
+    with _open(path) as store:
+        assert all(read(store, keys))
+
+
+@pytest.mark.parametrize("size", ["as large", "shorter", "empty"])
+def test_a_segment_that_is_a_link(path: Path, size: str, tmp_path: Path) -> None:
+    """The user's file behind it stays as it is."""
+    with _open(path) as store:
+        keys = fill(store, range(2))
+    (segment,) = segment_files(path)
+    mine = b"x" * {"as large": segment.stat().st_size, "shorter": 100, "empty": 0}[size]
+    (tmp_path / "mine").write_bytes(mine)
+    segment.unlink()
+    segment.symlink_to(tmp_path / "mine")
+    for _ in range(2):
+        with _open(path) as store:
+            assert not any(read(store, keys))
+            more = fill(store, range(10, 13))
+            store.collect(1.0)
+            assert all(read(store, more))
+            store.remove(NAMESPACE)
+        assert (tmp_path / "mine").read_bytes() == mine
+
+
+def test_a_new_segment_is_no_link(path: Path, tmp_path: Path) -> None:
+    """Also where somebody knew its name before."""
+    numbers = iter([5, 6])
+    with pytest.MonkeyPatch.context() as patch, _open(path) as store:
+        patch.setattr("hisparse.storage.segments.time.time_ns", lambda: next(numbers))
+        (path / "segments" / f"{5:016x}.seg").symlink_to(tmp_path / "mine")
+        assert all(read(store, fill(store, range(3))))
+    assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "index.sqlite",
+        "index.sqlite-wal",
+        "index.sqlite-shm",
+        "open.lock",
+        "collect.lock",
+        "segments",
+    ],
+)
+def test_another_file_that_is_a_link(path: Path, name: str, tmp_path: Path) -> None:
+    with _open(path) as store:
+        keys = fill(store, range(3))
+    link = path / name
+    if link.exists():
+        link.rename(tmp_path / "moved")
+    (tmp_path / "mine").write_bytes(b"")
+    link.symlink_to(tmp_path / "mine")
+    assert f"{link} is a link; expected a file or folder of its own: remove it" in _refusal(path)
+    assert (tmp_path / "mine").read_bytes() == b""
+    link.unlink()
+    if (tmp_path / "moved").exists():
+        (tmp_path / "moved").rename(link)
+    with _open(path) as store:
+        assert all(read(store, keys))
+
+
+def test_contexts_that_are_a_link(path: Path, tmp_path: Path) -> None:
+    path.mkdir(mode=0o700)
+    (path / "contexts.sqlite").symlink_to(tmp_path / "mine")
+    with pytest.raises(HiSparseError, match="contexts.sqlite is a link; expected a file"):
+        Contexts(path, NAMESPACE)
+    assert not (tmp_path / "mine").exists()
+
+
+def test_the_folder_may_be_a_link_to_another_disk(path: Path, tmp_path: Path) -> None:
+    path.symlink_to(tmp_path)
+    with _open(path) as store:
+        assert all(read(store, fill(store, range(3))))
+    assert segment_files(tmp_path)
+
+
+def test_a_folder_that_another_replaces_while_it_is_opened(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By somebody who can rename folders above it; SQLite opens the index by its path."""
+    check = PrivateFolder.check_database
+
+    def replace(self: PrivateFolder, name: str, **options: bool) -> None:
+        check(self, name, **options)
+        if not path.with_name("moved").exists():
+            path.rename(path.with_name("moved"))
+            path.mkdir(mode=0o700)
+
+    monkeypatch.setattr(PrivateFolder, "check_database", replace)
+    assert f"{path} was replaced while it was opened" in _refusal(path)
+
+
+def test_a_folder_with_other_files_stays_open_to_others(path: Path) -> None:
+    """Such as /var/cache, given by mistake."""
+    path.mkdir(mode=0o755)
+    (path / "somebody").mkdir()
+    assert "expected a new or empty folder, or a store" in _refusal(path)
+    assert _modes(path) == {"folder 755"}
+
+
+@needs_root
+@pytest.mark.parametrize("name", [".", "segments", "index.sqlite", "open.lock"])
+def test_what_belongs_to_another_user(path: Path, name: str) -> None:
+    with _open(path) as store:
+        fill(store, range(3))
+    os.chown(path / name, NOBODY, NOBODY)
+    message = _refusal(path)
+    assert f"{path / name} belongs to another user (uid {NOBODY}); expected your own" in message
+    assert message.endswith("run as its owner, remove it, or, if you trust it, chown -R it")
+
+
+@needs_root
+def test_another_user_reads_and_locks_nothing(path: Path) -> None:
+    with _open(path) as store:
+        keys = fill(store, range(3))
+        tried = [path, *path.rglob("*")]
+        for each in tried:
+            assert as_nobody(lambda x=each: os.open(x, os.O_RDONLY)).startswith("PermissionError")
+        assert "Permission denied" in as_nobody(lambda: _open(path))
+        with _open(path) as other:
+            assert all(read(other, keys))
+
+
+@needs_root
+def test_a_store_of_root_that_a_user_can_only_read(path: Path) -> None:
+    """As on a medium that is mounted for reading. Of a third user it would not be taken."""
+    with _open(path) as store:
+        keys = fill(store, range(3))
+    contexts = Contexts(path, NAMESPACE)
+    contexts.add(keys[:1], 16, {})
+    contexts.close()
+    files = [path, *path.rglob("*")]
+    for each in files:
+        each.chmod(0o755 if each.is_dir() else 0o644)
+    before = {each: each.stat().st_mtime_ns for each in files}
+
+    def use() -> object:
+        with _open(path) as store:
+            put = store.put(NAMESPACE, key_of(9), parts_of(key_of(9)))
+            return read(store, keys), put, len(Contexts(path, NAMESPACE).all())
+
+    assert as_nobody(use) == "([True, True, True], False, 1)"
+    assert {each: each.stat().st_mtime_ns for each in [path, *path.rglob("*")]} == before
+    os.chown(path, NOBODY - 1, NOBODY - 1)
+    assert "belongs to another user" in as_nobody(use)
+
+
+def test_waiting_for_another_process_is_said_and_ends(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _open(path) as store:
+        keys = fill(store, range(3))
+    monkeypatch.setattr(folder, "_SAY_S", 0.0)
+    monkeypatch.setattr(folder, "_GIVE_UP_S", 0.1)
+    other = os.open(path / "open.lock", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    process = f"process {os.getpid()}"
+    assert re.search(rf"{process} has kept open.lock locked for \d+ s; expected it", _refusal(path))
+    (line,) = caplog.messages
+    assert line.startswith(f"store {path}: waiting for {process}, which makes the index, for at")
+    monkeypatch.setattr(folder, "_GIVE_UP_S", 1800.0)
+
+    def let_go(*message: object) -> None:
+        fcntl.flock(other, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(folder.logger, "warning", let_go)
+    with _open(path) as store:
+        assert all(read(store, keys))
+    os.close(other)
