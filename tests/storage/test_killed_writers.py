@@ -175,6 +175,8 @@ def test_an_eviction(tmp_path: Path) -> None:
 
     run_killed(evict)
     with FileStore(tmp_path, **limits) as store:
+        # One that a read begins in another thread would be at it when this one is to collect.
+        store._collector.run_soon = lambda room: None  # type: ignore[method-assign]
         assert 0 < sum(read(store, keys)) < 30
         store.collect()
         assert store.verify().damaged == ()

@@ -19,7 +19,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any
 from hisparse.errors import HiSparseError
 from hisparse.storage import FileStore, report, segments
 from hisparse.storage.index import Index
+from hisparse.storage.record import BLOCK_BYTES, read_header
 from tests.full_disk import largest_file
 from tests.sizes import FAULTS
 from tests.storage.pages import NAMESPACE, key_of, parts_of, read, segment_files
@@ -93,6 +94,19 @@ def _run(
     finally:
         for child in children:
             os.waitpid(child, 0)
+
+
+@contextlib.contextmanager
+def _stopped(children: Sequence[int]) -> Iterator[None]:
+    """No child runs inside the context: what it has put is in its segment, or not begun."""
+    for child in children:
+        os.kill(child, signal.SIGSTOP)
+        os.waitid(os.P_PID, child, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    try:
+        yield
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGCONT)
 
 
 def _start(work: Callable[[Tell], None], pipe: int) -> int:
@@ -198,7 +212,7 @@ class Faults:
         self._index = path / "index.sqlite"
         self._backups = path.parent / f"{path.name}.backups"
         self._backups.mkdir()
-        self._number = 0
+        self._number, self._children = 0, list[int]()
 
     def round(self) -> None:
         """Processes work, something fails, and every page is looked for."""
@@ -210,12 +224,14 @@ class Faults:
             works.append(_at_work(self.path, seed, 1000 * self._number, self.limit))
         self.done.append(f"{len(works)} processes")
         self.ledger.note(_run(works, self._meanwhile))
+        self._children = []
         if rng.random() < 0.5:
             self._harm("")
         self._look()
 
     def _meanwhile(self, children: list[int]) -> None:
         """Faults while processes work."""
+        self._children = children
         for _ in range(self.rng.randrange(3)):
             time.sleep(self.rng.uniform(0, 0.04))
             if self.rng.random() < 0.5:
@@ -261,11 +277,17 @@ class Faults:
 
     def _cut(self) -> None:
         file = self._segment()
-        with file.open("r+b") as opened:
-            size = self.rng.randrange(1 + os.fstat(opened.fileno()).st_size)
-            headers = segments.OpenSegment(file).headers(0)
-            self.ledger.cut.update(x.key.hex() for at, x in headers if at + x.num_bytes > size)
-            opened.truncate(size)
+        with _stopped(self._children):
+            self._cut_at_random(file)
+
+    def _cut_at_random(self, file: Path) -> None:
+        data = file.read_bytes()
+        size = self.rng.randrange(len(data) + 1)
+        for at in range(0, len(data), BLOCK_BYTES):
+            header = read_header(data[at : at + BLOCK_BYTES])
+            if header and at + header.num_bytes > size:
+                self.ledger.cut.add(header.key.hex())
+        os.truncate(file, size)
 
     def _look(self) -> None:
         """Each page is found, or left, or its loss was said; also on a disk that is full."""
