@@ -260,7 +260,7 @@ def test_a_put_that_waits_keeps_the_model_of_its_pages(
 ) -> None:
     """A flush after an update of the weights finds a put behind a slow call."""
     world.exact.set_exact(world.pages(PAGES))
-    old = world.storage.keys(KEYS[:2])
+    old = list(world.storage.keys(KEYS[:2]))
     read, copied, go = world.form.read, threading.Event(), threading.Event()
 
     def read_and_stall(pages: torch.Tensor, out: torch.Tensor) -> None:

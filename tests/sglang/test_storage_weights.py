@@ -88,7 +88,7 @@ class Server:
         return self.linker.pop_completed_offload()
 
     def num_found(self) -> int:
-        return len(self.linker.lookup("request", self.transfers()))
+        return sum(self.linker.lookup("request", self.transfers()))
 
     def update_weights(self, *, flush: bool) -> None:
         """SGLang's update from a disk, after the weights were read."""
