@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import faulty_algorithms
@@ -85,6 +87,27 @@ def test_the_command_on_a_wrong_algorithm(capsys: pytest.CaptureFixture[str]) ->
     finding = " ".join(out.partition("runs:\n")[2].split())
     assert finding.startswith("- retrieve_topk, layer 0: got pages (3, 2, 12) torch.int64")
     assert "smallest failing case: selection scope kv_head, page size 1, 14 prompt" in finding
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Silent(Right):
+    pass
+
+
+def test_without_a_docstring_the_other_checks_are_run() -> None:
+    results = islice(run_checks(_Silent, [Case.of(_Silent, "kv_head", 8)]), 5)
+    assert [result.status for result in results] == ["failed", *["passed"] * 4]
+
+
+def test_the_command_lists_a_missing_docstring_beside_what_else_fails(
+    in_a_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "from mine import GivesPagesAsInt64\n\nclass Silent(GivesPagesAsInt64):\n    pass\n"
+    (in_a_folder / "silent.py").write_text(source)
+    assert main(["check", "silent:Silent"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "declarations: - Silent: got no docstring, expected one" in out
+    assert "runs: - retrieve_topk, layer 0: got pages (3, 2, 12) torch.int64" in out
 
 
 _UNDECLARED = """

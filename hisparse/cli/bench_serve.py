@@ -56,6 +56,12 @@ def _add_load_flags(add: Any) -> None:
     add("--text", metavar="FILE", help="text of the prompts (two built-in texts)")
     add("--slo-ttft", metavar="TIME", help="limit of the time to first token, such as 2s")
     add("--slo-tpot", metavar="TIME", help="limit of the time per token, such as 100ms")
+    add(
+        "--no-quality",
+        dest="quality",
+        action="store_false",
+        help="do not compare with dense decoding, which takes most of a short run; no ratios then",
+    )
 
 
 def _add_server_flags(add: Any) -> None:

@@ -139,13 +139,10 @@ def _as_json(
 
 def _print(name: str, results: Sequence[CheckResult]) -> None:
     console = Console()
-    wrong = [
-        result
-        for check, result in zip(CHECKS, results, strict=True)
-        if check.once and result.status == "failed"
-    ]
-    if wrong:
-        _print_findings(console, wrong)
+    failed = [result for result in results if result.status == "failed"]
+    served = [x for check, x in zip(CHECKS, results, strict=True) if not check.once]
+    if all(result.status == "not run" for result in served):
+        _print_findings(console, failed)
         count = sum(result.status == "not run" for result in results)
         print_paragraph(console, f"{name}: {count} checks were not run: {_FIX_FIRST}")
         return
@@ -155,7 +152,7 @@ def _print(name: str, results: Sequence[CheckResult]) -> None:
         status = Text(result.status, style=_STYLES.get(result.status, "yellow"))
         table.add_row(check.name, status, str(result.num_cases), check.description)
     console.print(table)
-    _print_findings(console, [result for result in results if result.status == "failed"])
+    _print_findings(console, failed)
 
 
 def _print_findings(console: Console, results: Sequence[CheckResult]) -> None:

@@ -178,15 +178,22 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return session.storage_rests
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
-        """Lengths of the prefixes that can be loaded, in pages of SGLang."""
+        """Length of the longest prefix that every rank can load, in pages of SGLang; [] for none.
+
+        Every shorter one can be loaded too. SGLang would take milliseconds to sort them all.
+        """
         if self._rests():
             return []
-        names = list(_kv(transfers).keys)
+        found = self._ranks.least_of(self._find(rid, list(_kv(transfers).keys)))
+        return [found] if found else []
+
+    def _find(self, rid: str, names: list[str]) -> int:
+        """Length of the longest prefix of the pages ``names`` that this rank can load."""
         first = self._first_swapped(rid, names)
         found = self._loader.find(names[:first])
         if found == first and self._swap is not None:
             found += self._swap.find(rid, names[first:])
-        return list(range(1, found + 1))
+        return found
 
     def _first_swapped(self, rid: str, names: Sequence[str]) -> int:
         """Place of the first page that the request itself has swapped; else their number."""

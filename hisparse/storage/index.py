@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from hisparse.storage.namespace import Namespace
-from hisparse.storage.record import Header
+from hisparse.storage.prefix import PrefixSearch
+from hisparse.storage.record import Header, key_bytes, record_bytes
 from hisparse.storage.report import NamespaceUse
 from hisparse.storage.schema import DISAGREEMENT, SCHEMA, TABLES
 from hisparse.storage.segments import Place
@@ -241,6 +242,19 @@ class Index:
             rule = f"namespace = ? AND key IN ({','.join('?' * len(batch))})"
             found |= {row.key: row for row in self._pages(rule, [number, *batch])}
         return [found.get(key) for key in keys]
+
+    def find_prefix(self, namespace: Namespace, keys: Sequence[str], used_since: float) -> int:
+        """How many pages are there and used since then, up to the first that is not."""
+        if (number := self.namespace_id(namespace)) is None:
+            return 0
+        size, found = record_bytes(namespace.page_bytes), 0
+        search = PrefixSearch(self._all, number, size, used_since)
+        while (found := search.end(keys, found)) < len(keys) and used_since:
+            (row,) = self.find(namespace, [key_bytes(keys[found])])
+            if row is None or row.used < used_since:
+                break
+            found += 1  # It was read since, which is not written yet.
+        return found
 
     def _pages(self, rule: str, values: Sequence[object]) -> list[Row]:
         rows = self._all(f"SELECT {_COLUMNS}, used FROM pages WHERE {rule}", values)

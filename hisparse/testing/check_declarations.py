@@ -18,7 +18,7 @@ from hisparse.testing.case import Case
 from hisparse.testing.violation import Violation
 from hisparse.types import SelectionScope
 
-__all__ = ["declarations", "find_class_faults", "options"]
+__all__ = ["declarations", "find_class_faults", "find_docstring_faults", "options"]
 
 _OWNERS = ("page", "request", "layer")
 _MEMORIES = ("device", "host")
@@ -59,6 +59,11 @@ def find_class_faults(cls: type[BaseSparseAlgorithm]) -> list[str]:
         _flags_faults,
     )
     return [fault for look in looks for fault in _collect(cls, look(cls))]
+
+
+def find_docstring_faults(cls: type[BaseSparseAlgorithm]) -> list[str]:
+    """Those of :func:`find_class_faults` with which an algorithm runs all the same."""
+    return _collect(cls, _docstring_faults(cls))
 
 
 def _collect(cls: type, found: Iterator[str]) -> list[str]:

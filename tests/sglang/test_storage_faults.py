@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from test_page_format import bits_at, fill, make_pool, slots_of
 
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.cache.page_format import PageFormat
+from hisparse.config import StorageOptions
 from hisparse.sglang.storage import health
 from hisparse.sglang.storage.counters import StorageCounters
 from hisparse.sglang.storage.health import StorageHealth
@@ -22,6 +24,7 @@ from hisparse.sglang.storage.load import PageLoader
 from hisparse.sglang.storage.offload import PageWriter
 from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
 from hisparse.sglang.storage.records import Records
+from hisparse.sglang.storage.setup import create_backend
 from hisparse.storage import Namespace
 from tests.sizes import sized
 
@@ -260,7 +263,7 @@ def test_a_put_that_waits_keeps_the_model_of_its_pages(
 ) -> None:
     """A flush after an update of the weights finds a put behind a slow call."""
     world.exact.set_exact(world.pages(PAGES))
-    old = world.storage.keys(KEYS[:2])
+    old = list(world.storage.keys(KEYS[:2]))
     read, copied, go = world.form.read, threading.Event(), threading.Event()
 
     def read_and_stall(pages: torch.Tensor, out: torch.Tensor) -> None:
@@ -307,3 +310,32 @@ def test_a_damaged_record_is_written_again(world: World, hit: int) -> None:
     assert world.load() and world.same()
     assert world.offload(KEYS, PAGES)
     assert len(world.backend.puts) == 6 + 6 - hit, "what is whole again is not written again"
+
+
+class _Counted(list[str]):
+    """Names, which counts how many of them are read."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.num_read += len(found) if isinstance(index, slice) else 1
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        self.num_read += len(self)
+        return super().__iter__()
+
+
+def test_a_lookup_that_finds_few_pages_reads_few_names(tmp_path: Path) -> None:
+    """The scheduler repeats it for each waiting request, and a prompt may have 62,500 pages."""
+    backend = create_backend(StorageOptions(path=str(tmp_path)), None, 0, 1)
+    world = World(backend, checksums=False)
+    world.store_all()
+    for stored in ([], KEYS):
+        names = _Counted([*stored, *(f"{i:064x}" for i in range(10, 62_500))])
+        assert world.loader.find(names) == len(stored)
+        assert names.num_read < 2000
+    world.writer.close()
+    world.loader.close()
+    world.storage.close()

@@ -122,7 +122,7 @@ class Server:
         return self.linker.pop_completed_offload()
 
     def num_found(self) -> int:
-        return len(self.linker.lookup("request", self.transfers()))
+        return sum(self.linker.lookup("request", self.transfers()))
 
 
 @pytest.fixture(scope="module", autouse=True)

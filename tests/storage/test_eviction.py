@@ -342,7 +342,7 @@ def test_an_index_that_fails_makes_pages_absent(
     with FileStore(tmp_path, 1 << 30) as store:
         (key,) = fill(store, [1])
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-            patch.setattr(Index, "find", fail)
+            patch.setattr(Index, "_all", fail)
             assert store.find(NAMESPACE, [key]) == 0
             assert read(store, [key]) == [False]
             assert not store.put(NAMESPACE, key_of(2), parts_of(key_of(2)))

@@ -67,7 +67,7 @@ class LoadBench:
             options = replace(options, requests=len(self._requests(0)))
         self._options = options
         self._contenders = [] if options.url else contenders(options, self._model)
-        self._check = Check(options, {x: self._checked(x) for x in self._contexts}, status.say)
+        self._check = Check(options, {x: self._checked(x) for x in self._contexts}, status)
 
     @property
     def device(self) -> str:
@@ -91,8 +91,7 @@ class LoadBench:
     def _run_servers(self, folder: Path) -> None:
         """Start and measure a server of each contender for each device memory."""
         memories = list(self._memories())
-        algorithms = {x.algorithm for x in self._contenders} | {DENSE}
-        self._status.expect(len(algorithms) + len(memories) * len(self._contenders))
+        self._expect(memories)
         dense = Contender(options=self._options, model=self._model, algorithm=DENSE)
 
         def start(
@@ -100,17 +99,46 @@ class LoadBench:
         ) -> AbstractContextManager[ServerClient]:
             return self._server(flags, folder / log, name)
 
-        failure = self._check.started(dense, self._contenders, start)
+        failure = None
+        if self._options.quality:
+            self._status.show(
+                "answers are compared with dense ones first, which takes most of a short run; "
+                "--no-quality leaves it out"
+            )
+            failure = self._check.started(dense, self._contenders, start)
         if failure is not None:
             self._status.show(failure)
         for device_bytes, contexts in memories:
             cells = [(context, load) for context in contexts for load in self._options.loads]
-            cases = [self._case(device_bytes, *cell, failure) for cell in cells]
+            compared = self._options.quality
+            cases = [self._case(device_bytes, *cell, failure, compared=compared) for cell in cells]
             if failure is not None:
                 self.cases += cases
                 continue
             for contender in self._contenders:
                 self._measure(contender, device_bytes, cells, cases, folder)
+
+    def _expect(self, memories: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Tell the status what is to be done; prompts count by their tokens."""
+        loads = sum(
+            self._load_tokens(self._requests(context, self._options.num_requests(load)))
+            for _, contexts in memories
+            for context in contexts
+            for load in self._options.loads
+        )
+        servers = len(memories) * len(self._contenders)
+        work = {"answers": loads * len(self._contenders), "distance": 0}
+        if self._options.quality:
+            sparse = {x.algorithm for x in self._contenders} - {DENSE}
+            checked = sum(len(ids) for x in self._contexts for ids in self._checked(x))
+            servers += 1 + len(sparse)
+            work["answers"] += checked * (1 + len(sparse))
+            # The first of them measures what it is compared with, too.
+            work["distance"] = checked * (len(sparse) + bool(sparse))
+        self._status.expect(servers, work | {"starts": servers})
+
+    def _load_tokens(self, requests: Sequence[Request]) -> int:
+        return sum(map(_tokens, requests)) * self._options.turns
 
     def _memories(self) -> Iterator[tuple[int, Sequence[int]]]:
         """Device bytes of the servers, and the contexts that each serves."""
@@ -150,17 +178,17 @@ class LoadBench:
     def _run_urls(self) -> None:
         """Measure running servers; of two the first is the reference of a check."""
         servers = self._running
-        gate, failure = UNCHECKED, None
-        if len(servers) == 2:
-            gate, failure = "passed", self._check.running(*servers)
+        failure, compared = None, len(servers) == 2 and self._options.quality
+        if compared:
+            failure = self._check.running(*servers)
         for server in servers if failure is None else ():
             self._warm_up(server, self._contexts[0])
         for context in self._contexts:
             for load in self._options.loads:
-                case = self._case(None, context, load, failure, gate)
+                case = self._case(None, context, load, failure, compared=compared)
                 self.cases.append(case)
                 for i, server in enumerate(servers if failure is None else ()):
-                    key = server.url if i else None
+                    key = server.url if i and compared else None
                     self._load_case(case, server, server.url, key, context, load)
 
     def _case(
@@ -169,7 +197,8 @@ class LoadBench:
         context: int,
         load: dict[str, float],
         failure: str | None,
-        gate: str = "passed",
+        *,
+        compared: bool,
     ) -> Case:
         options = self._options
         requests = self._requests(context, options.num_requests(load))
@@ -207,6 +236,7 @@ class LoadBench:
                 f", {format_bytes(device_bytes)} = {tokens:,} dense tokens, which {hold} {holds} "
             )
             name += f"of the {len(requests)} requests"
+        gate = "passed" if compared else UNCHECKED
         gate = gate if failure is None else "failed"
         return Case(name=name, params=params, gate=gate, results=[])
 
@@ -243,7 +273,8 @@ class LoadBench:
                     self._add(case)
                 return
             self._warm_up(server, cells[0][0])
-            key = None if contender.algorithm == DENSE else contender.algorithm
+            compared = self._options.quality and contender.algorithm != DENSE
+            key = contender.algorithm if compared else None
             for (context, load), case in zip(cells, cases, strict=True):
                 self._load_case(case, server, contender.name, key, context, load)
                 self._add(case)
@@ -313,14 +344,15 @@ class LoadBench:
                 server.generate([requests[0].ids[:prefix]], 1)
         self._status.say(f"{contender}: {name}", total=len(requests) * options.turns)
         before = Usage.read(server)
-        run = run_load(
-            server.url,
-            requests,
-            self._model.tokenizer,
-            load,
-            options.slos_ms,
-            self._status.advance,
-        )
+        with self._status.work("answers", self._load_tokens(requests)):
+            run = run_load(
+                server.url,
+                requests,
+                self._model.tokenizer,
+                load,
+                options.slos_ms,
+                self._status.advance,
+            )
         usage = Usage.read(server)
         times = Result.of(contender, run.tpot_s or [0.0])
         result = LoadResult(
@@ -339,7 +371,8 @@ class LoadBench:
     def _server(self, flags: Sequence[str], log: Path, name: str) -> Iterator[ServerProcess]:
         self._status.start_server(name)
         with ServerProcess(self._model.folder, log, flags, self._forks) as server:
-            server.start(self._environment)
+            with self._status.work("starts", 1):
+                server.start(self._environment)
             yield server
 
     @property

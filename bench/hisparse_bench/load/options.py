@@ -70,6 +70,8 @@ class LoadOptions:
         dense_requests: the same as the KV of so many dense requests of this context.
         url: running servers, whose radix caches are emptied; the first of two is the reference.
         text: file whose text is in the prompts; the built-in texts if None.
+        quality: compare with dense decoding: the check, and the distance of sparse decoding.
+            Without it no ratios are shown.
         threads: CPU threads of a server; one for each core if 0.
     """
 
@@ -92,6 +94,7 @@ class LoadOptions:
     dense_requests: tuple[int, ...] = ()
     url: tuple[str, ...] = ()
     text: str | None = None
+    quality: bool = True
     threads: int = 0
 
     def __post_init__(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from rich.progress import Progress
 
@@ -21,12 +23,25 @@ class Status:
         self._progress = progress
         self._run = run
         self._servers = self._started = 0
-        self._since = time.monotonic()
+        #: Work of each kind that is left; what was done, and the seconds that it took.
+        self._work: dict[str, float] = {}
+        self._done: dict[str, tuple[float, float]] = {}
         self._task = progress.add_task("reading the model", total=None)
 
-    def expect(self, servers: int) -> None:
-        """Set how many servers the run starts; time counts from here."""
-        self._servers, self._since = servers, time.monotonic()
+    def expect(self, servers: int, work: Mapping[str, float]) -> None:
+        """Set how many servers the run starts, and how much work of each kind it is."""
+        self._servers, self._work = servers, dict(work)
+
+    @contextmanager
+    def work(self, kind: str, amount: float) -> Iterator[None]:
+        """Time a part of the work, in the unit of :meth:`expect`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            done, seconds = self._done.get(kind, (0.0, 0.0))
+            self._done[kind] = done + amount, seconds + time.monotonic() - began
+            self._work[kind] = max(0.0, self._work.get(kind, 0.0) - amount)
 
     def start_server(self, name: str) -> None:
         """Say that the next server starts."""
@@ -57,9 +72,11 @@ class Status:
         self._progress.remove_task(self._task)
 
     def _left(self) -> str:
-        """What the rest of the run takes if its servers take as long as those before."""
-        done = self._started - 1
-        if not done:
+        """What the rest of the run takes, if work takes as long as that of its kind before."""
+        if not self._done:
             return ""
-        seconds = (time.monotonic() - self._since) / done * (self._servers - done)
-        return f", about {seconds / 60:.0f} min left of this run"
+        left = {kind: amount for kind, amount in self._work.items() if amount}
+        known = left.keys() & self._done.keys()
+        seconds = sum(left[kind] * self._done[kind][1] / self._done[kind][0] for kind in known)
+        about = "about" if len(known) == len(left) else "more than"
+        return f", {about} {seconds / 60:.0f} min left of this run"

@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from torch import Tensor
 
+from hisparse.sglang.storage.page_storage import Keys
 from hisparse.storage import FileStore, Namespace
 
 __all__ = ["FileStorage"]
@@ -41,10 +42,7 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """Length of the longest prefix of ``keys``, of one namespace, that is stored."""
-        if not keys:
-            return 0
-        namespace, _ = self._split(keys[0])
-        return self.store.find(namespace, [self._split(key)[1] for key in keys])
+        return self.store.find(*self._split_all(keys)) if keys else 0
 
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
@@ -53,8 +51,7 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]
 
         The tensors may be longer than the records.
         """
-        namespace, _ = self._split(keys[0])
-        pages = [self._split(key)[1] for key in keys]
+        namespace, pages = self._split_all(keys)
         buffers = [row.numpy().data[: namespace.page_bytes] for row in target_locations]
         found = self.store.get(namespace, pages, buffers)
         return [row if ok else None for row, ok in zip(target_locations, found, strict=True)]
@@ -103,8 +100,7 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_remove(self, keys: Sequence[str]) -> None:
         """Remove records of one namespace."""
         if keys:
-            namespace, _ = self._split(keys[0])
-            self.store.remove(namespace, [self._split(key)[1] for key in keys])
+            self.store.remove(*self._split_all(keys))
 
     def remove_unused(self, namespace: Namespace, unused_s: float) -> None:
         """Remove the records that nobody wrote or read for so many seconds."""
@@ -118,6 +114,12 @@ class FileStorage(HiCacheStorage):  # type: ignore[misc]
     def close(self) -> None:
         """Write what was put to the disk, and let go of the files."""
         self.store.close()
+
+    def _split_all(self, keys: Sequence[str]) -> tuple[Namespace, Sequence[str]]:
+        """The namespace of keys, one or more of them, and their pages."""
+        if isinstance(keys, Keys):
+            return self._namespaces[keys.namespace], keys.pages
+        return self._split(keys[0])[0], [self._split(key)[1] for key in keys]
 
     def _split(self, key: str) -> tuple[Namespace, str]:
         namespace, _, page = key.partition("-")

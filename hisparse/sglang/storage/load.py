@@ -44,10 +44,10 @@ class PageLoader:
 
     def find(self, names: Sequence[str]) -> int:
         """Length of the longest prefix of the pages ``names`` that can be loaded."""
-        keys = self._storage.keys(names)
-        wanted, found = keys[: self._unread.first(keys)], 0
-        if wanted and self._health.is_usable(self._workers):
-            found = self._health.call(self._workers, lambda: self._storage.find(wanted)) or 0
+        keys, found = self._storage.keys(names), 0
+        if keys and self._health.is_usable(self._workers):
+            found = self._health.call(self._workers, lambda: self._storage.find(keys)) or 0
+            found = self._unread.first(keys[:found])
         self._counters.add(found_pages=found, absent_pages=len(keys) - found)
         return found
 

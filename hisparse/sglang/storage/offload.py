@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.errors import one_line
+from hisparse.sglang.storage.page_storage import Keys
 from hisparse.sglang.storage.records import Records
 from hisparse.sglang.storage.threads import Gate, Workers
 
@@ -34,7 +35,7 @@ class _Job:
         stored: whether the store has all pages that it may have; None: not known yet.
     """
 
-    keys: Sequence[str]
+    keys: Keys
     pages: Tensor
     ready: Sequence[Any]
     gate: Gate = field(default_factory=Gate)

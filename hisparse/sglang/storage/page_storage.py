@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import torch
 import xxhash
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hisparse.storage import Namespace
 
-__all__ = ["CHECKSUM_BYTES", "PageStorage", "Staging", "unwrapped"]
+__all__ = ["CHECKSUM_BYTES", "Keys", "PageStorage", "Staging", "unwrapped"]
 
 #: A record of a backend that does not check what it reads ends with xxh3_128 of its key and bytes.
 CHECKSUM_BYTES: Final = 16
@@ -89,6 +89,34 @@ class Staging:
         return [self.data[row].data_ptr() for row in rows], [self.data.shape[1]] * len(rows)
 
 
+class Keys(Sequence[str]):
+    """Keys "NAMESPACE-PAGE" of pages, each made when it is asked for: prompts have thousands.
+
+    Args:
+        namespace: key of their namespace.
+        pages: hexadecimal.
+    """
+
+    def __init__(self, namespace: str, pages: Sequence[str]) -> None:
+        self.namespace, self.pages = namespace, pages
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> Keys: ...
+    def __getitem__(self, index: int | slice) -> str | Keys:
+        """A key, or some of them."""
+        if isinstance(index, slice):
+            return Keys(self.namespace, self.pages[index])
+        return f"{self.namespace}-{self.pages[index]}"
+
+    def __iter__(self) -> Iterator[str]:
+        return map(f"{self.namespace}-".__add__, self.pages)
+
+
 class PageStorage:
     """A backend of SGLang's, and the records of a namespace in it.
 
@@ -108,15 +136,16 @@ class PageStorage:
         self._staging = staging
         self._inner = unwrapped(backend)
         self._by_index = _overrides(self._inner, "batch_get_v1")
+        # The file store takes any sequence; others may want a list.
+        self._takes_keys = hasattr(self._inner, "use")
         self._checks = checksums
-        self._prefix = ""
         self._namespace: Namespace | None = None
         backend.register_mem_pool_host(staging)
 
     def use(self, namespace: Namespace) -> None:
         """Make :meth:`keys` in ``namespace`` from now on; keys of before stay valid."""
-        self._prefix, self._namespace = f"{namespace.key}-", namespace
-        if hasattr(self._inner, "use"):
+        self._namespace = namespace
+        if self._takes_keys:
             self._inner.use(namespace)
 
     def within(self, namespace: Namespace) -> PageStorage:
@@ -130,16 +159,18 @@ class PageStorage:
         """Whether the backend removes single records, which SGLang's interface does not ask for."""
         return hasattr(self._inner, "batch_remove")
 
-    def keys(self, pages: Sequence[str]) -> list[str]:
+    def keys(self, pages: Sequence[str]) -> Keys:
         """Keys of pages of the namespace that is in use."""
-        return [self._prefix + page for page in pages]
+        assert self._namespace is not None, "a namespace is set before its keys are asked for"
+        return Keys(self._namespace.key, pages)
 
-    def find(self, keys: Sequence[str]) -> int:
+    def find(self, keys: Keys) -> int:
         """Length of the longest prefix of ``keys`` that is stored."""
-        return int(self._backend.batch_exists(keys))
+        return int(self._backend.batch_exists(keys if self._takes_keys else list(keys)))
 
     def get(self, keys: Sequence[str], rows: Sequence[int]) -> list[bool | None]:
         """Read records into rows; for each True, False if it is damaged, None if it is absent."""
+        keys = list(keys)
         if self._by_index:
             found = list(self._backend.batch_get_v1(keys, torch.tensor(rows)))
         else:
@@ -157,6 +188,7 @@ class PageStorage:
 
     def put(self, keys: Sequence[str], rows: Sequence[int]) -> bool:
         """Store the records in rows; whether all of them are stored then."""
+        keys = list(keys)
         if self._checks:
             for key, row in zip(keys, rows, strict=True):
                 self._staging.data[row, -CHECKSUM_BYTES:] = self._checksum(key, row)

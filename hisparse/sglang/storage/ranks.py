@@ -47,13 +47,17 @@ class LinkerRanks:
         """Rank and number of ranks in the keys of pages."""
         return (0, 1) if self.shared else (self.rank, self.size)
 
-    def all_of(self, mine: bool) -> bool:
-        """Whether the value is true on every rank."""
+    def least_of(self, mine: int) -> int:
+        """The smallest value of all ranks."""
         if self.group is None:
             return mine
-        value = torch.tensor([int(mine)])
+        value = torch.tensor([mine])
         torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN, group=self.group)
-        return bool(value.item())
+        return int(value.item())
+
+    def all_of(self, mine: bool) -> bool:
+        """Whether the value is true on every rank."""
+        return bool(self.least_of(int(mine)))
 
     def gather(self, text: str) -> list[str]:
         """The texts of all ranks, in their order."""

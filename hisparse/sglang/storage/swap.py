@@ -111,9 +111,9 @@ class RequestSwap:
 
         All pages from there on are looked up and loaded here.
         """
-        swapped = self._out.get(rid)
-        index = {} if swapped is None else swapped.index
-        return next((i for i, name in enumerate(hashes) if name in index), len(hashes))
+        if (swapped := self._out.get(rid)) is None:
+            return len(hashes)
+        return next((i for i, name in enumerate(hashes) if name in swapped.index), len(hashes))
 
     def find(self, rid: str, hashes: Sequence[str]) -> int:
         """Length of the longest prefix of ``hashes`` that can be loaded for a request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Final
 
 __all__ = ["UnreadKeys"]
@@ -28,20 +29,26 @@ class UnreadKeys:
         """Note records that could not be read."""
         until = time.monotonic() + _SECONDS
         with self._lock:
-            if len(self._until) < _MAX_KEYS:
-                self._until.update(dict.fromkeys(keys, until))
+            self._expire()
+            for key in keys if len(self._until) < _MAX_KEYS else ():
+                self._until.pop(key, None)  # The oldest stay first.
+                self._until[key] = until
 
     def drop(self, keys: Iterable[str]) -> None:
         """Forget records that were written again."""
         with self._lock:
-            for key in keys:
+            for key in keys if self._until else ():
                 self._until.pop(key, None)
 
     def first(self, keys: Sequence[str]) -> int:
         """Index of the first key that counts as absent; their number if none does."""
         with self._lock:
-            if not self._until:
+            self._expire()
+            if not self._until or self._until.keys().isdisjoint(keys):
                 return len(keys)
-            now = time.monotonic()
-            self._until = {key: until for key, until in self._until.items() if until > now}
-            return next((i for i, key in enumerate(keys) if key in self._until), len(keys))
+            return next(i for i, key in enumerate(keys) if key in self._until)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for key in list(takewhile(lambda key: self._until[key] <= now, self._until)):
+            del self._until[key]
