@@ -30,7 +30,6 @@ from hisparse.transformers import HiSparseCache, disable, enable
 from hisparse.transformers.context_file import read_rows
 from hisparse.transformers.tensor_file import TensorFile, write_tensors
 from hisparse_bench import speed_plot
-from scripts import compare_quality
 from tests.eval.synthetic_records import record
 from tests.eval.test_eval_report import result
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
@@ -259,7 +258,6 @@ def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
         _reader("page", quality, _page(folder), weight=1),
         _reader("quality plot", quality, _command(quality_plot.main, capture, svg)),
         _reader("speed plot", bench, _command(speed_plot.main, capture, svg)),
-        _reader("compare_quality", quality, _command(_compare, capture)),
     ]
     with _context(folder) as context:
         yield [context, *found]
@@ -267,8 +265,3 @@ def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
 
 def _reader(name: str, content: bytes, read: Callable[[Path], object], weight: int = 4) -> Reader:
     return Reader(name=name, content=content, read=read, weight=weight)
-
-
-def _compare(names: list[str]) -> int:
-    """2 if the files cannot be compared; 1 means that a divergence grew."""
-    return int(compare_quality.main([*names, names[0]]) == 2)
