@@ -22,7 +22,6 @@ from hisparse.kernels import sketch_score
 from hisparse.kernels.build import isa
 from hisparse.kernels.dispatch import implementation
 from hisparse.plan.bench_case import estimate_case
-from hisparse.testing.delayed import DelayedStreams
 from hisparse_bench import busy, kernels, lru_diff, transfer
 from hisparse_bench.decode import DecodeBench, DecodeWorkload
 from hisparse_bench.lru_diff import LruDiffBench, drifting_selections
@@ -31,6 +30,7 @@ from hisparse_bench.parts import PARTS, time_parts
 from hisparse_bench.peers import reason_to_leave_out
 from hisparse_bench.timing import Candidate
 from hisparse_bench.transfer import TransferBench
+from tests.delayed import DelayedStreams
 from tests.kernels.lru_oracle import LruOracle
 from tests.processes import is_running
 from tests.test_overlap import Forgetful
