@@ -23,9 +23,9 @@ from hisparse.cache.page_format import PageFormat
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Resources, build_engine, make_setup
 from hisparse.testing import Request, Simulator
-from hisparse.testing.delayed import DelayedStreams
 from hisparse.testing.replaying_simulator import ReplayingSimulator
 from hisparse.types import KVSpec
+from tests.delayed import DelayedStreams
 
 MLA: dict[str, Any] = {
     "fp8": True,

@@ -20,8 +20,8 @@ from hisparse.engine.build import Resources, build_engine, make_setup
 from hisparse.engine.capabilities import stored_spec
 from hisparse.errors import HiSparseError
 from hisparse.testing import Request, Simulator
-from hisparse.testing.delayed import DelayedStreams, Order
 from hisparse.types import KVSpec, StoredKV
+from tests.delayed import DelayedStreams, Order
 from tests.shapes import TWO_LAYERS
 
 LAYOUTS = ["layer_first", "page_first", "page_head"]

@@ -18,9 +18,9 @@ from hisparse.algorithms.topp import TopP
 from hisparse.engine.extensions.trace import Trace
 from hisparse.engine.step import MixedBatch
 from hisparse.testing import Request, Simulator
-from hisparse.testing.delayed import DelayedStreams
 from hisparse.testing.replaying_simulator import ReplayingSimulator
 from hisparse.trace import SelectionTrace
+from tests.delayed import DelayedStreams
 from tests.sizes import sized
 
 DENSE_BELOW = 80

@@ -16,8 +16,8 @@ from hisparse.algorithms.topp import TopP
 from hisparse.cache.staging import Staging
 from hisparse.cache.streams import InlineStreams, Lane, Pending
 from hisparse.testing import Simulator
-from hisparse.testing.delayed import DelayedStreams, Order
 from hisparse.testing.replaying_simulator import ReplayingSimulator
+from tests.delayed import DelayedStreams, Order
 from tests.sizes import crossed
 
 T = TypeVar("T")

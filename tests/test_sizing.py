@@ -93,7 +93,8 @@ def check_fits(sizing: Sizing) -> None:
     assert 1 <= sizing.max_requests <= (request.max_requests or DEFAULT_MAX_REQUESTS)
     least = sizing.max_requests * request.rows_per_request * request.min_row_pages
     most = least // request.min_row_pages * sizing.max_row_capacity // request.page_size
-    assert least <= sizing.num_device_pages - sizing.num_tail_pages <= most
+    tail_pages = (sizing.max_requests + 1) * request.rows_per_request
+    assert least <= sizing.num_device_pages - tail_pages <= most
 
 
 @given(requests())
@@ -186,8 +187,8 @@ def test_device_limits() -> None:
 
 def test_leftover_becomes_device_pages() -> None:
     alone = size(replace(LLAMA, host_bytes=32 * GIB, max_requests=1))
-    pages = alone.num_device_pages - alone.num_tail_pages
-    assert pages == LLAMA.rows_per_request * 131072 // 16
+    tail_pages = 2 * LLAMA.rows_per_request
+    assert alone.num_device_pages - tail_pages == LLAMA.rows_per_request * 131072 // 16
 
 
 @pytest.mark.parametrize("context", [1, 16, 131072, 131073])

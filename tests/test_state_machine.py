@@ -28,8 +28,8 @@ from torch import Tensor
 from hisparse.algorithms import DecodeStep
 from hisparse.kernels import dispatch
 from hisparse.testing import Simulator
-from hisparse.testing.delayed import DelayedStreams
 from hisparse.types import Selection
+from tests.delayed import DelayedStreams
 from tests.sizes import sized
 from tests.state_engines import ENGINES, LONGEST, NUM_SLOTS, SMALL
 from tests.state_model import (

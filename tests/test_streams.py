@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hisparse.cache.streams import CudaStreams, InlineStreams, SideStreams, make_streams
-from hisparse.testing.delayed import DelayedStreams
+from tests.delayed import DelayedStreams
 
 
 class Stream:

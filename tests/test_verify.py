@@ -13,7 +13,7 @@ from torch import Tensor
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.topp import TopP
-from hisparse.engine.drafts import DraftTree
+from hisparse.engine.modes import Runs
 from hisparse.testing import Request
 from tests.drafting import Draft, DraftingSimulator, random_draft
 from tests.sizes import sized
@@ -43,7 +43,10 @@ SETTINGS = [
     pytest.param({"layers": 4, "reuse_layers": 2, "dense_layers": (1,)}, id="reuse-dense-layer"),
     pytest.param({"min_sparse_context": 105}, id="dense-and-sparse"),
     pytest.param({"min_sparse_context": 1000, "layout": "layer_first"}, id="staged"),
-    pytest.param({"page_size": 2, "budget": 16}, id="drafts-fill-many-pages"),
+    pytest.param(
+        {"page_size": 2, "budget": 16, "device_buffer": 16, "max_row": 16, "num_recent_pages": 1},
+        id="drafts-fill-many-pages",
+    ),
     pytest.param({"layers": 4, "windows": (20, 0, 9, 33)}, id="windows-sinks"),
     pytest.param(ROOMY, id="rows-with-room-for-all-nodes"),
     pytest.param(ROOMY | {"page_size": 16, "budget": 64}, id="drafts-within-a-page"),
@@ -121,33 +124,30 @@ def test_accepted_drafts_equal_decoding_one_token_at_a_time(
         drafts = [random_draft(r, o, 7, rng) for r, o in zip(requests, others, strict=True)]
         before = [r.done for r in requests]
         out = sim.verify(*drafts)
-        paths = [draft.path(draft.accepted) for draft in drafts]
-        for depth in range(max(map(len, paths))):
-            some = [b for b, path in enumerate(paths) if depth < len(path)]
+        for token in range(max(draft.accepted for draft in drafts) + 1):
+            some = [b for b, draft in enumerate(drafts) if token <= draft.accepted]
             expected = alone.decode(*(twins[b] for b in some))
-            found = torch.stack([out[:, b, paths[b][depth]] for b in some], 1)
-            assert torch.equal(found, expected), (before, depth)
+            assert torch.equal(out[:, some, token], expected), (before, token)
         assert_same_tokens(sim, alone, requests)
         assert_same_state(sim, alone)
     assert [r.done for r in requests] == [r.done for r in twins]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_every_node_attends_what_it_would_attend_alone(settings: dict[str, Any]) -> None:
-    sim, requests = simulator(settings)
+def test_every_draft_attends_what_it_would_attend_alone(settings: dict[str, Any]) -> None:
+    sim, (request, _) = simulator(settings)
     other = sim.request(4, LENGTH, seed=60)
     sim.end(other)
-    rng = random.Random(3)
-    draft = random_draft(requests[0], other, 8, rng)
-    out = sim.verify(draft)
-    for node in range(8):
-        alone, (twin, _) = simulator(settings)
-        for step, (source, at) in enumerate(draft.sources[n] for n in draft.path(node)):
-            place = PROMPTS[0] + step
-            for target, values in zip(twin.streams, source.streams, strict=True):
-                target[:, place] = values[:, at]
-            expected = alone.decode(twin)[:, 0]
-        assert torch.equal(out[:, 0, node], expected), node
+    first = request.done
+    sources = [(request if i < 3 else other, first + i) for i in range(8)]
+    out = sim.verify(Draft(request, sources, length=6, accepted=2))
+    alone, (twin, _) = simulator(settings)
+    for token, (source, at) in enumerate(sources[:6]):
+        for target, values in zip(twin.streams, source.streams, strict=True):
+            target[:, first + token] = values[:, at]
+        assert torch.equal(out[:, 0, token], alone.decode(twin)[:, 0]), token
+    # What is after the chain is not served.
+    assert torch.equal(out[:, 0, 6:], out[:, 0, :1].expand(-1, 2, -1, -1))
 
 
 def test_a_rejected_draft_leaves_nothing() -> None:
@@ -157,7 +157,7 @@ def test_a_rejected_draft_leaves_nothing() -> None:
     sim.end(other)
     first = request.done
     wrong = [(other, first + i) for i in range(1, 9)]
-    sim.verify(Draft(request, [-1, *range(8)], [(request, first), *wrong], accepted=0))
+    sim.verify(Draft(request, [(request, first), *wrong], length=9, accepted=0))
     alone.decode(twin)
     assert_same_state(sim, alone)
     assert_same_tokens(sim, alone, [request])
@@ -165,8 +165,8 @@ def test_a_rejected_draft_leaves_nothing() -> None:
 
 def test_the_forward_after_an_abandoned_verification_is_served() -> None:
     sim, (request, two) = simulator({})
-    batch = sim._verify_batch((Draft(request, [-1, 0], [(request, request.done)] * 2, 0),))
-    sim.coordinator.forward_begin(batch)
+    draft = Draft(request, [(request, request.done)] * 2, length=2, accepted=0)
+    sim.coordinator.forward_begin(sim.verify_batch(draft))
     sim.coordinator.forward_abort()
     sim.end(request)
     assert sim.decode(two).isfinite().all()
@@ -177,14 +177,13 @@ def test_a_chain_within_a_page_is_one_decode_step() -> None:
     served: list[int] = []
     sim.coordinator.observe(lambda layer, q, step, selection: served.append(len(q)))
     first = request.done
-    chain = [-1, *range(7)]
-    sim.verify(Draft(request, chain, [(request, first + i) for i in range(8)], accepted=7))
+    sim.verify(Draft(request, [(request, first + i) for i in range(8)], length=8, accepted=7))
     assert first % 16 == 5
     assert served == [8] * sim.layers
     # Token 112 fills a page: the next tokens are scored with that page.
     served.clear()
     first = request.done
-    sim.verify(Draft(request, chain, [(request, first + i) for i in range(8)], accepted=7))
+    sim.verify(Draft(request, [(request, first + i) for i in range(8)], length=8, accepted=7))
     assert served == [3, 5] * sim.layers
 
 
@@ -193,44 +192,22 @@ def test_a_chain_from_dense_to_sparse() -> None:
     settings = ROOMY | {"min_sparse_context": 105, "page_size": 8}
     (sim, (request, _)), (alone, (twin, _)) = simulator(settings), simulator(settings)
     sources = [(request, request.done + i) for i in range(8)]
-    out = sim.verify(Draft(request, [-1, *range(7)], sources, accepted=7))
+    out = sim.verify(Draft(request, sources, length=8, accepted=7))
     assert torch.equal(out[:, 0], torch.cat([alone.decode(twin) for _ in sources], 1))
     assert_same_state(sim, alone)
 
 
 def test_runs_end_at_filled_pages_and_full_rows() -> None:
-    # A chain of five, and a branch of two at node 1.
-    tree = DraftTree(np.array([-1, 0, 1, 2, 3, 1, 5]), np.array([5, 6, 7, 8, 9, 1, 2]))
-    nowhere = np.zeros(7, dtype=bool)
-    assert tree.runs(nowhere, 9) == [[0, 1, 5, 6], [2, 3, 4]]
-    assert tree.runs(nowhere, 3) == [[0, 1, 5], [6], [2, 3, 4]]
-    assert tree.runs(np.arange(7) == 1, 9) == [[0, 1], [5, 6], [2, 3, 4]]
+    sim, requests = simulator({})
+    sources = [(requests[0], 0)] * 7
+    drafts = [Draft(r, sources, n, 0) for r, n in zip(requests, (6, 1), strict=True)]
+    batch = sim.verify_batch(*drafts)
+    ends = np.array([[i == 1 for i in range(7)], [False] * 7])
 
+    def runs(ends: np.ndarray, *most: int) -> list[dict[int, list[int]]]:
+        steps = batch.steps(Runs(ends, np.array(most)))
+        return [{b: list(run) for b, run in step.runs.items()} for step in steps]
 
-def test_a_node_that_cannot_be_accepted_is_not_served() -> None:
-    sim, (request, _) = simulator(ROOMY)
-    alone, (twin, _) = simulator(ROOMY)
-    first = request.done
-    batch = sim._verify_batch((Draft(request, [-1, 0, 0, 0], [(request, first)] * 4, 0),))
-    batch.tokens[0, 1:] = -1
-    sim.coordinator.forward_begin(batch)
-    expected = alone.decode(twin)
-    for layer in range(sim.layers):
-        q, k, v, *_ = (x[layer, first].expand(4, *x.shape[2:]) for x in request.streams)
-        out = sim.coordinator.attention(layer, q, k, v)
-        assert torch.equal(out, expected[layer].expand_as(out))
-    sim.coordinator.forward_end()
-    sim.coordinator.accept_drafts(np.array([0]))
-    request.done += 1
-    assert_same_state(sim, alone)
-    assert_same_tokens(sim, alone, [request])
-
-
-def test_twins_are_served_once_and_the_longest_branch_last() -> None:
-    # A chain 0-1-2, two unused nodes at the root, and a node under the second of them.
-    tree = DraftTree(np.array([-1, 0, 1, 0, 0, 4]), np.array([5, 6, 7, 0, 0, 9]))
-    assert tree.order == [0, 3, 5, 1, 2]
-    assert tree.twins.tolist() == [0, 1, 2, 3, 3, 5]
-    assert tree.depths.tolist() == [0, 1, 2, 1, 1, 2]
-    chain = DraftTree(np.array([-1, 0, 1, 2, 0]), np.array([5, 6, 7, 8, 0]))
-    assert chain.order == [0, 4, 1, 2, 3]
+    assert runs(ends & False, 9, 9) == [{0: [0, 1, 2, 3, 4, 5], 1: [0]}]
+    assert runs(ends, 9, 9) == [{0: [0, 1], 1: [0]}, {0: [2, 3, 4, 5]}]
+    assert runs(ends, 3, 1) == [{0: [0, 1], 1: [0]}, {0: [2, 3, 4]}, {0: [5]}]

@@ -19,10 +19,10 @@ from hisparse.engine.build import Resources, make_setup
 from hisparse.engine.capabilities import fit_windows
 from hisparse.errors import ConfigError
 from hisparse.testing import Request, Simulator
-from hisparse.testing.delayed import DelayedStreams
 from hisparse.testing.replaying_simulator import ReplayingSimulator
 from hisparse.trace.reader import SelectionTrace
 from hisparse.types import KVSpec
+from tests.delayed import DelayedStreams
 from tests.sizes import SWEEPS
 
 #: Tokens: below, at and above a page of 8, over several pages, and beyond every context below.

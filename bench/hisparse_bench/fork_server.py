@@ -167,11 +167,6 @@ class ForkedProcess:
             time.sleep(0.05)
         return code
 
-    def terminate(self) -> None:
-        """SIGTERM."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
-
 
 class ForkServer:
     """The running process, as tests and benchmarks talk to it.

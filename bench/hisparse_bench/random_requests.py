@@ -131,7 +131,6 @@ class RandomRequests:
             self.policy,
             context_length=self.context + self.max_new_tokens,
             host_bytes=_UNLIMITED_BYTES,
-            device_bytes=_UNLIMITED_BYTES,
         )
         self.retrieve_topk = algorithm.retrieve_topk
         self._ranks_tail = algorithm.ranks_tail

@@ -53,7 +53,6 @@ class Generation:
         ids: its token ids, if the request had token ids.
         times_s: arrival of each event, seconds since the request was sent.
         prompt_tokens, cached_tokens: tokens of the prompt, and those found in the radix cache.
-        verified: forwards that verified drafts; 0 without speculation.
     """
 
     text: str
@@ -61,7 +60,6 @@ class Generation:
     times_s: list[float]
     prompt_tokens: int
     cached_tokens: int
-    verified: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -85,16 +83,14 @@ class ServerClient:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
 
-    def stream(
-        self, prompt: str | Sequence[int], max_new_tokens: int, *, ignore_eos: bool = True
-    ) -> Generation:
+    def stream(self, prompt: str | Sequence[int], max_new_tokens: int) -> Generation:
         """Continue a text or token ids greedily, and time each event."""
         body: dict[str, Any] = {
             "stream": True,
             "sampling_params": {
                 "temperature": 0.0,
                 "max_new_tokens": max_new_tokens,
-                "ignore_eos": ignore_eos,
+                "ignore_eos": True,
             },
         }
         body |= {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
@@ -111,7 +107,6 @@ class ServerClient:
             times,
             meta["prompt_tokens"],
             meta["cached_tokens"],
-            meta.get("spec_verify_ct") or 0,
         )
 
     def generate(

@@ -113,34 +113,16 @@ def build_tree_kernel_efficient_cpu(
     draft_token_num: int,
     tree_mask_mode: int,
 ) -> None:
-    """Mask, positions and links of a draft model's trees; node 0 is the last verified token.
-
-    Node ``i`` is the drafted token of number ``selected_index[b, i - 1]``, and ``topk`` tokens of
-    consecutive numbers have the same parent. ``parent_list`` has its number; 0 is node 0.
-    """
+    """Mask, positions and links of a draft model's chains; node 0 is the last verified token."""
+    if topk != 1:
+        raise ValueError(f"topk: got {topk}, expected 1: this stand-in builds chains")
     if tree_mask_mode != 1:
         raise ValueError(f"tree_mask_mode: got {tree_mask_mode}, expected 1 (QLEN_ONLY) on a CPU")
-    masks = tree_mask.view(-1, draft_token_num, draft_token_num)
-    trees = zip(
-        parent_list.tolist(), selected_index.tolist(), verified_seq_len.tolist(), strict=True
-    )
-    for request, (numbers, selected, length) in enumerate(trees):
-        paths, last_child = [[0]], dict[int, int]()
-        for node in range(draft_token_num):
-            if node:
-                group = selected[node - 1] // topk
-                parent = selected.index(numbers[group]) + 1 if group else 0
-                paths.append([*paths[parent], node])
-                if parent in last_child:
-                    retrive_next_sibling[request, last_child[parent]] = node
-                else:
-                    retrive_next_token[request, parent] = node
-                last_child[parent] = node
-            masks[request, node] = False
-            masks[request, node, paths[node]] = True
-            place = request * draft_token_num + node
-            positions[place] = length + len(paths[node]) - 1
-            retrive_index[request, node] = place
+    nodes = positions.new_ones(draft_token_num).cumsum(0) - 1
+    tree_mask.view(-1, draft_token_num, draft_token_num)[:] = nodes <= nodes[:, None]
+    positions.view(-1, draft_token_num)[:] = verified_seq_len[:, None] + nodes
+    retrive_index.view(-1)[:] = retrive_index.new_ones(retrive_index.numel()).cumsum(0) - 1
+    retrive_next_token[:, :-1] = nodes[1:]
 
 
 def copy_all_layer_kv_cache_cpu(

@@ -109,7 +109,7 @@ class BaseSparseAlgorithm(ABC):
         return 0
 
     def resolved(
-        self, policy: SelectionPolicy, *, context_length: int, host_bytes: int, device_bytes: int
+        self, policy: SelectionPolicy, *, context_length: int, host_bytes: int
     ) -> BaseSparseAlgorithm:
         """Resolve options that depend on the deployment; called once, at start.
 
@@ -117,7 +117,6 @@ class BaseSparseAlgorithm(ABC):
             policy: shapes of the model and the rules of selections.
             context_length: tokens, the longest sequence.
             host_bytes: host memory for the KV pool and for the algorithm's own data.
-            device_bytes: device memory for everything that hisparse keeps there.
 
         Returns:
             the algorithm with all options resolved.

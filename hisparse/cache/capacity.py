@@ -57,11 +57,6 @@ class RowCapacities:
         return tuple(self._needs)
 
     @property
-    def used_pages(self) -> int:
-        """Device pages of one layer that rows hold as of the last :meth:`fit`."""
-        return self._rows * sum(self._capacity.values())
-
-    @property
     def live_pages(self) -> int:
         """Device pages of one layer that live requests hold; the next forward frees all others."""
         return self._rows * sum(self._capacity.get(slot, 0) for slot in self._needs)

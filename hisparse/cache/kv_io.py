@@ -91,12 +91,6 @@ class KVReadWrite:
         stored = read_tokens(self._host.stored(layer_id), host_slots)
         return StoredKV(*(x.to(self._device.device) for x in stored.tensors))
 
-    def move(self, target: Tensor, source: Tensor) -> None:
-        """Copy tokens of all layers from host slots ``source [T] int64`` to ``target [T]``."""
-        for layer_id in range(self._host.kv.num_layers):
-            stored = self._host.stored(layer_id)
-            write_tokens(read_tokens(stored, source), stored, target)
-
     def _verify(self, host_slots: Tensor) -> None:
         if self._checked:
             num_pages, _, size, _ = self._host.stored(0).k.shape

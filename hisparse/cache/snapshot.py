@@ -78,7 +78,6 @@ def read_changed(
     before: RowSnapshot,
     *,
     host_page_table: Tensor,
-    changed_from: Tensor,
     tail_index: Tensor,
 ) -> None:
     """Read pages from host memory that rows have by their tables, but not in device memory.
@@ -89,17 +88,13 @@ def read_changed(
         layer_id: layer number.
         before: the tables that tell what the device pages hold.
         host_page_table: ``[B, P] int32``, host pages of the rows' requests.
-        changed_from: ``[B] int32``, index of the first page whose K and V may have changed since.
-        tail_index: ``[B] int32``, index of the tail page; -1: it is empty, or has not changed.
+        tail_index: ``[B] int32``, index of the tail page; -1: it is empty, or where it was.
     """
     heads = device.heads
     now = save_rows(device, layer_id, before.rows, before.slot_pages.shape[1])
-    changed_from, tail_index = (
-        x.repeat_interleave(heads)[:, None] for x in (changed_from, tail_index)
-    )
+    tail_index = tail_index.repeat_interleave(heads)[:, None]
     lost = now.slot_pages != before.slot_pages
     lost |= now.device_pages != before.device_pages
-    lost |= now.slot_pages >= changed_from
     wanted = torch.cat([now.slot_pages.where(lost, -1), tail_index], 1)
     table = host_page_table.repeat_interleave(heads, 0)
     source = table.gather(1, wanted.clamp(min=0).long()).where(wanted >= 0, -1)

@@ -170,7 +170,6 @@ def make_setup(
     limits = {
         "context_length": resources.context_length,
         "host_bytes": resources.host_bytes,
-        "device_bytes": resources.device_bytes,
     }
     algorithm = call(algorithm.resolved, None, policy, **limits)
     check_dense_layers(config, spec)

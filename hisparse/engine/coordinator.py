@@ -363,13 +363,10 @@ class SparseCoordinator:
         self._end_step(complete=True)
         self.manager.counters.publish()
 
-    def accept_drafts(self, nodes: np.ndarray) -> None:
-        """Keep the drafts up to ``nodes [B]``, the last accepted ones, and undo all others.
-
-        Called once the accepted K and V are in the host slots of their positions.
-        """
+    def accept_drafts(self, last: np.ndarray) -> None:
+        """Keep each chain up to token ``last [B]``, the last accepted one, and undo all others."""
         if self._verification is not None:
-            self._verification.accept(nodes)
+            self._verification.accept(last)
             self._verification = None
 
     def forward_abort(self) -> None:

@@ -14,11 +14,11 @@ __all__ = ["AttentionModes", "ModeMasks", "Runs"]
 
 
 class Runs(NamedTuple):
-    """Which drafts can be served in one step: runs of nodes, each the parent of the next.
+    """Which drafts of a chain can be served in one step, a run.
 
     Attributes:
-        ends: ``[B, n] bool``, whether a run ends with a node of this depth.
-        most: ``[B]``, nodes of a run at most.
+        ends: ``[B, n] bool``, whether a run ends with this token of the chain.
+        most: ``[B]``, tokens of a run at most.
     """
 
     ends: np.ndarray
@@ -117,7 +117,7 @@ class AttentionModes:
         they select.
 
         Args:
-            seq_lens: ``[B, n]``, tokens up to a node of each depth.
+            seq_lens: ``[B, n]``, tokens up to each token of the chain.
             capacities: ``[B]``, device pages of each of a request's rows.
         """
         size = self._policy.kv.page_size

@@ -1,8 +1,8 @@
-"""Verification of drafts: runs of nodes are decode steps, and rejected nodes are undone."""
+"""Verification of drafts: runs of tokens are decode steps, and rejected tokens are undone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,16 +43,15 @@ class _Saved:
 
 
 class Verification:
-    """Serves the nodes of a batch of drafts run by run, layer by layer.
+    """Serves chains of drafts run by run, layer by layer.
 
-    A run, in which each node is the parent of the next, is one decode step: its tokens are written,
-    all nodes select at once, each with its own query, and the LRU order takes the selections one
-    after the other. The tail page, the LRU order and the representations are those that decoding
-    the nodes one by one would leave. A run ends where a node fills a page.
+    A run is one decode step: its tokens are written, all of them select at once, each with its own
+    query, and the LRU order takes the selections one after the other. The tail page, the LRU order
+    and the representations are those that decoding the tokens one by one would leave. A run ends
+    where a token fills a page.
 
-    Before a run whose first node's parent was not served last, and after the verification, a
-    request goes back to the state after an earlier node. Until then only descendants of that node
-    were served: the host slots of the positions up to it still hold its path.
+    After the verification, a request goes back to the state after its last accepted token. Until
+    then the host slots of the chain's positions hold the whole chain.
 
     Args:
         batch: the drafts.
@@ -79,14 +78,12 @@ class Verification:
         self._returns = Returns(batch, steps, forwards, manager)
         self._width = int(manager.residency.held(batch.slots_cpu).max())
         self._saved: dict[tuple[int, int], _Saved] = {}
-        count = batch.parents.shape[1]
+        count = batch.host_slots.shape[1]
         tokens = [step.pairs @ [count, 1] for step in steps]
         self._tokens = [self._upload(each) for each in tokens]
         self._filling = [self._filled_pages(list(step.runs)) for step in steps]
-        self._back = [list(self._moves(step)) for step in steps]
         self._returnable = [self._can_return(step) for step in steps]
         self._output = self._output_index(np.concatenate(tokens))
-        self._own = self._own_slots()
 
     def attention(
         self,
@@ -102,39 +99,31 @@ class Verification:
         for number, forward in enumerate(self._forwards):
             tokens = self._tokens[number]
             with serial_operators(q.device):
-                for back in self._back[number]:
-                    self._go_back(layer_id, back)
                 if number:
                     forward.read_tails(layer_id, self._manager.device)
                 saved = self._save(layer_id, number)
                 inputs = indexer and indexer.take(tokens)
-                nodes = (q[tokens], k[tokens], v[tokens])
+                drafts = (q[tokens], k[tokens], v[tokens])
             if saved is None:
-                outputs.append(attend(layer_id, *nodes, forward, inputs))
+                outputs.append(attend(layer_id, *drafts, forward, inputs))
                 continue
             with self._manager.logged() as saved.log:
-                outputs.append(attend(layer_id, *nodes, forward, inputs))
+                outputs.append(attend(layer_id, *drafts, forward, inputs))
             if forward.filled is not None:
                 saved.filled = self._entries(layer_id, number)
         with serial_operators(q.device):
-            if self._own is not None:
-                tokens, slots = self._own
-                self._manager.kv_io.write(layer_id, slots, k[tokens], v[tokens])
             out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
             return out if self._output is None else out[self._output]
 
-    def accept(self, nodes: np.ndarray) -> None:
-        """Go back to the state after the last accepted node of each request.
-
-        K and V of the accepted nodes are in the host slots of their positions by now.
+    def accept(self, last: np.ndarray) -> None:
+        """Go back to the state after the last accepted token of each request.
 
         Args:
-            nodes: ``[B]``, indices of the nodes.
+            last: ``[B]``, the token's place in the chain.
         """
-        trees = self._batch.trees
-        kept = [int(tree.twins[node]) for tree, node in zip(trees, nodes, strict=True)]
-        back = {b: n for b, n in enumerate(kept) if trees[b].order[-1] != n}
-        for each in self._returns.to(back):
+        ends = self._batch.chain_lengths - 1
+        undone = {int(b): int(last[b]) for b in np.flatnonzero(last < ends)}
+        for each in self._returns.to(undone):
             for layer_id in range(self._representations.num_layers):
                 with serial_operators(self._device):
                     self._go_back(layer_id, each)
@@ -142,14 +131,10 @@ class Verification:
     def _upload(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
 
-    def _moves(self, step: VerifyStep) -> Iterator[Return]:
-        """The requests of a step that go back to their first node's parent before it."""
-        trees = self._batch.trees
-        yield from self._returns.to({b: int(trees[b].parents[step.runs[b][0]]) for b in step.moved})
-
     def _can_return(self, step: VerifyStep) -> bool:
-        """Whether a request can go back to one of the nodes of a step."""
-        return any(self._batch.trees[b].order[-1] != n for b, run in step.runs.items() for n in run)
+        """Whether a step serves a token that is not the last of its chain."""
+        ends = self._batch.chain_lengths - 1
+        return any(run.start < ends[b] for b, run in step.runs.items())
 
     def _filled_pages(self, requests: list[int]) -> Tensor | None:
         """``[b, W] int64``, host pages that drafts can fill, 0 behind them; None: none."""
@@ -166,35 +151,18 @@ class Verification:
 
     def _output_index(self, tokens: np.ndarray) -> Tensor | None:
         """``[B * n]``, which served token each token's output is; None: all, in their order."""
-        batch = self._batch
-        place = np.zeros(batch.num_tokens, dtype=np.int64)
+        num_requests, count = self._batch.host_slots.shape
+        first = np.arange(num_requests)[:, None] * count
+        served = np.arange(count) < self._batch.chain_lengths[:, None]
+        place = np.zeros(num_requests * count, dtype=np.int64)
         place[tokens] = np.arange(len(tokens))
-        first = np.arange(len(batch.trees))[:, None] * batch.parents.shape[1]
-        index = place[(first + [tree.twins for tree in batch.trees]).flatten()]
+        index = place[np.where(served, first + np.arange(count), first).flatten()]
         if len(tokens) == len(index) and (index == np.arange(len(index))).all():
             return None
         return self._upload(index)
 
-    def _own_slots(self) -> tuple[Tensor, Tensor] | None:
-        """Nodes whose own host slot is not that of their position, and these slots.
-
-        A verification moves accepted K and V from the nodes' own slots to those of their positions.
-        """
-        batch = self._batch
-        count = batch.parents.shape[1]
-        tokens = [
-            b * count + node
-            for b, tree in enumerate(batch.trees)
-            if any(tree.depths[node] != node for node in tree.order)
-            for node in tree.order
-        ]
-        if not tokens:
-            return None
-        index = self._upload(np.array(tokens))
-        return index, batch.host_slots.flatten()[index]
-
     def _save(self, layer_id: int, number: int) -> _Saved | None:
-        """Keep the state before a step, unless no request can return to one of its nodes."""
+        """Keep the state before a step, unless no request can return to one of its tokens."""
         if not self._returnable[number]:
             return None
         rows = save_rows(self._manager.device, layer_id, self._returns.rows[number], self._width)
@@ -216,7 +184,7 @@ class Verification:
         return [] if windowed else self._representations.per_page
 
     def _go_back(self, layer_id: int, back: Return) -> None:
-        """Return to the state after an earlier node, in one layer."""
+        """Return to the state after an earlier token, in one layer."""
         saved, pages = self._saved[layer_id, back.step], self._filling[back.step]
         back.restore(layer_id, self._manager, saved.rows, saved.log)
         if pages is not None:

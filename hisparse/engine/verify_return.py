@@ -1,4 +1,4 @@
-"""How requests go back to the state after a drafted node."""
+"""How requests go back to the state after a drafted token."""
 
 from __future__ import annotations
 
@@ -18,28 +18,25 @@ from hisparse.kernels import promote_tail
 
 __all__ = ["Return", "Returns"]
 
-#: Index of no page: none has changed.
-_NO_PAGE = 2**31 - 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class Return:
-    """Requests that go back to the state after nodes of one step.
+    """Requests that go back to the state after tokens of one step.
 
-    The tables are those before the step, changed by the swap-ins up to the nodes, and by the page
-    that the nodes fill.
+    The tables are those before the step, changed by the swap-ins up to the tokens, and by the page
+    that the tokens fill.
 
     Attributes:
         step: number of the step.
         index: ``[m] int64``, the requests among those of the step.
         rows: ``[m * H] int64``, the rows among those of the step.
-        replays: the tokens up to the nodes, as an index into the rows that a part of the step swaps
-            in for, by their id, and these tokens' rows.
-        fills: whether the nodes fill their page; no others are in the same return.
-        filled: ``[m] int32``, index of the page that each node fills, if it does.
+        replays: the run up to the tokens, as an index into the rows that a part of the step swaps
+            in for, by their id, and these rows.
+        fills: whether the tokens fill their page; no others are in the same return.
+        filled: ``[m] int32``, index of the page that each token fills, if it does.
         capacity: ``[m * H] int32``, device slots of each row.
         host_page_table: ``[m, P] int32``.
-        changed_from, tail_index: ``[m] int32``, see :func:`read_changed`.
+        tail_index: ``[m] int32``, see :func:`read_changed`.
     """
 
     step: int
@@ -50,13 +47,12 @@ class Return:
     filled: Tensor
     capacity: Tensor
     host_page_table: Tensor
-    changed_from: Tensor
     tail_index: Tensor
 
     def restore(
         self, layer_id: int, manager: SparseKVCacheManager, saved: RowSnapshot, log: SwapInLog
     ) -> None:
-        """Give the rows in one layer the tables and the pages that they had after the nodes.
+        """Give the rows in one layer the tables and the pages that they had after the tokens.
 
         Args:
             layer_id: layer number.
@@ -86,13 +82,12 @@ class Return:
             layer_id,
             before,
             host_page_table=self.host_page_table,
-            changed_from=self.changed_from,
             tail_index=self.tail_index,
         )
 
 
 class Returns:
-    """Finds the way back to nodes of a verification.
+    """Finds the way back to tokens of a verification.
 
     Args:
         batch: the drafts.
@@ -119,54 +114,45 @@ class Returns:
         self._head = torch.arange(manager.device.heads, device=manager.device.device)
         self.rows = [self._rows(batch.slots[self._upload(list(step.runs))]) for step in steps]
 
-    def to(self, nodes: Mapping[int, int]) -> Iterator[Return]:
-        """How requests go back to the state after a node: ``{request: node}``."""
-        batch, groups = self._batch, dict[tuple[int, bool], dict[int, int]]()
-        for request, node in nodes.items():
-            number = next(i for i, s in enumerate(self._steps) if node in s.runs.get(request, ()))
-            end = batch.lengths[request, batch.trees[request].depths[node]]
-            groups.setdefault((number, bool(end % self._size == 0)), {})[request] = node
+    def to(self, tokens: Mapping[int, int]) -> Iterator[Return]:
+        """How requests go back to the state after a token of their chain: ``{request: token}``."""
+        groups = dict[tuple[int, bool], dict[int, int]]()
+        for request, token in tokens.items():
+            number = next(i for i, s in enumerate(self._steps) if token in s.runs.get(request, ()))
+            fills = bool(self._batch.lengths[request, token] % self._size == 0)
+            groups.setdefault((number, fills), {})[request] = token
         for (number, fills), group in groups.items():
-            yield self._return(number, fills, dict(sorted(group.items())))
+            yield self._return(number, fills, group)
 
-    def _return(self, number: int, fills: bool, nodes: Mapping[int, int]) -> Return:
+    def _return(self, number: int, fills: bool, tokens: Mapping[int, int]) -> Return:
         batch, step, size = self._batch, self._steps[number], self._size
-        requests = list(nodes)
-        ends = np.array([batch.lengths[b, batch.trees[b].depths[n]] for b, n in nodes.items()])
+        requests = list(tokens)
+        ends = batch.lengths[requests, list(tokens.values())]
         index = self._upload(np.searchsorted(list(step.runs), requests))
-        changed = np.array([self._may_change(b, n) for b, n in nodes.items()])
-        first = np.where(changed, batch.seq_lens_cpu[requests] // size, _NO_PAGE)
+        tails = batch.seq_lens_cpu[requests] // size
+        # Until a page is filled, later tokens are only written behind the accepted ones.
+        moved = (batch.longest[requests] // size > tails) & (ends % size > 0)
         rows = self._rows(batch.slots[self._upload(requests)])
         return Return(
             step=number,
             index=index,
             rows=self._rows(index),
-            replays=self._replays(number, nodes),
+            replays=self._replays(number, tokens),
             fills=fills,
             filled=self._upload(ends // size - 1).to(torch.int32),
             capacity=self._device.capacity[rows],
             host_page_table=batch.host_page_table[self._upload(requests)],
-            changed_from=self._upload(first).to(torch.int32),
-            tail_index=self._upload(np.where(changed & (ends % size > 0), ends // size, -1)).to(
-                torch.int32
-            ),
+            tail_index=self._upload(np.where(moved, ends // size, -1)).to(torch.int32),
         )
 
-    def _may_change(self, request: int, node: int) -> bool:
-        """Whether nodes that were served after a node may have changed pages of its path."""
-        batch, tree = self._batch, self._batch.trees[request]
-        if batch.longest[request] // self._size > batch.seq_lens_cpu[request] // self._size:
-            return True
-        # Its descendants write behind it.
-        later = tree.order[tree.order.index(node) + 1 :]
-        return bool((tree.depths[later] <= tree.depths[node]).any())
-
-    def _replays(self, number: int, nodes: Mapping[int, int]) -> dict[int, tuple[Tensor, StepRows]]:
+    def _replays(
+        self, number: int, tokens: Mapping[int, int]
+    ) -> dict[int, tuple[Tensor, StepRows]]:
         step, forward = self._steps[number], self._forwards[number]
         wanted = np.zeros(len(step.pairs), dtype=bool)
-        for request, node in nodes.items():
-            last = step.place(request, node)
-            wanted[last - step.runs[request].index(node) : last + 1] = True
+        for request, token in tokens.items():
+            first = step.first(request)
+            wanted[first : first + token - step.runs[request].start + 1] = True
         replays = {}
         for part in (forward.whole, *forward.parts, *forward.dense_parts):
             of_part = wanted if part.index is None else wanted[part.index.cpu().numpy()]

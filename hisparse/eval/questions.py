@@ -1,9 +1,9 @@
 """Questions about the texts that hisparse ships, worded differently from the text.
 
-``scripts/curate_questions.py`` chose those in ``texts/questions.json`` from 311 candidates with a
-dense model, qwen2.5-coder-0.5b. It kept the questions that the model answers correctly, in at most
-6 tokens, after 4,096 tokens of the text, and wrongly without the text. So the dense score of that
-model is high by construction, and the questions measure how much of it a sparse method keeps.
+Those in ``texts/questions.json`` were chosen from 311 candidates with a dense model,
+qwen2.5-coder-0.5b: it answers them correctly, in at most 6 tokens, after 4,096 tokens of the text,
+and wrongly without the text. So the dense score of that model is high by construction, and the
+questions measure how much of it a sparse method keeps.
 """
 
 from __future__ import annotations

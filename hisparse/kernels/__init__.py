@@ -1,6 +1,6 @@
 """The operations on pages: checked wrappers with several implementations each.
 
-``drop_pages``, ``round_outward``, ``page_outline``, ``chunk_index_score`` and ``cap_logits`` have
+``drop_pages``, ``page_outline``, ``chunk_index_score`` and ``cap_logits`` have
 no implementations to choose from: they are PyTorch's operations.
 """
 
@@ -21,7 +21,6 @@ from hisparse.kernels.recorded import POLICIES, Selections
 from hisparse.kernels.reference.index_score import chunk_index_score
 from hisparse.kernels.reference.logits import cap_logits
 from hisparse.kernels.reference.outline import page_outline
-from hisparse.kernels.reference.summary import round_outward
 from hisparse.kernels.replay import replay, stack_depths
 from hisparse.kernels.row_state import DecodeRows, DiffTables, LruDiff, RowState
 from hisparse.kernels.select import SelectRule, page_score, select
@@ -70,7 +69,6 @@ __all__ = [
     "rebalance",
     "replay",
     "reset_rows",
-    "round_outward",
     "scatter_tokens",
     "select",
     "serial_operators",

@@ -164,7 +164,8 @@ class Sizing:
         kv_tokens: capacity of the KV pool, padding page not counted.
         max_requests: concurrent requests.
         max_row_capacity: tokens, ``C * page_size``.
-        num_device_pages: N, device pages per layer, including ``num_tail_pages``.
+        num_device_pages: N, device pages per layer, including a tail page for each
+            row of ``max_requests`` and of the padding request.
         staging_bytes: staging.
         table_bytes: LRU tables, free lists, page tables, request state.
         captured_bytes: inputs and intermediates of captured steps.
@@ -188,11 +189,6 @@ class Sizing:
     draft_bytes: int
     device_page_pool_bytes: int
     limit: SizingLimit
-
-    @property
-    def num_tail_pages(self) -> int:
-        """Tail pages per layer, including those of the padding request."""
-        return (self.max_requests + 1) * self.request.rows_per_request
 
     @property
     def host_bytes(self) -> int:

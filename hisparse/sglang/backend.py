@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from torch import Tensor
 from torch.nn.functional import pad
@@ -17,11 +18,10 @@ from hisparse.engine.step import DecodeBatch, MixedBatch, PrefillBatch, PrefillC
 from hisparse.errors import AlgorithmError, HiSparseError
 from hisparse.sglang.disaggregation import decodes_only
 from hisparse.sglang.failed_batch import fail_requests, reason_to_stop
-from hisparse.sglang.fillers import drop_fillers
 from hisparse.sglang.metrics import MetricsReporter
 from hisparse.sglang.session import require_session
 from hisparse.sglang.setup import build_coordinator
-from hisparse.sglang.speculation import accepted_nodes, read_parents
+from hisparse.sglang.speculation import accepted_drafts, keep_chains
 from hisparse.types import IndexerInputs
 
 __all__ = ["HiSparseAttnBackend"]
@@ -196,26 +196,21 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         seq_lens_cpu = forward_batch.seq_lens_cpu[: shape[0]].numpy()
         slots = forward_batch.req_pool_indices[: shape[0]].long()
         num_pages = -(-(int(seq_lens_cpu.max()) + shape[1]) // self._spec.page_size)
-        parents = read_parents(drafts.retrieve_next_token, drafts.retrieve_next_sibling)
-        # A draft model fills up no chain.
-        chain = drafts.tree_topk == 1
-        tokens = drafts.draft_token.view(shape) if chain else drop_fillers(drafts, parents)
+        # A draft model always drafts whole chains.
+        whole = drafts.tree_topk == 1
         return VerifyBatch(
             slots=slots,
             slots_cpu=slots_cpu,
             seq_lens_cpu=seq_lens_cpu.astype("int64"),
-            parents=parents,
-            tokens=tokens.numpy(),
+            chain_lengths=np.full(shape[0], shape[1]) if whole else keep_chains(drafts),
             host_slots=forward_batch.out_cache_loc.view(shape).long(),
             host_page_table=self._page_table(slots, num_pages),
         )
 
-    def _accept_drafts(self, target: Tensor, source: Tensor) -> None:
+    def _accept_drafts(self, accepted: Tensor) -> None:
         """See :attr:`Session.accept_drafts`."""
-        if not target.equal(source):  # As in a tree with branches.
-            self.coordinator.manager.kv_io.move(target, source)
         if self._drafts is not None and self._num_tokens:
-            self.coordinator.accept_drafts(accepted_nodes(self._drafts.host_slots, source))
+            self.coordinator.accept_drafts(accepted_drafts(self._drafts.host_slots, accepted))
 
     def _accept_chains(self, lengths: Tensor) -> None:
         """See :attr:`Session.accept_chains`."""

@@ -134,13 +134,14 @@ class _HostPool:
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
         """Keep the accepted drafts of the last forward, and undo the others.
 
+        Nothing moves: the drafts are chains, whose K and V are where their positions have them.
+
         Args:
-            tgt_loc: ``[T]``, host slots of the positions of accepted tokens, request by request;
-                0 behind them.
-            src_loc: ``[T]``, the host slots where the forward left their K and V.
+            tgt_loc: ``[T]``, host slots of the positions of accepted tokens, request by request,
+                then zeros.
+            src_loc: ``[T]``, the host slots where the forward left their K and V, the same ones.
         """
-        real = src_loc > 0
-        require_session().accept_drafts(tgt_loc[real].long(), src_loc[real].long())
+        require_session().accept_drafts(src_loc[src_loc > 0].long())
 
     def set_kv_buffer_prefix_valid(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Rejected: speculative decoding writes prefixes of drafts."""

@@ -47,7 +47,7 @@ class Session(EngineSetup):
         chunked_request_id: id of the request with a prompt that continues after the next forward.
         req_to_token_pool: SGLang's ``ReqToTokenPool``.
         coordinator: the engine; None until the attention backend is built.
-        accept_drafts: takes host slots that accepted drafts move to, and their own, both ``[T]``.
+        accept_drafts: takes ``[T]``, host slots of the accepted drafts of all requests.
         accept_chains: takes ``[B]``, how many tokens of each request's chain are accepted.
         has_pool: whether the KV pool is built; another one would be that of a draft model.
         report_metrics: publishes the metrics.
@@ -75,7 +75,7 @@ class Session(EngineSetup):
     coordinator: SparseCoordinator | None = None
     arrived: ArrivedRequests | None = None
     extra_slots: int = 0
-    accept_drafts: Callable[[torch.Tensor, torch.Tensor], None] = lambda target, source: None
+    accept_drafts: Callable[[torch.Tensor], None] = lambda accepted: None
     accept_chains: Callable[[torch.Tensor], None] = lambda lengths: None
     has_pool: bool = False
     report_metrics: Callable[[], None] = lambda: None

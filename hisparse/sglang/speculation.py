@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hisparse.engine.build import EngineSetup
@@ -15,12 +16,12 @@ from hisparse.sglang.requested import DRAFT_BACKEND
 __all__ = [
     "ALGORITHMS",
     "DRAFT_MODELS",
-    "accepted_nodes",
+    "accepted_drafts",
     "check_draft_model",
     "check_rollback",
     "draft_tokens",
+    "keep_chains",
     "make_chains",
-    "read_parents",
 ]
 
 logger = logging.getLogger("hisparse")
@@ -35,6 +36,9 @@ ALGORITHMS = (_NGRAM, *DRAFT_MODELS)
 
 #: Tokens that a draft model drafts, unless the command line says.
 _STEPS = 3
+
+#: What SGLang fills up drafts of n-grams with, and a token that no model generates.
+_FILLER, _NO_TOKEN = 0, -1
 
 
 def draft_tokens(server_args: Any) -> int:
@@ -132,34 +136,40 @@ def check_rollback(setup: EngineSetup, speculation: str) -> None:
         )
 
 
-def read_parents(next_token: Tensor, next_sibling: Tensor) -> np.ndarray:
-    """The parent of each node, ``[B, n]``, -1 for node 0.
+def keep_chains(drafts: Any) -> np.ndarray:
+    """Reject n-gram drafts that are on no chain, before SGLang verifies them.
+
+    A chain is a request's last token and the drafts after it, up to the first one that does not
+    follow the token before it. The other drafts are what SGLang fills up with, token 0 right after
+    the last token, or what followed a shorter n-gram: with a breadth of 1 SGLang drafts that too
+    where it differs. They get a token that no model generates.
+
+    A first draft of token 0 that no draft follows looks like filling. It is rejected, and the model
+    generates the token.
 
     Args:
-        next_token: ``[B, n]``, first child of each node; -1: it has none.
-        next_sibling: ``[B, n]``, the next child of each node's parent; -1: there is none.
+        drafts: SGLang's ``NgramVerifyInput``; the tokens that it compares are replaced.
+
+    Returns:
+        ``[B]``, tokens of each chain, the request's last one included.
     """
-    parents = np.full(tuple(next_token.shape), -1)
-    pairs = zip(next_token.tolist(), next_sibling.tolist(), strict=True)
-    for request, (children, siblings) in enumerate(pairs):
-        for node, first in enumerate(children):
-            child = first
-            while child != -1:
-                parents[request, child] = node
-                child = siblings[child]
-    return parents
+    follows = drafts.retrieve_next_token.numpy()
+    count = follows.shape[1]
+    tokens = drafts.draft_token.view(-1, count).clone()
+    chained = np.logical_and.accumulate(follows[:, :-1] == np.arange(1, count), axis=1)
+    lengths: np.ndarray = 1 + chained.sum(1)
+    lengths[(lengths == 2) & (tokens.numpy()[:, 1:2] == _FILLER).any(1)] = 1
+    tokens.numpy()[np.arange(count) >= lengths[:, None]] = _NO_TOKEN
+    # The model's input is another reference to the old tensor.
+    drafts.draft_token = tokens.flatten()
+    return lengths
 
 
-def accepted_nodes(host_slots: Tensor, accepted: Tensor) -> np.ndarray:
-    """The last accepted node of each request, ``[B]``.
+def accepted_drafts(host_slots: Tensor, accepted: Tensor) -> np.ndarray:
+    """The place in its chain of each request's last accepted token, ``[B]``.
 
     Args:
-        host_slots: ``[B, n] int64``, host slots of the nodes.
-        accepted: ``[T] int64``, host slots of all accepted nodes; each request has node 0.
+        host_slots: ``[B, n] int64``, host slots of the drafts.
+        accepted: ``[T] int64``, host slots of all accepted ones; each request has token 0.
     """
-    count, last = host_slots.shape[1], np.zeros(len(host_slots), dtype=np.int64)
-    place = {slot: i for i, slot in enumerate(host_slots.flatten().tolist())}
-    for slot in accepted.tolist():
-        request, node = divmod(place[slot], count)
-        last[request] = max(last[request], node)
-    return last
+    return torch.isin(host_slots, accepted).sum(1).numpy() - 1

@@ -34,8 +34,8 @@ class Namespace:
         page_size: tokens of a page.
         rank: which share of the heads or layers a page holds, from 0.
         num_ranks: into how many shares the model is divided.
-        part_bytes: sizes of the parts of a page, 1 to 64 of them. A part has a checksum and can be
-            read alone; 256 KiB and more let reader threads overlap.
+        part_bytes: sizes of the parts of a page, 1 to 64 of them. A part has a checksum; 256
+            KiB and more let reader threads overlap.
         version: of the arrangement of bytes in a page, which the writer defines.
 
     Raises:

@@ -6,6 +6,7 @@ import errno
 import logging
 import sqlite3
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Final
 
 from hisparse.errors import one_line
@@ -22,19 +23,12 @@ from hisparse.storage.record import (
 from hisparse.storage.report import Counters, Damage, VerifyReport
 from hisparse.storage.segments import OpenSegment
 
-__all__ = ["Reader", "span_of"]
+__all__ = ["Reader"]
 
 logger = logging.getLogger(__name__)
 
 #: A page can be moved while it is looked up and read, again and again.
 _TRIES: Final = 3
-
-
-def span_of(namespace: Namespace, part: int | None) -> tuple[int, int]:
-    """Offset in the page and bytes of a part; None: of all parts."""
-    if part is None:
-        return 0, namespace.page_bytes
-    return sum(namespace.part_bytes[:part]), namespace.part_bytes[part]
 
 
 class Reader:
@@ -48,21 +42,18 @@ class Reader:
     def __init__(self, folder: Folder, counters: Counters) -> None:
         self._folder, self._counters = folder, counters
 
-    def read(
-        self, namespace: Namespace, part: int | None, jobs: Sequence[tuple[int, Row, memoryview]]
-    ) -> list[int]:
-        """Read pages, or a part of each.
+    def read(self, namespace: Namespace, jobs: Sequence[tuple[int, Row, memoryview]]) -> list[int]:
+        """Read pages.
 
         Args:
             namespace: of the pages.
-            part: number of the part; None: all.
             jobs: a number, where the page is, and as many bytes to fill as it has.
 
         Returns:
             The numbers of the pages that were read.
         """
         block = memoryview(bytearray(BLOCK_BYTES))
-        return [i for i, row, view in jobs if self._read_one(namespace, row, part, view, block)]
+        return [i for i, row, view in jobs if self._read_one(namespace, row, view, block)]
 
     def verify(self) -> VerifyReport:
         """Read every page.
@@ -82,7 +73,7 @@ class Reader:
                     reason = "size"
                 else:
                     view = memoryview(bytearray(namespace.page_bytes))
-                    reason = self._reason(namespace, row, None, view, block)
+                    reason = self._reason(namespace, row, view, block)
                 pages, num_bytes = pages + 1, num_bytes + row.num_bytes
                 if reason is not None and self.drop(row, reason):
                     name = self._folder.segments.path(segment).name
@@ -91,11 +82,11 @@ class Reader:
         return VerifyReport(pages=pages, bytes=num_bytes, damaged=tuple(damaged))
 
     def _read_one(
-        self, namespace: Namespace, row: Row, part: int | None, view: memoryview, block: memoryview
+        self, namespace: Namespace, row: Row, view: memoryview, block: memoryview
     ) -> bool:
         try:
             for _ in range(_TRIES):
-                reason = self._reason(namespace, row, part, view, block)
+                reason = self._reason(namespace, row, view, block)
                 if reason is None:
                     return True
                 # A collection may have moved it meanwhile.
@@ -113,13 +104,11 @@ class Reader:
         return False
 
     def _reason(
-        self, namespace: Namespace, row: Row, part: int | None, view: memoryview, block: memoryview
+        self, namespace: Namespace, row: Row, view: memoryview, block: memoryview
     ) -> str | None:
         """Read a page. Returns what is wrong with its record."""
         try:
-            return self._twice(
-                row, lambda found: _read_page(found, row, namespace, part, view, block)
-            )
+            return self._twice(row, lambda found: _read_page(found, row, namespace, view, block))
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
@@ -192,29 +181,17 @@ def _read_page(
     segment: OpenSegment,
     row: Row,
     namespace: Namespace,
-    part: int | None,
     view: memoryview,
     block: memoryview,
 ) -> str | None:
-    """Read a page or a part into ``view``. Returns what is wrong with it, or None.
-
-    It takes one system call if the part begins the page.
-    """
-    start, size = span_of(namespace, part)
-    offset = row.place.offset
-    if not start:
-        num_bytes = segment.read([block, view], offset)
-    else:
-        num_bytes = segment.read([block], offset)
-        num_bytes += segment.read([view], offset + BLOCK_BYTES + start)
-    if num_bytes < BLOCK_BYTES + size:
+    """Read a page into ``view``. Returns what is wrong with it, or None."""
+    num_bytes = segment.read([block, view], row.place.offset)
+    if num_bytes < BLOCK_BYTES + namespace.page_bytes:
         return "short"
     if (checksums := checksums_in(block, namespace, row.key)) is None:
         return "header"
-    if part is not None:
-        return None if checksum(view) == checksums[part] else f"checksum of part {part}"
-    for number, expected in enumerate(checksums):
-        first, num_bytes = span_of(namespace, number)
-        if checksum(view[first : first + num_bytes]) != expected:
+    bounds = pairwise(accumulate(namespace.part_bytes, initial=0))
+    for number, ((first, end), expected) in enumerate(zip(bounds, checksums, strict=True)):
+        if checksum(view[first:end]) != expected:
             return f"checksum of part {number}"
     return None

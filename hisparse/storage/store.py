@@ -18,7 +18,7 @@ from hisparse.storage.folder import Folder
 from hisparse.storage.index import Row
 from hisparse.storage.limits import Limits
 from hisparse.storage.namespace import Namespace
-from hisparse.storage.read import Reader, span_of
+from hisparse.storage.read import Reader
 from hisparse.storage.record import checksum, key_bytes, make_header, record_bytes
 from hisparse.storage.report import Counters, StoreReport, VerifyReport
 from hisparse.storage.segments import SegmentWriter
@@ -124,22 +124,17 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
             return 0
 
     def get(
-        self,
-        namespace: Namespace,
-        keys: Sequence[str],
-        buffers: Sequence[Buffer],
-        part: int | None = None,
+        self, namespace: Namespace, keys: Sequence[str], buffers: Sequence[Buffer]
     ) -> list[bool]:
-        """Read pages, or one part of each.
+        """Read pages.
 
         A page that is short or damaged is dropped from the index and counted.
 
         Args:
             namespace: of the pages.
             keys: as in :meth:`find`.
-            buffers: one for each key: writable, contiguous, of ``namespace.page_bytes`` bytes, or
-                of ``namespace.part_bytes[part]``.
-            part: number of the part; None: all parts, one after the other.
+            buffers: one for each key: writable, contiguous, of ``namespace.page_bytes`` bytes. It
+                gets the page's parts, one after the other.
 
         Returns:
             For each key whether its buffer holds the page. If not, the buffer's content is
@@ -150,17 +145,14 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         """
         if len(buffers) != len(keys):
             raise ConfigError(f"got {len(buffers)} buffers for {len(keys)} keys, expected as many")
-        if part is not None and not 0 <= part < len(namespace.part_bytes):
-            expected = f"0 to {len(namespace.part_bytes) - 1}"
-            raise ConfigError(f"part: got {quoted(part)}, expected {expected}")
-        size = span_of(namespace, part)[1]
+        size = namespace.page_bytes
         views = [_view(buffer, size, writable=True) for buffer in buffers]
         rows = self._find(namespace, [key_bytes(key) for key in keys])
         jobs = [(i, row, views[i]) for i, row in enumerate(rows) if row is not None]
         each = max(-(-len(jobs) // self._threads), -(-_LEAST_SHARE // size))
         shares = [jobs[i : i + each] for i in range(0, len(jobs), each)]
-        others = [self._pool.submit(self._reader.read, namespace, part, x) for x in shares[1:]]
-        done = self._reader.read(namespace, part, shares[0]) if shares else []
+        others = [self._pool.submit(self._reader.read, namespace, x) for x in shares[1:]]
+        done = self._reader.read(namespace, shares[0]) if shares else []
         done += [i for other in others for i in other.result()]
         with contextlib.suppress(sqlite3.Error):
             used = [row.key for i in done if (row := rows[i]) is not None]

@@ -1,9 +1,8 @@
-"""DIPR against its definition in float64, and its exact indexes against each other."""
+"""DIPR against its definition in float64."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hisparse.algorithms import build_algorithm
-from hisparse.algorithms.dipr import DIPR, coarse
+from hisparse.algorithms.dipr import DIPR
 from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
@@ -22,7 +21,6 @@ from hisparse.testing.recorder import Recorder, Retrieved
 from tests.sizes import sized
 
 SCOPES = ["layer", "kv_head", "query_head"]
-EXACT = ["flat", "coarse"]
 
 
 def behind_best(sim: Simulator, request: Request, layer: int, tokens: int) -> Tensor:
@@ -61,7 +59,6 @@ def require_range(sim: Simulator, request: Request, seen: Retrieved, row: int, b
 @settings(max_examples=sized(20, 200), deadline=None)
 @given(
     scope=st.sampled_from(SCOPES),
-    index=st.sampled_from(EXACT),
     page_size=st.sampled_from([1, 16]),
     layout=st.sampled_from(["layer_first", "page_first", "page_head"]),
     alpha=st.sampled_from([0.9, 0.3, 0.05, 0.001]),
@@ -72,7 +69,6 @@ def require_range(sim: Simulator, request: Request, seen: Retrieved, row: int, b
 )
 def test_what_is_kept_is_what_is_in_range(
     scope: Any,
-    index: Any,
     page_size: int,
     layout: Any,
     alpha: float,
@@ -81,7 +77,7 @@ def test_what_is_kept_is_what_is_in_range(
     sharpness: float,
     seed: int,
 ) -> None:
-    recorder = Recorder(DIPR(alpha=alpha, index=index))
+    recorder = Recorder(DIPR(alpha=alpha))
     sim = Simulator(
         scope=scope,
         layout=layout,
@@ -113,69 +109,6 @@ def retrieved(algorithm: DIPR, scope: Any = "kv_head", **changes: Any) -> list[R
     for _ in range(10):
         sim.decode(request)
     return recorder.retrieved
-
-
-@settings(max_examples=sized(20, 200), deadline=None)
-@given(
-    scope=st.sampled_from(SCOPES),
-    page_size=st.sampled_from([1, 8, 16]),
-    alpha=st.floats(1e-6, 0.999),
-    size=st.sampled_from([1e-3, 1.0, 30.0]),
-    shift=st.sampled_from([0.0, 10.0]),
-    whole=st.booleans(),
-    seed=st.integers(0, 2**20),
-)
-def test_coarse_finds_exactly_what_flat_finds(
-    scope: Any, page_size: int, alpha: float, size: float, shift: float, whole: bool, seed: int
-) -> None:
-    """Bit for bit, also with many equal scores and with keys far from the origin."""
-    found = []
-    for index in EXACT:
-        recorder = Recorder(DIPR(alpha=alpha, index=index))
-        sim = Simulator(
-            scope=scope,
-            page_size=page_size,
-            algorithm=recorder,
-            budget=4 * page_size,
-            device_buffer=12 * page_size,
-            max_row=12 * page_size,
-            host_pages=400,
-        )
-        request = sim.request(1, 244, seed=seed)
-        request.k.mul_(size).add_(shift)
-        if whole:
-            request.k.round_()
-            request.q.round_()
-        sim.prefill((request, 240))
-        for _ in range(4):
-            sim.decode(request)
-        found.append(recorder.retrieved)
-    assert found[0]
-    assert found[0] == found[1]
-
-
-def test_coarse_leaves_out_of_range_pages_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = []
-    right = coarse.key_score
-
-    def watched(*inputs: Any, pages: Tensor) -> Tensor:
-        parts.append(pages[:, :, : int(inputs[3])].float().mean().item())
-        return right(*inputs, pages=pages)
-
-    monkeypatch.setattr(coarse, "key_score", watched)
-    recorder = Recorder(DIPR(alpha=0.1, index="coarse"))
-    sim = Simulator(algorithm=recorder, head_dim=8, device_buffer=160, max_row=160, host_pages=400)
-    request = sim.request(1, 2010, seed=0)
-    # Pages differ more than the tokens in them.
-    means = 4 * torch.randn(2, 252, 1, 2, 8).expand(-1, -1, 8, -1, -1).flatten(1, 2)[:, :2010]
-    request.k.mul_(0.2).add_(means)
-    sim.prefill((request, 2000))
-    sim.decode(request)
-    for seen in recorder.retrieved:
-        require_range(sim, request, seen, 0, -math.log(0.1))
-    first, second = parts[::2], parts[1::2]
-    assert max(first) < 0.1
-    assert max(second) < 0.25
 
 
 def test_beta_is_in_units_of_products_before_the_scale() -> None:
@@ -213,9 +146,8 @@ def test_how_often_the_cap_binds_is_counted(alpha: float, capped: int) -> None:
     assert sim.coordinator.stats().capped_selections == capped
 
 
-@pytest.mark.parametrize("index", EXACT)
-def test_of_equal_tokens_the_first_are_kept(index: Any) -> None:
-    recorder = Recorder(DIPR(beta=0.001, index=index))
+def test_of_equal_tokens_the_first_are_kept() -> None:
+    recorder = Recorder(DIPR(beta=0.001))
     sim = Simulator(algorithm=recorder, device_buffer=64, budget=32)
     request = sim.request(1, 200, seed=1)
     request.k.fill_(1.0)
@@ -249,7 +181,7 @@ def test_the_tail_pages_best_counts() -> None:
         ({"alpha": 1.0}, "alpha: got 1.0"),
         ({"expected_new_tokens": 0}, "expected_new_tokens: got 0, expected at least 1"),
         ({"capacity_threshold": 0}, "capacity_threshold: got 0, expected at least 1 token"),
-        ({"index": "tree"}, 'index: got \'tree\' .* "flat" or "coarse" or "fine"'),
+        ({"index": "tree"}, 'index: got \'tree\' .* "flat" or "fine"'),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
@@ -263,11 +195,3 @@ def test_devices_that_do_not_read_host_keys_are_refused() -> None:
     check_capabilities(config, "cpu")
     with pytest.raises(ConfigError, match="'dipr' cannot do device cuda"):
         check_capabilities(config, "cuda")
-
-
-def test_flat_and_unchosen_remember_nothing() -> None:
-    policy = Simulator().policy
-    assert DIPR(index="flat").representations(policy) == DIPR().representations(policy) == {}
-    (ranges,) = DIPR(index="coarse").representations(policy).values()
-    kv = replace(policy.kv)
-    assert ranges.num_bytes == 2 * kv.num_kv_heads * 2 * kv.head_dim

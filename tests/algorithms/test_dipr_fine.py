@@ -162,12 +162,11 @@ def test_links_are_the_same_for_the_same_keys_and_lead_to_near_ones() -> None:
 
 
 @pytest.mark.parametrize("name", ["reused slot", "shared prefix", "chunks", "no syncs", "no loops"])
-@pytest.mark.parametrize("index", ["coarse", "fine"])
-def test_contract(index: Any, name: str) -> None:
+def test_contract(name: str) -> None:
     """``test_contract.py`` runs the flat index; this test builds graphs, also for short prompts."""
 
     def make() -> DIPR:
-        return DIPR(index=index, capacity_threshold=1)
+        return DIPR(index="fine", capacity_threshold=1)
 
     (check,) = [check for check in CHECKS if check.name == name]
     cases = [c for c in cases_of(make) if c.scope == "kv_head"]
@@ -176,9 +175,9 @@ def test_contract(index: Any, name: str) -> None:
 
 def test_faiss_is_asked_for_when_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ConfigError, match="'fine', which needs faiss .* or index coarse or flat"):
+    with pytest.raises(ConfigError, match="'fine', which needs faiss .* or index flat"):
         Simulator(algorithm=DIPR(index="fine"))
-    Simulator(algorithm=DIPR(index="coarse"))
+    Simulator(algorithm=DIPR(index="flat"))
 
 
 def test_indexes_that_do_not_fit_are_not_kept() -> None:

@@ -20,11 +20,8 @@ LARGE = IndexQuestion(
     context_length=131072,
     expected_tokens=2048,
     new_tokens=8000,
-    page_size=16,
     kv_token_bytes=131072,
-    range_token_bytes=8192,
     graph_token_bytes=32768,
-    device_bytes=80 * GIB,
     host_bytes=512 * GIB,
     has_graphs=True,
 )
@@ -34,14 +31,11 @@ LARGE = IndexQuestion(
     ("changes", "kind", "reason"),
     [
         ({}, "fine", "host memory holds keys, values and 4,294,967,296 bytes of graphs"),
-        ({"context_length": 16384}, "flat", "at most 16,384 tokens are scored whole faster"),
-        ({"context_length": 32768}, "coarse", "32,768 tokens are too many to score and"),
+        ({"context_length": 32768}, "flat", "contexts below 65,536 tokens are scored whole"),
         ({"expected_tokens": 20000}, "flat", "20,000 of 131,072 tokens are expected in range"),
-        ({"new_tokens": 1000}, "coarse", "page ranges fit the device"),
-        ({"has_graphs": False}, "coarse", "page ranges fit the device"),
-        ({"host_bytes": 19 * GIB}, "coarse", "1,275,068,416 bytes of page ranges fit the device"),
-        ({"host_bytes": 19 * GIB, "page_size": 1}, "flat", "pages of 1 tokens are no smaller"),
-        ({"has_graphs": False, "device_bytes": 60 * GIB}, "flat", "more than half of the 64,424"),
+        ({"new_tokens": 1000}, "flat", "saves its build time in 2,000 steps, and 1,000 are"),
+        ({"has_graphs": False}, "flat", "faiss, which builds graphs, is not installed"),
+        ({"host_bytes": 19 * GIB}, "flat", "does not hold keys, values and 4,294,967,296 bytes"),
     ],
 )
 def test_rules(changes: dict[str, Any], kind: str, reason: str) -> None:
@@ -75,10 +69,10 @@ def test_the_server_chooses_and_says_why_once(caplog: pytest.LogCaptureFixture) 
     (line,) = [r.getMessage() for r in caplog.records]
     assert line.startswith("hisparse: dipr finds tokens by index fine: 2,048 of 131,072 tokens")
     assert plan({}, context_length=8192).algorithm == DIPR(index="flat")
-    assert plan({"alpha": 0.1}).algorithm == DIPR(index="coarse", alpha=0.1)
+    assert plan({"alpha": 0.1}).algorithm == DIPR(index="flat", alpha=0.1)
 
 
-@pytest.mark.parametrize("index", ["flat", "coarse", "fine"])
+@pytest.mark.parametrize("index", ["flat", "fine"])
 def test_an_index_that_is_asked_for_is_taken(index: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="hisparse")
     assert plan({"index": index}, context_length=4096).algorithm == DIPR(index=index)

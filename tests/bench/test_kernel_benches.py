@@ -21,7 +21,6 @@ from hisparse.cli import main
 from hisparse.kernels import sketch_score
 from hisparse.kernels.build import isa
 from hisparse.kernels.dispatch import implementation
-from hisparse.testing.delayed import DelayedStreams
 from hisparse_bench import busy, kernels, lru_diff, transfer
 from hisparse_bench.decode import DecodeBench, DecodeWorkload
 from hisparse_bench.lru_diff import LruDiffBench, drifting_selections
@@ -30,6 +29,7 @@ from hisparse_bench.parts import PARTS, time_parts
 from hisparse_bench.peers import reason_to_leave_out
 from hisparse_bench.timing import Candidate
 from hisparse_bench.transfer import TransferBench
+from tests.delayed import DelayedStreams
 from tests.kernels.lru_oracle import LruOracle
 from tests.processes import is_running
 from tests.test_overlap import Forgetful

@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from hisparse.cache import allocate
 from hisparse.kernels.build import cuda as build_cuda
 from hisparse.kernels.build.cache import CACHE
-from hisparse.kernels.build.compiler import digest_of, produce
+from hisparse.kernels.build.compiler import digest_of, produce_from_objects
 from hisparse.kernels.build.cpu import cxx_compiler
 from tests.fake_cuda.launches import Launches
 
@@ -133,7 +133,7 @@ def load_guard() -> None:
     command = [cxx_compiler(), "-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}"]
     command += [str(_GUARD), f"-L{home / 'lib'}", "-lc10"]
     target = CACHE / f"cuda-guard-{digest_of([_GUARD], *command, torch.__version__)}.so"
-    produce("a stand-in for CUDA's device guard", command, target)
+    produce_from_objects("a stand-in for CUDA's device guard", {}, command, target)
     ctypes.CDLL(str(target))
 
 

@@ -29,7 +29,6 @@ from hisparse.trace.synthetic import MadeUpTrace
 from hisparse.transformers import HiSparseCache, disable, enable
 from hisparse.transformers.context_file import read_rows
 from hisparse.transformers.tensor_file import TensorFile, write_tensors
-from scripts import compare_quality
 from tests.eval.synthetic_records import record
 from tests.eval.test_eval_report import result
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
@@ -270,7 +269,6 @@ def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
             _reader(f"{kind} plot", content, _plot(kind, folder, capture), weight=1)
             for kind, content in (("quality", quality), ("speed", bench), ("trace", traces))
         ),
-        _reader("compare_quality", quality, _command(_compare, capture)),
     ]
     with _context(folder) as context:
         yield [context, *found]
@@ -278,8 +276,3 @@ def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
 
 def _reader(name: str, content: bytes, read: Callable[[Path], object], weight: int = 4) -> Reader:
     return Reader(name=name, content=content, read=read, weight=weight)
-
-
-def _compare(names: list[str]) -> int:
-    """2 if the files cannot be compared; 1 means that a divergence grew."""
-    return int(compare_quality.main([*names, names[0]]) == 2)

@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "snapkv": {"algorithm": "snapkv", "algorithm_config": {"window": QUERY_WINDOW}},
     "streaming": {"algorithm": "streaming"},
     "topp": {"algorithm": "topp", "algorithm_config": {"mass": 0.6}},
-    "dipr-coarse": {"algorithm": "dipr", "algorithm_config": {"alpha": 0.5, "index": "coarse"}},
+    "dipr": {"algorithm": "dipr", "algorithm_config": {"alpha": 0.5}},
     "dipr-fine": {
         "algorithm": "dipr",
         "algorithm_config": {"alpha": 0.5, "index": "fine", "capacity_threshold": 8},

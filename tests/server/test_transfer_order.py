@@ -24,7 +24,7 @@ _SLOW = '''
 
     import hisparse.cache.codec as transfers
     import hisparse.engine.build as build
-    from hisparse.testing.delayed import DelayedStreams
+    from tests.delayed import DelayedStreams
 
     NAMES = ("gather_pages", "gather_tokens", "scatter_tokens")
 
@@ -82,7 +82,7 @@ def slow_server(log_dir: Path, seen: Path) -> Iterator[Server]:
         log_dir / "slow.log",
         *flags,
         config=CONFIG,
-        python_path=[folder],
+        python_path=[folder, Path(__file__).parents[2]],
         env={"SLOW_TRANSFERS": str(seen)},
     ) as server:
         yield server

@@ -1,4 +1,4 @@
-"""Speculation: SGLang's links of a tree, accepted slots, and the stand-in's functions."""
+"""Speculation: chains of SGLang's drafts, accepted slots, and the stand-in's functions."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
-from hisparse.sglang.fillers import drop_fillers
 from hisparse.sglang.speculation import (
-    accepted_nodes,
+    accepted_drafts,
     check_rollback,
     draft_tokens,
-    read_parents,
+    keep_chains,
 )
 from hisparse.testing import Simulator
 
@@ -61,11 +59,14 @@ def _links(trees: list[list[int]], lengths: list[int]) -> tuple[torch.Tensor, ..
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_links_and_parents_of_random_trees(seed: int) -> None:
+def test_links_of_random_trees(seed: int) -> None:
     rng = random.Random(seed)
     trees = [[-1, *(rng.randrange(node) for node in range(1, 9))] for _ in range(3)]
     positions, index, children, siblings = _links(trees, [5, 90, 17])
-    assert read_parents(children, siblings).tolist() == trees
+    for parents, first, following in zip(trees, children.tolist(), siblings.tolist(), strict=True):
+        for node in range(9):
+            of_node = [child for child in range(9) if parents[child] == node]
+            assert [first[node], *(following[child] for child in of_node)] == [*of_node, -1]
     assert index.flatten().tolist() == list(range(27))
     depths = [int(row.sum()) - 1 for parents in trees for row in _mask(parents)]
     starts = [length for length in (5, 90, 17) for _ in range(9)]
@@ -122,25 +123,10 @@ def test_a_draft_model_has_chains(steps: int) -> None:
     SPECULATION.build_tree_kernel_efficient_cpu(
         parents, numbers, lengths, mask, positions, index, children, siblings, 1, steps, count, 1
     )
-    assert read_parents(children, siblings).tolist() == [list(range(-1, steps))] * 2
+    assert children.tolist() == [[*range(1, count), -1]] * 2 and (siblings == -1).all()
     assert mask.view(2, count, count).equal(torch.ones(2, count, count).tril().bool())
     assert positions.tolist() == [*range(7, 7 + count), *range(300, 300 + count)]
     assert index.flatten().tolist() == list(range(2 * count))
-
-
-def test_a_tree_of_a_draft_model() -> None:
-    # Two branches a node: tokens 0 and 1 hang at the root, 2 and 3 at token 0, 4 and 5 at token 1.
-    numbers, parents = torch.tensor([[0, 1, 3, 4]]), torch.tensor([[-1, 0, 1]])
-    mask, positions = torch.ones(25, dtype=torch.bool), torch.empty(5, dtype=torch.int64)
-    index, children, siblings = torch.full((3, 1, 5), -1)
-    links = (mask, positions, index, children, siblings)
-    SPECULATION.build_tree_kernel_efficient_cpu(
-        parents, numbers, torch.tensor([10]), *links, 2, 2, 5, 1
-    )
-    assert read_parents(children, siblings).tolist() == [[-1, 0, 0, 1, 2]]
-    assert positions.tolist() == [10, 11, 11, 12, 12]
-    assert mask.view(5, 5).equal(_mask([-1, 0, 0, 1, 2]))
-    assert siblings.tolist() == [[-1, 2, -1, -1, -1]]
 
 
 def test_drafted_slots_bonus_tokens_and_copies() -> None:
@@ -163,10 +149,10 @@ def test_drafted_slots_bonus_tokens_and_copies() -> None:
     assert buffers[1].tolist() == [0, 0, 1, 3]
 
 
-def test_the_last_accepted_node_of_each_request() -> None:
+def test_the_last_accepted_token_of_each_request() -> None:
     slots = torch.tensor([[50, 51, 52], [16, 17, 18], [33, 34, 35]])
-    accepted = torch.tensor([50, 16, 18, 33, 34])
-    assert accepted_nodes(slots, accepted).tolist() == [0, 2, 1]
+    accepted = torch.tensor([50, 16, 17, 18, 33, 34])
+    assert accepted_drafts(slots, accepted).tolist() == [0, 2, 1]
 
 
 def test_without_speculation_nothing_is_reserved() -> None:
@@ -189,13 +175,25 @@ def test_algorithms_with_state_of_requests_are_refused(name: str) -> None:
         check_rollback(setup, "NGRAM")
 
 
-def test_fillers_are_rejected_and_the_model_reads_the_old_tokens() -> None:
-    # A chain of two drafts and two fillers; a draft with token 0 that has a child; no draft at all.
-    parents = np.array([[-1, 0, 1, 0, 0], [-1, 0, 1, 2, 0], [-1, 0, 0, 0, 0]])
-    tokens = torch.tensor([[5, 6, 0, 0, 0], [5, 0, 7, 0, 0], [5, 0, 0, 0, 0]])
+def test_only_chains_are_kept_and_the_model_reads_the_old_tokens() -> None:
+    cases = {
+        "two drafts, and two that fill up": ([-1, 0, 1, 0, 0], [5, 6, 0, 0, 0], 3),
+        "a draft of token 0 with others after it": ([-1, 0, 1, 2, 0], [5, 0, 7, 0, 0], 4),
+        "no draft": ([-1, 0, 0, 0, 0], [5, 0, 0, 0, 0], 1),
+        "all drafts": ([-1, 0, 1, 2, 3], [5, 0, 0, 0, 0], 5),
+        "a longer and a shorter n-gram": ([-1, 0, 0, 1, 2], [5, 6, 7, 8, 9], 2),
+        "a branch at a later draft": ([-1, 0, 1, 1, 2], [5, 6, 7, 8, 9], 3),
+    }
+    trees = [parents for parents, _, _ in cases.values()]
+    tokens = torch.tensor([tokens for _, tokens, _ in cases.values()])
+    _, _, children, _ = _links(trees, [4] * len(trees))
     model_input = tokens.flatten()
-    drafts = SimpleNamespace(draft_token=model_input)
-    found = drop_fillers(drafts, parents)
-    assert found.tolist() == [[5, 6, 0, -1, -1], [5, 0, 7, 0, -1], [5, -1, -1, -1, -1]]
-    assert torch.equal(drafts.draft_token, found.flatten())
+    drafts = SimpleNamespace(draft_token=model_input, retrieve_next_token=children)
+    lengths = keep_chains(drafts)
+    assert dict(zip(cases, lengths.tolist(), strict=True)) == {
+        k: n for k, (_, _, n) in cases.items()
+    }
+    compared = drafts.draft_token.view(len(cases), 5)
+    for row, given, length in zip(compared.tolist(), tokens.tolist(), lengths, strict=True):
+        assert row == given[:length] + [-1] * (5 - length)
     assert torch.equal(model_input, tokens.flatten())

@@ -44,18 +44,11 @@ def fill(store: FileStore, numbers: Sequence[int], namespace: Namespace = NAMESP
     return keys
 
 
-def read(
-    store: FileStore,
-    keys: Sequence[str],
-    namespace: Namespace = NAMESPACE,
-    part: int | None = None,
-) -> list[bool]:
+def read(store: FileStore, keys: Sequence[str], namespace: Namespace = NAMESPACE) -> list[bool]:
     """Which pages the store has; each must have its own bytes, all of them."""
     expected = [contents(key, namespace) for key in keys]
-    if part is not None:
-        expected = [parts_of(key, namespace)[part] for key in keys]
     buffers = [bytearray(len(data)) for data in expected]
-    found = store.get(namespace, keys, buffers, part)
+    found = store.get(namespace, keys, buffers)
     for key, data, buffer, ok in zip(keys, expected, buffers, found, strict=True):
         assert not ok or bytes(buffer) == data, f"wrong bytes for {key}"
     return found

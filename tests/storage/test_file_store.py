@@ -23,12 +23,10 @@ def store(tmp_path: Path) -> Iterator[FileStore]:
         yield store
 
 
-def test_pages_are_read_whole_and_by_parts(store: FileStore) -> None:
+def test_pages_are_read_whole(store: FileStore) -> None:
     keys = fill(store, range(20))
     assert read(store, [*keys, key_of(99)]) == [True] * 20 + [False]
-    for part in range(3):
-        assert all(read(store, keys, part=part))
-    assert store.counters["hits"] == 80 and store.counters["misses"] == 1
+    assert store.counters["hits"] == 20 and store.counters["misses"] == 1
     assert store.counters["puts"] == 20
     assert store.counters["put_bytes"] == 20 * NAMESPACE.page_bytes
 
@@ -144,7 +142,7 @@ def test_threads_share_a_store(tmp_path: Path) -> None:
                 key = rng.choice(keys)
                 taken += store.put(NAMESPACE, key, parts_of(key))
                 assert read(store, [key]) == [True]
-                read(store, rng.sample(keys, 5), part=rng.randrange(3))
+                read(store, rng.sample(keys, 5))
             return taken
 
         with ThreadPoolExecutor(6) as pool:
@@ -183,8 +181,6 @@ def test_buffers_that_do_not_fit(store: FileStore) -> None:
         store.get(NAMESPACE, [key], [bytes(size)])
     with pytest.raises(ConfigError, match="contiguous"):
         store.get(NAMESPACE, [key], [memoryview(bytearray(2 * size))[::2]])
-    with pytest.raises(ConfigError, match="part: got 3, expected 0 to 2"):
-        store.get(NAMESPACE, [key], [bytearray(size)], 3)
     with pytest.raises(ConfigError, match="got 1 parts, expected 3"):
         store.put(NAMESPACE, key_of(2), [bytes(size)])
 

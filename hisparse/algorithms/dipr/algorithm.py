@@ -12,7 +12,6 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from hisparse.algorithms.base import BaseSparseAlgorithm, Representation, register_algorithm
-from hisparse.algorithms.dipr.coarse import coarse_scores, range_representation, store_ranges
 from hisparse.algorithms.dipr.fine import (
     LINKS_PER_TOKEN,
     build_graph,
@@ -49,10 +48,9 @@ class DIPR(BaseSparseAlgorithm):
         alpha: in (0, 1); a token is left out if it weighs less in the softmax than this share of
             the heaviest token. beta = -ln(alpha) / scale, where scale is usually 1 / sqrt(D).
             None: 0.01 unless ``beta`` is given.
-        index: how to find tokens in range. "flat" scores all keys. "coarse" scores only pages
-            with a key range that allows tokens in range, and finds the same tokens. "fine" searches
-            a graph over the prompt's keys and may miss tokens. "auto" lets the server choose by
-            context length and memory; the log says why.
+        index: how to find tokens in range. "flat" scores all keys. "fine" searches a graph over the
+            prompt's keys and may miss tokens. "auto" lets the server choose by context length and
+            memory; the log says why.
         expected_new_tokens: tokens that a request generates, for "auto". A graph pays off over
             thousands.
         capacity_threshold: tokens that the fine index explores in any case, l0 in the paper. More
@@ -64,7 +62,7 @@ class DIPR(BaseSparseAlgorithm):
 
     beta: float | None = None
     alpha: float | None = None
-    index: Literal["auto", "flat", "coarse", "fine"] = "auto"
+    index: Literal["auto", "flat", "fine"] = "auto"
     expected_new_tokens: int = 512
     capacity_threshold: int = 256
 
@@ -90,24 +88,18 @@ class DIPR(BaseSparseAlgorithm):
             return self.beta * scale
         return -math.log(_DEFAULT_ALPHA if self.alpha is None else self.alpha)
 
-    def resolved(
-        self, policy: SelectionPolicy, *, context_length: int, host_bytes: int, device_bytes: int
-    ) -> DIPR:
+    def resolved(self, policy: SelectionPolicy, *, context_length: int, host_bytes: int) -> DIPR:
         """Choose ``index`` if it is "auto"."""
         if self.index != "auto":
             return self
         kv = policy.kv
-        ranges = replace(self, index="coarse").representations(policy).values()
         kind, reason = choose_index(
             IndexQuestion(
                 context_length=context_length,
                 expected_tokens=(policy.budget_pages + 1) * kv.page_size,
                 new_tokens=self.expected_new_tokens,
-                page_size=kv.page_size,
                 kv_token_bytes=kv.token_bytes,
-                range_token_bytes=kv.num_layers * sum(r.num_bytes for r in ranges) / kv.page_size,
                 graph_token_bytes=replace(self, index="fine").host_token_bytes(kv),
-                device_bytes=device_bytes,
                 host_bytes=host_bytes,
                 has_graphs=find_spec("faiss") is not None,
             )
@@ -121,7 +113,7 @@ class DIPR(BaseSparseAlgorithm):
         return links if self.index in ("auto", "fine") else 0
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
-        return range_representation(policy.kv) if self.index == "coarse" else {}
+        return {}
 
     def initialize(self, representations: Mapping[str, Tensor], policy: SelectionPolicy) -> None:
         if self.index == "fine":
@@ -130,24 +122,19 @@ class DIPR(BaseSparseAlgorithm):
     def construct_representations(
         self, keys: Tensor, queries: Tensor, layer_id: int, step: PrefillStep
     ) -> None:
-        if self.index == "coarse":
-            store_ranges(keys, layer_id, step.host_pages, step.representations)
-        elif self.index == "fine":
+        if self.index == "fine":
             build_graph(layer_id, step, self.capacity_threshold)
 
     def update_representations(
         self, keys: Tensor, layer_id: int, host_pages: Tensor, step: DecodeStep
     ) -> None:
-        if self.index == "coarse":
-            store_ranges(keys, layer_id, host_pages, step.representations)
+        """Nothing: pages that decoding fills are scanned."""
 
     def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
         policy = step.policy
         query, within = queries.float() * policy.scale, self.within(policy.scale)
         rest = tail_logits(query, layer_id, step).amax(-1)
-        if self.index == "coarse":
-            scores = coarse_scores(query, layer_id, step, rest, within)
-        elif self.index == "fine":
+        if self.index == "fine":
             threshold = self.capacity_threshold
             scores = fine_scores(query, layer_id, step, rest, within, threshold)
         else:

@@ -37,7 +37,7 @@ def require_faiss() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"algorithm_config.index: got 'fine', which needs faiss ({error}); expected "
-            "faiss-cpu to be installed (pip install 'hisparse[dipr]'), or index coarse or flat"
+            "faiss-cpu to be installed (pip install 'hisparse[dipr]'), or index flat"
         ) from None
 
 

@@ -23,7 +23,6 @@ __all__ = [
     "CannotBuildError",
     "binding_flags",
     "digest_of",
-    "produce",
     "produce_from_objects",
 ]
 
@@ -58,22 +57,13 @@ def digest_of(files: Iterable[Path], *texts: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def produce(what: str, command: list[str], target: Path) -> None:
-    """Run ``command -o target`` unless the target is there; one process at a time.
-
-    Raises:
-        CannotBuildError: the compiler fails; its first error.
-        OSError: the folder cannot be written to.
-    """
-    _produce(what, target, lambda folder: _run(command, folder / target.name))
-
-
 def produce_from_objects(
     what: str, compilations: Mapping[Path, list[str]], link: list[str], target: Path
 ) -> None:
     """Compile objects side by side, then run ``link -o target``, unless the target is there.
 
-    Objects of the cache are used again, so that one changed source is compiled alone.
+    One process does it at a time. Objects of the cache are used again, so that one changed source
+    is compiled alone.
 
     Args:
         what: the library, for the message.

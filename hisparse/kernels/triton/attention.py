@@ -113,7 +113,6 @@ def paged_attention(
         MERGED=merged_at_once(members * value_block),
         LOGIT_CAP=float(rule.logit_cap),
         WINDOW=rule.window,
-        WIDE=INTERPRETED,
         **launch_options(first, kv.k.dtype, shared_bytes(query.device)),
     )
     return out, lse
@@ -138,7 +137,7 @@ def launch_options(
 
 
 @triton.jit
-def _from_e4m3(x, WIDE: tl.constexpr):
+def _from_e4m3(x):
     """Convert e4m3 bytes to bfloat16, exactly; to float32 in the interpreter.
 
     The bits are those of a bfloat16 that is 2 ** -120 times the number, the difference of the
@@ -146,7 +145,7 @@ def _from_e4m3(x, WIDE: tl.constexpr):
     """
     # Sign, four zeros, exponent and mantissa, four zeros. Three of the zeros were signs.
     bits = (x.to(tl.int8, bitcast=True).to(tl.int16) << 4) & -0x7810
-    if WIDE:
+    if INTERPRETED:
         y = (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True) * 2.0**120
     else:
         y = bits.to(tl.int16).to(tl.bfloat16, bitcast=True) * tl.full((1, 1), 2.0**120, tl.bfloat16)
@@ -170,13 +169,13 @@ def _load_pages(entries, stride, token, start, end, SIZE: tl.constexpr, TOKENS: 
 
 
 @triton.jit
-def _query_parts(q, narrow: tl.constexpr, kind: tl.constexpr, EXACT: tl.constexpr, WIDE):
+def _query_parts(q, narrow: tl.constexpr, kind: tl.constexpr, EXACT: tl.constexpr):
     """Numbers of ``narrow`` whose sum is ``q``: three if EXACT, or else one, which rounds it."""
-    high = rounded(q, narrow, WIDE)
+    high = rounded(q, narrow)
     if EXACT:
         left = q - high.to(tl.float32)
-        middle = rounded(left, narrow, WIDE)
-        low = rounded(left - middle.to(tl.float32), narrow, WIDE)
+        middle = rounded(left, narrow)
+        low = rounded(left - middle.to(tl.float32), narrow)
         parts = (high.to(kind), middle.to(kind), low.to(kind))
     else:
         parts = (high.to(kind),)  # type: ignore[assignment]
@@ -191,12 +190,11 @@ def _load_tokens(
     COUNT: tl.constexpr,
     kind: tl.constexpr,
     FP8: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """``[TOKENS, channels]``, keys or values; channels from COUNT on are 0."""
     seen = live[:, None] if dim.shape[0] == COUNT else live[:, None] & (dim < COUNT)[None, :]
     x = tl.load(source[:, None] + dim[None, :], mask=seen, other=0)
-    return (_from_e4m3(x, WIDE) if FP8 else x).to(kind)
+    return (_from_e4m3(x) if FP8 else x).to(kind)
 
 
 @triton.jit
@@ -247,7 +245,6 @@ def _attend_kernel(
     MERGED: tl.constexpr,
     LOGIT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
@@ -257,17 +254,17 @@ def _attend_kernel(
     asked = member < GROUP
     first, dim = tl.arange(0, FIRST_BLOCK), tl.arange(0, VALUE_BLOCK)
     narrow: tl.constexpr = tl.bfloat16 if FP8 else keys.dtype.element_ty
-    kind: tl.constexpr = tl.float32 if WIDE else narrow
+    kind: tl.constexpr = tl.float32 if INTERPRETED else narrow
     source = query + row * query_row + (head * GROUP + member)[:, None] * query_head
     seen_q = asked[:, None] & (first < FIRST)[None, :]
     q = tl.load(source + first[None, :] * query_dim, mask=seen_q, other=0.0).to(tl.float32)
-    parts = _query_parts(q, narrow, kind, EXACT, WIDE)
+    parts = _query_parts(q, narrow, kind, EXACT)
     if REST_BLOCK > 0:
         rest = tl.arange(0, REST_BLOCK)
         more = asked[:, None] & (rest < WIDTH - FIRST)[None, :]
         others = source + (FIRST + rest)[None, :] * query_dim
         q_rest = tl.load(others, mask=more, other=0.0).to(tl.float32)
-        q_rest = rounded(q_rest, narrow, WIDE).to(kind)
+        q_rest = rounded(q_rest, narrow).to(kind)
     length = tl.load(seq_lens + row)
     if WINDOW > 0:
         # Steps begin at multiples of TOKENS, so that a step's pages are whole.
@@ -300,19 +297,17 @@ def _attend_kernel(
         # while the steps before it compute.
         page = _load_pages(entries, table_entry, token + TOKENS, start + TOKENS, end, SIZE, TOKENS)
         place = at * key_page + inside * key_token
-        k = _load_tokens(keys + place, live, first, FIRST, kind, FP8, WIDE)
+        k = _load_tokens(keys + place, live, first, FIRST, kind, FP8)
         logits = tl.dot(parts[0], tl.trans(k), input_precision="ieee")
         for part in tl.static_range(1, len(parts)):
             logits += tl.dot(parts[part], tl.trans(k), input_precision="ieee")
         if REST_BLOCK > 0:
-            k_rest = _load_tokens(
-                keys + place + FIRST, live, rest, WIDTH - FIRST, kind, False, WIDE
-            )
+            k_rest = _load_tokens(keys + place + FIRST, live, rest, WIDTH - FIRST, kind, False)
             logits += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
             v = k
         else:
             place = place if SAME else at * value_page + inside * value_token
-            v = _load_tokens(values + place, live, dim, VALUE, kind, FP8, WIDE)
+            v = _load_tokens(values + place, live, dim, VALUE, kind, FP8)
         logits *= scale
         if FP8:
             spot = scales + at * scale_page + head * scale_head + inside * scale_token
@@ -326,10 +321,10 @@ def _attend_kernel(
         totals = totals * shrink + weights
         if FP8:
             weights *= _load_scale(spot + 1, live)[None, :]
-        high = rounded(weights, narrow, WIDE)
+        high = rounded(weights, narrow)
         acc = acc * shrink + tl.dot(high.to(kind), v, input_precision="ieee")
         if EXACT:
-            low = rounded(weights - high.to(tl.float32), narrow, WIDE)
+            low = rounded(weights - high.to(tl.float32), narrow)
             acc += tl.dot(low.to(kind), v, input_precision="ieee")
         highest = top
     total = tl.sum(totals, axis=1)
@@ -353,10 +348,9 @@ def _attend_kernel(
             VALUE_BLOCK,
             MEMBERS,
             MERGED,
-            WIDE,
         )
     else:
         target = row * queries + head * GROUP + member
-        shaped = rounded(acc, out.dtype.element_ty, WIDE)
+        shaped = rounded(acc, out.dtype.element_ty)
         tl.store(out + target[:, None] * VALUE + dim[None, :], shaped, mask=shown)
         tl.store(lse + target, summed, mask=asked)

@@ -75,7 +75,6 @@ def chunk_attention(
         NARROW=narrow,
         LOGIT_CAP=float(rule.logit_cap),
         WINDOW=rule.window,
-        WIDE=INTERPRETED,
         **options,
     )
     return out, lse
@@ -136,7 +135,6 @@ def _chunk_kernel(
     TOKENS: tl.constexpr,
     LOGIT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     # Blocks that attend the most keys come first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -146,7 +144,7 @@ def _chunk_kernel(
     at, member = (row // GROUP).to(tl.int64), head * GROUP + row % GROUP
     first, dim = tl.arange(0, FIRST_BLOCK), tl.arange(0, VALUE_BLOCK)
     narrow: tl.constexpr = keys.dtype.element_ty if NARROW else tl.float32
-    kind: tl.constexpr = tl.float32 if WIDE else narrow
+    kind: tl.constexpr = tl.float32 if INTERPRETED else narrow
     source = query + (at * query_token + member * query_head)[:, None]
     seen_q = asked[:, None] & (first < FIRST)[None, :]
     q = tl.load(source + first[None, :] * query_dim, mask=seen_q, other=0.0).to(kind)
@@ -199,14 +197,14 @@ def _chunk_kernel(
         weights = tl.exp(logits - shift[:, None])
         shrink = tl.exp(highest - shift)
         total = total * shrink + tl.sum(weights, axis=1)
-        weights = rounded(weights, narrow, WIDE).to(kind)
+        weights = rounded(weights, narrow).to(kind)
         acc = acc * shrink[:, None] + tl.dot(weights, v, input_precision="ieee")
         highest = top
     # Without keys the sum is 0: the output is 0 and its log-sum-exp -inf.
     some = tl.where(total > 0, total, 1.0)
     target = at * queries + member
     shown = asked[:, None] & (dim < VALUE)[None, :]
-    shaped = rounded(acc / some[:, None], out.dtype.element_ty, WIDE)
+    shaped = rounded(acc / some[:, None], out.dtype.element_ty)
     tl.store(out + target[:, None] * VALUE + dim[None, :], shaped, mask=shown)
     summed = tl.where(total > 0, highest + tl.log(some), -float("inf"))
     tl.store(lse + target, summed, mask=asked)

@@ -62,7 +62,6 @@ def index_score(
         PARTS=num_parts(new.queries.dtype, narrow),
         FP8=fp8,
         BYTES=as_bytes,
-        WIDE=INTERPRETED,
         **options,
     )
     return scores
@@ -97,7 +96,6 @@ def store_index_keys(new: Tensor, keys: Tensor, host_pages: Tensor, scales: Tens
         DIM=dim,
         DIM_BLOCK=max(32, triton.next_power_of_2(dim)),
         FP8=scales is not None,
-        WIDE=INTERPRETED,
         num_warps=1,
     )
 
@@ -131,11 +129,10 @@ def _score_kernel(
     PARTS: tl.constexpr,
     FP8: tl.constexpr,
     BYTES: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     block, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = tl.float16 if FP8 else keys.dtype.element_ty
-    wide: tl.constexpr = tl.float32 if WIDE and kind == tl.bfloat16 else kind
+    wide: tl.constexpr = tl.float32 if INTERPRETED and kind == tl.bfloat16 else kind
     page = block * TOKENS + tl.arange(0, TOKENS)
     target = scores + request * width + page
     count = tl.load(num_pages + request)
@@ -158,11 +155,11 @@ def _score_kernel(
     products = tl.zeros((TOKENS, HEADS_BLOCK), tl.float32)
     if FP8:
         up, down = power_of(tl.max(tl.abs(q), axis=1), 14)
-        products = dot_parts(k, q * up[:, None], products, kind, PARTS, WIDE)
+        products = dot_parts(k, q * up[:, None], products, kind, PARTS)
         # The 2^8 are those that from_e4m3 leaves out.
         factor = weight * down * (256.0 if BYTES else 1.0)
     else:
-        products = dot_parts(k, q, products, kind, PARTS, WIDE)
+        products = dot_parts(k, q, products, kind, PARTS)
         factor = weight
     # Not tl.maximum, which would drop NaN.
     products = tl.where(products < 0, 0.0, products)
@@ -192,7 +189,6 @@ def _store_kernel(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     FP8: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     token, dim = tl.program_id(0).to(tl.int64), tl.arange(0, DIM_BLOCK)
     target = tl.load(host_pages + token).to(tl.int64)
@@ -209,4 +205,4 @@ def _store_kernel(
         tl.store(out, to_e4m3(x * inverse), mask=dim < DIM)
         tl.store(scales + target, (exponent << 23).to(tl.float32, bitcast=True))
     else:
-        tl.store(out, rounded(x, keys.dtype.element_ty, WIDE), mask=dim < DIM)
+        tl.store(out, rounded(x, keys.dtype.element_ty), mask=dim < DIM)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from hisparse.kernels.reference.latents import pack_latents
 from hisparse.kernels.triton.fp8 import encode_fp8
-from hisparse.kernels.triton.rounding import INTERPRETED
 from hisparse.types import LatentRow
 
 __all__ = ["decode_latents", "encode_latents"]
@@ -47,7 +46,6 @@ def decode_latents(pages: Tensor, table: Tensor, row: LatentRow, out: Tensor) ->
         ROPE_AT=row.rope_at,
         SIZE=size,
         TOKENS=tokens,
-        WIDE=INTERPRETED,
     )
 
 
@@ -68,7 +66,6 @@ def _decode_kernel(
     ROPE_AT: tl.constexpr,
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     live = token < count

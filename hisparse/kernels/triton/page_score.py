@@ -71,7 +71,6 @@ def page_score(
         FP8=fp8,
         BYTES=as_bytes,
         SCALED=scales is not None,
-        WIDE=INTERPRETED,
         **options,
     )
     return scores
@@ -136,7 +135,6 @@ def _score_kernel(
     FP8: tl.constexpr,
     BYTES: tl.constexpr,
     SCALED: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     request = tl.program_id(2).to(tl.int64)
     blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
@@ -144,7 +142,7 @@ def _score_kernel(
     member = tl.program_id(1) % blocks * QUERIES + tl.arange(0, QUERIES)
     asked = member < GROUP
     kind: tl.constexpr = tl.float16 if FP8 else summaries.dtype.element_ty
-    wide: tl.constexpr = tl.float32 if WIDE and kind == tl.bfloat16 else kind
+    wide: tl.constexpr = tl.float32 if INTERPRETED and kind == tl.bfloat16 else kind
     once: tl.constexpr = COLUMNS >= 2 * DIM
 
     page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
@@ -186,7 +184,7 @@ def _score_kernel(
                 now = q
             else:
                 now = _signed(source, first, query_dim, asked, DIM, COLUMNS) * up[:, None]
-            bound = dot_parts(k, now, bound, kind, PARTS, WIDE)
+            bound = dot_parts(k, now, bound, kind, PARTS)
         if SCALED:
             own = tl.load(scales + (host_page * RANGES + part) * kv_heads + head, mask=present)
             bound *= own[:, None]

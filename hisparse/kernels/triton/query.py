@@ -85,20 +85,19 @@ def powers_of_queries(asking, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def dot_parts(keys, query, acc, kind: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr):
+def dot_parts(keys, query, acc, kind: tl.constexpr, PARTS: tl.constexpr):
     """``acc + keys [N, K] @ query [Q, K].T``, the query split into PARTS numbers of ``kind``.
 
     Args:
-        keys: of ``kind``, or float32 if WIDE, as the interpreter wants bfloat16.
+        keys: of ``kind``, or float32 for bfloat16 in the interpreter.
         query: float32.
         acc: ``[N, Q] float32``.
         kind: dtype of the products' factors.
         PARTS: see :func:`num_parts`.
-        WIDE: whether the interpreter runs the kernel.
     """
     left = query
     for part in tl.static_range(PARTS):
-        now = rounded(left, kind, WIDE)
+        now = rounded(left, kind)
         acc = tl.dot(keys, tl.trans(now.to(keys.dtype)), acc, input_precision="tf32x3")
         if part + 1 < PARTS:
             left -= now.to(tl.float32)

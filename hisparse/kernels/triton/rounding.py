@@ -9,11 +9,11 @@ __all__ = ["INTERPRETED", "rounded"]
 
 #: Whether kernels run in Triton's interpreter. It multiplies bfloat16 matrices as if they were
 #: integers, so kernels multiply them as float32 there.
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
-def rounded(x, kind: tl.constexpr, INTERPRETED: tl.constexpr):
+def rounded(x, kind: tl.constexpr):
     """Round float32 to the nearest of ``kind``; the interpreter would truncate to bfloat16."""
     if INTERPRETED and kind == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)

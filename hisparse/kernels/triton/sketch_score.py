@@ -12,7 +12,6 @@ from torch import Tensor
 from hisparse.kernels.sketch_layout import SketchLayout
 from hisparse.kernels.tail_pages import TailPages
 from hisparse.kernels.triton.query import dot_parts, load_query, num_parts, powers_of_queries
-from hisparse.kernels.triton.rounding import INTERPRETED
 from hisparse.kernels.triton.sketch import scale_of
 from hisparse.kernels.triton.tail_lse import find_tail_lse, tail_arguments
 
@@ -71,7 +70,6 @@ def sketch_score(
         LOADED=_loaded(sketches, layout),
         UNIT=math.gcd(16, *sketches.stride()[:2]),
         PARTS=num_parts(query.dtype, torch.float16),
-        WIDE=INTERPRETED,
         **tail_arguments(query, tail, lse),
         **options,
     )
@@ -155,7 +153,6 @@ def _base(
     DIM_BLOCK: tl.constexpr,
     DETAIL_BYTES: tl.constexpr,
     PARTS: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """``[PAGES, QUERIES]``, products with what all tokens of a page share."""
     base = tl.zeros((source.shape[0], up.shape[0]), tl.float32)
@@ -167,7 +164,7 @@ def _base(
         # Under 2^-4, so that all keys are within float16.
         key = whole.to(tl.int8, bitcast=True).to(tl.float32) * (scale_of(code) * 0.0625)
         q = load_query(asking, start, DIM, DIM_BLOCK) * up[:, None]
-        base = dot_parts(key.to(tl.float16), q, base, tl.float16, PARTS, WIDE)
+        base = dot_parts(key.to(tl.float16), q, base, tl.float16, PARTS)
     return base
 
 
@@ -186,7 +183,6 @@ def _sum_tokens(
     CODE_BYTES: tl.constexpr,
     LOADED: tl.constexpr,
     PARTS: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """``[PAGES, QUERIES]``, the log of the sum of e^(q.k) over the tokens of each page."""
     once: tl.constexpr = DIM_BLOCK >= DIM
@@ -206,7 +202,7 @@ def _sum_tokens(
                 product = tl.zeros(base.shape, tl.float32)
                 if once:
                     keys = _keys(codes, steps, token)
-                    product = dot_parts(keys, q, product, tl.float16, PARTS, WIDE)
+                    product = dot_parts(keys, q, product, tl.float16, PARTS)
                 else:
                     before = none
                     for start in range(0, DIM, DIM_BLOCK):
@@ -217,7 +213,7 @@ def _sum_tokens(
                         keys = _keys(codes, steps, token)
                         q = load_query(asking, start, DIM, DIM_BLOCK)
                         q *= up[:, None]
-                        product = dot_parts(keys, q, product, tl.float16, PARTS, WIDE)
+                        product = dot_parts(keys, q, product, tl.float16, PARTS)
                 logit = base + product * (factor * (0.5 / 4 ** (token % 4)))
                 exists = 4 * LOADED * turn + token < SIZE
                 logits += (tl.where(exists, logit, -float("inf")),)  # type: ignore[assignment]
@@ -274,7 +270,6 @@ def _score_kernel(
     LOADED: tl.constexpr,
     UNIT: tl.constexpr,
     PARTS: tl.constexpr,
-    WIDE: tl.constexpr,
     TAIL: tl.constexpr,
     TAIL_SIZE: tl.constexpr,
     TAIL_PARTS: tl.constexpr,
@@ -305,7 +300,6 @@ def _score_kernel(
                 TAIL_SIZE,
                 TAIL_PARTS,
                 TAIL_FP8,
-                WIDE,
             )
             tl.store(tail_lse + row, lse, mask=asked)
             return
@@ -327,7 +321,7 @@ def _score_kernel(
     offset = tl.multiple_of(host_page * stride_page + head * stride_head, UNIT)
     source = (sketches + offset)[:, None]
     up, down = powers_of_queries(asking, DIM, DIM_BLOCK)
-    base = _base(source, asking, up, DIM, DIM_BLOCK, COUNT * CODE_BYTES, PARTS, WIDE)
+    base = _base(source, asking, up, DIM, DIM_BLOCK, COUNT * CODE_BYTES, PARTS)
     factor = (down * 16.0 * scale)[None, :]
     base *= factor
     if COUNT == 0:
@@ -347,7 +341,6 @@ def _score_kernel(
             CODE_BYTES,
             LOADED,
             PARTS,
-            WIDE,
         )
     score = tl.where(present[:, None], score, -float("inf"))
     tl.store(target, score, mask=inside)

@@ -58,7 +58,6 @@ def merge_last(
     VALUE_BLOCK: tl.constexpr,
     MEMBERS: tl.constexpr,
     MERGED: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """Merge the splits of a block of queries in the program that ends last.
 
@@ -97,7 +96,7 @@ def merge_last(
         some = tl.where(total > 0, total, 1.0)
         target = row * queries + first + member
         shown = asked[:, None] & (dim < VALUE)[None, :]
-        merged = rounded(acc / some[:, None], out.dtype.element_ty, WIDE)
+        merged = rounded(acc / some[:, None], out.dtype.element_ty)
         tl.store(out + target[:, None] * VALUE + dim[None, :], merged, mask=shown)
         summed = tl.where(total > 0, highest + tl.log(some), -float("inf"))
         tl.store(lse + target, summed, mask=asked)

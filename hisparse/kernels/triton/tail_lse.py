@@ -17,6 +17,7 @@ from hisparse.kernels.triton.query import (
     num_parts,
     powers_of_queries,
 )
+from hisparse.kernels.triton.rounding import INTERPRETED
 
 __all__ = ["find_tail_lse", "tail_arguments"]
 
@@ -67,13 +68,12 @@ def find_tail_lse(
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     FP8: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """``[QUERIES]``, the log of the sum of e^(q.k) over the first ``length`` tokens of a page."""
     pages, key_page, key_head, key_token = keys
     page, head = where
     kind: tl.constexpr = tl.float16 if FP8 else pages.dtype.element_ty
-    wide: tl.constexpr = tl.float32 if WIDE and kind == tl.bfloat16 else kind
+    wide: tl.constexpr = tl.float32 if INTERPRETED and kind == tl.bfloat16 else kind
     token = tl.arange(0, SIZE)
     live = token < length
     place = pages + page * key_page + head * key_head + token * key_token
@@ -85,7 +85,7 @@ def find_tail_lse(
         seen = live[:, None] & (dim < DIM)[None, :]
         k = tl.load(place[:, None] + dim[None, :], mask=seen, other=0.0)
         k = (from_e4m3(k) if FP8 else k).to(wide)
-        logits = dot_parts(k, q, logits, kind, PARTS, WIDE)
+        logits = dot_parts(k, q, logits, kind, PARTS)
     logits *= (down * scale)[None, :]
     if FP8:
         exponents, scale_page, scale_head, scale_token = scales

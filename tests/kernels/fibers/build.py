@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hisparse.kernels.build.cache import CACHE
-from hisparse.kernels.build.compiler import SOURCES, binding_flags, digest_of, produce
+from hisparse.kernels.build.compiler import SOURCES, binding_flags, digest_of, produce_from_objects
 from hisparse.kernels.build.cpu import cxx_compiler
 
 HEADERS = Path(__file__).parent
@@ -52,7 +52,7 @@ def load(sources: Path, cache: Path, optimization: str = "-O0") -> Any:
         *link,
     ]
     target = cache / f"fibers-{digest_of(parts, *command)}.so"
-    produce("CUDA kernels for fibers", command, target)
+    produce_from_objects("CUDA kernels for fibers", {}, command, target)
     return tvm_ffi.load_module(str(target))
 
 

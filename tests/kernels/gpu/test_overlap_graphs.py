@@ -15,8 +15,8 @@ from torch import Tensor
 from hisparse.cache.streams import CudaStreams, Lane, Pending, SideStreams
 from hisparse.engine import build
 from hisparse.engine.step import PrefillBatch, PrefillChunk
-from hisparse.testing.delayed import DelayedStreams
 from hisparse_bench.random_requests import RandomRequests
+from tests.delayed import DelayedStreams
 
 T = TypeVar("T")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])

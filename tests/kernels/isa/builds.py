@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hisparse.kernels.build import cpu as _build
 from hisparse.kernels.build.cache import CACHE
-from hisparse.kernels.build.compiler import SOURCES, binding_flags, digest_of, produce
+from hisparse.kernels.build.compiler import SOURCES, binding_flags, digest_of, produce_from_objects
 from tests.kernels.isa.calls import Call, Result, read_results, write_calls
 
 __all__ = ["ARM_TOOLS", "BUILDS", "NATIVE", "PARALLEL", "Build", "what_stopped"]
@@ -74,7 +74,7 @@ class Build:
         command += [f"-I{SOURCES / 'cpu'}", *map(str, sources), *link]
         name = sources[0].stem
         path = CACHE / f"{name}-{self.name}-{digest_of(sources, *command)}.so"
-        produce(f"{name} for {self.name}", command, path)
+        produce_from_objects(f"{name} for {self.name}", {}, command, path)
         return path
 
     def rerun(self, calls: Sequence[Call], kernels: Path, folder: Path) -> list[Result]:
