@@ -164,7 +164,7 @@ SCENARIOS = (
         model="llama",
         config=_SMALL,
         flags=("--enable-mixed-chunk", *_CHUNKS),
-        part=0.06,
+        part=0.04,
     ),
     Scenario(
         name="replicas, retractions",
@@ -235,7 +235,7 @@ SCENARIOS = (
         config=_SMALL,
         flags=_CHUNKS,
         store="32MiB",
-        part=0.06,
+        part=0.04,
     ),
     Scenario(
         name="sketch, store, adapters, two ranks",
