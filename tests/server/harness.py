@@ -318,9 +318,11 @@ class Server:
             request |= {"return_logprob": True, "top_logprobs_num": top_logprobs}
         return _answer(self._post("/generate", request).json())
 
-    def samples(self, prompt: Sequence[int], max_new_tokens: int, count: int) -> list[Answer]:
+    def samples(
+        self, prompt: Sequence[int], max_new_tokens: int, count: int, **body: Any
+    ) -> list[Answer]:
         """Several greedy continuations of one prompt, asked for in one request."""
-        request = _request(prompt, max_new_tokens, True)
+        request = _request(prompt, max_new_tokens, True) | body
         request["sampling_params"] |= {"n": count}
         return [_answer(reply) for reply in self._post("/generate", request).json()]
 
@@ -361,11 +363,13 @@ class Server:
         finally:
             reply.close()
 
-    def abort_after(self, prompt: Sequence[int], num_tokens: int, max_new_tokens: int) -> list[int]:
+    def abort_after(
+        self, prompt: Sequence[int], num_tokens: int, max_new_tokens: int, **body: Any
+    ) -> list[int]:
         """Start a request and abort it by its id once it has so many tokens; what it got."""
         rid = f"abort-{time.monotonic_ns()}"
         ids: list[int] = []
-        with self.stream(prompt, max_new_tokens, rid=rid) as events:
+        with self.stream(prompt, max_new_tokens, rid=rid, **body) as events:
             for event in events:
                 if len(ids) < num_tokens <= len(event["output_ids"]):
                     self._post("/abort_request", {"rid": rid})

@@ -21,7 +21,7 @@ def make_plugin(folder: Path, name: str, group: str, entry: str, source: str) ->
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.py").write_text(textwrap.dedent(source))
     info = folder / f"{name}-1.0.dist-info"
-    info.mkdir()
+    info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{group}]\n{entry}\n")
     return folder

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -30,8 +30,9 @@ import psutil
 from disaggregated import Pair
 from harness import Server
 from soak.clients import Difference, send_all
+from soak.loras import make_adapters
 from soak.scenarios import SCENARIOS, Scenario
-from soak.stores import count_pages, store_faults
+from soak.stores import count_pages, store_faults, wait_until_still
 from soak.traffic import Traffic, answer_alone, is_rounding
 
 from tests.processes import is_running
@@ -88,7 +89,8 @@ def run(scenario: Scenario, num_requests: int, concurrency: int, seed: int, log:
     """One scenario, from the start of its server to its end, or of its servers one by one."""
     talks = max(1, num_requests * _TALKS // 100)
     count = min(_PROMPTS, max(8, num_requests // 5))
-    traffic = Traffic.make(count, talks, scenario.longest, seed)
+    adapters = make_adapters(log.with_suffix(".adapters"), scenario.adapters, scenario.model)
+    traffic = Traffic.make(count, talks, scenario.longest, seed, adapters)
     result, shared, store = Result(scenario.name), _shared_memory(), log.with_suffix(".store")
     if scenario.pair:
         with _start(scenario, log.with_suffix(".alone"), None, result) as alone:
@@ -100,17 +102,18 @@ def run(scenario: Scenario, num_requests: int, concurrency: int, seed: int, log:
             answer_alone(server, traffic)
             _serve(server, server, traffic, scenario, num_requests, concurrency, result)
     else:
+        ledger = log.with_suffix(".plugin")
         first, half = num_requests // 2, len(traffic.conversations) // 2
         talks_of = (traffic.conversations[:half], traffic.conversations[half:])
         with _start(scenario, log.with_suffix(".alone"), None, result) as alone:
             answer_alone(alone, traffic)
             for number, size in enumerate((first, num_requests - first)):
-                part = Traffic(traffic.prompts, talks_of[number], traffic.expected)
+                part = replace(traffic, conversations=talks_of[number])
                 with _start(scenario, log, store, result) as server:
                     _serve(server, alone, part, scenario, size, concurrency, result)
-        result.faults += store_faults(
-            store, scenario.store, result.counts, filled=num_requests >= _JUDGED
-        )
+                    wait_until_still(ledger)
+        filled = num_requests >= _JUDGED
+        result.faults += store_faults(store, scenario.store, result.counts, ledger, filled=filled)
     if left := sorted(_shared_memory() - shared):
         result.faults.append(f"shared memory left: {left}")
     return result
@@ -192,7 +195,7 @@ def _load(
     sizes = (num_requests * 2 // 5, num_requests - num_requests * 2 // 5)
     memory, group = [], _processes(server)
     for talks, size in zip(parts, sizes, strict=True):
-        part = Traffic(traffic.prompts, talks, traffic.expected)
+        part = replace(traffic, conversations=talks)
         outcome = send_all(server, part, scenario, size, concurrency)
         for name, number in outcome.counts.items():
             result.add(name, number)

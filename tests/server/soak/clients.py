@@ -12,6 +12,7 @@ from functools import partial
 
 from disaggregated import Pair
 from harness import Answer, Server
+from soak.loras import Adapters, served_adapters
 from soak.scenarios import Scenario
 from soak.traffic import Conversation, Expected, Prompt, Traffic
 
@@ -94,28 +95,34 @@ def send_all(
     concurrency: int,
 ) -> Outcome:
     """Send all conversations, and so many requests in all, ``concurrency`` at a time."""
-    clients = _Clients(server, traffic, scenario)
-    jobs: list[Callable[[], None]] = []
-    for talk in traffic.conversations:
-        jobs.append(partial(clients.converse, talk))
-    rng = random.Random(num_requests)
-    turns = sum(1 + len(talk.replies) for talk in traffic.conversations)
-    kinds = rng.choices(list(_KINDS), list(_KINDS.values()), k=num_requests - turns)
-    for kind in kinds:
-        number, at = rng.randrange(len(traffic.prompts)), rng.random()
-        jobs.append(partial(clients.send, kind, number, at))
-    rng.shuffle(jobs)
-    with ThreadPoolExecutor(concurrency) as threads:
-        for done in [threads.submit(clients.guarded, job) for job in jobs]:
-            done.result()
+    with served_adapters(server, traffic.adapters) as adapters:
+        clients = _Clients(server, traffic, scenario, adapters)
+        jobs: list[Callable[[], None]] = []
+        for talk in traffic.conversations:
+            jobs.append(partial(clients.converse, talk))
+        rng = random.Random(num_requests)
+        turns = sum(1 + len(talk.replies) for talk in traffic.conversations)
+        kinds = rng.choices(list(_KINDS), list(_KINDS.values()), k=num_requests - turns)
+        for kind in kinds:
+            number, at = rng.randrange(len(traffic.prompts)), rng.random()
+            jobs.append(partial(clients.send, kind, number, at))
+        rng.shuffle(jobs)
+        with ThreadPoolExecutor(concurrency) as threads:
+            for done in [threads.submit(clients.guarded, job) for job in jobs]:
+                done.result()
+    if traffic.adapters:
+        clients.outcome.counts["adapters loaded"] = adapters.num_loads
     return clients.outcome
 
 
 class _Clients:
     """Sends requests and notes what they get."""
 
-    def __init__(self, server: Server | Pair, traffic: Traffic, scenario: Scenario) -> None:
+    def __init__(
+        self, server: Server | Pair, traffic: Traffic, scenario: Scenario, adapters: Adapters
+    ) -> None:
         self._server, self._traffic, self._scenario = server, traffic, scenario
+        self._adapters = adapters
         self.outcome = Outcome()
 
     def guarded(self, job: Callable[[], None]) -> None:
@@ -133,24 +140,30 @@ class _Clients:
         self.outcome.add("requests", kind)
         early = int(at * prompt.new_tokens)
         if kind == "plain":
-            answer = self._server.generate(prompt.ids, prompt.new_tokens)
-            self._compare(what, [prompt], answer, expected)
+            self._compare(what, [prompt], self._generate(prompt), expected)
         elif kind == "two samples":
-            for answer in self._server.samples(prompt.ids, prompt.new_tokens, 2):
+            with self._adapters.loaded(prompt.adapter) as body:
+                answers = self._server.samples(prompt.ids, prompt.new_tokens, 2, **body)
+            for answer in answers:
                 self._compare(what, [prompt], answer, expected)
         else:
             leave = self._abort if kind == "abort" else self._hang_up
-            ids = leave(prompt, early)
-            if self._scenario.whole or not self._scenario.env:
+            with self._adapters.loaded(prompt.adapter) as body:
+                ids = leave(prompt, early, body)
+            if self._scenario.whole or not self._scenario.retracts:
                 self.outcome.compare(what, [prompt], ids, expected, lead=self._scenario.lead)
 
-    def _abort(self, prompt: Prompt, early: int) -> list[int]:
-        return self._server.abort_after(prompt.ids, early, 2 * prompt.new_tokens)
+    def _generate(self, prompt: Prompt) -> Answer:
+        with self._adapters.loaded(prompt.adapter) as body:
+            return self._server.generate(prompt.ids, prompt.new_tokens, **body)
 
-    def _hang_up(self, prompt: Prompt, early: int) -> list[int]:
+    def _abort(self, prompt: Prompt, early: int, body: dict[str, str]) -> list[int]:
+        return self._server.abort_after(prompt.ids, early, 2 * prompt.new_tokens, **body)
+
+    def _hang_up(self, prompt: Prompt, early: int, body: dict[str, str]) -> list[int]:
         """Close the connection; for ``early`` 0 before the first token."""
         ids: list[int] = []
-        with self._server.stream(prompt.ids, 2 * prompt.new_tokens) as events:
+        with self._server.stream(prompt.ids, 2 * prompt.new_tokens, **body) as events:
             while len(ids) < early:
                 ids = next(events)["output_ids"]
         return ids
@@ -160,7 +173,7 @@ class _Clients:
         turns, first_cached = [talk.first], 0
         for number, expected in enumerate(talk.expected):
             self.outcome.add("requests", "turn of a conversation")
-            answer = self._server.generate(turns[-1].ids, turns[-1].new_tokens)
+            answer = self._generate(turns[-1])
             if number == 0:
                 first_cached = answer.cached
             # K/V of an answer that left the radix cache are computed anew, as those of a prompt.

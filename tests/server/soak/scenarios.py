@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import hybrids
+from adapters import ADAPTER_FLAGS, adapter_path
 from draft_models import noisy_model
 from hybrids import HYBRIDS
 from settings import DSA
+from soak.stores import make_ledger
 from tiny_models import INDEX_TOP_K, KINDS, tiny_model
 
 from hisparse.eval.models import fetch
@@ -59,6 +61,9 @@ class Scenario:
         store: size of a store below host memory; None: there is none. A store has two servers, one
             after the other: the second reads what the first left when it was killed. A third one,
             without a store, gives the answers that theirs are compared with.
+        adapters: number of LoRA adapters; requests of the model and of each of them take turns.
+            There are two names for more adapters, so that they are unloaded and loaded all the
+            time, each time another one in the same folder.
         drafted: whether the model drafts for itself, with noise in its weights.
         lead: a token counts as equal if the best one led the second best by less than this, in
             logprob, when the request ran alone: sums of another order may choose either.
@@ -74,6 +79,7 @@ class Scenario:
     longest: int = 3000
     pair: bool = False
     store: str | None = None
+    adapters: int = 0
     drafted: bool = False
     lead: float = 1e-3
 
@@ -83,11 +89,18 @@ class Scenario:
         return tiny_model(self.model) if self.model in KINDS else fetch(self.model)
 
     @property
+    def retracts(self) -> bool:
+        """Whether running requests are sent back to the queue."""
+        return _RETRACT.items() <= self.env.items()
+
+    @property
     def command_line(self) -> tuple[str, ...]:
-        """The flags, with those of a hybrid or of a draft model."""
+        """The flags, with those of a hybrid, of a draft model or of adapters."""
         flags = self.flags
         if self.model in HYBRIDS:
             flags += hybrids.FLAGS
+        if self.adapters:
+            flags += ADAPTER_FLAGS
         if self.drafted:
             flags += ("--speculative-draft-model-path", str(noisy_model(self.model)))
             flags += ("--speculative-algorithm", "STANDALONE")
@@ -97,7 +110,9 @@ class Scenario:
         """Environment variables and module path of a server; its plug-ins go into ``folder``."""
         if self.model in HYBRIDS:
             return {"env": hybrids.ENV | self.env, "python_path": hybrids.python_path(folder)}
-        return {"env": {"TORCHDYNAMO_DISABLE": "1"} | self.env}
+        path = adapter_path(folder) if self.adapters else []
+        path += [make_ledger(folder)] if self.store else []
+        return {"env": {"TORCHDYNAMO_DISABLE": "1"} | self.env, "python_path": path}
 
 
 _CHUNKS = ("--chunked-prefill-size", "256")
@@ -149,7 +164,7 @@ SCENARIOS = (
         model="llama",
         config=_SMALL,
         flags=("--enable-mixed-chunk", *_CHUNKS),
-        part=0.06,
+        part=0.04,
     ),
     Scenario(
         name="replicas, retractions",
@@ -220,7 +235,17 @@ SCENARIOS = (
         config=_SMALL,
         flags=_CHUNKS,
         store="32MiB",
-        part=0.06,
+        part=0.04,
+    ),
+    Scenario(
+        name="sketch, store, adapters, two ranks",
+        model="llama",
+        config=_SMALL,
+        flags=("--tp-size", "2", *_CHUNKS),
+        env=_TWO_RANKS,
+        store="32MiB",
+        adapters=3,
+        part=0.04,
     ),
     Scenario(
         name="dipr",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+from pathlib import Path
 
 from harness import Answer, Server
 from workload import tokens
@@ -48,10 +50,17 @@ class Expected:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, and how many tokens follow it."""
+    """A prompt, and how many tokens follow it.
+
+    Attributes:
+        ids: its tokens.
+        new_tokens: number of tokens that follow.
+        adapter: the LoRA adapter that computes them; None: the model alone.
+    """
 
     ids: list[int]
     new_tokens: int
+    adapter: str | None = None
 
 
 @dataclass
@@ -71,7 +80,7 @@ class Conversation:
     def turn(self, number: int, before: Sequence[int], answer: Sequence[int]) -> Prompt:
         """The prompt of a turn after the first, from the prompt and the answer before it."""
         ids = [*before, *answer, *self.replies[number - 1]]
-        return Prompt(ids, self.first.new_tokens)
+        return replace(self.first, ids=ids)
 
 
 @dataclass
@@ -82,17 +91,29 @@ class Traffic:
         prompts: each used by several requests.
         conversations: each used once. So the K/V of a turn's answer, which later turns attend, are
             those of its own decode steps.
+        adapters: folders of LoRA adapters.
         expected: of each prompt.
     """
 
     prompts: list[Prompt]
     conversations: list[Conversation]
+    adapters: Mapping[str, Path]
     expected: list[Expected] = field(default_factory=list)
 
     @classmethod
-    def make(cls, num_prompts: int, num_conversations: int, longest: int, seed: int) -> Traffic:
-        """Random tokens; half of the prompts begin with one of a few prefixes."""
-        rng = random.Random(seed)
+    def make(
+        cls,
+        num_prompts: int,
+        num_conversations: int,
+        longest: int,
+        seed: int,
+        adapters: Mapping[str, Path],
+    ) -> Traffic:
+        """Random tokens; half of the prompts begin with one of a few prefixes.
+
+        The model and its adapters take turns.
+        """
+        rng, turns = random.Random(seed), cycle([None, *adapters])
         prefixes = [tokens(n, seed=n) for n in _PREFIXES if n < longest]
 
         def prompt(longest: int) -> Prompt:
@@ -100,7 +121,7 @@ class Traffic:
             # As many short ones as long ones, on a scale of factors.
             own = int(20 * (max(longest - len(prefix), 40) / 20) ** rng.random())
             ids = (prefix + tokens(own, seed=rng.randrange(2**30)))[:longest]
-            return Prompt(ids, rng.randrange(8, 64))
+            return Prompt(ids, rng.randrange(8, 64), next(turns))
 
         def conversation() -> Conversation:
             later = [tokens(rng.randrange(5, 100), rng.randrange(2**30)) for _ in range(_TURNS - 1)]
@@ -109,11 +130,14 @@ class Traffic:
         return cls(
             [prompt(longest) for _ in range(num_prompts)],
             [conversation() for _ in range(num_conversations)],
+            adapters,
         )
 
 
 def answer_alone(server: Server, traffic: Traffic) -> None:
     """Fill in what each prompt and turn gets when nothing else runs and nothing else is cached."""
+    for name, folder in traffic.adapters.items():
+        server.load_adapter(name, folder)
     for prompt in traffic.prompts:
         server.flush_cache()
         traffic.expected.append(_ask(server, prompt))
@@ -149,9 +173,11 @@ def is_rounding(server: Server, turns: Sequence[Prompt], ids: Sequence[int], cac
         for copies in _COPIES if number < _WITH_COPIES else _COPIES[:1]:
             server.flush_cache()
             for cut in filter(None, cuts):
-                server.generate(first[:cut], 1)
+                server.generate(first[:cut], 1, lora_path=turns[0].adapter)
             for prompt in turns:
-                answers = server.generate_many([prompt.ids] * copies, prompt.new_tokens)
+                answers = server.generate_many(
+                    [prompt.ids] * copies, prompt.new_tokens, lora_path=prompt.adapter
+                )
             if any(answer.ids[: len(ids)] == list(ids) for answer in answers):
                 return True
     return False
@@ -164,4 +190,7 @@ def _cuts(length: int, rng: random.Random) -> list[int]:
 
 
 def _ask(server: Server, prompt: Prompt) -> Expected:
-    return Expected.of(server.generate(prompt.ids, prompt.new_tokens, top_logprobs=2))
+    answer = server.generate(
+        prompt.ids, prompt.new_tokens, top_logprobs=2, lora_path=prompt.adapter
+    )
+    return Expected.of(answer)
