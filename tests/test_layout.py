@@ -41,7 +41,10 @@ ROOMS = (
     ("hisparse",),
 )
 #: Modules beside the rooms.
-LOOSE = {"__init__", "__main__", "config", "errors", "options", "registry", "types", "units"}
+LOOSE = {
+    "__init__", "__main__", "config", "errors", "options", "private_files", "registry", "types",
+    "units",
+}  # fmt: skip
 
 
 def modules() -> dict[str, Path]:
