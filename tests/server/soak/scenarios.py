@@ -248,6 +248,17 @@ SCENARIOS = (
         part=0.04,
     ),
     Scenario(
+        name="whole context, store, adapters, retractions",
+        model="llama",
+        config=_WHOLE,
+        flags=_CHUNKS,
+        env=_RETRACT,
+        store="32MiB",
+        adapters=3,
+        whole=True,
+        part=0.04,
+    ),
+    Scenario(
         name="dipr",
         model="llama",
         config=_SMALL
@@ -264,7 +275,7 @@ SCENARIOS = (
         flags=("--kv-cache-dtype", "fp8_e4m3", *_CHUNKS),
         # Eight bits magnify float32 noise.
         lead=0.2,
-        part=0.06,
+        part=0.04,
     ),
     Scenario(
         name="sketch, MLA",
@@ -287,7 +298,7 @@ SCENARIOS = (
         model="deepseek_v32",
         config=_DSA,
         flags=_CHUNKS,
-        part=0.06,
+        part=0.04,
     ),
     Scenario(
         name="sketch, windows, sinks",
