@@ -188,7 +188,7 @@ def _in_an_empty_file() -> None:
     connect = sqlite3.connect
 
     def dying(name: Any, **options: Any) -> sqlite3.Connection:
-        is_new = isinstance(name, Path) and not (name.exists() and name.stat().st_size)
+        is_new = isinstance(name, Path) and not name.stat().st_size
         database = connect(name, **options)
         if is_new:
             database.execute("PRAGMA journal_mode = WAL")
