@@ -125,9 +125,16 @@ class Folder:
         """The index once more, for a thread that keeps it busy.
 
         Raises:
+            OSError: another took its place.
             sqlite3.Error: SQLite cannot open it.
         """
-        return Index(self._file)
+        index = Index(self._file)
+        try:
+            self.check_index()
+        except OSError:
+            index.close()
+            raise
+        return index
 
     def check_index(self) -> None:
         """Check that the index is still the file of the folder: this process alone may know what

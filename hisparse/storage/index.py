@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import sqlite3
@@ -85,6 +86,9 @@ class Index:
         create: make its tables.
         source: copy a database that cannot be written.
 
+    Raises:
+        OSError: the file is absent, or another took its place while it was opened.
+
     Attributes:
         opened: the file as it was opened, since another may take its place; None: in memory.
     """
@@ -96,8 +100,11 @@ class Index:
         #: The thread with a transaction.
         self._writer: int | None = None
         self._ids: dict[str, int] = {}
+        if file is not None and create:
+            file.touch()
+        self.opened = None if file is None else os.stat(file)
         self._database = self._reads = self._connect(file)
-        self._reads_lock, self.opened = self._lock, None
+        self._reads_lock = self._lock
         try:
             # The file survives a loss of power, though not its last transactions.
             self._database.execute("PRAGMA journal_mode = WAL")
@@ -109,9 +116,11 @@ class Index:
                 with contextlib.closing(sqlite3.connect(name, uri=True)) as database:
                     database.backup(self._database)
             if file is not None:
-                self.opened = os.stat(file)
                 # Look-ups of their own connection wait for no writer.
                 self._reads, self._reads_lock = self._connect(file), threading.RLock()
+                if self.opened and not os.path.samestat(os.stat(file), self.opened):
+                    self._reads.close()
+                    raise OSError(errno.ESTALE, "the index was replaced while it was opened")
         except (OSError, sqlite3.Error):
             self._database.close()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -201,6 +202,35 @@ def test_an_index_is_replaced_while_a_process_reads_segments(
         assert not store.put(NAMESPACE, key_of(99), parts_of(key_of(99)))
         with _open(path) as other:
             keys += fill(other, range(10, 15))
+    with _open(path) as store:
+        assert all(read(store, keys))
+
+
+@pytest.mark.parametrize("when", ["opened", "collected"])
+def test_an_index_is_replaced_between_two_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A process that wrote to one and read from the other would delete what it did not read."""
+    path = tmp_path / "store"
+    with _open(path) as store:
+        keys = fill(store, range(4))
+    backup, connect = _backup(path), Index._connect
+    with _open(path) as store:
+        keys += fill(store, range(10, 18))
+
+    def slowly(file: Path | None) -> Any:
+        found = connect(file)
+        if file and backup.exists():
+            backup.replace(file)
+        return found
+
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(_open(path)) if when == "collected" else None
+        monkeypatch.setattr(Index, "_connect", staticmethod(slowly))
+        store = store or stack.enter_context(_open(path))
+        for _ in range(2):
+            with contextlib.suppress(HiSparseError):
+                store.collect(1.0)
     with _open(path) as store:
         assert all(read(store, keys))
 
