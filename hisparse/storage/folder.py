@@ -22,8 +22,9 @@ from typing import Final
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
 from hisparse.private_files import NotPrivateError, PrivateFolder
 from hisparse.storage.context_tree import contexts_path
-from hisparse.storage.index import Index, is_refusal
+from hisparse.storage.index import Index
 from hisparse.storage.record import BLOCK_BYTES
+from hisparse.storage.schema import is_refusal
 from hisparse.storage.segments import Segments, locked
 
 __all__ = ["Folder"]

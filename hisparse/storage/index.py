@@ -16,25 +16,17 @@ from hisparse.storage.namespace import Namespace
 from hisparse.storage.prefix import PrefixSearch
 from hisparse.storage.record import Header, key_bytes, record_bytes
 from hisparse.storage.report import NamespaceUse
-from hisparse.storage.schema import DISAGREEMENT, SCHEMA, TABLES
+from hisparse.storage.schema import DISAGREEMENT, SCHEMA, TABLES, is_refusal
 from hisparse.storage.segments import Place
 from hisparse.storage.uses import RecentUses
 
-__all__ = ["Index", "Row", "is_refusal"]
+__all__ = ["Index", "Row"]
 
 #: Keys of one statement; SQLite's own limit is higher.
 _BATCH: Final = 500
 #: Seconds to wait for other processes.
 _WAIT_S: Final = 10.0
 
-#: What SQLite says for a disk that is full or fails, and for a lock that another program holds.
-_REFUSALS: Final = (
-    "database is locked",
-    "database or disk is full",
-    "disk I/O error",
-    "locking protocol",
-    "unable to open database file",
-)
 _COLUMNS: Final = "namespace, key, segment, offset, bytes"
 _INSERT: Final = (
     f"INSERT INTO pages ({_COLUMNS}, written, used, uses) VALUES (?, ?, ?, ?, ?, ?, ?, 1)"
@@ -51,11 +43,6 @@ _ORDERS: Final = {
     "ttl": "used, written DESC",
     "lfu": "uses, used, written DESC",
 }
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether SQLite cannot read for another reason than what a file contains."""
-    return isinstance(error, sqlite3.OperationalError) and str(error) in _REFUSALS
 
 
 class Row(NamedTuple):

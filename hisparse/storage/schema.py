@@ -1,12 +1,13 @@
-"""The tables of the index, and what is always true of them."""
+"""The tables of the index, what is always true of them, and when SQLite cannot say."""
 
 from __future__ import annotations
 
+import sqlite3
 from typing import Final
 
 from hisparse.storage.record import BLOCK_BYTES, END_OF_TIME
 
-__all__ = ["DISAGREEMENT", "SCHEMA", "TABLES"]
+__all__ = ["DISAGREEMENT", "SCHEMA", "TABLES", "is_refusal"]
 
 #: What tables there are: an index with others is made anew.
 TABLES: Final = "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"
@@ -72,3 +73,17 @@ SELECT EXISTS (
     SELECT 1 FROM namespace_ids WHERE id IS NOT NULL AND id NOT IN (SELECT id FROM namespaces)
 )
 """
+
+#: What SQLite says for a disk that is full or fails, and for a lock that another program holds.
+_REFUSALS: Final = (
+    "database is locked",
+    "database or disk is full",
+    "disk I/O error",
+    "locking protocol",
+    "unable to open database file",
+)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether SQLite cannot read for another reason than what a file contains."""
+    return isinstance(error, sqlite3.OperationalError) and str(error) in _REFUSALS
