@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-__all__ = ["NotPrivateError", "PrivateFolder", "open_private"]
+__all__ = ["NotPrivateError", "PrivateFolder", "lock_holder", "open_private"]
 
 # Without waiting: a pipe of this name would have no end.
 _FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -198,3 +198,15 @@ class PrivateFolder:
     @staticmethod
     def _link_error(path: Path) -> NotPrivateError:
         return NotPrivateError(f"{path} is a link; expected a file or folder of its own: remove it")
+
+
+def lock_holder(fd: int) -> str:
+    """The process that has an open file locked for itself, as far as the system says."""
+    about = os.fstat(fd)
+    device = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+            match line.split():
+                case [_, "FLOCK", _, "WRITE", pid, file, *_] if file == f"{device}:{about.st_ino}":
+                    return f"process {pid}"
+    return "another process"

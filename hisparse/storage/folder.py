@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
-from hisparse.private_files import NotPrivateError, PrivateFolder
+from hisparse.private_files import NotPrivateError, PrivateFolder, lock_holder
 from hisparse.storage.context_tree import contexts_path
 from hisparse.storage.index import Index
 from hisparse.storage.record import BLOCK_BYTES
@@ -219,14 +219,14 @@ class Folder:
             now = time.monotonic()
             if now > start + _SAY_S and not told:
                 told = True
-                holder, left = _holder(self._lock), until - now
+                holder, left = lock_holder(self._lock), until - now
                 logger.warning(
                     "store %s: waiting for %s, which makes the index, for at most %.0f s more",
                     self.path, holder, left,
                 )  # fmt: skip
             if now > until:
                 raise TimeoutError(
-                    f"{_holder(self._lock)} has kept {_LOCK} locked for {now - start:.0f} s; "
+                    f"{lock_holder(self._lock)} has kept {_LOCK} locked for {now - start:.0f} s; "
                     "expected it to have made the index: start again when it is done, or end it"
                 )
             time.sleep(random.uniform(0, _MAX_WAIT_S))
@@ -380,18 +380,6 @@ class Folder:
             while batch := list(islice(pages, _BATCH)):
                 index.recover(number, batch)
             self._read[number] = size
-
-
-def _holder(fd: int) -> str:
-    """The process that has a file for itself, as far as the system says."""
-    about = os.fstat(fd)
-    device = f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
-            match line.split():
-                case [_, "FLOCK", _, "WRITE", pid, file, *_] if file == f"{device}:{about.st_ino}":
-                    return f"process {pid}"
-    return "another process"
 
 
 def _sync(folder: Path) -> None:

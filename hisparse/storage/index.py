@@ -16,7 +16,16 @@ from hisparse.storage.namespace import Namespace
 from hisparse.storage.prefix import PrefixSearch
 from hisparse.storage.record import Header, key_bytes, record_bytes
 from hisparse.storage.report import NamespaceUse
-from hisparse.storage.schema import DISAGREEMENT, SCHEMA, TABLES, is_refusal
+from hisparse.storage.schema import (
+    COLUMNS,
+    DISAGREEMENT,
+    INSERT,
+    OR_REPLACE,
+    ORDERS,
+    SCHEMA,
+    TABLES,
+    is_refusal,
+)
 from hisparse.storage.segments import Place
 from hisparse.storage.uses import RecentUses
 
@@ -26,23 +35,6 @@ __all__ = ["Index", "Row"]
 _BATCH: Final = 500
 #: Seconds to wait for other processes.
 _WAIT_S: Final = 10.0
-
-_COLUMNS: Final = "namespace, key, segment, offset, bytes"
-_INSERT: Final = (
-    f"INSERT INTO pages ({_COLUMNS}, written, used, uses) VALUES (?, ?, ?, ?, ?, ?, ?, 1)"
-)
-#: Of two records the newer stays.
-_OR_REPLACE: Final = (
-    " ON CONFLICT (namespace, key) DO UPDATE SET segment = excluded.segment, "
-    "offset = excluded.offset, bytes = excluded.bytes, written = excluded.written "
-    "WHERE excluded.written > pages.written"
-)
-#: Among pages used in the same second those written last leave first: the end of a prefix.
-_ORDERS: Final = {
-    "lru": "used, written DESC",
-    "ttl": "used, written DESC",
-    "lfu": "uses, used, written DESC",
-}
 
 
 class Row(NamedTuple):
@@ -253,7 +245,7 @@ class Index:
         return found
 
     def _pages(self, rule: str, values: Sequence[object]) -> list[Row]:
-        rows = self._all(f"SELECT {_COLUMNS}, used FROM pages WHERE {rule}", values)
+        rows = self._all(f"SELECT {COLUMNS}, used FROM pages WHERE {rule}", values)
         last = self._uses.last
         return [
             Row(ns, key, Place(*place), size, max(used, last((ns, key))))
@@ -269,7 +261,7 @@ class Index:
                 return False
             number = self._make_namespace_id(namespace)
             self._extend(place.segment, place.offset + num_bytes)
-            database.execute(_INSERT, [number, key, *place, num_bytes, now, int(now)])
+            database.execute(INSERT, [number, key, *place, num_bytes, now, int(now)])
             return True
 
     def recover(self, segment: int, pages: Iterable[tuple[int, Header]]) -> None:
@@ -279,7 +271,7 @@ class Index:
                 self._extend(segment, offset + header.num_bytes)
                 number, written = self._make_namespace_id(header.namespace), header.written
                 values = [number, header.key, segment, offset, header.num_bytes]
-                database.execute(_INSERT + _OR_REPLACE, [*values, written, int(written)])
+                database.execute(INSERT + OR_REPLACE, [*values, written, int(written)])
 
     def move(self, row: Row, place: Place) -> None:
         """Set the place of a page that was copied, unless it was dropped meanwhile."""
@@ -338,7 +330,7 @@ class Index:
         # Sorting takes seconds if there are millions: others write meanwhile.
         rows = self._reads.execute(
             f"SELECT namespace, key, bytes FROM pages WHERE segment NOT IN ({marks}) "
-            f"ORDER BY {_ORDERS[policy]}",
+            f"ORDER BY {ORDERS[policy]}",
             spared,
         )
         while num_bytes > 0 and (row := rows.fetchone()):

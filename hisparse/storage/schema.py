@@ -7,7 +7,16 @@ from typing import Final
 
 from hisparse.storage.record import BLOCK_BYTES, END_OF_TIME
 
-__all__ = ["DISAGREEMENT", "SCHEMA", "TABLES", "is_refusal"]
+__all__ = [
+    "COLUMNS",
+    "DISAGREEMENT",
+    "INSERT",
+    "ORDERS",
+    "OR_REPLACE",
+    "SCHEMA",
+    "TABLES",
+    "is_refusal",
+]
 
 #: What tables there are: an index with others is made anew.
 TABLES: Final = "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"
@@ -47,6 +56,24 @@ CREATE TRIGGER moved AFTER UPDATE OF segment ON pages BEGIN
 END;
 COMMIT;
 """
+
+#: Where a page is.
+COLUMNS: Final = "namespace, key, segment, offset, bytes"
+INSERT: Final = (
+    f"INSERT INTO pages ({COLUMNS}, written, used, uses) VALUES (?, ?, ?, ?, ?, ?, ?, 1)"
+)
+#: Of two records the newer stays.
+OR_REPLACE: Final = (
+    " ON CONFLICT (namespace, key) DO UPDATE SET segment = excluded.segment, "
+    "offset = excluded.offset, bytes = excluded.bytes, written = excluded.written "
+    "WHERE excluded.written > pages.written"
+)
+#: Among pages used in the same second those written last leave first: the end of a prefix.
+ORDERS: Final = {
+    "lru": "used, written DESC",
+    "ttl": "used, written DESC",
+    "lfu": "uses, used, written DESC",
+}
 
 #: 1 where what is said of a segment and of its pages does not agree, pages overlap, or a namespace
 #: is unknown, as after a database was restored and the log of its changes was not. SQLite has no

@@ -123,10 +123,7 @@ def test_a_server_records_selections_and_prefixes(log_dir: Path, tmp_path: Path)
     assert not set(first.hash_ids) & set(second.hash_ids)
     assert (first.cached_length, second.cached_length) == (0, 0)
     found = replay_prefix(
-        PrefixTrace(source="recorded", note="", block_size=PAGE, requests=requests),
-        "lru",
-        None,
-        None,
+        PrefixTrace(source="recorded", note="", block_size=PAGE, requests=requests), None, None
     )
     _, events = read_events(listened)
     inserted = [event for event in events if event.event == "insert"]
