@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,7 +78,7 @@ class PrivateFolder:
             self.fd = os.open(path, flags)
         else:
             self.fd = os.open(path.name, flags | os.O_NOFOLLOW, dir_fd=parent.fd)
-        self.read_only = not os.access(path, os.W_OK)
+        self.read_only = not os.access(".", os.W_OK, dir_fd=self.fd, effective_ids=True)
         self._owners = {os.geteuid(), 0} if or_roots and self.read_only else {os.geteuid()}
         self._check(os.fstat(self.fd), path)
 
@@ -103,15 +104,15 @@ class PrivateFolder:
         if self.is_open_to_others():
             os.fchmod(self.fd, 0o700)
 
-    def tighten_files(self) -> None:
-        """Let nobody else open the files of the folder, who may have had a way to them.
+    def tighten_files(self, names: re.Pattern[str]) -> None:
+        """Let nobody else open the files with these names, who may have had a way to them.
 
         Raises:
             NotPrivateError: another user owns one or can write to it.
             OSError: the system refuses.
         """
         for entry in self.entries():
-            if entry.is_file(follow_symlinks=False):
+            if names.match(entry.name) and entry.is_file(follow_symlinks=False):
                 self._check(entry.stat(follow_symlinks=False), self.path / entry.name)
                 # Closing a descriptor would end the locks that SQLite has in this process.
                 os.chmod(entry.name, 0o600, dir_fd=self.fd)
@@ -187,12 +188,13 @@ class PrivateFolder:
             raise NotPrivateError(
                 f"{path} belongs to another user (uid {about.st_uid}); expected your own "
                 f"{'folder' if is_folder else 'file'} (uid {os.geteuid()}): run as its owner, "
-                "remove it, or, if you trust it, chown -R it"
+                "name a new folder inside it, remove it, or, if you trust it, chown -R it"
             )
         if mode & 0o022:
             raise NotPrivateError(
                 f"{path} can be written to by others (mode {mode:o}); expected mode "
-                f"{'700' if is_folder else '600'}: remove it, or, if you trust it, chmod -R go= it"
+                f"{'700' if is_folder else '600'}: name a new folder inside it, remove it, or, if "
+                "you trust it, chmod -R go= it"
             )
 
     @staticmethod

@@ -29,7 +29,7 @@ _VECTOR_ROW: Final = 16
 _CHUNK: Final = 2**24
 
 
-def model_settings(config: Any) -> dict[str, object]:
+def model_settings(config: Any, overrides: Mapping[str, object] | None = None) -> dict[str, object]:
     """The settings of a model that differ from the defaults, the same in every front end.
 
     SGLang adds attributes of its own to a configuration. So only those count that the
@@ -37,11 +37,17 @@ def model_settings(config: Any) -> dict[str, object]:
 
     Args:
         config: a ``PretrainedConfig`` of transformers.
+        overrides: settings that somebody gave beside the model's files. They count also if only
+            the model's code knows them.
     """
     settings: dict[str, object] = config.to_diff_dict()
+    known = {*settings}
     if not getattr(config, "has_no_defaults_at_init", False):
         known = {*type(config)().to_dict(), "quantization_config"}
         settings = {name: value for name, value in settings.items() if name in known}
+    own = {k: v for k, v in (overrides or {}).items() if k not in known or k in _ORIGIN}
+    if own:
+        settings["overrides"] = own
     rope = settings.get("rope_parameters")
     if isinstance(rope, Mapping) and rope.get("type") == rope.get("rope_type"):
         # An older name of "rope_type", which SGLang adds.

@@ -104,12 +104,17 @@ def around_free(original: Callable[..., None], pool: Any, request: Any) -> None:
 
 
 def around_request(original: Callable[..., None], request: Any, *args: Any, **options: Any) -> None:
-    """Let the key of a request's pages name its LoRA adapter by content, not by SGLang's id."""
+    """Let the key of a request's pages name its LoRA adapter by content, not by SGLang's id.
+
+    What a client gives as ``extra_key`` is marked, so that it cannot name an adapter.
+    """
     original(request, *args, **options)
     session, lora_id = current_session(), request.lora_id
-    if session is not None and lora_id is not None:
-        given = request.extra_key.removesuffix(lora_id)
-        request.extra_key = given + session.adapter_key(lora_id)
+    if session is None or session.adapter_key is None or request.extra_key is None:
+        return
+    given = request.extra_key.removesuffix(lora_id or "")
+    adapter = "" if lora_id is None else f"adapter {session.adapter_key(lora_id)} "
+    request.extra_key = adapter + (f"client {given}" if given else "")
 
 
 def around_release_req(

@@ -175,6 +175,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         session = self._session
         if session.storage_rests and self._ranks.all_of(session.fingerprint != ""):
             self._use_namespace()
+            logger.info("hisparse: storage: in use again, for the weights of the last flush")
         return session.storage_rests
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:

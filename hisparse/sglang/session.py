@@ -34,7 +34,8 @@ class Session(EngineSetup):
         model: SGLang's model.
         model_config: the model's configuration, of transformers.
         model_settings: its settings that differ from defaults.
-        adapter_key: takes SGLang's id of a LoRA adapter; the adapter's name in keys of pages.
+        adapter_key: takes SGLang's id of a LoRA adapter; the adapter's name in keys of pages. None:
+            the server has no storage.
         storage: counts what the storage below host memory does; None: the server has none.
         swap_out: takes SGLang's ``Req`` before a retraction frees its host slots.
         storage_rests: whether the storage is not used: until a flush of all ranks, since the pages
@@ -61,7 +62,7 @@ class Session(EngineSetup):
     model: Any = None
     model_config: Any = None
     model_settings: Mapping[str, object] = field(default_factory=dict)
-    adapter_key: Callable[[str], str] = lambda lora_id: lora_id
+    adapter_key: Callable[[str], str] | None = None
     storage: StorageCounters | None = None
     swap_out: Callable[[Any], None] = lambda request: None
     storage_rests: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from typing import Any
@@ -111,7 +112,8 @@ def _add_storage(session: Session, configurator: Any) -> None:
     session.storage = StorageCounters()
     session.model = configurator.model
     session.model_config = configurator.model_config.hf_config
-    session.model_settings = model_settings(session.model_config)
+    overrides = json.loads(configurator.server_args.json_model_override_args or "{}")
+    session.model_settings = model_settings(session.model_config, overrides)
 
 
 def _log_choices(config: HiSparseConfig, spec: KVSpec, device: str) -> None:

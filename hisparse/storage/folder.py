@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import random
+import re
 import sqlite3
 import time
 from contextlib import nullcontext
@@ -25,7 +26,7 @@ from hisparse.storage.context_tree import contexts_path
 from hisparse.storage.index import Index
 from hisparse.storage.record import BLOCK_BYTES
 from hisparse.storage.schema import is_refusal
-from hisparse.storage.segments import Segments, locked
+from hisparse.storage.segments import SEGMENT_NAME, Segments, locked
 
 __all__ = ["Folder"]
 
@@ -43,6 +44,8 @@ _GIVE_UP_S: Final = 1800.0
 #: Files that only this user can open and lock.
 _LOCK: Final = "open.lock"
 _COLLECT_LOCK: Final = "collect.lock"
+#: Names in the folder of a store.
+_OWN: Final = re.compile(r"(segments|(index|contexts)\.sqlite(-\w+)?|(open|collect)\.lock)$")
 
 
 class Folder:
@@ -71,7 +74,7 @@ class Folder:
         try:
             self.path = path.expanduser().absolute()
             self._file = self.path / self._file
-            if not create and not (self.path / "segments").is_dir():
+            if not create and not self._is_store():
                 raise ConfigError(f"got {quoted(str(path))}, expected the folder of a store")
             self._open_folders()
             self._private.check_database(self._file.name)
@@ -97,7 +100,7 @@ class Folder:
         self._private = PrivateFolder(self.path, or_roots=True)
         if was_open := self._private.is_open_to_others():
             names = {entry.name for entry in self._private.entries()}
-            if names and pages.name not in names:
+            if not self._is_store() and not all(map(_OWN.match, names)):
                 raise NotPrivateError(
                     f"{self.path} has other files, and others can read it; expected a new or empty "
                     "folder, or a store: give the store a folder of its own"
@@ -110,8 +113,8 @@ class Folder:
         if self.read_only:
             return
         if was_open:
-            for each in (self._private, folder):
-                each.tighten_files()
+            self._private.tighten_files(_OWN)
+            folder.tighten_files(SEGMENT_NAME)
             logger.warning(
                 "store %s: others could read it; its folders have mode 700 now, its files mode 600",
                 self.path,
@@ -121,6 +124,12 @@ class Folder:
         self._lock = self._private.open(_LOCK, os.O_RDWR | os.O_CREAT)
         # Now: a disk that is full later may have no room for it.
         os.close(self._private.open(_COLLECT_LOCK, os.O_RDWR | os.O_CREAT))
+
+    def _is_store(self) -> bool:
+        """Whether there is a file that a store makes: other folders may have one named segments."""
+        names = os.listdir(self.path / "segments") if (self.path / "segments").is_dir() else []
+        files = (self._file, self.path / _LOCK)
+        return any(map(SEGMENT_NAME.fullmatch, names)) or any(x.exists() for x in files)
 
     def open_index(self) -> Index:
         """The index once more, for a thread that keeps it busy.

@@ -18,12 +18,20 @@ from typing import Final, NamedTuple
 from hisparse.private_files import NotPrivateError, PrivateFolder
 from hisparse.storage.record import BLOCK_BYTES, Header, read_header
 
-__all__ = ["OpenSegment", "Place", "SegmentWriter", "Segments", "locked", "transfer"]
+__all__ = [
+    "SEGMENT_NAME",
+    "OpenSegment",
+    "Place",
+    "SegmentWriter",
+    "Segments",
+    "locked",
+    "transfer",
+]
 
 logger = logging.getLogger(__name__)
 
 #: Names of segments. Larger numbers do not fit SQLite.
-_NAME: Final = re.compile(r"([0-7][0-9a-f]{15})\.seg")
+SEGMENT_NAME: Final = re.compile(r"([0-7][0-9a-f]{15})\.seg")
 #: Files that readers keep open.
 _MAX_OPEN: Final = 128
 #: Sealed files that wait for a flush; by then the system has written most of them.
@@ -135,7 +143,7 @@ class Segments:
             # A file may be deleted meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 is_file = entry.is_file(follow_symlinks=False)
-                if (name := _NAME.fullmatch(entry.name)) and is_file:
+                if (name := SEGMENT_NAME.fullmatch(entry.name)) and is_file:
                     size = entry.stat(follow_symlinks=False).st_size
                     found[entry.inode()] = int(name[1], 16), size
                 elif entry.name not in self._strays:

@@ -130,6 +130,7 @@ class HiSparseCache(BaseCache):
         policy = self._store.coordinator.policy
         check_layer(layer_id, q, k, v, rule, policy, self._store.device, self._max_length)
         if layer_id == 0:
+            self._store.check_forward()
             self._begin(q.shape[0], q.shape[2], mask)
         self._updated_layer = None
         if self._forward is None:

@@ -41,8 +41,9 @@ class DB:
     Args:
         path: folder of the store; it is made if absent.
         model: a transformers model with its weights; hisparse is turned on for it, as by
-            :func:`enable`. When its weights or adapters have changed, the calls that read or write
-            the store raise an error.
+            :func:`enable`. When its weights, adapters, hooks or training mode have changed, the
+            calls that read or write the store raise an error; a forward of a session does if one
+            of the last three has.
         config: the settings.
         size: most bytes of the store; a fraction is of the file system's size. None: no limit.
         policy: which pages leave first: "lru", "lfu" or "ttl".
@@ -86,6 +87,7 @@ class DB:
         try:
             self._cache = enable(model, settings, **sizes)
             rows = self._cache.row_store
+            rows.check_forward = unchanged.check_forward
             self._pages = StoredPages(
                 rows, self._store, settings, fingerprint, unchanged, page_tokens
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -95,34 +96,38 @@ def _latent_shape(config: Any, text: Any, page_size: int) -> KVSpec:
     )
 
 
-def rotary_frequencies(config: Any) -> Iterator[tuple[torch.Tensor, float]]:
+def rotary_frequencies(
+    config: Any,
+) -> Iterator[tuple[str | None, tuple[torch.Tensor, float]]]:
     """The rotary embeddings that transformers makes of a model's configuration.
 
     Args:
         config: the model's configuration.
 
     Yields:
-        Of each: frequencies ``[n]`` in radians per position, and the factor of cosines and sines.
-        Kinds that transformers does not know are left out.
+        The type of layers, None for all layers; and their frequencies ``[n]`` in radians per
+        position, and the factor of cosines and sines. Kinds that transformers does not know are
+        left out.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    text = text_config(config)
+    # Transformers writes into it.
+    text = copy.deepcopy(text_config(config))
     found = getattr(text, "rope_parameters", None) or {}
     # Layers of different types may rotate differently.
     by_layer = {None: found} if "rope_type" in found else found
     for layer_type, rope in by_layer.items():
-        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        kind = rope.get("rope_type") if isinstance(rope, dict) and "rope_theta" in rope else None
         if kind == "default":
             share = rope.get("partial_rotary_factor") or 1.0
             head_dim = getattr(text, "head_dim", None)
             width = int((head_dim or text.hidden_size // text.num_attention_heads) * share)
             steps = torch.arange(0, width, 2, dtype=torch.float32) / width
-            yield 1.0 / rope["rope_theta"] ** steps, 1.0
+            yield layer_type, (1.0 / rope["rope_theta"] ** steps, 1.0)
         elif kind in ROPE_INIT_FUNCTIONS:
             options = {} if layer_type is None else {"layer_type": layer_type}
             frequencies, factor = ROPE_INIT_FUNCTIONS[kind](text, torch.device("cpu"), **options)
-            yield frequencies, float(factor)
+            yield layer_type, (frequencies, float(factor))
 
 
 def count_weight_bytes(config: Any, dtype: torch.dtype) -> int:

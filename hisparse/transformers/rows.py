@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -40,6 +42,8 @@ class RowStore:
         self.device = device
         self.pages = HostPageAllocator(num_pages)
         self.page_size = coordinator.policy.kv.page_size
+        #: Called before each forward.
+        self.check_forward: Callable[[], None] = lambda: None
         self._table = np.zeros((max_rows + 1, row_pages), dtype=np.int32)
         self._free_slots = list(range(max_rows, 0, -1))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hisparse.errors import HiSparseError
+from hisparse.errors import ConfigError, HiSparseError
 from hisparse.private_files import PrivateFolder
 from hisparse.storage import Contexts, FileStore, folder, size_in_bytes
 from tests.nobody import NOBODY, as_nobody, folder_for_all, needs_root
@@ -88,7 +88,7 @@ def test_others_could_have_written(path: Path, name: str, mode: int) -> None:
     (path / name).chmod(mode)
     message = _refusal(path)
     assert f"{path / name} can be written to by others (mode {mode:o}); expected mode" in message
-    assert "remove it, or, if you trust it, chmod -R go= it" in message
+    assert "inside it, remove it, or, if you trust it, chmod -R go= it" in message
     (path / name).chmod(before)
     with _open(path) as store:
         assert all(read(store, keys))
@@ -207,6 +207,19 @@ def test_a_folder_with_other_files_stays_open_to_others(path: Path) -> None:
     assert _modes(path) == {"folder 755"}
 
 
+@pytest.mark.parametrize("create", [True, False])
+def test_a_folder_with_segments_of_somebody_elses_is_no_store(path: Path, create: bool) -> None:
+    (path / "segments").mkdir(parents=True)
+    for name, mode in (("run.sh", 0o755), ("segments/a.txt", 0o644)):
+        (path / name).touch()
+        (path / name).chmod(mode)
+    path.chmod(0o755)
+    before = {x: x.stat().st_mode for x in path.rglob("*")}
+    with pytest.raises((HiSparseError, ConfigError), match="expected .*folder"):
+        FileStore(path, create=create)
+    assert {x: x.stat().st_mode for x in path.rglob("*")} == before
+
+
 @needs_root
 @pytest.mark.parametrize("name", [".", "segments", "index.sqlite", "open.lock"])
 def test_what_belongs_to_another_user(path: Path, name: str) -> None:
@@ -215,7 +228,7 @@ def test_what_belongs_to_another_user(path: Path, name: str) -> None:
     os.chown(path / name, NOBODY, NOBODY)
     message = _refusal(path)
     assert f"{path / name} belongs to another user (uid {NOBODY}); expected your own" in message
-    assert message.endswith("run as its owner, remove it, or, if you trust it, chown -R it")
+    assert "run as its owner, name a new folder inside it, remove it, or" in message
 
 
 @needs_root

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
+import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
@@ -26,8 +29,16 @@ __all__ = [
     "swap_namespace",
 ]
 
-#: Angles of a table may differ by so much: SGLang keeps some tables in bfloat16.
-_TOLERANCE: Final = 0.02
+logger = logging.getLogger("hisparse")
+
+#: Cosines and sines may differ by so much: SGLang keeps some tables in bfloat16.
+_TOLERANCE: Final = 0.01
+#: Relative differences of angles of about 1, of tables in float32 and in fewer bits.
+_ANGLES: Final = (1e-3, 0.01)
+#: The last row that is compared: further on, rounded frequencies tell.
+_LAST_ROW: Final = 4096
+#: The number of a layer in the name of a module.
+_LAYER: Final = re.compile(r"\.(\d+)\.")
 #: Rows of an unexpected table that tell it from others. Tables grow while a server runs.
 _TABLE_ROWS: Final = 64
 
@@ -85,10 +96,14 @@ class AdapterKeys:
         self._known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
     def key(self, lora_id: str) -> str:
-        """32 hexadecimal digits for the content of a loaded adapter; else ``lora_id``."""
+        """32 hexadecimal digits for the content of a loaded adapter."""
         adapter = None if self._manager is None else self._manager.loras.get(lora_id)
         if adapter is None:
-            return lora_id
+            # SGLang has loaded it before it takes requests for it. Otherwise no page may be shared.
+            logger.warning(
+                "hisparse: storage: adapter %s is not loaded; no page is shared", lora_id
+            )
+            return secrets.token_hex(16)
         if adapter not in self._known:
             config = adapter.config
             texts = [
@@ -110,7 +125,7 @@ def _adapter_weights(adapter: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def rope_differences(model: Any, config: Any) -> list[str]:
-    """The rotary tables of a model that are not those transformers makes of its configuration.
+    """The rotary embeddings of a model that are not those transformers makes of its configuration.
 
     Releases of SGLang differ in which settings of a rotary embedding they read.
 
@@ -119,31 +134,48 @@ def rope_differences(model: Any, config: Any) -> list[str]:
         config: its configuration, of transformers.
 
     Returns:
-        A text for each such table; usually none.
+        A text for each layer with another table, or that rotates in another order of channels;
+        usually none. Layers without a table of SGLang's are left out.
     """
     from hisparse.transformers.model_config import rotary_frequencies
+    from hisparse.transformers.model_shape import text_config
 
-    expected = list(rotary_frequencies(config))
-    tables: dict[str, Tensor] = {}
-    for module in model.modules():
+    text, expected = text_config(config), dict(rotary_frequencies(config))
+    types = getattr(text, "layer_types", None) or ()
+    found, seen = [], {}
+    for name, module in model.named_modules(remove_duplicate=False):
         table = getattr(module, "cos_sin_cache", None)
-        if isinstance(table, Tensor) and not any(_agrees(table, *rope) for rope in expected):
+        if not isinstance(table, Tensor):
+            continue
+        layer = int(match[1]) if (match := _LAYER.search(name)) else 0
+        kind = types[layer] if None not in expected and layer < len(types) else None
+        if (id(module), kind) not in seen:
+            rope = expected.get(kind)
+            is_neox = getattr(module, "is_neox_style", True)
             (digest,) = tensor_digests([(type(module).__name__, table[:_TABLE_ROWS])])
-            tables[digest] = table
-    return sorted(tables)
+            agrees = is_neox and rope is not None and _agrees(table, *rope)
+            seen[id(module), kind] = "" if agrees else f"{is_neox} {digest}"
+        if other := seen[id(module), kind]:
+            found.append(f"{layer} {other}")
+    return found
 
 
 def _agrees(table: Tensor, frequencies: Tensor, scaling: float) -> bool:
     """Whether a table ``[positions, 2 * n]`` of cosines and sines has these ``[n]`` frequencies."""
     if table.dim() != 2 or table.shape[1] != 2 * len(frequencies):
         return False
-    # Where an angle is about 1, as far as the table goes: cosines and sines tell it best there.
-    rows = (1.0 / frequencies).clamp(1, len(table) - 1).long()
     cos, sin = table.chunk(2, dim=1)
+    frequencies = frequencies.float().cpu()
+    last = min(len(table) - 1, _LAST_ROW)
+    rows = torch.tensor([2**i for i in range(last.bit_length())] or [0])
+    angles = rows[:, None] * frequencies
+    for part, function in ((cos, torch.cos), (sin, torch.sin)):
+        got = part[rows.to(part.device)].float().cpu()
+        if not torch.allclose(got, function(angles) * scaling, rtol=0, atol=_TOLERANCE * scaling):
+            return False
+    # Low frequencies: where an angle is about 1, as far as the table goes.
+    far = (1.0 / frequencies).clamp(1, len(table) - 1).long()
     columns = torch.arange(len(frequencies))
-    real, imaginary = (x[rows.to(x.device), columns.to(x.device)].float().cpu() for x in (cos, sin))
-    angles = torch.atan2(imaginary, real)
-    expected = rows * frequencies.float().cpu()
-    close = torch.isclose(angles, expected, rtol=_TOLERANCE, atol=1e-4)
-    sizes = torch.isclose(torch.hypot(real, imaginary), torch.tensor(scaling), rtol=_TOLERANCE)
-    return bool(close.all() and sizes.all())
+    real, imaginary = (x[far.to(x.device), columns.to(x.device)].float().cpu() for x in (cos, sin))
+    relative = _ANGLES[table.dtype.itemsize < 4]
+    return torch.allclose(torch.atan2(imaginary, real), far * frequencies, rtol=relative, atol=1e-6)
