@@ -191,7 +191,7 @@ def test_a_folder_that_cannot_be_written(
 ) -> None:
     stored = contexts.add(KEYS, 320, {"lang": "en"})
     contexts.close()
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: False)
     reader = Contexts(tmp_path, NAMESPACE)
     assert reader.all() == [stored] and reader.longest(KEYS, lambda a: True) == 20
     with pytest.raises(HiSparseError, match="attempt to write a readonly database"):

@@ -308,7 +308,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
     with FileStore(tmp_path, 1 << 30) as writer:
         keys = fill(writer, range(5))
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        monkeypatch.setattr(os, "access", lambda path, mode, **_: False)
         with FileStore(tmp_path) as store:
             # Its index is a copy from when it was opened.
             assert all(read(store, keys))
