@@ -64,7 +64,6 @@ def test_a_swapped_request_has_the_tokens_of_dense_attention(
         )
         assert swapped == back > 0
         assert failed == 0
-        assert "retracted requests are swapped from 0 tokens on" in server.log()
         # Nothing of them stays.
         end = time.monotonic() + 60
         while num_swapped(tmp_path):
