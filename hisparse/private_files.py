@@ -188,13 +188,13 @@ class PrivateFolder:
             raise NotPrivateError(
                 f"{path} belongs to another user (uid {about.st_uid}); expected your own "
                 f"{'folder' if is_folder else 'file'} (uid {os.geteuid()}): run as its owner, "
-                "name a new folder inside it, remove it, or, if you trust it, chown -R it"
+                "remove it, name a new folder (also inside it), or, if you trust it, chown -R it"
             )
         if mode & 0o022:
             raise NotPrivateError(
                 f"{path} can be written to by others (mode {mode:o}); expected mode "
-                f"{'700' if is_folder else '600'}: name a new folder inside it, remove it, or, if "
-                "you trust it, chmod -R go= it"
+                f"{'700' if is_folder else '600'}: remove it, name a new folder (also inside it), "
+                "or, if you trust it, chmod -R go= it"
             )
 
     @staticmethod

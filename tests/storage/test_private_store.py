@@ -88,7 +88,10 @@ def test_others_could_have_written(path: Path, name: str, mode: int) -> None:
     (path / name).chmod(mode)
     message = _refusal(path)
     assert f"{path / name} can be written to by others (mode {mode:o}); expected mode" in message
-    assert "inside it, remove it, or, if you trust it, chmod -R go= it" in message
+    assert (
+        "remove it, name a new folder (also inside it), or, if you trust it, chmod -R go= it"
+        in message
+    )
     (path / name).chmod(before)
     with _open(path) as store:
         assert all(read(store, keys))
@@ -228,7 +231,7 @@ def test_what_belongs_to_another_user(path: Path, name: str) -> None:
     os.chown(path / name, NOBODY, NOBODY)
     message = _refusal(path)
     assert f"{path / name} belongs to another user (uid {NOBODY}); expected your own" in message
-    assert "run as its owner, name a new folder inside it, remove it, or" in message
+    assert "run as its owner, remove it, name a new folder (also inside it), or" in message
 
 
 @needs_root
