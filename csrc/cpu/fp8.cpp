@@ -49,8 +49,12 @@ void encode_all(const Vectors& x, const TensorView& like, const Vectors& codes,
   });
 }
 
-void encode_fp8(TensorView k, TensorView v, TensorView k_codes, TensorView v_codes,
-                TensorView scales) {
+void encode_fp8(Arguments& in) {
+  const TensorView k = in.tensor();
+  const TensorView v = in.tensor();
+  const TensorView k_codes = in.tensor();
+  const TensorView v_codes = in.tensor();
+  const TensorView scales = in.tensor();
   const int64_t count = k.size(0) * k.size(1);
   if (count == 0) return;
   const Vectors to(scales, "scales");
@@ -58,7 +62,7 @@ void encode_fp8(TensorView k, TensorView v, TensorView k_codes, TensorView v_cod
   encode_all(Vectors(v, "v"), v, Vectors(v_codes, "codes"), to, count, 1);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(encode_fp8, encode_fp8);
+HISPARSE_EXPORT_KERNEL(encode_fp8)
 
 }  // namespace
 }  // namespace hisparse

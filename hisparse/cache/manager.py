@@ -17,7 +17,7 @@ from hisparse.cache.rows import StepRows
 from hisparse.cache.staging import Staging
 from hisparse.cache.streams import InlineStreams, SideStreams
 from hisparse.cache.swap_in import PageTable, Selected, SwapIn
-from hisparse.kernels import promote_tail
+from hisparse.kernels import TailPools, promote_tail
 from hisparse.types import PagedKV
 
 __all__ = ["SparseKVCacheManager"]
@@ -154,7 +154,6 @@ class SparseKVCacheManager:
             self.device.state(layer_id),
             self.device.tail_pages[layer_id],
             pools=pools,
-            kv_heads=self.host.kv.num_kv_heads,
         )
         if tails is not None:
             return tails if with_values else tails[:1]
@@ -164,9 +163,10 @@ class SparseKVCacheManager:
 
     def _tails(
         self, layer_id: int, rows: StepRows, *, with_values: bool
-    ) -> tuple[tuple[Tensor, ...], PagedKV | None]:
+    ) -> tuple[TailPools, PagedKV | None]:
         """Pools whose tail pages can be copied as they are, or else the decoded tail pages."""
+        heads = self.host.kv.num_kv_heads
         if self.host.kv.fp8:
-            return (), self.kv_io.read_tails(layer_id, rows)
+            return TailPools(kv_heads=heads), self.kv_io.read_tails(layer_id, rows)
         k, v = self.device.layer(layer_id)
-        return ((k, v) if with_values and not self.host.kv.latent else (k,)), None
+        return TailPools(k, v if with_values and not self.host.kv.latent else None, heads), None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from hisparse.kernels.build.cpu import call_cpu
@@ -24,8 +23,8 @@ def chunk_attention(
     query = scaled_query(query, rule.scale)
     out = query.new_empty(*query.shape[:2], v.shape[-1])
     lse = query.new_empty(query.shape[:2])
-    how = (rule.logit_cap, rule.window, first_key)
-    call_cpu("chunk_attention", query.contiguous(), k, v, causal, out, lse, *how)
+    how = (causal, rule.logit_cap, rule.window, first_key)
+    call_cpu("chunk_attention", query.contiguous(), k, v, out, lse, *how)
     return out, lse
 
 
@@ -40,8 +39,6 @@ def paged_attention(
     query = scaled_query(query, rule.scale)
     out = query.new_empty(*query.shape[:2], kv.v.shape[-1])
     lse = query.new_empty(query.shape[:2])
-    # An empty tensor stands for None.
-    scales = query.new_empty(0, dtype=torch.uint8) if kv.scales is None else kv.scales
-    tensors = (query.contiguous(), kv.k, kv.v, scales, page_table, seq_lens, out, lse)
+    tensors = (query.contiguous(), kv.k, kv.v, kv.scales, page_table, seq_lens, out, lse)
     call_cpu("paged_attention", *tensors, rule.logit_cap, rule.window)
     return out, lse

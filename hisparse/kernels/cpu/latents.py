@@ -16,7 +16,7 @@ def encode_latents(latents: Tensor, row: LatentRow) -> Tensor:
     """See :func:`hisparse.kernels.encode_latents`."""
     rows = latents.new_empty(*latents.shape[:-1], row.num_bytes, dtype=torch.uint8)
     tokens = dense_rows(latents.reshape(-1, row.width))
-    call_cpu("encode_latents", tokens, *_layout(row), rows.view(-1, row.num_bytes))
+    call_cpu("encode_latents", tokens, rows.view(-1, row.num_bytes), *_layout(row))
     return rows
 
 
@@ -25,7 +25,7 @@ def decode_latents(pages: Tensor, table: Tensor, row: LatentRow, out: Tensor) ->
     if out.dtype == torch.float16:
         reference.decode_latents(pages, table, row, out)
     else:
-        call_cpu("decode_latents", pages, table.contiguous(), *_layout(row), out)
+        call_cpu("decode_latents", pages, table.contiguous(), out, *_layout(row))
 
 
 def _layout(row: LatentRow) -> tuple[int, int, int, int]:

@@ -12,54 +12,13 @@ from torch import Tensor
 
 from hisparse.kernels.cuda.flash import flash_attention, takes_flash
 from hisparse.kernels.cuda.from_triton import triton_ops
-from hisparse.kernels.cuda.lru import (
-    diff_tables,
-    lru_diff,
-    page_table,
-    promote_tail,
-    rebalance,
-    reset_rows,
-)
-from hisparse.kernels.cuda.select import select
-from hisparse.kernels.cuda.transfer import (
-    append_tokens,
-    gather_pages,
-    gather_tokens,
-    scatter_tokens,
-)
 from hisparse.kernels.reference.fp8 import decode_fp8
 from hisparse.types import UNSCALED, AttentionRule
 
-__all__ = [
-    "append_tokens",
-    "chunk_attention",
-    "decode_fp8",
-    "diff_tables",
-    "gather_pages",
-    "gather_tokens",
-    "lru_diff",
-    "page_table",
-    "promote_tail",
-    "rebalance",
-    "reset_rows",
-    "scatter_tokens",
-    "select",
-]
+__all__ = ["chunk_attention", "decode_fp8"]
 
 #: Operations of ``hisparse.kernels.triton``.
-IN_TRITON = (
-    "decode_latents",
-    "encode_fp8",
-    "encode_latents",
-    "index_score",
-    "outline_score",
-    "page_score",
-    "page_sketch",
-    "page_summary",
-    "paged_attention",
-    "sketch_score",
-    "store_index_keys",
-)
+IN_TRITON = ("decode_latents", "encode_fp8", "encode_latents", "paged_attention")
 
 
 def chunk_attention(
