@@ -15,10 +15,11 @@ from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, build_algorithm
 from hisparse.cache import HostKVPool
 from hisparse.cache.allocate import zeros
 from hisparse.config import HiSparseConfig
+from hisparse.engine.batches import DecodeBatch
 from hisparse.engine.build import PoolSizes, build, make_policy
 from hisparse.engine.capabilities import check_capabilities, check_indexer, choose_scope
 from hisparse.engine.metrics import CacheStats
-from hisparse.engine.step import DecodeBatch, PrefillChunk
+from hisparse.engine.prefill import PrefillChunk
 from hisparse.types import IndexerInputs, KVSpec, PagedKV, Selection, SelectionScope
 
 __all__ = ["RandomRequests"]

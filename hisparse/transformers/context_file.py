@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hisparse.cache.codec import decode
-from hisparse.engine.step import PrefillChunk
+from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import CapacityError, ConfigError, quoted
 from hisparse.options import parse_object
 from hisparse.transformers.fingerprint import model_fingerprint
