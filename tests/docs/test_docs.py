@@ -162,7 +162,7 @@ def test_make_commands_have_a_recipe() -> None:
 
 def test_the_algorithm_in_the_readme_is_the_example() -> None:
     example = (ROOT / "examples" / "hisparse-knorm" / "hisparse_knorm.py").read_text()
-    (block,) = re.findall(r"```python\n(from dataclasses.*?)```", README, re.DOTALL)
+    (block,) = re.findall(r"```python\n(@register_algorithm.*?)```", README, re.DOTALL)
     assert block in example
 
 
