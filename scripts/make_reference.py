@@ -145,7 +145,7 @@ def _metrics() -> Iterator[tuple[str, str, str]]:
             yield f"{name}_total", f"counter of `{extension}`", text
     for name, text in tables["_LAYER_COUNTERS"].items():
         yield f"{name}_total", "counter of `layer_metrics`", text
-    for name, text in _dictionaries("storage/counters")["COUNTERS"].items():
+    for name, text in _dictionaries("features/storage/counters")["COUNTERS"].items():
         yield f"{name}_total", "counter of `storage`", text
     for name, text in tables["_GAUGES"].items():
         yield name, "gauge", text

@@ -32,7 +32,7 @@ from hisparse.sglang.features.storage.representations import (
 from hisparse.sglang.features.storage.stored_representations import StoredRepresentations
 from hisparse.storage import Namespace
 from hisparse.testing import Simulator
-from tests.test_loaded_pages import LATENTS, LENGTH, PROMPT, STORED, load
+from tests.engine.test_loaded_pages import LATENTS, LENGTH, PROMPT, STORED, load
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
