@@ -29,7 +29,7 @@ from hisparse.sglang.storage.representations import RepresentationFormat, repres
 from hisparse.sglang.storage.stored_representations import StoredRepresentations
 from hisparse.storage import Namespace
 from hisparse.testing import Simulator
-from tests.test_loaded_pages import LATENTS, LENGTH, PROMPT, STORED, load
+from tests.engine.test_loaded_pages import LATENTS, LENGTH, PROMPT, STORED, load
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

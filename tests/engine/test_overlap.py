@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from test_replay import assert_same, play, state_of
 
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
@@ -18,6 +17,7 @@ from hisparse.cache.streams import InlineStreams, Lane, Pending
 from hisparse.testing import Simulator
 from hisparse.testing.replaying_simulator import ReplayingSimulator
 from tests.delayed import DelayedStreams, Order
+from tests.engine.test_replay import assert_same, play, state_of
 from tests.sizes import crossed
 
 T = TypeVar("T")

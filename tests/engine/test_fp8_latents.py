@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_replay import assert_same, state_of
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -26,6 +25,7 @@ from hisparse.testing import Request, Simulator
 from hisparse.testing.replaying_simulator import ReplayingSimulator
 from hisparse.types import KVSpec
 from tests.delayed import DelayedStreams
+from tests.engine.test_replay import assert_same, state_of
 
 MLA: dict[str, Any] = {
     "fp8": True,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from faulty_algorithms import Right
 from torch import Tensor
 
 from hisparse.adapters.torch import TorchAdapter
@@ -20,6 +19,7 @@ from hisparse.kernels import dispatch
 from hisparse.testing import Simulator
 from hisparse.testing.replaying_simulator import ReplayingSimulator
 from hisparse.types import Selection
+from tests.testing.faulty_algorithms import Right
 
 Retrieve = Callable[[Selection, DecodeStep], Any]
 

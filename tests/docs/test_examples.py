@@ -12,7 +12,7 @@ from hisparse.cli import eval as eval_command
 from hisparse.eval import parse_methods
 from hisparse.testing import CHECKS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "hisparse-knorm"
 DOC = (ROOT / "docs" / "write-an-algorithm.md").read_text(encoding="utf-8")
 

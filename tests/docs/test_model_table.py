@@ -12,7 +12,7 @@ from scripts import model_table
 from scripts.model_families import FAMILIES
 from scripts.model_page import make_page, outcome
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SERVED = {"torch_native": "served", "hisparse": "served", "flags": "", "name": "Llama"}
 SERVED |= {"architecture": "LlamaForCausalLM"}
 EQUAL: dict[str, Any] = SERVED | {"equal": 3, "finite": True}

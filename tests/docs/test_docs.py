@@ -21,7 +21,7 @@ from hisparse.testing import Simulator
 from scripts.gpu_check import PARTS as GPU_PARTS
 from scripts.make_reference import make_reference
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REFERENCE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 #: Pages that people write; docs/quality.md is made from results, CHANGELOG.md names the past.
@@ -163,7 +163,7 @@ def test_make_commands_have_a_recipe() -> None:
 
 def test_the_algorithm_in_the_readme_is_the_example() -> None:
     example = (ROOT / "examples" / "hisparse-knorm" / "hisparse_knorm.py").read_text()
-    (block,) = re.findall(r"```python\n(from dataclasses.*?)```", README, re.DOTALL)
+    (block,) = re.findall(r"```python\n(@register_algorithm.*?)```", README, re.DOTALL)
     assert block in example
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_overlap import ORDERS, PREFETCH, REUSE, TIGHT, assert_equal
-from test_replay import assert_same, state_of
 
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
@@ -21,6 +19,8 @@ from hisparse.testing import Request, Simulator
 from hisparse.testing.replaying_simulator import ReplayingSimulator
 from hisparse.trace import SelectionTrace
 from tests.delayed import DelayedStreams
+from tests.engine.test_overlap import ORDERS, PREFETCH, REUSE, TIGHT, assert_equal
+from tests.engine.test_replay import assert_same, state_of
 from tests.sizes import sized
 
 DENSE_BELOW = 80

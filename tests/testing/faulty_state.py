@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from faulty_algorithms import FAULTS, Right, finds, select
 from torch import Tensor
 
 from hisparse.algorithms import DecodeStep, PrefillStep, Representation, SelectionPolicy
 from hisparse.types import Selection
+from tests.testing.faulty_algorithms import FAULTS, Right, finds, select
 
 __all__ = ["FAULTS"]
 

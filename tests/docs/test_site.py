@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TOOLS = Path(sys.prefix) / "site"
 pytestmark = pytest.mark.skipif(
     not (TOOLS / "mkdocs").exists(), reason="not installed: make site-tools, which make test does"

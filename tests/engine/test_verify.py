@@ -15,7 +15,7 @@ from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.topp import TopP
 from hisparse.engine.modes import Runs
 from hisparse.testing import Request
-from tests.drafting import Draft, DraftingSimulator, random_draft
+from tests.engine.drafting import Draft, DraftingSimulator, random_draft
 from tests.sizes import sized
 
 LENGTH, PROMPTS, SLOTS = 150, (101, 60), (1, 3)

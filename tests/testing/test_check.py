@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-import faulty_algorithms
 import pytest
-from faulty_algorithms import Right
-from faulty_state import FAULTS
 
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.cli import main
 from hisparse.testing import CHECKS, Case, CheckResult, cases_of, run_check, run_checks
 from hisparse.testing.check_declarations import find_class_faults
+from tests.testing import faulty_algorithms
+from tests.testing.faulty_algorithms import Right
+from tests.testing.faulty_state import FAULTS
 
 
 def failed(cls: type[BaseSparseAlgorithm]) -> dict[str, CheckResult]:

@@ -30,9 +30,8 @@ from hisparse.kernels import dispatch
 from hisparse.testing import Simulator
 from hisparse.types import Selection
 from tests.delayed import DelayedStreams
-from tests.sizes import sized
-from tests.state_engines import ENGINES, LONGEST, NUM_SLOTS, SMALL
-from tests.state_model import (
+from tests.engine.state_engines import ENGINES, LONGEST, NUM_SLOTS, SMALL
+from tests.engine.state_model import (
     Contents,
     PageOracle,
     PrefixCache,
@@ -42,6 +41,7 @@ from tests.state_model import (
     page_tensors,
     positions_of,
 )
+from tests.sizes import sized
 
 #: One forward in twelve.
 SELDOM = st.integers(0, 11).map(lambda number: number == 7)
