@@ -17,12 +17,12 @@ from hisparse.engine.graphs import CapturedSteps
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.engine.verify import VerifyBatch
 from hisparse.errors import AlgorithmError, HiSparseError
-from hisparse.sglang.disaggregation import decodes_only
 from hisparse.sglang.failed_batch import fail_requests, reason_to_stop
+from hisparse.sglang.features.disaggregation import decodes_only
+from hisparse.sglang.features.speculation import accepted_drafts, keep_chains
 from hisparse.sglang.metrics import MetricsReporter
 from hisparse.sglang.session import require_session
 from hisparse.sglang.setup import build_coordinator
-from hisparse.sglang.speculation import accepted_drafts, keep_chains
 from hisparse.types import IndexerInputs
 
 __all__ = ["HiSparseAttnBackend"]
