@@ -53,7 +53,8 @@ _FLAGS = (
      "([operations.md](operations.md#replicas))"),
     ("--kv-cache-dtype fp8_e4m3", "stores K and V in eight bits with scales ([fp8.md](fp8.md))"),
     ("--enable-unified-cache-external-linker", "is set by `storage`; given by itself, with backend "
-     "`dynamic` and `HiSparseLinker` of `hisparse.sglang.linker` ([storage.md](storage.md))"),
+     "`dynamic` and `HiSparseLinker` of `hisparse.sglang.features.storage.linker` "
+     "([storage.md](storage.md))"),
     ("--enable-metrics", "adds the metrics below to `/metrics`"),
 )  # fmt: skip
 
@@ -144,7 +145,7 @@ def _metrics() -> Iterator[tuple[str, str, str]]:
             yield f"{name}_total", f"counter of `{extension}`", text
     for name, text in tables["_LAYER_COUNTERS"].items():
         yield f"{name}_total", "counter of `layer_metrics`", text
-    for name, text in _dictionaries("storage/counters")["COUNTERS"].items():
+    for name, text in _dictionaries("features/storage/counters")["COUNTERS"].items():
         yield f"{name}_total", "counter of `storage`", text
     for name, text in tables["_GAUGES"].items():
         yield name, "gauge", text

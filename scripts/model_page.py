@@ -14,8 +14,8 @@ _INTRO = """\
 
 After this page you know which model families hisparse serves from SGLang, and why it does not serve
 others: {served} of {count} are served, {refused} are refused with one line, and {broken} do not
-start on a CPU with SGLang alone. `scripts/model_table.py` serves them (`make test-all PART=models`) and
-makes this page; do not edit it.
+start on a CPU with SGLang alone. `make test-all PART=models` serves them, and
+`scripts/model_table.py` makes this page; do not edit it.
 
 Each family is a tiny model with random weights, in float32 on a CPU. SGLang's `torch_native` and
 hisparse answer the same three prompts, with a budget beyond their lengths; *equal* counts the

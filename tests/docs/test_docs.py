@@ -24,13 +24,12 @@ from scripts.make_reference import make_reference
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REFERENCE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-#: Pages that people write; docs/quality.md is made from results, CHANGELOG.md names the past.
+#: Pages about what is there; CHANGELOG.md names the past.
 PAGES = sorted(
     {
         *(ROOT / "docs").glob("*.md"),
         *(ROOT / f"{x}.md" for x in ("README", "CONTRIBUTING", "SECURITY")),
     }
-    - {ROOT / "docs" / "quality.md"}
 )
 
 
