@@ -158,7 +158,7 @@ class HiSparseConfig:
             algorithms.
         cuda_graph: capture SGLang's decode steps in CUDA graphs. "auto" captures them on a GPU,
             unless ``checked`` is true. Not yet run on a GPU.
-        layer_metrics: count hits and misses of each layer too: six small operations more in a layer.
+        layer_metrics: count hits and misses of each layer too: six more small operations a layer.
         storage: keep prefixes in a store below host memory, where a restarted or another server
             finds them. Only in a server. The options are below. None: no store.
         extensions: options by the name of the extension (``tail_estimate``, ``prefetch``). In JSON

@@ -97,7 +97,7 @@ def _extensions() -> Iterator[str]:
 def _algorithms() -> Iterator[str]:
     yield "## Options of algorithms"
     yield (
-        "Options go into `algorithm_config`. [algorithms.md](algorithms.md) says how each algorithm "
+        "Options go into `algorithm_config`. [algorithms.md](algorithms.md) says how each one "
         "selects.\nPlug-ins can add more: `hisparse algorithms` lists all that are installed."
     )
     for name, cls in _built_in(ALGORITHMS):
