@@ -15,7 +15,7 @@ import test_storage_faults
 import torch
 from test_storage_faults import KEYS, OTHERS, PAGES, World
 
-from hisparse.config import StorageOptions
+from hisparse.options import StorageOptions
 from hisparse.sglang.storage import health
 from hisparse.sglang.storage.page_storage import unwrapped
 from hisparse.sglang.storage.setup import create_backend
