@@ -236,7 +236,7 @@ def test_what_is_allocated_is_what_was_sized(scope: str) -> None:
     whole = resolve(config, TWO_LAYERS, 0.1, resources)
     assert plan.sizing.kv_tokens > 1.9 * whole.sizing.kv_tokens
     sizing = plan.sizing
-    host = HostKVPool(stored, sizing.kv_tokens // 16 + 1, plan.layout, pin=False)
+    host = HostKVPool(stored, sizing.kv_tokens // 16 + 1, plan.resolved.layout, pin=False)
     coordinator = build_engine(plan, host, num_slots=3, device=torch.device("cpu"))
     manager = coordinator.manager
     assert host.num_bytes == sizing.host_bytes <= resources.host_bytes

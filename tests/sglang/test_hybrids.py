@@ -51,7 +51,9 @@ SPECS = {
 
 def make_pool(kind: str, monkeypatch: pytest.MonkeyPatch) -> HybridLinearKVPool:
     """SGLang's pool of a hybrid, as its configurator makes it."""
-    started = SimpleNamespace(spec=SPECS[kind], layout="layer_first", ranks=None)
+    started = SimpleNamespace(
+        spec=SPECS[kind], resolved=SimpleNamespace(layout="layer_first"), ranks=None
+    )
     monkeypatch.setattr(session, "_session", started)
     latent = kind == "mla"
     return HybridLinearKVPool(
