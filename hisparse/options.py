@@ -247,13 +247,13 @@ class StorageOptions:
         policy: which pages leave first: the least recently used, the least often used, or those
             that nobody used for ``ttl_s``.
         ttl_s: seconds that an unused page stays, with the policy "ttl".
-        timeout_s: time limit of a call to the store, in seconds. A load or a write has a second
-            more for every 256 MiB. What is late is computed.
+        timeout_s: time limit of a call to the store, in seconds, with a second more for every 256
+            MiB. Late pages are computed.
         threads: threads that load pages.
         representations: whether the store keeps page representations beside K and V ("stored"), or
             they are "built" from the keys of loaded pages. Backends other than "file" keep none.
         swap_min_tokens: if a retraction takes at least so many tokens from a request, they are
-            written to the store and read back, and else computed again. None: always computed.
+            written to the store and read back; fewer are computed. None: all are computed.
         options: for a backend of SGLang: what ``--hicache-storage-backend-extra-config`` would
             hold.
     """

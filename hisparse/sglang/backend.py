@@ -16,12 +16,12 @@ from hisparse.engine.drafts import VerifyBatch
 from hisparse.engine.graphs import CapturedSteps
 from hisparse.engine.step import DecodeBatch, MixedBatch, PrefillBatch, PrefillChunk
 from hisparse.errors import AlgorithmError, HiSparseError
-from hisparse.sglang.disaggregation import decodes_only
 from hisparse.sglang.failed_batch import fail_requests, reason_to_stop
+from hisparse.sglang.features.disaggregation import decodes_only
+from hisparse.sglang.features.speculation import accepted_drafts, keep_chains
 from hisparse.sglang.metrics import MetricsReporter
 from hisparse.sglang.session import require_session
 from hisparse.sglang.setup import build_coordinator
-from hisparse.sglang.speculation import accepted_drafts, keep_chains
 from hisparse.types import IndexerInputs
 
 __all__ = ["HiSparseAttnBackend"]

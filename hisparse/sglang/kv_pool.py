@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.memory_pool import (
 from hisparse.cache import HostKVPool
 from hisparse.cache.codec import encode, write_tokens
 from hisparse.errors import HiSparseError
-from hisparse.sglang.kv_transfer import (
+from hisparse.sglang.features.disaggregation.transfer import (
     Buffers,
     TokenCopies,
     copy_tokens,

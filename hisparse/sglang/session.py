@@ -15,7 +15,7 @@ from hisparse.engine.arrived import ArrivedRequests
 from hisparse.engine.build import EngineSetup
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import HiSparseError
-from hisparse.sglang.storage.counters import StorageCounters
+from hisparse.sglang.features.storage.counters import StorageCounters
 
 __all__ = ["Session", "current_session", "errors_logged", "require_session", "start_session"]
 

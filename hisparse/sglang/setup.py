@@ -18,9 +18,13 @@ from hisparse.engine.fingerprint import model_settings
 from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
-from hisparse.sglang.disaggregation import config_of_server, decode_extra_slots
-from hisparse.sglang.draft_model import draft_token_bytes
-from hisparse.sglang.hybrids import attention_pool, check_attending, hybrid_layers
+from hisparse.sglang.features.disaggregation import config_of_server, decode_extra_slots
+from hisparse.sglang.features.hybrids import attention_pool, check_attending, hybrid_layers
+from hisparse.sglang.features.speculation import check_rollback, draft_tokens
+from hisparse.sglang.features.speculation.draft_model import draft_token_bytes
+from hisparse.sglang.features.storage.counters import StorageCounters
+from hisparse.sglang.features.storage.key import AdapterKeys
+from hisparse.sglang.features.storage.setup import has_linker
 from hisparse.sglang.model_shape import read_model_shape
 from hisparse.sglang.ranks import (
     attention_replicas,
@@ -33,10 +37,6 @@ from hisparse.sglang.ranks import (
 )
 from hisparse.sglang.server_args import read_config
 from hisparse.sglang.session import Session
-from hisparse.sglang.speculation import check_rollback, draft_tokens
-from hisparse.sglang.storage.counters import StorageCounters
-from hisparse.sglang.storage.key import AdapterKeys
-from hisparse.sglang.storage.setup import has_linker
 from hisparse.types import KVSpec
 from hisparse.units import parse_memory, resolve_memory
 

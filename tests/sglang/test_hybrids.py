@@ -15,8 +15,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import resolve_settings
 from hisparse.errors import ConfigError
-from hisparse.sglang import hybrids, session
+from hisparse.sglang import session
 from hisparse.sglang.backend import HiSparseAttnBackend
+from hisparse.sglang.features import hybrids
 from hisparse.sglang.kv_pool import HiSparseMHAPool, HiSparseMLAPool
 from hisparse.sglang.model_shape import read_model_shape
 from hisparse.types import KVSpec

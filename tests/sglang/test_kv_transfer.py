@@ -14,8 +14,13 @@ from hisparse.cache import HostKVPool
 from hisparse.cache.codec import decode, encode, read_tokens, write_tokens
 from hisparse.errors import HiSparseError
 from hisparse.sglang import session
+from hisparse.sglang.features.disaggregation.transfer import (
+    Buffers,
+    copy_tokens,
+    kv_buffers,
+    scale_buffers,
+)
 from hisparse.sglang.kv_pool import HiSparseMHAPool
-from hisparse.sglang.kv_transfer import Buffers, copy_tokens, kv_buffers, scale_buffers
 from hisparse.types import HostLayout, KVSpec
 
 SIZES: dict[str, Any] = {"num_layers": 2, "num_q_heads": 4, "dtype": torch.float32}

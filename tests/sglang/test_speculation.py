@@ -14,7 +14,7 @@ import torch
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
-from hisparse.sglang.speculation import (
+from hisparse.sglang.features.speculation import (
     accepted_drafts,
     check_rollback,
     draft_tokens,

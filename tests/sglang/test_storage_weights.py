@@ -26,10 +26,10 @@ from hisparse.algorithms.quest import Quest
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.config import HiSparseConfig
 from hisparse.sglang import plugin
-from hisparse.sglang.linker import HiSparseLinker
+from hisparse.sglang.features.storage.counters import StorageCounters
+from hisparse.sglang.features.storage.linker import HiSparseLinker
+from hisparse.sglang.features.storage.ranks import LinkerRanks
 from hisparse.sglang.session import Session, start_session
-from hisparse.sglang.storage.counters import StorageCounters
-from hisparse.sglang.storage.ranks import LinkerRanks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

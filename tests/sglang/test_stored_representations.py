@@ -20,13 +20,16 @@ from hisparse.algorithms.snapkv import SnapKV
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.config import HiSparseConfig
 from hisparse.engine.step import PrefillChunk
-from hisparse.sglang.storage.counters import StorageCounters
-from hisparse.sglang.storage.file_storage import FileStorage
-from hisparse.sglang.storage.health import StorageHealth
-from hisparse.sglang.storage.page_storage import PageStorage, Staging
-from hisparse.sglang.storage.records import Records
-from hisparse.sglang.storage.representations import RepresentationFormat, representation_namespace
-from hisparse.sglang.storage.stored_representations import StoredRepresentations
+from hisparse.sglang.features.storage.counters import StorageCounters
+from hisparse.sglang.features.storage.file_storage import FileStorage
+from hisparse.sglang.features.storage.health import StorageHealth
+from hisparse.sglang.features.storage.page_storage import PageStorage, Staging
+from hisparse.sglang.features.storage.records import Records
+from hisparse.sglang.features.storage.representations import (
+    RepresentationFormat,
+    representation_namespace,
+)
+from hisparse.sglang.features.storage.stored_representations import StoredRepresentations
 from hisparse.storage import Namespace
 from hisparse.testing import Simulator
 from tests.engine.test_loaded_pages import LATENTS, LENGTH, PROMPT, STORED, load

@@ -10,8 +10,8 @@ from concurrent.futures import TimeoutError as LateError
 from typing import Final, TypeVar
 
 from hisparse.errors import one_line
-from hisparse.sglang.storage.counters import StorageCounters
-from hisparse.sglang.storage.threads import Workers
+from hisparse.sglang.features.storage.counters import StorageCounters
+from hisparse.sglang.features.storage.threads import Workers
 
 __all__ = ["StorageHealth"]
 

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hisparse.sglang.storage.counters import StorageCounters
-from hisparse.sglang.storage.health import StorageHealth
-from hisparse.sglang.storage.page_storage import PageStorage, Staging
-from hisparse.sglang.storage.unread import UnreadKeys
+from hisparse.sglang.features.storage.counters import StorageCounters
+from hisparse.sglang.features.storage.health import StorageHealth
+from hisparse.sglang.features.storage.page_storage import PageStorage, Staging
+from hisparse.sglang.features.storage.unread import UnreadKeys
 from hisparse.storage import Namespace
 
 __all__ = ["RecordFormat", "Records"]

@@ -14,7 +14,10 @@ from hisparse.storage import size_in_bytes
 
 __all__ = ["check_told_apart", "create_backend", "has_linker", "read_options", "request_linker"]
 
-_LINKER: Final = {"linker": "HiSparseLinker", "linker_module_path": "hisparse.sglang.linker"}
+_LINKER: Final = {
+    "linker": "HiSparseLinker",
+    "linker_module_path": "hisparse.sglang.features.storage.linker",
+}
 _FLAG: Final = "--unified-cache-external-linker-config"
 #: Names of a rotary embedding of which SGLang picks the long or the short factors by the longest
 #: position of a whole batch.
@@ -154,7 +157,7 @@ def _file_options(options: StorageOptions) -> dict[str, Any]:
         ) from None
     return {
         "backend_name": "hisparse-file",
-        "module_path": "hisparse.sglang.storage.file_storage",
+        "module_path": "hisparse.sglang.features.storage.file_storage",
         "class_name": "FileStorage",
         "path": str(path),
         "size_bytes": size,

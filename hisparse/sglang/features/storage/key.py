@@ -18,7 +18,7 @@ from torch import Tensor
 from hisparse.cache.page_format import PageFormat
 from hisparse.engine.fingerprint import fingerprint, tensor_digests
 from hisparse.engine.page_namespace import page_namespace
-from hisparse.sglang.storage.ranks import LinkerRanks
+from hisparse.sglang.features.storage.ranks import LinkerRanks
 from hisparse.storage import Namespace
 
 __all__ = [

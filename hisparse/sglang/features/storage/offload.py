@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.errors import one_line
-from hisparse.sglang.storage.page_storage import Keys
-from hisparse.sglang.storage.records import Records
-from hisparse.sglang.storage.threads import Gate, Workers
+from hisparse.sglang.features.storage.page_storage import Keys
+from hisparse.sglang.features.storage.records import Records
+from hisparse.sglang.features.storage.threads import Gate, Workers
 
 __all__ = ["PageWriter"]
 

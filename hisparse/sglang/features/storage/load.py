@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hisparse.sglang.storage.records import Records
-from hisparse.sglang.storage.threads import Gate, Workers
+from hisparse.sglang.features.storage.records import Records
+from hisparse.sglang.features.storage.threads import Gate, Workers
 
 __all__ = ["PageLoader"]
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from hisparse.errors import ConfigError
-from hisparse.sglang.hybrids import hybrid_layers
+from hisparse.sglang.features.hybrids import hybrid_layers
 from hisparse.sglang.requested import DRAFT_BACKEND
 from hisparse.types import KVSpec
 
@@ -65,7 +65,7 @@ def around_create_decode_backend(original: Callable[[Any], Any], factory: Any) -
     """Attend with :class:`DraftSteps` in the forwards that draft."""
     if factory.draft_attn_backend != DRAFT_BACKEND:
         return original(factory)
-    from hisparse.sglang.draft_backend import DraftSteps
+    from hisparse.sglang.features.speculation.draft_backend import DraftSteps
 
     # The first drafted token comes from the forward before.
     steps = factory.speculative_num_steps - 1
@@ -76,7 +76,7 @@ def around_create_draft_extend_backend(original: Callable[[Any], Any], factory: 
     """Attend with :class:`DraftAttnBackend` in forwards over prompts and verified tokens."""
     if factory.draft_attn_backend != DRAFT_BACKEND:
         return original(factory)
-    from hisparse.sglang.draft_backend import DraftAttnBackend
+    from hisparse.sglang.features.speculation.draft_backend import DraftAttnBackend
 
     return DraftAttnBackend(factory.draft_model_runner)
 

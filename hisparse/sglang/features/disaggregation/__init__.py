@@ -15,7 +15,7 @@ from typing import Any
 
 from hisparse.algorithms import ALGORITHMS
 from hisparse.config import HiSparseConfig
-from hisparse.sglang.kv_transfer import scale_buffers
+from hisparse.sglang.features.disaggregation.transfer import scale_buffers
 from hisparse.sglang.session import current_session
 
 __all__ = [

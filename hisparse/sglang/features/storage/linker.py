@@ -21,23 +21,23 @@ from torch import Tensor
 
 from hisparse.cache.page_format import PageFormat
 from hisparse.options import StorageOptions
-from hisparse.sglang.session import errors_logged, require_session
-from hisparse.sglang.storage.health import StorageHealth
-from hisparse.sglang.storage.key import make_namespace, model_fingerprint, swap_namespace
-from hisparse.sglang.storage.load import PageLoader
-from hisparse.sglang.storage.offload import PageWriter
-from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
-from hisparse.sglang.storage.ranks import LinkerRanks
-from hisparse.sglang.storage.records import Records
-from hisparse.sglang.storage.representations import representation_namespace
-from hisparse.sglang.storage.retracted import RetractedPages
-from hisparse.sglang.storage.setup import create_backend, read_options
-from hisparse.sglang.storage.stored_representations import (
+from hisparse.sglang.features.storage.health import StorageHealth
+from hisparse.sglang.features.storage.key import make_namespace, model_fingerprint, swap_namespace
+from hisparse.sglang.features.storage.load import PageLoader
+from hisparse.sglang.features.storage.offload import PageWriter
+from hisparse.sglang.features.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
+from hisparse.sglang.features.storage.ranks import LinkerRanks
+from hisparse.sglang.features.storage.records import Records
+from hisparse.sglang.features.storage.representations import representation_namespace
+from hisparse.sglang.features.storage.setup import create_backend, read_options
+from hisparse.sglang.features.storage.stored_representations import (
     StoredRepresentations,
     make_stored_representations,
 )
-from hisparse.sglang.storage.swap import RequestSwap
-from hisparse.sglang.storage.threads import Workers
+from hisparse.sglang.features.storage.threads import Workers
+from hisparse.sglang.features.swap.request_swap import RequestSwap
+from hisparse.sglang.features.swap.retracted import RetractedPages
+from hisparse.sglang.session import errors_logged, require_session
 from hisparse.units import format_bytes
 
 __all__ = ["HiSparseLinker"]

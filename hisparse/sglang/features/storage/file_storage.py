@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from torch import Tensor
 
-from hisparse.sglang.storage.page_storage import Keys
+from hisparse.sglang.features.storage.page_storage import Keys
 from hisparse.storage import FileStore, Namespace
 
 __all__ = ["FileStorage"]

@@ -12,11 +12,14 @@ from torch import Tensor
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.engine.page_namespace import is_built_in
 from hisparse.options import StorageOptions
-from hisparse.sglang.storage.counters import StorageCounters
-from hisparse.sglang.storage.load import PageLoader
-from hisparse.sglang.storage.offload import PageWriter
-from hisparse.sglang.storage.records import Records
-from hisparse.sglang.storage.representations import RepresentationFormat, representation_namespace
+from hisparse.sglang.features.storage.counters import StorageCounters
+from hisparse.sglang.features.storage.load import PageLoader
+from hisparse.sglang.features.storage.offload import PageWriter
+from hisparse.sglang.features.storage.records import Records
+from hisparse.sglang.features.storage.representations import (
+    RepresentationFormat,
+    representation_namespace,
+)
 from hisparse.storage import Namespace
 
 __all__ = ["StoredRepresentations", "make_stored_representations"]

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.errors import one_line
-from hisparse.sglang.storage.load import PageLoader
-from hisparse.sglang.storage.records import Records
-from hisparse.sglang.storage.threads import Workers
+from hisparse.sglang.features.storage.load import PageLoader
+from hisparse.sglang.features.storage.records import Records
+from hisparse.sglang.features.storage.threads import Workers
 
 __all__ = ["RequestSwap"]
 
