@@ -16,6 +16,7 @@ from hisparse.cache import HostKVPool
 from hisparse.config import HiSparseConfig
 from hisparse.engine.batches import DecodeBatch, PrefillBatch
 from hisparse.engine.build import PoolSizes, build, make_policy
+from hisparse.engine.capabilities import resolve_settings
 from hisparse.engine.graphs import StaticBatch
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.types import AttentionRule, IndexerInputs, KVSpec, SelectionScope
@@ -110,7 +111,7 @@ class FakeEngine:
             staging_pages=1024 // size,
         )
         self.coordinator = build(
-            config,
+            resolve_settings(config, self.spec, self.scope),
             self.algorithm,
             self.policy,
             ADAPTERS.get("triton")() if self.rule is None else Ruled(self.rule),

@@ -93,7 +93,7 @@ class Server:
                 on_request_end=lambda slot: None,
             ),
             algorithm=Quest(),
-            config=HiSparseConfig(),
+            resolved=SimpleNamespace(config=HiSparseConfig()),
             storage=self.counters,
             model=self.model,
             model_settings={},
