@@ -7,7 +7,7 @@ to choose from: they are PyTorch's operations.
 
 from hisparse.kernels.attention import *
 from hisparse.kernels.chunk_attention import *
-from hisparse.kernels.fp8 import *
+from hisparse.kernels.quantize import *
 from hisparse.kernels.index.op import *
 from hisparse.kernels.index.reference import chunk_index_score as chunk_index_score
 from hisparse.kernels.keys.op import *

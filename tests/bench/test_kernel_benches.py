@@ -30,9 +30,9 @@ from hisparse_bench.peers import reason_to_leave_out
 from hisparse_bench.timing import Candidate
 from hisparse_bench.transfer import TransferBench
 from tests.delayed import DelayedStreams
+from tests.engine.test_overlap import Forgetful
 from tests.kernels.lru_oracle import LruOracle
 from tests.processes import is_running
-from tests.test_overlap import Forgetful
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
-from hisparse.sglang.storage.setup import check_told_apart
+from hisparse.sglang.features.storage.setup import check_told_apart
 
 #: SGLang warns while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(PART != "faults", reason="servers: make test-all
 FULL = """
     import os, resource
 
-    from hisparse.sglang.storage import file_storage
+    from hisparse.sglang.features.storage import file_storage
 
     def install() -> None:
         put = file_storage.FileStorage.batch_set

@@ -347,7 +347,7 @@ def test_failures_and_delays_that_sglang_injects(log_dir: Path, tmp_path: Path) 
 HANGING = """
     import os, time
 
-    from hisparse.sglang.storage import file_storage
+    from hisparse.sglang.features.storage import file_storage
 
     def install() -> None:
         get = file_storage.FileStorage.batch_get
@@ -413,7 +413,10 @@ def test_two_ranks_find_what_two_ranks_wrote(kind: str, log_dir: Path, tmp_path:
 def test_flags_of_sglang_alone(log_dir: Path, tmp_path: Path) -> None:
     import json
 
-    linker = {"linker": "HiSparseLinker", "linker_module_path": "hisparse.sglang.linker"}
+    linker = {
+        "linker": "HiSparseLinker",
+        "linker_module_path": "hisparse.sglang.features.storage.linker",
+    }
     config = json.dumps(linker | {"linker_extra_config": {"path": str(tmp_path)}})
     flags = ("--enable-unified-cache-external-linker",)
     flags += ("--unified-cache-external-linker-backend", "dynamic")

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from hisparse.kernels.cuda.flash import flash_attention, takes_flash
 from hisparse.kernels.cuda.from_triton import triton_ops
-from hisparse.kernels.reference.fp8 import decode_fp8
+from hisparse.kernels.reference.quantize import dequantize
 from hisparse.types import UNSCALED, AttentionRule
 
-__all__ = ["chunk_attention", "decode_fp8"]
+__all__ = ["chunk_attention", "dequantize"]
 
 #: Operations of ``hisparse.kernels.triton``.
-IN_TRITON = ("decode_latents", "encode_fp8", "encode_latents", "paged_attention")
+IN_TRITON = ("decode_latents", "quantize", "encode_latents", "paged_attention")
 
 
 def chunk_attention(

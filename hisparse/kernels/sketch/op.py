@@ -12,6 +12,7 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
 from hisparse.kernels.operation import Operation
+from hisparse.kernels.quantize import QUANTIZED
 from hisparse.kernels.sketch.layout import SketchLayout, outline_bytes
 from hisparse.types import StoredKV
 
@@ -57,10 +58,10 @@ def _sketches_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     k, scales = tensors["tail.kv.k"], tensors["tail.kv.scales"]
     if k is None:
         return
-    allowed = FLOATS if scales is None else (torch.float8_e4m3fn,)
+    allowed = FLOATS if scales is None else QUANTIZED
     if k.dtype not in allowed:
         expected = ", ".join(map(str, allowed))
-        raise KernelError(f"tail.kv.k: got dtype {k.dtype}, expected {expected}")
+        raise KernelError(f"tail.kv.k: got dtype {k.dtype}, expected one of {expected}")
     rows, batch, own = sizes["R"], sizes["B"], k.shape[1]
     heads = rows // batch if batch else 1
     one_row, row_a_head = heads == 1 and own == kv_heads, heads % kv_heads == 0 and own == 1

@@ -1,0 +1,183 @@
+"""README and docs agree with the code: names, defaults, commands, links and examples."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from hisparse.algorithms import ALGORITHMS
+from hisparse.cli import algorithms, bench, build, check, doctor, plan, storage, top, trace
+from hisparse.cli import eval as eval_command
+from hisparse.config import EXTENSIONS, HiSparseConfig
+from hisparse.registry import Registry
+from hisparse.testing import Simulator
+from scripts.gpu_check import PARTS as GPU_PARTS
+from scripts.make_reference import make_reference
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+REFERENCE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+#: Pages about what is there; CHANGELOG.md names the past.
+PAGES = sorted(
+    {
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / f"{x}.md" for x in ("README", "CONTRIBUTING", "SECURITY")),
+    }
+)
+
+
+def _section(title: str) -> str:
+    """The reference below a heading, up to the next heading of any level."""
+    return re.split(r"\n#", REFERENCE.partition(f"# {title}\n")[2])[0]
+
+
+def _rows(title: str) -> dict[str, list[str]]:
+    """The cells of a section's table, by the name in the first one."""
+    lines = [line for line in _section(title).splitlines() if line.startswith("| `")]
+    return {line.split("`")[1]: line.strip("| ").split(" | ") for line in lines}
+
+
+def test_the_reference_is_what_the_classes_say() -> None:
+    assert make_reference() == REFERENCE, "make docs"
+
+
+def test_every_key_has_a_row_with_its_meaning() -> None:
+    rows = _rows("Keys")
+    assert list(rows) == [f.name for f in fields(HiSparseConfig) if f.name != "extensions"]
+    assert all(len(cells) == 4 and cells[3] for cells in rows.values())
+    assert rows["budget"][1:3] == ["integer", "`2048`"]
+    assert rows["cuda_graph"][1:3] == ['`"auto"`, `true`, `false`', '`"auto"`']
+
+
+@pytest.mark.parametrize("registry", [EXTENSIONS, ALGORITHMS], ids=lambda registry: registry.kind)
+def test_every_option_has_a_row(registry: Registry[Any]) -> None:
+    built_in = [name for name in registry if registry.get(name).__module__.startswith("hisparse.")]
+    assert built_in
+    for name in built_in:
+        cls = registry.get(name)
+        options = [f.name for f in fields(getattr(cls, "options_type", cls))]
+        assert list(_rows(f"`{name}`")) == options
+
+
+def test_metrics_of_the_server_and_of_extensions_are_listed() -> None:
+    rows = _rows("Metrics")
+    assert rows["hisparse:hit_pages_total"][1] == ""
+    assert rows["hisparse:corrected_selections_total"][1] == "`prefetch`"
+    assert rows["hisparse:hit_ratio"][1] == ""
+
+
+def _found(pattern: str) -> list[tuple[str, str]]:
+    """Page and text of each match, in an order that all workers of pytest share."""
+    return sorted(
+        {(page.name, text) for page in PAGES for text in re.findall(pattern, page.read_text())}
+    )
+
+
+@pytest.mark.parametrize(("page", "text"), _found(r"(?s)--(?:hisparse-)?config '({[^.].*?})'"))
+def test_configurations_in_the_text_can_be_read(page: str, text: str) -> None:
+    if "NAME" in text or "..." in text:
+        text = "{}"  # a pattern to fill in
+    assert HiSparseConfig.parse(text).budget
+
+
+@pytest.mark.parametrize(("page", "names"), _found(r"\bhisparse bench ([\w|\\-]+)"))
+def test_benches_in_the_text_exist(page: str, names: str) -> None:
+    commands = argparse.ArgumentParser().add_subparsers()
+    bench.add_parser(commands)
+    benches = commands.choices["bench"]._subparsers._group_actions[0].choices
+    assert set(names.replace("\\", "").split("|")) <= set(benches)
+
+
+def test_every_command_has_a_row() -> None:
+    commands = argparse.ArgumentParser().add_subparsers()
+    for module in (
+        algorithms, bench, build, check, doctor, eval_command, plan, storage, top, trace,
+    ):  # fmt: skip
+        module.add_parser(commands)
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `hisparse (\w+)", index, re.MULTILINE))
+    assert listed == set(commands.choices)
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_links_lead_somewhere(page: Path) -> None:
+    """To files, and headings in them; from docs/ to docs/ alone, which is what the site has."""
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text())
+    assert not [file for file, _ in links if not (page.parent / file).exists()]
+    targets = [((page.parent / file if file else page), anchor) for file, anchor in links if anchor]
+    assert not [anchor for target, anchor in targets if anchor not in _anchors(target)]
+    if page.parent.name == "docs":
+        assert not [file for file, _ in links if ".." in file]
+
+
+def _nav(entries: list[Any]) -> list[str]:
+    """The files of mkdocs.yml's menu, in its order."""
+    files = []
+    for entry in entries:
+        inner = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        files += _nav(inner) if isinstance(inner, list) else [inner]
+    return files
+
+
+def test_every_page_is_in_the_menu_and_in_the_index() -> None:
+    pages = sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert sorted(_nav(settings["nav"])) == pages, "mkdocs.yml"
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    listed = {"README.md", *re.findall(r"\]\(([\w-]+\.md)\)", index)}
+    assert sorted(listed) == pages, "docs/README.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_files_in_the_text_exist(page: Path) -> None:
+    """Named from the root or, in the middle of a text about the package, from ``hisparse/``."""
+    named = re.findall(r"`([\w/.-]+/[\w.-]+\.(?:py|cpp|cu|cuh|sh|md))`", page.read_text())
+    folders = (ROOT, ROOT / "hisparse", ROOT / "hisparse" / "kernels")
+    assert not [name for name in named if not any((folder / name).exists() for folder in folders)]
+
+
+def test_make_commands_have_a_recipe() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    text = "\n".join(page.read_text() for page in PAGES)
+    targets = {f"test-{part}" for part in re.findall(r"(?<!gpu-check )\bPART=(\w+)", text)}
+    targets |= set(re.findall(r"^make ([\w-]+)", README, re.MULTILINE))
+    for target in targets:
+        assert re.search(rf"^{target}:.*\n\t", makefile, re.MULTILINE), target
+    assert set(re.findall(r"gpu-check PART=([\w-]+)", text)) <= set(GPU_PARTS)
+
+
+def test_the_algorithm_in_the_readme_is_the_example() -> None:
+    example = (ROOT / "examples" / "hisparse-knorm" / "hisparse_knorm.py").read_text()
+    (block,) = re.findall(r"```python\n(@register_algorithm.*?)```", README, re.DOTALL)
+    assert block in example
+
+
+def test_the_extension_in_contributing_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EXTENSIONS, "_entries", dict(EXTENSIONS._entries))
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(block, ModuleType("continued").__dict__)
+    sim = Simulator(extensions={"continued": True})
+    request = sim.request(1, 120, seed=1)
+    sim.prefill((request, 100))
+    for _ in range(3):
+        sim.decode(request)
+    first = sim.coordinator.stats().extensions["continued_selections"]
+    assert first == 2 * sim.spec.num_layers
+    sim.prefill((request, 5))
+    sim.decode(request)
+    assert sim.coordinator.stats().extensions["continued_selections"] == first

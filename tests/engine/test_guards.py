@@ -1,0 +1,294 @@
+"""Faults of algorithms and extensions: the error names them, or a counter shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hisparse.adapters.torch import TorchAdapter
+from hisparse.algorithms import DecodeStep, Representation, SelectionPolicy
+from hisparse.cache import Counters
+from hisparse.engine.extensions.prefetch import Prefetch
+from hisparse.errors import AlgorithmError, KernelError
+from hisparse.kernels import dispatch, operation
+from hisparse.testing import Simulator
+from hisparse.testing.replaying_simulator import ReplayingSimulator
+from hisparse.types import Selection
+from tests.testing.faulty_algorithms import Right
+
+Retrieve = Callable[[Selection, DecodeStep], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changed(Right):
+    """Passes each selection through ``change``, in layer 1."""
+
+    change: Retrieve = lambda selection, step: selection
+
+    def retrieve_topk(self, queries: Tensor, layer_id: int, step: DecodeStep) -> Selection:
+        selection = super().retrieve_topk(queries, layer_id, step)
+        return self.change(selection, step) if layer_id == 1 else selection
+
+
+def decode(algorithm: Right, steps: int = 1, **settings: Any) -> Simulator:
+    """Two requests, of which the second is the longer one."""
+    sim = Simulator(
+        algorithm=algorithm, **{"budget": 64, "device_buffer": 128, "checked": False} | settings
+    )
+    requests = [sim.request(slot, 400, seed=slot) for slot in (1, 2)]
+    sim.prefill((requests[0], 200), (requests[1], 380))
+    for _ in range(steps):
+        sim.decode(*requests)
+    return sim
+
+
+def with_page(selection: Selection, entry: int, page: Tensor | int) -> Selection:
+    pages = selection.pages.clone()
+    pages[0, 0, entry] = page
+    return Selection(pages, selection.lengths)
+
+
+MALFORMED: dict[str, tuple[Retrieve, str]] = {
+    "none": (lambda s, step: None, r"got None, expected Selection\(pages \[2, 2, K\] int32"),
+    "tuple": (lambda s, step: tuple(s), r"got \(\[2, 2, 7\] int32, \[2, 2\] int32\), expected"),
+    "dtype": (lambda s, step: Selection(s.pages.long(), s.lengths), r"\[2, 2, 7\] int64, "),
+    "request": (lambda s, step: Selection(s.pages[:1], s.lengths), r"Selection\(\[1, 2, 7\] int"),
+    "wide": (
+        lambda s, step: Selection(torch.cat([s.pages, s.pages], -1), s.lengths),
+        r"got Selection\(\[2, 2, 14\] int32, .*, expected .* with K at most 7",
+    ),
+}
+NO_PAGE: dict[str, Retrieve] = {
+    "tail": lambda s, step: with_page(s, -1, step.num_pages[0]),
+    "another-requests": lambda s, step: with_page(s, -1, step.num_pages[0] + 3),
+    "beyond-all": lambda s, step: with_page(s, -1, 10**6),
+    "none": lambda s, step: with_page(s, 2, -1),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), MALFORMED.values(), ids=MALFORMED)
+def test_a_selection_of_the_wrong_form_is_an_error(change: Retrieve, message: str) -> None:
+    with pytest.raises(AlgorithmError, match=message) as error:
+        decode(Changed(change=change))
+    assert str(error.value).startswith("Changed (test_guards), layer 1, retrieve_topk: got ")
+
+
+@pytest.mark.parametrize("change", NO_PAGE.values(), ids=NO_PAGE)
+def test_a_page_that_a_request_does_not_have_is_an_error(change: Retrieve) -> None:
+    """The first of them would be another request's tokens: the table is as wide as the longest."""
+    with pytest.raises(
+        AlgorithmError, match=r"expected ascending pages below 25, then -1"
+    ) as error:
+        decode(Changed(change=change))
+    assert str(error.value).startswith("Changed (test_guards), layer 1, request 0, head 0: got a ")
+
+
+REPEATED: dict[str, Retrieve] = {
+    "twice": lambda s, step: with_page(s, 2, s.pages[0, 0, 1]),
+    "length": lambda s, step: Selection(s.pages, s.lengths - torch.tensor([[1, 0], [0, 0]]).int()),
+}
+
+
+@pytest.mark.parametrize("change", REPEATED.values(), ids=REPEATED)
+def test_malformed_selections_are_counted_and_an_error_if_checked(change: Retrieve) -> None:
+    assert decode(Changed(), 3).coordinator.stats().malformed_selections == 0
+    assert decode(Changed(change=change), 3).coordinator.stats().malformed_selections == 3
+    with pytest.raises(
+        AlgorithmError, match=r"Changed \(test_guards\), layer 1, request 0, head 0"
+    ):
+        decode(Changed(change=change), checked=True)
+
+
+@pytest.mark.parametrize("change", NO_PAGE.values(), ids=NO_PAGE)
+def test_where_nothing_raises_the_row_attends_its_tail_alone(
+    change: Retrieve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: attention reads no page -1, which would be memory of another request."""
+    for module in (dispatch, operation):
+        monkeypatch.setattr(module, "cpu_library", lambda: None)
+    attended = []
+
+    def attend(self: TorchAdapter, q: Tensor, kv: Any, table: Tensor, *others: Any) -> Any:
+        attended.append((table, others[0]))
+        return original(self, q, kv, table, *others)
+
+    original = TorchAdapter.attend
+    monkeypatch.setattr(TorchAdapter, "attend", attend)
+    stats = decode(Changed(change=change), 3).coordinator.stats()
+    assert stats.malformed_selections == 3
+    for table, seq_lens in attended:
+        entry = torch.arange(table.shape[1])
+        assert (table[entry * 8 < seq_lens[:, None]] >= 0).all()
+    # Two rows for each request; its tail page has one token.
+    assert [seq_lens[0] for _, seq_lens in attended[:2]] == [7 * 8 + 1, 1]
+    assert attended[1][1][1] == 7 * 8 + 1
+
+
+def test_a_refused_row_does_not_lower_the_count_of_misses() -> None:
+    """``/metrics`` takes no total that became smaller."""
+    counters = Counters(torch.device("cpu"))
+    counters.count("miss_pages", torch.tensor([3, -1, 0, -1]))
+    counters.publish()
+    assert counters.totals()["miss_pages"] == 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores(Right):
+    """Scores a page of the first request with ``value`` in each layer."""
+
+    value: float = 0.0
+    raises: bool = False
+
+    def score(self, query: Tensor, summaries: Tensor) -> Tensor:
+        scores = super().score(query, summaries)
+        place = torch.zeros_like(scores, dtype=torch.bool)
+        place[0, 0, 5] = True
+        return scores.masked_fill(place, self.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "counted"),
+    [(torch.nan, True), (torch.inf, True), (-torch.inf, False), (3e38, False)],
+)
+def test_scores_that_are_no_numbers_are_counted_and_an_error_if_checked(
+    value: float, counted: bool
+) -> None:
+    stats = decode(Scores(value=value), 3).coordinator.stats()
+    # One row of one request in each of two layers.
+    assert stats.invalid_scores == 6 * counted
+    if counted:
+        match = r"Scores \(test_guards\), layer 0, retrieve_topk: got NaN or \+inf among the "
+        with pytest.raises(AlgorithmError, match=rf"{match}scores of 1 of 4 selections, expected"):
+            decode(Scores(value=value), checked=True)
+    else:
+        decode(Scores(value=value), checked=True)
+
+
+def test_captured_steps_count_too() -> None:
+    """A graph with padding counts the real requests and their real pages."""
+    for kind in (Simulator, ReplayingSimulator):
+        sim = kind(algorithm=Scores(value=torch.nan), checked=False)
+        requests = [sim.request(slot, 400, seed=slot) for slot in (1, 2, 3)]
+        sim.prefill(*((request, 200) for request in requests))
+        for _ in range(3):
+            sim.decode(*requests)
+        assert sim.coordinator.stats().invalid_scores == 6
+        assert sim.coordinator.stats().malformed_selections == 0
+
+
+def fails(*args: Any, **kwargs: Any) -> Any:
+    return {}["planted"]
+
+
+@pytest.mark.parametrize(
+    ("method", "where"),
+    [
+        ("retrieve_topk", "layer 0, retrieve_topk"),
+        ("score", "layer 0, retrieve_topk"),
+        ("construct_representations", "layer 0, construct_representations"),
+        ("select_prefill", "layer 0, select_prefill"),
+        ("update_representations", "layer 0, update_representations"),
+        ("initialize", "initialize"),
+    ],
+)
+def test_an_exception_names_the_method_and_keeps_its_cause(
+    method: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raising(self: Right, *args: Any) -> Any:
+        return fails()
+
+    raising.__name__ = method
+    monkeypatch.setattr(Right, method, raising)
+    line = r"got KeyError: 'planted' \(test_guards.py, line \d+\), expected no exception"
+    with pytest.raises(AlgorithmError, match=line) as error:
+        decode(Right(), 12)
+    assert f"Right (faulty_algorithms), {where}: got" in str(error.value)
+    assert isinstance(error.value.__cause__, KeyError)
+
+
+def test_what_a_kernel_refuses_names_the_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.zeros(2, 3, 47)
+    monkeypatch.setattr(Right, "score", lambda self, query, summaries: scores)
+    with pytest.raises(
+        AlgorithmError, match="Right .*, layer 0, retrieve_topk: .* 3 heads"
+    ) as error:
+        decode(Right())
+    assert isinstance(error.value.__cause__, KernelError)
+
+
+@pytest.mark.parametrize("scores", [None, torch.zeros(2, 2, 5), torch.zeros(2, 47)])
+def test_scores_of_the_wrong_shape_are_an_error(
+    scores: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Right, "score", lambda self, query, summaries: scores)
+    with pytest.raises(
+        AlgorithmError, match=r"Right .*, layer 0, score_pages: got .*\[2, heads, 47\]"
+    ):
+        decode(Right())
+
+
+@pytest.mark.parametrize("positions", ["text", torch.zeros(3), torch.zeros(3, 4).int()])
+def test_positions_of_the_wrong_form_are_an_error(
+    positions: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Right, "select_prefill", lambda *_: positions)
+    with pytest.raises(AlgorithmError, match=r"select_prefill: got .*positions \[200, K\] int32"):
+        decode(Right())
+
+
+def test_no_representations_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def representations(self: Right, policy: SelectionPolicy) -> dict[str, Representation]:
+        return fails()
+
+    monkeypatch.setattr(Right, "representations", representations)
+    with pytest.raises(AlgorithmError, match=r"Right .*, representations: got KeyError"):
+        decode(Right())
+
+
+@pytest.mark.parametrize("method", ["before_layer", "refine_selection", "store_pages"])
+def test_an_exception_of_an_extension_names_it(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raising(self: Prefetch, *args: Any) -> Any:
+        return fails()
+
+    raising.__name__ = method
+    monkeypatch.setattr(Prefetch, method, raising)
+    match = rf"Prefetch \(hisparse.engine.extensions.prefetch\), layer 0, {method}: got KeyError"
+    with pytest.raises(AlgorithmError, match=match):
+        decode(Right(), extensions={"prefetch": True})
+
+
+def test_a_failed_forward_leaves_nothing_behind() -> None:
+    """The requests of the failed step end; another one has the outputs that it has alone."""
+    failing = [False]
+
+    def change(selection: Selection, step: DecodeStep) -> Selection:
+        return with_page(selection, -1, 10**6) if failing[0] else selection
+
+    sizes: dict[str, Any] = {"budget": 64, "device_buffer": 128, "checked": False}
+    sim = Simulator(algorithm=Changed(change=change), **sizes)
+    kept, *others = (sim.request(slot, 400, seed=slot) for slot in (1, 2, 3))
+    sim.prefill((kept, 200), (others[0], 380), (others[1], 300))
+    sim.decode(*others)
+    failing[0] = True
+    with pytest.raises(AlgorithmError):
+        sim.decode(*others)
+    sim.coordinator.forward_abort()
+    failing[0] = False
+    for other in others:
+        sim.end(other, free=True)
+    reused = sim.request(2, 400, seed=9)
+    sim.prefill((reused, 250))
+    together = [sim.decode(kept, reused) for _ in range(20)]
+
+    alone = Simulator(algorithm=Changed(), **sizes)
+    requests = alone.request(1, 400, seed=1), alone.request(2, 400, seed=9)
+    alone.prefill((requests[0], 200), (requests[1], 250))
+    for got in together:
+        torch.testing.assert_close(got, alone.decode(*requests), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,286 @@
+"""Overlap: the same bits in any order of the side streams, and no missing wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from hisparse.algorithms.dsa import DSA
+from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.snapkv import SnapKV
+from hisparse.algorithms.topp import TopP
+from hisparse.cache.staging import Staging
+from hisparse.cache.streams import InlineStreams, Lane, Pending
+from hisparse.testing import Simulator
+from hisparse.testing.replaying_simulator import ReplayingSimulator
+from tests.delayed import DelayedStreams, Order
+from tests.engine.test_replay import assert_same, play, state_of
+from tests.sizes import crossed
+
+T = TypeVar("T")
+SCOPES = ["layer", "kv_head", "query_head"]
+ORDERS: list[Order] = ["early", "late", 1, 2]
+REUSE = {"layers": 5, "reuse_layers": 2}
+TIGHT = {"budget": 48, "device_buffer": 48, "max_row": 48}
+PREFETCH = {"extensions": {"prefetch": {"min_cosine": 0.3}}}
+
+
+def long_play(sim: Simulator) -> list[torch.Tensor]:
+    """Prompts in chunks over prefixes of several tiles, a shared prefix, and steps in between."""
+    one, two = sim.request(1, 190, seed=1, prompt=165), sim.request(2, 190, seed=2, prompt=90)
+    outs = [*sim.prefill((one, 61)), *sim.prefill((one, 43), (two, 37)), sim.decode(two)]
+    outs += sim.prefill((one, 61), (two, 52))
+    outs += [sim.decode(one, two) for _ in range(9)]
+    three = sim.request(3, 190, seed=3, like=one, shared=96)
+    outs += sim.prefill((three, 30))
+    return outs + [sim.decode(three, one, two) for _ in range(14)]
+
+
+def assert_equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(got) == len(expected)
+    for number, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(one, other), f"forward {number}: {(one - other).abs().max()}"
+
+
+SETTINGS = [
+    pytest.param({}, id="sketch"),
+    pytest.param(REUSE, id="reuse"),
+    pytest.param(REUSE | {"dense_layers": (0, 3), "max_row": 64}, id="reuse-dense-leaders"),
+    pytest.param(REUSE | {"algorithm": TopP(mass=0.8)}, id="reuse-topp"),
+    pytest.param(REUSE | {"extensions": {"tail_estimate": True}}, id="reuse-tail-estimate"),
+    pytest.param({"algorithm": SnapKV(window=4)}, id="snapkv-reads-its-context"),
+    pytest.param({"min_sparse_context": 1000, "max_row": 64}, id="staged"),
+    pytest.param({"extensions": {"prefetch": {"min_cosine": 0.3}}, "max_row": 64}, id="prefetch"),
+    # Rows without a spare page: what one load evicts, another one may need.
+    pytest.param(REUSE | PREFETCH | TIGHT, id="prefetch-reuse"),
+]
+
+
+@crossed("scope, settings", SCOPES, SETTINGS)
+def test_in_any_order_results_are_those_without_overlap(
+    scope: str, settings: dict[str, Any]
+) -> None:
+    """Outputs, the state after the run, and the counters are equal, bit for bit."""
+    check(settings | {"scope": scope})
+
+
+@pytest.mark.parametrize(
+    ("start", "more"), [(100, 3), (97, 7), (96, 5)], ids=["within-a-page", "fills-it", "beyond-it"]
+)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_context_that_is_read_back_has_the_chunk_in_it(
+    start: int, more: int, order: Order
+) -> None:
+    """A prefetched prefix tile may hold the last page as it was before the chunk was written."""
+    outs = []
+    for options in ({}, {"side_streams": DelayedStreams(order)}):
+        sim = Simulator(algorithm=SnapKV(window=4), layers=3, staging_pages=20, **options)
+        request = sim.request(1, 190, seed=1, prompt=start + more)
+        out = [*sim.prefill((request, start)), *sim.prefill((request, more))]
+        outs.append(out + [sim.decode(request) for _ in range(5)])
+    assert_equal(outs[1], outs[0])
+
+
+def test_selections_of_tokens_with_the_models_own_indexer() -> None:
+    check(
+        {
+            "scope": "layer",
+            "algorithm": DSA(),
+            "page_size": 1,
+            "host_pages": 1600,
+            "num_sink_pages": 0,
+            "num_recent_pages": 0,
+            "staging_pages": 16,
+        }
+        | REUSE
+    )
+
+
+def check(settings: dict[str, Any]) -> None:
+    plain = Simulator(**settings)
+    expected = long_play(plain)
+    for order in ORDERS:
+        streams = DelayedStreams(order)
+        sim = Simulator(**settings, side_streams=streams)
+        assert_equal(long_play(sim), expected)
+        assert_same(state_of(sim), state_of(plain))
+        assert sim.coordinator.stats() == plain.coordinator.stats()
+        assert streams.num_waiting == 0, "nothing outlives its forward"
+        assert streams.num_started > 0
+        assert (streams.num_delayed > 0) == (order != "early")
+
+
+def test_layers_that_reuse_a_selection_have_their_pages_before_they_begin() -> None:
+    """The transfer of each such layer starts during the first layer of the group."""
+    streams = DelayedStreams("early")
+    sim = Simulator(**REUSE, side_streams=streams)
+    request = sim.request(1, 190, seed=1)
+    sim.prefill((request, 150))
+    before = streams.num_started
+    sim.decode(request)
+    assert streams.num_started - before == len([1, 3])
+
+
+@crossed("scope, order", SCOPES, ORDERS)
+def test_a_replayed_step_is_the_eager_one(scope: str, order: Order) -> None:
+    settings = REUSE | {"scope": scope, "min_sparse_context": 80}
+    eager = Simulator(checked=False, **settings)
+    replaying = ReplayingSimulator(side_streams=DelayedStreams(order), **settings)
+    expected, got = play(eager)[0], play(replaying)[0]
+    assert replaying.num_replayed == len(got), "no step had to run eagerly"
+    assert_equal(got, expected)
+    assert_same(state_of(replaying), state_of(eager))
+
+
+class Watched(DelayedStreams):
+    """Counts prefetches that have not run when a layer waits for its own pages."""
+
+    def __init__(self) -> None:
+        super().__init__("late")
+        self.left_behind: list[int] = []
+
+    def joined(self, started: Any) -> None:
+        super().joined(started)
+        if started.lane == "read":
+            self.left_behind.append(len(self._waiting["early_read"]))
+
+
+def test_pages_of_the_next_layer_do_not_queue_behind_prefetched_ones() -> None:
+    streams = Watched()
+    sim = Simulator(
+        layers=4,
+        reuse_layers=2,
+        max_row=64,
+        device_buffer=64,
+        extensions={"prefetch": {"min_cosine": 1.0}},
+        side_streams=streams,
+    )
+    request = sim.request(1, 190, seed=1)
+    sim.prefill((request, 120))
+    sim.decode(request)
+    streams.left_behind.clear()
+    sim.decode(request)
+    assert max(streams.left_behind) > 0
+
+
+class Never(Pending[T]):
+    """Work without a join."""
+
+    def join(self) -> None:
+        pass
+
+
+class Forgetful(DelayedStreams):
+    """Work runs late, and joins of the work of one function are left out."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__("late")
+        self._function = function
+
+    def start(self, lane: Lane, work: Callable[[], T]) -> Pending[T]:
+        started = super().start(lane, work)
+        return Never() if self._function in work.__qualname__ else started
+
+
+def differs(sim: Simulator, **settings: Any) -> bool:
+    plain = Simulator(**settings)
+    same = all(map(torch.equal, long_play(sim), long_play(plain)))
+    try:
+        assert_same(state_of(sim), state_of(plain))
+    except AssertionError:
+        return True
+    return not same
+
+
+#: Keys read back from host memory count: the window's attention over the prompt chooses pages.
+READS_BACK = {"algorithm": SnapKV(window=4)}
+
+
+@pytest.mark.parametrize(
+    ("function", "settings"),
+    [
+        pytest.param("Staging._start", {}, id="a-tile-of-a-prefix"),
+        pytest.param("Prefill.attention", READS_BACK, id="a-write-that-is-read-back"),
+    ],
+)
+def test_a_forgotten_join_shows(function: str, settings: dict[str, Any]) -> None:
+    settings = settings | {"checked": False}
+    assert not differs(Simulator(**settings, side_streams=Forgetful("nobody's")), **settings)
+    assert differs(Simulator(**settings, side_streams=Forgetful(function)), **settings)
+
+
+class Outliving(DelayedStreams):
+    """Forwards end without a join."""
+
+    def join_all(self) -> None:
+        pass
+
+
+def test_a_forward_that_ends_without_a_join_shows() -> None:
+    settings = {"checked": False}
+    streams = Outliving("late")
+    assert differs(Simulator(**settings, side_streams=streams), **settings)
+    assert streams.num_waiting > 0
+
+
+def test_one_buffer_for_two_tiles_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next tile may overwrite the first one during attention."""
+    make = Staging.__init__
+
+    def one_buffer(self: Staging, *arguments: Any) -> None:
+        make(self, *arguments)
+        self._buffers[1:] = self._buffers[:1]
+
+    plain = long_play(Simulator())
+    monkeypatch.setattr(Staging, "__init__", one_buffer)
+    got = long_play(Simulator(side_streams=DelayedStreams("early")))
+    assert not all(map(torch.equal, got, plain))
+
+
+def given_up(sim: Simulator) -> list[torch.Tensor]:
+    """A forward fails while another request's tile is copied; its slot gets a new request."""
+    one, two = sim.request(1, 190, seed=1), sim.request(2, 190, seed=2)
+    sim.prefill((one, 24), (two, 24))
+    attend, calls = sim.adapter.attend_prefill, []
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1:  # Its next tile, the other request's, is being read.
+            raise KeyboardInterrupt
+        return attend(*arguments, **options)
+
+    sim.adapter.attend_prefill = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        sim.prefill((one, 20), (two, 20))
+    sim.adapter.attend_prefill = attend
+    three = sim.request(2, 190, seed=3, like=one, shared=24)
+    return sim.prefill((three, 20))
+
+
+def test_a_forward_that_is_given_up_leaves_no_tile_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = given_up(Simulator())
+    assert_equal(given_up(Simulator(side_streams=DelayedStreams("late"))), expected)
+    monkeypatch.setattr(Staging, "discard_next", lambda self: None)
+    got = given_up(Simulator(side_streams=DelayedStreams("late")))
+    assert not torch.equal(got[0], expected[0]), "the test can fail"
+
+
+def test_tiles_are_read_one_ahead_and_none_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiles: list[tuple[int, int, int]] = []
+    start = Staging._start
+
+    def spy(self: Staging, tile: Any, buffer: int) -> Pending[None]:
+        tiles.append(tuple(tile[:3]))
+        return start(self, tile, buffer)
+
+    monkeypatch.setattr(Staging, "_start", spy)
+    sim = Simulator(algorithm=Quest(), side_streams=InlineStreams(), staging_pages=3)
+    one, two = sim.request(1, 190, seed=1), sim.request(2, 190, seed=2)
+    sim.prefill((one, 60), (two, 30))
+    assert tiles == []
+    sim.prefill((one, 20), (two, 20))
+    expected = [(1, 0), (1, 3), (1, 6), (2, 0), (2, 3)]
+    assert tiles == [(layer, *tile) for layer in (0, 1) for tile in expected]

@@ -1,0 +1,213 @@
+"""Drafts: each token is served as if it were decoded alone, and rejected ones leave no trace."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hisparse.algorithms.dsa import DSA
+from hisparse.algorithms.quest import Quest
+from hisparse.algorithms.topp import TopP
+from hisparse.engine.modes import Runs
+from hisparse.testing import Request
+from tests.engine.drafting import Draft, DraftingSimulator, random_draft
+from tests.sizes import sized
+
+LENGTH, PROMPTS, SLOTS = 150, (101, 60), (1, 3)
+SMALL: dict[str, Any] = {"budget": 32, "device_buffer": 64, "max_row": 64, "page_size": 4}
+TOKENS: dict[str, Any] = {
+    "algorithm": DSA(),
+    "scope": "layer",
+    "kv_heads": 1,
+    "head_dim": 24,
+    "latent_rank": 16,
+    "page_size": 1,
+    "host_pages": 700,
+    "num_sink_pages": 0,
+    "num_recent_pages": 0,
+}
+#: Rows that hold all pages that drafts select, so that a run has many nodes.
+ROOMY = {"device_buffer": 160, "max_row": 160}
+SETTINGS = [
+    pytest.param({}, id="sketch"),
+    pytest.param({"algorithm": Quest(), "scope": "layer"}, id="quest"),
+    pytest.param({"algorithm": Quest(), "scope": "query_head", "fp8": True}, id="quest-fp8"),
+    pytest.param(TOKENS, id="dsa-latents"),
+    pytest.param(TOKENS | {"fp8": True}, id="dsa-latents-fp8"),
+    pytest.param({"algorithm": TopP(mass=0.8)}, id="topp"),
+    pytest.param({"layers": 4, "reuse_layers": 2, "dense_layers": (1,)}, id="reuse-dense-layer"),
+    pytest.param({"min_sparse_context": 105}, id="dense-and-sparse"),
+    pytest.param({"min_sparse_context": 1000, "layout": "layer_first"}, id="staged"),
+    pytest.param(
+        {"page_size": 2, "budget": 16, "device_buffer": 16, "max_row": 16, "num_recent_pages": 1},
+        id="drafts-fill-many-pages",
+    ),
+    pytest.param({"layers": 4, "windows": (20, 0, 9, 33)}, id="windows-sinks"),
+    pytest.param(ROOMY, id="rows-with-room-for-all-nodes"),
+    pytest.param(ROOMY | {"page_size": 16, "budget": 64}, id="drafts-within-a-page"),
+]
+
+
+def simulator(settings: dict[str, Any]) -> tuple[DraftingSimulator, list[Request]]:
+    """Two requests with their prompts, and host pages for all of their tokens."""
+    sim = DraftingSimulator(**SMALL | settings)
+    if "windows" in settings:
+        sim.sinks = torch.linspace(-1, 3, sim.layers * 4).view(sim.layers, 4)
+    requests = [
+        sim.request(s, LENGTH, seed=s, prompt=n) for s, n in zip(SLOTS, PROMPTS, strict=True)
+    ]
+    for request in requests:
+        sim.reserve(request, LENGTH + 16)
+    sim.prefill(*zip(requests, PROMPTS, strict=True))
+    return sim, requests
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The bytes, so that NaN equals NaN."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def assert_same_state(sim: DraftingSimulator, alone: DraftingSimulator) -> None:
+    """LRU tables, representations, resident pages and tail pages are those of ``alone``."""
+    one, two = sim.manager.device, alone.manager.device
+    for name, a, b in zip(one.states._fields, one.states, two.states, strict=True):
+        if a is not None:
+            assert torch.equal(a, b), name
+    assert torch.equal(one.capacity, two.capacity)
+    assert torch.equal(one.tail_pages, two.tail_pages)
+    for name, tensor in sim.representations.of_pages.items():
+        other = alone.representations.of_pages[name]
+        # Not those of the padding page.
+        assert torch.equal(bits(tensor[:, 1:]), bits(other[:, 1:])), name
+    for layer in range(sim.layers):
+        pages = one.states.device_pages[layer][one.states.slot_pages[layer] >= 0].long()
+        for a, b in zip(one.stored(layer).tensors, two.stored(layer).tensors, strict=True):
+            assert torch.equal(bits(a[pages]), bits(b[pages])), f"resident pages, layer {layer}"
+
+
+def assert_same_tokens(
+    sim: DraftingSimulator, alone: DraftingSimulator, requests: list[Request]
+) -> None:
+    """K and V of all computed tokens are equal, in host memory and in the tail pages."""
+    size, heads = sim.page_size, sim.policy.heads
+    for layer in range(sim.layers):
+        for request in requests:
+            pages, count = request.host_pages, request.done
+            slots = torch.tensor([pages[i // size] * size + i % size for i in range(count)])
+            host = (s.manager.kv_io.read_stored(layer, slots) for s in (sim, alone))
+            for a, b in zip(*(stored.tensors for stored in host), strict=True):
+                assert torch.equal(bits(a), bits(b)), "host memory"
+            rows = slice(request.slot * heads, (request.slot + 1) * heads)
+            tails = sim.manager.device.tail_pages[layer, rows].long()
+            stored = (s.manager.device.stored(layer) for s in (sim, alone))
+            for a, b in zip(*(each.tensors for each in stored), strict=True):
+                filled = (..., slice(count % size), slice(None))
+                assert torch.equal(bits(a[tails][filled]), bits(b[tails][filled])), "tail pages"
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("seed", range(sized(1, 25)))
+def test_accepted_drafts_equal_decoding_one_token_at_a_time(
+    settings: dict[str, Any], seed: int
+) -> None:
+    sim, requests = simulator(settings)
+    alone, twins = simulator(settings)
+    others = [alone.request(4, LENGTH, seed=50 + seed) for _ in requests]
+    alone.end(others[0])
+    rng = random.Random(seed)
+    for _ in range(4):
+        drafts = [random_draft(r, o, 7, rng) for r, o in zip(requests, others, strict=True)]
+        before = [r.done for r in requests]
+        out = sim.verify(*drafts)
+        for token in range(max(draft.accepted for draft in drafts) + 1):
+            some = [b for b, draft in enumerate(drafts) if token <= draft.accepted]
+            expected = alone.decode(*(twins[b] for b in some))
+            assert torch.equal(out[:, some, token], expected), (before, token)
+        assert_same_tokens(sim, alone, requests)
+        assert_same_state(sim, alone)
+    assert [r.done for r in requests] == [r.done for r in twins]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_every_draft_attends_what_it_would_attend_alone(settings: dict[str, Any]) -> None:
+    sim, (request, _) = simulator(settings)
+    other = sim.request(4, LENGTH, seed=60)
+    sim.end(other)
+    first = request.done
+    sources = [(request if i < 3 else other, first + i) for i in range(8)]
+    out = sim.verify(Draft(request, sources, length=6, accepted=2))
+    alone, (twin, _) = simulator(settings)
+    for token, (source, at) in enumerate(sources[:6]):
+        for target, values in zip(twin.streams, source.streams, strict=True):
+            target[:, first + token] = values[:, at]
+        assert torch.equal(out[:, 0, token], alone.decode(twin)[:, 0]), token
+    # What is after the chain is not served.
+    assert torch.equal(out[:, 0, 6:], out[:, 0, :1].expand(-1, 2, -1, -1))
+
+
+def test_a_rejected_draft_leaves_nothing() -> None:
+    sim, (request, _) = simulator({})
+    alone, (twin, _) = simulator({})
+    other = sim.request(4, LENGTH, seed=60)
+    sim.end(other)
+    first = request.done
+    wrong = [(other, first + i) for i in range(1, 9)]
+    sim.verify(Draft(request, [(request, first), *wrong], length=9, accepted=0))
+    alone.decode(twin)
+    assert_same_state(sim, alone)
+    assert_same_tokens(sim, alone, [request])
+
+
+def test_the_forward_after_an_abandoned_verification_is_served() -> None:
+    sim, (request, two) = simulator({})
+    draft = Draft(request, [(request, request.done)] * 2, length=2, accepted=0)
+    sim.coordinator.forward_begin(sim.verify_batch(draft))
+    sim.coordinator.forward_abort()
+    sim.end(request)
+    assert sim.decode(two).isfinite().all()
+
+
+def test_a_chain_within_a_page_is_one_decode_step() -> None:
+    sim, (request, _) = simulator(ROOMY | {"page_size": 16, "budget": 64})
+    served: list[int] = []
+    sim.coordinator.observe(lambda layer, q, step, selection: served.append(len(q)))
+    first = request.done
+    sim.verify(Draft(request, [(request, first + i) for i in range(8)], length=8, accepted=7))
+    assert first % 16 == 5
+    assert served == [8] * sim.layers
+    # Token 112 fills a page: the next tokens are scored with that page.
+    served.clear()
+    first = request.done
+    sim.verify(Draft(request, [(request, first + i) for i in range(8)], length=8, accepted=7))
+    assert served == [3, 5] * sim.layers
+
+
+def test_a_chain_from_dense_to_sparse() -> None:
+    # Tokens 105 and 106 are in the same page. Up to token 105 every page is attended.
+    settings = ROOMY | {"min_sparse_context": 105, "page_size": 8}
+    (sim, (request, _)), (alone, (twin, _)) = simulator(settings), simulator(settings)
+    sources = [(request, request.done + i) for i in range(8)]
+    out = sim.verify(Draft(request, sources, length=8, accepted=7))
+    assert torch.equal(out[:, 0], torch.cat([alone.decode(twin) for _ in sources], 1))
+    assert_same_state(sim, alone)
+
+
+def test_runs_end_at_filled_pages_and_full_rows() -> None:
+    sim, requests = simulator({})
+    sources = [(requests[0], 0)] * 7
+    drafts = [Draft(r, sources, n, 0) for r, n in zip(requests, (6, 1), strict=True)]
+    batch = sim.verify_batch(*drafts)
+    ends = np.array([[i == 1 for i in range(7)], [False] * 7])
+
+    def runs(ends: np.ndarray, *most: int) -> list[dict[int, list[int]]]:
+        steps = batch.steps(Runs(ends, np.array(most)))
+        return [{b: list(run) for b, run in step.runs.items()} for step in steps]
+
+    assert runs(ends & False, 9, 9) == [{0: [0, 1, 2, 3, 4, 5], 1: [0]}]
+    assert runs(ends, 9, 9) == [{0: [0, 1], 1: [0]}, {0: [2, 3, 4, 5]}]
+    assert runs(ends, 3, 1) == [{0: [0, 1], 1: [0]}, {0: [2, 3, 4]}, {0: [5]}]

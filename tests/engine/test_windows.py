@@ -1,0 +1,215 @@
+"""Layers with a sliding window attend exactly their last tokens, whatever others select."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from hisparse.algorithms import ALGORITHMS, build_algorithm
+from hisparse.cache.codec import as_read
+from hisparse.config import HiSparseConfig
+from hisparse.engine.build import Resources, resolve
+from hisparse.engine.capabilities import row_tokens
+from hisparse.errors import ConfigError
+from hisparse.testing import Request, Simulator
+from hisparse.testing.replaying_simulator import ReplayingSimulator
+from hisparse.trace.reader import SelectionTrace
+from hisparse.types import KVSpec
+from tests.delayed import DelayedStreams
+from tests.sizes import SWEEPS
+
+#: Tokens: below, at and above a page of 8, over several pages, and beyond every context below.
+WINDOWS = [1, 3, 8, 9, 20, 500]
+_ROOMY = {"budget": 96, "device_buffer": 96, "max_row": 96}
+_LAYERS = {"layers": 4, "checked": True}
+
+
+def _assert_exact(
+    sim: Simulator, out: Tensor, request: Request, num_tokens: int, layers: Any = slice(None)
+) -> None:
+    """The outputs ``[L, n, Hq, D]`` of a request's last tokens are those of dense attention."""
+    k, v = as_read(sim.spec, request.k, request.v)
+    request = replace(request, k=k, v=v)
+    want = sim.dense(request, request.done - num_tokens, request.done)
+    assert_close(out[layers].double(), want[layers], rtol=1e-4, atol=1e-5)
+
+
+def _run(sim: Simulator, chunks: Mapping[int, list[int]], steps: int, layers: Any = ...) -> None:
+    """Prefill requests in chunks, decode them together, and compare every output."""
+    layers = slice(None) if layers is ... else layers
+    requests = {s: sim.request(s, sum(n) + steps, seed=s) for s, n in chunks.items()}
+    for step in range(max(map(len, chunks.values()))):
+        parts = [(requests[s], n[step]) for s, n in chunks.items() if step < len(n)]
+        for (request, n), out in zip(parts, sim.prefill(*parts), strict=True):
+            _assert_exact(sim, out, request, n, layers)
+    for _ in range(steps):
+        out = sim.decode(*requests.values())
+        for row, request in enumerate(requests.values()):
+            _assert_exact(sim, out[:, [row]], request, 1, layers)
+
+
+@pytest.mark.parametrize(
+    ("window", "scope"),
+    [
+        (window, scope)
+        for window in WINDOWS
+        for scope in ("layer", "kv_head", "query_head")
+        if SWEEPS or scope == "kv_head" or window == 9
+    ],
+)
+def test_a_budget_of_the_whole_context_is_the_dense_model(window: int, scope: Any) -> None:
+    """Chunks end within pages, staging has three pages, and the requests differ in length."""
+    windows = (window, 0, window, 5)
+    sim = Simulator(**_LAYERS, **_ROOMY, scope=scope, windows=windows)
+    _run(sim, {1: [29, 2, 30], 2: [7, 12, 33, 4], 3: [1]}, steps=14)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"fp8": True}, id="fp8"),
+        pytest.param({"logit_cap": 2.0, "scale": 1.5}, id="cap"),
+        pytest.param({"q_heads": 5, "kv_heads": 1, "scope": "layer"}, id="mqa"),
+        pytest.param({"page_size": 1, "num_recent_pages": 2, "host_pages": 600}, id="tokens"),
+        pytest.param({"min_sparse_context": 1000, "max_row": 40}, id="staged"),
+        pytest.param({"min_sparse_context": 1000}, id="resident"),
+        pytest.param({"dense_layers": (0, 1, 3), "max_row": 40}, id="dense layers"),
+        pytest.param({"algorithm": ALGORITHMS.get("topp")()}, id="topp"),
+        pytest.param({"side_streams": DelayedStreams("late")}, id="overlap"),
+    ],
+)
+def test_windows_beside_other_settings(settings: dict[str, Any]) -> None:
+    """Layers with a window are exact with a budget of a third of the context, too."""
+    small = {"budget": 32, "device_buffer": 40, "max_row": 64}
+    sim = Simulator(**_LAYERS | small | settings, windows=(20, 0, 9, 33))
+    _run(sim, {1: [50, 41], 2: [61, 3]}, steps=20, layers=[0, 2, 3])
+
+
+def test_sinks_take_their_share_in_every_mode() -> None:
+    for settings in ({"max_row": 40, "device_buffer": 40}, {}):
+        sim = Simulator(**_LAYERS, windows=(20, 0, 0, 33), min_sparse_context=1000, **settings)
+        sim.sinks = torch.randn(4, sim.q_heads, generator=torch.Generator().manual_seed(5))
+        _run(sim, {1: [50, 21], 2: [30]}, steps=10)
+    sparse = Simulator(**_LAYERS, **_ROOMY, windows=(20, 0, 0, 33))
+    sparse.sinks = sim.sinks
+    _run(sparse, {1: [50, 21], 2: [30]}, steps=10)
+
+
+@pytest.mark.parametrize("window", [1, 9, 20])
+def test_replayed_steps_hold_the_window(window: int) -> None:
+    sim = ReplayingSimulator(layers=2, **_ROOMY, windows=(window, 0))
+    _run(sim, {1: [40], 2: [3], 3: [1]}, steps=30)
+    assert sim.num_replayed == 30
+
+
+def test_a_prefix_of_the_radix_cache_is_read_up_to_the_window() -> None:
+    """The second request's rows are empty: what it has to read is its windows and no more."""
+    sim = Simulator(**_LAYERS, **_ROOMY, windows=(20, 9, 20, 9))
+    first = sim.request(1, 90, seed=1)
+    sim.prefill((first, 80))
+    second = sim.request(2, 90, seed=2, like=first, shared=64)
+    (out,) = sim.prefill((second, 10))
+    _assert_exact(sim, out, second, 10)
+    # For attention, pages 5 to 7 and page 7 of the prefix; for decoding, pages 6 and 7 and none.
+    num_pages = 2 * (3 + 1) + 2 * 2
+    read = sim.manager.counters.totals()["prefill_read_bytes"]
+    assert read == num_pages * sim.page_size * sim.spec.token_bytes_per_layer
+    for _ in range(16):
+        _assert_exact(sim, sim.decode(second), second, 1)
+    assert not sim.manager.counters.totals()["miss_pages"], "decoding reads no host memory"
+
+
+def test_layers_with_a_window_have_no_representations() -> None:
+    windows = (20, 0, 20, 20, 0, 0)
+    sim = Simulator(layers=6, windows=windows, reuse_layers=2, extensions={"prefetch": {}})
+    seen: list[int] = []
+    sim.coordinator.observe(lambda layer, *_: seen.append(layer))
+    _run(sim, {1: [120], 2: [60, 60]}, steps=20, layers=[0, 2, 3])
+    assert sorted(set(seen)) == [1, 5], "groups are of layers that attend the whole context"
+    plain = Simulator(layers=6, extensions={"prefetch": {}})
+    kept, full = (x.representations.num_bytes("device") for x in (sim, plain))
+    assert 2 * kept == full
+    assert sim.representations.read(0, 1, torch.tensor([1])) == {}
+    assert sim.representations.read(1, 1, torch.tensor([1]))
+
+
+@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"dsa"}))
+def test_every_algorithm_selects_as_without_the_other_layers(algorithm: str) -> None:
+    """Two layers among windows select what they select in a model of their own."""
+    chosen = build_algorithm(HiSparseConfig(algorithm=algorithm))
+    many = Simulator(layers=4, windows=(9, 0, 9, 0), algorithm=chosen)
+    few = Simulator(layers=2, algorithm=chosen)
+    a, b = (sim.request(1, 150, seed=3) for sim in (many, few))
+    for name in ("q", "k", "v"):
+        setattr(b, name, getattr(a, name)[[1, 3]])
+    outs = []
+    for sim, request in ((many, a), (few, b)):
+        sim.prefill((request, 100))
+        sim.prefill((request, 30))
+        outs.append(torch.stack([sim.decode(request) for _ in range(20)]))
+    assert torch.equal(outs[0][:, [1, 3]], outs[1])
+
+
+def test_a_trace_has_the_layers_that_select(tmp_path: Path) -> None:
+    file = tmp_path / "steps.trace"
+    sim = Simulator(layers=4, windows=(9, 0, 9, 0), extensions={"trace": {"path": str(file)}})
+    request = sim.request(1, 120, seed=1)
+    sim.prefill((request, 100))
+    for _ in range(10):
+        sim.decode(request)
+    (extension,) = sim.coordinator.extensions
+    extension.close()
+    with SelectionTrace(file) as trace:
+        assert trace.header.layers == (1, 3)
+        assert len(trace.visits.seq_lens) == 10
+
+
+def _spec(windows: tuple[int, ...]) -> KVSpec:
+    return KVSpec(
+        num_layers=4,
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        v_head_dim=64,
+        dtype=torch.float32,
+        page_size=16,
+        windows=windows,
+    )
+
+
+def _resources() -> Resources:
+    return Resources(
+        host_bytes=2**30,
+        device_bytes=2**28,
+        context_length=8192,
+        max_requests=4,
+        device_type="cpu",
+    )
+
+
+def test_rows_hold_the_widest_window() -> None:
+    spec = _spec((0, 100, 700, 0))
+    assert row_tokens(HiSparseConfig(budget=256), spec) == 704
+    assert row_tokens(HiSparseConfig(budget=512), spec) == 1024
+    config = HiSparseConfig(budget=256, max_row_capacity=512)
+    with pytest.raises(ConfigError, match=r"max_row_capacity: got 512, expected at least 704"):
+        row_tokens(config, spec)
+
+
+def test_the_sizing_pays_for_representations_of_full_layers_alone() -> None:
+    config = HiSparseConfig(budget=256)
+    mixed, full, windows = (
+        resolve(config, _spec(each), 0.125, _resources())
+        for each in ((0, 100, 100, 100), (), (100,) * 4)
+    )
+    page = full.sizing.request.representation_page_bytes
+    assert mixed.sizing.request.representation_page_bytes * 4 == page
+    assert windows.sizing.request.representation_page_bytes == 0
+    assert mixed.sizing.request.kv_token_bytes == full.sizing.request.kv_token_bytes

@@ -1,0 +1,210 @@
+"""Each planted fault is found by the checks that target it, and by no others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from hisparse.algorithms import BaseSparseAlgorithm
+from hisparse.cli import main
+from hisparse.testing import CHECKS, Case, CheckResult, cases_of, run_check, run_checks
+from hisparse.testing.check_declarations import find_class_faults
+from tests.testing import faulty_algorithms
+from tests.testing.faulty_algorithms import Right
+from tests.testing.faulty_state import FAULTS
+
+
+def failed(cls: type[BaseSparseAlgorithm]) -> dict[str, CheckResult]:
+    cases = [Case.of(cls, "kv_head", 8)] if cls.scopes else None
+    return {r.check: r for r in run_checks(cls, cases) if r.status == "failed"}
+
+
+def test_nothing_is_wrong_with_what_faults_are_planted_in() -> None:
+    assert failed(Right) == {}
+
+
+@pytest.mark.parametrize("cls", FAULTS, ids=lambda cls: cls.__name__)
+def test_a_planted_fault_is_found(cls: type[BaseSparseAlgorithm]) -> None:
+    found = failed(cls)
+    assert set(found) == FAULTS[cls], found
+    for result in found.values():
+        assert "\n" not in result.message
+
+
+def test_every_check_finds_something() -> None:
+    assert {check.name for check in CHECKS} == set().union(*FAULTS.values())
+
+
+def test_a_fault_is_shown_in_the_smallest_case_that_has_it() -> None:
+    (check,) = (c for c in CHECKS if c.name == "well formed")
+    result = run_check(check, cases_of(faulty_algorithms.SelectsTheTailPage))
+    assert result.num_cases == 0
+    assert result.message.startswith("layer 0, request 0 of 3 (15 tokens), head 0: got pages [0, ")
+    assert result.message.endswith("expected 12 pages from 0 to 13 (the tail page is 14)")
+    assert "page size 1, 14 prompt tokens, budget 13 tokens" in result.case
+
+
+def test_an_exception_is_shown_with_its_line() -> None:
+    (check,) = (c for c in CHECKS if c.name == "runs")
+    result = run_check(check, [Case.of(faulty_algorithms.Raises, "layer", 8)])
+    assert result.message.startswith("KeyError: 'not there' (faulty_algorithms.py, line ")
+
+
+@pytest.fixture
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a module ``mine`` in it."""
+    source = Path(faulty_algorithms.__file__).read_text()
+    (tmp_path / "mine.py").write_text(source)
+    (tmp_path / "broken.py").write_text("import no_such_package\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_command_on_a_right_algorithm(
+    in_a_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "from mine import Right\n\nclass Pages(Right):\n    "
+    sizes += '"""With one page size."""\n    page_sizes = (8,)\n'
+    (in_a_folder / "sizes.py").write_text(sizes)
+    assert main(["check", "sizes:Pages", "--options", '{"weight": 2.5}', "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["command"], found["algorithm"], found["passed"]) == ("check", "sizes:Pages", True)
+    assert found["options"] == {"weight": 2.5}
+    assert [c["name"] for c in found["checks"]] == [c.name for c in CHECKS]
+    assert {c["status"] for c in found["checks"]} == {"passed"}
+    assert [c["cases"] for c in found["checks"]] == [1 if c.once else 3 for c in CHECKS]
+
+
+@pytest.mark.usefixtures("in_a_folder")
+def test_the_command_on_a_wrong_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "mine:GivesPagesAsInt64"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("not run") == len(CHECKS) - 3
+    finding = " ".join(out.partition("runs:\n")[2].split())
+    assert finding.startswith("- retrieve_topk, layer 0: got pages (3, 2, 12) torch.int64")
+    assert "smallest failing case: selection scope kv_head, page size 1, 14 prompt" in finding
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Silent(Right):
+    pass
+
+
+def test_without_a_docstring_the_other_checks_are_run() -> None:
+    results = islice(run_checks(_Silent, [Case.of(_Silent, "kv_head", 8)]), 5)
+    assert [result.status for result in results] == ["failed", *["passed"] * 4]
+
+
+def test_the_command_lists_a_missing_docstring_beside_what_else_fails(
+    in_a_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "from mine import GivesPagesAsInt64\n\nclass Silent(GivesPagesAsInt64):\n    pass\n"
+    (in_a_folder / "silent.py").write_text(source)
+    assert main(["check", "silent:Silent"]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "declarations: - Silent: got no docstring, expected one" in out
+    assert "runs: - retrieve_topk, layer 0: got pages (3, 2, 12) torch.int64" in out
+
+
+_UNDECLARED = """
+from dataclasses import dataclass
+from hisparse.algorithms import PageScoreAlgorithm
+from mine import Right
+
+@dataclass(frozen=True, kw_only=True)
+class Wrong(Right):
+    scopes = "kv_head"
+    ranks_tail = "yes"
+    top: int = 3
+
+class Incomplete(PageScoreAlgorithm):
+    page_sizes = 16
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "Wrong",
+            {
+                "Wrong: got no docstring",
+                "scopes: got 'kv_head', expected a tuple of one or more of",
+                "ranks_tail: got 'yes', expected True or False",
+                "option top: got no error for -2147483648",
+            },
+        ),
+        (
+            "Incomplete",
+            {
+                "Incomplete: got no dataclass",
+                "Incomplete: got no docstring",
+                "Incomplete: got no method score",
+                "Incomplete: got no method summarize",
+                "Incomplete: got no method summary_shape",
+                "page_sizes: got 16, expected None (any) or a tuple",
+            },
+        ),
+    ],
+)
+def test_all_missing_declarations_are_reported_at_once_and_nothing_else_is_run(
+    name: str,
+    expected: set[str],
+    in_a_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (in_a_folder / "undeclared.py").write_text(_UNDECLARED)
+    monkeypatch.setattr(Case, "serve", lambda *_, **__: pytest.fail("a forward pass was run"))
+    assert main(["check", f"undeclared:{name}", "--json"]) == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [check["name"] for check in checks] == [check.name for check in CHECKS]
+    findings = [
+        line for check in checks if check["status"] == "failed" for line in check["findings"]
+    ]
+    assert len(findings) == len(expected)
+    for start in expected:
+        assert any(line.startswith(start) for line in findings), (start, findings)
+    assert {check["status"] for check in checks[2:]} == {"not run"}
+    assert main(["check", f"undeclared:{name}"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "checks were not run: fix these findings first" in shown
+    for start in expected:
+        assert f"- {start}" in shown
+
+
+def test_an_option_without_a_decorator_is_reported() -> None:
+    class Undecorated(Right):
+        """Keeps nothing."""
+
+        gain: float = 2.0
+
+    (fault,) = find_class_faults(Undecorated)
+    assert fault.startswith("option gain: got no @dataclass on Undecorated itself")
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["mine:Wright"], "module mine has no Wright"),
+        (["mine:FAULTS"], "expected a class that extends PageScoreAlgorithm"),
+        (["broken:Right"], "cannot import broken: ModuleNotFoundError: No module named 'no_such"),
+        (["qest"], "unknown algorithm 'qest'; did you mean 'quest'"),
+        (["mine:Right", "--options", "{"], "--options: not JSON at line 1 column 2"),
+        (["mine:Right", "--options", "[1]"], "--options: got [1] (list), expected an object"),
+        (["mine:Right", "--options", '{"wait": 1}'], "unknown Right option 'wait'"),
+        (["mine:Right", "--options", '{"weight": -1}'], "weight: got -1, expected a number above"),
+    ],
+)
+@pytest.mark.usefixtures("in_a_folder")
+def test_what_cannot_be_checked(
+    argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1 and expected in err
