@@ -169,12 +169,12 @@ class Result(NamedTuple):
 
     Attributes:
         name: of the tensor.
-        dtype: the dtype.
+        dtype: the dtype, or the name of a tensor that has the same.
         shape: sizes, see :class:`Shape`.
     """
 
     name: str
-    dtype: torch.dtype
+    dtype: torch.dtype | str
     shape: str
 
 

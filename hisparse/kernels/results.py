@@ -35,7 +35,11 @@ def allocator(arguments: Sequence[Arg], results: Sequence[Result]) -> Allocator:
     made = []
     for number, result in enumerate(results):
         shape = Shape(result.shape)
-        same = [name for name, (dtypes, _) in known.items() if dtypes == (result.dtype,)]
+        dtype = result.dtype if isinstance(result.dtype, str) else (result.dtype,)
+        same = [text for text, (dtypes, _) in known.items() if dtypes == dtype]
+        if isinstance(dtype, str):
+            named = [i for i, x in enumerate(arguments) if x.name == dtype]
+            same = [*same, *(f"given[{i}]" for i in named)]
         alike = [name for name in same if known[name][1].sizes == shape.sizes]
         sizes = ", ".join(_size(known, *size) for size in shape.sizes)
         if alike:
@@ -46,7 +50,7 @@ def allocator(arguments: Sequence[Arg], results: Sequence[Result]) -> Allocator:
             where = next(iter(known))
             text = f"torch.empty(({sizes},), dtype={result.dtype}, device={where}.device)"
         made.append(f"(r{number} := {text})")
-        known[f"r{number}"] = ((result.dtype,), shape)
+        known[f"r{number}"] = (dtype, shape)
     text = f"lambda given, sizes: ({''.join(f'{x}, ' for x in made)})"
     compiled: Allocator = eval(text, {"torch": torch})
     return compiled

@@ -19,7 +19,7 @@ from hisparse.kernels import (
     quantize,
     sketch_score,
 )
-from hisparse.kernels.reference.quantize import read_scales
+from hisparse.kernels.quantize.reference import read_scales
 from hisparse.kernels.sketch.reference import sketch_keys
 from hisparse.types import StoredKV
 

@@ -7,15 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse.kernels.triton.quantize import to_e4m3
-from hisparse.kernels.triton.query import (
+from hisparse.kernels.quantize.triton import to_e4m3
+from hisparse.kernels.triton_common import (
+    INTERPRETED,
     dot_parts,
     from_e4m3,
     num_parts,
     power_of,
     reads_e4m3,
+    rounded,
 )
-from hisparse.kernels.triton.rounding import INTERPRETED, rounded
 from hisparse.types import IndexerInputs
 
 __all__ = ["index_score", "launch_options", "store_index_keys"]
@@ -198,7 +199,7 @@ def _store_kernel(
     x = tl.load(source, mask=dim < DIM, other=0.0).to(tl.float32)
     out = keys + target * key_page + dim
     if FP8:
-        # See hisparse/kernels/reference/index_score.py.
+        # See index/reference.py.
         largest = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-4)
         exponent = ((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)

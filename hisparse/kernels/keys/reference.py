@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hisparse.kernels.attention.reference import cap_logits
 from hisparse.kernels.keys.op import GraphSearch, KeyGraphs
-from hisparse.kernels.reference.logits import cap_logits
 
 __all__ = ["graph_score", "key_score"]
 

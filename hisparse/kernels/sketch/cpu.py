@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hisparse.kernels.cpu.attention import paged_attention
-from hisparse.kernels.reference.query import scaled_query
+from hisparse.kernels.attention.cpu import paged_attention
+from hisparse.kernels.attention.reference import scaled_query
 from hisparse.kernels.sketch.layout import SketchLayout
 from hisparse.kernels.sketch.op import OUTLINE_SCORE, PAGE_SKETCH, SKETCH_SCORE, TailPages
 from hisparse.kernels.sketch.reference import tail_lse

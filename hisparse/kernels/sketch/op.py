@@ -12,7 +12,7 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
 from hisparse.kernels.operation import Operation
-from hisparse.kernels.quantize import QUANTIZED
+from hisparse.kernels.quantize.rules import check_stored
 from hisparse.kernels.sketch.layout import SketchLayout, outline_bytes
 from hisparse.types import StoredKV
 
@@ -58,10 +58,7 @@ def _sketches_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     k, scales = tensors["tail.kv.k"], tensors["tail.kv.scales"]
     if k is None:
         return
-    allowed = FLOATS if scales is None else QUANTIZED
-    if k.dtype not in allowed:
-        expected = ", ".join(map(str, allowed))
-        raise KernelError(f"tail.kv.k: got dtype {k.dtype}, expected one of {expected}")
+    check_stored("tail.kv.k", k, scales)
     rows, batch, own = sizes["R"], sizes["B"], k.shape[1]
     heads = rows // batch if batch else 1
     one_row, row_a_head = heads == 1 and own == kv_heads, heads % kv_heads == 0 and own == 1
@@ -99,7 +96,7 @@ SKETCH_SCORE = Operation(
     Arg("tail.kv.scales", torch.uint8, "N Hr tail 2", optional=True, layout="any"),
     Arg("tail.pages", _I32, "R", optional=True),
     Arg("tail.lens", _I32, "R", optional=True),
-    Result("scores", torch.float32, "B Hq P"),
+    Result("scores", "query", "B Hq P"),
     values=("D", "S", "bytes"),
     also=_sketches_fit,
 )

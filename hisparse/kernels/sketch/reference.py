@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hisparse.kernels.reference.attention import paged_attention
-from hisparse.kernels.reference.query import scaled_query
+from hisparse.kernels.attention.reference import paged_attention, scaled_query
 from hisparse.kernels.sketch.layout import BLOCK, SCALE_OFFSET, SketchLayout
 from hisparse.kernels.sketch.op import TailPages
 
@@ -48,9 +47,7 @@ def sketch_score(
     return masked, None if tail is None else tail_lse(query, tail, paged_attention)
 
 
-def tail_lse(
-    query: Tensor, tail: TailPages, attend: Callable[..., tuple[Tensor, Tensor]]
-) -> Tensor:
+def tail_lse(query: Tensor, tail: TailPages, attend: Callable[..., tuple[Tensor, ...]]) -> Tensor:
     """Log-sum-exp of the tail pages' logits, ``[B, Hq]``, by an implementation of attention."""
     # Attention over a table of one page. Its output is not wanted, but costs little.
     rows = query.reshape(tail.pages.shape[0], -1, query.shape[-1])

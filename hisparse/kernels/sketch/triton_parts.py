@@ -11,14 +11,14 @@ from torch import Tensor
 
 from hisparse.kernels.sketch.layout import SCALE_OFFSET
 from hisparse.kernels.sketch.op import TailPages
-from hisparse.kernels.triton.query import (
+from hisparse.kernels.triton_common import (
+    INTERPRETED,
     dot_parts,
     from_e4m3,
     load_query,
     num_parts,
     powers_of_queries,
 )
-from hisparse.kernels.triton.rounding import INTERPRETED
 
 __all__ = ["find_tail_lse", "scale_of", "tail_arguments"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from hisparse.kernels.sketch.layout import SketchLayout
 from hisparse.kernels.sketch.op import TailPages
 from hisparse.kernels.sketch.triton_parts import find_tail_lse, scale_of, tail_arguments
-from hisparse.kernels.triton.query import dot_parts, load_query, num_parts, powers_of_queries
+from hisparse.kernels.triton_common import dot_parts, load_query, num_parts, powers_of_queries
 
 __all__ = ["launch_options", "sketch_score"]
 

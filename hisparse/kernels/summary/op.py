@@ -19,9 +19,9 @@ from hisparse.kernels.arguments import (
 )
 from hisparse.kernels.operation import Operation
 
-__all__ = ["SUMMARY_DTYPES", "page_score", "page_summary"]
+__all__ = ["page_score", "page_summary"]
 
-SUMMARY_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 
 
 def _ranges_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
@@ -35,7 +35,7 @@ PAGE_SUMMARY = Operation(
     __name__,
     "page_summary",
     Arg("keys", FLOATS, "N S Hkv D"),
-    Arg("summaries", SUMMARY_DTYPES, "pages ranges Hkv 2*D", written=True),
+    Arg("summaries", _DTYPES, "pages ranges Hkv 2*D", written=True),
     Arg("host_pages", (torch.int32, torch.int64), "N"),
     Arg("scales", torch.float32, "pages ranges Hkv", optional=True, written=True),
     also=_ranges_fit,
@@ -44,11 +44,11 @@ PAGE_SCORE = Operation(
     __name__,
     "page_score",
     Arg("query", FLOATS, "B Hq D", layout="all"),
-    Arg("summaries", SUMMARY_DTYPES, "pages ranges Hkv 2*D", layout="all"),
+    Arg("summaries", _DTYPES, "pages ranges Hkv 2*D", layout="all"),
     Arg("host_page_table", torch.int32, "B P"),
     Arg("num_pages", torch.int32, "B", layout="all"),
     Arg("scales", torch.float32, "pages ranges Hkv", optional=True, layout="all"),
-    Result("scores", torch.float32, "B Hq P"),
+    Result("scores", "query", "B Hq P"),
     also=lambda tensors, sizes: check_divides("summaries", sizes["Hkv"], sizes["Hq"]),
 )
 
@@ -69,8 +69,8 @@ def page_summary(
 
     Args:
         keys: ``[P, S, Hkv, D]`` float32, bfloat16 or float16; any strides. The ranges divide S.
-        summaries: ``[host pages, ranges, Hkv, 2D]``, one of ``SUMMARY_DTYPES``; maxima, then
-            minima. Written to.
+        summaries: ``[host pages, ranges, Hkv, 2D]``, float32, bfloat16 or float8_e4m3fn; maxima,
+            then minima. Written to.
         host_pages: ``[P]`` int32 or int64, entry of ``summaries`` for each page. -1 is skipped, and
             a GPU skips 0 too, the padding page. If an entry stands twice, either page may win.
         scales: ``[host pages, ranges, Hkv] float32``, contiguous, factors of the summaries. Written

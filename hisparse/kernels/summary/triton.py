@@ -7,15 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse.kernels.triton.quantize import to_e4m3
-from hisparse.kernels.triton.query import (
+from hisparse.kernels.quantize.triton import to_e4m3
+from hisparse.kernels.triton_common import (
+    INTERPRETED,
     dot_parts,
     from_e4m3,
     num_parts,
     power_of,
     reads_e4m3,
 )
-from hisparse.kernels.triton.rounding import INTERPRETED
 
 __all__ = ["launch_options", "page_score", "page_summary"]
 
@@ -295,7 +295,7 @@ def _summary_kernel(
     out = summaries + target * stride_out_page + part * stride_out_range
     out += head * stride_out_head + dim
     if FP8:
-        # See hisparse/kernels/reference/summary.py.
+        # See summary/reference.py.
         bits = tl.maximum(tl.abs(high).to(tl.int32, bitcast=True), 0)
         bits = tl.maximum(bits, tl.abs(low).to(tl.int32, bitcast=True))
         exponent = ((tl.max(bits, axis=0) + 0x1FFFFF) >> 23) - 8

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from hisparse.kernels import cuda
 from hisparse.kernels.arguments import Arg
-from hisparse.kernels.cuda import IN_TRITON
 from hisparse.kernels.operation import Operation
 
 ON_GPU = "cuda-on-gpu"
@@ -82,9 +80,3 @@ def _through_copies(function: Callable[..., Any], declared: Sequence[Arg]) -> Ca
         return tree_map_only(Tensor, Tensor.cpu, result)
 
     return run
-
-
-def __getattr__(name: str) -> Any:
-    if name in (*cuda.__all__, *IN_TRITON):
-        return _through_copies(getattr(cuda, name), [])
-    raise AttributeError(name)

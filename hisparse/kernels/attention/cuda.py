@@ -1,4 +1,4 @@
-"""Attention of a chunk by PyTorch's own flash attention, which returns the log-sum-exp."""
+"""Attention of a chunk by PyTorch's flash attention, which returns the log-sum-exp, or Triton."""
 
 from __future__ import annotations
 
@@ -7,11 +7,33 @@ import functools
 import torch
 from torch import Tensor
 
-__all__ = ["flash_attention", "takes_flash"]
+from hisparse.kernels.attention.op import CHUNK_ATTENTION
+from hisparse.types import AttentionRule
+
+__all__ = ["chunk_attention", "flash_attention", "takes_flash"]
 
 _MAX_WIDTH = 256
 #: Elements of 16 bits that it loads at once; widths and strides have to be multiples.
 _VECTOR = 8
+
+
+def chunk_attention(
+    query: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    rule: AttentionRule,
+    first_key: int,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`hisparse.kernels.chunk_attention`: PyTorch's flash attention, or Triton's.
+
+    PyTorch's serves MHA and GQA in 16 bits, without a cap or a window. Triton's serves everything
+    else, above all MLA.
+    """
+    if not (rule.logit_cap or rule.window) and takes_flash(query, k, v):
+        return flash_attention(query, k, v, causal, rule.scale)
+    out, lse = CHUNK_ATTENTION.function("triton")(query, k, v, causal, rule, first_key)
+    return out, lse
 
 
 def takes_flash(query: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -11,10 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse.kernels.triton.device import LARGEST_SHARED, shared_bytes
-from hisparse.kernels.triton.logits import cap_logits
-from hisparse.kernels.triton.rounding import INTERPRETED, rounded
-from hisparse.types import UNSCALED, AttentionRule
+from hisparse.kernels.triton_common import (
+    INTERPRETED,
+    LARGEST_SHARED,
+    cap_logits,
+    rounded,
+    shared_bytes,
+)
+from hisparse.types import AttentionRule
 
 __all__ = ["chunk_attention", "chunk_options"]
 
@@ -27,8 +31,8 @@ def chunk_attention(
     k: Tensor,
     v: Tensor,
     causal: bool,
-    rule: AttentionRule = UNSCALED,
-    first_key: int = 0,
+    rule: AttentionRule,
+    first_key: int,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hisparse.kernels.chunk_attention`.
 

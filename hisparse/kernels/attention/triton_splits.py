@@ -1,4 +1,4 @@
-"""Splits of a row's attention: how many there are, and how the last program merges them."""
+"""Splits of a row's attention: how many there are, and how the program that ends last merges."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from hisparse.kernels.triton.rounding import rounded
+from hisparse.kernels.triton_common import rounded
 
-__all__ = ["merge_last", "merged_at_once", "num_splits"]
+__all__ = ["arrival_counters", "merge_last", "merged_at_once", "num_splits"]
 
 #: Tokens of a split at least; shorter splits cost more to merge than they save.
 _MIN_SPLIT_TOKENS = 128
 #: Elements that a program merges at once: 32 registers a thread with 4 warps.
 _MERGED_AT_ONCE = 4096
+#: Counters of a device at least: 64 KiB, more than most configurations ever need.
+_MIN_COUNTERS = 1 << 14
+
+#: By device, all that were made: a captured graph holds the address of those it was captured with.
+_made: dict[torch.device, list[Tensor]] = {}
 
 
 def num_splits(
@@ -44,6 +50,23 @@ def num_splits(
 def merged_at_once(elements: int) -> int:
     """Splits that a program merges at once, each with so many elements of a partial result."""
     return max(1, _MERGED_AT_ONCE // elements)
+
+
+def arrival_counters(count: int, device: torch.device) -> Tensor:
+    """At least ``count`` counters, ``[n] int32``, all 0 between launches.
+
+    A kernel that counts leaves them at 0. Kernels that count have to run one after the other, so on
+    one stream of a device: the forward's.
+    """
+    made = _made.setdefault(device, [])
+    if not made or made[-1].numel() < count:
+        size = max(_MIN_COUNTERS, 1 << (count - 1).bit_length())
+        counters = torch.zeros(size, dtype=torch.int32, device=device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Not zero until the graph replays, so only this graph may use them.
+            return counters
+        made.append(counters)
+    return made[-1]
 
 
 @triton.jit

@@ -12,14 +12,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse.kernels.triton.arrivals import arrival_counters
-from hisparse.kernels.triton.device import LARGEST_SHARED, shared_bytes
-from hisparse.kernels.triton.logits import cap_logits
-from hisparse.kernels.triton.rounding import INTERPRETED, rounded
-from hisparse.kernels.triton.splits import merge_last, merged_at_once, num_splits
+from hisparse.kernels.attention.triton_chunk import chunk_attention
+from hisparse.kernels.attention.triton_splits import (
+    arrival_counters,
+    merge_last,
+    merged_at_once,
+    num_splits,
+)
+from hisparse.kernels.triton_common import (
+    INTERPRETED,
+    LARGEST_SHARED,
+    cap_logits,
+    rounded,
+    shared_bytes,
+)
 from hisparse.types import UNSCALED, AttentionRule, StoredKV
 
-__all__ = ["launch_options", "paged_attention"]
+__all__ = ["chunk_attention", "launch_options", "paged_attention"]
 
 #: The smallest size that ``tl.dot`` accepts; queries of a group are padded to it.
 _MIN_DOT = 16

@@ -1,4 +1,7 @@
-"""Eight-bit keys and values in Triton: one launch for the keys of a step and one for its values."""
+"""Eight-bit keys, values and latents in Triton.
+
+A launch serves the keys of a step and another one its values; pages of latents are decoded in one.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse.kernels.reference.quantize import RULES
-from hisparse.types import StoredKV
+from hisparse.kernels.quantize.reference import pack_latents
+from hisparse.kernels.quantize.rules import RULES
+from hisparse.types import LatentRow, StoredKV
 
-__all__ = ["quantize", "to_e4m3"]
+__all__ = ["decode_latents", "encode_latents", "quantize", "to_e4m3"]
 
 #: Elements of a program; small, so that a step's few vectors make many programs.
 _ELEMENTS = 1024
+#: The same where latents are decoded.
+_DECODED = 4096
 
 
 def quantize(k: Tensor, v: Tensor, dtype: torch.dtype) -> StoredKV:
@@ -100,7 +106,7 @@ def _quantize_kernel(
         # Not tl.clamp, which would not keep NaN.
         x = tl.where(x > LARGEST_HALF, LARGEST_HALF, tl.where(x < -LARGEST_HALF, -LARGEST_HALF, x))
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    # See hisparse/kernels/reference/quantize.py.
+    # See rules.py.
     scale = tl.maximum(((largest + CARRY) >> 23) - EXPONENT, LEAST_SCALE)
     inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     place = codes + vector * WIDTH
@@ -108,3 +114,84 @@ def _quantize_kernel(
     codes_of = _to_int8(x) if codes.dtype.element_ty == tl.int8 else to_e4m3(x)
     tl.store(place[:, None] + dim[None, :], codes_of, mask=seen)
     tl.store(scales + vector * 2 + which, scale.to(tl.uint8), mask=live)
+
+
+def encode_latents(latents: Tensor, row: LatentRow) -> Tensor:
+    """See :func:`hisparse.kernels.encode_latents`."""
+    tiles = latents[..., : row.rank].unflatten(-1, (row.num_tiles, row.tile))
+    stored = quantize(tiles, tiles[..., :1], torch.float8_e4m3fn)
+    assert stored.scales is not None, "quantize returns scales"
+    return pack_latents(latents, stored.k, stored.scales[..., 0], row)
+
+
+def decode_latents(pages: Tensor, table: Tensor, out: Tensor, row: LatentRow) -> None:
+    """See :func:`hisparse.kernels.decode_latents`."""
+    count, size = table.shape[0], pages.shape[1]
+    if count * size == 0:
+        return
+    block = triton.next_power_of_2(row.rank)
+    tokens = max(1, _DECODED // block)
+    _decode_kernel[(triton.cdiv(count * size, tokens),)](
+        pages,
+        table.contiguous(),
+        out,
+        *pages.stride()[:2],
+        count * size,
+        RANK=row.rank,
+        RANK_BLOCK=block,
+        TILE=row.tile,
+        ROPE=row.rope,
+        ROPE_BLOCK=max(1, triton.next_power_of_2(row.rope)),
+        SCALES_AT=row.scales_at,
+        ROPE_AT=row.rope_at,
+        SIZE=size,
+        TOKENS=tokens,
+    )
+
+
+@triton.jit
+def _decode_kernel(
+    pages,  # [N, S, bytes]
+    table,  # [n]
+    out,  # [n, S, rank + rope]
+    stride_page,
+    stride_token,
+    count,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    ROPE_AT: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    live = token < count
+    page = tl.load(table + token // SIZE, mask=live, other=-1).to(tl.int64)
+    live = live & (page >= 0)
+    source = pages + page * stride_page + token % SIZE * stride_token
+    target = out + token * (RANK + ROPE)
+    dim = tl.arange(0, RANK_BLOCK)
+    seen = live[:, None] & (dim < RANK)[None, :]
+    codes = tl.load(source[:, None] + dim[None, :], mask=seen, other=0)
+    # A float32 that is 2 ** -120 times the code: the difference of the exponents' biases.
+    bits = codes.to(tl.int32)
+    numbers = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
+    # A scale lies at a multiple of four bytes.
+    scale = (source + SCALES_AT).to(tl.pointer_type(tl.float32))
+    factor = tl.load(scale[:, None] + (dim // TILE)[None, :], mask=seen, other=0.0)
+    # NaN has no number: its code has all bits set.
+    nan = (bits & 0x7F) == 0x7F
+    numbers = tl.where(nan, float("nan"), numbers * 2.0**120 * factor)
+    tl.store(target[:, None] + dim[None, :], numbers.to(out.dtype.element_ty), mask=seen)
+    if ROPE > 0:
+        part = tl.arange(0, ROPE_BLOCK)
+        shown = live[:, None] & (part < ROPE)[None, :]
+        halves = (source + ROPE_AT).to(tl.pointer_type(tl.int16))
+        raw = tl.load(halves[:, None] + part[None, :], mask=shown, other=0).to(tl.int32)
+        rope = (raw << 16).to(tl.float32, bitcast=True)
+        tl.store(
+            target[:, None] + (RANK + part)[None, :], rope.to(out.dtype.element_ty), mask=shown
+        )

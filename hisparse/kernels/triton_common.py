@@ -1,14 +1,17 @@
-"""Operands of matrix products in Triton kernels that score pages."""
+"""What Triton kernels of several families use: operands of products, rounding, a GPU's limits."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from hisparse.kernels.triton.rounding import rounded
-
 __all__ = [
+    "INTERPRETED",
+    "LARGEST_SHARED",
+    "cap_logits",
     "dot_parts",
     "from_e4m3",
     "load_query",
@@ -16,7 +19,42 @@ __all__ = [
     "power_of",
     "powers_of_queries",
     "reads_e4m3",
+    "rounded",
+    "shared_bytes",
 ]
+
+#: Of sm_80. GPUs with less (sm_86, sm_89, sm_120) have 99 KiB.
+LARGEST_SHARED = 163 << 10
+#: Whether kernels run in Triton's interpreter. It multiplies bfloat16 matrices as if they were
+#: integers, so kernels multiply them as float32 there.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take."""
+    if device.type != "cuda":
+        return LARGEST_SHARED
+    about: Any = torch.cuda.get_device_properties(device)
+    return int(about.shared_memory_per_block_optin)
+
+
+@triton.jit
+def rounded(x, kind: tl.constexpr):
+    """Round float32 to the nearest of ``kind``; the interpreter would truncate to bfloat16."""
+    if INTERPRETED and kind == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        # It converts what is left below a bfloat16 of 0 to another number: nothing may be left.
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(kind)
+
+
+@triton.jit
+def cap_logits(logits, CAP: tl.constexpr):
+    """``CAP * tanh(logits / CAP)`` by an exponential that cannot overflow; Triton has no tanh."""
+    decay = tl.exp(tl.abs(logits) * (-2.0 / CAP))
+    capped = CAP * (1.0 - decay) / (1.0 + decay)
+    return tl.where(logits < 0, -capped, capped)
 
 
 def num_parts(query: torch.dtype, narrow: torch.dtype) -> int:
