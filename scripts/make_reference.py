@@ -138,16 +138,16 @@ def _sglang() -> Iterator[str]:
 def _metrics() -> Iterator[tuple[str, str, str]]:
     """Name in Prometheus, kind and meaning of each metric."""
     tables = _dictionaries("metrics")
-    for name, text in tables["_COUNTERS"].items():
+    for name, text in tables["COUNTERS"].items():
         yield f"{name}_total", "counter", text
     for extension, cls in _built_in(EXTENSIONS):
         for name, text in cls.counters.items():
             yield f"{name}_total", f"counter of `{extension}`", text
-    for name, text in tables["_LAYER_COUNTERS"].items():
+    for name, text in tables["LAYER_COUNTERS"].items():
         yield f"{name}_total", "counter of `layer_metrics`", text
     for name, text in _dictionaries("features/storage/counters")["COUNTERS"].items():
         yield f"{name}_total", "counter of `storage`", text
-    for name, text in tables["_GAUGES"].items():
+    for name, text in tables["GAUGES"].items():
         yield name, "gauge", text
 
 
