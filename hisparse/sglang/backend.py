@@ -12,8 +12,9 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Shar
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hisparse.engine.batches import DecodeBatch, MixedBatch, PrefillBatch
 from hisparse.engine.graphs import CapturedSteps
-from hisparse.engine.step import DecodeBatch, MixedBatch, PrefillBatch, PrefillChunk
+from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import AlgorithmError, HiSparseError
 from hisparse.sglang import features
 from hisparse.sglang.metrics import MetricsReporter

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, build_engine, make_setup
+from hisparse.engine.build import Resources, build_engine, resolve
 from hisparse.engine.capabilities import stored_spec
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.kernels.device_limits import device_limits
@@ -57,21 +56,19 @@ def make_session(configurator: Any, device_bytes: int) -> tuple[Session, int]:
         config, dtype = replace(config, kv_cache_dtype="fp8_e4m3"), configurator.model_config.dtype
     for feature in enabled:
         config = feature.process_config(config, args)
-    algorithm = build_algorithm(config)
     context_length = configurator.model_config.context_len
     hybrid = hybrid_layers(configurator.model_config)
     shape = read_model_shape(configurator.model, dtype, config.page_size, context_length, hybrid)
     spec = stored_spec(config, shape.spec)
     _log_choices(config, spec, configurator.device)
-    for feature in enabled:
-        config = feature.layer_config(config, shape, configurator)
+    found = (feature.own_layers(config, shape, configurator) for feature in enabled)
+    layers = next((x for x in found if x is not None), None)
     ranks = latent_ranks(args.nnodes)
     host_bytes, device_bytes = _memory(config, configurator, device_bytes, spec.num_layers)
     demands = [feature.demand(configurator, shape) for feature in enabled]
     request_slots = sum(x.request_slots for x in demands)
-    setup = make_setup(
+    setup = resolve(
         config,
-        algorithm,
         spec,
         shape.scale,
         Resources(
@@ -85,6 +82,7 @@ def make_session(configurator: Any, device_bytes: int) -> tuple[Session, int]:
             chunk_tokens=_chunk_tokens(configurator),
             draft_token_bytes=sum(x.device_token_bytes for x in demands),
         ),
+        layers,
     )
     for feature in enabled:
         feature.sized(setup, args)

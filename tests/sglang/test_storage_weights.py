@@ -39,7 +39,7 @@ PAGES = [1, 2, 3, 4]
 
 
 class LoadedNowhere:
-    """Stands for :class:`hisparse.engine.loaded.LoadedPages`."""
+    """Stands for :class:`hisparse.engine.restored.RestoredPages`."""
 
     def add(self, pages: torch.Tensor) -> int:
         return 0
@@ -94,7 +94,7 @@ class Server:
                 on_request_end=lambda slot: None,
             ),
             algorithm=Quest(),
-            config=HiSparseConfig(),
+            resolved=SimpleNamespace(config=HiSparseConfig()),
             policy=SimpleNamespace(rules=()),
             backend=SimpleNamespace(metrics=SimpleNamespace(report=lambda now: None)),
             _states={},

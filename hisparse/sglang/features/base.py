@@ -111,20 +111,20 @@ class Feature:
         """The settings of this process."""
         return config
 
-    def layer_config(
+    def own_layers(
         self, config: HiSparseConfig, shape: ModelShape, configurator: Any
-    ) -> HiSparseConfig:
-        """The settings with the numbers that layers have in this process.
+    ) -> Sequence[int] | None:
+        """The model's numbers of the layers that attend in this process; None: all layers do.
 
         Args:
-            config: has the model's numbers.
+            config: the settings, with the model's numbers of layers.
             shape: of the layers of this process.
             configurator: SGLang's ``KVCacheConfigurator``.
         """
-        return config
+        return None
 
     def demand(self, configurator: Any, shape: ModelShape) -> Demand:
-        """What the feature needs in this process; the arguments are those of ``layer_config``."""
+        """What the feature needs in this process; the arguments are those of ``own_layers``."""
         return Demand()
 
     def sized(self, setup: EngineSetup, server_args: Any) -> None:

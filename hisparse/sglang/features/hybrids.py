@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +20,7 @@ from hisparse.sglang.models import stand_in
 from hisparse.sglang.session import current_session, errors_logged
 from hisparse.sglang.start import HYBRID
 
-__all__ = ["Hybrids", "around_attn_backend_wrapper", "number_dense_layers"]
+__all__ = ["Hybrids", "around_attn_backend_wrapper", "check_attending"]
 
 logger = logging.getLogger("hisparse")
 
@@ -45,8 +44,8 @@ _EXCLUDED = (
 )
 
 
-def number_dense_layers(config: HiSparseConfig, layers: Sequence[int]) -> HiSparseConfig:
-    """The configuration with ``dense_layers`` as numbers of the pool's layers.
+def check_attending(config: HiSparseConfig, layers: Sequence[int]) -> None:
+    """Require that ``dense_layers`` attend, and log which layers do.
 
     Args:
         config: names layers of the model.
@@ -65,8 +64,6 @@ def number_dense_layers(config: HiSparseConfig, layers: Sequence[int]) -> HiSpar
         "hisparse: the layers that attend are %s; SGLang keeps the states of the others",
         ", ".join(map(str, layers)),
     )
-    dense = tuple(layers.index(layer) for layer in config.dense_layers or ())
-    return replace(config, dense_layers=dense)
 
 
 def around_attn_backend_wrapper(
@@ -136,11 +133,12 @@ class Hybrids(Feature):
                 "others, such as --disable-radix-cache"
             ) from error
 
-    def layer_config(
+    def own_layers(
         self, config: HiSparseConfig, shape: ModelShape, configurator: Any
-    ) -> HiSparseConfig:
-        """Dense layers get the numbers of the pool's layers."""
-        return number_dense_layers(config, shape.layer_ids)
+    ) -> Sequence[int]:
+        """The layers that attend."""
+        check_attending(config, shape.layer_ids)
+        return shape.layer_ids
 
 
 FEATURE = Hybrids()

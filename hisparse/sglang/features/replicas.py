@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import EngineSetup
 from hisparse.engine.capabilities import check_dense_layers
-from hisparse.engine.stages import config_of_layers
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
 from hisparse.sglang import ranks
@@ -52,16 +52,16 @@ class Replicas(Feature):
             config = replace(config, cuda_graph=False)
         return config
 
-    def layer_config(
+    def own_layers(
         self, config: HiSparseConfig, shape: ModelShape, configurator: Any
-    ) -> HiSparseConfig:
-        """Layers of a pipeline's stage are counted from its first one."""
+    ) -> Sequence[int] | None:
+        """The layers of this rank's stage of a pipeline."""
         if ranks.pipeline_size() == 1:
-            return config
+            return None
         layers = configurator.model_config.num_hidden_layers
         check_dense_layers(config, replace(shape.spec, num_layers=layers, windows=()))
         first = configurator.layer_info.start_layer
-        return config_of_layers(config, first, shape.spec.num_layers)
+        return range(first, first + shape.spec.num_layers)
 
     def sized(self, setup: EngineSetup, server_args: Any) -> None:
         """Agree with the other stages: those with fewer layers have room for more."""

@@ -17,8 +17,8 @@ import torch
 
 from hisparse.algorithms import ALGORITHMS
 from hisparse.config import HiSparseConfig
-from hisparse.engine.arrived import ArrivedRequests
 from hisparse.engine.build import EngineSetup
+from hisparse.engine.restored import TransferredRequests
 from hisparse.errors import CapacityError
 from hisparse.sglang.features.base import Demand, Feature, Flag
 from hisparse.sglang.features.disaggregation.transfer import (
@@ -61,7 +61,7 @@ class _Arrivals:
     """
 
     session: Session
-    waiting: ArrivedRequests
+    waiting: TransferredRequests
 
     def add(self, slot: int, start: int, length: int) -> None:
         """Begin a request that another server has prefilled.

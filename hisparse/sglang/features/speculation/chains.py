@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.engine.drafts import VerifyBatch
+from hisparse.engine.verify import VerifyBatch
 from hisparse.sglang.session import Session, require_session
 
 __all__ = ["DraftMoves", "Drafts", "accepted_drafts", "keep_chains"]

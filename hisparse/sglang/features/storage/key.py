@@ -68,7 +68,7 @@ def make_namespace(
         ranks.gather(model),
         session.policy,
         session.algorithm,
-        session.config,
+        session.resolved.config,
         page_format,
         rank=rank,
         num_ranks=num_ranks,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hisparse.cache.host_pool import HOST_LAYOUTS, HostKVPool
-from hisparse.kernels import encode_fp8, gather_pages, gather_tokens, scatter_tokens
+from hisparse.kernels import gather_pages, gather_tokens, quantize, scatter_tokens
 from hisparse.types import KVSpec, PagedKV, StoredKV
 
 TOKENS, HEADS = 60, 3
@@ -46,7 +46,7 @@ def test_tokens_written_are_read_and_their_pages_arrive(
     """Tokens to host slots, from there as tokens, and as pages of all heads or of one."""
     rng = torch.Generator().manual_seed(size)
     k, v = (torch.randn(TOKENS, HEADS, d, generator=rng) * 30 for d in widths)
-    new = encode_fp8(k, v, impl="reference")
+    new = quantize(k, v, torch.float8_e4m3fn, impl="reference")
     host = host_of(layout, size, widths).stored(1)
     slots = torch.randperm(80 - size, generator=rng)[:TOKENS] + size
     for moved, to in zip(pools(new), pools(host), strict=True):

@@ -7,18 +7,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hisparse.kernels.reference.quantize import RULES
 from hisparse.types import StoredKV
 
-__all__ = ["encode_fp8", "to_e4m3"]
+__all__ = ["quantize", "to_e4m3"]
 
 #: Elements of a program; small, so that a step's few vectors make many programs.
 _ELEMENTS = 1024
 
 
-def encode_fp8(k: Tensor, v: Tensor) -> StoredKV:
-    """See :func:`hisparse.kernels.encode_fp8`."""
+def quantize(k: Tensor, v: Tensor, dtype: torch.dtype) -> StoredKV:
+    """See :func:`hisparse.kernels.quantize`."""
     scales = torch.empty((*k.shape[:-1], 2), dtype=torch.uint8, device=k.device)
-    codes = [torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device) for x in (k, v)]
+    codes = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k, v)]
+    rule = RULES[dtype]
     for which, (x, to) in enumerate(zip((k, v), codes, strict=True)):
         vectors = x.reshape(-1, *x.shape[-2:])
         vectors = vectors if vectors.stride(-1) == 1 else vectors.contiguous()
@@ -27,14 +29,19 @@ def encode_fp8(k: Tensor, v: Tensor) -> StoredKV:
             continue
         block = triton.next_power_of_2(width)
         step = max(1, _ELEMENTS // block)
-        _encode_kernel[(triton.cdiv(count, step),)](
+        _quantize_kernel[(triton.cdiv(count, step),)](
             vectors,
-            to.view(torch.uint8),
+            # As bytes, because some GPUs that Triton compiles for do not have e4m3.
+            to if dtype == torch.int8 else to.view(torch.uint8),
             scales,
             *vectors.stride()[:2],
             vectors.shape[1],
             count,
             which,
+            CARRY=rule.carry,
+            EXPONENT=rule.exponent,
+            LEAST_SCALE=rule.least_scale,
+            LARGEST_HALF=rule.largest_half,
             WIDTH=width,
             WIDTH_BLOCK=block,
             VECTORS=step,
@@ -59,7 +66,15 @@ def to_e4m3(x):
 
 
 @triton.jit
-def _encode_kernel(
+def _to_int8(x):
+    """Round to integers, ties to even, of magnitudes up to 127; NaN becomes 0."""
+    x = tl.where(x > 127.0, 127.0, tl.where(x < -127.0, -127.0, tl.where(x == x, x, 0.0)))
+    # Adding 3 * 2 ** 22 leaves no bits for a fraction; the integer stands in the low bits.
+    return ((x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
+
+
+@triton.jit
+def _quantize_kernel(
     vectors,  # [T, H, D]
     codes,  # [T, H, D]
     scales,  # [T, H, 2]
@@ -68,6 +83,10 @@ def _encode_kernel(
     heads,
     count,
     which,
+    CARRY: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    LEAST_SCALE: tl.constexpr,
+    LARGEST_HALF: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_BLOCK: tl.constexpr,
     VECTORS: tl.constexpr,
@@ -79,11 +98,13 @@ def _encode_kernel(
     x = tl.load(place[:, None] + dim[None, :], mask=seen, other=0.0).to(tl.float32)
     if vectors.dtype.element_ty == tl.float16:
         # Not tl.clamp, which would not keep NaN.
-        x = tl.where(x > 61440.0, 61440.0, tl.where(x < -61440.0, -61440.0, x))
+        x = tl.where(x > LARGEST_HALF, LARGEST_HALF, tl.where(x < -LARGEST_HALF, -LARGEST_HALF, x))
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    # See hisparse/kernels/reference/fp8.py.
-    scale = tl.maximum(((largest + 0x280000) >> 23) - 8, 112)
+    # See hisparse/kernels/reference/quantize.py.
+    scale = tl.maximum(((largest + CARRY) >> 23) - EXPONENT, LEAST_SCALE)
     inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
     place = codes + vector * WIDTH
-    tl.store(place[:, None] + dim[None, :], to_e4m3(x * inverse[:, None]), mask=seen)
+    x *= inverse[:, None]
+    codes_of = _to_int8(x) if codes.dtype.element_ty == tl.int8 else to_e4m3(x)
+    tl.store(place[:, None] + dim[None, :], codes_of, mask=seen)
     tl.store(scales + vector * 2 + which, scale.to(tl.uint8), mask=live)

@@ -8,15 +8,15 @@ from torch import Tensor
 from hisparse.kernels.build.cpu import call_cpu, dense_rows
 from hisparse.types import StoredKV
 
-__all__ = ["encode_fp8"]
+__all__ = ["quantize"]
 
 
-def encode_fp8(k: Tensor, v: Tensor) -> StoredKV:
-    """See :func:`hisparse.kernels.encode_fp8`."""
-    codes = [torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device) for x in (k, v)]
+def quantize(k: Tensor, v: Tensor, dtype: torch.dtype) -> StoredKV:
+    """See :func:`hisparse.kernels.quantize`."""
+    codes = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k, v)]
     scales = torch.empty((*k.shape[:-1], 2), dtype=torch.uint8, device=k.device)
     call_cpu(
-        "encode_fp8",
+        "quantize",
         *(dense_rows(_vectors(x)) for x in (k, v)),
         *(_vectors(x) for x in (*codes, scales)),
     )

@@ -8,10 +8,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hisparse.errors import KernelError
-from hisparse.kernels import decode_fp8, encode_fp8, paged_attention
+from hisparse.kernels import QUANTIZED, dequantize, paged_attention, quantize
 from hisparse.types import StoredKV
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+EVERY_DTYPE = pytest.mark.parametrize("stored_dtype", QUANTIZED, ids=str)
 
 
 def _read(stored: StoredKV, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -19,7 +21,7 @@ def _read(stored: StoredKV, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         stored.k.new_empty(stored.k.shape, dtype=dtype),
         stored.v.new_empty(stored.v.shape, dtype=dtype),
     )
-    decode_fp8(stored, out)
+    dequantize(stored, out)
     return out
 
 
@@ -35,27 +37,35 @@ def _vectors(seed: int, dtype: torch.dtype, width: int, count: int = 400) -> Ten
     return x.to(dtype)
 
 
+@EVERY_DTYPE
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("widths", [(64, 64), (5, 33)], ids=str)
 def test_an_error_is_at_most_half_a_step(
-    impl: str, dtype: torch.dtype, widths: tuple[int, int]
+    impl: str, dtype: torch.dtype, widths: tuple[int, int], stored_dtype: torch.dtype
 ) -> None:
     k, v = (_vectors(seed, dtype, width) for seed, width in enumerate(widths))
-    stored = encode_fp8(k, v, impl=impl)
+    stored = quantize(k, v, stored_dtype, impl=impl)
     for x, read in zip((k, v), _read(stored, dtype), strict=True):
         largest = x.abs().amax(-1, keepdim=True).double()
         off = (read.double() - x.double()).abs()
-        # Three bits of fraction; below 2 ** -6 of what the largest is scaled to, steps of 2 ** -9.
-        step = torch.maximum(x.double().abs() * 2.0**-4, largest.clamp(min=2.0**-8) * 2.0**-17)
-        assert (off <= step).all()
+        if stored_dtype == INT8:
+            # The largest is scaled to 63.75 at least; no scale is below 2 ** -24.
+            half = (largest / 127.5).clamp(min=2.0**-25)
+        else:
+            # Three bits of fraction; below 2 ** -6 of the scaled largest, steps of 2 ** -9.
+            half = torch.maximum(x.double().abs() * 2.0**-4, largest.clamp(min=2.0**-8) * 2.0**-17)
+        assert (off <= half).all()
 
 
+@EVERY_DTYPE
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_was_read_is_stored_as_the_same_bytes(impl: str, dtype: torch.dtype) -> None:
+def test_what_was_read_is_stored_as_the_same_bytes(
+    impl: str, dtype: torch.dtype, stored_dtype: torch.dtype
+) -> None:
     k, v = (_vectors(seed, dtype, 16, 1000) for seed in (3, 4))
-    stored = encode_fp8(k, v, impl=impl)
+    stored = quantize(k, v, stored_dtype, impl=impl)
     read = _read(stored, dtype)
-    again = encode_fp8(*read, impl=impl)
+    again = quantize(*read, stored_dtype, impl=impl)
     for before, after in zip(stored.tensors, again.tensors, strict=True):
         assert torch.equal(before.view(torch.uint8), after.view(torch.uint8))
     # In any dtype the same numbers are read.
@@ -64,20 +74,26 @@ def test_what_was_read_is_stored_as_the_same_bytes(impl: str, dtype: torch.dtype
         assert torch.equal(x.float(), wide)
 
 
-def test_the_largest_of_float16_stays_a_number(impl: str) -> None:
-    """The next number of e4m3 above them, times the scale, is 65536: infinity in float16."""
-    k = torch.tensor([[[65504.0, -65504.0, 61440.0, 2048.0]]], dtype=torch.float16)
-    read, _ = _read(encode_fp8(k, k, impl=impl), torch.float16)
-    assert read.tolist() == [[[61440.0, -61440.0, 61440.0, 2048.0]]]
-    wide, _ = _read(encode_fp8(k.float(), k.float(), impl=impl), torch.float32)
-    assert wide.tolist() == [[[65536.0, -65536.0, 61440.0, 2048.0]]], "the others keep their range"
+@pytest.mark.parametrize(("stored_dtype", "most"), [(E4M3, 61440.0), (INT8, 65024.0)], ids=str)
+def test_the_largest_of_float16_stays_a_number(
+    impl: str, stored_dtype: torch.dtype, most: float
+) -> None:
+    """The next number above them, times the scale, is 65536: infinity in float16."""
+    k = torch.tensor([[[65504.0, -65504.0, most, 2048.0]]], dtype=torch.float16)
+    read, _ = _read(quantize(k, k, stored_dtype, impl=impl), torch.float16)
+    assert read.tolist() == [[[most, -most, most, 2048.0]]]
+    wide, _ = _read(quantize(k.float(), k.float(), stored_dtype, impl=impl), torch.float32)
+    assert wide[..., :2].tolist() == [[[65536.0, -65536.0]]], "the others keep their range"
 
 
+@EVERY_DTYPE
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_implementations_agree_to_the_bit(impl: str, dtype: torch.dtype) -> None:
+def test_implementations_agree_to_the_bit(
+    impl: str, dtype: torch.dtype, stored_dtype: torch.dtype
+) -> None:
     k, v = (_vectors(seed, dtype, 48) for seed in (5, 6))
-    # Halfway between two numbers, and all that e4m3 has.
-    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    # Halfway between two numbers, and all that the dtype has.
+    numbers = torch.arange(256, dtype=torch.uint8).view(stored_dtype).float()
     numbers = numbers[~numbers.isnan()].sort().values[:240].view(5, 1, 48)
     between = (numbers + numbers.roll(-1, -1)) / 2
     k[:5], k[5:10], k[10, 0, 0], k[11, 1, 3] = (
@@ -88,25 +104,35 @@ def test_implementations_agree_to_the_bit(impl: str, dtype: torch.dtype) -> None
     )
     # Strided, as heads of a fused projection are.
     k = torch.stack([k, k], dim=-1)[..., 0]
-    expected, got = encode_fp8(k, v, impl="reference"), encode_fp8(k, v, impl=impl)
+    expected, got = (quantize(k, v, stored_dtype, impl=name) for name in ("reference", impl))
     for name, a, b in zip(("k", "v", "scales"), expected.tensors, got.tensors, strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
 
 
-def test_no_tokens_and_no_leading_dimensions(impl: str) -> None:
-    empty = encode_fp8(torch.zeros(0, 2, 8), torch.zeros(0, 2, 4), impl=impl)
+@EVERY_DTYPE
+def test_no_tokens_and_no_leading_dimensions(impl: str, stored_dtype: torch.dtype) -> None:
+    empty = quantize(torch.zeros(0, 2, 8), torch.zeros(0, 2, 4), stored_dtype, impl=impl)
     assert [x.shape for x in empty.tensors] == [(0, 2, 8), (0, 2, 4), (0, 2, 2)]
-    pages = encode_fp8(torch.ones(3, 2, 4, 8), torch.ones(3, 2, 4, 8), impl=impl)
+    pages = quantize(torch.ones(3, 2, 4, 8), torch.ones(3, 2, 4, 8), stored_dtype, impl=impl)
     assert pages.tensors[2].shape == (3, 2, 4, 2)
     assert (_read(pages, torch.float32)[0] == 1).all()
 
 
+def test_integers_keep_no_nan(impl: str) -> None:
+    k = torch.tensor([[[torch.nan, 3.0, -torch.inf]], [[0.5, -1.0, torch.nan]]])
+    read, _ = _read(quantize(k, k, INT8, impl=impl), torch.float32)
+    assert read.flatten().tolist() == [0.0, 0.0, -torch.inf, 0.0, 0.0, 0.0]
+
+
+@EVERY_DTYPE
 @pytest.mark.parametrize(
     ("heads", "size", "dims"),
     [(1, 16, (64, 64)), (2, 8, (24, 40)), (1, 1, (5, 3)), (1, 16, (128, 128))],
     ids=str,
 )
-def test_attends_over_what_is_read(impl: str, heads: int, size: int, dims: tuple[int, int]) -> None:
+def test_attends_over_what_is_read(
+    impl: str, heads: int, size: int, dims: tuple[int, int], stored_dtype: torch.dtype
+) -> None:
     """Against float64 over the numbers that are read; nothing beyond a row's tokens matters."""
     lens, pages = [0, 1, 3 * size, 260], 300 // size + 2
     rng = torch.Generator().manual_seed(size)
@@ -117,7 +143,7 @@ def test_attends_over_what_is_read(impl: str, heads: int, size: int, dims: tuple
     # Every token has a scale of its own.
     k *= torch.exp2(torch.randint(-9, 1, k.shape[:3], generator=rng))[..., None]
     v *= torch.exp2(torch.randint(-9, 9, v.shape[:3], generator=rng))[..., None]
-    stored = encode_fp8(k, v)
+    stored = quantize(k, v, stored_dtype)
     keys, values = _read(stored, torch.float32)
     table = torch.randperm(len(k), generator=rng).view(len(lens), -1).to(torch.int32)
     q = torch.randn(len(lens), 4, dims[0], generator=rng) * 0.1
@@ -134,15 +160,17 @@ def test_attends_over_what_is_read(impl: str, heads: int, size: int, dims: tuple
 
 def test_wrong_tensors_are_named() -> None:
     k = torch.zeros(2, 1, 4, 8)
-    stored = encode_fp8(k, k)
+    stored = quantize(k, k, INT8)
     with pytest.raises(KernelError, match="k: got dtype torch.int32"):
-        encode_fp8(k.int(), k.int())
+        quantize(k.int(), k.int(), INT8)
     with pytest.raises(KernelError, match="v: got shape"):
-        encode_fp8(k, k[:1])
+        quantize(k, k[:1], INT8)
+    with pytest.raises(KernelError, match="got torch.uint8, expected one of torch.float8_e4m3fn, "):
+        quantize(k, k, torch.uint8)
     with pytest.raises(KernelError, match="scales: got None"):
-        decode_fp8(stored._replace(scales=None), (k, k))
+        dequantize(stored._replace(scales=None), (k, k))
     with pytest.raises(KernelError, match=r"out.v: got shape \[1, 1, 4, 8\]"):
-        decode_fp8(stored, (k, k[:1]))
+        dequantize(stored, (k, k[:1]))
     table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     bad = stored._replace(scales=stored.tensors[2][:, :, :2])
     with pytest.raises(KernelError, match="kv.scales: got shape"):
