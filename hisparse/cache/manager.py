@@ -18,7 +18,6 @@ from hisparse.cache.staging import Staging
 from hisparse.cache.streams import InlineStreams, SideStreams
 from hisparse.cache.swap_in import PageTable, Selected, SwapIn
 from hisparse.kernels import promote_tail
-from hisparse.types import PagedKV
 
 __all__ = ["SparseKVCacheManager"]
 
@@ -145,7 +144,11 @@ class SparseKVCacheManager:
             K, or K and V, of the full tail pages, each ``[B, Hkv, S, D]``; the entries of other
             requests mean nothing.
         """
-        pools, tails = self._tails(layer_id, rows, with_values=with_values)
+        form, tails = self.host.format, None
+        pools = form.split(self.device.stored(layer_id))
+        if form.encoded:
+            # Kernels copy tail pages as they are; these have to be decoded.
+            pools, tails = (), self.kv_io.read_tails(layer_id, rows)
         copies = promote_tail(
             rows.rows,
             rows.num_pages,
@@ -153,20 +156,9 @@ class SparseKVCacheManager:
             rows.capacity,
             self.device.state(layer_id),
             self.device.tail_pages[layer_id],
-            pools=pools,
+            pools=pools if with_values else pools[:1],
             kv_heads=self.host.kv.num_kv_heads,
         )
         if tails is not None:
             return tails if with_values else tails[:1]
-        if self.host.kv.latent and with_values:
-            return (*copies, copies[0][..., : self.host.kv.v_head_dim])
-        return copies
-
-    def _tails(
-        self, layer_id: int, rows: StepRows, *, with_values: bool
-    ) -> tuple[tuple[Tensor, ...], PagedKV | None]:
-        """Pools whose tail pages can be copied as they are, or else the decoded tail pages."""
-        if self.host.kv.fp8:
-            return (), self.kv_io.read_tails(layer_id, rows)
-        k, v = self.device.layer(layer_id)
-        return ((k, v) if with_values and not self.host.kv.latent else (k,)), None
+        return form.join(copies).kv if with_values else copies

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from hisparse.cache.checking import check_resident, check_selection
-from hisparse.cache.codec import move_pages
 from hisparse.cache.counters import Counters
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
+from hisparse.cache.kv_io import move_pages
 from hisparse.cache.rows import StepRows
 from hisparse.cache.streams import Lane, Pending, SideStreams
 from hisparse.kernels import (

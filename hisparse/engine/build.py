@@ -11,6 +11,7 @@ import torch
 from hisparse.adapters import ADAPTERS, BackendAdapter, ChosenAdapter, TableLimits, choose_adapter
 from hisparse.algorithms import BaseSparseAlgorithm, Representation, SelectionPolicy
 from hisparse.cache import Counters, DevicePool, HostKVPool, RowCapacities, SparseKVCacheManager
+from hisparse.cache.formats import format_of
 from hisparse.cache.streams import SideStreams, make_streams
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.engine.capabilities import (
@@ -178,6 +179,7 @@ def make_setup(
         spec,
         scope,
         config.adapter,
+        scaled=spec.kv_cache_dtype if format_of(spec).num_scales else None,
         device=resources.device,
         rules=policy.rules,
     )

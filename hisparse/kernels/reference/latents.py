@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels.reference.quantize import quantize, read_scales
-from hisparse.types import LatentRow
+from hisparse.kernels.latent_row import LatentRow
 
 __all__ = ["decode_latents", "encode_latents", "pack_latents"]
 
