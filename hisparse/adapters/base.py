@@ -145,8 +145,7 @@ class BackendAdapter(ABC):
             HiSparseError: the adapter does not support scales.
         """
         raise HiSparseError(
-            f"{type(self).__name__}: got K and V with scales, expected K and V in the model's "
-            "dtype"
+            f"{type(self).__name__}: got K and V with scales, expected K and V in the model's dtype"
         )
 
     @abstractmethod

@@ -118,7 +118,8 @@ class KVReadWrite:
         if self._host.format.encoded:
             raise HiSparseError(
                 f"an algorithm reads keys in host memory: got {self._host.kv.kv_cache_dtype} keys, "
-                "expected kv_cache_dtype 'auto'; the algorithm has to declare reads_host_keys = True"
+                "expected kv_cache_dtype 'auto'; the algorithm has to declare reads_host_keys = "
+                "True"
             )
         return self._host.layer(layer_id)
 

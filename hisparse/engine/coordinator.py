@@ -255,7 +255,7 @@ class SparseCoordinator:
                 self._exact.prefill(chunk.start, chunk.host_pages)
         if self._prefill.loaded is not None:
             self._prefill.loaded.begin(batch.chunks)
-        num_bytes = batch.num_tokens * self.policy.kv.token_bytes
+        num_bytes = batch.num_tokens * self.manager.host.format.token_bytes
         self.manager.counters.add("written_bytes", num_bytes)
         self._prefill_batch = batch
 

@@ -12,7 +12,6 @@ from hisparse.algorithms import DecodeStep
 from hisparse.cache import PageTable, Selected, StepRows
 from hisparse.engine.contract import blame, call, named, require_selection
 from hisparse.engine.extensions.base import overriding
-from hisparse.engine.latent_pages import LatentPages
 from hisparse.engine.parts import EngineParts
 from hisparse.engine.staged import StagedAttention
 from hisparse.engine.step import DecodePart
@@ -39,9 +38,6 @@ class DecodeAttention:
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
         self._staged = StagedAttention(parts)
-        self._latents = None
-        if parts.policy.kv.latent_row is not None:
-            self._latents = LatentPages(parts.policy, parts.adapter)
         # A dense context that a captured step serves fits its row.
         self._dense_width = min(parts.modes.dense_width, parts.manager.device.max_row_pages)
         self._refining = overriding("refine_selection", parts.extensions)
@@ -175,13 +171,15 @@ class DecodeAttention:
 
     def _attend_pages(self, layer_id: int, queries: Tensor, table: PageTable) -> Attended:
         """Attend ``queries [R, Q, D]`` over the device pages of each row."""
-        kv = self._parts.manager.device.stored(layer_id)
-        adapter, rule = self._parts.adapter, self._parts.policy.rules[layer_id]
-        if self._latents is not None:
-            return self._latents.attend(queries, kv, table, rule)
-        if kv.scales is not None:
-            return adapter.attend_fp8(queries, kv, *table, rule)
-        return adapter.attend(queries, kv.kv, *table, rule)
+        device, policy = self._parts.manager.device, self._parts.policy
+        return device.format.attend(
+            self._parts.adapter,
+            queries,
+            device.stored(layer_id),
+            *table,
+            policy.rules[layer_id],
+            policy.max_pages,
+        )
 
     def _row_queries(self, q: Tensor) -> Tensor:
         """``[B, Hq, D]`` -> ``[R, Hq / H, D]``."""

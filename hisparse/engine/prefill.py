@@ -11,7 +11,6 @@ from torch import Tensor
 from hisparse.adapters import Attended, add_sinks, merge_attended
 from hisparse.algorithms import PrefillStep
 from hisparse.cache import Tile
-from hisparse.cache.codec import as_read, encode
 from hisparse.cache.streams import Lane, Pending
 from hisparse.engine.contract import call, check_positions
 from hisparse.engine.extensions.base import overriding
@@ -61,7 +60,7 @@ class Prefill:
             self.loaded.prepare(layer_id)
         # Attention and representations use the values that a later read returns, so the output does
         # not depend on which part of a prompt comes from the pool.
-        k, v = as_read(self._policy.kv, k, v)
+        k, v = self._manager.host.format.as_read(k, v)
         # Pending moves hold their tensors: at most K and V of two layers.
         self._join_moves()
         self._move("write", lambda: self._manager.kv_io.write(layer_id, batch.host_slots, k, v))
@@ -221,7 +220,7 @@ class Prefill:
         count = min(tile.host_pages.numel() * kv.page_size, end - start)
         pages = manager.read_prefix(tile, next_tile)
         keys, values = (x.transpose(1, 2).flatten(0, 1)[:count] for x in pages)
-        manager.counters.add("prefill_read_bytes", count * kv.token_bytes_per_layer)
+        manager.counters.add("prefill_read_bytes", count * manager.host.format.layer_token_bytes)
         return start, keys, values
 
     def _attend(
@@ -277,10 +276,11 @@ class Prefill:
         """
         _, keys, values = self._read(tile, chunk.start, next_tile)
         joined, width = self._join("keys", keys, k), self._policy.kv.v_head_dim
+        in_keys = self._manager.host.format.shares_values
         return self._parts.adapter.attend_prefill(
             q,
             joined,
-            joined[..., :width] if self._policy.kv.latent else self._join("values", values, v),
+            joined[..., :width] if in_keys else self._join("values", values, v),
             self._policy.attention,
             causal=True,
             first_key=-chunk.start,
@@ -349,7 +349,7 @@ class Prefill:
                 manager.place(layer_id, chunk.slot, oldest, first, host, chunk.host_pages)
             begin = max(oldest, first)
             if begin < last:
-                new = encode(self._policy.kv, k, v)
+                new = manager.host.format.encode(k, v)
                 manager.place(layer_id, chunk.slot, begin, last, new, table)
 
         self._move("read", place)

@@ -67,6 +67,6 @@ class StagedAttention:
         pages = self._manager.read_prefix(tile, next_tile)
         table = torch.arange(count, dtype=torch.int32, device=q.device)[None]
         lens = lens.clamp(0, count * kv.page_size)
-        num_bytes = count * kv.page_size * kv.token_bytes_per_layer
+        num_bytes = count * kv.page_size * self._manager.host.format.layer_token_bytes
         self._manager.counters.add("staged_decode_bytes", num_bytes)
         return self._adapter.attend(q, pages, table, lens, self._rule)

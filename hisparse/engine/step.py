@@ -13,11 +13,10 @@ from torch import Tensor
 
 from hisparse.algorithms import DecodeStep, SelectionPolicy
 from hisparse.cache import DevicePool, SparseKVCacheManager, StepRows
-from hisparse.cache.codec import decode_pages
 from hisparse.engine.modes import ModeMasks
 from hisparse.engine.representations import Representations
 from hisparse.kernels import TailPages, paged_attention
-from hisparse.types import UNSCALED, AttentionRule, IndexerInputs, Selection, StoredKV
+from hisparse.types import UNSCALED, AttentionRule, IndexerInputs, Selection
 
 __all__ = [
     "AttentionMode",
@@ -171,11 +170,8 @@ class StepPages:
 
     def tail_pages(self, layer_id: int) -> TailPages:
         device, pages = self.manager.device, self.rows.tail_pages[layer_id]
-        kv = device.stored(layer_id)
-        if device.kv.latent_row is not None:
-            kv = StoredKV(*decode_pages(device.kv, kv, pages))
-            pages = torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device)
-        return TailPages(kv, pages, self.rows.tail_lens)
+        readable = device.format.readable_pages(device.stored(layer_id), pages)
+        return TailPages(*readable, self.rows.tail_lens)
 
     def host_keys(self, layer_id: int) -> Tensor:
         return self.manager.kv_io.host_pages(layer_id).k

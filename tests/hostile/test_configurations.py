@@ -99,7 +99,9 @@ def outcome(text: str) -> str:
     """ "accepted", or the line of the refusal; anything else that is raised is a fault."""
     try:
         config = HiSparseConfig.parse(text)
-        spec = KVSpec(**{**vars(SPEC), "page_size": config.page_size, "fp8": config.stores_fp8})
+        spec = KVSpec(
+            **{**vars(SPEC), "page_size": config.page_size, "kv_cache_dtype": config.kv_cache_dtype}
+        )
         make_setup(config, build_algorithm(config), spec, 0.125, MACHINE)
     except HiSparseError as error:
         return str(error)

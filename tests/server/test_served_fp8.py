@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import DynamicLayer
 
-from hisparse.cache.codec import as_read
+from hisparse.cache.formats import format_of
 from hisparse.eval.models import fetch
 from hisparse.eval.texts import read_text
 from hisparse.types import KVSpec
@@ -62,12 +62,12 @@ def dense(model: Path, text: list[int]) -> list[int]:
         v_head_dim=HEAD_DIM,
         dtype=torch.float32,
         page_size=16,
-        fp8=True,
+        kv_cache_dtype="fp8_e4m3",
     )
     update = DynamicLayer.update
 
     def rounded(self: Any, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
-        return update(self, *as_read(spec, k, v), *args, **options)
+        return update(self, *format_of(spec).as_read(k, v), *args, **options)
 
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from hisparse.cache.codec import as_read
+from hisparse.cache.formats import format_of
 from hisparse.transformers import DB, disable, enable
 from tests.transformers.hf_models import ROOMY, SMALL, continuation, left_padded, model, prompt
 
@@ -33,7 +33,7 @@ def test_tokens_are_those_of_dense_attention_over_rounded_k_and_v(
     kv, update = cache.coordinator.policy.kv, DynamicLayer.update
 
     def rounded(self: Any, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
-        return update(self, *as_read(kv, k, v), *args, **options)
+        return update(self, *format_of(kv).as_read(k, v), *args, **options)
 
     ours = continuation(net, ids, 40, cache, attention_mask=mask)
     disable(net)

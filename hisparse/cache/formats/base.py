@@ -16,7 +16,7 @@ from hisparse.config import KV_FORMATS
 from hisparse.registry import Registry
 from hisparse.types import AttentionRule, KVSpec, PagedKV, StoredKV
 
-__all__ = ["LATENT_FORMATS", "KVFormat", "StoredPart", "format_of"]
+__all__ = ["LATENT_FORMATS", "KVFormat", "StoredPart", "format_of", "sglang_choices"]
 
 #: Formats of latents (MLA) by ``kv_cache_dtype``. Those of all other models: ``KV_FORMATS``.
 LATENT_FORMATS: Registry[KVFormat] = Registry(
@@ -43,8 +43,8 @@ class StoredPart(NamedTuple):
 class KVFormat(ABC):
     """How a model's keys and values are stored: on the device, in host memory and in a store.
 
-    A subclass states the shapes of what is stored and converts to and from the model's dtype. Pools,
-    transfers, sizing and stores ask nothing else.
+    A subclass states the shapes of what is stored, and converts to and from the model's dtype.
+    Pools, transfers, sizing and stores ask nothing else.
 
     Args:
         kv: shapes of the model.
@@ -189,6 +189,12 @@ class KVFormat(ABC):
     def attend_bytes(self, max_pages: int) -> int:
         """Device memory that :meth:`attend` takes for each request."""
         return 0
+
+
+def sglang_choices() -> dict[str, torch.dtype]:
+    """Names of formats that SGLang's ``--kv-cache-dtype`` has, with the dtype of its own pool."""
+    dtypes = {name: KV_FORMATS.get(name).sglang_dtype for name in KV_FORMATS}
+    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
 
 @cache

@@ -36,7 +36,7 @@ class LatentFP8(KVFormat):
 
     @property
     def dense_token_bytes(self) -> int:
-        # SGLang stores those of DeepSeek-V3.2 in the same bytes, and of other models the codes alone.
+        # SGLang stores those of DeepSeek-V3.2 in the same bytes, and only codes of others.
         return self.token_bytes if self.kv.index_head_dim else self.kv.num_layers * self.row.width
 
     def encode(self, k: Tensor, v: Tensor) -> StoredKV:
