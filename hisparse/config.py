@@ -64,13 +64,13 @@ class StorageOptions:
         policy: which pages leave first: the least recently used, the least often used, or those
             that nobody used for ``ttl_s``.
         ttl_s: seconds that an unused page stays, with the policy "ttl".
-        timeout_s: time limit of a call to the store, in seconds. A load or a write has a second
-            more for every 256 MiB. What is late is computed.
+        timeout_s: time limit of a call to the store, in seconds, with a second more for every 256
+            MiB. Late pages are computed.
         threads: threads that load pages.
         representations: whether the store keeps page representations beside K and V ("stored"), or
             they are "built" from the keys of loaded pages. Backends other than "file" keep none.
         swap_min_tokens: if a retraction takes at least so many tokens from a request, they are
-            written to the store and read back, and else computed again. None: always computed.
+            written to the store and read back; fewer are computed. None: all are computed.
         options: for a backend of SGLang: what ``--hicache-storage-backend-extra-config`` would
             hold.
     """
@@ -144,8 +144,7 @@ class HiSparseConfig:
         num_recent_pages: last full pages of a sequence, which are always selected.
         selection_scope: heads that share a selection: all of a layer, the query heads of a KV
             head, or none. None: the algorithm's best scope that the adapter can serve.
-        min_sparse_context: tokens. Contexts up to this length are attended densely, also where
-            the budget is smaller.
+        min_sparse_context: tokens. Contexts up to this length are attended densely.
         dense_layers: layers, counted from 0, that are always attended densely. None: no layer.
         reuse_layers: consecutive layers in a group. The first one selects for all of them.
         overlap: run transfers beside compute, on side streams. Tokens stay the same, bit for bit.
@@ -164,10 +163,8 @@ class HiSparseConfig:
         checked: verify scores, selections and resident bytes in every step. Slow, for tests and new
             algorithms.
         cuda_graph: capture SGLang's decode steps in CUDA graphs. "auto" captures them on a GPU,
-            unless ``checked`` is true. Steps that a graph cannot serve run eagerly, such as those
-            of a dense context that does not fit its row. Not yet run on a GPU.
-        layer_metrics: count hits and misses of each layer too, for ``/metrics`` and ``hisparse
-            top``. It takes six small operations more in a layer, and two series a layer and rank.
+            unless ``checked`` is true. Not yet run on a GPU.
+        layer_metrics: count hits and misses of each layer too: six more small operations a layer.
         storage: keep prefixes in a store below host memory, where a restarted or another server
             finds them. Only in a server. The options are below. None: no store.
         extensions: options by the name of the extension (``tail_estimate``, ``prefetch``). In JSON
