@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.cache.allocate import zeros
+from hisparse.cache.allocate import NodeRanks, zeros
 from hisparse.cache.formats import StoredPart, format_of
-from hisparse.cache.shared_memory import NodeRanks
 from hisparse.types import HostLayout, KVSpec, PagedKV, StoredKV
 
 __all__ = ["HOST_LAYOUTS", "HostKVPool"]

@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
     add("--device-memory", metavar="SIZE", help="memory of one GPU, such as 141GiB (this GPU's)")
     add("--host-memory", metavar="SIZE", help="free host memory, such as 1TiB (free here)")
     add("--weights", metavar="SIZE", help="size of the weights (computed from the configuration)")
-    add("--kv-cache-dtype", choices=tuple(KV_FORMATS), help="dtype of K and V (auto)")
+    add("--kv-cache-dtype", type=_kv_dtype, metavar="NAME", help="how K and V are stored (auto)")
     add("--tp", type=int, default=1, metavar="N", help="GPUs that divide a layer, on one node (1)")
     add(
         "--pp", type=int, default=1, metavar="N", help="parts that divide the layers, each --tp (1)"
@@ -243,6 +243,14 @@ def _configs(
         asked = {k: v for k, v in zip(("algorithm", "budget"), pair, strict=True) if v is not None}
         configs.append(HiSparseConfig.from_dict(defaults | asked | stored))
     return configs + whole
+
+
+def _kv_dtype(name: str) -> str:
+    try:
+        KV_FORMATS.get(name)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name
 
 
 def _size(flag: str, text: str | None) -> int | None:
