@@ -7,17 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from hisparse.algorithms import DecodeStep
 from hisparse.cache.capacity import RowCapacities
 from hisparse.cache.counters import Counters
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.kv_io import KVReadWrite
 from hisparse.cache.residency import Residency
-from hisparse.cache.rows import StepRows
 from hisparse.cache.staging import Staging
 from hisparse.cache.streams import InlineStreams, SideStreams
-from hisparse.cache.swap_in import PageTable, Selected, SwapIn
+from hisparse.cache.swap_in import PageTable, SwapIn, Wanted
 from hisparse.kernels import promote_tail
+from hisparse.types import Selection
 
 __all__ = ["SparseKVCacheManager"]
 
@@ -114,29 +115,35 @@ class SparseKVCacheManager:
     def swap_in(
         self,
         layer_id: int,
-        selected: Selected,
-        rows: StepRows,
+        step: DecodeStep,
+        selection: Selection | None,
+        *,
+        width: int | None = None,
+        tail_below: int | None = None,
         followers: Sequence[int] = (),
     ) -> PageTable:
         """Make the selected pages resident, and return their device pages.
 
         Args:
             layer_id: layer number.
-            selected: the selected pages, or all pages.
-            rows: the rows that attend.
+            step: the requests that attend; its dense requests attend every page.
+            selection: the selected pages; None: every page of every request.
+            width: the most pages of a request; None: those of the selection.
+            tail_below: the tail page is attended beside fewer pages than this; None: always.
             followers: later layers that share the selection. With overlap, their transfers start
                 here, after those of this layer.
         """
-        return self._swap_in.swap_in(layer_id, selected, rows, followers)
+        wanted = Wanted(step, selection, width, tail_below)
+        return self._swap_in.swap_in(layer_id, wanted, followers)
 
     def finish(
-        self, layer_id: int, rows: StepRows, filled: Tensor, *, with_values: bool
+        self, layer_id: int, step: DecodeStep, filled: Tensor, *, with_values: bool
     ) -> tuple[Tensor, ...]:
         """Move full tail pages into the LRU, as the hottest pages.
 
         Args:
             layer_id: layer number.
-            rows: all rows of the step.
+            step: the requests that decode.
             filled: ``[R] bool``, rows with a full tail page.
             with_values: whether to return values too.
 
@@ -148,12 +155,12 @@ class SparseKVCacheManager:
         pools = form.split(self.device.stored(layer_id))
         if form.encoded:
             # Kernels copy tail pages as they are; these have to be decoded.
-            pools, tails = (), self.kv_io.read_tails(layer_id, rows)
+            pools, tails = (), self.kv_io.read_tails(layer_id, step)
         copies = promote_tail(
-            rows.rows,
-            rows.num_pages,
+            step.rows,
+            step.num_pages,
             filled,
-            rows.capacity,
+            step.capacity,
             self.device.state(layer_id),
             self.device.tail_pages[layer_id],
             pools=pools if with_values else pools[:1],

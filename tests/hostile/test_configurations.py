@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, make_setup
+from hisparse.engine.build import Resources, resolve
 from hisparse.errors import HiSparseError
 from hisparse.types import KVSpec
 from tests.hostile.mutations import hostile_value, mutated_object, mutated_text
@@ -99,10 +98,9 @@ def outcome(text: str) -> str:
     """ "accepted", or the line of the refusal; anything else that is raised is a fault."""
     try:
         config = HiSparseConfig.parse(text)
-        spec = KVSpec(
-            **{**vars(SPEC), "page_size": config.page_size, "kv_cache_dtype": config.kv_cache_dtype}
-        )
-        make_setup(config, build_algorithm(config), spec, 0.125, MACHINE)
+        stored = {"page_size": config.page_size, "kv_cache_dtype": config.kv_cache_dtype}
+        spec = KVSpec(**{**vars(SPEC), **stored})
+        resolve(config, spec, 0.125, MACHINE)
     except HiSparseError as error:
         return str(error)
     return "accepted"
