@@ -29,7 +29,7 @@ def net() -> Iterator[Any]:
 def test_tokens_are_those_of_dense_attention_over_rounded_k_and_v(
     net: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids, mask = left_padded((333, 160, 47), seed=1)
+    ids, mask = left_padded((333, 160, 47), seed=3)
     exact = continuation(net, ids, 40, attention_mask=mask)
     settings = ROOMY | {"kv_cache_dtype": dtype}
     cache = enable(net, settings, max_batch_size=3, max_length=400)
