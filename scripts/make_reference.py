@@ -20,7 +20,8 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hisparse.algorithms import ALGORITHMS
-from hisparse.config import EXTENSIONS, HiSparseConfig, StorageOptions
+from hisparse.config import EXTENSIONS, HiSparseConfig
+from hisparse.options import StorageOptions
 from hisparse.registry import Registry
 from hisparse.units import MemorySize
 

@@ -10,9 +10,8 @@ import torch
 
 from hisparse.adapters import ADAPTERS, TorchAdapter, TritonAdapter, choose_adapter
 from hisparse.adapters import flash_attention as flash_attention_module
-from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, make_setup
+from hisparse.engine.build import Resources, resolve
 from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
 from hisparse.kernels import quantize
@@ -224,7 +223,7 @@ def test_a_setup_holds_the_adapter_and_refuses_one_that_does_not_fit(device: str
             max_requests=4,
             device_type=device,
         )
-        return make_setup(config, build_algorithm(config), spec(), 0.1, resources).adapter
+        return resolve(config, spec(), 0.1, resources).adapter
 
     assert adapter_of()[0] == {"cpu": "torch", "cuda": "triton"}[device]
     assert adapter_of(adapter="torch") == ("torch", "requested")

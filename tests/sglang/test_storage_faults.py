@@ -16,7 +16,7 @@ from test_page_format import bits_at, fill, make_pool, slots_of
 
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.cache.page_format import PageFormat
-from hisparse.config import StorageOptions
+from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage import health
 from hisparse.sglang.features.storage.counters import StorageCounters
 from hisparse.sglang.features.storage.health import StorageHealth

@@ -53,7 +53,7 @@ def session_of(model: Any, **changes: Any) -> Any:
         "model_settings": {"layers": 2},
         "model_config": LlamaConfig(),
         "algorithm": Sketch(),
-        "config": HiSparseConfig(),
+        "resolved": SimpleNamespace(config=HiSparseConfig()),
         "policy": SimpleNamespace(rules=rules),
     }
     return SimpleNamespace(model=model, **(known | changes))
@@ -72,7 +72,7 @@ def namespace(
     session = session_of(
         torch.nn.Linear(64, 300),
         algorithm=algorithm or Sketch(),
-        config=HiSparseConfig(**config),
+        resolved=SimpleNamespace(config=HiSparseConfig(**config)),
         **(changes or {}),
     )
     session.fingerprint = model_fingerprint(session)

@@ -38,7 +38,7 @@ PAGES = [1, 2, 3, 4]
 
 
 class LoadedNowhere:
-    """Stands for :class:`hisparse.engine.loaded.LoadedPages`."""
+    """Stands for :class:`hisparse.engine.restored.RestoredPages`."""
 
     def add(self, pages: torch.Tensor) -> int:
         return 0
@@ -93,7 +93,7 @@ class Server:
                 on_request_end=lambda slot: None,
             ),
             algorithm=Quest(),
-            config=HiSparseConfig(),
+            resolved=SimpleNamespace(config=HiSparseConfig()),
             storage=self.counters,
             model=self.model,
             model_settings={},

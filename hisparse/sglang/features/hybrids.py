@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,9 +20,9 @@ __all__ = [
     "STAND_IN",
     "around_attn_backend_wrapper",
     "attention_pool",
+    "check_attending",
     "check_hybrid",
     "hybrid_layers",
-    "number_dense_layers",
     "refused_in_one_line",
 ]
 
@@ -105,8 +104,8 @@ def refused_in_one_line(server_args: Any) -> Iterator[None]:
         ) from error
 
 
-def number_dense_layers(config: HiSparseConfig, layers: Sequence[int]) -> HiSparseConfig:
-    """The configuration with ``dense_layers`` as numbers of the pool's layers.
+def check_attending(config: HiSparseConfig, layers: Sequence[int]) -> None:
+    """Require that ``dense_layers`` attend, and log which layers do.
 
     Args:
         config: names layers of the model.
@@ -125,8 +124,6 @@ def number_dense_layers(config: HiSparseConfig, layers: Sequence[int]) -> HiSpar
         "hisparse: the layers that attend are %s; SGLang keeps the states of the others",
         ", ".join(map(str, layers)),
     )
-    dense = tuple(layers.index(layer) for layer in config.dense_layers or ())
-    return replace(config, dense_layers=dense)
 
 
 def attention_pool(pool: Any) -> Any:

@@ -65,7 +65,7 @@ def make_namespace(session: Any, page_format: PageFormat, ranks: LinkerRanks) ->
         ranks.gather(session.fingerprint),
         session.policy,
         session.algorithm,
-        session.config,
+        session.resolved.config,
         page_format,
         rank=rank,
         num_ranks=num_ranks,

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 from torch import Tensor
 
 from hisparse.cache.page_format import PageFormat
-from hisparse.config import StorageOptions
+from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage.health import StorageHealth
 from hisparse.sglang.features.storage.key import make_namespace, model_fingerprint, swap_namespace
 from hisparse.sglang.features.storage.load import PageLoader

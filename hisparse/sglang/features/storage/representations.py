@@ -85,7 +85,7 @@ def representation_namespace(pages: Namespace, session: Any, record_bytes: int) 
     kinds = coordinator.representations.describe()
     # What extensions keep is named after them.
     owners = {name.partition(".")[0] for name in kinds}
-    options = {n: repr(x) for n, x in session.config.extensions.items() if n in owners}
+    options = {n: repr(x) for n, x in session.resolved.config.extensions.items() if n in owners}
     texts = [pages.text, repr(coordinator.algorithm)]
     texts += [json.dumps(x, sort_keys=True) for x in (kinds, options)]
     return replace(

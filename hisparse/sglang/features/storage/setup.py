@@ -6,10 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from hisparse.config import HiSparseConfig, StorageOptions
+from hisparse.config import HiSparseConfig
 from hisparse.engine.fingerprint import rope_types
 from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
-from hisparse.options import from_options
+from hisparse.options import StorageOptions, from_options
 from hisparse.storage import size_in_bytes
 
 __all__ = ["check_told_apart", "create_backend", "has_linker", "read_options", "request_linker"]

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from hisparse.cache.exact_pages import ExactPages
-from hisparse.config import StorageOptions
 from hisparse.engine.page_namespace import is_built_in
+from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage.counters import StorageCounters
 from hisparse.sglang.features.storage.load import PageLoader
 from hisparse.sglang.features.storage.offload import PageWriter
@@ -94,7 +94,7 @@ def make_stored_representations(
     """
     if options.representations == "built" or options.backend != "file":
         return None
-    plugins = [session.algorithm, *session.config.extensions.values()]
+    plugins = [session.algorithm, *session.resolved.config.extensions.values()]
     foreign = [type(x).__name__ for x in plugins if not is_built_in(x)]
     if foreign:
         logger.info(
