@@ -38,8 +38,8 @@ def around_profile_available_bytes(
         session, draft_bytes = make_session(configurator, device_bytes)
     start_session(session)
     logger.info("hisparse: %s", session.sizing.describe())
-    # SGLang divides by its own bytes per token, which do not account for fp8 and its scales.
-    sglang_spec = replace(session.spec, dtype=configurator.kv_cache_dtype, fp8=False)
+    # SGLang divides by its own bytes per token, whatever format hisparse stores.
+    sglang_spec = replace(session.spec, dtype=configurator.kv_cache_dtype, kv_cache_dtype="auto")
     return session.sizing.kv_tokens * (sglang_spec.token_bytes + draft_bytes)
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from hisparse.algorithms import build_algorithm
+from hisparse.cache.formats import LATENT_FORMATS, sglang_choices
 from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import check_capabilities, check_indexer, choose_scope
 from hisparse.errors import ConfigError
@@ -38,11 +39,6 @@ _FLAGS: Final = (
     Flag("dcp_size", (1,), "--dcp-size"),
     Flag("enable_streaming_session", (False,), "--enable-streaming-session"),
     Flag("enable_memory_saver", (False,), "--enable-memory-saver"),
-    Flag(
-        "kv_cache_dtype",
-        ("auto", "bf16", "bfloat16", "float16", "float32", "fp8_e4m3"),
-        "--kv-cache-dtype",
-    ),
     Flag("enable_kv_cache_sharding", (False,), "--enable-kv-cache-sharding"),
     Flag("enable_unified_memory", (False,), "--enable-unified-memory"),
     Flag("enable_page_major_kv_layout", (False,), "--enable-page-major-kv-layout"),
@@ -70,9 +66,9 @@ def read_config(server_args: Any) -> HiSparseConfig:
         ConfigError: a setting is invalid, or contradicts ``--kv-cache-dtype``.
     """
     config, flag = HiSparseConfig.parse(server_args.hisparse_config), server_args.kv_cache_dtype
-    if flag == "fp8_e4m3":
+    if flag in sglang_choices():
         return replace(config, kv_cache_dtype=flag)
-    if config.stores_fp8 and flag not in (None, "auto"):
+    if config.kv_cache_dtype != "auto" and flag not in (None, "auto"):
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype} but --kv-cache-dtype is {flag}; expected "
             "equal values, or only one of the two"
@@ -105,12 +101,12 @@ def prepare_before_resolution(server_args: Any) -> None:
     # Settings that one feature has changed may switch another one off.
     enabled = [feature for feature in features.all_features() if feature.is_on(start)]
     features.enable(enabled)
-    if start.config != config or config.stores_fp8:
+    if start.config != config or config.kv_cache_dtype != "auto":
         config = start.config
         server_args.hisparse_config = json.dumps(config.effective())
-    if config.stores_fp8:
+    if config.kv_cache_dtype != "auto":
         # SGLang's fp8 pools have requirements of their own, such as a certain backend on a CPU.
-        # SGLang therefore sees the model's dtype, and only hisparse knows that K/V are fp8.
+        # SGLang therefore sees the model's dtype, and only hisparse knows how K and V are stored.
         server_args.kv_cache_dtype = "auto"
     # Host memory is one pool for all layers, whatever part of it a layer attends.
     server_args.disable_hybrid_swa_memory = True
@@ -201,7 +197,10 @@ def _check_flags(view: Any) -> None:
 
     None stands for a flag that the command line does not give.
     """
-    rows = [*_FLAGS, *(row for feature in features.all_features() for row in feature.flags)]
+    dtypes = Flag("kv_cache_dtype", ("auto", *_KV_DTYPES, *sglang_choices()), "--kv-cache-dtype")
+    rows = [*_FLAGS, dtypes]
+    for feature in features.all_features():
+        rows += feature.flags
     for row in rows:
         got = getattr(view, row.field)
         if got is not None and got not in row.values:
@@ -233,6 +232,8 @@ def _check_model(server_args: Any, config: HiSparseConfig) -> None:
         )
     latent = model.attention_arch == AttentionArch.MLA
     choose_scope(config, latent=latent)
+    if latent:
+        LATENT_FORMATS.get(config.kv_cache_dtype)
     check_indexer(name, config, has_indexer=WITH_INDEXER.found(model))
     if model.is_hybrid_swa:
         raise ConfigError(
@@ -244,7 +245,7 @@ def _check_model(server_args: Any, config: HiSparseConfig) -> None:
     if wanted not in (None, model.dtype):
         raise ConfigError(
             f"--kv-cache-dtype is {server_args.kv_cache_dtype} but {name} runs in {model.dtype}; "
-            "hisparse stores K and V in the model's dtype or in fp8: use auto or fp8_e4m3"
+            "hisparse stores K and V in the model's dtype or in eight bits: use auto or fp8_e4m3"
         )
     if model.is_encoder_decoder:
         raise ConfigError(f"{name} is an encoder-decoder model; expected a decoder")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hisparse.cache.formats import sglang_choices
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Resources, build_engine, resolve
 from hisparse.engine.capabilities import stored_spec
@@ -51,9 +52,10 @@ def make_session(configurator: Any, device_bytes: int) -> tuple[Session, int]:
     args, enabled = configurator.server_args, features.enabled()
     config = read_config(args)
     dtype = configurator.kv_cache_dtype
-    if dtype == torch.float8_e4m3fn:
-        # The model's own configuration requests an fp8 KV cache.
-        config, dtype = replace(config, kv_cache_dtype="fp8_e4m3"), configurator.model_config.dtype
+    for name, quantized in sglang_choices().items():
+        if dtype == quantized:
+            # The model's own configuration requests such a KV cache.
+            config, dtype = replace(config, kv_cache_dtype=name), configurator.model_config.dtype
     for feature in enabled:
         config = feature.process_config(config, args)
     context_length = configurator.model_config.context_len
