@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_models import tiny_model
 
+from hisparse.sglang.features import IN_USE
+
 __all__ = ["refusal", "resolve"]
 
 
@@ -31,6 +33,8 @@ def resolve(*flags: str, model: Path | None = None, config: object = None) -> ob
         line += ["--hisparse-config", text]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+        # A start writes it.
+        patch.setenv(IN_USE, "")
         args = prepare_server_args([*line, *flags])
         args.resolve_once()
     return args

@@ -11,6 +11,7 @@ from refusing import refusal, resolve
 from tiny_models import tiny_model
 
 from hisparse.config import HiSparseConfig
+from hisparse.sglang.features import IN_USE
 from hisparse.sglang.server_args import prepare_before_resolution
 
 #: SGLang warns while it is imported.
@@ -161,11 +162,14 @@ def test_graphs_by_a_flag_of_sglang_alone(phase: str) -> None:
     ],
     ids=["default", "true", "false", "checked"],
 )
-def test_a_gpu_captures_decode_steps_where_it_can(config: object, captured: bool) -> None:
+def test_a_gpu_captures_decode_steps_where_it_can(
+    config: object, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     line = ["--model-path", str(tiny_model("llama")), "--attention-backend", "hisparse"]
     args = prepare_server_args([*line, "--device", "cuda", "--hisparse-config", json.dumps(config)])
+    monkeypatch.setenv(IN_USE, "")
     prepare_before_resolution(args)
     assert args.disable_cuda_graph is not captured
     assert args.disable_prefill_cuda_graph is captured

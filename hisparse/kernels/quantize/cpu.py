@@ -7,7 +7,8 @@ from torch import Tensor
 
 from hisparse.kernels.quantize import reference
 from hisparse.kernels.quantize.op import DECODE_LATENTS, ENCODE_LATENTS, QUANTIZE
-from hisparse.types import LatentRow, StoredKV
+from hisparse.kernels.quantize.rules import LatentRow
+from hisparse.types import StoredKV
 
 __all__ = ["decode_latents", "encode_latents", "quantize"]
 

@@ -20,11 +20,12 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg
 from hisparse.kernels.operation import Operation
-from hisparse.kernels.quantize.rules import QUANTIZED
-from hisparse.types import LatentRow, StoredKV
+from hisparse.kernels.quantize.rules import QUANTIZED, LatentRow
+from hisparse.types import StoredKV
 
 __all__ = [
     "QUANTIZED",
+    "LatentRow",
     "decode_latents",
     "dequantize",
     "encode_latents",

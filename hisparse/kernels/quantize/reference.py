@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.kernels.quantize.rules import FRACTION_BITS, RULES
-from hisparse.types import LatentRow, StoredKV
+from hisparse.kernels.quantize.rules import FRACTION_BITS, RULES, LatentRow
+from hisparse.types import StoredKV
 
 __all__ = [
     "decode_latents",

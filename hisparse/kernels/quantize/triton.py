@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from hisparse.kernels.quantize.reference import pack_latents
-from hisparse.kernels.quantize.rules import RULES
-from hisparse.types import LatentRow, StoredKV
+from hisparse.kernels.quantize.rules import RULES, LatentRow
+from hisparse.types import StoredKV
 
 __all__ = ["decode_latents", "encode_latents", "quantize", "to_e4m3"]
 
