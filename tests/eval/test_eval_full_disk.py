@@ -10,7 +10,7 @@ import pytest
 
 from hisparse.cli import main
 from hisparse.eval.records import RecordKey, Records
-from tests.full_disk import largest_file
+from tests.processes import largest_file
 
 RESULT = Path(__file__).with_name("smollm2-1k.json")
 

@@ -9,7 +9,7 @@ import torch
 
 from hisparse.errors import HiSparseError
 from hisparse.transformers import disable, enable
-from tests.full_disk import largest_file
+from tests.processes import largest_file
 from tests.transformers.hf_models import SMALL, model, prompt
 
 
