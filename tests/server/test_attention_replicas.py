@@ -38,8 +38,7 @@ PADDED = """
 @pytest.fixture(scope="module")
 def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("padded")
-    plugin = "pad_all = pad_all:load"
-    return make_plugin(folder, "pad_all", "sglang.srt.plugins", plugin, PADDED)
+    return make_plugin(folder, "pad_all:load", PADDED)
 
 
 @pytest.fixture(

@@ -158,9 +158,7 @@ class Served:
 @pytest.fixture(scope="module")
 def dsa(log_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
     package, folder = tmp_path_factory.mktemp("package"), tmp_path_factory.mktemp("choices")
-    make_plugin(
-        package, "recorded", "hisparse.algorithms", "recorded = recorded:Recorded", RECORDED
-    )
+    make_plugin(package, "recorded:Recorded", RECORDED, group="hisparse.algorithms")
     options = {"index_dtype": "float32", "folder": str(folder)}
     config = latents(0, 0)["deepseek_v32"] | {"algorithm": "recorded", "algorithm_config": options}
     prompts = [tokens(n, seed=n) for n in (30, 160, 333, 801)]

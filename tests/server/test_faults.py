@@ -40,9 +40,7 @@ def test_a_limit_of_addresses_ends_the_start_with_one_line(tmp_path: Path) -> No
             mapped = pages * os.sysconf("SC_PAGE_SIZE")
             resource.setrlimit(resource.RLIMIT_AS, (mapped + (3 << 28), resource.RLIM_INFINITY))
     """
-    folder = make_plugin(
-        tmp_path / "plugin", "limit", "sglang.srt.plugins", "l = limit:limit", limit
-    )
+    folder = make_plugin(tmp_path / "plugin", "limit:limit", limit)
     server = Server(tiny_model("llama"), log, config=config, python_path=[folder])
     line = server.refusal()
     assert "host memory: " in line and " (ulimit -v)" in line
@@ -138,7 +136,7 @@ def test_a_clock_that_jumps_while_requests_run(
             now, rng = time.time, random.Random(0)
             time.time = lambda: now() + rng.uniform(-3600, 3600)
     """
-    folder = make_plugin(tmp_path, "jump", "sglang.srt.plugins", "j = jump:jump", jump)
+    folder = make_plugin(tmp_path, "jump:jump", jump)
     log = log_dir / "clock.log"
     with Server(tiny_model("llama"), log, *FLAGS, config=SPARSE, python_path=[folder]) as server:
         assert server.generate(PROMPTS[0], 20).ids == right

@@ -64,7 +64,7 @@ LOOPS = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def spy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("spy")
-    return make_plugin(folder, "spy_mixed", "sglang.srt.plugins", "spy = spy_mixed:load", SPY)
+    return make_plugin(folder, "spy_mixed:load", SPY)
 
 
 @pytest.fixture(scope="module")
@@ -187,8 +187,7 @@ def test_a_row_that_fails_ends_with_an_error_and_the_server_goes_on(
     spy: Path, tmp_path: Path, log_dir: Path
 ) -> None:
     """The requests of its forward end with it; those that come later do not."""
-    entry = "faulty = faulty_row:Faulty"
-    plugin = make_plugin(tmp_path / "faulty", "faulty_row", "hisparse.algorithms", entry, FAULTY)
+    plugin = make_plugin(tmp_path / "faulty", "faulty:Faulty", FAULTY, group="hisparse.algorithms")
     options = {"config": SPARSE | {"algorithm": "faulty"}, "python_path": [spy, plugin]}
     flags, log = (*FLAGS, "--max-total-tokens", "8000"), log_dir / "mixed-faulty.log"
     with Server(tiny_model("llama"), log, *flags, **options) as server:

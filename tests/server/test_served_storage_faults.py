@@ -61,7 +61,7 @@ def test_a_full_disk(log_dir: Path, tmp_path: Path) -> None:
     prompts = [tokens(1500, seed=s) for s in range(90, 94)]
     with start(log_dir, "reference", None, SPARSE) as server:
         right = ids_of(answers_of(server, prompts))
-    plugin = make_plugin(tmp_path / "p", "full", "sglang.srt.plugins", "f = full:install", FULL)
+    plugin = make_plugin(tmp_path / "p", "full:install", FULL)
     options: dict[str, Any] = {"env": {"FULL_WHILE": str(full)}, "python_path": [plugin]}
     options["storage"] = PATIENT
     full.touch()

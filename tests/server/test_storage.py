@@ -330,9 +330,7 @@ def test_a_store_that_hangs_delays_no_one_beyond_the_limit(log_dir: Path, tmp_pa
     with start(log_dir, "before-hang", store, SPARSE) as server:
         right = [server.generate(prompt, 20).ids for prompt in prompts]
         wait_for(server, "storage_offloaded_pages", 4 * 37)
-    plugin = make_plugin(
-        tmp_path / "p", "hanging", "sglang.srt.plugins", "h = hanging:install", HANGING
-    )
+    plugin = make_plugin(tmp_path / "p", "hanging:install", HANGING)
     hang.touch()
     options: dict[str, Any] = {"env": {"HANG_WHILE": str(hang)}, "python_path": [plugin]}
     with start(log_dir, "hang", store, SPARSE, storage={"timeout_s": 0.5}, **options) as server:

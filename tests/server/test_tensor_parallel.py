@@ -76,7 +76,7 @@ def test_ranks_of_dsa_share_latents_and_give_one_rank_s_tokens(
     """
     package, folder = tmp_path / "package", tmp_path / "digests"
     folder.mkdir()
-    make_plugin(package, "digests", "hisparse.algorithms", "digests = digests:Digests", DIGESTS)
+    make_plugin(package, "digests:Digests", DIGESTS, group="hisparse.algorithms")
     options = {"index_dtype": "float32", "folder": str(folder)}
     config = latents(0, 0)["deepseek_v32"] | {"algorithm": "digests", "algorithm_config": options}
     prompts = [tokens(n, seed=n) for n in (30, 333, 801)]

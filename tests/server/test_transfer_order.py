@@ -69,13 +69,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def slow_server(log_dir: Path, seen: Path) -> Iterator[Server]:
-    folder = make_plugin(
-        seen.parent / "plugin",
-        "slow_transfers",
-        "sglang.srt.plugins",
-        "slow_transfers = slow_transfers:install",
-        _SLOW,
-    )
+    folder = make_plugin(seen.parent / "plugin", "slow_transfers:install", _SLOW)
     flags = ("--max-total-tokens", "20000", "--chunked-prefill-size", "256")
     with Server(
         tiny_model("llama"),
