@@ -27,7 +27,7 @@ pytestmark = MORE
 NEW_TOKENS = 24
 _PREFIX = tokens(700, seed=31)
 #: The last two share whole pages, and end at other places of a page.
-PROMPTS = [tokens(90, seed=30), _PREFIX + tokens(333, seed=32), _PREFIX + tokens(20, seed=33)]
+PROMPTS = [tokens(90, seed=40), _PREFIX + tokens(333, seed=32), _PREFIX + tokens(20, seed=33)]
 _FLAGS = (
     *("--max-total-tokens", "20000", "--max-running-requests", "4"),
     *("--chunked-prefill-size", "256"),

@@ -20,6 +20,7 @@ from tiny_models import CONTEXT, KV_HEADS, TOKEN_BYTES, tiny_model
 from workload import NEW_TOKENS, PROMPTS, SHARED, tokens
 
 from hisparse.cli import main
+from tests.command import Command
 
 BUDGET = SPARSE["budget"]
 
@@ -193,7 +194,9 @@ def test_every_panel_of_the_dashboard_has_data(server: Server, tmp_path: Path) -
         assert not prometheus.query('{__name__=~"hisparse[:_]no_such_metric"}')
 
 
-def test_top_shows_what_a_server_does(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_shows_what_a_server_does(
+    server: Server, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(server.generate_many, PROMPTS.prompts[-2:], 400)
         while server.metrics()["sglang:num_running_reqs"] < 2:
@@ -207,7 +210,6 @@ def test_top_shows_what_a_server_does(server: Server, capsys: pytest.CaptureFixt
     assert 0 < found["hit_ratio"]["recent"] <= 1
     assert found["per_second"]["written_bytes"] > 0
     assert found["hit_ratio_by_layer"] == {}, "layers are not counted unless asked for"
-    assert main(["top", server.url, "--once", "--interval", "100ms"]) == 0
-    out = capsys.readouterr().out
+    out = command("top", server.url, "--once", "--interval", "100ms")
     assert "requests running" in out
     assert " of 40,000 " in out
