@@ -36,7 +36,7 @@
 # make wheel   dist/*.whl from the last commit: the same commit gives the same bytes
 # make audit   known vulnerabilities of the pinned packages
 # make licences   docs/licences.md, the licences of the packages that hisparse needs
-# make docs    docs/configuration.md from the code; docs/quality.md, docs/quality.html and the plots
+# make docs    docs/configuration.md from the code, and the plots of docs/images/ from bench/results/
 #              from bench/results
 # make clean   delete what the others made in this folder (models stay in ~/.cache/hisparse)
 
@@ -101,7 +101,7 @@ test-faults: setup
 	@$(python) -m tests.prepare
 	PART=faults OMP_NUM_THREADS=1 $(python) -m pytest tests/server/test_faults.py \
 		tests/server/test_http.py tests/kernels/test_build_faults.py tests/cache/test_allocate.py \
-		tests/eval/test_eval_full_disk.py tests/transformers/test_hf_full_disk.py tests/memory/test_memory.py \
+		tests/eval/test_eval_full_disk.py tests/memory/test_memory.py \
 		tests/storage/test_lost_pages.py tests/storage/test_killed_writers.py \
 		tests/storage/test_damaged_extents.py tests/storage/test_eviction.py \
 		tests/storage/test_lost_index.py tests/storage/test_random_faults.py \
@@ -211,19 +211,10 @@ licences: setup
 wheel: setup
 	@scripts/build_wheel.sh
 
-# Results that docs/quality.md shows, in this order.
-results := bench/results/2026-11-21
-quality := $(foreach name,qwen-4k qwen-8k qwen-8k-seeds4 smollm2-4k qwen1.5b-4k, \
-	--from $(results)-eval-$(name)-2e9299e.json) \
-	$(foreach name,qwen-4k smollm2-4k, \
-	--from bench/results/2026-11-22-eval-economy-$(name)-15d92ff.json) \
-	$(foreach context,4k 8k, --from bench/results/2026-11-23-eval-gemma3-$(context)-4184cdb.json)
-
 docs: setup
 	$(python) -m scripts.make_reference docs/configuration.md
-	$(python) -m hisparse eval $(quality) --report docs/quality.md --report docs/quality.html
 	$(python) -m hisparse.eval.plots quality \
-		$(results)-eval-qwen-4k-2e9299e.json docs/images/quality.svg
+		bench/results/2026-11-21-eval-qwen-4k-2e9299e.json docs/images/quality.svg
 	$(python) -m hisparse.eval.plots trace \
 		bench/results/2026-11-22-trace-qwen-8k-086a4a3.json docs/images/trace.svg
 	$(python) -m hisparse.eval.plots speed \

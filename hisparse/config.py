@@ -8,12 +8,19 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, get_type_hints
 
 from hisparse.errors import ConfigError, quoted, unknown_name
-from hisparse.options import check_type, from_options, parse_object, read_object
+from hisparse.options import (
+    StorageOptions,
+    check_type,
+    from_options,
+    parse_object,
+    read_object,
+    read_storage,
+)
 from hisparse.registry import Registry
 from hisparse.types import HostLayout, SelectionScope
 from hisparse.units import MemorySize, parse_memory
 
-__all__ = ["EXTENSIONS", "HiSparseConfig", "StorageOptions"]
+__all__ = ["EXTENSIONS", "HiSparseConfig", "Resolved"]
 
 
 #: Extensions by name: subclasses of ``hisparse.engine.extensions.base.Extension``. Each name is
@@ -43,81 +50,6 @@ _TOKEN_WISE_PAGE_SIZE: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class StorageOptions:
-    """Where a server keeps prefixes below host memory.
-
-    Raises:
-        ConfigError: a value is out of range or contradicts another one.
-
-    Attributes:
-        backend: "file", hisparse's own store in a folder, or one of SGLang's storage backends by
-            its name there, such as "mooncake" or "dynamic".
-        path: folder of the backend "file".
-        size: most bytes of the backend "file"; the least recently used pages leave first. A
-            fraction is of the file system's size. None: no limit.
-        policy: which pages leave first: the least recently used, the least often used, or those
-            that nobody used for ``ttl_s``.
-        ttl_s: seconds that an unused page stays, with the policy "ttl".
-        timeout_s: time limit of a call to the store, in seconds. A load or a write has a second
-            more for every 256 MiB. What is late is computed.
-        threads: threads that load pages.
-        representations: whether the store keeps page representations beside K and V ("stored"), or
-            they are "built" from the keys of loaded pages. Backends other than "file" keep none.
-        swap_min_tokens: if a retraction takes at least so many tokens from a request, they are
-            written to the store and read back, and else computed again. None: always computed.
-        options: for a backend of SGLang: what ``--hicache-storage-backend-extra-config`` would
-            hold.
-    """
-
-    backend: str = "file"
-    path: str | None = None
-    size: MemorySize | None = None
-    policy: Literal["lru", "lfu", "ttl"] = "lru"
-    ttl_s: float | None = None
-    timeout_s: float = 5.0
-    threads: int = 2
-    representations: Literal["stored", "built"] = "stored"
-    swap_min_tokens: int | None = 256
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.backend == "file" and not self.path:
-            raise ConfigError("path is not set; expected the folder of the store")
-        own = {"path": None, "size": None, "policy": "lru", "ttl_s": None}
-        given = [name for name, default in own.items() if getattr(self, name) != default]
-        if self.backend != "file" and given:
-            raise ConfigError(
-                f"{given[0]} is set for backend {quoted(self.backend)}; expected it only "
-                'for "file", and options for others'
-            )
-        if self.backend == "file" and self.options:
-            raise ConfigError(
-                'options are set for backend "file"; expected path, size, policy and ttl_s'
-            )
-        if "\0" in (self.path or ""):
-            raise ConfigError(f"path: got {quoted(self.path)}, expected the name of a folder")
-        if self.size is not None:
-            parse_memory("size", self.size)
-        if (self.policy == "ttl") != (self.ttl_s is not None):
-            raise ConfigError(
-                f"ttl_s is {self.ttl_s} and policy {quoted(self.policy)}; expected ttl_s "
-                'exactly with the policy "ttl"'
-            )
-        if self.ttl_s is not None and self.ttl_s <= 0:
-            raise ConfigError(f"ttl_s: got {self.ttl_s}, expected seconds above 0")
-        if not 0 < self.timeout_s < 3600:
-            raise ConfigError(
-                f"timeout_s: got {self.timeout_s}, expected seconds above 0, below 3600"
-            )
-        if not 1 <= self.threads <= 64:
-            raise ConfigError(f"threads: got {self.threads}, expected 1 to 64")
-        if self.swap_min_tokens is not None and self.swap_min_tokens < 0:
-            raise ConfigError(
-                f"swap_min_tokens: got {self.swap_min_tokens}, expected null or at least 0"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class HiSparseConfig:
     """The settings of hisparse. Each value is checked when it is set.
 
@@ -138,8 +70,7 @@ class HiSparseConfig:
         num_recent_pages: last full pages of a sequence, which are always selected.
         selection_scope: heads that share a selection: all of a layer, the query heads of a KV
             head, or none. None: the algorithm's best scope that the adapter can serve.
-        min_sparse_context: tokens. Contexts up to this length are attended densely, also where
-            the budget is smaller.
+        min_sparse_context: tokens. Contexts up to this length are attended densely.
         dense_layers: layers, counted from 0, that are always attended densely. None: no layer.
         reuse_layers: consecutive layers in a group. The first one selects for all of them.
         overlap: run transfers beside compute, on side streams. Tokens stay the same, bit for bit.
@@ -158,10 +89,8 @@ class HiSparseConfig:
         checked: verify scores, selections and resident bytes in every step. Slow, for tests and new
             algorithms.
         cuda_graph: capture SGLang's decode steps in CUDA graphs. "auto" captures them on a GPU,
-            unless ``checked`` is true. Steps that a graph cannot serve run eagerly, such as those
-            of a dense context that does not fit its row. Not yet run on a GPU.
-        layer_metrics: count hits and misses of each layer too, for ``/metrics`` and ``hisparse
-            top``. It takes six small operations more in a layer, and two series a layer and rank.
+            unless ``checked`` is true. Not yet run on a GPU.
+        layer_metrics: count hits and misses of each layer too: six more small operations a layer.
         storage: keep prefixes in a store below host memory, where a restarted or another server
             finds them. Only in a server. The options are below. None: no store.
         extensions: options by the name of the extension (``tail_estimate``, ``prefetch``). In JSON
@@ -195,7 +124,7 @@ class HiSparseConfig:
     extensions: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._set("storage", _read_storage(self.storage))
+        self._set("storage", read_storage(self.storage))
         for name, hint in get_type_hints(type(self)).items():
             check_type(name, getattr(self, name), hint)
         if self.device_buffer_size is None:
@@ -362,16 +291,25 @@ class HiSparseConfig:
         return values | off | {name: asdict(options) for name, options in enabled.items()}
 
 
-def _read_storage(given: object) -> StorageOptions | None:
-    """Options of the storage, if there is one."""
-    if isinstance(given, StorageOptions) or given is None:
-        return given
-    if isinstance(given, Mapping):
-        return from_options(StorageOptions, "storage", "storage", given)
-    raise ConfigError(
-        f"storage: got {quoted(given)}, expected null or an object such as "
-        '{"backend": "file", "path": "/var/cache/hisparse", "size": "500GiB"}'
-    )
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """The settings of one rank once the model, the device and the adapter have decided the rest.
+
+    Attributes:
+        config: what the user has set; what stands below holds instead of its values there.
+        device_buffer_size: tokens that each row's device pages hold at least: also a window.
+        dense_layers: among this rank's layers, counted from its first one.
+        scope: selection scope.
+        layout: order of K and V in host memory.
+        captured: whether decode steps are captured in CUDA graphs.
+    """
+
+    config: HiSparseConfig
+    device_buffer_size: int
+    dense_layers: frozenset[int]
+    scope: SelectionScope
+    layout: HostLayout
+    captured: bool
 
 
 def _read_extensions(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -20,14 +20,17 @@ from typing import (
 )
 
 from hisparse.errors import ConfigError, quoted, unknown_name
+from hisparse.units import MemorySize, parse_memory
 
 __all__ = [
+    "StorageOptions",
     "check_fields",
     "check_type",
     "from_options",
     "matches",
     "parse_object",
     "read_object",
+    "read_storage",
     "read_text",
     "type_words",
 ]
@@ -226,3 +229,90 @@ def type_words(hint: Any) -> str:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "an object"
     return str(getattr(hint, "__name__", hint))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageOptions:
+    """Where a server keeps prefixes below host memory.
+
+    Raises:
+        ConfigError: a value is out of range or contradicts another one.
+
+    Attributes:
+        backend: "file", hisparse's own store in a folder, or one of SGLang's storage backends by
+            its name there, such as "mooncake" or "dynamic".
+        path: folder of the backend "file".
+        size: most bytes of the backend "file"; the least recently used pages leave first. A
+            fraction is of the file system's size. None: no limit.
+        policy: which pages leave first: the least recently used, the least often used, or those
+            that nobody used for ``ttl_s``.
+        ttl_s: seconds that an unused page stays, with the policy "ttl".
+        timeout_s: time limit of a call to the store, in seconds, with a second more for every 256
+            MiB. Late pages are computed.
+        threads: threads that load pages.
+        representations: whether the store keeps page representations beside K and V ("stored"), or
+            they are "built" from the keys of loaded pages. Backends other than "file" keep none.
+        swap_min_tokens: if a retraction takes at least so many tokens from a request, they are
+            written to the store and read back; fewer are computed. None: all are computed.
+        options: for a backend of SGLang: what ``--hicache-storage-backend-extra-config`` would
+            hold.
+    """
+
+    backend: str = "file"
+    path: str | None = None
+    size: MemorySize | None = None
+    policy: Literal["lru", "lfu", "ttl"] = "lru"
+    ttl_s: float | None = None
+    timeout_s: float = 5.0
+    threads: int = 2
+    representations: Literal["stored", "built"] = "stored"
+    swap_min_tokens: int | None = 256
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.backend == "file" and not self.path:
+            raise ConfigError("path is not set; expected the folder of the store")
+        own = {"path": None, "size": None, "policy": "lru", "ttl_s": None}
+        given = [name for name, default in own.items() if getattr(self, name) != default]
+        if self.backend != "file" and given:
+            raise ConfigError(
+                f"{given[0]} is set for backend {quoted(self.backend)}; expected it only "
+                'for "file", and options for others'
+            )
+        if self.backend == "file" and self.options:
+            raise ConfigError(
+                'options are set for backend "file"; expected path, size, policy and ttl_s'
+            )
+        if "\0" in (self.path or ""):
+            raise ConfigError(f"path: got {quoted(self.path)}, expected the name of a folder")
+        if self.size is not None:
+            parse_memory("size", self.size)
+        if (self.policy == "ttl") != (self.ttl_s is not None):
+            raise ConfigError(
+                f"ttl_s is {self.ttl_s} and policy {quoted(self.policy)}; expected ttl_s "
+                'exactly with the policy "ttl"'
+            )
+        if self.ttl_s is not None and self.ttl_s <= 0:
+            raise ConfigError(f"ttl_s: got {self.ttl_s}, expected seconds above 0")
+        if not 0 < self.timeout_s < 3600:
+            raise ConfigError(
+                f"timeout_s: got {self.timeout_s}, expected seconds above 0, below 3600"
+            )
+        if not 1 <= self.threads <= 64:
+            raise ConfigError(f"threads: got {self.threads}, expected 1 to 64")
+        if self.swap_min_tokens is not None and self.swap_min_tokens < 0:
+            raise ConfigError(
+                f"swap_min_tokens: got {self.swap_min_tokens}, expected null or at least 0"
+            )
+
+
+def read_storage(given: object) -> StorageOptions | None:
+    """Options of the storage, if there is one."""
+    if isinstance(given, StorageOptions) or given is None:
+        return given
+    if isinstance(given, Mapping):
+        return from_options(StorageOptions, "storage", "storage", given)
+    raise ConfigError(
+        f"storage: got {quoted(given)}, expected null or an object such as "
+        '{"backend": "file", "path": "/var/cache/hisparse", "size": "500GiB"}'
+    )

@@ -89,7 +89,7 @@ class Registry(Generic[T]):
             except Exception as error:
                 raise ConfigError(
                     f"{self.kind} {entry.name!r}: cannot import {entry.value!r} of an installed "
-                    f"package: {one_line(error)}; mend or uninstall the package"
+                    f"package: {one_line(error)}; fix or uninstall the package"
                 ) from error
             if entry.name not in self._entries:
                 self.register(entry.name)(cls)

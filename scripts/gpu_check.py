@@ -55,7 +55,7 @@ SUITES = {
         "test_page_sketch.py",
         "test_outline.py",
     ],
-    "fp8": ["test_fp8.py", "test_latents.py", "test_fp8_transfer.py"],
+    "fp8": ["test_quantize.py", "test_latents.py", "test_quantized_transfer.py"],
     "adapters": ["../adapters/test_against_torch.py"],
     "graphs": ["gpu/test_graphs.py", "gpu/test_algorithm_graphs.py", "gpu/test_step_graphs.py"],
     "overlap": ["gpu/test_overlap_graphs.py"],

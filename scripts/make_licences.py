@@ -7,6 +7,7 @@ pyproject.toml and the requirements of installed packages, licences from their m
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from importlib.metadata import PackageMetadata, PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -29,7 +30,7 @@ package's own metadata states it. hisparse itself is under Apache-2.0 and contai
 packages. `make licences` generates the page from the CPU set-up; do not edit it. A set-up for CUDA
 brings further packages, among them NVIDIA's libraries, which have a licence of their own.
 
-| package | licence | needed by |
+| needed by | licence | packages |
 |---|---|---|"""
 
 
@@ -63,7 +64,7 @@ def _reachable(names: list[str]) -> set[str]:
 
 
 def _pinned() -> set[str]:
-    """Packages of the CPU set-up: others may be installed besides."""
+    """Packages of the CPU set-up: others may be installed too."""
     lines = [
         line
         for name in ("cpu.txt", "constraints.txt", "sglang.txt")
@@ -81,9 +82,14 @@ def make_licences() -> str:
     for group, requirements in groups.items():
         for name in _reachable([Requirement(text).name for text in requirements]) & _pinned():
             needed_by.setdefault(name, group)
+    packages: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in sorted(needed_by):
+        packages[needed_by[name], _licence(distribution(name).metadata)].append(name)
     rows = [
-        f"| {name} | {_licence(distribution(name).metadata)} | {needed_by[name]} |"
-        for name in sorted(needed_by)
+        f"| {group} | {licence} | {', '.join(names)} |"
+        for group in groups
+        for (user, licence), names in sorted(packages.items())
+        if user == group
     ]
     return "\n".join([_INTRO, *rows]) + "\n"
 

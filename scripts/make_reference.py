@@ -20,7 +20,8 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hisparse.algorithms import ALGORITHMS
-from hisparse.config import EXTENSIONS, HiSparseConfig, StorageOptions
+from hisparse.config import EXTENSIONS, HiSparseConfig
+from hisparse.options import StorageOptions
 from hisparse.registry import Registry
 from hisparse.units import MemorySize
 
@@ -38,8 +39,7 @@ python -m sglang.launch_server --model-path MODEL --attention-backend hisparse \
 ```
 
 `--hisparse-config` takes a JSON object, or `@file.json`. `hisparse.transformers.enable` and
-`hisparse eval --config` take the same keys. An unknown key is an error that names the closest
-key."""
+`hisparse eval --config` take the same keys. An unknown key is an error that names the closest."""
 
 _FLAGS = (
     ("--attention-backend hisparse", "switches hisparse on, for prefill and decode"),
@@ -53,7 +53,8 @@ _FLAGS = (
      "([operations.md](operations.md#replicas))"),
     ("--kv-cache-dtype fp8_e4m3", "stores K and V in eight bits with scales ([fp8.md](fp8.md))"),
     ("--enable-unified-cache-external-linker", "is set by `storage`; given by itself, with backend "
-     "`dynamic` and `HiSparseLinker` of `hisparse.sglang.linker` ([storage.md](storage.md))"),
+     "`dynamic` and `HiSparseLinker` of `hisparse.sglang.features.storage.linker` "
+     "([storage.md](storage.md))"),
     ("--enable-metrics", "adds the metrics below to `/metrics`"),
 )  # fmt: skip
 
@@ -89,7 +90,7 @@ def _extensions() -> Iterator[str]:
     for name, cls in _built_in(EXTENSIONS):
         _, _, text = (inspect.getdoc(import_module(cls.__module__)) or "").partition(": ")
         yield f"### `{name}`"
-        yield _prose(text)
+        yield _first_paragraph(text)
         options = [f for f in fields(cls.options_type) if f.init]
         yield _options_table("option", cls.options_type, options) if options else "No options."
 
@@ -97,12 +98,12 @@ def _extensions() -> Iterator[str]:
 def _algorithms() -> Iterator[str]:
     yield "## Options of algorithms"
     yield (
-        "Options go into `algorithm_config`. [algorithms.md](algorithms.md) compares the "
-        "algorithms.\nPlug-ins can add more: `hisparse algorithms` lists all that are installed."
+        "Options go into `algorithm_config`. [algorithms.md](algorithms.md) says how each one "
+        "selects.\nPlug-ins can add more: `hisparse algorithms` lists all that are installed."
     )
     for name, cls in _built_in(ALGORITHMS):
         yield f"### `{name}`"
-        yield _prose((inspect.getdoc(cls) or "").partition("\nAttributes:\n")[0])
+        yield _first_paragraph(inspect.getdoc(cls) or "")
         paper = re.search(r"https://\S+", import_module(cls.__module__).__doc__ or "")
         sizes = cls.page_sizes
         notes = [
@@ -125,29 +126,30 @@ def _sglang() -> Iterator[str]:
     yield "## Metrics"
     yield (
         "With `--enable-metrics`, SGLang's `/metrics` has these, with the labels `model_name` and "
-        "`tp_rank`, and with\nreplicas `dp_rank`. Pages, selections and tokens are counted over "
-        "layers and rows. Those of `layer_metrics`\nhave the label `layer`."
+        "`tp_rank`, and with\nreplicas `dp_rank`. Names that end with `_total` are counters, the "
+        "others gauges. Pages, selections and tokens\nare counted over layers and rows. A key in "
+        "the second column adds the metric; `layer_metrics` also adds the label `layer`."
     )
     yield _table(
-        ("metric", "kind", "meaning"),
-        [(f"`hisparse:{name}`", kind, text) for name, kind, text in _metrics()],
+        ("metric", "with", "meaning"),
+        [(f"`hisparse:{name}`", key, text) for name, key, text in _metrics()],
     )
 
 
 def _metrics() -> Iterator[tuple[str, str, str]]:
-    """Name in Prometheus, kind and meaning of each metric."""
+    """Name in Prometheus, the key that adds it, and meaning of each metric."""
     tables = _dictionaries("metrics")
     for name, text in tables["_COUNTERS"].items():
-        yield f"{name}_total", "counter", text
+        yield f"{name}_total", "", text
     for extension, cls in _built_in(EXTENSIONS):
         for name, text in cls.counters.items():
-            yield f"{name}_total", f"counter of `{extension}`", text
+            yield f"{name}_total", f"`{extension}`", text
     for name, text in tables["_LAYER_COUNTERS"].items():
-        yield f"{name}_total", "counter of `layer_metrics`", text
-    for name, text in _dictionaries("storage/counters")["COUNTERS"].items():
-        yield f"{name}_total", "counter of `storage`", text
+        yield f"{name}_total", "`layer_metrics`", text
+    for name, text in _dictionaries("features/storage/counters")["COUNTERS"].items():
+        yield f"{name}_total", "`storage`", text
     for name, text in tables["_GAUGES"].items():
-        yield name, "gauge", text
+        yield name, "", text
 
 
 def _dictionaries(module: str) -> dict[str, dict[str, str]]:
@@ -213,6 +215,11 @@ def _prose(text: str) -> str:
     text = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
     text = re.sub(r"(?<!<)(https://[^\s)]+)", r"<\1>", text)
     return text[:1].upper() + text[1:]
+
+
+def _first_paragraph(text: str) -> str:
+    """What a docstring says first; the pages about the class have the rest."""
+    return _prose(text.strip().partition("\n\n")[0])
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from hisparse.algorithms import ALGORITHMS, build_algorithm
-from hisparse.config import HiSparseConfig, StorageOptions
+from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
+from hisparse.options import StorageOptions
 from hisparse.units import format_bytes, resolve_memory
 
 GIB = 1 << 30

@@ -15,10 +15,16 @@ from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, build_algorithm
 from hisparse.cache import HostKVPool
 from hisparse.cache.allocate import zeros
 from hisparse.config import HiSparseConfig
+from hisparse.engine.batches import DecodeBatch
 from hisparse.engine.build import PoolSizes, build, make_policy
-from hisparse.engine.capabilities import check_capabilities, check_indexer, choose_scope
+from hisparse.engine.capabilities import (
+    check_capabilities,
+    check_indexer,
+    choose_scope,
+    resolve_settings,
+)
 from hisparse.engine.metrics import CacheStats
-from hisparse.engine.step import DecodeBatch, PrefillChunk
+from hisparse.engine.prefill import PrefillChunk
 from hisparse.types import IndexerInputs, KVSpec, PagedKV, Selection, SelectionScope
 
 __all__ = ["RandomRequests"]
@@ -96,7 +102,7 @@ class RandomRequests:
         self.table = order.int().view(self.batch, pages).to(self.device)
         self.adapter = TorchAdapter()
         self.coordinator = build(
-            config,
+            resolve_settings(config, self.kv, self.policy.scope),
             algorithm,
             self.policy,
             self.adapter,

@@ -1,6 +1,6 @@
 // encode_latents, decode_latents: latents as rows of e4m3 codes, float32 scales and bfloat16.
-#include "fp8.h"
 #include "parallel.h"
+#include "quantize.h"
 #include "simd.h"
 #include "tensors.h"
 
@@ -29,10 +29,10 @@ HISPARSE_INLINE uint16_t to_bfloat16(float x) {
 
 template <typename T>
 void encode_row(const typename T::Raw* x, const Row& row, bool is_half, uint8_t* out) {
-  const float most = largest_encoded(is_half);
+  const float most = largest_encoded<ToE4M3>(is_half);
   for (int32_t first = 0, tile = 0; first < row.rank; first += row.tile, ++tile) {
     uint8_t exponent;
-    encode<T>(x + first, row.tile, most, out + first, &exponent);
+    encode<ToE4M3, T>(x + first, row.tile, most, out + first, &exponent);
     const uint32_t scale = static_cast<uint32_t>(exponent) << kFractionBits;
     std::memcpy(out + row.scales_at + 4 * tile, &scale, 4);
   }

@@ -337,7 +337,7 @@ void paged_attention(TensorView query, TensorView k, TensorView v, TensorView sc
   p.splits = std::max<int64_t>(1, (p.table_width + p.pages_per_split - 1) / p.pages_per_split);
   require_lengths(p);
   const bool in_range =
-      with_element_type(k, "kv.k", [&](auto type) { return run<decltype(type)>(p); });
+      with_page_type(k, "kv.k", [&](auto type) { return run<decltype(type)>(p); });
   if (!in_range) {
     TVM_FFI_THROW(ValueError) << "page_table: a page is outside [0, " << p.num_pages
                               << "), the pages of kv";

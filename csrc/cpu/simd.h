@@ -235,6 +235,14 @@ struct Float8 {
   }
 };
 
+struct Int8 {
+  using Raw = int8_t;
+  static HISPARSE_INLINE float one(Raw x) { return x; }
+  static HISPARSE_INLINE Floats load(const Raw* p) {
+    return __builtin_convertvector(load_signed_bytes(p), Floats);
+  }
+};
+
 template <typename V>
 HISPARSE_INLINE void store(float* p, V x) {
   std::memcpy(p, &x, sizeof(x));

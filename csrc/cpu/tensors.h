@@ -65,4 +65,12 @@ auto with_element_type(const TensorView& tensor, const char* name, Body&& body) 
   return body(Float32());
 }
 
+// The same for pages, whose numbers may be integers with scales.
+template <typename Body>
+auto with_page_type(const TensorView& pages, const char* name, Body&& body) {
+  const DLDataType dtype = pages.dtype();
+  if (dtype.code == kDLInt && dtype.bits == 8) return body(Int8());
+  return with_element_type(pages, name, body);
+}
+
 }  // namespace hisparse

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from hisparse import kernels
 from hisparse.kernels import (
-    decode_fp8,
     decode_latents,
-    encode_fp8,
+    dequantize,
     encode_latents,
     gather_pages,
     gather_tokens,
+    quantize,
     scatter_tokens,
 )
 from hisparse.types import KVSpec, LatentRow, PagedKV, StoredKV
@@ -45,7 +45,7 @@ def encode(kv: KVSpec, k: Tensor, v: Tensor) -> StoredKV:
     if row is not None:
         rows = encode_latents(k, row)
         return StoredKV(rows, rows[..., : row.rank])
-    return encode_fp8(k, v) if kv.fp8 else StoredKV(k, v)
+    return quantize(k, v, torch.float8_e4m3fn) if kv.fp8 else StoredKV(k, v)
 
 
 def decode(kv: KVSpec, stored: StoredKV, out: PagedKV | None = None) -> PagedKV:
@@ -66,7 +66,7 @@ def decode(kv: KVSpec, stored: StoredKV, out: PagedKV | None = None) -> PagedKV:
     if out is None:
         k, v = (torch.empty(x.shape, dtype=kv.dtype, device=x.device) for x in stored.kv)
         out = PagedKV(k, v)
-    decode_fp8(stored, out)
+    dequantize(stored, out)
     return out
 
 

@@ -9,21 +9,26 @@ from dataclasses import dataclass, replace
 import torch
 
 from hisparse.adapters import ADAPTERS, BackendAdapter, ChosenAdapter, TableLimits, choose_adapter
-from hisparse.algorithms import BaseSparseAlgorithm, Representation, SelectionPolicy
+from hisparse.algorithms import (
+    BaseSparseAlgorithm,
+    Representation,
+    SelectionPolicy,
+    build_algorithm,
+)
 from hisparse.cache import Counters, DevicePool, HostKVPool, RowCapacities, SparseKVCacheManager
 from hisparse.cache.streams import SideStreams, make_streams
-from hisparse.config import EXTENSIONS, HiSparseConfig
+from hisparse.config import EXTENSIONS, HiSparseConfig, Resolved
 from hisparse.engine.capabilities import (
     check_capabilities,
-    check_dense_layers,
     choose_scope,
-    fit_windows,
+    resolve_settings,
+    row_tokens,
 )
+from hisparse.engine.components import Components, GatherQueries
 from hisparse.engine.contract import call
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.extensions.base import Extension, ExtensionContext
 from hisparse.engine.modes import AttentionModes
-from hisparse.engine.parts import EngineParts, GatherQueries
 from hisparse.engine.representations import Representations
 from hisparse.memory import sizing as sizing_formula
 from hisparse.memory.costs import (
@@ -34,7 +39,7 @@ from hisparse.memory.costs import (
     tile_pages,
 )
 from hisparse.memory.sizing import Sizing
-from hisparse.types import HostLayout, KVSpec, SelectionScope
+from hisparse.types import KVSpec, SelectionScope
 
 __all__ = [
     "EngineSetup",
@@ -44,7 +49,7 @@ __all__ = [
     "build_engine",
     "kept_tensors",
     "make_policy",
-    "make_setup",
+    "resolve",
 ]
 
 logger = logging.getLogger(__name__)
@@ -55,20 +60,18 @@ class EngineSetup:
     """All decisions that precede the allocation of memory.
 
     Attributes:
-        config: the settings.
+        resolved: the settings.
         algorithm: selects pages.
         spec: shapes of the model.
         policy: the rules of selections.
-        layout: order of host memory.
         adapter: the chosen attention backend, and the reason for the choice.
         sizing: division of host and device memory.
     """
 
-    config: HiSparseConfig
+    resolved: Resolved
     algorithm: BaseSparseAlgorithm
     spec: KVSpec
     policy: SelectionPolicy
-    layout: HostLayout
     adapter: ChosenAdapter
     sizing: Sizing
 
@@ -106,7 +109,7 @@ def make_policy(
 ) -> SelectionPolicy:
     """The rules of selections that follow from settings, algorithm and model."""
     size = spec.page_size
-    longest = config.min_row_tokens if algorithm.variable_lengths else config.budget
+    longest = row_tokens(config, spec) if algorithm.variable_lengths else config.budget
     return SelectionPolicy(
         kv=spec,
         scope=scope,
@@ -143,36 +146,37 @@ def _extra_tables(config: HiSparseConfig, policy: SelectionPolicy) -> ExtraTable
     return tables
 
 
-def make_setup(
+def resolve(
     config: HiSparseConfig,
-    algorithm: BaseSparseAlgorithm,
     spec: KVSpec,
     scale: float,
     resources: Resources,
+    layers: Sequence[int] | None = None,
 ) -> EngineSetup:
-    """Choose scope, layout and adapter, and divide the memory.
+    """Decide everything that the settings leave open, and divide the memory.
 
     Args:
         config: the settings.
-        algorithm: the algorithm that ``config`` names.
         spec: shapes of the model.
         scale: softmax scale.
         resources: memory and limits.
+        layers: the model's numbers of the layers of ``spec``, for ``dense_layers``; None: from 0.
 
     Raises:
         ConfigError: a setting is incompatible with the model or with another setting.
         CapacityError: the memory is too small for one request.
     """
     check_capabilities(config, resources.device_type)
-    config = fit_windows(config, spec)
     scope = choose_scope(config, latent=spec.latent)
+    algorithm = build_algorithm(config)
     policy = make_policy(config, algorithm, spec, scale, scope)
     limits = {
         "context_length": resources.context_length,
         "host_bytes": resources.host_bytes,
     }
     algorithm = call(algorithm.resolved, None, policy, **limits)
-    check_dense_layers(config, spec)
+    captured = resources.captures and config.not_captured(resources.device_type) is None
+    resolved = resolve_settings(config, spec, scope, layers, captured=captured)
     adapter = choose_adapter(
         resources.device_type,
         spec,
@@ -184,7 +188,7 @@ def make_setup(
 
     kept = kept_tensors(config, algorithm, policy)
     request = make_sizing_request(
-        config,
+        resolved,
         policy,
         resources,
         kept=kept,
@@ -196,11 +200,10 @@ def make_setup(
         extra_tables=_extra_tables(config, policy),
     )
     return EngineSetup(
-        config=config,
+        resolved=resolved,
         algorithm=algorithm,
         spec=spec,
         policy=policy,
-        layout=config.host_layout or ("layer_first" if scope == "layer" else "page_head"),
         adapter=adapter,
         sizing=sizing_formula.size(request),
     )
@@ -230,10 +233,10 @@ def build_engine(
         num_slots=num_slots,
         max_requests=sizing.max_requests,
         device_pages=sizing.num_device_pages,
-        min_row_pages=setup.config.min_row_tokens // spec.page_size,
+        min_row_pages=setup.resolved.device_buffer_size // spec.page_size,
         max_row_pages=sizing.max_row_capacity // spec.page_size,
         context_pages=sizing.request.context_pages,
-        staging_pages=tile_pages(setup.config, spec, sizing.staging_bytes),
+        staging_pages=tile_pages(setup.resolved.config, spec, sizing.staging_bytes),
         index_bytes=setup.algorithm.host_token_bytes(spec.selecting)
         * host.num_pages
         * spec.page_size,
@@ -245,7 +248,7 @@ def build_engine(
     shared = spec.latent and setup.policy.heads == 1
     shared = shared and not (algorithm.indexer or algorithm.query_window)
     return build(
-        setup.config,
+        setup.resolved,
         setup.algorithm,
         setup.policy,
         adapter,
@@ -257,7 +260,7 @@ def build_engine(
 
 
 def build(
-    config: HiSparseConfig,
+    resolved: Resolved,
     algorithm: BaseSparseAlgorithm,
     policy: SelectionPolicy,
     adapter: BackendAdapter,
@@ -268,10 +271,10 @@ def build(
     streams: SideStreams | None = None,
     gather_queries: GatherQueries | None = None,
 ) -> SparseCoordinator:
-    """Connect the parts of an engine.
+    """Connect the components of an engine.
 
     Args:
-        config: the settings.
+        resolved: the settings.
         algorithm: selects pages.
         policy: shapes of the model and the rules of selections.
         adapter: attends.
@@ -279,8 +282,9 @@ def build(
         sizes: sizes of the allocations on the device.
         device: device of the device pages, representations and tables.
         streams: replaces the device's own side streams if ``config.overlap`` is true.
-        gather_queries: see :class:`EngineParts`.
+        gather_queries: see :class:`Components`.
     """
+    config = resolved.config
     types = {name: _extension_type(name) for name in config.extensions}
     named = [name for cls in types.values() for name in cls.counters]
     num_layers = policy.kv.num_layers
@@ -299,8 +303,8 @@ def build(
         index_bytes=sizes.index_bytes,
     )
     call(algorithm.initialize, None, representations.tensors, policy)
-    modes = _make_modes(config, policy, algorithm)
-    parts = EngineParts(
+    modes = _make_modes(resolved, policy, algorithm)
+    components = Components(
         policy=policy,
         algorithm=algorithm,
         manager=manager,
@@ -314,18 +318,18 @@ def build(
         config=config, policy=policy, manager=manager, adapter=adapter, state=state, modes=modes
     )
     extensions = tuple(cls(config.extensions[name], context) for name, cls in types.items())
-    return SparseCoordinator(replace(parts, extensions=extensions))
+    return SparseCoordinator(replace(components, extensions=extensions))
 
 
 def _make_modes(
-    config: HiSparseConfig, policy: SelectionPolicy, algorithm: BaseSparseAlgorithm
+    resolved: Resolved, policy: SelectionPolicy, algorithm: BaseSparseAlgorithm
 ) -> AttentionModes:
     return AttentionModes(
         policy,
         algorithm,
-        min_sparse_context=config.min_sparse_context,
-        dense_layers=frozenset(config.dense_layers or ()),
-        reuse_layers=config.reuse_layers,
+        min_sparse_context=resolved.config.min_sparse_context,
+        dense_layers=resolved.dense_layers,
+        reuse_layers=resolved.config.reuse_layers,
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hisparse.adapters import ADAPTERS, choose_adapter
 from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
-from hisparse.config import HiSparseConfig
+from hisparse.config import HiSparseConfig, Resolved
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec, SelectionScope
 
@@ -17,9 +17,11 @@ __all__ = [
     "check_dense_layers",
     "check_indexer",
     "choose_scope",
-    "fit_windows",
+    "resolve_settings",
+    "row_tokens",
     "stored_spec",
 ]
+
 
 logger = logging.getLogger(__name__)
 
@@ -97,30 +99,66 @@ def stored_spec(config: HiSparseConfig, spec: KVSpec) -> KVSpec:
     return replace(spec, fp8=config.stores_fp8)
 
 
-def fit_windows(config: HiSparseConfig, spec: KVSpec) -> HiSparseConfig:
-    """The settings, with a ``device_buffer_size`` that holds the windows of the model's layers.
+def row_tokens(config: HiSparseConfig, spec: KVSpec) -> int:
+    """Tokens that each row's device pages hold at least: ``device_buffer_size``, or more for the
+    windows of the model's layers.
 
     Raises:
         ConfigError: ``max_row_capacity`` is smaller than a window.
     """
     size = spec.page_size
     needed = -(-spec.widest_window // size) * size
-    if config.min_row_tokens >= needed:
-        return config
     most = config.max_row_capacity
     if most is not None and most < needed:
         raise ConfigError(
             f"max_row_capacity: got {most}, expected at least {needed}: layers of the model attend "
             f"windows of {spec.widest_window} tokens"
         )
-    logger.info(
-        "device_buffer_size: %d is raised to %d, since layers of the model attend windows of %d "
-        "tokens",
-        config.min_row_tokens,
-        needed,
-        spec.widest_window,
+    return max(config.min_row_tokens, needed)
+
+
+def resolve_settings(
+    config: HiSparseConfig,
+    spec: KVSpec,
+    scope: SelectionScope,
+    layers: Sequence[int] | None = None,
+    *,
+    captured: bool = False,
+) -> Resolved:
+    """The settings for a model.
+
+    Args:
+        config: what the user has set.
+        spec: shapes of the model's layers, or of those of one rank.
+        scope: selection scope.
+        layers: the model's numbers of these layers, for ``dense_layers``; None: from 0.
+        captured: whether decode steps are captured.
+
+    Raises:
+        ConfigError: ``dense_layers`` names a layer that does not exist, or ``max_row_capacity`` is
+            smaller than a window.
+    """
+    tokens = row_tokens(config, spec)
+    if tokens > config.min_row_tokens:
+        logger.info(
+            "device_buffer_size: %d is raised to %d, since layers of the model attend windows of "
+            "%d tokens",
+            config.min_row_tokens,
+            tokens,
+            spec.widest_window,
+        )
+    if layers is None:
+        check_dense_layers(config, spec)
+        layers = range(spec.num_layers)
+    dense = config.dense_layers or ()
+    return Resolved(
+        config=config,
+        device_buffer_size=tokens,
+        dense_layers=frozenset(n for n, layer in enumerate(layers) if layer in dense),
+        scope=scope,
+        layout=config.host_layout or ("layer_first" if scope == "layer" else "page_head"),
+        captured=captured,
     )
-    return replace(config, device_buffer_size=needed)
 
 
 def check_dense_layers(config: HiSparseConfig, spec: KVSpec) -> None:

@@ -1,26 +1,18 @@
-"""Pipelines: which layers each rank has, and the settings and shapes of these layers alone."""
+"""Pipelines: which layers each rank has, and their shapes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from hisparse.config import HiSparseConfig
 from hisparse.types import KVSpec
 
-__all__ = ["config_of_layers", "divide_layers", "spec_of_layers"]
+__all__ = ["divide_layers", "spec_of_layers"]
 
 
 def divide_layers(num_layers: int, num_ranks: int) -> tuple[int, ...]:
     """The layers of each rank as SGLang divides them: the last ranks have the rest, one each."""
     each, rest = divmod(num_layers, num_ranks)
     return tuple(each + (rank >= num_ranks - rest) for rank in range(num_ranks))
-
-
-def config_of_layers(config: HiSparseConfig, first: int, num_layers: int) -> HiSparseConfig:
-    """The configuration of ``num_layers`` layers, which are numbered from ``first`` on."""
-    own = range(first, first + num_layers)
-    dense = [layer - first for layer in config.dense_layers or () if layer in own]
-    return replace(config, dense_layers=tuple(dense))
 
 
 def spec_of_layers(spec: KVSpec, first: int, num_layers: int) -> KVSpec:

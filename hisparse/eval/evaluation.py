@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import build_algorithm, entry_bytes
+from hisparse.algorithms import entry_bytes
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import kept_tensors
-from hisparse.errors import ConfigError
+from hisparse.errors import ConfigError, HiSparseError, one_line
 from hisparse.eval.documents import CONTINUE, TASKS, Document, Item, make_document
 from hisparse.eval.memory import rows_that_fit, with_smallest_buffer
 from hisparse.eval.method import DENSE, Method
@@ -23,9 +23,6 @@ from hisparse.eval.teacher_forcing import ItemScores, score_items
 from hisparse.eval.texts import TEXTS, read_text
 
 __all__ = ["Evaluation", "Progress"]
-
-#: Format of the files with the dense model's distributions.
-_DISTRIBUTIONS = "hisparse distributions 1"
 
 #: Called with a description, the steps done, and the number of steps.
 Progress = Callable[[str, int, int], None]
@@ -141,14 +138,24 @@ class Evaluation:
             method: the method that runs; dense attention runs first and writes the file.
             continued: the method's own distributions ``[T, V]``.
         """
-        from hisparse.transformers.tensor_file import TensorFile, write_tensors
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file, save_file
 
         path = self._folder / f"{document.name}.dense.safetensors"
-        if method.name == DENSE:
-            write_tensors(path, _DISTRIBUTIONS, {}, {"log_probs": continued.cpu().contiguous()})
-        expected = f"what an evaluation in {str(self._folder)!r} wrote; delete the folder"
-        with TensorFile(path, _DISTRIBUTIONS, expected) as file:
-            return file.read("log_probs", continued.dtype, continued.shape).to(continued.device)
+        try:
+            if method.name == DENSE:
+                save_file({"log_probs": continued.cpu().contiguous()}, path)
+            dense = load_file(path).get("log_probs", torch.empty(0))
+        except (OSError, SafetensorError) as error:
+            raise HiSparseError(
+                f"{str(path)!r}: {one_line(error)}; if the disk is not full, delete the folder"
+            ) from None
+        if dense.shape != continued.shape:
+            raise HiSparseError(
+                f"{str(path)!r}: got log_probs {list(dense.shape)}, expected "
+                f"{list(continued.shape)}; delete the folder"
+            )
+        return dense.to(continued.device)
 
     def _score(
         self, document: Document, method: Method, stats: SelectionStats
@@ -171,33 +178,33 @@ class Evaluation:
         return scores, page_bytes / policy.kv.page_size
 
     def _context(self, document: Document, config: HiSparseConfig, rows: int) -> Any:
-        """A cache that holds the context, loaded from its file or prefilled and saved."""
-        from hisparse.transformers import HiSparseCache
+        """A cache that holds the document up to the first item, from the store as far as it can."""
+        from hisparse.transformers import DB, HiSparseCache
 
         length = len(document.ids)
         longest = max(len(item.ids) for item in document.items)
-        options: dict[str, Any] = {
+        sizes: dict[str, Any] = {
             "max_batch_size": rows + 1,
             "max_length": length + longest,
             "max_tokens": length + (rows + 1) * (longest + 2 * config.page_size),
         }
-        stored = "" if config.kv_cache_dtype == "auto" else f".{config.kv_cache_dtype}"
-        path = self._folder / f"{document.name}{stored}.safetensors"
-        first = min(item.start for item in document.items)
-        if path.exists():
-            # Some algorithms need the prompt's last queries, which the file does not hold, so these
-            # columns are prefilled again: at least 2, because 1 would be a decode step.
-            window = build_algorithm(config).query_window
-            columns = max(1, first - max(2, window)) if window else first
-            cache = HiSparseCache.load(path, self.model, config, columns=columns, **options)
-        else:
-            cache = HiSparseCache(self.model, config, **options)
-        if rest := document.ids[cache.get_seq_length() : first]:
-            ids = torch.tensor([rest], device=self.model.device)
-            with torch.no_grad():
-                self.model(ids, past_key_values=cache, logits_to_keep=1)
-        if not path.exists():
-            cache.save(path)
+        ids = torch.tensor(document.ids[: min(item.start for item in document.items)])
+        try:
+            db = DB(self._folder / "contexts", self.model, config, **sizes)
+        except ConfigError:
+            # No store may have the pages of this model or algorithm. Wrong sizes fail again here.
+            return self._prefill(HiSparseCache(self.model, config, **sizes), ids)
+        with db:
+            session, rest = db.create_session(ids)
+            self._prefill(session.cache, rest)
+            session.store(ids)
+        return session.cache
+
+    @torch.no_grad()
+    def _prefill(self, cache: Any, ids: Tensor) -> Any:
+        """Compute the next tokens ``[n]`` of a cache and return it."""
+        ids = ids[None].to(self.model.device)
+        self.model(ids, past_key_values=cache, logits_to_keep=1)
         return cache
 
 

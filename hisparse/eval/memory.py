@@ -9,7 +9,7 @@ import torch
 
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.engine.capabilities import choose_scope, fit_windows
+from hisparse.engine.capabilities import choose_scope, row_tokens
 from hisparse.memory.host import free_host_memory
 
 __all__ = ["rows_that_fit", "with_smallest_buffer"]
@@ -27,8 +27,8 @@ def with_smallest_buffer(model: Any, config: HiSparseConfig) -> HiSparseConfig:
         smallest = config.min_row_tokens
     spec, _ = read_model_shape(model, config.page_size)
     config = replace(config, device_buffer_size=smallest, max_row_capacity=None)
-    config = fit_windows(config, spec)
-    return replace(config, max_row_capacity=config.min_row_tokens)
+    tokens = row_tokens(config, spec)
+    return replace(config, device_buffer_size=tokens, max_row_capacity=tokens)
 
 
 def rows_that_fit(model: Any, config: HiSparseConfig) -> int:

@@ -7,7 +7,6 @@ no implementations to choose from: they are PyTorch's operations.
 from hisparse.kernels.attention import paged_attention
 from hisparse.kernels.chunk_attention import chunk_attention
 from hisparse.kernels.diff_tables import diff_tables
-from hisparse.kernels.fp8 import decode_fp8, encode_fp8
 from hisparse.kernels.graph_score import GraphSearch, KeyGraphs, graph_score
 from hisparse.kernels.index_score import index_score, store_index_keys
 from hisparse.kernels.key_score import key_score
@@ -16,6 +15,7 @@ from hisparse.kernels.lru_diff import lru_diff
 from hisparse.kernels.outline import outline_bytes, outline_score
 from hisparse.kernels.page_summary import page_summary
 from hisparse.kernels.page_table import page_table
+from hisparse.kernels.quantize import QUANTIZED, dequantize, quantize
 from hisparse.kernels.rebalance import drop_pages, promote_tail, rebalance, reset_rows
 from hisparse.kernels.recorded import POLICIES, Selections
 from hisparse.kernels.reference.index_score import chunk_index_score
@@ -31,6 +31,7 @@ from hisparse.kernels.verify import verify_capacity, verify_diff, verify_indices
 
 __all__ = [
     "POLICIES",
+    "QUANTIZED",
     "DecodeRows",
     "DiffTables",
     "GraphSearch",
@@ -45,11 +46,10 @@ __all__ = [
     "cap_logits",
     "chunk_attention",
     "chunk_index_score",
-    "decode_fp8",
     "decode_latents",
+    "dequantize",
     "diff_tables",
     "drop_pages",
-    "encode_fp8",
     "encode_latents",
     "gather_pages",
     "gather_tokens",
@@ -66,6 +66,7 @@ __all__ = [
     "page_table",
     "paged_attention",
     "promote_tail",
+    "quantize",
     "rebalance",
     "replay",
     "reset_rows",

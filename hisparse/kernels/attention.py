@@ -8,6 +8,7 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.checks import check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
+from hisparse.kernels.quantize import QUANTIZED
 from hisparse.types import UNSCALED, AttentionRule, PagedKV, StoredKV
 
 __all__ = ["paged_attention"]
@@ -29,8 +30,8 @@ def paged_attention(
     Args:
         query: ``[R, Q, Dk]`` float32, bfloat16 or float16; Q is a multiple of Hr, query heads of
             one KV head side by side.
-        kv: ``[N, Hr, S, D]`` pages; float8_e4m3fn if there are scales, else float32, bfloat16 or
-            float16.
+        kv: ``[N, Hr, S, D]`` pages; float8_e4m3fn or int8 if there are scales, else float32,
+            bfloat16 or float16.
         page_table: ``[R, P] int32``, page ids; entries beyond ``seq_lens`` or before the window
             are not read.
         seq_lens: ``[R] int32``, tokens to attend; every page but the last one is full.
@@ -63,7 +64,7 @@ def _check(
 ) -> None:
     check_tensor("query", query, _DTYPES, (None, None, None))
     (rows, queries, width), device = query.shape, query.device
-    dtypes = _DTYPES if scales is None else torch.float8_e4m3fn
+    dtypes = _DTYPES if scales is None else QUANTIZED
     check_tensor("kv.k", k, dtypes, (None, None, None, width), device)
     check_tensor("kv.v", v, k.dtype, (*k.shape[:3], None), device)
     if scales is not None:

@@ -2,9 +2,8 @@
 ``fp8_ds_mla``: 656 for a latent of 512 with 64 rotary channels.
 
 A row holds the codes of the latent in e4m3, a float32 scale for each tile of 128 of them, and the
-rotary channels in bfloat16. The scales are powers of two, as those of :mod:`hisparse.kernels.fp8`:
-decoded values are exact in float32, bfloat16 and float16, and encoding them again gives the same
-bytes.
+rotary channels in bfloat16. The scales are powers of two, as those of ``quantize``: decoded values
+are exact in float32, bfloat16 and float16, and encoding them again gives the same bytes.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.checks import check_divides, check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
+from hisparse.kernels.quantize import QUANTIZED
 from hisparse.kernels.sketch_layout import SketchLayout
 from hisparse.kernels.tail_pages import TailPages
 
@@ -151,7 +152,7 @@ def _check_tail(
     query: Tensor, k: Tensor, scales: Tensor | None, pages: Tensor, lens: Tensor, kv_heads: int
 ) -> None:
     device = query.device
-    dtypes = KEY_DTYPES if scales is None else torch.float8_e4m3fn
+    dtypes = KEY_DTYPES if scales is None else QUANTIZED
     check_tensor("tail.kv.k", k, dtypes, (None, None, None, query.shape[2]), device)
     if scales is not None:
         check_tensor("tail.kv.scales", scales, torch.uint8, (*k.shape[:3], 2), device)

@@ -12,7 +12,7 @@ from hisparse.algorithms import (
     SelectionPolicy,
     entry_bytes,
 )
-from hisparse.config import HiSparseConfig
+from hisparse.config import HiSparseConfig, Resolved
 from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.memory.sizing import SizingRequest
 from hisparse.types import KVSpec
@@ -46,6 +46,7 @@ class Resources:
         context_length: tokens, the longest sequence.
         max_requests: concurrent requests; None: ``sizing.DEFAULT_MAX_REQUESTS``.
         device_type: "cuda" or "cpu", the device of the model.
+        captures: whether the front end can capture decode steps in CUDA graphs.
         device: the GPU, whose limits are then checked; None if it is not known.
         node_ranks: ranks of the node, which share one copy of an MLA model's latents.
         chunk_tokens: the most tokens of a prefill; 0: what they take is not charged.
@@ -57,6 +58,7 @@ class Resources:
     context_length: int
     max_requests: int | None
     device_type: str
+    captures: bool = True
     device: DeviceLimits | None = None
     node_ranks: int = 1
     chunk_tokens: int = 0
@@ -64,7 +66,7 @@ class Resources:
 
 
 def make_sizing_request(
-    config: HiSparseConfig,
+    resolved: Resolved,
     policy: SelectionPolicy,
     resources: Resources,
     *,
@@ -77,7 +79,7 @@ def make_sizing_request(
     """Collect the costs of a token, a page and a row, and fixed costs, on one rank.
 
     Args:
-        config: the settings.
+        resolved: the settings.
         policy: shapes of the model and the rules of selections.
         resources: memory and limits.
         kept: tensors of the algorithm and of the extensions.
@@ -86,7 +88,7 @@ def make_sizing_request(
         captured_request_bytes: the algorithm's intermediates for a request of a captured step.
         extra_tables: tables that extensions attend over.
     """
-    spec = policy.kv
+    config, spec = resolved.config, policy.kv
     # Layers with a window have device pages and no representations.
     num_selecting = spec.selecting.num_layers
     stored_heads = spec.num_kv_heads if policy.heads == 1 else 1
@@ -103,13 +105,13 @@ def make_sizing_request(
         host_bytes=resources.host_bytes,
         device_bytes=resources.device_bytes,
         staging_bytes=_num_tiles(config) * staging_bytes,
-        device_buffer_size=config.min_row_tokens,
+        device_buffer_size=resolved.device_buffer_size,
         max_row_capacity=config.max_row_capacity,
         context_length=resources.context_length,
         max_requests=resources.max_requests,
         request_state_bytes=entry_bytes(kept, "request") * num_selecting,
         layer_state_bytes=entry_bytes(kept, "layer") * num_selecting,
-        captured=config.not_captured(resources.device_type) is None,
+        captured=resolved.captured,
         captured_request_bytes=captured_request_bytes,
         indexed=resources.device_type != "cpu",
         draft_page_bytes=spec.page_size * resources.draft_token_bytes,
@@ -118,7 +120,7 @@ def make_sizing_request(
     def workspace(max_requests: int) -> int:
         context_pages = -(-request.context_length // request.page_size)
         tables = attended_tables(
-            config,
+            resolved,
             policy,
             max_requests=max_requests,
             max_row_pages=request.max_row_pages,
@@ -177,7 +179,7 @@ def host_token_bytes(
 
 
 def attended_tables(
-    config: HiSparseConfig,
+    resolved: Resolved,
     policy: SelectionPolicy,
     *,
     max_requests: int,
@@ -187,7 +189,7 @@ def attended_tables(
     """Page tables that decode steps attend over, without those of extensions.
 
     Args:
-        config: the settings.
+        resolved: the settings.
         policy: shapes of the model and the rules of selections.
         max_requests: the most requests of a step.
         max_row_pages: the most device pages of a row.
@@ -195,8 +197,9 @@ def attended_tables(
     """
     kv, heads = policy.kv, policy.heads
     stored_heads, queries = kv.num_kv_heads if heads == 1 else 1, kv.num_q_heads // heads
-    widest = max(policy.max_pages, (config.min_sparse_context - 1) // kv.page_size)
-    widest = max(widest, max_row_pages) if config.dense_layers else widest
+    always_dense = resolved.config.min_sparse_context
+    widest = max(policy.max_pages, (always_dense - 1) // kv.page_size)
+    widest = max(widest, max_row_pages) if resolved.dense_layers else widest
     rows = heads, max_requests * heads
     # One more page: the tail page.
     tables = [TableLimits(*rows, widest + 1, queries, stored_heads, kv.page_size)]
@@ -204,7 +207,7 @@ def attended_tables(
         width = kv.window_pages(window) + 1
         limits = TableLimits(*rows, width, queries, stored_heads, kv.page_size, window)
         tables.append(limits)
-    if config.dense_layers or config.min_sparse_context > config.min_row_tokens:
+    if resolved.dense_layers or always_dense > resolved.device_buffer_size:
         tile = TableLimits(1, 1, tile_pages, kv.num_q_heads, kv.num_kv_heads, kv.page_size)
         tables.append(tile)
     return tables

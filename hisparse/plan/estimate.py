@@ -14,7 +14,7 @@ import numpy as np
 from hisparse.algorithms import build_algorithm, entry_bytes
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import kept_tensors, make_policy
-from hisparse.engine.capabilities import choose_scope, fit_windows
+from hisparse.engine.capabilities import choose_scope, row_tokens
 from hisparse.engine.modes import AttentionModes
 from hisparse.types import KVSpec
 
@@ -130,7 +130,6 @@ class _Step:
         hit_ratio: float,
     ) -> None:
         algorithm, scope = build_algorithm(config), choose_scope(config, latent=spec.latent)
-        config = fit_windows(config, spec)
         policy = make_policy(config, algorithm, spec, spec.head_dim**-0.5, scope)
         self._config, self._spec, self._hardware = config, spec, hardware
         self._context, self._batch = context, batch
@@ -142,7 +141,7 @@ class _Step:
             reuse_layers=config.reuse_layers,
         )
         pages = (context - 1) // spec.page_size
-        self._resident = pages <= config.min_row_tokens // spec.page_size
+        self._resident = pages <= row_tokens(config, spec) // spec.page_size
         self.hit_ratio = 1.0 if self._resident else hit_ratio
         self._selected = min(policy.max_pages, pages)
         # Query heads as rows read K and V, and candidates, apart.

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, make_setup
+from hisparse.engine.build import Resources, resolve
 from hisparse.engine.capabilities import check_dense_layers, stored_spec
-from hisparse.engine.stages import config_of_layers, spec_of_layers
+from hisparse.engine.stages import spec_of_layers
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.memory.sizing import Sizing, SizingLimit, resize, size
 from hisparse.types import KVSpec
@@ -247,13 +246,12 @@ def _stages(
             node_ranks=machine.tp,
             chunk_tokens=_CHUNK_TOKENS,
         )
-        settings = config_of_layers(config, first, own)
-        setup = make_setup(
-            settings,
-            build_algorithm(config),
+        setup = resolve(
+            config,
             spec_of_layers(spec, first, own),
             spec.head_dim**-0.5,
             resources,
+            range(first, first + own),
         )
         yield _Stage(first=setup.sizing, own=own, of_node=of_node)
         first += own

@@ -12,16 +12,17 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Shar
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hisparse.engine.drafts import VerifyBatch
+from hisparse.engine.batches import DecodeBatch, MixedBatch, PrefillBatch
 from hisparse.engine.graphs import CapturedSteps
-from hisparse.engine.step import DecodeBatch, MixedBatch, PrefillBatch, PrefillChunk
+from hisparse.engine.prefill import PrefillChunk
+from hisparse.engine.verify import VerifyBatch
 from hisparse.errors import AlgorithmError, HiSparseError
-from hisparse.sglang.disaggregation import decodes_only
 from hisparse.sglang.failed_batch import fail_requests, reason_to_stop
+from hisparse.sglang.features.disaggregation import decodes_only
+from hisparse.sglang.features.speculation import accepted_drafts, keep_chains
 from hisparse.sglang.metrics import MetricsReporter
 from hisparse.sglang.session import require_session
 from hisparse.sglang.setup import build_coordinator
-from hisparse.sglang.speculation import accepted_drafts, keep_chains
 from hisparse.types import IndexerInputs
 
 __all__ = ["HiSparseAttnBackend"]

@@ -9,7 +9,7 @@ from typing import Any, Final
 from hisparse.algorithms import build_algorithm
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.errors import ConfigError
-from hisparse.sglang.speculation import DRAFT_MODELS
+from hisparse.sglang.features.speculation import DRAFT_MODELS
 
 __all__ = ["Start", "check_combinations"]
 

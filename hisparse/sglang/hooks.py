@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from hisparse.errors import AlgorithmError, CapacityError, one_line
-from hisparse.sglang.draft_model import sglang_draft_bytes
+from hisparse.sglang.features.speculation.draft_model import sglang_draft_bytes
 from hisparse.sglang.requested import is_requested
 from hisparse.sglang.session import current_session, errors_logged, start_session
 from hisparse.sglang.setup import make_session

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.memory_pool import (
 from hisparse.cache import HostKVPool
 from hisparse.cache.codec import encode, write_tokens
 from hisparse.errors import HiSparseError
-from hisparse.sglang.kv_transfer import (
+from hisparse.sglang.features.disaggregation.transfer import (
     Buffers,
     TokenCopies,
     copy_tokens,
@@ -57,7 +57,8 @@ class _HostPool:
         num_pages = (self.size + self.page_size) // spec.page_size
         pin = torch.device(self.device).type == "cuda"
         with errors_logged():
-            self.host = HostKVPool(spec, num_pages, session.layout, pin=pin, ranks=session.ranks)
+            layout = session.resolved.layout
+            self.host = HostKVPool(spec, num_pages, layout, pin=pin, ranks=session.ranks)
         session.has_pool = True
 
     def _init_kv_copy_and_warmup(self) -> None:

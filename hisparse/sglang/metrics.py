@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from hisparse.engine.metrics import CacheStats
+from hisparse.sglang.features.storage.counters import COUNTERS as STORAGE_COUNTERS
 from hisparse.sglang.session import Session
-from hisparse.sglang.storage.counters import COUNTERS as STORAGE_COUNTERS
 
 __all__ = ["MetricsReporter"]
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
-from hisparse.sglang import hybrids
+from hisparse.sglang.features import hybrids
 from hisparse.sglang.requested import BACKEND, is_requested
 
 __all__ = ["around_model_specific_adjustments"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hisparse.errors import ConfigError
-from hisparse.sglang.dsa_indexer import find_indexers
+from hisparse.sglang.features.dsa import find_indexers
 from hisparse.types import KVSpec
 
 __all__ = ["ModelShape", "read_model_shape"]

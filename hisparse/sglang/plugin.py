@@ -143,14 +143,14 @@ def _make_backend(model_runner: Any) -> Any:
     verify_hooks()
     if model_runner.device == "cpu":
         _replace_triton()
-    from hisparse.sglang import dsa_indexer
     from hisparse.sglang.absorbed_mla import use_absorbed_mla
     from hisparse.sglang.backend import HiSparseAttnBackend
+    from hisparse.sglang.features import dsa
     from hisparse.sglang.session import errors_logged, require_session
 
     if require_session().spec.latent:
         use_absorbed_mla(BACKEND)
-        dsa_indexer.return_indexer_inputs(model_runner.model)
+        dsa.return_indexer_inputs(model_runner.model)
     with errors_logged():
         return HiSparseAttnBackend(model_runner)
 
@@ -163,12 +163,12 @@ def _replace_triton() -> None:
 
 
 def _make_draft_backend(model_runner: Any) -> Any:
-    from hisparse.sglang import dsa_indexer
     from hisparse.sglang.absorbed_mla import use_absorbed_mla
-    from hisparse.sglang.draft_backend import DraftAttnBackend
+    from hisparse.sglang.features import dsa
+    from hisparse.sglang.features.speculation.draft_backend import DraftAttnBackend
 
     use_absorbed_mla(DRAFT_BACKEND)
-    dsa_indexer.skip_indexers(model_runner.model)
+    dsa.skip_indexers(model_runner.model)
     return DraftAttnBackend(model_runner)
 
 
@@ -198,7 +198,7 @@ def _around_resolve_once(original: Callable[..., Any], server_args: Any) -> Any:
     _exit_on_error(verify_hooks)
 
     from hisparse.kernels.build.ahead import build_kernels
-    from hisparse.sglang.dsa_indexer import fake_device_capability
+    from hisparse.sglang.features.dsa import fake_device_capability
     from hisparse.sglang.server_args import check_after_resolution, prepare_before_resolution
 
     _exit_on_error(lambda: prepare_before_resolution(server_args))

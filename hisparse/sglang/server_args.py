@@ -16,11 +16,11 @@ from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.sglang.check_model import check_model
 from hisparse.sglang.combinations import Start, check_combinations
-from hisparse.sglang.disaggregation import prepare_disaggregation
-from hisparse.sglang.parallel_flags import config_for_ranks
+from hisparse.sglang.features.disaggregation import prepare_disaggregation
+from hisparse.sglang.features.replicas import config_for_ranks
+from hisparse.sglang.features.speculation import ALGORITHMS, check_draft_model, make_chains
+from hisparse.sglang.features.storage.setup import check_told_apart, request_linker
 from hisparse.sglang.requested import BACKEND
-from hisparse.sglang.speculation import ALGORITHMS, check_draft_model, make_chains
-from hisparse.sglang.storage.setup import check_told_apart, request_linker
 from hisparse.units import resolve_memory
 
 __all__ = ["check_after_resolution", "prepare_before_resolution", "read_config"]

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, build_engine, make_setup
+from hisparse.engine.build import Resources, build_engine, resolve
 from hisparse.engine.capabilities import check_dense_layers, stored_spec
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.fingerprint import model_settings
-from hisparse.engine.stages import config_of_layers
 from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
-from hisparse.sglang.disaggregation import config_of_server, decode_extra_slots
-from hisparse.sglang.draft_model import draft_token_bytes
-from hisparse.sglang.hybrids import attention_pool, hybrid_layers, number_dense_layers
+from hisparse.sglang.features.disaggregation import config_of_server, decode_extra_slots
+from hisparse.sglang.features.hybrids import attention_pool, check_attending, hybrid_layers
+from hisparse.sglang.features.speculation import check_rollback, draft_tokens
+from hisparse.sglang.features.speculation.draft_model import draft_token_bytes
+from hisparse.sglang.features.storage.counters import StorageCounters
+from hisparse.sglang.features.storage.key import AdapterKeys
+from hisparse.sglang.features.storage.setup import has_linker
 from hisparse.sglang.model_shape import read_model_shape
 from hisparse.sglang.ranks import (
     attention_replicas,
@@ -34,10 +37,6 @@ from hisparse.sglang.ranks import (
 )
 from hisparse.sglang.server_args import read_config
 from hisparse.sglang.session import Session
-from hisparse.sglang.speculation import check_rollback, draft_tokens
-from hisparse.sglang.storage.counters import StorageCounters
-from hisparse.sglang.storage.key import AdapterKeys
-from hisparse.sglang.storage.setup import has_linker
 from hisparse.types import KVSpec
 from hisparse.units import parse_memory, resolve_memory
 
@@ -62,23 +61,23 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
         # The model's own configuration requests an fp8 KV cache.
         config, dtype = replace(config, kv_cache_dtype="fp8_e4m3"), configurator.model_config.dtype
     config = config_of_server(config, configurator.server_args)
-    algorithm = build_algorithm(config)
     context_length = configurator.model_config.context_len
     model, hybrid = configurator.model, hybrid_layers(configurator.model_config)
     shape = read_model_shape(model, dtype, config.page_size, context_length, hybrid)
     spec = stored_spec(config, shape.spec)
     _log_choices(config, spec, configurator.device)
     is_pipeline = pipeline_size() > 1
+    layers: Sequence[int] | None = None
     if is_pipeline:
-        config = _of_own_layers(config, spec, configurator)
+        layers = _own_layers(config, spec, configurator)
     elif hybrid is not None:
-        config = number_dense_layers(config, shape.layer_ids)
+        layers = shape.layer_ids
+        check_attending(config, shape.layer_ids)
     ranks = latent_ranks(configurator.server_args.nnodes)
     host_bytes, device_bytes = _memory(config, configurator, device_bytes, spec.num_layers)
     drafts = draft_tokens(configurator.server_args)
-    setup = make_setup(
+    setup = resolve(
         config,
-        algorithm,
         spec,
         shape.scale,
         Resources(
@@ -93,6 +92,7 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
             chunk_tokens=_chunk_tokens(configurator),
             draft_token_bytes=draft_token_bytes(configurator),
         ),
+        layers,
     )
     if drafts:
         check_rollback(setup, configurator.server_args.speculative_algorithm)
@@ -132,11 +132,12 @@ def _log_choices(config: HiSparseConfig, spec: KVSpec, device: str) -> None:
         logger.info("hisparse: decode steps are not captured in CUDA graphs: %s", reason)
 
 
-def _of_own_layers(config: HiSparseConfig, spec: KVSpec, configurator: Any) -> HiSparseConfig:
-    """The configuration with the layers of this rank of a pipeline, counted from its first one."""
+def _own_layers(config: HiSparseConfig, spec: KVSpec, configurator: Any) -> range:
+    """The model's numbers of the layers of this rank of a pipeline."""
     layers = configurator.model_config.num_hidden_layers
     check_dense_layers(config, replace(spec, num_layers=layers, windows=()))
-    return config_of_layers(config, configurator.layer_info.start_layer, spec.num_layers)
+    first = configurator.layer_info.start_layer
+    return range(first, first + spec.num_layers)
 
 
 def _chunk_tokens(configurator: Any) -> int:

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hisparse.sglang import (
-    disaggregation,
-    draft_model,
-    dsa_indexer,
-    hooks,
-    hybrids,
-    model_kinds,
-)
+from hisparse.sglang import hooks, model_kinds
+from hisparse.sglang.features import disaggregation, dsa, hybrids
+from hisparse.sglang.features.speculation import draft_model
 
 __all__ = ["WRAPPERS"]
 
@@ -41,6 +36,6 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
     "prepare_for_prebuilt": disaggregation.around_prepare_for_prebuilt,
     "setup_state_kv_args": disaggregation.around_setup_state_kv_args,
     "try_ensure_parallel_info": disaggregation.around_try_ensure_parallel_info,
-    "_dsa_kv_cache_dtype_default": dsa_indexer.around_kv_cache_dtype_default,
-    "_compute_dsa_indexer_cell_size": dsa_indexer.around_compute_indexer_cell_size,
+    "_dsa_kv_cache_dtype_default": dsa.around_kv_cache_dtype_default,
+    "_compute_dsa_indexer_cell_size": dsa.around_compute_indexer_cell_size,
 }

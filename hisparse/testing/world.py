@@ -14,6 +14,7 @@ from hisparse.cache import HostKVPool
 from hisparse.cache.streams import SideStreams
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import PoolSizes, build, kept_tensors, make_policy
+from hisparse.engine.capabilities import resolve_settings
 from hisparse.types import HostLayout, KVSpec, SelectionScope
 
 __all__ = ["INDEXER_DIM", "World"]
@@ -117,8 +118,9 @@ class World:
             extensions=self.extensions,
         )
         self.policy = make_policy(self.config, self.algorithm, self.spec, self.scale, self.scope)
+        self.resolved = resolve_settings(self.config, self.spec, self.scope)
         self.coordinator = build(
-            self.config,
+            self.resolved,
             self.algorithm,
             self.policy,
             self.adapter,

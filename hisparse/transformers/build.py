@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from hisparse.engine.build import (
     build_engine,
     kept_tensors,
     make_policy,
-    make_setup,
+    resolve,
 )
-from hisparse.engine.capabilities import choose_scope, fit_windows, stored_spec
+from hisparse.engine.capabilities import choose_scope, row_tokens, stored_spec
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.costs import host_token_bytes
@@ -27,6 +27,7 @@ from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
 from hisparse.transformers.model_shape import read_model_shape, text_config
 from hisparse.transformers.rows import RowStore
+from hisparse.types import KVSpec
 from hisparse.units import format_bytes, resolve_memory
 
 __all__ = ["Limits", "build_store", "read_config"]
@@ -94,18 +95,15 @@ def build_store(
     max_length = _max_length(model, limits)
     spec, scale = read_model_shape(model, config.page_size, max_length)
     spec = stored_spec(config, spec)
-    config = fit_windows(config, spec)
     row_pages = -(-max_length // spec.page_size)
-    num_pages = _num_pages(config, limits, row_pages)
+    num_pages = _num_pages(config, spec, limits, row_pages)
     needed = (num_pages + 1) * spec.page_size
     scope = choose_scope(config, latent=spec.latent)
     kept = kept_tensors(config, algorithm, make_policy(config, algorithm, spec, scale, scope))
     needed *= spec.token_bytes + host_token_bytes(algorithm, kept, spec)
     host_bytes, device_bytes = _memory(config, needed, device)
-    setup = make_setup(
-        # `generate` captures no steps.
-        replace(config, cuda_graph=False),
-        algorithm,
+    setup = resolve(
+        config,
         spec,
         scale,
         Resources(
@@ -114,12 +112,13 @@ def build_store(
             context_length=max_length,
             max_requests=limits.max_rows,
             device_type=device.type,
+            captures=False,  # `generate` captures no steps.
             device=device_limits(device.type),
         ),
     )
-    _check_sizes(setup, config, limits, num_pages)
+    _check_sizes(setup, limits, num_pages)
     setup.sizing = resize(setup.sizing, kv_tokens=num_pages * spec.page_size)
-    host = HostKVPool(spec, num_pages + 1, setup.layout, pin=device.type == "cuda")
+    host = HostKVPool(spec, num_pages + 1, setup.resolved.layout, pin=device.type == "cuda")
     coordinator = build_engine(setup, host, num_slots=limits.max_rows + 1, device=device)
     store = RowStore(
         coordinator,
@@ -131,16 +130,15 @@ def build_store(
     return store, max_length
 
 
-def _check_sizes(
-    setup: EngineSetup, config: HiSparseConfig, limits: Limits, num_pages: int
-) -> None:
+def _check_sizes(setup: EngineSetup, limits: Limits, num_pages: int) -> None:
     """Raise ``CapacityError`` if memory holds fewer rows or tokens than requested."""
-    sizing, kv_tokens = setup.sizing, num_pages * config.page_size
+    sizing, kv_tokens = setup.sizing, num_pages * setup.spec.page_size
     if sizing.max_requests < limits.max_rows:
         raise CapacityError(
             f"max_batch_size: got {limits.max_rows}, expected at most {sizing.max_requests} rows "
             f"in {format_bytes(sizing.request.device_bytes)} of device memory; lower "
-            f"device_buffer_size ({config.min_row_tokens} tokens) or raise device_memory"
+            f"device_buffer_size ({setup.resolved.device_buffer_size} tokens) or raise "
+            "device_memory"
         )
     if sizing.kv_tokens < kv_tokens:
         raise CapacityError(
@@ -150,14 +148,14 @@ def _check_sizes(
         )
 
 
-def _num_pages(config: HiSparseConfig, limits: Limits, row_pages: int) -> int:
+def _num_pages(config: HiSparseConfig, spec: KVSpec, limits: Limits, row_pages: int) -> int:
     """Host pages for all rows together."""
     if limits.max_tokens is None:
         requested = limits.max_rows * row_pages
     else:
         requested = -(-limits.max_tokens // config.page_size)
     # Sizing requires room for at least one row of device_buffer_size tokens.
-    return max(requested, config.min_row_tokens // config.page_size)
+    return max(requested, row_tokens(config, spec) // config.page_size)
 
 
 def _max_length(model: Any, limits: Limits) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,8 @@ from hisparse.transformers.attention import tag_keys
 from hisparse.transformers.base_cache import BaseCache
 from hisparse.transformers.build import Limits, build_store, read_config
 from hisparse.transformers.check_inputs import check_layer, read_mask
-from hisparse.transformers.context_file import StoredRows, read_rows, write_rows
 from hisparse.transformers.forward import Forward, begin_forward
-from hisparse.transformers.rows import RowStore
+from hisparse.transformers.rows import Rows, RowStore
 from hisparse.types import AttentionRule
 
 __all__ = ["HiSparseCache"]
@@ -59,20 +57,19 @@ class HiSparseCache(BaseCache):
     ) -> None:
         limits = Limits(max_rows=max_batch_size, max_length=max_length, max_tokens=max_tokens)
         store, columns = build_store(model, read_config(config, settings), limits, device)
-        self._set_up(store, columns, model)
+        self._set_up(store, columns)
 
-    def _set_up(self, store: RowStore, max_length: int, model: Any) -> None:
+    def _set_up(self, store: RowStore, max_length: int) -> None:
         super().__init__()
         self._store = store
         self._max_length = max_length
-        self._model = model
         self._slots = np.zeros(0, dtype=np.int64)
         self._lengths = np.zeros(0, dtype=np.int64)
         self._is_token = np.zeros((0, 0), dtype=np.bool_)
         self._columns = 0
         self._forward: Forward | None = None
         self._updated_layer: int | None = None
-        #: ``[B, n] int64``, token ids of the first n columns if a file contained them, else None.
+        #: ``[B, n] int64``, token ids of the first n columns if a store had them, else None.
         self.token_ids: Tensor | None = None
 
     # Called by transformers during a forward.
@@ -188,11 +185,11 @@ class HiSparseCache(BaseCache):
         return tuple(self._lengths.tolist())
 
     @property
-    def rows(self) -> StoredRows:
+    def rows(self) -> Rows:
         """The rows in the host pool, and which of their columns hold tokens."""
         self._recover()
         columns = self._is_token[:, : self._columns]
-        return StoredRows(slots=self._slots, is_token=columns, token_ids=self.token_ids)
+        return Rows(slots=self._slots, is_token=columns, token_ids=self.token_ids)
 
     @property
     def row_store(self) -> RowStore:
@@ -236,7 +233,7 @@ class HiSparseCache(BaseCache):
         """Free all rows. The next forward may have another batch size."""
         self._recover()
         self._store.close(self._slots, self._lengths)
-        self._set_up(self._store, self._max_length, self._model)
+        self._set_up(self._store, self._max_length)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some rows, in the given order, and free the others.
@@ -279,12 +276,12 @@ class HiSparseCache(BaseCache):
         slots = self._store.fork(self._slots, self._lengths, count)
         ids = None if self.token_ids is None else self.token_ids.repeat_interleave(count, dim=0)
         is_token = self._is_token[:, : self._columns].repeat(count, axis=0)
-        return self.with_rows(StoredRows(slots=slots, is_token=is_token, token_ids=ids))
+        return self.with_rows(Rows(slots=slots, is_token=is_token, token_ids=ids))
 
-    def with_rows(self, rows: StoredRows) -> HiSparseCache:
+    def with_rows(self, rows: Rows) -> HiSparseCache:
         """Make a cache of ``rows`` in this cache's host pool; the new cache owns them."""
         cache = HiSparseCache.__new__(HiSparseCache)
-        cache._set_up(self._store, self._max_length, self._model)
+        cache._set_up(self._store, self._max_length)
         cache._adopt(rows.slots, rows.is_token, rows.token_ids)
         return cache
 
@@ -318,64 +315,9 @@ class HiSparseCache(BaseCache):
         ]
         joined, first = cls.__new__(cls), caches[0]
         for cache in (joined, *caches):
-            cache._set_up(first._store, first._max_length, first._model)
+            cache._set_up(first._store, first._max_length)
         joined._adopt(slots, np.concatenate(is_token), None)
         return joined
-
-    def save(self, path: str | Path, token_ids: Tensor | None = None) -> None:
-        """Write the rows to a safetensors file that :meth:`load` reads.
-
-        Args:
-            path: the file; an existing file is replaced.
-            token_ids: ``[B, columns]``, stored in the file and in ``self.token_ids``; None for
-                ``self.token_ids``, if they cover every column.
-
-        Raises:
-            HiSparseError: the cache is empty, or ``token_ids`` has another shape.
-        """
-        shape = self.rows.is_token.shape
-        if not self._columns:
-            raise HiSparseError("save: got an empty cache, expected at least one token")
-        if token_ids is not None and token_ids.shape != shape:
-            raise HiSparseError(
-                f"save: got token_ids of shape {list(token_ids.shape)}, expected the cache's rows "
-                f"and columns, {list(shape)}"
-            )
-        ids = self.token_ids if token_ids is None else token_ids
-        if ids is not None and ids.shape != shape:
-            ids = None  # The cache grew after it got its token ids.
-        self.token_ids = ids
-        write_rows(Path(path), self._store, self.rows, self._model)
-
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        model: Any,
-        config: HiSparseConfig | Mapping[str, Any] | None = None,
-        *,
-        columns: int | None = None,
-        **options: Any,
-    ) -> HiSparseCache:
-        """Make a cache from a file that :meth:`save` wrote, without a prefill.
-
-        The cache reads the stored representations if algorithm, options, page size and columns
-        are the same as in the file, and otherwise computes them from the stored keys.
-
-        Args:
-            path: the file.
-            model: the model that the file was saved with, or its configuration.
-            config, options: arguments of the class.
-            columns: number of columns to read, from the first; None for all.
-
-        Raises:
-            ConfigError: the file does not exist, or has another model shape or dtype.
-            CapacityError: the rows do not fit.
-        """
-        cache = cls(model, config, **options)
-        rows = read_rows(Path(path), cache._store, cache._model, cache._max_length, columns)
-        cache._adopt(rows.slots, rows.is_token, rows.token_ids)
-        return cache
 
     def _adopt(self, slots: np.ndarray, is_token: np.ndarray, token_ids: Tensor | None) -> None:
         """Take ownership of rows in the store: ``slots [B]``, ``is_token [B, columns]``."""

@@ -17,9 +17,9 @@ from hisparse.storage import Context, Contexts, FileStore, Filter, size_in_bytes
 from hisparse.transformers.activation import enable
 from hisparse.transformers.build import read_config
 from hisparse.transformers.check_inputs import read_token_ids
-from hisparse.transformers.context_file import StoredRows
 from hisparse.transformers.fingerprint import UnchangedModel, model_fingerprint
 from hisparse.transformers.model_shape import text_config
+from hisparse.transformers.rows import Rows
 from hisparse.transformers.session import Session
 from hisparse.transformers.stored_pages import StoredPages
 from hisparse.types import KVSpec
@@ -124,7 +124,7 @@ class DB:
         slots, length = np.zeros(0, dtype=np.int64), 0
         if found := self._pages.find(keys):
             slots, length = self._pages.load(keys[:found])
-        rows = StoredRows(
+        rows = Rows(
             slots=slots,
             is_token=np.ones((slots.size, length), dtype=np.bool_),
             token_ids=torch.from_numpy(ids[None, :length]) if length else None,

@@ -18,7 +18,7 @@ _ADAPTER_STATE: Final = ("active_adapters", "disable_adapters", "merged_adapters
 #: Elements of each tensor that tell a write to all of it.
 _SAMPLES: Final = 8
 #: Whose forward hooks change nothing: they record outputs, or move weights.
-_OWN_HOOKS: Final = ("transformers", "accelerate")
+_OWN_HOOKS: Final = ("transformers", "accelerate", "hisparse")
 
 
 def model_fingerprint(model: Any) -> str:

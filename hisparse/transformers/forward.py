@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.engine.step import DecodeBatch, PrefillBatch, PrefillChunk
+from hisparse.engine.batches import DecodeBatch, PrefillBatch
+from hisparse.engine.prefill import PrefillChunk
 from hisparse.transformers.rows import RowStore
 
 __all__ = ["Forward", "begin_forward"]

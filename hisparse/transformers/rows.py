@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,7 +13,28 @@ from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import CapacityError
 from hisparse.transformers.page_allocator import HostPageAllocator
 
-__all__ = ["RowStore"]
+__all__ = ["RowStore", "Rows"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows of a store, without their K/V.
+
+    Attributes:
+        slots: ``[B]``, request slots.
+        is_token: ``[B, columns] bool``, False at padding.
+        token_ids: ``[B, columns] int64``, or None.
+    """
+
+    slots: np.ndarray
+    is_token: np.ndarray
+    token_ids: Tensor | None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """``[B]``, tokens of each row."""
+        lengths: np.ndarray = self.is_token.sum(1)
+        return lengths
 
 
 class RowStore:

@@ -10,12 +10,11 @@ import torch
 
 from hisparse.adapters import ADAPTERS, TorchAdapter, TritonAdapter, choose_adapter
 from hisparse.adapters import flash_attention as flash_attention_module
-from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, make_setup
+from hisparse.engine.build import Resources, resolve
 from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
-from hisparse.kernels import encode_fp8
+from hisparse.kernels import quantize
 from hisparse.kernels.device_limits import DeviceLimits, attention_shared_bytes
 from hisparse.types import UNSCALED, AttentionRule, KVSpec
 from tests.adapters.interpreter import Interpreter
@@ -137,7 +136,7 @@ def test_adapters_that_declare_fp8_attend_over_fp8() -> None:
         assert "attend_fp8" in vars(ADAPTERS.get(name))
     q = torch.zeros(1, 1, 8)
     table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    stored = encode_fp8(torch.ones(1, 1, 4, 8), torch.full((1, 1, 4, 8), 3.0))
+    stored = quantize(torch.ones(1, 1, 4, 8), torch.full((1, 1, 4, 8), 3.0), torch.int8)
     out, lse = ADAPTERS.get("torch")().attend_fp8(q, stored, table, lens, UNSCALED)
     assert (out == 3).all() and lse == 0
 
@@ -224,7 +223,7 @@ def test_a_setup_holds_the_adapter_and_refuses_one_that_does_not_fit(device: str
             max_requests=4,
             device_type=device,
         )
-        return make_setup(config, build_algorithm(config), spec(), 0.1, resources).adapter
+        return resolve(config, spec(), 0.1, resources).adapter
 
     assert adapter_of()[0] == {"cpu": "torch", "cuda": "triton"}[device]
     assert adapter_of(adapter="torch") == ("torch", "requested")

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters import ADAPTERS, Attended, merge_attended
-from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import EngineSetup, Resources, make_setup
+from hisparse.engine.build import EngineSetup, Resources, resolve
 from hisparse.types import AttentionRule, PagedKV
 from tests.adapters.interpreter import Interpreter
 from tests.shapes import TWO_LAYERS as SPEC
@@ -30,7 +29,7 @@ def plan(adapter: str, chunk_tokens: int = 0, **settings: Any) -> EngineSetup:
         device_type="cuda",
         chunk_tokens=chunk_tokens,
     )
-    return make_setup(config, build_algorithm(config), SPEC, 0.125, resources)
+    return resolve(config, SPEC, 0.125, resources)
 
 
 def kept_bytes(adapter: Any) -> int:

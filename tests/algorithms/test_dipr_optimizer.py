@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from hisparse.algorithms import build_algorithm
 from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.dipr.optimizer import IndexQuestion, choose_index
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import EngineSetup, Resources, make_setup
+from hisparse.engine.build import EngineSetup, Resources, resolve
 from tests.shapes import LLAMA
 
 GIB = 2**30
@@ -47,9 +46,8 @@ def test_rules(changes: dict[str, Any], kind: str, reason: str) -> None:
 
 def plan(options: dict[str, Any], *, context_length: int = 131072, host: int = 512) -> EngineSetup:
     config = HiSparseConfig(algorithm="dipr", algorithm_config=options)
-    return make_setup(
+    return resolve(
         config,
-        build_algorithm(config),
         LLAMA,
         128**-0.5,
         Resources(

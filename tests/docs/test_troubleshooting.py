@@ -1,6 +1,7 @@
-"""docs/troubleshooting.md quotes messages as the code has them, and lacks none of a server.
+"""docs/troubleshooting.md quotes messages as the code has them.
 
-A quoted text stands in the first cell of a table row. Each value in it is written "…".
+A quoted text stands in the first cell of a table row. Each value in it is written "…". A message
+that says what was expected needs no row; any other one with which a server ends has one.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ QUOTED = [
     for text in re.findall(r"`(.+?)`(?:<br>|$)", cell)
 ]
 
-#: Where messages come from that a server or `HiSparseCache` ends with. What commands print names
-#: its flag, and the page quotes the less obvious ones.
+#: Where messages come from that a server or `HiSparseCache` ends with.
 COMPLETE = ("adapters", "algorithms", "cache", "engine", "memory", "sglang", "transformers")
 MODULES = ("config.py", "options.py", "registry.py")
 ERRORS = {"AlgorithmError", "CapacityError", "ConfigError", "HiSparseError", "PluginError"}
@@ -51,7 +51,7 @@ TEXTS = {template(node) for tree in TREES.values() for node in ast.walk(tree)} -
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """File and message of each error that :data:`COMPLETE` and :data:`MODULES` raise."""
+    """File and message of each error without "expected" that these modules raise."""
     for file, tree in TREES.items():
         name = file.relative_to(ROOT / "hisparse") if "hisparse_bench" not in str(file) else file
         if name.parts[0] not in (*COMPLETE, *MODULES):
@@ -60,12 +60,13 @@ def messages() -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
                 kind, text = ast.unparse(node.exc.func), template(node.exc.args[0])
                 # What another function words is quoted where that function has it.
-                if kind in ERRORS and len(re.findall(r"[a-z]{3,}", text)) > 2:
+                worded = len(re.findall(r"[a-z]{3,}", text)) > 2
+                if kind in ERRORS and worded and "expected" not in text:
                     yield str(name), text
 
 
 def test_the_page_quotes_messages() -> None:
-    assert len(QUOTED) > 100
+    assert len(QUOTED) > 60
     assert len(set(QUOTED)) == len(QUOTED)
 
 
@@ -75,7 +76,7 @@ def test_the_code_has_each_quoted_message(quoted: str) -> None:
     assert len(re.findall(r"\w{2,}", quoted)) > 1, "too short to find"
 
 
-def test_each_message_of_a_server_is_quoted() -> None:
+def test_a_message_that_says_no_expectation_has_a_row() -> None:
     missing = {text: file for file, text in messages() if not any(q in text for q in QUOTED)}
     listed = "\n".join(f"{file}: {text}" for text, file in sorted(missing.items()))
     assert not missing, f"docs/troubleshooting.md lacks:\n{listed}"

@@ -67,7 +67,7 @@ def test_no_call_is_beyond_what_is_charged(
         sim.decode(*requests[: step % 3 + 1])
     limits = {"max_requests": 3, "context_pages": -(-170 // sim.page_size)}
     tables = attended_tables(
-        sim.config,
+        sim.resolved,
         sim.policy,
         max_requests=3,
         max_row_pages=sim.max_row // sim.page_size,

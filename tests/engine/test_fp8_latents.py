@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from hisparse.algorithms import build_algorithm
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest
@@ -20,7 +19,7 @@ from hisparse.cache import HostKVPool
 from hisparse.cache.codec import as_read
 from hisparse.cache.page_format import PageFormat
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, build_engine, make_setup
+from hisparse.engine.build import Resources, build_engine, resolve
 from hisparse.testing import Request, Simulator
 from hisparse.testing.replaying_simulator import ReplayingSimulator
 from hisparse.types import KVSpec
@@ -169,9 +168,9 @@ def test_what_is_allocated_is_what_was_sized() -> None:
         device_type="cpu",
     )
     spec = deepseek(num_layers=2, num_q_heads=4, head_dim=80, v_head_dim=64)
-    setup = make_setup(config, build_algorithm(config), spec, 0.1, resources)
+    setup = resolve(config, spec, 0.1, resources)
     sizing = setup.sizing
-    host = HostKVPool(spec, sizing.kv_tokens // 16 + 1, setup.layout, pin=False)
+    host = HostKVPool(spec, sizing.kv_tokens // 16 + 1, setup.resolved.layout, pin=False)
     device = torch.device("cpu")
     slots = sizing.max_requests + 1
     manager = build_engine(setup, host, num_slots=slots, device=device).manager

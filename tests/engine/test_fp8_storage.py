@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from hisparse.algorithms import build_algorithm
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest
 from hisparse.cache import HostKVPool
 from hisparse.cache import kv_io as kv_io_module
 from hisparse.cache.codec import as_read, encode
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, build_engine, make_setup
+from hisparse.engine.build import Resources, build_engine, resolve
 from hisparse.engine.capabilities import stored_spec
 from hisparse.errors import HiSparseError
 from hisparse.testing import Request, Simulator
@@ -233,11 +232,11 @@ def test_what_is_allocated_is_what_was_sized(scope: str) -> None:
         device_type="cpu",
     )
     stored = stored_spec(config, TWO_LAYERS)
-    plan = make_setup(config, build_algorithm(config), stored, 0.1, resources)
-    whole = make_setup(config, build_algorithm(config), TWO_LAYERS, 0.1, resources)
+    plan = resolve(config, stored, 0.1, resources)
+    whole = resolve(config, TWO_LAYERS, 0.1, resources)
     assert plan.sizing.kv_tokens > 1.9 * whole.sizing.kv_tokens
     sizing = plan.sizing
-    host = HostKVPool(stored, sizing.kv_tokens // 16 + 1, plan.layout, pin=False)
+    host = HostKVPool(stored, sizing.kv_tokens // 16 + 1, plan.resolved.layout, pin=False)
     coordinator = build_engine(plan, host, num_slots=3, device=torch.device("cpu"))
     manager = coordinator.manager
     assert host.num_bytes == sizing.host_bytes <= resources.host_bytes

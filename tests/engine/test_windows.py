@@ -15,8 +15,8 @@ from torch.testing import assert_close
 from hisparse.algorithms import ALGORITHMS, build_algorithm
 from hisparse.cache.codec import as_read
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, make_setup
-from hisparse.engine.capabilities import fit_windows
+from hisparse.engine.build import Resources, resolve
+from hisparse.engine.capabilities import row_tokens
 from hisparse.errors import ConfigError
 from hisparse.testing import Request, Simulator
 from hisparse.testing.replaying_simulator import ReplayingSimulator
@@ -196,18 +196,17 @@ def _resources() -> Resources:
 
 def test_rows_hold_the_widest_window() -> None:
     spec = _spec((0, 100, 700, 0))
-    assert fit_windows(HiSparseConfig(budget=256), spec).min_row_tokens == 704
-    assert fit_windows(HiSparseConfig(budget=512), spec).min_row_tokens == 1024
+    assert row_tokens(HiSparseConfig(budget=256), spec) == 704
+    assert row_tokens(HiSparseConfig(budget=512), spec) == 1024
     config = HiSparseConfig(budget=256, max_row_capacity=512)
     with pytest.raises(ConfigError, match=r"max_row_capacity: got 512, expected at least 704"):
-        fit_windows(config, spec)
+        row_tokens(config, spec)
 
 
 def test_the_sizing_pays_for_representations_of_full_layers_alone() -> None:
     config = HiSparseConfig(budget=256)
-    algorithm = build_algorithm(config)
     mixed, full, windows = (
-        make_setup(config, algorithm, _spec(each), 0.125, _resources())
+        resolve(config, _spec(each), 0.125, _resources())
         for each in ((0, 100, 100, 100), (), (100,) * 4)
     )
     page = full.sizing.request.representation_page_bytes

@@ -1,4 +1,4 @@
-"""The committed page and pictures are made from the committed results."""
+"""The committed pictures and the figures of docs/quality.md are those of the committed results."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import pytest
 
 from hisparse.errors import ConfigError
 from hisparse.eval.plots import main, make_styles, quality_figure, speed_figure
-from hisparse.eval.report import read_result, to_markdown
+from hisparse.eval.report import read_result
 from hisparse.eval.results import pool_scores
 
 ROOT = Path(__file__).parent.parent.parent
 KINDS = ("quality", "speed", "trace")
+_TASKS = ("needle", "multikey", "qa", "copy")
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +60,45 @@ def test_the_committed_picture_is_what_the_command_draws(
     assert "#ffffff" in drawn, "a background of its own"
 
 
-def test_the_committed_page_is_what_the_report_writes() -> None:
+def _page_rows(first_head: str) -> list[list[str]]:
+    """The cells of the table of docs/quality.md whose first head this is."""
     page = (ROOT / "docs/quality.md").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^Made by `(.*)`\.$", page, flags=re.M)
-    files = [ROOT / word for word in line.split() if word.endswith(".json")]
-    assert page == to_markdown([read_result(file) for file in files], line), "make docs"
+    table = page.partition(f"\n| {first_head} |")[2].partition("\n\n")[0]
+    return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+
+
+def test_every_figure_of_the_quality_page_is_the_results(result: dict[str, Any]) -> None:
+    cells = {(x["method"], x["budget"], x["task"]): x for x in result["cells"]}
+    lines = {(x["method"], x["budget"]): x for x in result["summary"]}
+    dense = next(key for key in lines if key[0] == "dense")
+    rows = _page_rows("method")
+    for name, budget, *shown in rows:
+        method = name.strip("`")
+        key = dense if method == "dense" else (method, int(budget))
+        line = lines[key]
+        tasks = {x: cells[(*key, x)] for x in _TASKS}
+        right = {x: round(cell["score"] * cell["n"]) for x, cell in tasks.items()}
+        expected = [str(right["needle"] + right["multikey"]), str(right["qa"]), str(right["copy"])]
+        kept = "-" if method == "dense" else f"{line['kept_mean']:.0f}"
+        assert shown == [*expected, f"{line['kl']:.3f}", kept, f"{line['bytes_per_token']:,.0f}"]
+    assert len(rows) == 21
+
+
+def test_every_figure_of_the_other_models_is_their_results() -> None:
+    heads = ("dense", "oracle", "sketch", "quest", "streaming")
+    rows = _page_rows("model, tokens of context")
+    for _, measure, *shown, name in rows:
+        (file,) = (ROOT / "bench/results").glob(f"2026-{name.strip('`')}.json")
+        found = read_result(file)
+        lines, field, form = found["summary"], "kl", ".3f"
+        if measure != "KL":
+            lines, field, form = pool_scores(found["cells"]), "score", ".0f"
+            assert measure == f"right, % of {lines[0]['n']}"
+        values = {x["method"]: x[field] for x in lines if x["budget"] == 256} | {
+            "dense": next(x[field] for x in lines if x["method"] == "dense")
+        }
+        assert shown == [format(values[x], form) if x in values else "-" for x in heads]
+    assert len(rows) == 7
 
 
 def test_styles_are_different() -> None:

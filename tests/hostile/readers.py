@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from hisparse import cli
 from hisparse.config import HiSparseConfig
@@ -26,18 +23,13 @@ from hisparse.trace.cache_events import read_events, summarize
 from hisparse.trace.prefix import convert_sglang, make_up_sessions, read_prefix, write_prefix
 from hisparse.trace.prefix_replay import replay_prefix
 from hisparse.trace.synthetic import MadeUpTrace
-from hisparse.transformers import HiSparseCache, disable, enable
-from hisparse.transformers.context_file import read_rows
-from hisparse.transformers.tensor_file import TensorFile, write_tensors
 from tests.eval.synthetic_records import record
 from tests.eval.test_eval_report import result
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
-from tests.transformers.hf_models import SMALL, model, prompt
 
 __all__ = ["Reader", "Refused", "readers", "store_readers"]
 
 _RESULTS = Path(__file__).parents[2] / "bench" / "results"
-_TOKENS = 40
 _EVENTS = b"""{"format": "hisparse cache events 1", "source": "recorded", "note": ""}
 {"timestamp": 0.0, "event": "insert", "hash_ids": [0, 1], "block_size": 16}
 {"timestamp": 9.5, "event": "evict", "hash_ids": [1]}
@@ -57,14 +49,12 @@ class Reader:
         name: what reads.
         content: a file that is accepted.
         read: reads the file with this path, and raises ``HiSparseError`` or ``Refused``.
-        verified: whether any change of a byte must be refused.
         weight: how often the reader's turn comes, compared with others.
     """
 
     name: str
     content: bytes
     read: Callable[[Path], object]
-    verified: bool = False
     weight: int = 4
 
     def line_for(self, path: Path) -> str | None:
@@ -87,40 +77,6 @@ def _command(main: Callable[[list[str]], int], capture: Any, *after: str) -> Cal
             raise Refused(said.removesuffix("\n"))
 
     return read
-
-
-@contextmanager
-def _context(folder: Path) -> Iterator[Reader]:
-    net, path = model("llama"), folder / "context"
-    cache = enable(net, SMALL, max_length=_TOKENS)
-    with torch.no_grad():
-        net(prompt(_TOKENS, seed=1), past_key_values=cache)
-    cache.save(path, prompt(_TOKENS, seed=1))
-    disable(net)
-    cache.reset()
-
-    free = cache._store.pages.num_free
-
-    def read(path: Path) -> None:
-        try:
-            rows = read_rows(path, cache._store, net, _TOKENS, None)
-            cache._store.close(rows.slots, rows.lengths)
-        finally:
-            assert cache._store.pages.num_free == free, "a refused file left pages behind"
-
-    yield Reader(name="context", content=path.read_bytes(), read=read, verified=True, weight=12)
-    HiSparseCache.load(path, net, SMALL, max_length=_TOKENS)
-
-
-def _distributions(folder: Path) -> Reader:
-    path = folder / "distributions"
-    write_tensors(path, "test 1", {"a": "b"}, {"log_probs": torch.randn(5, 64)})
-
-    def read(path: Path) -> None:
-        with TensorFile(path, "test 1", "a file of this test") as file:
-            file.read("log_probs", torch.float32, (5, 64))
-
-    return Reader(name="tensors", content=path.read_bytes(), read=read, verified=True)
 
 
 def _records() -> Reader:
@@ -236,8 +192,7 @@ def _plot(kind: str, folder: Path, capture: Any) -> Callable[[Path], None]:
     return _command(draw, capture, str(folder / "plot.svg"))
 
 
-@contextmanager
-def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
+def readers(folder: Path, capture: Any) -> list[Reader]:
     """All readers.
 
     Args:
@@ -252,7 +207,6 @@ def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
     settings = {"algorithm": "quest", "budget": 512, "algorithm_config": {"ranges": 2}}
     settings |= {"prefetch": {"min_cosine": 0.5}}
     found = [
-        _distributions(folder),
         _records(),
         _trace(folder),
         *_prefixes(folder),
@@ -270,8 +224,7 @@ def readers(folder: Path, capture: Any) -> Iterator[list[Reader]]:
             for kind, content in (("quality", quality), ("speed", bench), ("trace", traces))
         ),
     ]
-    with _context(folder) as context:
-        yield [context, *found]
+    return found
 
 
 def _reader(name: str, content: bytes, read: Callable[[Path], object], weight: int = 4) -> Reader:

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, make_setup
+from hisparse.engine.build import Resources, resolve
 from hisparse.errors import HiSparseError
 from hisparse.types import KVSpec
 from tests.hostile.mutations import hostile_value, mutated_object, mutated_text
@@ -100,7 +99,7 @@ def outcome(text: str) -> str:
     try:
         config = HiSparseConfig.parse(text)
         spec = KVSpec(**{**vars(SPEC), "page_size": config.page_size, "fp8": config.stores_fp8})
-        make_setup(config, build_algorithm(config), spec, 0.125, MACHINE)
+        resolve(config, spec, 0.125, MACHINE)
     except HiSparseError as error:
         return str(error)
     return "accepted"

@@ -28,7 +28,7 @@ UNVERIFIED = "cuda-on-cpu-unverified"
 CUDA_TESTS = {
     "test_append_tokens",
     "test_diff_tables",
-    "test_fp8_transfer",
+    "test_quantized_transfer",
     "test_lru_diff",
     "test_page_table",
     "test_rebalance",

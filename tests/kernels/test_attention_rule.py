@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hisparse.errors import HiSparseError, KernelError
-from hisparse.kernels import chunk_attention, encode_fp8, key_score, paged_attention
-from hisparse.kernels.reference.fp8 import read_scales
+from hisparse.kernels import QUANTIZED, chunk_attention, key_score, paged_attention, quantize
+from hisparse.kernels.reference.quantize import read_scales
 from hisparse.types import AttentionRule, PagedKV
 from tests.sizes import sized
 
@@ -120,12 +120,13 @@ def test_a_window_of_a_long_row(impl: str, window: int) -> None:
     check_paged(q, kv, table, lens, rule, got)
 
 
+@pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
 @pytest.mark.parametrize("rule", [AttentionRule(0.1, 2.0), AttentionRule(0.1, 0.0, 17)], ids=str)
-def test_fp8_pages(impl: str, rule: AttentionRule) -> None:
+def test_pages_with_scales(impl: str, rule: AttentionRule, dtype: torch.dtype) -> None:
     """The scales of keys belong to the logits that are capped."""
     kv, table, lens = paged_case(AttentionRule(1.0), [0, 40, 33, 17], 2, 8, (24, 16))
     kv = PagedKV(*(x.nan_to_num() * 9 for x in kv))
-    stored = encode_fp8(*kv)
+    stored = quantize(*kv, dtype)
     assert stored.scales is not None
     scales = read_scales(stored.scales)
     read = PagedKV(stored.k.float() * scales[..., :1], stored.v.float() * scales[..., 1:])

@@ -13,13 +13,13 @@ from hisparse.errors import KernelError
 from hisparse.kernels import (
     SketchLayout,
     TailPages,
-    encode_fp8,
     page_score,
     page_sketch,
     page_summary,
+    quantize,
     sketch_score,
 )
-from hisparse.kernels.reference.fp8 import read_scales
+from hisparse.kernels.reference.quantize import read_scales
 from hisparse.kernels.reference.sketch import sketch_keys
 from hisparse.types import StoredKV
 
@@ -113,10 +113,13 @@ def test_sketch_scores_are_those_of_the_scaled_query(
     assert ((scores - expected).abs() <= slack)[present].all()
 
 
+CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
 def stored_pages(k: Tensor, kind: str) -> tuple[StoredKV, Tensor]:
     """Pages of a kind, and the keys that they stand for."""
-    if kind == "fp8":
-        stored = encode_fp8(k, k)
+    if kind in CODES:
+        stored = quantize(k, k, CODES[kind])
         assert stored.scales is not None
         return stored, stored.k.float() * read_scales(stored.scales)[..., :1]
     k = k.to(DTYPES[kind])
@@ -126,7 +129,7 @@ def stored_pages(k: Tensor, kind: str) -> tuple[StoredKV, Tensor]:
 @pytest.mark.parametrize(
     ("rows", "heads", "dim", "dtype", "kind"),
     [
-        *((2, 1, 24, dtype, kind) for dtype in ("fp32", "bf16") for kind in (*DTYPES, "fp8")),
+        *((2, 1, 24, dtype, kind) for dtype in ("fp32", "bf16") for kind in (*DTYPES, *CODES)),
         (1, 2, 24, "bf16", "bf16"),
         (4, 1, 24, "fp32", "fp8"),
         (2, 1, 136, "bf16", "bf16"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -10,11 +10,9 @@ import pytest
 from fork_server import fork_server, is_started
 from hugging_face import greedy, load
 from tiny_models import tiny_model
-from workload import Case
+from workload import Case, DenseTokens
 
 from tests.sizes import MODES
-
-DenseTokens = Callable[[str, Case], list[list[int]]]
 
 
 @pytest.fixture(scope="session", autouse=True)

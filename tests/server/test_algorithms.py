@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 from checks import alone, assert_nothing_held
-from conftest import DenseTokens
 from harness import Server
 from parts import MORE, few
 from planned_bytes import assert_planned
 from settings import SMALL_ROWS
 from tiny_models import CONTEXT, tiny_model
-from workload import NEW_TOKENS, PROMPTS, SHARED
+from workload import NEW_TOKENS, PROMPTS, SHARED, DenseTokens
 
 #: One context within the budget, three far beyond it.
 FOUR = [0, 2, 4, 5]

@@ -12,12 +12,11 @@ import mooncake_master
 import pytest
 import settings
 from checks import assert_nothing_held, certain
-from conftest import DenseTokens
 from disaggregated import Pair
 from harness import Refused, Server
 from parts import MORE, few
 from tiny_models import tiny_model
-from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
+from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, DenseTokens, tokens
 
 pytestmark = [
     *MORE,

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 from checks import abort_beside_others, retract_until_seen
-from conftest import DenseTokens
 from harness import Refused, Server
 from plugins import make_dummy_runs
 from settings import ROOMY, SMALL_POOL, SMALL_POOL_FLAGS, WHOLE
 from tiny_models import tiny_model
-from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
+from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, DenseTokens, tokens
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from refusing import refusal, resolve, server_args
 from tiny_models import INDEX_TOP_K, tiny_model
 
 from hisparse.errors import ConfigError
-from hisparse.sglang.storage.setup import check_told_apart
+from hisparse.sglang.features.storage.setup import check_told_apart
 from scripts.model_families import FAMILIES
 
 #: SGLang warns while it is imported.

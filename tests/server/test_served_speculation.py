@@ -13,13 +13,12 @@ from checks import (
     assert_nothing_held,
     retract_until_seen,
 )
-from conftest import DenseTokens
 from draft_models import eagle3_head, eagle_head, noisy_model, with_next_layer
 from harness import Answer, Server
 from parts import MORE, few
 from settings import CHECKED, SMALL_POOL_FLAGS, SPARSE, WHOLE, latents
 from tiny_models import tiny_model
-from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
+from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, DenseTokens, tokens
 
 pytestmark = MORE
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 from checks import wait_for, wait_until
-from conftest import DenseTokens
 from harness import Answer, Refused, Server
 from plugins import make_plugin
 from settings import ROOMY, SPARSE
 from test_storage import CACHED, DOCUMENT, FLAGS, ask_and_store, start
 from tiny_models import tiny_model
-from workload import NEW_TOKENS, PROMPTS, tokens
+from workload import NEW_TOKENS, PROMPTS, DenseTokens, tokens
 
 from hisparse.storage import FileStore
 from tests.sizes import PART
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.skipif(PART != "faults", reason="servers: make test-all
 FULL = """
     import os, resource
 
-    from hisparse.sglang.storage import file_storage
+    from hisparse.sglang.features.storage import file_storage
 
     def install() -> None:
         put = file_storage.FileStorage.batch_set

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 from checks import retract_until_seen, wait_until
-from conftest import DenseTokens
 from harness import Server
 from settings import DSA as INDEXER
 from settings import MEMORY, SMALL_POOL_FLAGS, SPARSE, TWO_RANKS, WHOLE
 from tiny_models import tiny_model
-from workload import NEW_TOKENS, RETRACTED, tokens
+from workload import NEW_TOKENS, RETRACTED, DenseTokens, tokens
 
 from hisparse.storage import FileStore
 from tests.sizes import PART

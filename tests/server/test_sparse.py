@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 from checks import PAGE, alone, assert_nothing_held, counting, of_more_tokens, selected_between
-from conftest import DenseTokens
 from harness import Server
 from hugging_face import sparse_tokens
 from parts import MORE
 from prometheus import ROOT, running_prometheus
 from settings import SPARSE
 from tiny_models import CONTEXT, KV_HEADS, TOKEN_BYTES, tiny_model
-from workload import NEW_TOKENS, PROMPTS, SHARED, tokens
+from workload import NEW_TOKENS, PROMPTS, SHARED, DenseTokens, tokens
 
 from hisparse.cli import main
 from tests.command import Command

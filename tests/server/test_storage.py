@@ -18,14 +18,13 @@ import pytest
 import torch
 from adapters import ADAPTER_FLAGS, adapter_path, write_adapter
 from checks import wait_for, wait_until
-from conftest import DenseTokens
 from harness import Answer, Server
 from hugging_face import greedy, load
 from parts import MORE, few
 from plugins import make_plugin
 from settings import DSA, ROOMY, SPARSE, TWO_RANKS
 from tiny_models import tiny_model
-from workload import NEW_TOKENS, PROMPTS, tokens
+from workload import NEW_TOKENS, PROMPTS, DenseTokens, tokens
 
 from hisparse.transformers import DB
 
@@ -309,7 +308,7 @@ def test_failures_and_delays_that_sglang_injects(
 HANGING = """
     import os, time
 
-    from hisparse.sglang.storage import file_storage
+    from hisparse.sglang.features.storage import file_storage
 
     def install() -> None:
         get = file_storage.FileStorage.batch_get
@@ -367,7 +366,10 @@ def test_two_ranks_find_what_two_ranks_wrote(kind: str, log_dir: Path, tmp_path:
 
 @more
 def test_flags_of_sglang_alone(log_dir: Path, tmp_path: Path) -> None:
-    linker = {"linker": "HiSparseLinker", "linker_module_path": "hisparse.sglang.linker"}
+    linker = {
+        "linker": "HiSparseLinker",
+        "linker_module_path": "hisparse.sglang.features.storage.linker",
+    }
     config = json.dumps(linker | {"linker_extra_config": {"path": str(tmp_path)}})
     flags = ("--enable-unified-cache-external-linker",)
     flags += ("--unified-cache-external-linker-backend", "dynamic")

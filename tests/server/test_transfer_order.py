@@ -11,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import DenseTokens
 from harness import Server
 from plugins import make_plugin
 from tiny_models import tiny_model
-from workload import NEW_TOKENS, PROMPTS, SHARED
+from workload import NEW_TOKENS, PROMPTS, SHARED, DenseTokens
 
 _SLOW = '''
     """Every transfer of hisparse sleeps before it moves anything; side work waits for its join."""

@@ -18,7 +18,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from transformers import AutoModelForCausalLM
 
 from hisparse.engine.fingerprint import fingerprint, model_settings
-from hisparse.sglang.storage.key import rope_differences
+from hisparse.sglang.features.storage.key import rope_differences
 from hisparse.transformers.fingerprint import model_fingerprint
 
 

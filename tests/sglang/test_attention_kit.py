@@ -24,9 +24,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.plugins import load_plugins
 from sglang.test.kits.attention_unittest.attention_methods import dense_attention as kit
 
-from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, make_setup
+from hisparse.engine.build import Resources, resolve
 from hisparse.sglang import hooks, plugin, session
 from hisparse.sglang.kv_pool import HiSparseMHAPool
 from hisparse.types import KVSpec
@@ -81,7 +80,7 @@ def host_pool(case: kit.DenseAttentionCase) -> Any:
             max_requests=case.batch_size,
             device_type="cpu",
         )
-        setup = make_setup(config, build_algorithm(config), spec, dim**-0.5, resources)
+        setup = resolve(config, spec, dim**-0.5, resources)
         session.start_session(session.Session(**vars(setup)))
         return HiSparseMHAPool(**options)
 

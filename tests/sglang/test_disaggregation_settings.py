@@ -10,8 +10,8 @@ import pytest
 
 from hisparse.algorithms import ALGORITHMS, build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.sglang import disaggregation
-from hisparse.sglang.disaggregation import config_of_server
+from hisparse.sglang.features import disaggregation
+from hisparse.sglang.features.disaggregation import config_of_server
 from hisparse.testing import Simulator
 
 

@@ -13,9 +13,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from hisparse.errors import ConfigError
-from hisparse.sglang import draft_backend, hooks, session
-from hisparse.sglang.draft_backend import DraftAttnBackend, DraftSteps
-from hisparse.sglang.draft_model import (
+from hisparse.sglang import hooks, session
+from hisparse.sglang.features.speculation import draft_backend
+from hisparse.sglang.features.speculation.draft_backend import DraftAttnBackend, DraftSteps
+from hisparse.sglang.features.speculation.draft_model import (
     around_create_decode_backend,
     around_create_draft_extend_backend,
     draft_token_bytes,
@@ -137,7 +138,9 @@ def test_only_draft_models_of_hisparse_get_its_backends() -> None:
 
 def test_the_draft_models_pool_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[list[int] | None] = [None]
-    monkeypatch.setattr("hisparse.sglang.draft_model.hybrid_layers", lambda model: found[0])
+    monkeypatch.setattr(
+        "hisparse.sglang.features.speculation.draft_model.hybrid_layers", lambda model: found[0]
+    )
     draft = SimpleNamespace(
         hf_config=SimpleNamespace(architectures=["Lfm2ForCausalLM"]),
         attention_arch=AttentionArch.MHA,

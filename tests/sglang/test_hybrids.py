@@ -13,9 +13,11 @@ from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from hisparse.config import HiSparseConfig
+from hisparse.engine.capabilities import resolve_settings
 from hisparse.errors import ConfigError
-from hisparse.sglang import hybrids, session
+from hisparse.sglang import session
 from hisparse.sglang.backend import HiSparseAttnBackend
+from hisparse.sglang.features import hybrids
 from hisparse.sglang.kv_pool import HiSparseMHAPool, HiSparseMLAPool
 from hisparse.sglang.model_shape import read_model_shape
 from hisparse.types import KVSpec
@@ -50,7 +52,9 @@ SPECS = {
 
 def make_pool(kind: str, monkeypatch: pytest.MonkeyPatch) -> HybridLinearKVPool:
     """SGLang's pool of a hybrid, as its configurator makes it."""
-    started = SimpleNamespace(spec=SPECS[kind], layout="layer_first", ranks=None)
+    started = SimpleNamespace(
+        spec=SPECS[kind], resolved=SimpleNamespace(layout="layer_first"), ranks=None
+    )
     monkeypatch.setattr(session, "_session", started)
     latent = kind == "mla"
     return HybridLinearKVPool(
@@ -174,9 +178,19 @@ def test_layers_that_are_not_where_the_configuration_says(
 
 def test_dense_layers_are_named_as_the_model_numbers_them() -> None:
     config = HiSparseConfig(dense_layers=(3,))
-    assert hybrids.number_dense_layers(config, FULL).dense_layers == (1,)
+    hybrids.check_attending(config, FULL)
+    spec = KVSpec(
+        num_layers=len(FULL),
+        num_q_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        v_head_dim=8,
+        dtype=torch.float32,
+        page_size=16,
+    )
+    assert resolve_settings(config, spec, "layer", FULL).dense_layers == {1}
     with pytest.raises(ConfigError, match=r"got \[0\], expected some of .* that attend: 1, 3"):
-        hybrids.number_dense_layers(HiSparseConfig(dense_layers=(0, 1)), FULL)
+        hybrids.check_attending(HiSparseConfig(dense_layers=(0, 1)), FULL)
 
 
 def test_a_backend_is_put_beside_that_of_the_other_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,13 @@ from hisparse.cache import HostKVPool
 from hisparse.cache.codec import decode, encode, read_tokens, write_tokens
 from hisparse.errors import HiSparseError
 from hisparse.sglang import session
+from hisparse.sglang.features.disaggregation.transfer import (
+    Buffers,
+    copy_tokens,
+    kv_buffers,
+    scale_buffers,
+)
 from hisparse.sglang.kv_pool import HiSparseMHAPool
-from hisparse.sglang.kv_transfer import Buffers, copy_tokens, kv_buffers, scale_buffers
 from hisparse.types import HostLayout, KVSpec
 
 SIZES: dict[str, Any] = {"num_layers": 2, "num_q_heads": 4, "dtype": torch.float32}
@@ -86,7 +91,7 @@ def test_another_layout_is_refused(layout: HostLayout) -> None:
 
 
 def test_sglangs_own_pool_has_the_same_order_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = SimpleNamespace(spec=HEADS, layout="layer_first", ranks=None)
+    state = SimpleNamespace(spec=HEADS, resolved=SimpleNamespace(layout="layer_first"), ranks=None)
     monkeypatch.setattr(session, "_session", state)
     options: dict[str, Any] = {"page_size": PAGE, "dtype": torch.float32, "head_num": 2}
     options |= {"head_dim": 8, "layer_num": 2, "device": "cpu", "enable_memory_saver": False}

@@ -30,7 +30,9 @@ SPEC = KVSpec(
 @pytest.fixture(params=["mla", "dsa"])
 def pool(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> HiSparseMLAPool:
     monkeypatch.setattr(
-        session, "_session", SimpleNamespace(spec=SPEC, layout="layer_first", ranks=None)
+        session,
+        "_session",
+        SimpleNamespace(spec=SPEC, resolved=SimpleNamespace(layout="layer_first"), ranks=None),
     )
     options = {} if request.param == "mla" else {"index_head_dim": 128, "kv_cache_dim": RANK + ROPE}
     made = POOLS[request.param](
@@ -63,7 +65,7 @@ def test_a_written_latent_lies_in_its_host_slot(pool: HiSparseMLAPool) -> None:
 
 def test_shapes_are_known_without_buffers(pool: HiSparseMLAPool) -> None:
     """In a layout without token views."""
-    session.require_session().layout = "page_head"
+    session.require_session().resolved.layout = "page_head"
     pool._create_buffers()
     keys, values = pool.get_kv_buffer_shape()
     slots = pool.size + pool.page_size

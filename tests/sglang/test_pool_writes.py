@@ -30,7 +30,11 @@ SPEC = KVSpec(
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> HiSparseMHAPool:
     layout = getattr(request, "param", "layer_first")
-    monkeypatch.setattr(session, "_session", SimpleNamespace(spec=SPEC, layout=layout, ranks=None))
+    monkeypatch.setattr(
+        session,
+        "_session",
+        SimpleNamespace(spec=SPEC, resolved=SimpleNamespace(layout=layout), ranks=None),
+    )
     return HiSparseMHAPool(
         32,
         page_size=16,

@@ -17,8 +17,8 @@ from test_page_format import PAGE_TOKENS, bits_at, fill, slots_of
 from test_storage_weights import Server
 
 from hisparse.sglang import hooks
+from hisparse.sglang.features.storage.file_storage import FileStorage
 from hisparse.sglang.session import require_session
-from hisparse.sglang.storage.file_storage import FileStorage
 from hisparse.storage import FileStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")

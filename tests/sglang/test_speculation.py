@@ -14,7 +14,7 @@ import torch
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
-from hisparse.sglang.speculation import (
+from hisparse.sglang.features.speculation import (
     accepted_drafts,
     check_rollback,
     draft_tokens,
@@ -166,7 +166,10 @@ def test_algorithms_with_state_of_requests_are_refused(name: str) -> None:
     config = HiSparseConfig(algorithm=name)
     sim = Simulator()
     setup = SimpleNamespace(
-        config=config, algorithm=build_algorithm(config), spec=sim.spec, policy=sim.policy
+        resolved=SimpleNamespace(config=config),
+        algorithm=build_algorithm(config),
+        spec=sim.spec,
+        policy=sim.policy,
     )
     if name in ("snapkv", "dipr"):
         with pytest.raises(ConfigError, match=f"but algorithm '{name}' keeps state of requests"):

@@ -16,15 +16,15 @@ from test_page_format import bits_at, fill, make_pool, slots_of
 
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.cache.page_format import PageFormat
-from hisparse.config import StorageOptions
-from hisparse.sglang.storage import health
-from hisparse.sglang.storage.counters import StorageCounters
-from hisparse.sglang.storage.health import StorageHealth
-from hisparse.sglang.storage.load import PageLoader
-from hisparse.sglang.storage.offload import PageWriter
-from hisparse.sglang.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
-from hisparse.sglang.storage.records import Records
-from hisparse.sglang.storage.setup import create_backend
+from hisparse.options import StorageOptions
+from hisparse.sglang.features.storage import health
+from hisparse.sglang.features.storage.counters import StorageCounters
+from hisparse.sglang.features.storage.health import StorageHealth
+from hisparse.sglang.features.storage.load import PageLoader
+from hisparse.sglang.features.storage.offload import PageWriter
+from hisparse.sglang.features.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
+from hisparse.sglang.features.storage.records import Records
+from hisparse.sglang.features.storage.setup import create_backend
 from hisparse.storage import Namespace
 from tests.sizes import sized
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hisparse.sglang.storage.counters import StorageCounters
-from hisparse.sglang.storage.health import StorageHealth
-from hisparse.sglang.storage.threads import Workers
+from hisparse.sglang.features.storage.counters import StorageCounters
+from hisparse.sglang.features.storage.health import StorageHealth
+from hisparse.sglang.features.storage.threads import Workers
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ import test_storage_faults
 import torch
 from test_storage_faults import KEYS, OTHERS, PAGES, World
 
-from hisparse.config import StorageOptions
-from hisparse.sglang.storage import health
-from hisparse.sglang.storage.page_storage import unwrapped
-from hisparse.sglang.storage.setup import create_backend
+from hisparse.options import StorageOptions
+from hisparse.sglang.features.storage import health
+from hisparse.sglang.features.storage.page_storage import unwrapped
+from hisparse.sglang.features.storage.setup import create_backend
 from tests.sizes import sized
 
 pytestmark = pytest.mark.filterwarnings("ignore")

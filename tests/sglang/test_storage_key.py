@@ -27,14 +27,14 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.fingerprint import fingerprint, model_settings
 from hisparse.errors import ConfigError
 from hisparse.sglang import hooks
-from hisparse.sglang.storage.file_storage import FileStorage
-from hisparse.sglang.storage.key import (
+from hisparse.sglang.features.storage.file_storage import FileStorage
+from hisparse.sglang.features.storage.key import (
     AdapterKeys,
     make_namespace,
     model_fingerprint,
     rope_differences,
 )
-from hisparse.sglang.storage.ranks import LinkerRanks
+from hisparse.sglang.features.storage.ranks import LinkerRanks
 from hisparse.storage import Namespace, page_keys
 from hisparse.transformers.model_config import rotary_frequencies
 from hisparse.types import AttentionRule
@@ -53,7 +53,7 @@ def session_of(model: Any, **changes: Any) -> Any:
         "model_settings": {"layers": 2},
         "model_config": LlamaConfig(),
         "algorithm": Sketch(),
-        "config": HiSparseConfig(),
+        "resolved": SimpleNamespace(config=HiSparseConfig()),
         "policy": SimpleNamespace(rules=rules),
     }
     return SimpleNamespace(model=model, **(known | changes))
@@ -72,7 +72,7 @@ def namespace(
     session = session_of(
         torch.nn.Linear(64, 300),
         algorithm=algorithm or Sketch(),
-        config=HiSparseConfig(**config),
+        resolved=SimpleNamespace(config=HiSparseConfig(**config)),
         **(changes or {}),
     )
     session.fingerprint = model_fingerprint(session)

@@ -26,10 +26,10 @@ from hisparse.algorithms.quest import Quest
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.config import HiSparseConfig
 from hisparse.sglang import plugin
-from hisparse.sglang.linker import HiSparseLinker
+from hisparse.sglang.features.storage.counters import StorageCounters
+from hisparse.sglang.features.storage.linker import HiSparseLinker
+from hisparse.sglang.features.storage.ranks import LinkerRanks
 from hisparse.sglang.session import Session, start_session
-from hisparse.sglang.storage.counters import StorageCounters
-from hisparse.sglang.storage.ranks import LinkerRanks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -38,7 +38,7 @@ PAGES = [1, 2, 3, 4]
 
 
 class LoadedNowhere:
-    """Stands for :class:`hisparse.engine.loaded.LoadedPages`."""
+    """Stands for :class:`hisparse.engine.restored.RestoredPages`."""
 
     def add(self, pages: torch.Tensor) -> int:
         return 0
@@ -93,7 +93,7 @@ class Server:
                 on_request_end=lambda slot: None,
             ),
             algorithm=Quest(),
-            config=HiSparseConfig(),
+            resolved=SimpleNamespace(config=HiSparseConfig()),
             storage=self.counters,
             model=self.model,
             model_settings={},

@@ -19,14 +19,17 @@ from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.config import HiSparseConfig
-from hisparse.engine.step import PrefillChunk
-from hisparse.sglang.storage.counters import StorageCounters
-from hisparse.sglang.storage.file_storage import FileStorage
-from hisparse.sglang.storage.health import StorageHealth
-from hisparse.sglang.storage.page_storage import PageStorage, Staging
-from hisparse.sglang.storage.records import Records
-from hisparse.sglang.storage.representations import RepresentationFormat, representation_namespace
-from hisparse.sglang.storage.stored_representations import StoredRepresentations
+from hisparse.engine.prefill import PrefillChunk
+from hisparse.sglang.features.storage.counters import StorageCounters
+from hisparse.sglang.features.storage.file_storage import FileStorage
+from hisparse.sglang.features.storage.health import StorageHealth
+from hisparse.sglang.features.storage.page_storage import PageStorage, Staging
+from hisparse.sglang.features.storage.records import Records
+from hisparse.sglang.features.storage.representations import (
+    RepresentationFormat,
+    representation_namespace,
+)
+from hisparse.sglang.features.storage.stored_representations import StoredRepresentations
 from hisparse.storage import Namespace
 from hisparse.testing import Simulator
 from tests.engine.test_loaded_pages import LATENTS, LENGTH, PROMPT, STORED, load
@@ -50,7 +53,8 @@ class Storing:
 
     def __init__(self, path: Path, sim: Simulator, config: HiSparseConfig | None = None) -> None:
         self.sim = sim
-        session = SimpleNamespace(coordinator=sim.coordinator, config=config or HiSparseConfig())
+        resolved = SimpleNamespace(config=config or HiSparseConfig())
+        session = SimpleNamespace(coordinator=sim.coordinator, resolved=resolved)
         self.form = form = RepresentationFormat(sim.coordinator.rebuilt_entries(), PER_RECORD)
         staging = Staging(2, 4, form.record_bytes + 100)
         settings = {"path": str(path), "size_bytes": None, "policy": "lru", "ttl_s": None}
@@ -163,7 +167,8 @@ def test_inexact_pages_are_not_stored(tmp_path: Path, opened: list[Storing]) -> 
 def test_only_the_same_algorithm_and_options_find_them() -> None:
     def key(sim: Simulator, **settings: Any) -> str:
         config = HiSparseConfig.from_dict(settings)
-        session = SimpleNamespace(coordinator=sim.coordinator, config=config)
+        resolved = SimpleNamespace(config=config)
+        session = SimpleNamespace(coordinator=sim.coordinator, resolved=resolved)
         return representation_namespace(PAGES, session, 64).key
 
     first = key(Simulator(algorithm=Sketch()))

@@ -13,9 +13,9 @@ from fake_backend import FakeBackend
 from test_page_format import bits_at, fill, slots_of
 from test_storage_faults import KEYS, OTHERS, PAGES, READY, TIMEOUT_S, World
 
-from hisparse.sglang.storage import health
-from hisparse.sglang.storage.key import swap_namespace
-from hisparse.sglang.storage.swap import RequestSwap
+from hisparse.sglang.features.storage import health
+from hisparse.sglang.features.storage.key import swap_namespace
+from hisparse.sglang.features.swap.request_swap import RequestSwap
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -19,10 +19,9 @@ DOCS = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encodi
 def test_the_program_and_its_output(tmp_path: Path) -> None:
     fetch("smollm2-135m")
     program = max(re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL), key=len)
-    printed = re.findall(r"```\n(\d+ tokens after .*?)```", DOCS, re.DOTALL)
-    assert len(printed) == 2
+    (expected,) = re.findall(r"```\n(\d+ tokens after .*?)```", DOCS, re.DOTALL)
     seconds = []
-    for expected in printed:
+    for _ in range(2):
         done = subprocess.run(
             [sys.executable, "-c", program],
             cwd=tmp_path,

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from hisparse.cache.codec import as_read
-from hisparse.errors import ConfigError
-from hisparse.transformers import HiSparseCache, disable, enable
+from hisparse.transformers import DB, disable, enable
 from tests.transformers.hf_models import ROOMY, SMALL, continuation, left_padded, model, prompt
 
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
@@ -44,7 +42,7 @@ def test_tokens_are_those_of_dense_attention_over_rounded_k_and_v(
     assert ours != exact, "three bits of fraction show in 120 tokens"
 
 
-def test_a_later_turn_a_fork_and_a_file_read_the_same_values(net: Any, tmp_path: Path) -> None:
+def test_a_later_turn_a_fork_and_a_store_read_the_same_values(net: Any, tmp_path: Path) -> None:
     text, question = prompt(333, seed=1), prompt(9, seed=2)
     whole = torch.cat([text, question], 1)
     cache = enable(net, SMALL | FP8, max_batch_size=3, max_length=400)
@@ -52,40 +50,29 @@ def test_a_later_turn_a_fork_and_a_file_read_the_same_values(net: Any, tmp_path:
     cache.reset()
     with torch.no_grad():
         net(text, past_key_values=cache)
-    cache.save(tmp_path / "context", text)
     with cache.fork(2) as rows:
         assert continuation(net, whole.expand(2, -1), 20, rows) == alone * 2
     assert continuation(net, whole, 20, cache) == alone
-    loaded = HiSparseCache.load(tmp_path / "context", net, SMALL | FP8, max_length=400)
-    loaded.save(tmp_path / "again")
-    assert continuation(net, whole, 20, loaded) == alone
-    first, second = (load_file(tmp_path / name) for name in ("context", "again"))
-    assert first.keys() == second.keys()
-    for name in first:
-        assert torch.equal(*(x[name].contiguous().view(torch.uint8) for x in (first, second))), name
+    for computed in (342, 6):
+        with DB(tmp_path, net, SMALL | FP8, max_length=400) as db:
+            session, rest = db.create_session(whole[0])
+            assert len(rest) == computed
+            assert continuation(net, whole, 20, session.cache) == alone
+            session.store(whole[0])
 
 
-def test_a_file_holds_what_is_stored_and_no_other_cache_takes_it(net: Any, tmp_path: Path) -> None:
-    text, bytes_of = prompt(320, seed=1), {}
+def test_pages_hold_what_is_stored_and_no_other_cache_takes_them(net: Any, tmp_path: Path) -> None:
+    text, bytes_of = prompt(322, seed=1)[0], {}
     for name, settings in (("auto", SMALL), ("fp8_e4m3", SMALL | FP8)):
-        cache = enable(net, settings, max_length=400)
-        with torch.no_grad():
-            net(text, past_key_values=cache)
-        cache.save(tmp_path / name)
-        kv = cache.coordinator.policy.kv
-        stored = {k: v for k, v in load_file(tmp_path / name).items() if k[-2:] in (".k", ".v")}
-        stored |= {k: v for k, v in load_file(tmp_path / name).items() if "scales" in k}
-        bytes_of[name] = sum(x.nbytes for x in stored.values())
-        assert bytes_of[name] == 320 * kv.token_bytes
+        with DB(tmp_path, net, settings, max_length=400) as db:
+            session, rest = db.create_session(text)
+            assert len(rest) == len(text), "pages of the other dtype are not found"
+            with session, torch.no_grad():
+                net(text[None], past_key_values=session.cache)
+                session.store(text)
+            bytes_of[name] = db.counters["put_bytes"]
     # From float32; a scale of one byte goes with each vector.
     assert 0.25 < bytes_of["fp8_e4m3"] / bytes_of["auto"] < 0.29
-    for name, settings, message in (
-        ("auto", SMALL | FP8, "got kv_cache_dtype 'auto', expected 'fp8_e4m3'"),
-        ("fp8_e4m3", SMALL, "got kv_cache_dtype 'fp8_e4m3', expected 'auto'"),
-    ):
-        with pytest.raises(ConfigError, match=message) as error:
-            HiSparseCache.load(tmp_path / name, net, settings, max_length=400)
-        assert "\n" not in str(error.value)
 
 
 def test_half_precision_reads_exactly_what_is_stored(net: Any) -> None:

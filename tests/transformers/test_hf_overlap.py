@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import EngineSetup, Resources, make_setup
+from hisparse.engine.build import EngineSetup, Resources, resolve
 from hisparse.transformers import HiSparseCache, disable, enable
 from tests.shapes import LLAMA
 from tests.transformers.hf_models import SMALL, model, prompt
@@ -54,9 +53,8 @@ INDEXED = replace(LLAMA, index_head_dim=128)
 
 def make_llama_setup(**settings: Any) -> EngineSetup:
     config = HiSparseConfig(**settings)
-    return make_setup(
+    return resolve(
         config,
-        build_algorithm(config),
         replace(INDEXED, page_size=config.page_size),
         128**-0.5,
         Resources(

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from hisparse.errors import HiSparseError
-from hisparse.transformers import HiSparseCache, disable, enable
+from hisparse.transformers import DB, disable, enable
 from tests.server.tiny_models import LAYERS, WINDOW
 from tests.sizes import sized
 from tests.transformers.hf_models import ROOMY, SMALL, continuation, left_padded, model, prompt
@@ -101,20 +101,17 @@ def test_another_window_than_the_caches_is_refused() -> None:
         disable(net)
 
 
-def test_saved_rows_go_on_where_they_were(tmp_path: Any) -> None:
+def test_stored_pages_go_on_where_they_were(tmp_path: Any) -> None:
     net, ids = model("gemma3"), prompt(300, seed=5)
     try:
         cache = enable(net, SMALL, max_length=400)
         whole = continuation(net, ids, 30, cache)
-        cache.reset()
-        with torch.no_grad():
-            net(ids[:, :-2], past_key_values=cache)
-        cache.save(tmp_path / "rows.safetensors", ids[:, :-2])
-        for settings in (SMALL, SMALL | {"algorithm": "quest"}):
-            loaded = HiSparseCache.load(
-                tmp_path / "rows.safetensors", net, settings, max_length=400
-            )
-            again = continuation(net, ids, 30, loaded)
+        for settings in (SMALL, SMALL, SMALL | {"algorithm": "quest"}):
+            with DB(tmp_path, net, settings, max_length=400) as db:
+                session, rest = db.create_session(ids[0])
+                assert len(rest) == (12 if db.contexts() else 300)
+                again = continuation(net, ids, 30, session.cache)
+                session.store(ids[0])
             assert settings is not SMALL or again == whole
             assert len(again[0]) == 30
     finally:

@@ -27,13 +27,13 @@ from hisparse.kernels.cuda.transfer import (
     gather_tokens,
     scatter_tokens,
 )
-from hisparse.kernels.reference.fp8 import decode_fp8
+from hisparse.kernels.reference.quantize import dequantize
 from hisparse.types import UNSCALED, AttentionRule
 
 __all__ = [
     "append_tokens",
     "chunk_attention",
-    "decode_fp8",
+    "dequantize",
     "diff_tables",
     "gather_pages",
     "gather_tokens",
@@ -49,7 +49,7 @@ __all__ = [
 #: Operations of ``hisparse.kernels.triton``.
 IN_TRITON = (
     "decode_latents",
-    "encode_fp8",
+    "quantize",
     "encode_latents",
     "index_score",
     "outline_score",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.kernels.reference.fp8 import read_scales
 from hisparse.kernels.reference.logits import cap_logits
+from hisparse.kernels.reference.quantize import read_scales
 from hisparse.kernels.reference.query import scaled_query
 from hisparse.types import UNSCALED, AttentionRule, StoredKV
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.kernels.reference.fp8 import encode_fp8, read_scales
+from hisparse.kernels.reference.quantize import quantize, read_scales
 from hisparse.types import LatentRow
 
 __all__ = ["decode_latents", "encode_latents", "pack_latents"]
@@ -17,8 +17,8 @@ _LARGEST_HALF = 65280.0
 def encode_latents(latents: Tensor, row: LatentRow) -> Tensor:
     """See :func:`hisparse.kernels.encode_latents`."""
     tiles = latents[..., : row.rank].unflatten(-1, (row.num_tiles, row.tile))
-    codes, _, scales = encode_fp8(tiles, tiles)
-    assert scales is not None, "encode_fp8 returns scales"
+    codes, _, scales = quantize(tiles, tiles, torch.float8_e4m3fn)
+    assert scales is not None, "quantize returns scales"
     return pack_latents(latents, codes, scales[..., 0], row)
 
 

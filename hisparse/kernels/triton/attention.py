@@ -70,11 +70,11 @@ def paged_attention(
         return out, lse
     shape = (rows, splits, queries) if splits > 1 else (0, 0, 0)
     partial = lse.new_empty(*shape, value_width)
-    fp8 = kv.scales is not None
+    scaled, fp8 = kv.scales is not None, kv.k.dtype == torch.float8_e4m3fn
     # Read as bytes, because some GPUs that Triton compiles for do not have this format.
     k, v = (x.view(torch.uint8) if fp8 else x for x in kv.kv)
     scales = seq_lens if kv.scales is None else kv.scales
-    dtype = torch.bfloat16 if fp8 else kv.k.dtype
+    dtype = torch.bfloat16 if scaled else kv.k.dtype
     value_block = max(_MIN_DOT, triton.next_power_of_2(value_width))
     _attend_kernel[(splits, blocks, rows)](
         query,
@@ -92,7 +92,7 @@ def paged_attention(
         *query.stride(),
         *kv.k.stride()[:3],
         *kv.v.stride()[:3],
-        *(scales.stride()[:3] if fp8 else (0, 0, 0)),
+        *(scales.stride()[:3] if scaled else (0, 0, 0)),
         *page_table.stride(),
         queries,
         splits,
@@ -107,7 +107,7 @@ def paged_attention(
         SAME=kv.v.stride() == kv.k.stride(),
         SIZE=size,
         EXACT=not shared and dtype != torch.float32 and query.dtype != dtype,
-        FP8=fp8,
+        SCALED=scaled,
         SPLIT=splits > 1,
         MEMBERS=members,
         MERGED=merged_at_once(members * value_block),
@@ -137,12 +137,14 @@ def launch_options(
 
 
 @triton.jit
-def _from_e4m3(x):
-    """Convert e4m3 bytes to bfloat16, exactly; to float32 in the interpreter.
+def _from_codes(x):
+    """Convert int8, or e4m3 in bytes, to bfloat16, exactly; to float32 in the interpreter.
 
-    The bits are those of a bfloat16 that is 2 ** -120 times the number, the difference of the
-    exponents' biases.
+    The bits of e4m3 are those of a bfloat16 that is 2 ** -120 times the number, the difference of
+    the exponents' biases.
     """
+    if x.dtype == tl.int8:
+        return x.to(tl.float32).to(tl.float32 if INTERPRETED else tl.bfloat16)
     # Sign, four zeros, exponent and mantissa, four zeros. Three of the zeros were signs.
     bits = (x.to(tl.int8, bitcast=True).to(tl.int16) << 4) & -0x7810
     if INTERPRETED:
@@ -189,12 +191,12 @@ def _load_tokens(
     dim,  # [channels]
     COUNT: tl.constexpr,
     kind: tl.constexpr,
-    FP8: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """``[TOKENS, channels]``, keys or values; channels from COUNT on are 0."""
     seen = live[:, None] if dim.shape[0] == COUNT else live[:, None] & (dim < COUNT)[None, :]
     x = tl.load(source[:, None] + dim[None, :], mask=seen, other=0)
-    return (_from_e4m3(x) if FP8 else x).to(kind)
+    return (_from_codes(x) if SCALED else x).to(kind)
 
 
 @triton.jit
@@ -202,7 +204,7 @@ def _attend_kernel(
     query,  # [R, Q, Dk]
     keys,  # [N, Hr, S, Dk]
     values,  # [N, Hr, S, Dv]
-    scales,  # [N, Hr, S, 2], if pages are in eight bits
+    scales,  # [N, Hr, S, 2], if SCALED
     page_table,  # [R, P]
     seq_lens,  # [R]
     out,  # [R, Q, Dv]
@@ -239,7 +241,7 @@ def _attend_kernel(
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     EXACT: tl.constexpr,
-    FP8: tl.constexpr,
+    SCALED: tl.constexpr,
     SPLIT: tl.constexpr,
     MEMBERS: tl.constexpr,
     MERGED: tl.constexpr,
@@ -253,7 +255,7 @@ def _attend_kernel(
     member = block + tl.arange(0, QUERIES)
     asked = member < GROUP
     first, dim = tl.arange(0, FIRST_BLOCK), tl.arange(0, VALUE_BLOCK)
-    narrow: tl.constexpr = tl.bfloat16 if FP8 else keys.dtype.element_ty
+    narrow: tl.constexpr = tl.bfloat16 if SCALED else keys.dtype.element_ty
     kind: tl.constexpr = tl.float32 if INTERPRETED else narrow
     source = query + row * query_row + (head * GROUP + member)[:, None] * query_head
     seen_q = asked[:, None] & (first < FIRST)[None, :]
@@ -297,7 +299,7 @@ def _attend_kernel(
         # while the steps before it compute.
         page = _load_pages(entries, table_entry, token + TOKENS, start + TOKENS, end, SIZE, TOKENS)
         place = at * key_page + inside * key_token
-        k = _load_tokens(keys + place, live, first, FIRST, kind, FP8)
+        k = _load_tokens(keys + place, live, first, FIRST, kind, SCALED)
         logits = tl.dot(parts[0], tl.trans(k), input_precision="ieee")
         for part in tl.static_range(1, len(parts)):
             logits += tl.dot(parts[part], tl.trans(k), input_precision="ieee")
@@ -307,9 +309,9 @@ def _attend_kernel(
             v = k
         else:
             place = place if SAME else at * value_page + inside * value_token
-            v = _load_tokens(values + place, live, dim, VALUE, kind, FP8)
+            v = _load_tokens(values + place, live, dim, VALUE, kind, SCALED)
         logits *= scale
-        if FP8:
+        if SCALED:
             spot = scales + at * scale_page + head * scale_head + inside * scale_token
             logits *= _load_scale(spot, live)[None, :]
         if LOGIT_CAP > 0:
@@ -319,7 +321,7 @@ def _attend_kernel(
         weights = tl.exp(logits - top[:, None])
         shrink = tl.exp(highest - top)[:, None]
         totals = totals * shrink + weights
-        if FP8:
+        if SCALED:
             weights *= _load_scale(spot + 1, live)[None, :]
         high = rounded(weights, narrow)
         acc = acc * shrink + tl.dot(high.to(kind), v, input_precision="ieee")

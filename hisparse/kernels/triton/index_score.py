@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse.kernels.triton.fp8 import to_e4m3
+from hisparse.kernels.triton.quantize import to_e4m3
 from hisparse.kernels.triton.query import (
     dot_parts,
     from_e4m3,

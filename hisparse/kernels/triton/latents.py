@@ -1,13 +1,14 @@
-"""Latents in eight bits in Triton: codes by ``encode_fp8``, pages decoded in one launch."""
+"""Latents in eight bits in Triton: codes by ``quantize``, pages decoded in one launch."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hisparse.kernels.reference.latents import pack_latents
-from hisparse.kernels.triton.fp8 import encode_fp8
+from hisparse.kernels.triton.quantize import quantize
 from hisparse.types import LatentRow
 
 __all__ = ["decode_latents", "encode_latents"]
@@ -19,8 +20,8 @@ _ELEMENTS = 4096
 def encode_latents(latents: Tensor, row: LatentRow) -> Tensor:
     """See :func:`hisparse.kernels.encode_latents`."""
     tiles = latents[..., : row.rank].unflatten(-1, (row.num_tiles, row.tile))
-    stored = encode_fp8(tiles, tiles[..., :1])
-    assert stored.scales is not None, "encode_fp8 returns scales"
+    stored = quantize(tiles, tiles[..., :1], torch.float8_e4m3fn)
+    assert stored.scales is not None, "quantize returns scales"
     return pack_latents(latents, stored.k, stored.scales[..., 0], row)
 
 

@@ -246,7 +246,7 @@ def _score_kernel(
     q_heads,
     kv_heads,
     tail_keys,  # [N, tail_heads, S, D], if TAIL
-    tail_scales,  # [N, tail_heads, S, 2], if TAIL_FP8
+    tail_scales,  # [N, tail_heads, S, 2], if TAIL_SCALED
     tail_pages,  # [B * tail_rows]
     tail_lens,  # [B * tail_rows]
     tail_lse,  # [B, Hq]
@@ -273,7 +273,7 @@ def _score_kernel(
     TAIL: tl.constexpr,
     TAIL_SIZE: tl.constexpr,
     TAIL_PARTS: tl.constexpr,
-    TAIL_FP8: tl.constexpr,
+    TAIL_SCALED: tl.constexpr,
 ):
     blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
     head = tl.program_id(1) // blocks
@@ -299,7 +299,7 @@ def _score_kernel(
                 DIM_BLOCK,
                 TAIL_SIZE,
                 TAIL_PARTS,
-                TAIL_FP8,
+                TAIL_SCALED,
             )
             tl.store(tail_lse + row, lse, mask=asked)
             return

@@ -33,7 +33,7 @@ def tail_arguments(query: Tensor, tail: TailPages | None, lse: Tensor | None) ->
         nothing = {f"tail_{name}": query for name in names} | {
             f"tail_{name}": 0 for name in (*strides, "rows", "heads")
         }
-        return nothing | {"TAIL": False, "TAIL_SIZE": 16, "TAIL_PARTS": 1, "TAIL_FP8": False}
+        return nothing | {"TAIL": False, "TAIL_SIZE": 16, "TAIL_PARTS": 1, "TAIL_SCALED": False}
     k, scales = tail.kv.k, tail.kv.scales
     steps = dict(zip(("page", "head", "token"), k.stride()[:3], strict=True))
     scale_steps = (0, 0, 0) if scales is None else scales.stride()[:3]
@@ -41,7 +41,7 @@ def tail_arguments(query: Tensor, tail: TailPages | None, lse: Tensor | None) ->
     narrow = torch.float16 if scales is not None else k.dtype
     return {f"tail_{name}": step for name, step in steps.items()} | {
         # As bytes, because some GPUs that Triton compiles for do not have this format.
-        "tail_keys": k if scales is None else k.view(torch.uint8),
+        "tail_keys": k.view(torch.uint8) if k.dtype == torch.float8_e4m3fn else k,
         "tail_scales": query if scales is None else scales,
         "tail_pages": tail.pages.contiguous(),
         "tail_lens": tail.lens.contiguous(),
@@ -51,7 +51,7 @@ def tail_arguments(query: Tensor, tail: TailPages | None, lse: Tensor | None) ->
         "TAIL": True,
         "TAIL_SIZE": max(_MIN_DOT, triton.next_power_of_2(k.shape[2])),
         "TAIL_PARTS": num_parts(query.dtype, narrow),
-        "TAIL_FP8": scales is not None,
+        "TAIL_SCALED": scales is not None,
     }
 
 
@@ -60,19 +60,19 @@ def find_tail_lse(
     asking,  # see load_query
     scale,
     keys,  # [N, heads, S, D], and its strides of pages, heads and tokens
-    scales,  # [N, heads, S, 2], and its strides, if FP8
+    scales,  # [N, heads, S, 2], and its strides, if SCALED
     where,  # page and head
     length,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
-    FP8: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """``[QUERIES]``, the log of the sum of e^(q.k) over the first ``length`` tokens of a page."""
     pages, key_page, key_head, key_token = keys
     page, head = where
-    kind: tl.constexpr = tl.float16 if FP8 else pages.dtype.element_ty
+    kind: tl.constexpr = tl.float16 if SCALED else pages.dtype.element_ty
     wide: tl.constexpr = tl.float32 if INTERPRETED and kind == tl.bfloat16 else kind
     token = tl.arange(0, SIZE)
     live = token < length
@@ -84,14 +84,15 @@ def find_tail_lse(
         q = load_query(asking, start, DIM, DIM_BLOCK) * up[:, None]
         seen = live[:, None] & (dim < DIM)[None, :]
         k = tl.load(place[:, None] + dim[None, :], mask=seen, other=0.0)
-        k = (from_e4m3(k) if FP8 else k).to(wide)
+        k = (from_e4m3(k) if k.dtype == tl.uint8 else k).to(wide)
         logits = dot_parts(k, q, logits, kind, PARTS)
     logits *= (down * scale)[None, :]
-    if FP8:
+    if SCALED:
         exponents, scale_page, scale_head, scale_token = scales
         place = exponents + page * scale_page + head * scale_head + token * scale_token
-        # With the 2^8 that from_e4m3 leaves out.
-        exponent = tl.load(place, mask=live, other=0).to(tl.int32) + 8
+        exponent = tl.load(place, mask=live, other=0).to(tl.int32)
+        if pages.dtype.element_ty == tl.uint8:
+            exponent += 8  # from_e4m3 leaves out 2^8.
         logits *= (exponent << 23).to(tl.float32, bitcast=True)[:, None]
     logits = tl.where(live[:, None], logits, -float("inf"))
     highest = tl.max(logits, axis=0)

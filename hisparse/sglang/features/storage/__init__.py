@@ -1,0 +1,1 @@
+"""What the linker (``linker.py``) does between the KV pool and a store."""

@@ -1,0 +1,181 @@
+"""What decides K and V of a server: the namespace of its pages, and the keys of its adapters."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+import xxhash
+from torch import Tensor
+
+from hisparse.cache.page_format import PageFormat
+from hisparse.engine.fingerprint import fingerprint, tensor_digests
+from hisparse.engine.page_namespace import page_namespace
+from hisparse.sglang.features.storage.ranks import LinkerRanks
+from hisparse.storage import Namespace
+
+__all__ = [
+    "AdapterKeys",
+    "make_namespace",
+    "model_fingerprint",
+    "rope_differences",
+    "swap_namespace",
+]
+
+logger = logging.getLogger("hisparse")
+
+#: Cosines and sines may differ by so much: SGLang keeps some tables in bfloat16.
+_TOLERANCE: Final = 0.01
+#: Relative differences of angles of about 1, of tables in float32 and in fewer bits.
+_ANGLES: Final = (1e-3, 0.01)
+#: The last row that is compared: further on, rounded frequencies tell.
+_LAST_ROW: Final = 4096
+#: The number of a layer in the name of a module.
+_LAYER: Final = re.compile(r"\.(\d+)\.")
+#: Rows of an unexpected table that tell it from others. Tables grow while a server runs.
+_TABLE_ROWS: Final = 64
+
+
+def model_fingerprint(session: Any) -> str:
+    """The fingerprint of this rank's model with the weights that it has now."""
+    # Other buffers follow from the configuration, and SGLang extends some while it serves.
+    settings = dict(session.model_settings)
+    if other_ropes := rope_differences(session.model, session.model_config):
+        settings["rotary tables"] = other_ropes
+    return fingerprint(settings, session.model.named_parameters())
+
+
+def make_namespace(session: Any, page_format: PageFormat, ranks: LinkerRanks) -> Namespace:
+    """The namespace of this rank's pages; see :func:`page_namespace`.
+
+    Args:
+        session: this rank's session, with the fingerprint of its model.
+        page_format: bytes of a record.
+        ranks: the ranks of the server.
+    """
+    rank, num_ranks = ranks.key
+    return page_namespace(
+        ranks.gather(session.fingerprint),
+        session.policy,
+        session.algorithm,
+        session.resolved.config,
+        page_format,
+        rank=rank,
+        num_ranks=num_ranks,
+    )
+
+
+def swap_namespace(pages: Namespace) -> Namespace:
+    """The namespace of retracted requests' pages; the names in it are those of one server.
+
+    Args:
+        pages: the namespace of pages that servers share.
+    """
+    return replace(pages, model="retracted requests")
+
+
+class AdapterKeys:
+    """Names LoRA adapters by their content, in place of SGLang's ids.
+
+    SGLang's ids of adapters of the command line say a name and a path, which stay the same when the
+    adapter is trained anew; those of adapters loaded over HTTP are random.
+
+    Args:
+        manager: SGLang's ``LoRAManager``; None: the server has no adapters.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+    def key(self, lora_id: str) -> str:
+        """32 hexadecimal digits for the content of a loaded adapter."""
+        adapter = None if self._manager is None else self._manager.loras.get(lora_id)
+        if adapter is None:
+            # SGLang has loaded it before it takes requests for it. Otherwise no page may be shared.
+            logger.warning(
+                "hisparse: storage: adapter %s is not loaded; no page is shared", lora_id
+            )
+            return secrets.token_hex(16)
+        if adapter not in self._known:
+            config = adapter.config
+            texts = [
+                # SGLang leaves out what the server was not started for.
+                str(sorted(self._manager.target_modules)),
+                json.dumps([config.hf_config, config.added_tokens_config], sort_keys=True),
+                repr(adapter.scaling),
+                *tensor_digests(_adapter_weights(adapter)),
+            ]
+            self._known[adapter] = xxhash.xxh3_128_hexdigest("\n".join(texts).encode())
+        return self._known[adapter]
+
+
+def _adapter_weights(adapter: Any) -> Iterator[tuple[str, Tensor]]:
+    for layer in adapter.layers:
+        yield from layer.weights.items()
+    yield from adapter.embedding_layers.items()
+    yield from adapter.added_tokens_embeddings.items()
+
+
+def rope_differences(model: Any, config: Any) -> list[str]:
+    """The rotary embeddings of a model that are not those transformers makes of its configuration.
+
+    Releases of SGLang differ in which settings of a rotary embedding they read.
+
+    Args:
+        model: SGLang's model.
+        config: its configuration, of transformers.
+
+    Returns:
+        A text for each layer with another table, or that rotates in another order of channels;
+        usually none. Layers without a table of SGLang's are left out.
+    """
+    from hisparse.transformers.model_config import rotary_frequencies
+    from hisparse.transformers.model_shape import text_config
+
+    text, expected = text_config(config), dict(rotary_frequencies(config))
+    types = getattr(text, "layer_types", None) or ()
+    found, seen = [], {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        table = getattr(module, "cos_sin_cache", None)
+        if not isinstance(table, Tensor):
+            continue
+        layer = int(match[1]) if (match := _LAYER.search(name)) else 0
+        kind = types[layer] if None not in expected and layer < len(types) else None
+        if (id(module), kind) not in seen:
+            rope = expected.get(kind)
+            is_neox = getattr(module, "is_neox_style", True)
+            (digest,) = tensor_digests([(type(module).__name__, table[:_TABLE_ROWS])])
+            agrees = is_neox and rope is not None and _agrees(table, *rope)
+            seen[id(module), kind] = "" if agrees else f"{is_neox} {digest}"
+        if other := seen[id(module), kind]:
+            found.append(f"{layer} {other}")
+    return found
+
+
+def _agrees(table: Tensor, frequencies: Tensor, scaling: float) -> bool:
+    """Whether a table ``[positions, 2 * n]`` of cosines and sines has these ``[n]`` frequencies."""
+    if table.dim() != 2 or table.shape[1] != 2 * len(frequencies):
+        return False
+    cos, sin = table.chunk(2, dim=1)
+    frequencies = frequencies.float().cpu()
+    last = min(len(table) - 1, _LAST_ROW)
+    rows = torch.tensor([2**i for i in range(last.bit_length())] or [0])
+    angles = rows[:, None] * frequencies
+    for part, function in ((cos, torch.cos), (sin, torch.sin)):
+        got = part[rows.to(part.device)].float().cpu()
+        if not torch.allclose(got, function(angles) * scaling, rtol=0, atol=_TOLERANCE * scaling):
+            return False
+    # Low frequencies: where an angle is about 1, as far as the table goes.
+    far = (1.0 / frequencies).clamp(1, len(table) - 1).long()
+    columns = torch.arange(len(frequencies))
+    real, imaginary = (x[far.to(x.device), columns.to(x.device)].float().cpu() for x in (cos, sin))
+    relative = _ANGLES[table.dtype.itemsize < 4]
+    return torch.allclose(torch.atan2(imaginary, real), far * frequencies, rtol=relative, atol=1e-6)

@@ -1,1 +1,0 @@
-"""What :class:`hisparse.sglang.linker.HiSparseLinker` does between the KV pool and a store."""

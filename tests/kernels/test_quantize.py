@@ -1,0 +1,177 @@
+"""Keys and values in eight bits: what is stored, and that it is read as it was stored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from hisparse.errors import KernelError
+from hisparse.kernels import QUANTIZED, dequantize, paged_attention, quantize
+from hisparse.types import StoredKV
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+EVERY_DTYPE = pytest.mark.parametrize("stored_dtype", QUANTIZED, ids=str)
+
+
+def _read(stored: StoredKV, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    out = (
+        stored.k.new_empty(stored.k.shape, dtype=dtype),
+        stored.v.new_empty(stored.v.shape, dtype=dtype),
+    )
+    dequantize(stored, out)
+    return out
+
+
+def _vectors(seed: int, dtype: torch.dtype, width: int, count: int = 400) -> Tensor:
+    """``[count, 3, width]`` of every size that keys have, most far from 1, some all zeros."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 3, width, generator=rng)
+    x *= torch.exp2(torch.rand(count, 3, 1, generator=rng) * 15 - 12)
+    # Within a vector too: keys of some models have a few channels that dwarf the others.
+    x *= torch.exp2(torch.rand(count, 1, width, generator=rng) * 8)
+    x[:5] = 0
+    x[5, 0] = torch.linspace(-1, 1, width) * 2.0**-20
+    return x.to(dtype)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("widths", [(64, 64), (5, 33)], ids=str)
+def test_an_error_is_at_most_half_a_step(
+    impl: str, dtype: torch.dtype, widths: tuple[int, int], stored_dtype: torch.dtype
+) -> None:
+    k, v = (_vectors(seed, dtype, width) for seed, width in enumerate(widths))
+    stored = quantize(k, v, stored_dtype, impl=impl)
+    for x, read in zip((k, v), _read(stored, dtype), strict=True):
+        largest = x.abs().amax(-1, keepdim=True).double()
+        off = (read.double() - x.double()).abs()
+        if stored_dtype == INT8:
+            # The largest is scaled to 63.75 at least; no scale is below 2 ** -24.
+            half = (largest / 127.5).clamp(min=2.0**-25)
+        else:
+            # Three bits of fraction; below 2 ** -6 of the scaled largest, steps of 2 ** -9.
+            half = torch.maximum(x.double().abs() * 2.0**-4, largest.clamp(min=2.0**-8) * 2.0**-17)
+        assert (off <= half).all()
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_was_read_is_stored_as_the_same_bytes(
+    impl: str, dtype: torch.dtype, stored_dtype: torch.dtype
+) -> None:
+    k, v = (_vectors(seed, dtype, 16, 1000) for seed in (3, 4))
+    stored = quantize(k, v, stored_dtype, impl=impl)
+    read = _read(stored, dtype)
+    again = quantize(*read, stored_dtype, impl=impl)
+    for before, after in zip(stored.tensors, again.tensors, strict=True):
+        assert torch.equal(before.view(torch.uint8), after.view(torch.uint8))
+    # In any dtype the same numbers are read.
+    exact = _read(stored, torch.float32)
+    for x, wide in zip(read, exact, strict=True):
+        assert torch.equal(x.float(), wide)
+
+
+@pytest.mark.parametrize(("stored_dtype", "most"), [(E4M3, 61440.0), (INT8, 65024.0)], ids=str)
+def test_the_largest_of_float16_stays_a_number(
+    impl: str, stored_dtype: torch.dtype, most: float
+) -> None:
+    """The next number above them, times the scale, is 65536: infinity in float16."""
+    k = torch.tensor([[[65504.0, -65504.0, most, 2048.0]]], dtype=torch.float16)
+    read, _ = _read(quantize(k, k, stored_dtype, impl=impl), torch.float16)
+    assert read.tolist() == [[[most, -most, most, 2048.0]]]
+    wide, _ = _read(quantize(k.float(), k.float(), stored_dtype, impl=impl), torch.float32)
+    assert wide[..., :2].tolist() == [[[65536.0, -65536.0]]], "the others keep their range"
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_implementations_agree_to_the_bit(
+    impl: str, dtype: torch.dtype, stored_dtype: torch.dtype
+) -> None:
+    k, v = (_vectors(seed, dtype, 48) for seed in (5, 6))
+    # Halfway between two numbers, and all that the dtype has.
+    numbers = torch.arange(256, dtype=torch.uint8).view(stored_dtype).float()
+    numbers = numbers[~numbers.isnan()].sort().values[:240].view(5, 1, 48)
+    between = (numbers + numbers.roll(-1, -1)) / 2
+    k[:5], k[5:10], k[10, 0, 0], k[11, 1, 3] = (
+        numbers.to(dtype),
+        between.to(dtype),
+        torch.nan,
+        torch.inf,
+    )
+    # Strided, as heads of a fused projection are.
+    k = torch.stack([k, k], dim=-1)[..., 0]
+    expected, got = (quantize(k, v, stored_dtype, impl=name) for name in ("reference", impl))
+    for name, a, b in zip(("k", "v", "scales"), expected.tensors, got.tensors, strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+
+
+@EVERY_DTYPE
+def test_no_tokens_and_no_leading_dimensions(impl: str, stored_dtype: torch.dtype) -> None:
+    empty = quantize(torch.zeros(0, 2, 8), torch.zeros(0, 2, 4), stored_dtype, impl=impl)
+    assert [x.shape for x in empty.tensors] == [(0, 2, 8), (0, 2, 4), (0, 2, 2)]
+    pages = quantize(torch.ones(3, 2, 4, 8), torch.ones(3, 2, 4, 8), stored_dtype, impl=impl)
+    assert pages.tensors[2].shape == (3, 2, 4, 2)
+    assert (_read(pages, torch.float32)[0] == 1).all()
+
+
+def test_integers_keep_no_nan(impl: str) -> None:
+    k = torch.tensor([[[torch.nan, 3.0, -torch.inf]], [[0.5, -1.0, torch.nan]]])
+    read, _ = _read(quantize(k, k, INT8, impl=impl), torch.float32)
+    assert read.flatten().tolist() == [0.0, 0.0, -torch.inf, 0.0, 0.0, 0.0]
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize(
+    ("heads", "size", "dims"),
+    [(1, 16, (64, 64)), (2, 8, (24, 40)), (1, 1, (5, 3)), (1, 16, (128, 128))],
+    ids=str,
+)
+def test_attends_over_what_is_read(
+    impl: str, heads: int, size: int, dims: tuple[int, int], stored_dtype: torch.dtype
+) -> None:
+    """Against float64 over the numbers that are read; nothing beyond a row's tokens matters."""
+    lens, pages = [0, 1, 3 * size, 260], 300 // size + 2
+    rng = torch.Generator().manual_seed(size)
+    k, v = (
+        torch.randn(pages * len(lens), size, heads, d, generator=rng).transpose(1, 2) * 40
+        for d in dims
+    )
+    # Every token has a scale of its own.
+    k *= torch.exp2(torch.randint(-9, 1, k.shape[:3], generator=rng))[..., None]
+    v *= torch.exp2(torch.randint(-9, 9, v.shape[:3], generator=rng))[..., None]
+    stored = quantize(k, v, stored_dtype)
+    keys, values = _read(stored, torch.float32)
+    table = torch.randperm(len(k), generator=rng).view(len(lens), -1).to(torch.int32)
+    q = torch.randn(len(lens), 4, dims[0], generator=rng) * 0.1
+    out, lse = paged_attention(q, stored, table, torch.tensor(lens, dtype=torch.int32), impl=impl)
+    for row, n in enumerate(lens):
+        for query in range(4):
+            head = query * heads // 4
+            own_k, own_v = (x[table[row].long(), head].flatten(0, 1)[:n] for x in (keys, values))
+            logits = own_k.double() @ q[row, query].double()
+            expected = logits.softmax(0) @ own_v.double()
+            assert_close(out[row, query].double(), expected, rtol=2e-4, atol=2e-3)
+            assert_close(lse[row, query].double(), logits.logsumexp(0), rtol=1e-4, atol=1e-4)
+
+
+def test_wrong_tensors_are_named() -> None:
+    k = torch.zeros(2, 1, 4, 8)
+    stored = quantize(k, k, INT8)
+    with pytest.raises(KernelError, match="k: got dtype torch.int32"):
+        quantize(k.int(), k.int(), INT8)
+    with pytest.raises(KernelError, match="v: got shape"):
+        quantize(k, k[:1], INT8)
+    with pytest.raises(KernelError, match="got torch.uint8, expected one of torch.float8_e4m3fn, "):
+        quantize(k, k, torch.uint8)
+    with pytest.raises(KernelError, match="scales: got None"):
+        dequantize(stored._replace(scales=None), (k, k))
+    with pytest.raises(KernelError, match=r"out.v: got shape \[1, 1, 4, 8\]"):
+        dequantize(stored, (k, k[:1]))
+    table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    bad = stored._replace(scales=stored.tensors[2][:, :, :2])
+    with pytest.raises(KernelError, match="kv.scales: got shape"):
+        paged_attention(torch.zeros(1, 1, 8), bad, table, lens)
