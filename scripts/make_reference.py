@@ -50,7 +50,7 @@ _FLAGS = (
     ("--max-running-requests", "lowered to the requests that fit the device memory"),
     ("--dp-size", "replicas divide `host_memory` ([operations.md](operations.md#replicas))"),
     ("--attn-dp-size, --pp-size", "ranks divide `host_memory`; some settings do not go with them "
-     "([operations.md](operations.md#replicas))"),
+     "([operations.md](operations.md#several-ranks))"),
     ("--kv-cache-dtype fp8_e4m3", "stores K and V in eight bits with scales ([fp8.md](fp8.md))"),
     ("--enable-unified-cache-external-linker", "is set by `storage`; given by itself, with backend "
      "`dynamic` and `HiSparseLinker` of `hisparse.sglang.features.storage.linker` "

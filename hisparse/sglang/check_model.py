@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hisparse.cache.formats import LATENT_FORMATS
 from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import check_indexer, choose_scope
 from hisparse.errors import ConfigError
@@ -45,6 +46,8 @@ def check_model(server_args: Any, config: HiSparseConfig) -> None:
         )
     latent = model.attention_arch == AttentionArch.MLA
     choose_scope(config, latent=latent)
+    if latent:
+        LATENT_FORMATS.get(config.kv_cache_dtype)
     _check_indexer(name, model.hf_config, config)
     if model.is_hybrid_swa:
         raise ConfigError(
@@ -56,7 +59,7 @@ def check_model(server_args: Any, config: HiSparseConfig) -> None:
     if wanted not in (None, model.dtype):
         raise ConfigError(
             f"--kv-cache-dtype is {server_args.kv_cache_dtype} but {name} runs in {model.dtype}; "
-            "hisparse stores K and V in the model's dtype or in fp8: use auto or fp8_e4m3"
+            "hisparse stores K and V in the model's dtype or in eight bits: use auto or fp8_e4m3"
         )
     if model.is_encoder_decoder:
         raise ConfigError(f"{name} is an encoder-decoder model; expected a decoder")

@@ -50,8 +50,8 @@ def around_profile_available_bytes(
         session = make_session(configurator, device_bytes)
     start_session(session)
     logger.info("hisparse: %s", session.sizing.describe())
-    # SGLang divides by its own bytes per token, which do not account for fp8 and its scales.
-    sglang_spec = replace(session.spec, dtype=configurator.kv_cache_dtype, fp8=False)
+    # SGLang divides by its own bytes per token, whatever format hisparse stores.
+    sglang_spec = replace(session.spec, dtype=configurator.kv_cache_dtype, kv_cache_dtype="auto")
     token_bytes = sglang_spec.token_bytes + sglang_draft_bytes(configurator, sglang_spec)
     return session.sizing.kv_tokens * token_bytes
 

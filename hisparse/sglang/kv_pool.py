@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 
 from hisparse.cache import HostKVPool
-from hisparse.cache.codec import encode, write_tokens
+from hisparse.cache.kv_io import write_tokens
 from hisparse.errors import HiSparseError
 from hisparse.sglang.features.disaggregation.transfer import (
     Buffers,
@@ -88,7 +88,7 @@ class _HostPool:
         """
         loc, _, _ = unwrap_write_loc(loc_info)
         kv = self.host.kv
-        new = encode(kv, cache_k.to(kv.dtype), cache_v.to(kv.dtype))
+        new = self.host.format.encode(cache_k.to(kv.dtype), cache_v.to(kv.dtype))
         number = layer_id_override
         if number is None:
             number = layer.layer_id - self.start_layer
@@ -101,10 +101,10 @@ class _HostPool:
         return self._token_view(layer_id)[1]
 
     def _token_view(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.host.kv.fp8:
+        if self.host.format.encoded:
             raise HiSparseError(
-                "KV pool: got a read by location of K and V in fp8 with scales, expected K and V "
-                "in the model's dtype; use --kv-cache-dtype auto"
+                f"KV pool: got a read by location of K and V in {self.host.kv.kv_cache_dtype}, "
+                "expected K and V in the model's dtype; use --kv-cache-dtype auto"
             )
         view = self.host.tokens(layer_id - self.start_layer)
         if view is None:
@@ -163,7 +163,7 @@ class HiSparseMHAPool(_HostPool, MHATokenToKVPool):  # type: ignore[misc]
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """Host memory of the keys and of the values, in bytes."""
         spec = self.host.kv
-        keys = self.host.num_bytes * spec.head_dim // spec.stored_width
+        keys = self.host.num_bytes * spec.head_dim // (spec.head_dim + spec.v_head_dim)
         return keys, self.host.num_bytes - keys
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from hisparse.algorithms import build_algorithm
+from hisparse.cache.formats import sglang_choices
 from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
@@ -60,7 +61,7 @@ _SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("enable_memory_saver", (False,), "--enable-memory-saver"),
     (
         "kv_cache_dtype",
-        ("auto", "bf16", "bfloat16", "float16", "float32", "fp8_e4m3"),
+        ("auto", "bf16", "bfloat16", "float16", "float32"),
         "--kv-cache-dtype",
     ),
     ("enable_kv_cache_sharding", (False,), "--enable-kv-cache-sharding"),
@@ -83,9 +84,9 @@ def read_config(server_args: Any) -> HiSparseConfig:
         ConfigError: a setting is invalid, or contradicts ``--kv-cache-dtype``.
     """
     config, flag = HiSparseConfig.parse(server_args.hisparse_config), server_args.kv_cache_dtype
-    if flag == "fp8_e4m3":
+    if flag in sglang_choices():
         return replace(config, kv_cache_dtype=flag)
-    if config.stores_fp8 and flag not in (None, "auto"):
+    if config.kv_cache_dtype != "auto" and flag not in (None, "auto"):
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype} but --kv-cache-dtype is {flag}; expected "
             "equal values, or only one of the two"
@@ -115,9 +116,9 @@ def prepare_before_resolution(server_args: Any) -> None:
     given, config = config, config_for_ranks(config, server_args, host_bytes)
     if config != given:
         server_args.hisparse_config = json.dumps(config.effective())
-    if config.stores_fp8:
+    if config.kv_cache_dtype != "auto":
         # SGLang's fp8 pools have requirements of their own, such as a certain backend on a CPU.
-        # SGLang therefore sees the model's dtype, and only hisparse knows that K/V are fp8.
+        # SGLang therefore sees the model's dtype, and only hisparse knows how K and V are stored.
         server_args.hisparse_config = json.dumps(config.effective())
         server_args.kv_cache_dtype = "auto"
     # Host memory is one pool for all layers, whatever part of it a layer attends.
@@ -217,6 +218,8 @@ def _check_flags(view: Any) -> None:
     """
     for field, allowed, flag in _SUPPORTED:
         got = getattr(view, field)
+        if field == "kv_cache_dtype":
+            allowed = (*allowed, *sglang_choices())
         if got is not None and got not in allowed:
             choices = " or ".join(str(value) for value in allowed if value is not None)
             raise ConfigError(

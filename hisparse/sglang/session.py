@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hisparse.cache.shared_memory import NodeRanks
+from hisparse.cache.allocate import NodeRanks
 from hisparse.engine.build import EngineSetup
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.restored import TransferredRequests

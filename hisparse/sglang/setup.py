@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hisparse.cache.formats import sglang_choices
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Resources, build_engine, resolve
 from hisparse.engine.capabilities import check_dense_layers, stored_spec
@@ -57,9 +58,10 @@ def make_session(configurator: Any, device_bytes: int) -> Session:
     """
     config = read_config(configurator.server_args)
     dtype = configurator.kv_cache_dtype
-    if dtype == torch.float8_e4m3fn:
-        # The model's own configuration requests an fp8 KV cache.
-        config, dtype = replace(config, kv_cache_dtype="fp8_e4m3"), configurator.model_config.dtype
+    for name, quantized in sglang_choices().items():
+        if dtype == quantized:
+            # The model's own configuration requests such a KV cache.
+            config, dtype = replace(config, kv_cache_dtype=name), configurator.model_config.dtype
     config = config_of_server(config, configurator.server_args)
     context_length = configurator.model_config.context_len
     model, hybrid = configurator.model, hybrid_layers(configurator.model_config)

@@ -224,7 +224,7 @@ def test_eight_bits_hold_nearly_twice_the_tokens(model: str, command: Command) -
     assert flag["dense"]["max_requests"] >= 2 * plain["dense"]["max_requests"]
     words = shlex.split(flag["command"])
     config = HiSparseConfig.parse(words[words.index("--hisparse-config") + 1])
-    assert config.stores_fp8
+    assert config.kv_cache_dtype == "fp8_e4m3"
 
 
 @pytest.mark.parametrize("flag", [[], ["--kv-cache-dtype", "auto"]], ids=["no-flag", "auto"])
@@ -235,10 +235,11 @@ def test_a_flag_that_says_auto_leaves_it_to_the_configuration(
     text = '{"kv_cache_dtype": "fp8_e4m3"}'
     found = planned(command, "--model", model, "--context", "2048", "--config", text, *flag)
     asked = SimpleNamespace(hisparse_config=text, kv_cache_dtype=flag[-1] if flag else None)
-    assert read_config(asked).stores_fp8
+    assert read_config(asked).kv_cache_dtype == "fp8_e4m3"
     assert found["bytes_per_token"] == 2 * 2 * 2 * 9
     words = shlex.split(found["command"])
-    assert HiSparseConfig.parse(words[words.index("--hisparse-config") + 1]).stores_fp8
+    config = HiSparseConfig.parse(words[words.index("--hisparse-config") + 1])
+    assert config.kv_cache_dtype == "fp8_e4m3"
 
 
 def test_replicas_divide_the_host_memory_of_the_command(model: str, command: Command) -> None:

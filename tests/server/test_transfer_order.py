@@ -21,7 +21,7 @@ _SLOW = '''
 
     import functools, os, random, time
 
-    import hisparse.cache.codec as transfers
+    import hisparse.cache.kv_io as transfers
     import hisparse.engine.build as build
     from tests.delayed import DelayedStreams
 

@@ -100,7 +100,7 @@ def around_prepare_for_prebuilt(original: Callable[..., None], batch: Any) -> No
 def around_setup_state_kv_args(
     original: Callable[..., None], kv_args: Any, token_to_kv_pool: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Describe the scales of fp8, which move beside K and V.
+    """Describe the scales of eight bits, which move beside K and V.
 
     They and an indexer's keys have formats of hisparse's own. The name of the dtype says so: SGLang
     refuses a pair of servers with different names.
@@ -116,9 +116,9 @@ def around_setup_state_kv_args(
     host, tokens = token_to_kv_pool.host, token_to_kv_pool.page_size
     size, entries = host.kv.page_size, session.coordinator.stored_entries()
     kinds = [f"{name} {entries[name].dtype}" for name in sorted(entries)]
-    if host.kv.fp8:
-        kinds.append(f"fp8_e4m3 in pages of {size} tokens")
-    if host.kv.num_scales:
+    if host.format.encoded:
+        kinds.append(f"{host.kv.kv_cache_dtype} in pages of {size} tokens")
+    if host.format.num_scales:
         first = token_to_kv_pool.start_layer
         append_state_component(
             kv_args,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hisparse.cache import HostKVPool
-from hisparse.cache.codec import read_tokens, write_tokens
+from hisparse.cache.kv_io import read_tokens, write_tokens
 from hisparse.errors import HiSparseError
 from hisparse.types import StoredKV
 
@@ -49,13 +49,13 @@ def kv_buffers(host: HostKVPool, page_tokens: int) -> Buffers:
         )
     layers = range(host.kv.num_layers)
     parts = [host.layer(layer).k for layer in layers]
-    if not host.kv.latent:
+    if not host.format.shares_values:
         parts += [host.layer(layer).v for layer in layers]
     return _buffers(parts, page_tokens // host.kv.page_size)
 
 
 def scale_buffers(host: HostKVPool, page_tokens: int) -> Buffers:
-    """The scales of each layer's keys and values in fp8."""
+    """The scales of each layer's keys and values, if they have any."""
     layers = range(host.kv.num_layers)
     scales = [x for x in (host.stored(layer).scales for layer in layers) if x is not None]
     return _buffers(scales, page_tokens // host.kv.page_size)

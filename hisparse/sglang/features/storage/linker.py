@@ -75,7 +75,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.pools = {PoolName.KV: pool}
         self._session = session = require_session()
         self.layer_done_counter = LayerWiseLoadCounter(session.spec.num_layers)
-        self._ranks = LinkerRanks.of(params, shared=session.spec.latent)
+        self._ranks = LinkerRanks.of(params, shared=pool.host.format.shares_values)
         coordinator = session.coordinator
         assert coordinator is not None, "SGLang builds the attention backend before the cache"
         self._exact, self._loaded = coordinator.share_pages()
