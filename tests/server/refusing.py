@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tiny_models import tiny_model
 
+from hisparse.sglang.features import IN_USE
+
 
 def server_args(*flags: str, model: Path | None = None, config: object = None) -> Any:
     """SGLang's ``ServerArgs`` before they are resolved.
@@ -34,6 +36,8 @@ def resolve(*flags: str, model: Path | None = None, config: object = None) -> An
     """SGLang's ``ServerArgs`` of a server on a CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+        # A start writes it.
+        patch.setenv(IN_USE, "")
         args = server_args(*flags, model=model, config=config)
         args.resolve_once()
     return args

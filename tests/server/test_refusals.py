@@ -14,6 +14,7 @@ from refusing import refusal, resolve, server_args
 from tiny_models import INDEX_TOP_K, tiny_model
 
 from hisparse.errors import ConfigError
+from hisparse.sglang.features import IN_USE
 from hisparse.sglang.features.storage.setup import check_told_apart
 from scripts.model_families import FAMILIES
 
@@ -91,7 +92,8 @@ REFUSED: list[Refused] = [
     ("--kv-cache-dtype fp8_e4m3", {"algorithm": "dipr"},
      "algorithm 'dipr' cannot do kv_cache_dtype fp8_e4m3; algorithms that can: "),
     ("--kv-cache-dtype bf16", FP8, "kv_cache_dtype is fp8_e4m3 but --kv-cache-dtype is bf16"),
-    ("", {"kv_cache_dtype": "fp8_e5m2"}, 'expected "auto" or "fp8_e4m3"'),
+    ("", {"kv_cache_dtype": "fp8_e5m2"},
+     "unknown kv_cache_dtype 'fp8_e5m2'; did you mean 'fp8_e4m3'?"),
     # Prefill and decode servers.
     *(
         (f"{TRANSFER} {mode} --tp-size 2", None, apart(mode, "--tp-size 2", "--tp-size 1"))
@@ -269,7 +271,8 @@ def test_a_model_without_attention(tmp_path: Path) -> None:
     )
 
 
-def test_sglang_checks_the_other_backends(tmp_path: Path) -> None:
+def test_sglang_checks_the_other_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(IN_USE, "")
     args = server_args("--attention-backend", "torch_native", model=family("gpt-oss", tmp_path))
     with pytest.raises(AssertionError, match="requires one of"):
         args.resolve_once()

@@ -10,6 +10,7 @@ from refusing import resolve, server_args
 from test_refusals import DRAFT, FP8, NGRAM, STANDALONE, changed_llama, family, words_of
 
 from hisparse.config import HiSparseConfig
+from hisparse.sglang.features import IN_USE
 from hisparse.sglang.server_args import prepare_before_resolution
 
 #: SGLang warns while it is imported.
@@ -52,7 +53,10 @@ def test_fp8_by_the_flag_or_by_the_key() -> None:
     ],
     ids=["default", "true", "false", "checked"],
 )
-def test_a_gpu_captures_decode_steps_where_it_can(config: object, captured: bool) -> None:
+def test_a_gpu_captures_decode_steps_where_it_can(
+    config: object, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(IN_USE, "")
     args = server_args("--device", "cuda", config=config)
     prepare_before_resolution(args)
     assert args.disable_cuda_graph is not captured
