@@ -15,8 +15,6 @@ from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.options import read_text
 
-__all__ = ["add_parser"]
-
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""

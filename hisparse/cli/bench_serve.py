@@ -24,8 +24,6 @@ from hisparse.cli.output import without_sglang_warnings
 from hisparse.errors import ConfigError
 from hisparse.eval.report import check_matplotlib
 
-__all__ = ["add_parser"]
-
 
 def add_parser(benches: Any) -> None:
     """Add the command to ``hisparse bench``."""

@@ -25,9 +25,6 @@ from hisparse.eval.report import check_reports, read_result, write_reports
 from hisparse.eval.tables import Cell, make_short_tables
 from hisparse.options import read_text
 
-__all__ = ["add_parser"]
-
-
 #: The ceiling, the default and the floor.
 _ALGORITHMS = ["oracle", HiSparseConfig.algorithm, "streaming"]
 _DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -17,8 +17,6 @@ from hisparse.config import HiSparseConfig
 from hisparse_bench.options import Options
 from hisparse_bench.report import Case, Report
 
-__all__ = ["add_parsers", "show"]
-
 #: Sizes of each benchmark: the flag, its default and its help.
 _LRU_DIFF = {
     "rows": (8, "rows of the batch"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["names", "number", "numbers", "ratios"]
-
 
 def names(text: str) -> list[str]:
     """``"quest,sketch"`` -> ``["quest", "sketch"]``."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Final, NoReturn
 
-__all__ = ["OneLineParser"]
-
 #: Characters of a message, which may quote what was given.
 _MOST: Final = 1000
 

@@ -28,8 +28,6 @@ from hisparse.plan.fit import Capacity, Machine, fit, refuse
 from hisparse.sglang.combinations import Start, check_combinations
 from hisparse.units import format_bytes, resolve_memory
 
-__all__ = ["add_parser"]
-
 #: Fraction of a GPU for weights and KV cache. The printed command sets it on the server.
 _MEM_FRACTION = 0.85
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from hisparse.kernels.build.isa import ISAS, check_isa, environment
 
-__all__ = ["add_flag"]
-
 
 def add_flag(parser: argparse.ArgumentParser) -> None:
     """Add ``--isa`` to a command, which then runs in a process restricted to it."""

@@ -19,8 +19,6 @@ from hisparse.units import format_bytes, parse_memory
 if TYPE_CHECKING:
     from hisparse.storage import FileStore, StoreReport
 
-__all__ = ["add_parser"]
-
 _DAY_S = 86_400
 #: Characters of a namespace's key that `ls` prints, and fewest that `rm` takes.
 _SHOWN, _FEWEST = 12, 4

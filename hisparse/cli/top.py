@@ -16,8 +16,6 @@ from hisparse.cli.top_view import Reading, read, view
 from hisparse.errors import ConfigError
 from hisparse.units import format_bytes, parse_seconds
 
-__all__ = ["add_parser"]
-
 _MAX_INTERVAL_S = 3600.0
 
 

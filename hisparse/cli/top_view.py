@@ -13,8 +13,6 @@ from typing import Any
 
 from hisparse.errors import ConfigError, one_line, quoted
 
-__all__ = ["Reading", "read", "view"]
-
 _TIMEOUT_S = 10.0
 #: Far more than a server with many ranks and layers sends.
 _MAX_BYTES = 64 * 2**20

@@ -28,8 +28,6 @@ from hisparse.trace.cache_events import is_event_file
 from hisparse.trace.prefix import read_prefix
 from hisparse.units import format_bytes
 
-__all__ = ["add_parser"]
-
 _BUFFERS = [2048, 4096, 8192]
 _HIT_RATIO = 0.8
 

@@ -18,8 +18,6 @@ from hisparse.trace.cache_events import record_events
 from hisparse.trace.prefix import convert_sglang, make_up_sessions, write_prefix
 from hisparse.trace.synthetic import MadeUpTrace
 
-__all__ = ["add_parser"]
-
 
 def add_parser(actions: Any) -> None:
     """Add the action to the parser of ``hisparse trace``."""

@@ -15,8 +15,6 @@ from hisparse.demo.report import print_report
 from hisparse.errors import HiSparseError
 from hisparse.eval.models import resolve
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Run the demo; return the exit code."""

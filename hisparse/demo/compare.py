@@ -20,8 +20,6 @@ from hisparse.demo.document import HARBOUR, make_prompt
 from hisparse.demo.server import Answer, DemoServer
 from hisparse_bench.server import ServerProcess
 
-__all__ = ["CONFIG", "Measurement", "ServerSetup", "measure", "server_setups"]
-
 #: The value of ``--hisparse-config``.
 CONFIG: Final[Mapping[str, Any]] = {
     "budget": 512,

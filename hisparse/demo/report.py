@@ -10,8 +10,6 @@ from hisparse.demo.compare import Measurement, server_setups
 from hisparse.demo.document import HARBOUR
 from hisparse.units import format_bytes
 
-__all__ = ["print_report"]
-
 
 def print_report(
     console: Console, dense: Measurement, sparse: Measurement, *, on_cpu: bool

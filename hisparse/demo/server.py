@@ -15,8 +15,6 @@ from typing import Any
 from hisparse.errors import HiSparseError
 from hisparse_bench.server import ServerProcess
 
-__all__ = ["Answer", "DemoServer"]
-
 
 @dataclass
 class Answer:

@@ -11,8 +11,6 @@ from hisparse.doctor.check import Check
 from hisparse.doctor.software import sglang_pin
 from hisparse.sglang import names
 
-__all__ = ["hooks"]
-
 _TIMEOUT_S = 120
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from hisparse.doctor.check import Check
 from hisparse.errors import one_line
 
-__all__ = ["adapters", "cpu_kernels", "cuda_kernels", "triton_kernels"]
-
 
 def cpu_kernels() -> list[Check]:
     """Find or build the C++ kernels."""

@@ -13,8 +13,6 @@ from hisparse.errors import CapacityError
 from hisparse.memory.host import free_host_memory
 from hisparse.units import format_bytes, resolve_memory
 
-__all__ = ["device", "host_memory", "numa", "pinned_memory"]
-
 #: With less free memory, a server can hardly hold its own processes.
 _LITTLE_BYTES = 4 * 2**30
 

@@ -9,8 +9,6 @@ from hisparse.doctor import hooks, kernels, machine, software
 from hisparse.doctor.check import Check
 from hisparse.errors import one_line
 
-__all__ = ["run_checks"]
-
 _CheckFunction = Callable[[], list[Check]]
 
 _CHECKS: tuple[_CheckFunction, ...] = (

@@ -11,15 +11,6 @@ from importlib.metadata import PackageNotFoundError, entry_points, requires, ver
 from hisparse.doctor.check import Check
 from hisparse.sglang import names
 
-__all__ = [
-    "optional_packages",
-    "plugin_visible",
-    "python",
-    "sglang_pin",
-    "sglang_version",
-    "torch_version",
-]
-
 #: Packages, and what each is needed for.
 _OPTIONAL = (
     ("transformers", "eval, plan, HiSparseCache"),

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["MIN_DOCUMENTS", "mean_interval", "ratio_interval", "wilson_interval"]
-
 #: With fewer documents than this, the tokens or items within each document are resampled instead.
 MIN_DOCUMENTS = 4
 _RESAMPLES = 2000

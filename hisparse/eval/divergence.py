@@ -11,8 +11,6 @@ import numpy as np
 from hisparse.eval.bootstrap import ratio_interval
 from hisparse.eval.documents import CONTINUE
 
-__all__ = ["Estimate", "Record", "kl", "kl_ratio", "perplexities"]
-
 #: A line of ``records.jsonl``: one method on one document.
 Record = dict[str, Any]
 #: A value and its 95% interval, low and high.

@@ -18,8 +18,6 @@ from hisparse.eval.synthetic_tasks import (
     make_questions,
 )
 
-__all__ = ["CONTINUE", "COPY", "TASKS", "Document", "Item", "make_document"]
-
 #: Tasks on the text itself: questions, passages to copy, and the text that follows the context.
 QA, COPY, CONTINUE = "qa", "copy", "continue"
 #: Tasks to choose from; ``CONTINUE`` always runs.

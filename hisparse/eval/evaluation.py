@@ -22,8 +22,6 @@ from hisparse.eval.selection_stats import SelectionStats
 from hisparse.eval.teacher_forcing import ItemScores, score_items
 from hisparse.eval.texts import TEXTS, read_text
 
-__all__ = ["Evaluation", "Progress"]
-
 #: Called with a description, the steps done, and the number of steps.
 Progress = Callable[[str, int, int], None]
 

@@ -11,8 +11,6 @@ from hisparse.eval.pareto import pareto_lines
 from hisparse.eval.plots import Style, make_styles, report_plots, to_svg
 from hisparse.eval.tables import Cell, Table, make_tables
 
-__all__ = ["to_html"]
-
 _STYLE = """\
 :root { color-scheme: light dark }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 96rem; margin: 2rem auto; padding: 0 1rem }

@@ -18,8 +18,6 @@ from lm_eval.tasks import TaskManager
 from hisparse.eval.method import Method, identity
 from hisparse.transformers import HiSparseCache, disable, enable
 
-__all__ = ["HiSparseLM", "run_tasks"]
-
 
 class HiSparseLM(HFLM):  # type: ignore[misc]
     """The model as ``lm-eval`` calls it, with one method's decode attention.

@@ -10,8 +10,6 @@ from lm_eval.tasks import TaskManager
 
 from hisparse.errors import ConfigError
 
-__all__ = ["load_tasks"]
-
 #: The output type of tasks whose answers are generated.
 _GENERATED = "generate_until"
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["LruStacks", "push"]
-
 
 class _Rows(NamedTuple):
     """One layer's state by request slot, all int64.

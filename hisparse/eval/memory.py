@@ -12,8 +12,6 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import choose_scope, row_tokens
 from hisparse.memory.host import free_host_memory
 
-__all__ = ["rows_that_fit", "with_smallest_buffer"]
-
 #: Fraction of free memory for the device pages of all rows.
 _FREE_FRACTION = 0.25
 

@@ -8,8 +8,6 @@ from typing import Any
 from hisparse.eval.method import DENSE
 from hisparse.eval.tables import number
 
-__all__ = ["pareto_lines"]
-
 _COSTS = ("kl", "kept_mean", "bytes_per_token")
 
 

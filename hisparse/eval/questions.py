@@ -12,8 +12,6 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 
-__all__ = ["Question", "questions_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Question:

@@ -14,8 +14,6 @@ from hisparse.eval.method import Method
 from hisparse.eval.result_types import RecordLine
 from hisparse.options import check_fields, parse_object, read_text
 
-__all__ = ["RecordKey", "Records"]
-
 
 class RecordKey(NamedTuple):
     """Identifies a record.

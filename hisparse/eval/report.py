@@ -15,8 +15,6 @@ from hisparse.eval.result_types import Result
 from hisparse.eval.tables import FIGURES, Cell, Table, make_tables
 from hisparse.options import check_fields, read_object
 
-__all__ = ["check_matplotlib", "check_reports", "read_result", "to_markdown", "write_reports"]
-
 _SUFFIXES = (".md", ".html")
 _INTRODUCTION = (
     "Each section compares methods of sparse attention with dense attention on one model: correct "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
-__all__ = ["Item", "RecordLine", "Result", "ResultCell", "SummaryLine"]
-
 
 class ResultCell(TypedDict):
     """A method's answers to one task; see :func:`hisparse.eval.make_cells`."""

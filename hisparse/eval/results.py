@@ -12,8 +12,6 @@ from hisparse.eval.divergence import Record, kl, kl_ratio, perplexities
 from hisparse.eval.documents import CONTINUE, COPY
 from hisparse.eval.method import DENSE, identity
 
-__all__ = ["USABLE", "make_cells", "make_summary", "pool_scores"]
-
 #: Tasks on which the dense model scores lower are shown in grey and do not rank methods.
 USABLE = 0.9
 _MEANS = ("mass", "oracle_recall", "adjacent_overlap", "kept_mean", "kept_p95", "capped")

@@ -13,8 +13,6 @@ from hisparse.eval.lru_stacks import LruStacks
 from hisparse.kernels import key_score
 from hisparse.types import Selection
 
-__all__ = ["BUFFERS", "SelectionStats"]
-
 #: Sizes of the simulated LRU buffers, in budgets.
 BUFFERS = (1, 1.5, 2, 3, 4, 6, 8)
 #: One step in so many is compared with exact attention, which is slow.

@@ -6,8 +6,6 @@ import hashlib
 
 import numpy as np
 
-__all__ = ["page_keys"]
-
 
 def page_keys(token_ids: np.ndarray, page_tokens: int) -> list[str]:
     """Keys of the whole pages of a sequence, in order.

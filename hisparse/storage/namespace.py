@@ -11,8 +11,6 @@ import xxhash
 from hisparse.errors import ConfigError, quoted
 from hisparse.options import from_options, parse_object
 
-__all__ = ["MAX_PARTS", "Namespace"]
-
 #: Sizes and checksums of so many parts fit into the header of a record.
 MAX_PARTS = 64
 #: A header has one block for these and all else, whatever is escaped in JSON.

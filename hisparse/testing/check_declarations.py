@@ -18,8 +18,6 @@ from hisparse.testing.case import Case
 from hisparse.testing.violation import Violation
 from hisparse.types import SelectionScope
 
-__all__ = ["declarations", "find_class_faults", "find_docstring_faults", "options"]
-
 _OWNERS = ("page", "request", "layer")
 _MEMORIES = ("device", "host")
 

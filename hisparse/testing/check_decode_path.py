@@ -22,8 +22,6 @@ from hisparse.testing.replaying_simulator import ReplayingSimulator
 from hisparse.testing.simulator import Simulator
 from hisparse.testing.violation import Violation
 
-__all__ = ["allocations", "no_loops", "no_syncs", "replays"]
-
 #: Methods that run in every decode step.
 _DECODE = ("retrieve_topk", "update_representations")
 

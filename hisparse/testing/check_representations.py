@@ -18,8 +18,6 @@ from hisparse.testing.recorder import Call
 from hisparse.testing.simulator import Request
 from hisparse.testing.violation import Violation
 
-__all__ = ["chunks", "decoded_pages", "inputs_untouched", "writes"]
-
 
 def _prefilled(case: Case, *chunks: int) -> tuple[Run, Request]:
     """Prefill the typical request in chunks of these lengths."""

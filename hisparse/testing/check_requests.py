@@ -8,8 +8,6 @@ from hisparse.testing.case import Case
 from hisparse.testing.compare import page_representations, require_same_trace
 from hisparse.testing.violation import Violation
 
-__all__ = ["batch_order", "other_requests", "reused_slot", "shared_prefix"]
-
 
 def batch_order(case: Case) -> None:
     """The order of the requests in a batch does not change their selections."""

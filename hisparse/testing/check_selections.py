@@ -12,8 +12,6 @@ from hisparse.testing.case import Case
 from hisparse.testing.recorder import Retrieved
 from hisparse.testing.violation import Violation
 
-__all__ = ["budget", "dense", "runs", "scores", "sinks_and_recents", "well_formed"]
-
 
 def runs(case: Case) -> None:
     """Prefill and decoding raise no error, and selections have the right shapes."""

@@ -11,8 +11,6 @@ from hisparse.testing.recorder import Trace
 from hisparse.testing.simulator import Request
 from hisparse.testing.violation import Violation
 
-__all__ = ["page_representations", "require_same_pages", "require_same_trace"]
-
 #: Fraction of the pages that may differ. A different order of summation rounds differently and may
 #: swap two pages with nearly equal scores.
 _NEAR_TIES = 0.01

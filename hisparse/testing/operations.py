@@ -15,8 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from hisparse.testing.violation import Violation
 
-__all__ = ["Operations", "no_sync", "tensors_in"]
-
 #: Methods of a tensor that return its values to Python and so wait for the device.
 _READS = {
     "item": ".item()",

@@ -15,8 +15,6 @@ from hisparse.errors import shorten
 from hisparse.testing.violation import Violation
 from hisparse.types import Selection
 
-__all__ = ["Call", "Guard", "Recorder", "Retrieved", "Trace"]
-
 #: The selections of one request: (tokens of the request, layer) to the pages of each head. For
 #: algorithms with sparse prefill it has entries for the prompt too, which hold positions.
 Trace = dict[tuple[int, int], list[list[int]]]

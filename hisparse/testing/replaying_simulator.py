@@ -10,8 +10,6 @@ from hisparse.testing.simulator import Request, Simulator
 from hisparse.testing.step_recording import record
 from hisparse.types import IndexerInputs
 
-__all__ = ["ReplayingSimulator"]
-
 
 class ReplayingSimulator(Simulator):
     """Records one step of padding at its start and replays it for later steps.

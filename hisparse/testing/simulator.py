@@ -16,8 +16,6 @@ from hisparse.engine.step import DecodeBatch, MixedBatch, PrefillBatch, PrefillC
 from hisparse.testing.world import INDEXER_DIM, World
 from hisparse.types import IndexerInputs
 
-__all__ = ["Request", "Simulator"]
-
 #: Hi of a simulated model's indexer.
 _INDEXER_HEADS = 3
 

@@ -27,8 +27,6 @@ from hisparse.kernels.build import cpu as _build
 from hisparse.testing.operations import no_sync
 from hisparse.testing.violation import Violation
 
-__all__ = ["Recording", "record"]
-
 _Operation = Callable[[], None]
 
 

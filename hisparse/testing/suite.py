@@ -17,16 +17,6 @@ from hisparse.testing import (
 from hisparse.testing.case import Case
 from hisparse.testing.violation import Violation
 
-__all__ = [
-    "CHECKS",
-    "Check",
-    "CheckResult",
-    "cases_of",
-    "report_class",
-    "run_check",
-    "run_checks",
-]
-
 _PAGE_SIZES = (1, 8, 16)
 
 _NOT_DECLARED = "fix the declarations and options first"

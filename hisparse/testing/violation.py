@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from hisparse.errors import AlgorithmError
 
-__all__ = ["Violation"]
-
 
 class Violation(AlgorithmError):
     """An algorithm broke its contract.

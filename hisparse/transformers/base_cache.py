@@ -9,8 +9,6 @@ from transformers import Cache
 
 from hisparse.errors import HiSparseError
 
-__all__ = ["BaseCache"]
-
 
 class BaseCache(Cache):  # type: ignore[misc]
     """A transformers cache without layers that supports greedy decoding and sampling only."""

@@ -21,8 +21,6 @@ from hisparse.transformers.forward import Forward, begin_forward
 from hisparse.transformers.rows import Rows, RowStore
 from hisparse.types import AttentionRule
 
-__all__ = ["HiSparseCache"]
-
 
 class HiSparseCache(BaseCache):
     """A cache to pass as ``past_key_values`` to ``generate`` or ``forward`` of an enabled model.

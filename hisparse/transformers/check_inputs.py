@@ -12,8 +12,6 @@ from hisparse.algorithms import SelectionPolicy
 from hisparse.errors import ConfigError, HiSparseError, quoted, shorten
 from hisparse.types import AttentionRule
 
-__all__ = ["check_layer", "read_mask", "read_token_ids"]
-
 
 def check_layer(
     layer_id: int,

@@ -25,8 +25,6 @@ from hisparse.transformers.stored_pages import StoredPages
 from hisparse.types import KVSpec
 from hisparse.units import MemorySize
 
-__all__ = ["DB"]
-
 #: Rotary embeddings that transformers scales by the longest position of a forward.
 _LENGTH_DEPENDENT: Final = {"dynamic", "longrope"}
 

@@ -11,8 +11,6 @@ from hisparse.engine.fingerprint import fingerprint, model_settings, tensor_dige
 from hisparse.errors import ConfigError
 from hisparse.transformers.model_config import rotary_frequencies
 
-__all__ = ["UnchangedModel", "model_fingerprint"]
-
 #: What a layer of PEFT applies, and how strongly.
 _ADAPTER_STATE: Final = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 #: Elements of each tensor that tell a write to all of it.

@@ -11,8 +11,6 @@ from torch import Tensor
 from hisparse.engine.step import DecodeBatch, PrefillBatch, PrefillChunk
 from hisparse.transformers.rows import RowStore
 
-__all__ = ["Forward", "begin_forward"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:

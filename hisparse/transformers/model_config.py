@@ -13,8 +13,6 @@ from hisparse.errors import ConfigError, one_line
 from hisparse.transformers.model_shape import read_dtype, read_model_shape, text_config
 from hisparse.types import KVSpec
 
-__all__ = ["count_weight_bytes", "read_model_config", "rotary_frequencies", "shape_per_rank"]
-
 #: Types of models whose windows SGLang's own code does not read.
 _ATTEND_ALL = frozenset({"qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
 

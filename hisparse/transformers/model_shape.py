@@ -9,8 +9,6 @@ import torch
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec
 
-__all__ = ["read_dtype", "read_model_shape", "text_config"]
-
 #: Attributes of configurations with attention that hisparse does not support, and its name.
 _UNSUPPORTED = {
     "is_encoder_decoder": "an encoder and cross attention",

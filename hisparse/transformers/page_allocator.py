@@ -6,8 +6,6 @@ import numpy as np
 
 from hisparse.errors import CapacityError
 
-__all__ = ["HostPageAllocator"]
-
 
 class HostPageAllocator:
     """Allocates host pages with reference counts. A page is free once no row owns it.

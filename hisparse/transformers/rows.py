@@ -13,8 +13,6 @@ from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.errors import CapacityError
 from hisparse.transformers.page_allocator import HostPageAllocator
 
-__all__ = ["RowStore", "Rows"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:

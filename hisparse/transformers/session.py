@@ -14,8 +14,6 @@ from hisparse.transformers.cache import HiSparseCache
 from hisparse.transformers.check_inputs import read_token_ids
 from hisparse.transformers.stored_pages import StoredPages
 
-__all__ = ["Session"]
-
 
 class Session:
     """The cache of one context. Free its row with ``with`` or :meth:`close`.

@@ -17,8 +17,6 @@ from hisparse.storage import FileStore, page_keys
 from hisparse.transformers.fingerprint import UnchangedModel
 from hisparse.transformers.rows import RowStore
 
-__all__ = ["StoredPages"]
-
 #: Bytes that one call reads from the store.
 _BLOCK_BYTES = 8 * 2**20
 

@@ -14,8 +14,6 @@ from hisparse.eval import models
 from hisparse_bench.load import random_dsa
 from hisparse_bench.load.options import LoadOptions
 
-__all__ = ["ServedModel"]
-
 #: Device bytes of the indexer's key of a token and layer: fp8 values and a float32 scale.
 _INDEX_SCALE_BYTES = 4
 
