@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from hisparse.cli.lists import ratios
+from hisparse.cli.arguments import ratios
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.errors import ConfigError
 from hisparse.units import format_bytes, parse_memory

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from hisparse.cli import trace_prefix, trace_record
-from hisparse.cli.lists import names, numbers
+from hisparse.cli.arguments import names, numbers
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, unknown_name

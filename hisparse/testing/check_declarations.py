@@ -15,7 +15,7 @@ from hisparse.algorithms import BaseSparseAlgorithm, Representation
 from hisparse.errors import ConfigError, explain, one_line
 from hisparse.options import from_options
 from hisparse.testing.case import Case
-from hisparse.testing.violation import Violation
+from hisparse.testing.operations import Violation
 from hisparse.types import SelectionScope
 
 _OWNERS = ("page", "request", "layer")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, PrefillStep
 from hisparse.errors import shorten
-from hisparse.testing.violation import Violation
+from hisparse.testing.operations import Violation
 from hisparse.types import Selection
 
 #: The selections of one request: (tokens of the request, layer) to the pages of each head. For

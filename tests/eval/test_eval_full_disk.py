@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hisparse.cli import main
-from hisparse.eval.records import RecordKey, Records
+from hisparse.eval.results import RecordKey, Records
 from tests.full_disk import largest_file
 
 RESULT = Path(__file__).with_name("smollm2-1k.json")

@@ -14,7 +14,7 @@ import pytest
 
 from hisparse.cli import main
 from hisparse.eval import make_cells, make_summary
-from hisparse.eval.pareto import pareto_lines
+from hisparse.eval.divergence import pareto_lines
 from hisparse.eval.report import to_markdown, write_reports
 from hisparse.eval.tables import make_tables
 from tests.eval.synthetic_records import record

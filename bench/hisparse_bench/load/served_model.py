@@ -60,8 +60,7 @@ class ServedModel:
         """
         from transformers import AutoTokenizer
 
-        from hisparse.transformers.model_config import read_model_config, shape_per_rank
-        from hisparse.transformers.model_shape import text_config
+        from hisparse.transformers.model_shape import read_model_config, shape_per_rank, text_config
 
         if options.model == random_dsa.NAME:
             folder = random_dsa.make(say)
