@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.engine.step import PrefillBatch, PrefillChunk
+from hisparse.engine.batches import PrefillBatch
+from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import ConfigError
 from hisparse_bench.options import Options
 from hisparse_bench.random_requests import RandomRequests

@@ -15,6 +15,7 @@ from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, build_algorithm
 from hisparse.cache import HostKVPool
 from hisparse.cache.allocate import zeros
 from hisparse.config import HiSparseConfig
+from hisparse.engine.batches import DecodeBatch
 from hisparse.engine.build import PoolSizes, build, make_policy
 from hisparse.engine.capabilities import (
     check_capabilities,
@@ -23,7 +24,7 @@ from hisparse.engine.capabilities import (
     resolve_settings,
 )
 from hisparse.engine.metrics import CacheStats
-from hisparse.engine.step import DecodeBatch, PrefillChunk
+from hisparse.engine.prefill import PrefillChunk
 from hisparse.types import IndexerInputs, KVSpec, PagedKV, Selection, SelectionScope
 
 #: Tokens whose representations are built at once: K and V of a whole context may not fit twice.

@@ -1,4 +1,4 @@
-"""An algorithm's read-only view of a forward: a chunk of a prompt, or a decode step."""
+"""What algorithms are told of a forward: a chunk of a prompt, or the requests of a decode step."""
 
 from __future__ import annotations
 
@@ -6,18 +6,34 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hisparse.algorithms.request_indexes import RequestIndexes
-from hisparse.kernels import SelectRule, TailPages
-from hisparse.types import AttentionRule, IndexerInputs, KVSpec, SelectionScope
+from hisparse.kernels import SelectRule, TailPages, paged_attention
+from hisparse.types import (
+    AttentionRule,
+    IndexerInputs,
+    KVSpec,
+    PagedKV,
+    Selection,
+    SelectionScope,
+)
 
-__all__ = ["DecodeStep", "PageReader", "PrefillStep", "SelectionPolicy"]
+__all__ = ["AttentionMode", "DecodeStep", "KVReader", "PrefillStep", "SelectionPolicy"]
 
 T = TypeVar("T")
+
+#: How a layer attends a request: "sparse", over the selected pages; "resident", densely, over a
+#: context that fits the row's device pages; "streamed", densely, in tiles from host memory;
+#: "window", over the last tokens, in a layer that attends no others.
+AttentionMode = Literal["sparse", "resident", "streamed", "window"]
+
+#: Among the names of what is found once.
+_SELECTION = "selection of the group"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,33 +154,31 @@ class PrefillStep:
             yield position, keys
 
 
-class PageReader(Protocol):
-    """Reads keys for the requests of a step."""
+class KVReader(Protocol):
+    """Reads keys and values for the requests of a step."""
 
-    def tail_keys(self, layer_id: int) -> Tensor:
-        """Keys of the tail pages, ``[B, S, Hkv, D]``."""
+    def read_tails(self, layer_id: int, step: DecodeStep) -> PagedKV:
+        """K and V of the tail pages, each ``[B, Hkv, S, D]``, in the model's dtype."""
         ...
 
-    def tail_lse(self, layer_id: int, query: Tensor, logit_cap: float) -> Tensor:
-        """Log-sum-exp of the tail pages' capped logits, ``[B, Hq] float32``."""
-        ...
-
-    def tail_pages(self, layer_id: int) -> TailPages:
+    def tail_pages(self, layer_id: int, step: DecodeStep) -> TailPages:
         """The tail pages in place."""
         ...
 
-    def host_keys(self, layer_id: int) -> Tensor:
-        """Keys of the host pool, ``[host pages, Hkv, S, D]``."""
+    def host_pages(self, layer_id: int) -> PagedKV:
+        """K and V of the host pool, each ``[host pages, Hkv, S, D]``."""
         ...
 
-    def read_keys(self, layer_id: int, host_slots: Tensor) -> Tensor:
-        """Keys at ``host_slots [T]``, ``[T, Hkv, D]`` on the device."""
+    def read_tokens(self, layer_id: int, host_slots: Tensor) -> PagedKV:
+        """K and V at ``host_slots [T]``, each ``[T, Hkv, D]`` on the device."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStep:
-    """Requests of a decode step that select pages, in one layer.
+    """Requests of a decode step: what selection, residency and attention know of them.
+
+    All layers share it. The first attributes, up to ``indexes``, are for algorithms.
 
     Attributes:
         policy: the rules of every selection.
@@ -175,10 +189,25 @@ class DecodeStep:
         max_pages: upper bound of ``num_pages``, known on the host; in a captured step, the pages of
             the longest context.
         host_page_table: ``[B, P] int32``, host page of each page; P is at least ``max_pages``.
-        pages: reads keys.
+        kv_io: reads keys and values.
         indexer: indexer inputs of the new tokens in one layer, for algorithms that declare
             ``indexer``.
         indexes: the algorithm's host-memory indexes of each request.
+        seq_lens_cpu: ``[B]``, tokens of each request, known on the host; in a captured step, the
+            most that it may have.
+        host_slots: ``[B] int64``, host slot of each new token.
+        rows: ``[R] int64``, rows of the device tables; row ``b * H + h`` belongs to request b.
+        capacity: ``[R] int32``, device slots of each row.
+        row_tails: ``[L, R] int32``, device page of each row's tail.
+        row_tail_lens: ``[R] int32``, tokens in the row's tail page.
+        num_real_rows: ``[1] int32``, rows before the padding.
+        captured: whether this is a captured step, or one that warms up for the capture.
+        dense: ``[B] bool``, requests of a sparse step that attend every page; None: none does.
+        index: ``[B] int64``, places of the requests in the batch; None: they are the whole batch.
+        last: the last tokens of the requests, some of which have several tokens in the batch, one
+            after the other; None: each request has one. Only the last token may fill a page.
+        by_mode: the requests of a whole batch by attention mode, in layers that attend sparsely.
+        dense_by_mode: the same, in layers that are always dense.
     """
 
     policy: SelectionPolicy
@@ -188,18 +217,28 @@ class DecodeStep:
     tail_lens: Tensor
     max_pages: int
     host_page_table: Tensor
-    pages: PageReader
+    kv_io: KVReader
     indexer: IndexerInputs | None = None
     indexes: RequestIndexes | None = None
+    seq_lens_cpu: np.ndarray
+    host_slots: Tensor
+    rows: Tensor
+    capacity: Tensor
+    row_tails: Tensor
+    row_tail_lens: Tensor
+    num_real_rows: Tensor
+    captured: bool = False
+    dense: Tensor | None = None
+    index: Tensor | None = None
+    last: DecodeStep | None = None
+    by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
+    dense_by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
+    _found: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def forced_pages(self) -> Tensor:
         """``[B, max_pages] bool``, sinks and recent pages; see :class:`SelectionPolicy`."""
         return self.policy.forced_pages(self.num_pages, self.max_pages)
-
-    @cached_property
-    def _found(self) -> dict[str, Any]:
-        return {}
 
     def once(self, name: str, find: Callable[[], T]) -> T:
         """What ``find`` returns, which is called in the first layer of the step only.
@@ -216,12 +255,14 @@ class DecodeStep:
         found: T = self._found[name]
         return found
 
-    def with_indexer(self, indexer: IndexerInputs) -> DecodeStep:
-        """The same requests in another layer, with all that was found :meth:`once`."""
-        # Not replace, which would drop what is cached.
-        step = copy(self)
-        object.__setattr__(step, "indexer", indexer)
-        return step
+    @property
+    def selection(self) -> Selection | None:
+        """What the layers of the current group attend; None before the first layer selects."""
+        return self._found.get(_SELECTION)
+
+    def share(self, selection: Selection) -> None:
+        """Let the next layers that do not select attend ``selection``."""
+        self._found[_SELECTION] = selection
 
     @property
     def seq_lens(self) -> Tensor:
@@ -230,7 +271,7 @@ class DecodeStep:
 
     def tail_keys(self, layer_id: int) -> Tensor:
         """Keys of the tail pages, ``[B, S, Hkv, D]``; the first ``tail_lens`` tokens are valid."""
-        return self.pages.tail_keys(layer_id)
+        return self.kv_io.read_tails(layer_id, self).k.transpose(1, 2)
 
     def tail_lse(self, layer_id: int, query: Tensor) -> Tensor:
         """Log-sum-exp of the logits of the first ``tail_lens`` tokens in the tail pages.
@@ -244,12 +285,111 @@ class DecodeStep:
         Returns:
             ``[B, Hq] float32``.
         """
-        return self.pages.tail_lse(layer_id, query, self.policy.logit_cap)
+        kv, pages, lens = self.tail_pages(layer_id)
+        # Attention over a table of one page. Its output is not wanted, but costs little.
+        queries = query.view(len(pages), -1, query.shape[-1])
+        rule = AttentionRule(1.0, self.policy.logit_cap)
+        _, lse = paged_attention(queries, kv, pages[:, None], lens, rule=rule)
+        return lse.view(query.shape[:2])
 
     def tail_pages(self, layer_id: int) -> TailPages:
         """The tail pages in place, for kernels that read them."""
-        return self.pages.tail_pages(layer_id)
+        return self.kv_io.tail_pages(layer_id, self)
 
     def host_keys(self, layer_id: int) -> Tensor:
         """Keys of the host pool, ``[host pages, Hkv, S, D]``; strides depend on the layout."""
-        return self.pages.host_keys(layer_id)
+        return self.kv_io.host_pages(layer_id).k
+
+    def every_page(self, width: int) -> Selection:
+        """A selection of every full page, ``width`` entries wide."""
+        pages = torch.arange(max(width, 1), dtype=torch.int32, device=self.num_pages.device)
+        pages = torch.where(pages < self.num_pages[:, None], pages, -1)
+        heads = self.policy.heads
+        return Selection(
+            pages[:, None].expand(-1, heads, -1), self.num_pages[:, None].expand(-1, heads)
+        )
+
+    def window_pages(self, window: int) -> Selection:
+        """A selection of the full pages that the last ``window`` tokens of each request touch.
+
+        Its width depends on the window alone, so that steps can be captured.
+
+        Args:
+            window: tokens, the new one included.
+        """
+        kv, heads = self.policy.kv, self.policy.heads
+        first = (self.seq_lens - window).clamp(min=0) // kv.page_size
+        width = max(1, kv.window_pages(window))
+        pages = first[:, None] + torch.arange(width, dtype=torch.int32, device=first.device)
+        pages = torch.where(pages < self.num_pages[:, None], pages, -1)
+        # Contiguous, for all layers that use them.
+        return Selection(
+            pages[:, None].repeat(1, heads, 1), (self.num_pages - first)[:, None].repeat(1, heads)
+        )
+
+    @cached_property
+    def tail_slots(self) -> Tensor:
+        """``[L, R] int64``, where each row's new token goes: its tail page times S, plus offset."""
+        return self.row_tails.long() * self.policy.kv.page_size + (self.row_tail_lens - 1)
+
+    @property
+    def ending(self) -> DecodeStep:
+        """The last token of each request: only these may fill a page."""
+        return self if self.last is None else self.last
+
+    @cached_property
+    def filled(self) -> tuple[Tensor, Tensor] | None:
+        """The tail pages that the step fills; None: the host knows that there are none.
+
+        Rows with a full tail page ``[R] bool``, and the host page of each full tail page
+        ``[B] int64``, 0 for the other requests.
+        """
+        size = self.policy.kv.page_size
+        if not self.captured and not (self.seq_lens_cpu % size == 0).any():
+            return None
+        rows = self.row_tail_lens == size
+        if self.captured:
+            rows &= torch.arange(len(rows), device=rows.device) < self.num_real_rows
+        page = self.host_page_table.gather(1, self.num_pages.long()[:, None])[:, 0]
+        full = rows.view(len(page), -1)[:, 0]
+        return rows, torch.where(full, page, 0).long()
+
+    def with_indexer(self, indexer: IndexerInputs | None) -> DecodeStep:
+        """The same requests in one layer, with all that was found :meth:`once`.
+
+        Args:
+            indexer: inputs of the whole batch; None: the algorithm needs none.
+        """
+        if indexer is None:
+            return self
+        # Not replace, which would drop what was found.
+        step = copy(self)
+        inputs = indexer if self.index is None else indexer.take(self.index)
+        object.__setattr__(step, "indexer", inputs)
+        return step
+
+    def take(self, places: np.ndarray) -> DecodeStep:
+        """The requests at ``places [n] int64`` of the step."""
+        index = torch.from_numpy(places).to(self.rows.device)
+        heads, seq_lens_cpu = self.policy.heads, self.seq_lens_cpu[places]
+        rows = (index[:, None] * heads + index.new_tensor(range(heads))).flatten()
+        return DecodeStep(
+            policy=self.policy,
+            representations=self.representations,
+            slots=self.slots[index],
+            num_pages=self.num_pages[index],
+            tail_lens=self.tail_lens[index],
+            max_pages=int(seq_lens_cpu.max() - 1) // self.policy.kv.page_size,
+            host_page_table=self.host_page_table[index],
+            kv_io=self.kv_io,
+            indexes=self.indexes,
+            seq_lens_cpu=seq_lens_cpu,
+            host_slots=self.host_slots[index],
+            rows=self.rows[rows],
+            capacity=self.capacity[rows],
+            row_tails=self.row_tails[:, rows],
+            row_tail_lens=self.row_tail_lens[rows],
+            num_real_rows=self.num_real_rows.new_full((1,), rows.numel()),
+            dense=None if self.dense is None else self.dense[index],
+            index=index,
+        )

@@ -6,9 +6,8 @@ from hisparse.cache.counters import Counters
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HOST_LAYOUTS, HostKVPool
 from hisparse.cache.manager import SparseKVCacheManager
-from hisparse.cache.rows import StepRows
 from hisparse.cache.staging import Tile
-from hisparse.cache.swap_in import PageTable, Selected
+from hisparse.cache.swap_in import PageTable
 
 __all__ = [
     "HOST_LAYOUTS",
@@ -17,9 +16,7 @@ __all__ = [
     "HostKVPool",
     "PageTable",
     "RowCapacities",
-    "Selected",
     "SparseKVCacheManager",
-    "StepRows",
     "Tile",
     "check_selection",
 ]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hisparse.algorithms import DecodeStep
 from hisparse.cache.codec import decode
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
-from hisparse.cache.rows import StepRows
 from hisparse.errors import HiSparseError, shorten
 from hisparse.types import Selection, StoredKV
 
 __all__ = ["check_resident", "check_selection"]
 
 
-def check_selection(layer_id: int, selection: Selection, rows: StepRows) -> None:
+def check_selection(layer_id: int, selection: Selection, step: DecodeStep) -> None:
     """Check that pages are in range, ascending (so unique), and padded with -1 at the end.
 
     Raises:
@@ -24,7 +24,7 @@ def check_selection(layer_id: int, selection: Selection, rows: StepRows) -> None
     pages, lengths = selection
     index = torch.arange(pages.shape[-1], device=pages.device)
     used = index < lengths[..., None]
-    in_range = (pages >= 0) & (pages < rows.num_pages[:, None, None])
+    in_range = (pages >= 0) & (pages < step.num_pages[:, None, None])
     ascending = torch.ones_like(used)
     ascending[..., 1:] = (pages[..., 1:] > pages[..., :-1]) | ~used[..., 1:]
     good = torch.where(used, in_range & ascending, pages == -1)
@@ -34,7 +34,7 @@ def check_selection(layer_id: int, selection: Selection, rows: StepRows) -> None
         raise HiSparseError(
             f"layer {layer_id}, request {request}, head {head}: got a selection of pages "
             f"{got} with length {int(lengths[request, head])}, expected "
-            f"ascending pages below {int(rows.num_pages[request])}, then -1"
+            f"ascending pages below {int(step.num_pages[request])}, then -1"
         )
 
 
@@ -42,7 +42,7 @@ def check_resident(
     layer_id: int,
     selection: Selection,
     table: Tensor,
-    rows: StepRows,
+    step: DecodeStep,
     host: HostKVPool,
     device: DevicePool,
 ) -> None:
@@ -52,18 +52,18 @@ def check_resident(
         layer_id: layer number.
         selection: the selected pages.
         table: ``[R, K] int32``, the device page of each selected page.
-        rows: the rows that attend.
+        step: the requests that attend.
         host, device: the two pools.
 
     Raises:
         HiSparseError: a page differs; the message names the layer, the row and the page.
     """
-    heads = rows.heads
+    heads = step.policy.heads
     host_kv, device_kv = host.stored(layer_id), device.stored(layer_id)
     pages = selection.pages.reshape(table.shape)
     for row, entry in (pages >= 0).nonzero().tolist():
         page = int(pages[row, entry])
-        host_page = int(rows.host_page_table[row // heads, page])
+        host_page = int(step.host_page_table[row // heads, page])
         head = slice(None) if heads == 1 else [row % heads * host.kv.num_kv_heads // heads]
         on_device = (x[int(table[row, entry])].to("cpu") for x in device_kv.tensors)
         on_host = (x[host_page, head] for x in host_kv.tensors)

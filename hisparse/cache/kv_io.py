@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from hisparse.cache.codec import append_tokens, decode, encode, read_tokens, write_tokens
+from hisparse.algorithms import DecodeStep
+from hisparse.cache.codec import (
+    append_tokens,
+    decode,
+    decode_pages,
+    encode,
+    read_tokens,
+    write_tokens,
+)
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
-from hisparse.cache.rows import StepRows
 from hisparse.errors import HiSparseError
-from hisparse.kernels import verify_indices
+from hisparse.kernels import TailPages, verify_indices
 from hisparse.types import PagedKV, StoredKV
 
 __all__ = ["KVReadWrite"]
@@ -58,16 +66,24 @@ class KVReadWrite:
                 by_head = by_head.repeat_interleave(heads // new.shape[1], dim=0)
                 pages_kv[pages, :, : new.shape[0]] = by_head[:, None]
 
-    def read_tails(self, layer_id: int, rows: StepRows) -> PagedKV:
+    def read_tails(self, layer_id: int, step: DecodeStep) -> PagedKV:
         """K and V of the tail pages, each ``[B, Hkv, S, D]``, in the model's dtype."""
         kv, heads = self._host.kv, self._device.heads
-        pages = rows.tail_pages[layer_id].long()
+        pages = step.row_tails[layer_id].long()
         tails = StoredKV(*(each[pages] for each in self._device.stored(layer_id).tensors))
         k, v = decode(kv, tails)
         if heads > 1:
             copies = heads // kv.num_kv_heads
             k, v = (x.unflatten(0, (-1, kv.num_kv_heads, copies))[:, :, 0, 0] for x in (k, v))
         return PagedKV(k, v)
+
+    def tail_pages(self, layer_id: int, step: DecodeStep) -> TailPages:
+        """The tail pages in place; latents in eight bits are decoded."""
+        kv, pages = self._device.stored(layer_id), step.row_tails[layer_id]
+        if self._device.kv.latent_row is not None:
+            kv = StoredKV(*decode_pages(self._device.kv, kv, pages))
+            pages = torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device)
+        return TailPages(kv, pages, step.row_tail_lens)
 
     def host_pages(self, layer_id: int) -> PagedKV:
         """K and V of the host pool, each ``[host pages, Hkv, S, D]``.

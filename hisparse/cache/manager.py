@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from hisparse.algorithms import DecodeStep
 from hisparse.cache.capacity import RowCapacities
 from hisparse.cache.counters import Counters
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.kv_io import KVReadWrite
 from hisparse.cache.residency import Residency
-from hisparse.cache.rows import StepRows
 from hisparse.cache.staging import Staging
 from hisparse.cache.streams import InlineStreams, SideStreams
-from hisparse.cache.swap_in import PageTable, Selected, SwapIn
+from hisparse.cache.swap_in import PageTable, SwapIn, Wanted
 from hisparse.kernels import promote_tail
-from hisparse.types import PagedKV
+from hisparse.types import PagedKV, Selection
 
 __all__ = ["SparseKVCacheManager"]
 
@@ -115,29 +115,35 @@ class SparseKVCacheManager:
     def swap_in(
         self,
         layer_id: int,
-        selected: Selected,
-        rows: StepRows,
+        step: DecodeStep,
+        selection: Selection | None,
+        *,
+        width: int | None = None,
+        tail_below: int | None = None,
         followers: Sequence[int] = (),
     ) -> PageTable:
         """Make the selected pages resident, and return their device pages.
 
         Args:
             layer_id: layer number.
-            selected: the selected pages, or all pages.
-            rows: the rows that attend.
+            step: the requests that attend; its dense requests attend every page.
+            selection: the selected pages; None: every page of every request.
+            width: the most pages of a request; None: those of the selection.
+            tail_below: the tail page is attended beside fewer pages than this; None: always.
             followers: later layers that share the selection. With overlap, their transfers start
                 here, after those of this layer.
         """
-        return self._swap_in.swap_in(layer_id, selected, rows, followers)
+        wanted = Wanted(step, selection, width, tail_below)
+        return self._swap_in.swap_in(layer_id, wanted, followers)
 
     def finish(
-        self, layer_id: int, rows: StepRows, filled: Tensor, *, with_values: bool
+        self, layer_id: int, step: DecodeStep, filled: Tensor, *, with_values: bool
     ) -> tuple[Tensor, ...]:
         """Move full tail pages into the LRU, as the hottest pages.
 
         Args:
             layer_id: layer number.
-            rows: all rows of the step.
+            step: the requests that decode.
             filled: ``[R] bool``, rows with a full tail page.
             with_values: whether to return values too.
 
@@ -145,12 +151,12 @@ class SparseKVCacheManager:
             K, or K and V, of the full tail pages, each ``[B, Hkv, S, D]``; the entries of other
             requests mean nothing.
         """
-        pools, tails = self._tails(layer_id, rows, with_values=with_values)
+        pools, tails = self._tails(layer_id, step, with_values=with_values)
         copies = promote_tail(
-            rows.rows,
-            rows.num_pages,
+            step.rows,
+            step.num_pages,
             filled,
-            rows.capacity,
+            step.capacity,
             self.device.state(layer_id),
             self.device.tail_pages[layer_id],
             pools=pools,
@@ -163,10 +169,10 @@ class SparseKVCacheManager:
         return copies
 
     def _tails(
-        self, layer_id: int, rows: StepRows, *, with_values: bool
+        self, layer_id: int, step: DecodeStep, *, with_values: bool
     ) -> tuple[tuple[Tensor, ...], PagedKV | None]:
         """Pools whose tail pages can be copied as they are, or else the decoded tail pages."""
         if self.host.kv.fp8:
-            return (), self.kv_io.read_tails(layer_id, rows)
+            return (), self.kv_io.read_tails(layer_id, step)
         k, v = self.device.layer(layer_id)
         return ((k, v) if with_values and not self.host.kv.latent else (k,)), None

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hisparse.algorithms import DecodeStep
 from hisparse.cache.checking import check_resident, check_selection
 from hisparse.cache.codec import move_pages
 from hisparse.cache.counters import Counters
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
-from hisparse.cache.rows import StepRows
 from hisparse.cache.streams import Lane, Pending, SideStreams
 from hisparse.kernels import (
+    DecodeRows,
     DiffTables,
     diff_tables,
     lru_diff,
@@ -26,7 +28,7 @@ from hisparse.kernels import (
 )
 from hisparse.types import Selection, StoredKV
 
-__all__ = ["PageTable", "Selected", "SwapIn", "SwapInLog"]
+__all__ = ["PageTable", "SwapIn", "Wanted"]
 
 
 class PageTable(NamedTuple):
@@ -41,43 +43,31 @@ class PageTable(NamedTuple):
     seq_lens: Tensor
 
 
-class Selected(NamedTuple):
-    """What a part of a step attends over.
+class Wanted(NamedTuple):
+    """What to make resident in a layer: the arguments of ``SparseKVCacheManager.swap_in``."""
 
-    Attributes:
-        selection: the selected pages; None: every page of every request.
-        dense: ``[B] bool``, requests that attend every page besides; None: no request does.
-        max_pages: the most pages of a request; None: those of the selection.
-        tail_below: the tail page is attended beside fewer pages than this; None: always.
-    """
-
+    step: DecodeStep
     selection: Selection | None
-    dense: Tensor | None = None
-    max_pages: int | None = None
+    width: int | None = None
     tail_below: int | None = None
 
-    def take(self, index: Tensor) -> Selected:
-        """The same for the requests ``index [n] int64``."""
-        found, dense = self.selection, self.dense
-        return self._replace(
-            selection=found and Selection(found.pages[index], found.lengths[index]),
-            dense=None if dense is None else dense[index],
-        )
-
-
-#: What was swapped in, and the rows, in order.
-SwapInLog = list[tuple[Selected, StepRows]]
+    def of(self, step: DecodeStep) -> Wanted:
+        """The same for ``step``, which was taken from this one."""
+        chosen = self.selection
+        if chosen is not None:
+            chosen = Selection(chosen.pages[step.index], chosen.lengths[step.index])
+        return self._replace(step=step, selection=chosen)
 
 
 class _Early(NamedTuple):
     """A swap-in that was started before its layer.
 
     Attributes:
-        selected: what it loads.
+        selection: what it loads.
         loaded: its result.
     """
 
-    selected: Selected
+    selection: Selection | None
     loaded: Pending[DiffTables]
 
 
@@ -112,55 +102,53 @@ class SwapIn:
         self._malformed = counters.total("malformed_selections")
         self._early: dict[int, _Early] = {}
         self._prefetches: dict[int, list[Pending[DiffTables]]] = {}
-        self._log: SwapInLog | None = None
+        self._log: list[Wanted] | None = None
 
-    def swap_in(
-        self,
-        layer_id: int,
-        selected: Selected,
-        rows: StepRows,
-        followers: Sequence[int] = (),
-    ) -> PageTable:
+    def swap_in(self, layer_id: int, wanted: Wanted, followers: Sequence[int] = ()) -> PageTable:
         """Make the selected pages resident: ``SparseKVCacheManager.swap_in``."""
-        if self._checked and selected.selection is not None:
-            check_selection(layer_id, selected.selection, rows)
+        step, selection = wanted.step, wanted.selection
+        if self._checked and selection is not None:
+            check_selection(layer_id, selection, step)
         self._join_prefetches(layer_id)
         early = self._early.get(layer_id)
-        if early is not None and early.selected.selection is selected.selection:
+        if early is not None and early.selection is selection:
             del self._early[layer_id]
             tables = early.loaded.join()
         else:
-            tables = self._load(layer_id, selected, rows)
+            tables = self._load(layer_id, wanted)
         if self._overlaps:
             for later in followers:
                 # Both work on the LRU tables of that layer, on lanes without a common order.
                 self._join_prefetches(later)
-                self._early[later] = _Early(selected, self._start("read", later, selected, rows))
+                self._early[later] = _Early(selection, self._start("read", later, wanted))
         self._counters.count_selected(layer_id, tables.num_hits, tables.num_misses)
         if self._checked:
             pages = tables.attended[:, :-1]
-            selection = selected.selection or rows.every_page(pages.shape[1])
-            check_resident(layer_id, selection, pages, rows, self._host, self._device)
+            attended = selection or step.every_page(pages.shape[1])
+            check_resident(layer_id, attended, pages, step, self._host, self._device)
         return PageTable(tables.attended, tables.seq_lens)
 
-    def prefetch(self, layer_id: int, selection: Selection, rows: StepRows) -> None:
+    def prefetch(self, layer_id: int, selection: Selection, step: DecodeStep) -> None:
         """Start loading pages for a layer that has not begun."""
-        pending = self._start("early_read", layer_id, Selected(selection), rows)
+        if step.dense is not None:
+            # A dense request attends every page in its layer, and loads none of them before.
+            step = replace(step, dense=None)
+        pending = self._start("early_read", layer_id, Wanted(step, selection))
         self._prefetches.setdefault(layer_id, []).append(pending)
 
     @contextmanager
-    def logged(self) -> Iterator[SwapInLog]:
-        """Keep what is swapped in meanwhile, for :meth:`replay`."""
-        log: SwapInLog = []
+    def logged(self) -> Iterator[list[Wanted]]:
+        """Keep what is swapped in meanwhile, in order, for :meth:`replay`."""
+        log: list[Wanted] = []
         self._log = log
         try:
             yield log
         finally:
             self._log = None
 
-    def replay(self, layer_id: int, selected: Selected, rows: StepRows) -> None:
+    def replay(self, layer_id: int, wanted: Wanted) -> None:
         """Change the rows' tables as :meth:`swap_in` does, and load no page."""
-        self._find(layer_id, selected, rows, malformed=None)
+        self._find(layer_id, wanted, malformed=None)
 
     def join(self) -> None:
         """Join all early transfers; called at the end of a forward."""
@@ -172,34 +160,40 @@ class SwapIn:
         for pending in self._prefetches.pop(layer_id, ()):
             self._counters.count("prefetched_pages", pending.join().num_misses)
 
-    def _start(
-        self, lane: Lane, layer_id: int, selected: Selected, rows: StepRows
-    ) -> Pending[DiffTables]:
-        return self._streams.start(lane, lambda: self._load(layer_id, selected, rows))
+    def _start(self, lane: Lane, layer_id: int, wanted: Wanted) -> Pending[DiffTables]:
+        return self._streams.start(lane, lambda: self._load(layer_id, wanted))
 
-    def _load(self, layer_id: int, selected: Selected, rows: StepRows) -> DiffTables:
+    def _load(self, layer_id: int, wanted: Wanted) -> DiffTables:
         """Load the missing pages of a selection."""
         if self._log is not None:
-            self._log.append((selected, rows))
-        tables = self._find(layer_id, selected, rows, self._malformed)
+            self._log.append(wanted)
+        tables = self._find(layer_id, wanted, self._malformed)
         if self._checked:
-            verify_diff(tables.num_misses, rows.capacity)
+            verify_diff(tables.num_misses, wanted.step.capacity)
         self._gather(layer_id, tables.load_host_pages, tables.loads, self._host.stored(layer_id))
         return tables
 
-    def _find(
-        self, layer_id: int, selected: Selected, rows: StepRows, malformed: Tensor | None
-    ) -> DiffTables:
+    def _find(self, layer_id: int, wanted: Wanted, malformed: Tensor | None) -> DiffTables:
         """What to attend and what to load; the rows' tables are those after the load."""
-        selection = selected.selection
+        step, selection, width, tail_below = wanted
         return diff_tables(
             None if selection is None else selection.pages.flatten(0, 1),
             None if selection is None else selection.lengths.flatten(),
-            rows.of_layer(layer_id, dense=selected.dense, malformed=malformed),
+            DecodeRows(
+                step.rows,
+                step.capacity,
+                step.num_real_rows,
+                step.host_page_table,
+                step.num_pages,
+                step.row_tails[layer_id],
+                step.row_tail_lens,
+                step.dense,
+                malformed,
+            ),
             self._device.state(layer_id),
             page_size=self._host.kv.page_size,
-            width=selected.max_pages,
-            tail_below=selected.tail_below,
+            width=width,
+            tail_below=tail_below,
         )
 
     def _gather(self, layer_id: int, pages: Tensor, loads: Tensor, source: StoredKV) -> None:

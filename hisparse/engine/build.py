@@ -24,11 +24,11 @@ from hisparse.engine.capabilities import (
     resolve_settings,
     row_tokens,
 )
+from hisparse.engine.components import Components, GatherQueries
 from hisparse.engine.contract import call
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.extensions.base import Extension, ExtensionContext
 from hisparse.engine.modes import AttentionModes
-from hisparse.engine.parts import EngineParts, GatherQueries
 from hisparse.engine.representations import Representations
 from hisparse.memory import sizing as sizing_formula
 from hisparse.memory.costs import (
@@ -271,7 +271,7 @@ def build(
     streams: SideStreams | None = None,
     gather_queries: GatherQueries | None = None,
 ) -> SparseCoordinator:
-    """Connect the parts of an engine.
+    """Connect the components of an engine.
 
     Args:
         resolved: the settings.
@@ -282,7 +282,7 @@ def build(
         sizes: sizes of the allocations on the device.
         device: device of the device pages, representations and tables.
         streams: replaces the device's own side streams if ``config.overlap`` is true.
-        gather_queries: see :class:`EngineParts`.
+        gather_queries: see :class:`Components`.
     """
     config = resolved.config
     types = {name: _extension_type(name) for name in config.extensions}
@@ -304,7 +304,7 @@ def build(
     )
     call(algorithm.initialize, None, representations.tensors, policy)
     modes = _make_modes(resolved, policy, algorithm)
-    parts = EngineParts(
+    components = Components(
         policy=policy,
         algorithm=algorithm,
         manager=manager,
@@ -318,7 +318,7 @@ def build(
         config=config, policy=policy, manager=manager, adapter=adapter, state=state, modes=modes
     )
     extensions = tuple(cls(config.extensions[name], context) for name, cls in types.items())
-    return SparseCoordinator(replace(parts, extensions=extensions))
+    return SparseCoordinator(replace(components, extensions=extensions))
 
 
 def _make_modes(

@@ -8,12 +8,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import SelectionPolicy
-from hisparse.cache import StepRows, check_selection
+from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep
+from hisparse.cache import check_selection
 from hisparse.errors import AlgorithmError, ConfigError, HiSparseError, explain
 from hisparse.types import Selection
 
-__all__ = ["blame", "call", "check_positions", "named", "require_selection"]
+__all__ = ["blame", "call", "check_positions", "named", "require_selection", "retrieve"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,20 +51,53 @@ def call(method: Callable[P, R], layer_id: int | None, /, *args: P.args, **kwarg
         ) from error
 
 
+def retrieve(
+    algorithm: BaseSparseAlgorithm,
+    layer_id: int,
+    queries: Tensor,
+    step: DecodeStep,
+    invalid: Tensor | None,
+) -> Selection:
+    """The algorithm's selection for ``queries [B, Hq, D]``.
+
+    Args:
+        algorithm: selects.
+        layer_id: layer number.
+        queries: before the softmax scale.
+        step: the requests.
+        invalid: ``[1] int64``, counter of selections with a score that is NaN or +inf. It is read,
+            which waits for the device; None: it is not.
+
+    Raises:
+        AlgorithmError: ``retrieve_topk`` raised an exception, the selection has another type, shape
+            or dtype, or a score is NaN or +inf.
+    """
+    before = 0 if invalid is None else int(invalid)
+    found = call(algorithm.retrieve_topk, layer_id, queries, layer_id, step)
+    selection = require_selection(found, algorithm, "retrieve_topk", layer_id, step)
+    count = 0 if invalid is None else int(invalid) - before
+    if count:
+        raise AlgorithmError(
+            f"{named(algorithm, 'retrieve_topk', layer_id)}: got NaN or +inf among the scores of "
+            f"{count} of {selection.lengths.numel()} selections, expected numbers or -inf"
+        )
+    return selection
+
+
 def require_selection(
-    selection: object, part: object, method: str, layer_id: int, policy: SelectionPolicy, batch: int
+    selection: object, part: object, method: str, layer_id: int, step: DecodeStep
 ) -> Selection:
     """A selection of the right type, shapes and dtypes; nothing is read from the device.
 
     Args:
         selection: what ``method`` of ``part``, an algorithm or an extension, returned.
         part, method, layer_id: for the message.
-        policy: the rules of selections.
-        batch: B.
+        step: the requests.
 
     Raises:
         AlgorithmError: the selection has another type, shape or dtype.
     """
+    batch, policy = len(step.slots), step.policy
     if type(selection) is Selection:
         pages, lengths = selection
         shape = (batch, policy.heads)
@@ -98,7 +131,11 @@ def check_positions(positions: object, part: object, layer_id: int, num_tokens: 
 
 
 def blame(
-    error: Exception, layer_id: int, selection: Selection, rows: StepRows, algorithm: object
+    error: Exception,
+    layer_id: int,
+    selection: Selection | None,
+    step: DecodeStep,
+    algorithm: object,
 ) -> None:
     """Raise the error of a selection that could not be attended, if the selection is wrong.
 
@@ -107,17 +144,19 @@ def blame(
     Args:
         error: what was raised.
         layer_id: layer number.
-        selection: the selection.
-        rows: the rows that attend.
+        selection: the selection; None: every page was attended.
+        step: the requests that attend.
         algorithm: selected the pages.
 
     Raises:
         AlgorithmError: the selection is wrong.
     """
+    if selection is None:
+        return
     if selection.pages.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     try:
-        check_selection(layer_id, selection, rows)
+        check_selection(layer_id, selection, step)
     except HiSparseError as wrong:
         cls = type(algorithm)
         raise AlgorithmError(f"{cls.__name__} ({cls.__module__}), {wrong}") from error

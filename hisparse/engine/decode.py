@@ -1,200 +1,260 @@
-"""Decode attention of one layer: select, swap in, attend."""
+"""One layer of a decode step: append, score, select, diff_tables, gather, attend.
+
+:meth:`DecodeLayer.run` has these six operations in order. An algorithm scores and selects
+(``retrieve_topk``). ``manager.swap_in`` finds the missing pages (``diff_tables``) and loads them
+(``gather_pages``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from hisparse.adapters import Attended, add_sinks
+from hisparse.adapters import Attended, add_sinks, merge_attended
 from hisparse.algorithms import DecodeStep
-from hisparse.cache import PageTable, Selected, StepRows
-from hisparse.engine.contract import blame, call, named, require_selection
+from hisparse.algorithms.step import AttentionMode
+from hisparse.cache import PageTable, Tile
+from hisparse.engine.components import Components
+from hisparse.engine.contract import blame, call, require_selection, retrieve
 from hisparse.engine.extensions.base import overriding
 from hisparse.engine.latent_pages import LatentPages
-from hisparse.engine.parts import EngineParts
-from hisparse.engine.staged import StagedAttention
-from hisparse.engine.step import DecodePart
-from hisparse.errors import AlgorithmError
 from hisparse.kernels import serial_operators
-from hisparse.types import Selection
+from hisparse.types import IndexerInputs, Selection
 
-__all__ = ["DecodeAttention", "SelectionObserver"]
+__all__ = ["DecodeLayer", "SelectionObserver"]
 
 #: ``(layer_id, queries [B, Hq, D], step, selection)``, called after every selection.
 SelectionObserver = Callable[[int, Tensor, DecodeStep, Selection], None]
 
 
-class DecodeAttention:
-    """Attention of the new token of each request, in the request's mode.
+class DecodeLayer:
+    """Runs the layers of decode steps.
 
     Args:
-        parts: the parts of the engine.
+        components: of the engine.
 
     Attributes:
         observer: called after every selection; None: no callback.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
-        self._staged = StagedAttention(parts)
+    def __init__(self, components: Components) -> None:
+        self._policy = components.policy
+        self._algorithm = components.algorithm
+        self._manager = components.manager
+        self._adapter = components.adapter
+        self._modes = components.modes
+        self._gather_queries = components.selecting_queries
         self._latents = None
-        if parts.policy.kv.latent_row is not None:
-            self._latents = LatentPages(parts.policy, parts.adapter)
+        if components.policy.kv.latent_row is not None:
+            self._latents = LatentPages(components.policy, components.adapter)
         # A dense context that a captured step serves fits its row.
-        self._dense_width = min(parts.modes.dense_width, parts.manager.device.max_row_pages)
-        self._refining = overriding("refine_selection", parts.extensions)
-        self._after_selection = overriding("after_selection", parts.extensions)
-        self._after_attention = overriding("after_attention", parts.extensions)
-        # These read the selection: of this layer or, in the part, of the layer before.
-        self._has_readers = bool(
-            self._after_attention or overriding("before_layer", parts.extensions)
-        )
+        self._dense_width = min(self._modes.dense_width, self._manager.device.max_row_pages)
+        # The algorithm ranks the tail page: a selection that fills the budget excludes it.
+        self._tail_below = self._policy.max_pages if self._algorithm.ranks_tail else None
+        hooks = components.extensions
+        self._before_layer = overriding("before_layer", hooks)
+        self._refining = overriding("refine_selection", hooks)
+        self._after_selection = overriding("after_selection", hooks)
+        self._after_attention = overriding("after_attention", hooks)
+        self._storing = overriding("store_pages", hooks)
         self.observer: SelectionObserver | None = None
 
-    def attention(
-        self, layer_id: int, q: Tensor, parts: Sequence[DecodePart], sinks: Tensor | None = None
+    def run(
+        self,
+        step: DecodeStep,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        indexer: IndexerInputs | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """``q [B, Hq, D]`` -> ``[B, Hq, Dv]`` in the dtype of q, each part in its mode.
+        """``q [B, Hq, D]``, ``k, v [B, Hkv, D]`` -> ``[B, Hq, Dv]`` in the dtype of q.
 
         ``sinks [Hq]``: see :meth:`SparseCoordinator.attention`.
         """
-        if len(parts) == 1:
-            return self._attend(layer_id, q, parts[0], sinks).to(q.dtype)
-        out = q.new_empty(*q.shape[:-1], self._parts.policy.kv.v_head_dim)
-        for part in parts:
-            out[part.index] = self._attend(layer_id, q[part.index], part, sinks).to(q.dtype)
+        with serial_operators(q.device):
+            self._start_layer(layer_id, step)
+            self._manager.append(layer_id, step.tail_slots[layer_id], step.host_slots, k, v)
+        by_mode = self._modes.of_layer(layer_id, step)
+        if len(by_mode) == 1:
+            ((mode, part),) = by_mode.items()
+            out = self._attend_in(mode, layer_id, q, part.with_indexer(indexer), sinks)
+        else:
+            out = q.new_empty(*q.shape[:-1], self._policy.kv.v_head_dim)
+            for mode, part in by_mode.items():
+                part = part.with_indexer(indexer)
+                out[part.index] = self._attend_in(mode, layer_id, q[part.index], part, sinks)
+        ending = step.ending
+        if ending.filled is not None:
+            with serial_operators(q.device):
+                self._finish(layer_id, ending.with_indexer(indexer), *ending.filled)
         return out
 
-    def _attend(self, layer_id: int, q: Tensor, part: DecodePart, sinks: Tensor | None) -> Tensor:
-        if part.mode == "staged":
-            return self._staged.attend(layer_id, q, part, sinks)
-        if part.mode == "sparse":
-            attended = self._attend_sparse(layer_id, q, part)
-        else:
-            attended = self._attend_all(layer_id, q, part)
-        out = attended.out.reshape(len(q), self._parts.policy.kv.num_q_heads, -1)
-        if sinks is None:
-            return out
-        return add_sinks(Attended(out, attended.lse.reshape(out.shape[:-1])), sinks).out
-
-    def _attend_sparse(self, layer_id: int, q: Tensor, part: DecodePart) -> Attended:
-        """Attend over the selected pages; extensions refine the selection and the result."""
-        modes, followers = self._parts.modes, []
-        if modes.selects(layer_id):
-            part.selection = self._select(layer_id, q, part)
-            followers = modes.followers(layer_id)
-        selection = part.selection
-        assert selection is not None, "the first layer of a group selects"
-        queries = self._row_queries(q)
+    def _attend_in(
+        self, mode: AttentionMode, layer_id: int, q: Tensor, step: DecodeStep, sinks: Tensor | None
+    ) -> Tensor:
+        """Attention of requests in one mode: ``q [B, Hq, D]`` -> ``[B, Hq, Dv]``."""
+        if mode == "streamed":
+            return self._attend_streamed(layer_id, q, step, sinks).to(q.dtype)
+        selection = self._select(layer_id, q, step) if mode == "sparse" else None
+        queries = q.reshape(-1, self._policy.kv.num_q_heads // self._policy.heads, q.shape[-1])
         with serial_operators(q.device):
-            selected = self._selected(selection, part)
             try:
-                table = self._parts.manager.swap_in(layer_id, selected, part.rows, followers)
-                attended = self._attend_pages(layer_id, queries, table)
+                table = self._swap_in(mode, layer_id, step, selection)
+                attended = self._attend(layer_id, queries, table)
             except Exception as error:
-                blame(error, layer_id, selection, part.rows, self._parts.algorithm)
+                blame(error, layer_id, selection, step, self._algorithm)
                 raise
-        for extension in self._after_attention:
-            attended = call(
-                extension.after_attention, layer_id, layer_id, queries, selection, part, attended
-            )
-        return attended
+        if selection is not None:
+            for extension in self._after_attention:
+                attended = call(
+                    extension.after_attention,
+                    layer_id, layer_id, queries, selection, step, attended,
+                )  # fmt: skip
+        out = attended.out.reshape(len(q), self._policy.kv.num_q_heads, -1)
+        if sinks is not None:
+            out = add_sinks(Attended(out, attended.lse.reshape(out.shape[:-1])), sinks).out
+        return out.to(q.dtype)
 
-    def _attend_all(self, layer_id: int, q: Tensor, part: DecodePart) -> Attended:
-        """Attend over the whole context or the window, which fit the row's device pages."""
-        manager = self._parts.manager
-        if part.mode == "window":
-            selected = Selected(part.selection)
-        else:
-            # A context that fits has at most as many pages as the largest row.
-            width = max(1, min(part.view.max_pages, manager.device.max_row_pages))
-            selected = Selected(None, max_pages=width)
-        with serial_operators(q.device):
-            table = manager.swap_in(layer_id, selected, part.rows)
-            return self._attend_pages(layer_id, self._row_queries(q), table)
+    def _start_layer(self, layer_id: int, step: DecodeStep) -> None:
+        if self._before_layer and "sparse" in step.by_mode:
+            for extension in self._before_layer:
+                call(extension.before_layer, layer_id, layer_id, step.by_mode["sparse"])
 
-    def _selected(self, selection: Selection, part: DecodePart) -> Selected:
-        """What a sparse part attends over, its dense requests included."""
-        policy = self._parts.policy
-        return Selected(
-            selection,
-            dense=part.dense,
-            max_pages=None if part.dense is None else self._dense_width,
-            # A selection that fills the budget excludes the tail page.
-            tail_below=policy.max_pages if self._parts.algorithm.ranks_tail else None,
-        )
+    def _select(self, layer_id: int, q: Tensor, step: DecodeStep) -> Selection:
+        """The pages that a layer attends; the first layer of a group scores and selects them."""
+        if self._modes.selects(layer_id):
+            step.share(self._retrieve(layer_id, q, step))
+        assert step.selection is not None, "the first layer of a group selects"
+        return step.selection
 
-    def _select(self, layer_id: int, q: Tensor, part: DecodePart) -> Selection:
-        """Select pages for ``q [B, Hq, D]``, the heads of this rank."""
-        selection = self._retrieve(layer_id, q, part)
-        self._count_capped(selection, part)
+    def _retrieve(self, layer_id: int, q: Tensor, step: DecodeStep) -> Selection:
+        """Let the algorithm score and select for ``q [B, Hq, D]``, and extensions refine that."""
+        invalid = self._manager.counters.total("invalid_scores") if self._manager.checked else None
+        queries = self._gather_queries(q)
+        selection = retrieve(self._algorithm, layer_id, queries, step, invalid)
+        if self._algorithm.variable_lengths:
+            self._count_capped(selection, step)
         for extension in self._refining:
-            refined = call(extension.refine_selection, layer_id, layer_id, q, selection, part)
-            selection = require_selection(
-                refined, extension, "refine_selection", layer_id, self._parts.policy, len(q)
-            )
+            refined = call(extension.refine_selection, layer_id, layer_id, q, selection, step)
+            selection = require_selection(refined, extension, "refine_selection", layer_id, step)
         for extension in self._after_selection:
-            call(extension.after_selection, layer_id, layer_id, selection, part)
+            call(extension.after_selection, layer_id, layer_id, selection, step)
         if self.observer is not None:
-            self.observer(layer_id, q, part.view, selection)
-        if part.dense is None or not self._has_readers:
+            self.observer(layer_id, q, step, selection)
+        if step.dense is None or not (self._before_layer or self._after_attention):
             return selection
-        # `before_layer` and `after_attention` see what dense requests attend.
-        return _all_where(part.dense, selection, part.rows, self._dense_width)
+        # These hooks see what dense requests attend.
+        return _all_where(step.dense, selection, step.every_page(self._dense_width))
 
-    def _retrieve(self, layer_id: int, q: Tensor, part: DecodePart) -> Selection:
-        """The algorithm's selection; with ``checked``, wait for the count of invalid scores."""
-        algorithm, manager = self._parts.algorithm, self._parts.manager
-        before = int(manager.counters.total("invalid_scores")) if manager.checked else 0
-        queries = self._parts.selecting_queries(q)
-        found = call(algorithm.retrieve_topk, layer_id, queries, layer_id, part.view)
-        selection = require_selection(
-            found, algorithm, "retrieve_topk", layer_id, self._parts.policy, len(q)
-        )
-        if manager.checked:
-            invalid = int(manager.counters.total("invalid_scores")) - before
-            if invalid:
-                raise AlgorithmError(
-                    f"{named(algorithm, 'retrieve_topk', layer_id)}: got NaN or +inf among the "
-                    f"scores of {invalid} of {selection.lengths.numel()} selections, expected "
-                    "numbers or -inf"
-                )
-        return selection
-
-    def _count_capped(self, selection: Selection, part: DecodePart) -> None:
+    def _count_capped(self, selection: Selection, step: DecodeStep) -> None:
         """Count selections of varying length that ``max_pages`` cut short."""
-        if not self._parts.algorithm.variable_lengths:
-            return
-        max_pages = self._parts.policy.max_pages
-        capped = (selection.lengths == max_pages) & (part.view.num_pages[:, None] > max_pages)
-        if part.dense is not None:
-            capped = capped & ~part.dense[:, None]
-        self._parts.manager.counters.count("capped_selections", capped)
+        most = self._policy.max_pages
+        capped = (selection.lengths == most) & (step.num_pages[:, None] > most)
+        if step.dense is not None:
+            capped = capped & ~step.dense[:, None]
+        self._manager.counters.count("capped_selections", capped)
 
-    def _attend_pages(self, layer_id: int, queries: Tensor, table: PageTable) -> Attended:
+    def _swap_in(
+        self, mode: AttentionMode, layer_id: int, step: DecodeStep, selection: Selection | None
+    ) -> PageTable:
+        """Load the pages that requests attend and that are not on the device."""
+        if mode == "sparse":
+            return self._manager.swap_in(
+                layer_id,
+                step,
+                selection,
+                width=None if step.dense is None else self._dense_width,
+                tail_below=self._tail_below,
+                followers=self._modes.followers(layer_id),
+            )
+        if mode == "window":
+            window = self._policy.kv.window(layer_id)
+            in_window = step.once(f"window {window}", lambda: step.window_pages(window))
+            return self._manager.swap_in(layer_id, step, in_window)
+        # A context that fits has at most as many pages as the largest row.
+        width = max(1, min(step.max_pages, self._manager.device.max_row_pages))
+        return self._manager.swap_in(layer_id, step, None, width=width)
+
+    def _attend(self, layer_id: int, queries: Tensor, table: PageTable) -> Attended:
         """Attend ``queries [R, Q, D]`` over the device pages of each row."""
-        kv = self._parts.manager.device.stored(layer_id)
-        adapter, rule = self._parts.adapter, self._parts.policy.rules[layer_id]
+        kv, rule = self._manager.device.stored(layer_id), self._policy.rules[layer_id]
         if self._latents is not None:
             return self._latents.attend(queries, kv, table, rule)
         if kv.scales is not None:
-            return adapter.attend_fp8(queries, kv, *table, rule)
-        return adapter.attend(queries, kv.kv, *table, rule)
+            return self._adapter.attend_fp8(queries, kv, *table, rule)
+        return self._adapter.attend(queries, kv.kv, *table, rule)
 
-    def _row_queries(self, q: Tensor) -> Tensor:
-        """``[B, Hq, D]`` -> ``[R, Hq / H, D]``."""
-        policy = self._parts.policy
-        return q.reshape(-1, policy.kv.num_q_heads // policy.heads, q.shape[-1])
+    def _finish(self, layer_id: int, step: DecodeStep, filled: Tensor, host_pages: Tensor) -> None:
+        """Move full tail pages into the LRU, and store their representations.
+
+        Args:
+            layer_id: layer number.
+            step: the last token of each request.
+            filled, host_pages: see :attr:`DecodeStep.filled`.
+        """
+        has_entries = not self._policy.kv.window(layer_id)
+        tails = self._manager.finish(
+            layer_id, step, filled, with_values=has_entries and bool(self._storing)
+        )
+        if not has_entries:
+            return
+        keys, values = tails[0].transpose(1, 2), tails[-1].transpose(1, 2)
+        update = self._algorithm.update_representations
+        call(update, layer_id, keys, layer_id, host_pages, step)
+        for extension in self._storing:
+            call(extension.store_pages, layer_id, layer_id, keys, values, host_pages)
+
+    def _attend_streamed(
+        self, layer_id: int, q: Tensor, step: DecodeStep, sinks: Tensor | None
+    ) -> Tensor:
+        """Attend ``q [B, Hq, D]`` over contexts that do not fit -> ``[B, Hq, Dv] float32``.
+
+        Host pages stream through staging, and the tiles merge by log-sum-exp. Requests run one by
+        one: the tiles, hence the order of summation, depend on one request.
+        """
+        kv, manager = self._policy.kv, self._manager
+        out = q.new_empty(*q.shape[:-1], kv.v_head_dim, dtype=torch.float32)
+        attended: Attended | None = None
+        tiles = self._tiles(layer_id, step)
+        for tile, next_tile in zip(tiles, [*tiles[1:], None], strict=True):
+            request, count = slice(~tile.owner, ~tile.owner + 1), tile.host_pages.numel()
+            pages = manager.read_prefix(tile, next_tile)
+            table = torch.arange(count, dtype=torch.int32, device=q.device)[None]
+            lens = step.seq_lens[request] - tile.first * kv.page_size
+            lens = lens.clamp(0, count * kv.page_size)
+            num_bytes = count * kv.page_size * kv.token_bytes_per_layer
+            manager.counters.add("streamed_decode_bytes", num_bytes)
+            new = self._adapter.attend(q[request], pages, table, lens, self._policy.attention)
+            attended = new if attended is None else merge_attended(attended, new)
+            if next_tile is None or next_tile.owner != tile.owner:
+                if sinks is not None:
+                    attended = add_sinks(attended, sinks)
+                out[request], attended = attended.out, None
+        return out
+
+    def _tiles(self, layer_id: int, step: DecodeStep) -> list[Tile]:
+        """Tiles of all pages of all requests, including tail pages, request by request.
+
+        Their owners are negative: those of chunks in the same forward are request slots.
+        """
+        size, width = self._policy.kv.page_size, self._manager.staging_pages
+        tiles = []
+        for request, seq_len in enumerate(step.seq_lens_cpu.tolist()):
+            pages = step.host_page_table[request, : -(-seq_len // size)]
+            for first in range(0, pages.numel(), width):
+                end = min((first + width) * size, seq_len)
+                tiles.append(Tile(layer_id, ~request, first, end, pages[first : first + width]))
+        return tiles
 
 
-def _all_where(dense: Tensor, selection: Selection, rows: StepRows, width: int) -> Selection:
-    """Replace ``selection`` by all pages for the requests ``dense [B] bool``."""
-    everything = rows.every_page(width)
-    pages = torch.nn.functional.pad(
-        selection.pages, (0, width - selection.pages.shape[-1]), value=-1
-    )
+def _all_where(dense: Tensor, selection: Selection, everything: Selection) -> Selection:
+    """Replace ``selection`` by ``everything`` for the requests ``dense [B] bool``."""
+    missing = everything.pages.shape[-1] - selection.pages.shape[-1]
+    pages = torch.nn.functional.pad(selection.pages, (0, missing), value=-1)
     return Selection(
         torch.where(dense[:, None, None], everything.pages, pages),
         torch.where(dense[:, None], everything.lengths, selection.lengths),

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from hisparse.engine.batches import DecodeBatch
 from hisparse.engine.coordinator import SparseCoordinator
-from hisparse.engine.step import DecodeBatch
 
 __all__ = ["CapturedSteps", "StaticBatch"]
 
@@ -102,7 +102,7 @@ class CapturedSteps:
         Returns:
             False if the graph cannot serve these requests; begin an eager step instead.
         """
-        can_replay = self._coordinator.prepare_replay(batch)
+        can_replay = batch.begin_replay(self._coordinator)
         if can_replay:
             self._batch.load(batch)
         return can_replay

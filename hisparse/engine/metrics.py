@@ -66,7 +66,7 @@ class CacheStats:
         hits, misses, prefetched = (
             totals.get(name, 0) for name in ("hit_pages", "miss_pages", "prefetched_pages")
         )
-        read = (misses + prefetched) * page_bytes + totals.get("staged_decode_bytes", 0)
+        read = (misses + prefetched) * page_bytes + totals.get("streamed_decode_bytes", 0)
         return cls(
             hit_pages=hits,
             miss_pages=misses,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from hisparse.algorithms import BaseSparseAlgorithm, SelectionPolicy
+from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, SelectionPolicy
+from hisparse.algorithms.step import AttentionMode
 from hisparse.cache import Counters
 
-__all__ = ["AttentionModes", "ModeMasks", "Runs"]
+__all__ = ["AttentionModes", "ModeMasks", "Runs", "divide"]
 
 
 class Runs(NamedTuple):
@@ -31,12 +33,22 @@ class ModeMasks(NamedTuple):
     Attributes:
         sparse: attends over the pages that the algorithm selects.
         resident: attends densely, over a context that fits the row's device pages.
-        staged: attends densely, over a context that does not fit.
+        streamed: attends densely, over a context that does not fit.
     """
 
     sparse: np.ndarray
     resident: np.ndarray
-    staged: np.ndarray
+    streamed: np.ndarray
+
+
+def divide(step: DecodeStep, masks: ModeMasks) -> dict[AttentionMode, DecodeStep]:
+    """Divide the requests of a step by mode; modes without a request are left out."""
+    modes: tuple[AttentionMode, ...] = ("sparse", "resident", "streamed")
+    return {
+        mode: step if mask.all() else step.take(np.flatnonzero(mask))
+        for mode, mask in zip(modes, masks, strict=True)
+        if mask.any()
+    }
 
 
 class AttentionModes:
@@ -86,8 +98,14 @@ class AttentionModes:
         return layer_id in self._followers
 
     def followers(self, layer_id: int) -> list[int]:
-        """Later layers that share the selection of ``layer_id``, a layer that selects."""
-        return self._followers[layer_id]
+        """Later layers that share the selection of ``layer_id``; empty if it does not select."""
+        return self._followers.get(layer_id, [])
+
+    def of_layer(self, layer_id: int, step: DecodeStep) -> Mapping[AttentionMode, DecodeStep]:
+        """The requests of a step by the mode in which a layer attends them."""
+        if self._policy.kv.window(layer_id):
+            return {"window": step}
+        return step.dense_by_mode if layer_id in self.dense_layers else step.by_mode
 
     def of(self, seq_lens: np.ndarray, capacities: np.ndarray) -> ModeMasks:
         """Modes in a layer that attends sparsely.
@@ -165,14 +183,14 @@ class AttentionModes:
         counters.add("selections", len(self._followers) * heads * int(masks.sparse.sum()))
         tail_lens = (seq_lens - 1) % kv.page_size + 1
 
-        def attended_tokens(staged: np.ndarray) -> int:
-            return heads * int(np.where(staged, seq_lens, tail_lens).sum())
+        def attended_tokens(streamed: np.ndarray) -> int:
+            return heads * int(np.where(streamed, seq_lens, tail_lens).sum())
 
         num_full = len(kv.full_layers)
-        attended = (num_full - self._num_dense) * attended_tokens(masks.staged)
+        attended = (num_full - self._num_dense) * attended_tokens(masks.streamed)
         if num_full < kv.num_layers:
-            in_window = attended_tokens(np.zeros_like(masks.staged))
+            in_window = attended_tokens(np.zeros_like(masks.streamed))
             attended += (kv.num_layers - num_full) * in_window
         if dense is not None:
-            attended += self._num_dense * attended_tokens(dense.staged)
+            attended += self._num_dense * attended_tokens(dense.streamed)
         counters.add("other_tokens", attended)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,77 +15,105 @@ from hisparse.algorithms import PrefillStep
 from hisparse.cache import Tile
 from hisparse.cache.codec import as_read, encode
 from hisparse.cache.streams import Lane, Pending
+from hisparse.engine.components import Components
 from hisparse.engine.contract import call, check_positions
 from hisparse.engine.extensions.base import overriding
-from hisparse.engine.loaded import LoadedPages
-from hisparse.engine.parts import EngineParts
-from hisparse.engine.step import PrefillBatch, PrefillChunk
-from hisparse.types import IndexerInputs, PagedKV
+from hisparse.types import AttentionRule, IndexerInputs, PagedKV
 
-__all__ = ["Prefill"]
+__all__ = ["Prefill", "PrefillChunk"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillChunk:
+    """The part of one request's prompt that this forward computes.
+
+    Attributes:
+        slot: request slot.
+        start: position of the first token; the tokens before it are in host memory.
+        length: number of tokens.
+        offset: index of the first token in the forward's flat token dimension.
+        host_pages: ``[ceil((start + length) / S)] int32``, host page of each page so far.
+        is_last: whether the prompt ends here, as far as the framework knows.
+    """
+
+    slot: int
+    start: int
+    length: int
+    offset: int
+    host_pages: Tensor
+    is_last: bool = True
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + self.length
+
+    @cached_property
+    def host_pages_cpu(self) -> Tensor:
+        """``host_pages`` copied to the host once, for the copy engine."""
+        return self.host_pages.cpu()
 
 
 class Prefill:
     """Runs prefill chunks exactly: densely, unless the model itself was trained sparse.
 
     Args:
-        parts: the parts of the engine.
-
-    Attributes:
-        loaded: the pages that came from a store; None: there is no store.
+        components: of the engine.
     """
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
-        self._policy = parts.policy
-        self._manager = parts.manager
-        self._storing = overriding("store_pages", parts.extensions)
+    def __init__(self, components: Components) -> None:
+        self._components = components
+        self._policy = components.policy
+        self._manager = components.manager
+        self._storing = overriding("store_pages", components.extensions)
         self._moving: list[Pending[None]] = []
         # Keys and values of a prefix and its chunk, one behind the other; all layers share them.
         self._joined: dict[str, Tensor] = {}
-        self.loaded: LoadedPages | None = None
 
-    def attention(
+    def run(
         self,
+        chunks: Sequence[PrefillChunk],
+        host_slots: Tensor,
         layer_id: int,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        batch: PrefillBatch,
-        indexer: IndexerInputs | None,
+        indexer: IndexerInputs | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """``q [T, Hq, D]``, ``k, v [T, Hkv, D]`` -> ``[T, Hq, Dv]`` in the dtype of q.
 
         ``sinks [Hq]``: see :meth:`SparseCoordinator.attention`.
         """
-        if self.loaded is not None and not self._policy.kv.window(layer_id):
-            self.loaded.prepare(layer_id)
         # Attention and representations use the values that a later read returns, so the output does
         # not depend on which part of a prompt comes from the pool.
         k, v = as_read(self._policy.kv, k, v)
         # Pending moves hold their tensors: at most K and V of two layers.
         self._join_moves()
-        self._move("write", lambda: self._manager.kv_io.write(layer_id, batch.host_slots, k, v))
+        self._move("write", lambda: self._manager.kv_io.write(layer_id, host_slots, k, v))
         outputs = []
-        for chunk, next_tile in self._chunks_with_next_tile(layer_id, batch):
+        for chunk, next_tile in self._chunks_with_next_tile(layer_id, chunks):
             tokens = slice(chunk.offset, chunk.offset + chunk.length)
             new = q[tokens], k[tokens], v[tokens]
             pages = self._page_aligned(layer_id, chunk, *new[1:])
-            if self._policy.kv.window(layer_id):
-                attended = self._attend_window(layer_id, chunk, *new, next_tile)
-            else:
-                chunk_indexer = None if indexer is None else indexer.take(tokens)
-                step = self.summarize(layer_id, chunk, new[0], pages, chunk_indexer)
-                algorithm = self._parts.algorithm
-                positions = call(algorithm.select_prefill, layer_id, layer_id, step)
-                check_positions(positions, algorithm, layer_id, chunk.length)
-                attended = self._attend(layer_id, chunk, *new, positions, next_tile)
+            positions = None
+            if not self._policy.kv.window(layer_id):
+                inputs = None if indexer is None else indexer.take(tokens)
+                step = self.summarize(layer_id, chunk, new[0], pages, inputs)
+                positions = self._select(layer_id, step)
+            attended = self._attend(layer_id, chunk, *new, positions, next_tile)
             if sinks is not None:
                 attended = add_sinks(attended, sinks)
             outputs.append(attended.out.to(q.dtype))
             self._place(layer_id, chunk, pages)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _select(self, layer_id: int, step: PrefillStep) -> Tensor | None:
+        """Positions ``[T, K] int32`` that each query attends; None: all up to its own."""
+        algorithm = self._components.algorithm
+        positions = call(algorithm.select_prefill, layer_id, layer_id, step)
+        check_positions(positions, algorithm, layer_id, step.length)
+        return positions
 
     def abort(self) -> None:
         """Join the moves of a forward that ended early."""
@@ -98,21 +128,21 @@ class Prefill:
         self._moving.clear()
 
     def _chunks_with_next_tile(
-        self, layer_id: int, batch: PrefillBatch
+        self, layer_id: int, chunks: Sequence[PrefillChunk]
     ) -> Iterator[tuple[PrefillChunk, Tile | None]]:
         """The chunks, each with the first tile that is read after the chunk's own prefix.
 
         That tile belongs to another chunk or to the next layer; an earlier forward wrote it.
         """
         layers = range(layer_id, min(layer_id + 2, self._policy.kv.num_layers))
-        order = [(layer, chunk) for layer in layers for chunk in batch.chunks]
+        order = [(layer, chunk) for layer in layers for chunk in chunks]
         next_tile: Tile | None = None
         reversed_pairs: list[tuple[PrefillChunk, Tile | None]] = []
         for layer, chunk in reversed(order):
             reversed_pairs.append((chunk, next_tile))
             if chunk.start:
                 next_tile = self._tile(layer, chunk, self._first_page(layer, chunk), chunk.start)
-        yield from reversed_pairs[: -len(batch.chunks) - 1 : -1]
+        yield from reversed_pairs[: -len(chunks) - 1 : -1]
 
     def _page_aligned(self, layer_id: int, chunk: PrefillChunk, k: Tensor, v: Tensor) -> PagedKV:
         """K and V from the start of the chunk's first page on, ``[T', Hkv, D]`` each.
@@ -151,7 +181,7 @@ class Prefill:
         host_pages, keys, values = self._complete(chunk, pages)
         step = PrefillStep(
             policy=self._policy,
-            representations=self._parts.representations.tensors,
+            representations=self._components.representations.tensors,
             slot=chunk.slot,
             start=chunk.start,
             length=chunk.length,
@@ -160,9 +190,9 @@ class Prefill:
             is_last=chunk.is_last,
             indexer=indexer,
             read_context=lambda layer: self._read_context(layer, chunk),
-            indexes=self._parts.representations.indexes,
+            indexes=self._components.representations.indexes,
         )
-        construct = self._parts.algorithm.construct_representations
+        construct = self._components.algorithm.construct_representations
         call(construct, layer_id, keys, q, layer_id, step)
         self._store(layer_id, host_pages, keys, values)
         return step
@@ -236,55 +266,63 @@ class Prefill:
     ) -> Attended:
         """Attention of the chunk over itself and over its prefix, streamed through staging.
 
+        A prefix of one tile and the chunk are attended at once on a CPU. The order of the sums then
+        depends on positions alone, not on which part of a prompt comes from the pool, so fresh and
+        cached runs of a prompt agree in 16 bits too.
+
         Args:
             layer_id: layer number.
             chunk: the chunk.
             q: ``[T, Hq, D]``.
             k, v: ``[T, Hkv, D]``.
-            positions: ``[T, K] int32``, positions that each query attends; None: all up to its own.
+            positions: ``[T, K] int32``, positions that each query attends; None: all up to its own,
+                or those in the layer's window.
             next_tile: the tile that is read after the prefix.
         """
-        rule, adapter = self._policy.attention, self._parts.adapter
-        tiles = self._tiles(layer_id, chunk, 0, chunk.start)
-        if positions is None and len(tiles) == 1 and q.device.type == "cpu":
-            return self._attend_joined(tiles[0], chunk, q, k, v, next_tile)
-        if positions is None:
-            attended = adapter.attend_prefill(q, k, v, rule, causal=True)
-        else:
-            attended = adapter.attend_chosen(q, k, v, rule, positions - chunk.start)
-        for tile, following in zip(tiles, [*tiles[1:], next_tile], strict=False):
-            first, keys, values = self._read(tile, chunk.start, following)
-            if positions is None:
-                part = adapter.attend_prefill(q, keys, values, rule, causal=False)
-            else:
-                part = adapter.attend_chosen(q, keys, values, rule, positions - first)
-            attended = merge_attended(Attended(*part), attended)
+        rule = self._policy.rules[layer_id]
+        tiles = self._tiles(layer_id, chunk, self._first_page(layer_id, chunk), chunk.start)
+        prefix = (
+            self._read(tile, chunk.start, following)
+            for tile, following in zip(tiles, [*tiles[1:], next_tile], strict=False)
+        )
+        first = chunk.start
+        if len(tiles) == 1 and positions is None and q.device.type == "cpu":
+            first, keys, values = next(prefix)
+            k = self._join("keys", keys, k)
+            latent, width = self._policy.kv.latent, self._policy.kv.v_head_dim
+            v = k[..., :width] if latent else self._join("values", values, v)
+        if positions is not None:
+            positions = positions - chunk.start
+        attended = self._attend_keys(q, k, v, rule, first - chunk.start, positions, causal=True)
+        for first, keys, values in prefix:
+            count, distance = len(q), first - chunk.start
+            if rule.window:
+                # The windows of later queries begin after the tile.
+                count = min(distance + len(keys) + rule.window - 1, count)
+            if count:
+                new = self._attend_keys(q[:count], keys, values, rule, distance, positions)
+                attended = _merge_first(new, attended)
         return attended
 
-    def _attend_joined(
+    def _attend_keys(
         self,
-        tile: Tile,
-        chunk: PrefillChunk,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        next_tile: Tile | None,
+        rule: AttentionRule,
+        first_key: int,
+        positions: Tensor | None,
+        *,
+        causal: bool = False,
     ) -> Attended:
-        """As :meth:`_attend`, over a prefix of one tile and the chunk at once.
+        """Attend over keys whose first one is ``first_key`` tokens after the first query.
 
-        The order of the sums then depends on positions alone, not on which part of a prompt comes
-        from the pool. So fresh and cached runs of a prompt agree in 16 bits too.
+        ``positions`` count from the first query.
         """
-        _, keys, values = self._read(tile, chunk.start, next_tile)
-        joined, width = self._join("keys", keys, k), self._policy.kv.v_head_dim
-        return self._parts.adapter.attend_prefill(
-            q,
-            joined,
-            joined[..., :width] if self._policy.kv.latent else self._join("values", values, v),
-            self._policy.attention,
-            causal=True,
-            first_key=-chunk.start,
-        )
+        adapter = self._components.adapter
+        if positions is not None:
+            return adapter.attend_chosen(q, k, v, rule, positions - first_key)
+        return adapter.attend_prefill(q, k, v, rule, causal=causal, first_key=first_key)
 
     def _join(self, name: str, prefix: Tensor, chunk: Tensor) -> Tensor:
         """``[t, Hkv, D]`` and ``[T, Hkv, D]`` one behind the other, valid until the next call."""
@@ -298,34 +336,6 @@ class Prefill:
         joined[:first] = prefix
         joined[first:] = chunk
         return joined
-
-    def _attend_window(
-        self,
-        layer_id: int,
-        chunk: PrefillChunk,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        next_tile: Tile | None,
-    ) -> Attended:
-        """As :meth:`_attend`, in a layer with a window: only its part of the prefix is read."""
-        rule, adapter = self._policy.rules[layer_id], self._parts.adapter
-        attended = adapter.attend_prefill(q, k, v, rule, causal=True)
-        tiles = self._tiles(layer_id, chunk, self._first_page(layer_id, chunk), chunk.start)
-        for tile, following in zip(tiles, [*tiles[1:], next_tile], strict=False):
-            first, keys, values = self._read(tile, chunk.start, following)
-            distance = first - chunk.start
-            # The windows of later queries begin after the tile.
-            count = min(distance + len(keys) + rule.window - 1, len(q))
-            if not count:
-                continue
-            part = adapter.attend_prefill(
-                q[:count], keys, values, rule, causal=False, first_key=distance
-            )
-            merged = merge_attended(Attended(*part), Attended(*(x[:count] for x in attended)))
-            both = zip(merged, attended, strict=True)
-            attended = Attended(*(torch.cat([new, old[count:]]) for new, old in both))
-        return attended
 
     def _place(self, layer_id: int, chunk: PrefillChunk, pages: PagedKV) -> None:
         """Write the most recent full pages, and the tail, to the device."""
@@ -356,3 +366,13 @@ class Prefill:
         tail = chunk.end % size
         if tail:
             manager.kv_io.write_tail(layer_id, chunk.slot, pages.k[-tail:], pages.v[-tail:])
+
+
+def _merge_first(new: Attended, attended: Attended) -> Attended:
+    """Merge attention of the first queries over more keys into that of all queries."""
+    count = len(new.lse)
+    if count == len(attended.lse):
+        return merge_attended(new, attended)
+    merged = merge_attended(new, Attended(*(x[:count] for x in attended)))
+    both = zip(merged, attended, strict=True)
+    return Attended(*(torch.cat([first, rest[count:]]) for first, rest in both))

@@ -2,27 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hisparse.algorithms import DecodeStep
 from hisparse.cache import SparseKVCacheManager
-from hisparse.cache.snapshot import RowSnapshot, save_rows
-from hisparse.cache.swap_in import SwapInLog
-from hisparse.engine.drafts import VerifyBatch, VerifyStep
-from hisparse.engine.representations import Representations
-from hisparse.engine.step import DecodeForward
-from hisparse.engine.verify_return import Return, Returns
-from hisparse.kernels import serial_operators
+from hisparse.cache.snapshot import RowSnapshot, read_changed, restore_rows, save_rows
+from hisparse.cache.swap_in import Wanted
+from hisparse.engine.batches import DecodeBatch
+from hisparse.engine.coordinator import Forward, SparseCoordinator
+from hisparse.engine.modes import Runs
+from hisparse.kernels import promote_tail, serial_operators
 from hisparse.types import IndexerInputs
 
-__all__ = ["Verification"]
+__all__ = ["VerifyBatch", "VerifyStep"]
 
-#: ``(layer_id, q, k, v, step, indexer)``: attention of one decode step in one layer.
-Attend = Callable[[int, Tensor, Tensor, Tensor, DecodeForward, IndexerInputs | None], Tensor]
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyStep:
+    """A run of tokens of each of some chains, served as a decode step.
+
+    Attributes:
+        runs: by request, its index in the batch, the tokens of its run.
+    """
+
+    runs: dict[int, range]
+
+    @property
+    def last(self) -> np.ndarray | None:
+        """``[T] bool``, the last token of each run; None: each run has one."""
+        ends = [token == run[-1] for run in self.runs.values() for token in run]
+        return None if all(ends) else np.array(ends)
+
+    @cached_property
+    def pairs(self) -> np.ndarray:
+        """``[T, 2]``, request and place in its chain of each token, run by run."""
+        return np.array([(b, token) for b, run in self.runs.items() for token in run])
+
+    def first(self, request: int) -> int:
+        """Index of the first token of a request's run among the tokens."""
+        return sum(len(run) for b, run in self.runs.items() if b < request)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyBatch:
+    """A chain of at most n drafted tokens for each of B requests.
+
+    Token 0 of a chain is the last token that the request has; each other one is a draft of the
+    token after the one before it. Token ``j`` of request ``b`` is token ``b * n + j`` of the
+    forward. It attends the request's computed tokens, the chain up to it, and itself.
+
+    Attributes:
+        slots: ``[B] int64``, request slots.
+        slots_cpu: ``[B]``, the same on the host.
+        seq_lens_cpu: ``[B]``, computed tokens of each request, before token 0.
+        chain_lengths: ``[B]``, tokens of each chain, 1 to n. What comes after them is never
+            accepted, and is not served; it gets the output of token 0.
+        host_slots: ``[B, n] int64``, host slots of the n positions after the computed tokens.
+        host_page_table: ``[B, P] int32``, host page of each page, those of the drafts included.
+    """
+
+    slots: Tensor
+    slots_cpu: np.ndarray
+    seq_lens_cpu: np.ndarray
+    chain_lengths: np.ndarray
+    host_slots: Tensor
+    host_page_table: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the forward, B * n."""
+        return self.host_slots.numel()
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """``[B, n]``, tokens of each request up to each token of the chain."""
+        lengths: np.ndarray = self.seq_lens_cpu[:, None] + np.arange(self.host_slots.shape[1]) + 1
+        return lengths
+
+    @cached_property
+    def longest(self) -> np.ndarray:
+        """``[B]``, tokens of each request if all its drafts are accepted."""
+        longest: np.ndarray = self.seq_lens_cpu + self.chain_lengths
+        return longest
+
+    def steps(self, runs: Runs) -> Iterator[VerifyStep]:
+        """The runs of all chains, in the order in which they are served."""
+        of_chains = [
+            _divide(int(length), ends, int(most))
+            for length, ends, most in zip(self.chain_lengths, runs.ends, runs.most, strict=True)
+        ]
+        for number in range(max(map(len, of_chains))):
+            yield VerifyStep(
+                runs={b: runs[number] for b, runs in enumerate(of_chains) if number < len(runs)}
+            )
+
+    def decode_batch(self, step: VerifyStep) -> DecodeBatch:
+        """A step as a decode step of its tokens."""
+        device = self.host_slots.device
+        of_tokens, places = step.pairs.T
+        seq_lens = self.lengths[of_tokens, places]
+        requests = torch.from_numpy(of_tokens).to(device)
+        return DecodeBatch(
+            slots=self.slots[requests],
+            slots_cpu=self.slots_cpu[of_tokens],
+            seq_lens=torch.from_numpy(seq_lens).to(device),
+            seq_lens_cpu=seq_lens,
+            host_slots=self.host_slots[requests, torch.from_numpy(places).to(device)],
+            host_page_table=self.host_page_table[requests],
+            last=step.last,
+        )
+
+    def begin(self, engine: SparseCoordinator) -> Forward:
+        """See :class:`Batch`."""
+        engine.start_forward(self.slots_cpu, self.longest)
+        held = engine.manager.residency.held(self.slots_cpu)
+        runs = list(self.steps(engine.modes.runs(self.lengths, held)))
+        verification = _Verification(self, runs, engine)
+        return Forward(verification.attention, accept=verification.accept)
+
+
+def _divide(length: int, ends: np.ndarray, most: int) -> list[range]:
+    """The runs of a chain of ``length`` tokens; see :class:`Runs`."""
+    runs, first = [], 0
+    for token in range(length):
+        if ends[token] or token + 1 == length or token + 1 - first == most:
+            runs.append(range(first, token + 1))
+            first = token + 1
+    return runs
 
 
 @dataclass(kw_only=True)
@@ -39,10 +151,10 @@ class _Saved:
     rows: RowSnapshot
     entries: list[Tensor]
     filled: list[Tensor] | None
-    log: SwapInLog
+    log: list[Wanted]
 
 
-class Verification:
+class _Verification:
     """Serves chains of drafts run by run, layer by layer.
 
     A run is one decode step: its tokens are written, all of them select at once, each with its own
@@ -55,34 +167,31 @@ class Verification:
 
     Args:
         batch: the drafts.
-        steps: the runs, in order.
-        forwards: the decode step of each of ``steps``.
-        manager: the cache.
-        representations: tensors of the algorithm.
+        runs: the runs, in the order in which they are served.
+        engine: serves them.
     """
 
     def __init__(
         self,
         batch: VerifyBatch,
-        steps: Sequence[VerifyStep],
-        forwards: Sequence[DecodeForward],
-        manager: SparseKVCacheManager,
-        representations: Representations,
+        runs: Sequence[VerifyStep],
+        engine: SparseCoordinator,
     ) -> None:
         self._batch = batch
-        self._steps = steps
-        self._forwards = forwards
-        self._manager = manager
-        self._representations = representations
+        self._runs = runs
+        self._steps = [batch.decode_batch(run).step(engine) for run in runs]
+        self._manager = manager = engine.manager
+        self._representations = engine.representations
+        self._decode = engine.decode
         self._device = manager.device.device
-        self._returns = Returns(batch, steps, forwards, manager)
         self._width = int(manager.residency.held(batch.slots_cpu).max())
         self._saved: dict[tuple[int, int], _Saved] = {}
         count = batch.host_slots.shape[1]
-        tokens = [step.pairs @ [count, 1] for step in steps]
+        tokens = [run.pairs @ [count, 1] for run in runs]
         self._tokens = [self._upload(each) for each in tokens]
-        self._filling = [self._filled_pages(list(step.runs)) for step in steps]
-        self._returnable = [self._can_return(step) for step in steps]
+        self._rows = [step.ending.rows for step in self._steps]
+        self._filling = [self._filled_pages(list(run.runs)) for run in runs]
+        self._returnable = [self._can_return(run) for run in runs]
         self._output = self._output_index(np.concatenate(tokens))
 
     def attention(
@@ -92,25 +201,23 @@ class Verification:
         k: Tensor,
         v: Tensor,
         indexer: IndexerInputs | None,
-        attend: Attend,
+        sinks: Tensor | None,
     ) -> Tensor:
         """``q [B * n, Hq, D]``, ``k, v [B * n, Hkv, D]`` -> ``[B * n, Hq, Dv]``."""
         outputs: list[Tensor] = []
-        for number, forward in enumerate(self._forwards):
+        for number, step in enumerate(self._steps):
             tokens = self._tokens[number]
             with serial_operators(q.device):
                 if number:
-                    forward.read_tails(layer_id, self._manager.device)
+                    self._read_tails(layer_id, step)
                 saved = self._save(layer_id, number)
-                inputs = indexer and indexer.take(tokens)
-                drafts = (q[tokens], k[tokens], v[tokens])
-            if saved is None:
-                outputs.append(attend(layer_id, *drafts, forward, inputs))
-                continue
-            with self._manager.logged() as saved.log:
-                outputs.append(attend(layer_id, *drafts, forward, inputs))
-            if forward.filled is not None:
-                saved.filled = self._entries(layer_id, number)
+                drafts = (q[tokens], k[tokens], v[tokens], indexer and indexer.take(tokens), sinks)
+            with self._manager.logged() as log:
+                outputs.append(self._decode.run(step, layer_id, *drafts))
+            if saved is not None:
+                saved.log = log
+                if step.ending.filled is not None:
+                    saved.filled = self._entries(layer_id, number)
         with serial_operators(q.device):
             out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
             return out if self._output is None else out[self._output]
@@ -121,20 +228,36 @@ class Verification:
         Args:
             last: ``[B]``, the token's place in the chain.
         """
-        ends = self._batch.chain_lengths - 1
-        undone = {int(b): int(last[b]) for b in np.flatnonzero(last < ends)}
-        for each in self._returns.to(undone):
+        ends, size = self._batch.chain_lengths - 1, self._manager.host.kv.page_size
+        groups = dict[tuple[int, bool], dict[int, int]]()
+        for request in np.flatnonzero(last < ends).tolist():
+            token = int(last[request])
+            number = next(i for i, x in enumerate(self._runs) if token in x.runs.get(request, ()))
+            fills = bool(self._batch.lengths[request, token] % size == 0)
+            groups.setdefault((number, fills), {})[request] = token
+        for (number, fills), tokens in groups.items():
+            undo = _Undo(self._batch, self._runs[number], self._steps[number], tokens, fills)
             for layer_id in range(self._representations.num_layers):
                 with serial_operators(self._device):
-                    self._go_back(layer_id, each)
+                    self._go_back(layer_id, number, undo)
 
     def _upload(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(self._device)
 
-    def _can_return(self, step: VerifyStep) -> bool:
-        """Whether a step serves a token that is not the last of its chain."""
+    def _can_return(self, served: VerifyStep) -> bool:
+        """Whether a token is served that is not the last of its chain."""
         ends = self._batch.chain_lengths - 1
-        return any(run.start < ends[b] for b, run in step.runs.items())
+        return any(run.start < ends[b] for b, run in served.runs.items())
+
+    def _read_tails(self, layer_id: int, step: DecodeStep) -> None:
+        """Read a layer's tail pages again: an earlier step of this forward may change them."""
+        device = self._manager.device
+        steps = [step, step.last, *step.by_mode.values(), *step.dense_by_mode.values()]
+        for each in steps:
+            if each is not None:
+                each.row_tails[layer_id] = device.tail_pages[layer_id, each.rows]
+        size = device.kv.page_size
+        step.tail_slots[layer_id] = step.row_tails[layer_id] * size + (step.row_tail_lens - 1)
 
     def _filled_pages(self, requests: list[int]) -> Tensor | None:
         """``[b, W] int64``, host pages that drafts can fill, 0 behind them; None: none."""
@@ -165,7 +288,7 @@ class Verification:
         """Keep the state before a step, unless no request can return to one of its tokens."""
         if not self._returnable[number]:
             return None
-        rows = save_rows(self._manager.device, layer_id, self._returns.rows[number], self._width)
+        rows = save_rows(self._manager.device, layer_id, self._rows[number], self._width)
         entries = self._entries(layer_id, number)
         saved = _Saved(rows=rows, entries=entries, filled=None, log=[])
         self._saved[layer_id, number] = saved
@@ -183,12 +306,93 @@ class Verification:
         windowed = self._manager.host.kv.window(layer_id)
         return [] if windowed else self._representations.per_page
 
-    def _go_back(self, layer_id: int, back: Return) -> None:
-        """Return to the state after an earlier token, in one layer."""
-        saved, pages = self._saved[layer_id, back.step], self._filling[back.step]
-        back.restore(layer_id, self._manager, saved.rows, saved.log)
+    def _go_back(self, layer_id: int, number: int, undo: _Undo) -> None:
+        """Return to the state after earlier tokens of a run, in one layer."""
+        saved, pages = self._saved[layer_id, number], self._filling[number]
+        undo.restore_rows(layer_id, saved, self._manager)
         if pages is not None:
-            kept = saved.filled if back.fills else saved.entries
+            kept = saved.filled if undo.fills else saved.entries
             assert kept is not None, "the step filled a page"
             for tensor, entries in zip(self._tensors(layer_id), kept, strict=True):
-                tensor[layer_id, pages[back.index]] = entries[back.index]
+                tensor[layer_id, pages[undo.index]] = entries[undo.index]
+
+
+class _Undo:
+    """Requests that go back to the state after tokens of one run.
+
+    The tables are those before the run, changed by the swap-ins up to the tokens, and by the page
+    that the tokens fill.
+
+    Args:
+        batch: the drafts.
+        run: the run.
+        step: the decode step that served it.
+        tokens: by request, the place in its chain of the token after which it goes on.
+        fills: whether these tokens fill their page: all do, or none.
+
+    Attributes:
+        fills: as given.
+        index: ``[m] int64``, the requests among those of the run.
+    """
+
+    def __init__(
+        self,
+        batch: VerifyBatch,
+        run: VerifyStep,
+        step: DecodeStep,
+        tokens: Mapping[int, int],
+        fills: bool,
+    ) -> None:
+        self.fills = fills
+        size, requests = step.policy.kv.page_size, list(tokens)
+        ends = batch.lengths[requests, list(tokens.values())]
+        places = np.searchsorted(list(run.runs), requests)
+        #: The requests that go back: rows, capacities, host pages.
+        self._step = step.ending.take(places)
+        self.index = self._upload(places, torch.int64)
+        heads = torch.arange(step.policy.heads, device=step.rows.device)
+        self._rows = (self.index[:, None] * len(heads) + heads).flatten()
+        # Until a page is filled, later tokens are only written behind the accepted ones.
+        tails = batch.seq_lens_cpu[requests] // size
+        moved = (batch.longest[requests] // size > tails) & (ends % size > 0)
+        self._tail_index = self._upload(np.where(moved, ends // size, -1), torch.int32)
+        self._filled = self._upload(ends // size - 1, torch.int32)
+        # The run up to the tokens, in each part of the step that swaps in on its own.
+        wanted = np.zeros(len(run.pairs), dtype=bool)
+        for request, token in tokens.items():
+            first = run.first(request)
+            wanted[first : first + token - run.runs[request].start + 1] = True
+        self._replays: dict[int, DecodeStep] = {}
+        for part in (step, *step.by_mode.values(), *step.dense_by_mode.values()):
+            of_part = wanted if part.index is None else wanted[part.index.cpu().numpy()]
+            if of_part.any():
+                self._replays[id(part.rows)] = part.take(np.flatnonzero(of_part))
+
+    def _upload(self, values: np.ndarray, dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(values).to(self._step.rows.device, dtype)
+
+    def restore_rows(self, layer_id: int, saved: _Saved, manager: SparseKVCacheManager) -> None:
+        """Give the rows in one layer the tables and the pages that they had after the tokens."""
+        device, tables = manager.device, saved.rows.take(self._rows)
+        before = save_rows(device, layer_id, tables.rows, tables.slot_pages.shape[1])
+        restore_rows(device, layer_id, tables)
+        for wanted in saved.log:
+            if id(wanted.step.rows) in self._replays:
+                manager.replay(layer_id, wanted.of(self._replays[id(wanted.step.rows)]))
+        if self.fills:
+            promote_tail(
+                tables.rows,
+                self._filled,
+                torch.ones_like(tables.rows, dtype=torch.bool),
+                self._step.capacity,
+                device.state(layer_id),
+                device.tail_pages[layer_id],
+            )
+        read_changed(
+            manager.host,
+            device,
+            layer_id,
+            before,
+            host_page_table=self._step.host_page_table,
+            tail_index=self._tail_index,
+        )

@@ -234,7 +234,7 @@ def _exact_attention(layer_id: int, queries: Tensor, step: DecodeStep) -> tuple[
     # Rows share most pages, so each is read once. Keys come in the model's dtype, also from fp8.
     used, table = step.host_page_table[:, : step.max_pages].unique(return_inverse=True)
     host_slots = used.long()[:, None] * size + torch.arange(size, device=used.device)
-    keys = step.pages.read_keys(layer_id, host_slots.flatten()).unflatten(0, (-1, size))
+    keys = step.kv_io.read_tokens(layer_id, host_slots.flatten()).k.unflatten(0, (-1, size))
     pages = key_score(
         query.cpu(),
         keys.transpose(1, 2).cpu(),

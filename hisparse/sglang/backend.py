@@ -12,9 +12,10 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, Shar
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hisparse.engine.drafts import VerifyBatch
+from hisparse.engine.batches import DecodeBatch, MixedBatch, PrefillBatch
 from hisparse.engine.graphs import CapturedSteps
-from hisparse.engine.step import DecodeBatch, MixedBatch, PrefillBatch, PrefillChunk
+from hisparse.engine.prefill import PrefillChunk
+from hisparse.engine.verify import VerifyBatch
 from hisparse.errors import AlgorithmError, HiSparseError
 from hisparse.sglang.failed_batch import fail_requests, reason_to_stop
 from hisparse.sglang.features.disaggregation import decodes_only

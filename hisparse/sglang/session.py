@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from hisparse.cache.shared_memory import NodeRanks
-from hisparse.engine.arrived import ArrivedRequests
 from hisparse.engine.build import EngineSetup
 from hisparse.engine.coordinator import SparseCoordinator
+from hisparse.engine.restored import TransferredRequests
 from hisparse.errors import HiSparseError
 from hisparse.sglang.features.storage.counters import StorageCounters
 
@@ -74,7 +74,7 @@ class Session(EngineSetup):
     chunked_request_id: str | None = None
     req_to_token_pool: Any = None
     coordinator: SparseCoordinator | None = None
-    arrived: ArrivedRequests | None = None
+    arrived: TransferredRequests | None = None
     extra_slots: int = 0
     accept_drafts: Callable[[torch.Tensor], None] = lambda accepted: None
     accept_chains: Callable[[torch.Tensor], None] = lambda lengths: None

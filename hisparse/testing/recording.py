@@ -206,7 +206,7 @@ class ReplayingSimulator(Simulator):
     def decode(self, *requests: Request) -> Tensor:
         """Decode one token of each request; returns the outputs ``[L, B, Hq, D]``."""
         batch = self.next_tokens(*requests)
-        if not self.coordinator.prepare_replay(batch):
+        if not batch.begin_replay(self.coordinator):
             self.coordinator.forward_begin(batch)
             return self._forward([(r, r.done - 1, r.done) for r in requests])
         self.static.load(batch)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.engine.step import DecodeBatch, MixedBatch, PrefillBatch, PrefillChunk
+from hisparse.engine.batches import DecodeBatch, MixedBatch, PrefillBatch
+from hisparse.engine.prefill import PrefillChunk
 from hisparse.testing.world import INDEXER_DIM, World
 from hisparse.types import IndexerInputs
 

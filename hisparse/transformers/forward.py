@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import SelectionPolicy
-from hisparse.engine.step import DecodeBatch, PrefillBatch, PrefillChunk
+from hisparse.engine.batches import DecodeBatch, PrefillBatch
+from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import ConfigError, HiSparseError, quoted, shorten
 from hisparse.transformers.rows import RowStore
 from hisparse.types import AttentionRule

@@ -13,7 +13,7 @@ from torch import Tensor
 from hisparse.cache.page_format import PageFormat
 from hisparse.config import HiSparseConfig
 from hisparse.engine.page_namespace import page_namespace
-from hisparse.engine.step import PrefillChunk
+from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.storage import Context, Contexts, FileStore, page_keys
 from hisparse.transformers.cache import HiSparseCache

@@ -115,11 +115,11 @@ def test_what_is_stored_bounds_every_key_of_the_page(dtype: str, ranges: int, se
     request = sim.request(1, 120, seed=seed)
     request.k *= torch.logspace(-3, 3, 16)
     sim.prefill((request, 61))
-    scored = []
+    scored, steps = [], []
+    sim.coordinator.observe(lambda layer, q, step, chosen: steps.append(step))
     for _ in range(40):
         sim.decode(request)
-    step = sim.coordinator._step.whole.view
-    assert step is not None
+    step = steps[-1]
     for layer in range(2):
         query = torch.randn(1, 4, 16) * torch.logspace(2, -3, 16)
         bound = sim.algorithm.score_pages(query, layer, step)[0] / sim.scale

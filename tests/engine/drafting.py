@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.engine.drafts import VerifyBatch
+from hisparse.engine.verify import VerifyBatch
 from hisparse.testing import Request, Simulator
 from hisparse.types import IndexerInputs
 

@@ -15,8 +15,8 @@ from hisparse.algorithms import DecodeStep
 from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.quest import Quest
 from hisparse.config import EXTENSIONS
+from hisparse.engine.batches import DecodeBatch
 from hisparse.engine.extensions.base import Extension
-from hisparse.engine.step import DecodeBatch, DecodePart
 from hisparse.errors import HiSparseError
 from hisparse.testing import Request, Simulator, Violation
 from hisparse.testing.operations import Operations, no_sync
@@ -94,16 +94,16 @@ class LayerReader(Extension):
         super().__init__(options, context)
         self.lengths: list[torch.Tensor] = []
 
-    def before_layer(self, layer_id: int, part: DecodePart) -> None:
+    def before_layer(self, layer_id: int, step: DecodeStep) -> None:
         if layer_id:
-            assert part.selection is not None
-            self.lengths.append(part.selection.lengths.clone())
+            assert step.selection is not None
+            self.lengths.append(step.selection.lengths.clone())
 
 
 class AttentionReader(LayerReader):
     """Sees the selection in the other hook."""
 
-    def before_layer(self, layer_id: int, part: DecodePart) -> None:
+    def before_layer(self, layer_id: int, step: DecodeStep) -> None:
         """Nothing."""
 
     def after_attention(self, layer_id: int, queries: Any, selection: Any, *rest: Any) -> Any:
@@ -140,7 +140,7 @@ def test_what_cannot_be_captured_says_why(settings: dict[str, Any], reason: str)
     sim = Simulator(**settings)
     request = sim.request(1, 60, seed=0)
     sim.prefill((request, 50))
-    assert not sim.coordinator.prepare_replay(sim.next_tokens(request))
+    assert not sim.next_tokens(request).begin_replay(sim.coordinator)
     batch = ReplayingSimulator().static.first(2)
     with pytest.raises(HiSparseError, match=f"cannot be captured: .*{reason}"):
         sim.coordinator.forward_begin(batch)
@@ -241,7 +241,7 @@ def test_a_step_costs_python_the_same_for_1_request_and_for_64() -> None:
         sim, requests = warm(size)
         batch = sim.next_tokens(*requests)
         with Operations() as seen, no_sync("what runs before a replay"):
-            assert sim.coordinator.prepare_replay(batch)
+            assert batch.begin_replay(sim.coordinator)
             sim.static.load(batch)
         before.append(seen)
         # The first step of a shape checks its tensors; later ones know that they pass.

@@ -16,7 +16,7 @@ from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.cache.codec import read_tokens, write_tokens
 from hisparse.engine.extensions.tail_estimate import TailEstimate
-from hisparse.engine.loaded import LoadedPages
+from hisparse.engine.restored import RestoredPages
 from hisparse.testing import Request, Simulator
 
 LENGTH, STORED, PROMPT = 180, 96, 136
@@ -33,7 +33,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def load(source: Simulator, computed: Request, target: Simulator, request: Request) -> LoadedPages:
+def load(
+    source: Simulator, computed: Request, target: Simulator, request: Request
+) -> RestoredPages:
     """Move the first ``STORED`` tokens to pages of another engine, as a store would."""
     _, loaded = target.coordinator.share_pages()
     target._grow(request, STORED)

@@ -13,8 +13,8 @@ from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.algorithms.topp import TopP
+from hisparse.engine.batches import MixedBatch
 from hisparse.engine.extensions.trace import Trace
-from hisparse.engine.step import MixedBatch
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from hisparse.trace import SelectionTrace

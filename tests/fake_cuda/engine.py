@@ -14,10 +14,11 @@ from hisparse.adapters import ADAPTERS, Attended, TritonAdapter
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.cache import HostKVPool
 from hisparse.config import HiSparseConfig
+from hisparse.engine.batches import DecodeBatch, PrefillBatch
 from hisparse.engine.build import PoolSizes, build, make_policy
 from hisparse.engine.capabilities import resolve_settings
 from hisparse.engine.graphs import StaticBatch
-from hisparse.engine.step import DecodeBatch, PrefillBatch, PrefillChunk
+from hisparse.engine.prefill import PrefillChunk
 from hisparse.types import AttentionRule, IndexerInputs, KVSpec, SelectionScope
 from tests import shapes
 from tests.fake_cuda.device import CUDA
@@ -144,7 +145,7 @@ class FakeEngine:
         """A step as a CUDA graph captures it."""
         batch = self._batch(self.context - 1)
         static = StaticBatch(self.batch, self.pages, self.spec.page_size, CUDA)
-        assert self.coordinator.prepare_replay(batch)
+        assert batch.begin_replay(self.coordinator)
         static.load(batch)
         with self.launches.forward("a captured step", captured=True):
             self.coordinator.forward_begin(static.first(self.batch))

@@ -15,7 +15,14 @@ from typing import Any
 
 import xxhash
 
-from hisparse.storage.record import _CHECKSUM, _FIXED, _MAGIC, BLOCK_BYTES, _block_checksum, _is_whole
+from hisparse.storage.record import (
+    _CHECKSUM,
+    _FIXED,
+    _MAGIC,
+    BLOCK_BYTES,
+    _block_checksum,
+    _is_whole,
+)
 from tests.hostile.mutations import mutated_object, mutated_text
 
 __all__ = ["changed_index", "is_index", "records_of", "resealed_segment"]

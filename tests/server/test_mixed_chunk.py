@@ -23,23 +23,31 @@ pytestmark = MORE
 SPY = """
     import logging
 
-    from hisparse.engine.step import MixedBatch
-
 
     def load():
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-        target = "hisparse.engine.coordinator.SparseCoordinator.forward_begin"
+        target = "hisparse.engine.batches.MixedBatch.begin"
         HookRegistry.register(target, begin, HookType.AROUND)
+        target = "hisparse.engine.batches.DecodeBatch.step"
+        HookRegistry.register(target, divide, HookType.AROUND)
 
 
-    def begin(original, coordinator, batch):
-        original(coordinator, batch)
-        if isinstance(batch, MixedBatch):
-            modes = {part.mode for part in coordinator._step.parts}
-            text = "mixed: %d chunks, %d rows, %s"
-            counts = len(batch.prefill.chunks), batch.decode.num_tokens
-            logging.getLogger("hisparse").info(text, *counts, " ".join(sorted(modes)))
+    modes = []
+
+
+    def divide(original, batch, engine):
+        step = original(batch, engine)
+        modes[:] = sorted(step.by_mode)
+        return step
+
+
+    def begin(original, batch, engine):
+        forward = original(batch, engine)
+        text = "mixed: %d chunks, %d rows, %s"
+        counts = len(batch.prefill.chunks), batch.decode.num_tokens
+        logging.getLogger("hisparse").info(text, *counts, " ".join(modes))
+        return forward
 """
 FLAGS = ("--enable-mixed-chunk", "--chunked-prefill-size", "256")
 PAGE, BUDGET = 16, SPARSE["budget"]

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
-from hisparse.engine.step import DecodeBatch
+from hisparse.engine.batches import DecodeBatch
 from hisparse.sglang import backend as module
 from hisparse.sglang.backend import HiSparseAttnBackend
 from hisparse.testing import Request, Simulator

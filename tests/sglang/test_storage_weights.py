@@ -38,7 +38,7 @@ PAGES = [1, 2, 3, 4]
 
 
 class LoadedNowhere:
-    """Stands for :class:`hisparse.engine.loaded.LoadedPages`."""
+    """Stands for :class:`hisparse.engine.restored.RestoredPages`."""
 
     def add(self, pages: torch.Tensor) -> int:
         return 0

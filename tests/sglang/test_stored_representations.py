@@ -19,7 +19,7 @@ from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.snapkv import SnapKV
 from hisparse.cache.exact_pages import ExactPages
 from hisparse.config import HiSparseConfig
-from hisparse.engine.step import PrefillChunk
+from hisparse.engine.prefill import PrefillChunk
 from hisparse.sglang.features.storage.counters import StorageCounters
 from hisparse.sglang.features.storage.file_storage import FileStorage
 from hisparse.sglang.features.storage.health import StorageHealth

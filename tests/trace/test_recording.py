@@ -211,7 +211,7 @@ def test_selections_of_another_width_are_padded(tmp_path: Path) -> None:
     path = tmp_path / "a.trace"
     sim = Simulator(extensions={"trace": str(path)})
     trace, policy = recorder(sim), sim.policy
-    part: Any = SimpleNamespace(captured=False)
+    step: Any = SimpleNamespace(captured=False)
     slots, seq_lens = np.array([2, 5]), np.array([8, 900])
     for widths in ((policy.max_pages, 1, 1, 2), (1, 1, 1, 1)):
         # The first request fits the budget.
@@ -220,7 +220,7 @@ def test_selections_of_another_width_are_padded(tmp_path: Path) -> None:
             width = widths[layer % 4]
             pages = torch.arange(2 * width, dtype=torch.int32).view(2, 1, width)
             pages = pages.expand(-1, policy.heads, -1).contiguous()
-            trace.after_selection(layer, Selection(pages, torch.tensor([])), part)
+            trace.after_selection(layer, Selection(pages, torch.tensor([])), step)
         trace.after_step(complete=True)
         seq_lens = seq_lens + 1
     close(sim)
@@ -236,12 +236,11 @@ def test_selections_of_another_width_are_padded(tmp_path: Path) -> None:
 def test_a_captured_selection_leaves_no_page_of_a_longer_one(tmp_path: Path) -> None:
     sim = Simulator(extensions={"trace": str(tmp_path / "a.trace")})
     trace, policy = recorder(sim), sim.policy
-    view = SimpleNamespace(slots=torch.tensor([2]))
-    part: Any = SimpleNamespace(view=view, captured=True)
+    step: Any = SimpleNamespace(slots=torch.tensor([2]), captured=True)
     for width in (policy.max_pages, 1):
         pages = torch.arange(width, dtype=torch.int32).expand(1, policy.heads, width)
         lengths = torch.full((1, policy.heads), width, dtype=torch.int32)
-        trace.after_selection(0, Selection(pages, lengths), part)
+        trace.after_selection(0, Selection(pages, lengths), step)
     kept = trace.context.state["trace.pages"]
     assert kept[0, 2, :, 0].eq(0).all()
     assert kept[0, 2, :, 1:].eq(-1).all()

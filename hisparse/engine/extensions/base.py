@@ -19,11 +19,10 @@ import numpy as np
 from torch import Tensor
 
 from hisparse.adapters import Attended, BackendAdapter, TableLimits
-from hisparse.algorithms import Representation, SelectionPolicy
+from hisparse.algorithms import DecodeStep, Representation, SelectionPolicy
 from hisparse.cache import SparseKVCacheManager
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.engine.modes import AttentionModes
-from hisparse.engine.step import DecodePart
 from hisparse.errors import ConfigError
 from hisparse.types import Selection
 
@@ -32,7 +31,7 @@ __all__ = ["Extension", "ExtensionContext", "overriding", "register_extension"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionContext:
-    """The parts of the engine that an extension may use.
+    """The components of the engine that an extension may use.
 
     Attributes:
         config: the settings.
@@ -63,7 +62,7 @@ class Extension:
 
     Args:
         options: an instance of ``options_type``.
-        context: the parts of the engine that the extension may use.
+        context: the components of the engine that the extension may use.
     """
 
     #: Frozen dataclass of options: the value of the configuration key.
@@ -126,11 +125,11 @@ class Extension:
             complete: False if an exception ended the step.
         """
 
-    def before_layer(self, layer_id: int, part: DecodePart) -> None:
+    def before_layer(self, layer_id: int, step: DecodeStep) -> None:
         """Called at the start of a decode layer, for requests that attend sparsely."""
 
     def refine_selection(
-        self, layer_id: int, queries: Tensor, selection: Selection, part: DecodePart
+        self, layer_id: int, queries: Tensor, selection: Selection, step: DecodeStep
     ) -> Selection:
         """Replace the algorithm's selection.
 
@@ -138,17 +137,17 @@ class Extension:
             layer_id: number of a layer that selects.
             queries: ``[B, Hq, D]``, before the softmax scale.
             selection: the selection so far.
-            part: the requests.
+            step: the requests that attend sparsely.
         """
         return selection
 
-    def after_selection(self, layer_id: int, selection: Selection, part: DecodePart) -> None:
+    def after_selection(self, layer_id: int, selection: Selection, step: DecodeStep) -> None:
         """Called with the final selection, which no extension changes any more.
 
         Args:
             layer_id: number of a layer that selects.
             selection: what this layer and its followers attend.
-            part: the requests.
+            step: the requests that attend sparsely.
         """
 
     def after_attention(
@@ -156,7 +155,7 @@ class Extension:
         layer_id: int,
         queries: Tensor,
         selection: Selection,
-        part: DecodePart,
+        step: DecodeStep,
         attended: Attended,
     ) -> Attended:
         """Change or extend the attention over the selected pages.
@@ -165,7 +164,7 @@ class Extension:
             layer_id: layer number.
             queries: ``[R, Q, D]``, the Q query heads of each row.
             selection: the attended pages.
-            part: the requests.
+            step: the requests that attend sparsely.
             attended: out ``[R, Q, Dv]``, lse ``[R, Q]``.
         """
         return attended

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, pad
 
-from hisparse.algorithms import ALGORITHMS, Representation, SelectionPolicy
+from hisparse.algorithms import ALGORITHMS, DecodeStep, Representation, SelectionPolicy
 from hisparse.config import HiSparseConfig
 from hisparse.engine.extensions.base import Extension, register_extension
-from hisparse.engine.step import DecodePart
 from hisparse.errors import ConfigError
 from hisparse.types import Selection
 
@@ -88,27 +87,27 @@ class Prefetch(Extension):
             for name, (shape, dtype) in kinds.items()
         }
 
-    def before_layer(self, layer_id: int, part: DecodePart) -> None:
+    def before_layer(self, layer_id: int, step: DecodeStep) -> None:
         """Prefetch for the next layer if it selects, and for the layers that share its selection.
 
         No layer precedes the first one: its pages are prefetched at its own start.
         """
         for leader in (0, 1) if layer_id == 0 else (layer_id + 1,):
             if self.context.modes.selects(leader):
-                kept, known = self._kept(leader, part)
+                kept, known = self._kept(leader, step)
                 selection = Selection(
                     torch.where(known[..., None], kept[_PAGES], -1),
                     torch.where(known, kept[_LENGTHS], 0),
                 )
                 for layer in (leader, *self.context.modes.followers(leader)):
-                    self.context.manager.prefetch(layer, selection, part.rows)
+                    self.context.manager.prefetch(layer, selection, step)
 
     def refine_selection(
-        self, layer_id: int, queries: Tensor, selection: Selection, part: DecodePart
+        self, layer_id: int, queries: Tensor, selection: Selection, step: DecodeStep
     ) -> Selection:
         """The prefetched selection where the two queries are similar, otherwise ``selection``."""
-        policy, view = self.context.policy, part.view
-        kept, known = self._kept(layer_id, part)
+        policy = self.context.policy
+        kept, known = self._kept(layer_id, step)
         cosine = _mean_cosine(queries, kept[_QUERY], policy.heads)
         keep = known & (cosine > self.options.min_cosine)
         counters = self.context.manager.counters
@@ -120,49 +119,48 @@ class Prefetch(Extension):
             torch.where(keep[..., None], kept[_PAGES], own.pages),
             torch.where(keep, kept[_LENGTHS], own.lengths),
         )
-        next_step = self._for_next_step(own, part)
+        next_step = self._for_next_step(own, step)
         new = {
             _QUERY: queries,
             _PAGES: next_step.pages,
             _LENGTHS: next_step.lengths,
-            _SEQ_LEN: view.seq_lens,
+            _SEQ_LEN: step.seq_lens,
         }
         # A request within the budget selects only if a concurrent request is sparse. Storing that
         # selection would make tokens depend on concurrent requests.
-        sparse = self.context.modes.is_sparse(view.num_pages, part.dense)
+        sparse = self.context.modes.is_sparse(step.num_pages, step.dense)
         for name, value in new.items():
             where = sparse.view(-1, *[1] * (value.dim() - 1))
             state = self.context.state[name][layer_id]
-            state[view.slots] = torch.where(where, value.to(state.dtype), kept[name])
+            state[step.slots] = torch.where(where, value.to(state.dtype), kept[name])
         return chosen
 
-    def _kept(self, layer_id: int, part: DecodePart) -> tuple[dict[str, Tensor], Tensor]:
+    def _kept(self, layer_id: int, step: DecodeStep) -> tuple[dict[str, Tensor], Tensor]:
         """Stored tensors of the requests in a layer, and ``[B, 1] bool``, which are valid."""
         names = (_QUERY, _PAGES, _LENGTHS, _SEQ_LEN)
         kept = {
-            name: self.context.state[name][layer_id].index_select(0, part.view.slots)
-            for name in names
+            name: self.context.state[name][layer_id].index_select(0, step.slots) for name in names
         }
         # After a prefill, or any other step in between, the stored length does not match.
         before = kept[_SEQ_LEN]
-        known = (before > 0) & (before + 1 == part.view.seq_lens)
+        known = (before > 0) & (before + 1 == step.seq_lens)
         return kept, known[:, None]
 
-    def _for_next_step(self, selection: Selection, part: DecodePart) -> Selection:
+    def _for_next_step(self, selection: Selection, step: DecodeStep) -> Selection:
         """Adapt a selection to the next step, which has one more full page if this step fills it.
 
         The new page is added if there is room. Otherwise it replaces the page that every selection
         had until now and that the next step's need not have: the oldest of the recent pages.
         """
-        policy, view = self.context.policy, part.view
+        policy = self.context.policy
         pages, lengths = selection
-        filled = (view.tail_lens == policy.kv.page_size)[:, None]
-        new = view.num_pages[:, None]
+        filled = (step.tail_lens == policy.kv.page_size)[:, None]
+        new = step.num_pages[:, None]
         has_room = lengths < policy.max_pages
         entry = torch.arange(policy.max_pages, dtype=torch.int32, device=pages.device)
         added = (filled & has_room)[..., None] & (entry == lengths[..., None])
-        coming = policy.forced_pages(view.num_pages + 1, view.max_pages + 1)
-        passed = pad(view.forced_pages, (0, 1)) & ~coming
+        coming = policy.forced_pages(step.num_pages + 1, step.max_pages + 1)
+        passed = pad(step.forced_pages, (0, 1)) & ~coming
         at = pages.clamp(min=0).long()
         leaves = (
             passed[:, None].expand(-1, at.shape[1], -1).gather(-1, at)

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters import Attended, TableLimits, merge_attended
-from hisparse.algorithms import Representation, SelectionPolicy
+from hisparse.algorithms import DecodeStep, Representation, SelectionPolicy
 from hisparse.config import HiSparseConfig
 from hisparse.engine.extensions.base import Extension, register_extension
-from hisparse.engine.step import DecodePart
 from hisparse.errors import ConfigError
 from hisparse.types import PagedKV, Selection
 
@@ -80,20 +79,20 @@ class TailEstimate(Extension):
         layer_id: int,
         queries: Tensor,
         selection: Selection,
-        part: DecodePart,
+        step: DecodeStep,
         attended: Attended,
     ) -> Attended:
         """Merge in attention over the means of the unselected full pages."""
-        return merge_attended(attended, self._estimate(layer_id, queries, selection, part))
+        return merge_attended(attended, self._estimate(layer_id, queries, selection, step))
 
     def _estimate(
-        self, layer_id: int, queries: Tensor, selection: Selection, part: DecodePart
+        self, layer_id: int, queries: Tensor, selection: Selection, step: DecodeStep
     ) -> Attended:
         """Attention over the means: out ``[R, Q, Dv]``; lse ``[R, Q]``, -inf without any page."""
-        policy, view = self.context.policy, part.view
+        policy = self.context.policy
         heads, kv_heads = policy.heads, policy.kv.num_kv_heads
-        others, counts = _complement(selection, view.num_pages, view.max_pages)
-        table = view.host_page_table[:, None, : view.max_pages].expand_as(others)
+        others, counts = _complement(selection, step.num_pages, step.max_pages)
+        table = step.host_page_table[:, None, : step.max_pages].expand_as(others)
         table = table.gather(-1, others)
         # Each mean is a page of one token; a row per head sees only the means of its KV head.
         means = self._means(layer_id, one_head=heads > 1)

@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hisparse import __version__
-from hisparse.algorithms import Representation, SelectionPolicy
+from hisparse.algorithms import DecodeStep, Representation, SelectionPolicy
 from hisparse.engine.extensions.base import Extension, ExtensionContext, register_extension
-from hisparse.engine.step import DecodePart
 from hisparse.engine.trace_file import TraceHeader
 from hisparse.engine.trace_writer import RecordedStep, TraceWriter
 from hisparse.errors import ConfigError
@@ -152,15 +151,15 @@ class Trace(Extension):
         chosen = sparse & (seq_lens > self._most_tokens)
         self._step = _Step(slots[chosen], seq_lens[chosen], chosen[sparse])
 
-    def after_selection(self, layer_id: int, selection: Selection, part: DecodePart) -> None:
+    def after_selection(self, layer_id: int, selection: Selection, step: DecodeStep) -> None:
         """Keep the selection until the end of the step, or copy it."""
         pages = selection.pages
-        if not part.captured and not pages.is_cuda:
+        if not step.captured and not pages.is_cuda:
             self._eager.append(pages if self._copies is False else pages.clone())
             if self._copies is None:
                 self._originals.append(pages)
             return
-        state, slots, width = self._by_layer[layer_id], part.view.slots, pages.shape[-1]
+        state, slots, width = self._by_layer[layer_id], step.slots, pages.shape[-1]
         state[..., :width].index_copy_(0, slots, pages)
         if width < state.shape[-1]:
             state[..., width:].index_fill_(0, slots, -1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from hisparse.algorithms import ALGORITHMS, DecodeStep, SelectionPolicy
 from hisparse.engine.representations import Representations
 from hisparse.kernels import TailPages
-from hisparse.types import IndexerInputs, KVSpec, StoredKV
+from hisparse.types import IndexerInputs, KVSpec, PagedKV, StoredKV
 
 NAMES = [name for name in ALGORITHMS if not ALGORITHMS.get(name).reads_host_keys]
 #: A page more than the longest request has in full: its tail.
@@ -24,21 +24,16 @@ class Tails:
     def __init__(self, kv: KVSpec, device: str) -> None:
         self._keys = torch.randn(BATCH, kv.page_size, kv.num_kv_heads, DIM, device=device)
 
-    def tail_keys(self, layer_id: int) -> Tensor:
-        return self._keys
+    def read_tails(self, layer_id: int, step: DecodeStep) -> PagedKV:
+        keys = self._keys.transpose(1, 2)
+        return PagedKV(keys, keys)
 
-    def tail_lse(self, layer_id: int, query: Tensor, logit_cap: float) -> Tensor:
-        assert not logit_cap
-        grouped = query.unflatten(1, (HEADS, -1))
-        keys = self._keys.float().permute(0, 2, 3, 1)
-        return (grouped @ keys).flatten(1, 2).logsumexp(-1)
-
-    def tail_pages(self, layer_id: int) -> TailPages:
+    def tail_pages(self, layer_id: int, step: DecodeStep) -> TailPages:
         keys = self._keys.transpose(1, 2)
         pages = torch.arange(BATCH, dtype=torch.int32, device=keys.device)
         return TailPages(StoredKV(keys, keys, None), pages, torch.full_like(pages, keys.shape[2]))
 
-    def host_keys(self, layer_id: int) -> Tensor:
+    def host_pages(self, layer_id: int) -> PagedKV:
         raise AssertionError("only algorithms that read host keys do")
 
 
@@ -83,6 +78,8 @@ def make_step(name: str, device: str) -> DecodeStep:
     for tensor in kept.tensors.values():
         tensor.copy_(random_like(tensor))
     lens = torch.tensor([30, 35, 40], dtype=torch.int32, device=device)
+    rows = torch.arange(BATCH * policy.heads, device=device)
+    tails = torch.ones_like(rows, dtype=torch.int32)
     return DecodeStep(
         policy=policy,
         representations=kept.tensors,
@@ -91,12 +88,19 @@ def make_step(name: str, device: str) -> DecodeStep:
         tail_lens=torch.ones(BATCH, dtype=torch.int32, device=device),
         max_pages=40,
         host_page_table=torch.randperm(BATCH * PAGES + 1, device=device)[1:].int().view(BATCH, -1),
-        pages=Tails(kv, device),
+        kv_io=Tails(kv, device),
         indexer=IndexerInputs(
             torch.randn(BATCH, 4, 32, device=device),
             torch.randn(BATCH, 32, device=device),
             torch.randn(BATCH, 4, device=device),
         ),
+        seq_lens_cpu=lens.cpu().numpy() * size + 1,
+        host_slots=torch.zeros(BATCH, dtype=torch.int64, device=device),
+        rows=rows,
+        capacity=tails,
+        row_tails=tails[None],
+        row_tail_lens=tails,
+        num_real_rows=torch.full((1,), len(rows), dtype=torch.int32, device=device),
     )
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hisparse.cache.streams import CudaStreams, Lane, Pending, SideStreams
 from hisparse.engine import build
-from hisparse.engine.step import PrefillBatch, PrefillChunk
+from hisparse.engine.batches import PrefillBatch
+from hisparse.engine.prefill import PrefillChunk
 from hisparse_bench.random_requests import RandomRequests
 from tests.delayed import DelayedStreams
 

@@ -78,7 +78,7 @@ class Captured:
 
     def step(self, tokens: list[Tensor]) -> Tensor:
         batch = self._world.next_batch()
-        assert self._world.coordinator.prepare_replay(batch)
+        assert batch.begin_replay(self._world.coordinator)
         self._batch.load(batch)
         for kept, new in zip(self._tokens, tokens, strict=True):
             kept[:, :BATCH] = new

@@ -1,4 +1,4 @@
-"""The parts of an engine, in one object."""
+"""The components of an engine, in one object."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hisparse.engine.extensions.base import Extension
 from hisparse.engine.modes import AttentionModes
 from hisparse.engine.representations import Representations
 
-__all__ = ["EngineParts", "GatherQueries"]
+__all__ = ["Components", "GatherQueries"]
 
 #: Joins the query heads of all ranks: ``[T, Hq, D] -> [T, ranks * Hq, D]``, the same on every rank.
 GatherQueries = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineParts:
-    """The parts of an engine; :func:`hisparse.engine.build.build` creates them.
+class Components:
+    """The components of an engine; :func:`hisparse.engine.build.build` creates them.
 
     Attributes:
         policy: shapes of the model and the rules of selections.
