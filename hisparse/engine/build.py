@@ -16,6 +16,7 @@ from hisparse.algorithms import (
     build_algorithm,
 )
 from hisparse.cache import Counters, DevicePool, HostKVPool, RowCapacities, SparseKVCacheManager
+from hisparse.cache.formats import format_of
 from hisparse.cache.streams import SideStreams, make_streams
 from hisparse.config import EXTENSIONS, HiSparseConfig, Resolved
 from hisparse.engine.capabilities import (
@@ -182,6 +183,7 @@ def resolve(
         spec,
         scope,
         config.adapter,
+        scaled=spec.kv_cache_dtype if format_of(spec).num_scales else None,
         device=resources.device,
         rules=policy.rules,
     )
