@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hisparse.cache.page_format import PageFormat
+from hisparse.cache.serializer import PageSerializer
 from hisparse.engine.fingerprint import fingerprint, tensor_digests
 from hisparse.engine.page_namespace import page_namespace
 from hisparse.sglang.features.storage.ranks import LinkerRanks
@@ -52,12 +52,12 @@ def model_fingerprint(session: Any) -> str:
     return fingerprint(settings, session.model.named_parameters())
 
 
-def make_namespace(session: Any, page_format: PageFormat, ranks: LinkerRanks) -> Namespace:
+def make_namespace(session: Any, serializer: PageSerializer, ranks: LinkerRanks) -> Namespace:
     """The namespace of this rank's pages; see :func:`page_namespace`.
 
     Args:
         session: this rank's session, with the fingerprint of its model.
-        page_format: bytes of a record.
+        serializer: bytes of a record.
         ranks: the ranks of the server.
     """
     rank, num_ranks = ranks.key
@@ -66,7 +66,7 @@ def make_namespace(session: Any, page_format: PageFormat, ranks: LinkerRanks) ->
         session.policy,
         session.algorithm,
         session.resolved.config,
-        page_format,
+        serializer,
         rank=rank,
         num_ranks=num_ranks,
     )

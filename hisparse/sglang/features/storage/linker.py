@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 )
 from torch import Tensor
 
-from hisparse.cache.page_format import PageFormat
+from hisparse.cache.serializer import PageSerializer
 from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage.health import StorageHealth
 from hisparse.sglang.features.storage.key import make_namespace, model_fingerprint, swap_namespace
@@ -79,7 +79,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         coordinator = session.coordinator
         assert coordinator is not None, "SGLang builds the attention backend before the cache"
         self._exact, self._loaded = coordinator.share_pages()
-        self._format = PageFormat(pool.host, params.page_size, coordinator.stored_entries())
+        self._serializer = PageSerializer(pool.host, params.page_size, coordinator.stored_entries())
         with errors_logged():
             self._connect(read_options(extra_config), pool.host.num_pages)
         #: Host pages of loads whose forward has not begun, by request.
@@ -87,7 +87,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _connect(self, options: StorageOptions, num_pages: int) -> None:
         """Make the store, and the threads that read and write it."""
-        record_bytes, checksums = self._format.record_bytes, options.backend != "file"
+        record_bytes, checksums = self._serializer.record_bytes, options.backend != "file"
         row_bytes = record_bytes + (CHECKSUM_BYTES if checksums else 0)
         block_rows = max(1, _BLOCK_BYTES // row_bytes)
         # A block for each reader, and two for the writer.
@@ -99,7 +99,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._health = health = StorageHealth(counters, options.timeout_s)
         self._records = Records(
             storage=self._storage,
-            form=self._format,
+            form=self._serializer,
             staging=staging,
             health=health,
             counters=counters,
@@ -114,9 +114,9 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             "hisparse: storage: backend %s, pages of %d tokens and %s in %d parts, timeout_s %g, "
             "staging %s",
             options.backend,
-            self._format.page_tokens,
+            self._serializer.page_tokens,
             format_bytes(record_bytes),
-            len(self._format.part_bytes),
+            len(self._serializer.part_bytes),
             options.timeout_s,
             format_bytes(staging.data.nbytes),
         )
@@ -147,11 +147,11 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Write the pages of a retracted request, if they have enough tokens."""
         if self._swap is None or self._rests():
             return
-        retracted = RetractedPages.of(request, self._format.page_tokens)
+        retracted = RetractedPages.of(request, self._serializer.page_tokens)
         if retracted.num_tokens < max(1, self._swap_min_tokens):
             return
         slots = retracted.slots(self._session.req_to_token_pool.req_to_token)
-        pages, ready = self._format.host_pages(slots), self.record_offload_ready()
+        pages, ready = self._serializer.host_pages(slots), self.record_offload_ready()
         kept = self._swap.swap_out(request, retracted.hashes(), pages, ready)
         # Until all ranks have read them, none goes on and writes to the pages of a common pool.
         if not self._ranks.all_of(kept):
@@ -159,7 +159,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _use_namespace(self) -> None:
         """Address the pages of the weights that the model has now."""
-        self._namespace = make_namespace(self._session, self._format, self._ranks)
+        self._namespace = make_namespace(self._session, self._serializer, self._ranks)
         self._storage.use(self._namespace)
         if (stored := self._representations) is not None:
             size = stored.record_bytes
@@ -208,7 +208,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self._rests():
             return False
         transfer = _kv(transfers)
-        pages = self._format.host_pages(transfer.device_indices)
+        pages = self._serializer.host_pages(transfer.device_indices)
         ready = self.record_offload_ready()
         names = list(transfer.keys)
         first = self._first_swapped(rid, names)
@@ -222,7 +222,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self, rid: str, names: list[str], first: int, pages: Tensor, ready: Sequence[Any]
     ) -> bool:
         """Load ``first`` pages that all servers share, then those of the request itself."""
-        end = first * self._format.pages_per_record
+        end = first * self._serializer.pages_per_record
         if first:
             if not self._loader.load(names[:first], pages[:end], ready):
                 return False
@@ -235,10 +235,10 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Load the representations of the pages ``names``; the others are built."""
         unbuilt = pages
         if names and self._representations is not None:
-            end = len(names) * self._format.pages_per_record
+            end = len(names) * self._serializer.pages_per_record
             unbuilt = self._representations.load(names, pages[:end], ready)
             unbuilt = torch.cat([unbuilt, pages[end:]])
-        built = self._loaded.add(unbuilt) // self._format.pages_per_record
+        built = self._loaded.add(unbuilt) // self._serializer.pages_per_record
         self._records.counters.add(built_pages=built)
 
     def start_layer_wise_loading(self) -> int:
@@ -262,7 +262,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         transfer = _kv(transfers)
         # New weights may have computed the pages, or the tokens that they follow.
         keys = [] if self._rests() or not self._ranks.writes else list(transfer.keys)
-        pages = self._format.host_pages(transfer.device_indices)
+        pages = self._serializer.host_pages(transfer.device_indices)
         for writer in self._writers:
             writer.add(keys, pages if keys else pages[:0], self.record_offload_ready())
         return True
