@@ -139,16 +139,16 @@ def _sglang() -> Iterator[str]:
 def _metrics() -> Iterator[tuple[str, str, str]]:
     """Name in Prometheus, the key that adds it, and meaning of each metric."""
     tables = _dictionaries("metrics")
-    for name, text in tables["_COUNTERS"].items():
+    for name, text in tables["COUNTERS"].items():
         yield f"{name}_total", "", text
     for extension, cls in _built_in(EXTENSIONS):
         for name, text in cls.counters.items():
             yield f"{name}_total", f"`{extension}`", text
-    for name, text in tables["_LAYER_COUNTERS"].items():
+    for name, text in tables["LAYER_COUNTERS"].items():
         yield f"{name}_total", "`layer_metrics`", text
     for name, text in _dictionaries("features/storage/counters")["COUNTERS"].items():
         yield f"{name}_total", "`storage`", text
-    for name, text in tables["_GAUGES"].items():
+    for name, text in tables["GAUGES"].items():
         yield name, "", text
 
 

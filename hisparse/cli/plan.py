@@ -25,7 +25,8 @@ from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.plan.estimate import GPUS, estimate_token
 from hisparse.plan.fit import Capacity, Machine, fit, refuse
-from hisparse.sglang.combinations import Start, check_combinations
+from hisparse.sglang import features
+from hisparse.sglang.start import Start
 from hisparse.units import format_bytes, resolve_memory
 
 __all__ = ["add_parser"]
@@ -200,7 +201,7 @@ def _check_served(config: HiSparseConfig, arguments: argparse.Namespace) -> None
         disaggregation_mode="null",
         speculative_algorithm=None,
     )
-    check_combinations(Start(args=flags, config=config, device="cuda"))
+    features.check_start(Start(args=flags, config=config, device="cuda"))
 
 
 def _contexts(asked: list[int], model: Any) -> list[int]:

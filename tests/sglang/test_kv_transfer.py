@@ -16,6 +16,7 @@ from hisparse.errors import HiSparseError
 from hisparse.sglang import session
 from hisparse.sglang.features.disaggregation.transfer import (
     Buffers,
+    Transfers,
     copy_tokens,
     kv_buffers,
     scale_buffers,
@@ -106,7 +107,8 @@ def test_sglangs_own_pool_has_the_same_order_of_bytes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(session, "_session", state)
     options: dict[str, Any] = {"page_size": PAGE, "dtype": torch.float32, "head_num": 2}
     options |= {"head_dim": 8, "layer_num": 2, "device": "cpu", "enable_memory_saver": False}
-    stock, ours = MHATokenToKVPool(64, **options), HiSparseMHAPool(32, **options)
+    pool_class = type("Pool", (Transfers, HiSparseMHAPool), {})
+    stock, ours = MHATokenToKVPool(64, **options), pool_class(32, **options)
     stock.start_layer = 0
     for layer in range(2):
         stock.k_buffer[layer].normal_()
