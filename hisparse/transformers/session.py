@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.cache.page_format import PageFormat
+from hisparse.cache.serializer import PageSerializer
 from hisparse.config import HiSparseConfig
 from hisparse.engine.page_namespace import page_namespace
 from hisparse.engine.prefill import PrefillChunk
@@ -54,12 +54,12 @@ class StoredPages:
         self._rows, self._store, self._model = rows, store, model
         self._exact, self._loaded = coordinator.share_pages()
         host, entries = coordinator.manager.host, coordinator.stored_entries()
-        self._format = PageFormat(host, page_tokens, entries)
+        self._serializer = PageSerializer(host, page_tokens, entries)
         self.namespace = page_namespace(
-            [fingerprint], coordinator.policy, coordinator.algorithm, config, self._format
+            [fingerprint], coordinator.policy, coordinator.algorithm, config, self._serializer
         )
         self.page_tokens = page_tokens
-        self._block_rows = max(1, _BLOCK_BYTES // self._format.record_bytes)
+        self._block_rows = max(1, _BLOCK_BYTES // self._serializer.record_bytes)
 
     def keys(self, token_ids: np.ndarray) -> list[str]:
         """Keys of the whole pages of ``token_ids [n]``."""
@@ -116,15 +116,15 @@ class StoredPages:
         if not keys:
             return 0
         pages = self._pages(slots, np.array([len(keys) * self.page_tokens]))
-        per_record = self._format.pages_per_record
+        per_record = self._serializer.pages_per_record
         exact = self._exact.read(pages).view(len(keys), per_record).all(1).long()
         keys = keys[: int(exact.cumprod(0).sum())]
         known = self._store.find(self.namespace, keys)
         self._wait()
         for first in range(known, len(keys), self._block_rows):
             part = keys[first : first + self._block_rows]
-            data = torch.empty(len(part), self._format.record_bytes, dtype=torch.uint8)
-            self._format.read(pages[first * per_record :][: len(part) * per_record], data)
+            data = torch.empty(len(part), self._serializer.record_bytes, dtype=torch.uint8)
+            self._serializer.read(pages[first * per_record :][: len(part) * per_record], data)
             for key, record in zip(part, data, strict=True):
                 self._store.put(self.namespace, key, self._parts(record))
         return self._store.find(self.namespace, keys)
@@ -171,8 +171,8 @@ class StoredPages:
 
     def _read(self, keys: Sequence[str], pages: Tensor) -> int:
         """Fill host pages with records until one is absent. Returns the number of records."""
-        per_record, rows = self._format.pages_per_record, self._block_rows
-        data = torch.empty(min(rows, len(keys)), self._format.record_bytes, dtype=torch.uint8)
+        per_record, rows = self._serializer.pages_per_record, self._block_rows
+        data = torch.empty(min(rows, len(keys)), self._serializer.record_bytes, dtype=torch.uint8)
         self._wait()
         for first in range(0, len(keys), rows):
             part = keys[first : first + rows]
@@ -180,7 +180,9 @@ class StoredPages:
             found = self._store.get(self.namespace, part, buffers)
             whole = [*found, False].index(False)
             if whole:
-                self._format.write(pages[first * per_record :][: whole * per_record], data[:whole])
+                self._serializer.write(
+                    pages[first * per_record :][: whole * per_record], data[:whole]
+                )
             if whole < len(part):
                 return first + whole
         return len(keys)
@@ -198,7 +200,7 @@ class StoredPages:
 
     def _parts(self, record: Tensor) -> list[memoryview]:
         data = record.numpy().data
-        bounds = accumulate(self._format.part_bytes, initial=0)
+        bounds = accumulate(self._serializer.part_bytes, initial=0)
         return [data[start:end] for start, end in pairwise(bounds)]
 
     def _wait(self) -> None:
