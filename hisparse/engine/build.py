@@ -177,13 +177,9 @@ def resolve(
     algorithm = call(algorithm.resolved, None, policy, **limits)
     captured = resources.captures and config.not_captured(resources.device_type) is None
     resolved = resolve_settings(config, spec, scope, layers, captured=captured)
+    wanted, device = config.adapter, resources.device
     adapter = choose_adapter(
-        resources.device_type,
-        spec,
-        scope,
-        config.adapter,
-        device=resources.device,
-        rules=policy.rules,
+        resources.device_type, spec, scope, wanted, device=device, rules=policy.rules
     )
 
     kept = kept_tensors(config, algorithm, policy)
@@ -304,6 +300,10 @@ def build(
     )
     call(algorithm.initialize, None, representations.tensors, policy)
     modes = _make_modes(resolved, policy, algorithm)
+    state = representations.tensors
+    context = ExtensionContext(
+        config=config, policy=policy, manager=manager, adapter=adapter, state=state, modes=modes
+    )
     components = Components(
         policy=policy,
         algorithm=algorithm,
@@ -311,14 +311,10 @@ def build(
         adapter=adapter,
         representations=representations,
         modes=modes,
+        extensions=[cls(config.extensions[name], context) for name, cls in types.items()],
         gather_queries=gather_queries,
     )
-    state = representations.tensors
-    context = ExtensionContext(
-        config=config, policy=policy, manager=manager, adapter=adapter, state=state, modes=modes
-    )
-    extensions = tuple(cls(config.extensions[name], context) for name, cls in types.items())
-    return SparseCoordinator(replace(components, extensions=extensions))
+    return SparseCoordinator(components)
 
 
 def _make_modes(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hisparse.cache.page_format import PageFormat
 from hisparse.config import HiSparseConfig
-from hisparse.engine.page_namespace import page_namespace
+from hisparse.engine.fingerprint import page_namespace
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.storage import FileStore, page_keys
 from hisparse.transformers.fingerprint import UnchangedModel

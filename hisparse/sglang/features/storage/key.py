@@ -16,8 +16,7 @@ import xxhash
 from torch import Tensor
 
 from hisparse.cache.page_format import PageFormat
-from hisparse.engine.fingerprint import fingerprint, tensor_digests
-from hisparse.engine.page_namespace import page_namespace
+from hisparse.engine.fingerprint import fingerprint, page_namespace, tensor_digests
 from hisparse.sglang.features.storage.ranks import LinkerRanks
 from hisparse.storage import Namespace
 
