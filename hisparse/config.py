@@ -20,7 +20,7 @@ from hisparse.registry import Registry
 from hisparse.types import HostLayout, SelectionScope
 from hisparse.units import MemorySize, parse_memory
 
-__all__ = ["EXTENSIONS", "HiSparseConfig", "Resolved"]
+__all__ = ["EXTENSIONS", "KV_FORMATS", "HiSparseConfig", "Resolved"]
 
 
 #: Extensions by name: subclasses of ``hisparse.engine.extensions.base.Extension``. Each name is
@@ -28,6 +28,12 @@ __all__ = ["EXTENSIONS", "HiSparseConfig", "Resolved"]
 #: incompatible settings.
 EXTENSIONS: Registry[Any] = Registry(
     "extension", package="hisparse.engine.extensions", entry_point_group="hisparse.extensions"
+)
+
+#: Storage formats of K and V by ``kv_cache_dtype``: subclasses of
+#: ``hisparse.cache.formats.KVFormat``.
+KV_FORMATS: Registry[Any] = Registry(
+    "kv_cache_dtype", package="hisparse.cache.formats", entry_point_group="hisparse.kv_formats"
 )
 
 _ALIASES: Final = {"top_k": "budget"}
@@ -82,9 +88,9 @@ class HiSparseConfig:
             "layer", else "page_head".
         staging_bytes: device memory of one staging tile, through which prefixes are streamed.
             None: chosen.
-        kv_cache_dtype: how K and V are stored: "auto" in the model's dtype, "fp8_e4m3" in eight
-            bits with a scale for each token and head, or for each 128 channels of a latent (MLA).
-            In a server the same as ``--kv-cache-dtype``.
+        kv_cache_dtype: how K and V are stored: "auto" in the model's dtype, "fp8_e4m3" or "int8" in
+            eight bits with a scale for each token and head. Latents (MLA) take "fp8_e4m3", with a
+            scale for each 128 channels. In a server the same as ``--kv-cache-dtype``.
         adapter: name of the adapter, the attention library. None: chosen and logged.
         checked: verify scores, selections and resident bytes in every step. Slow, for tests and new
             algorithms.
@@ -115,7 +121,7 @@ class HiSparseConfig:
     device_memory: MemorySize | None = None
     host_layout: HostLayout | None = None
     staging_bytes: int | None = None
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    kv_cache_dtype: str = "auto"
     adapter: str | None = None
     checked: bool = False
     cuda_graph: Literal["auto", True, False] = "auto"
@@ -134,6 +140,8 @@ class HiSparseConfig:
             self._set("dense_layers", tuple(self.dense_layers))
         self._check_ranges()
         self._check_sizes()
+        if self.kv_cache_dtype != "auto":
+            KV_FORMATS.get(self.kv_cache_dtype)
         if self.cuda_graph is True and self.checked:
             raise ConfigError(
                 'cuda_graph: got true and checked true, expected "auto" or false, because checks '
@@ -148,11 +156,6 @@ class HiSparseConfig:
         """``device_buffer_size``, in tokens; never None."""
         assert self.device_buffer_size is not None, "__post_init__ sets it"
         return self.device_buffer_size
-
-    @property
-    def stores_fp8(self) -> bool:
-        """Whether K and V are stored in eight bits."""
-        return self.kv_cache_dtype == "fp8_e4m3"
 
     def not_captured(self, device_type: str) -> str | None:
         """The reason why a server's decode steps are not captured in CUDA graphs; None: they are.

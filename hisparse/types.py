@@ -23,7 +23,6 @@ Page indices, slots and page ids are int32; -1 marks an empty entry.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -39,7 +38,6 @@ __all__ = [
     "HostLayout",
     "IndexerInputs",
     "KVSpec",
-    "LatentRow",
     "PagedKV",
     "Selection",
     "SelectionScope",
@@ -48,56 +46,6 @@ __all__ = [
 
 SelectionScope = Literal["layer", "kv_head", "query_head"]
 HostLayout = Literal["layer_first", "page_first", "page_head"]
-
-
-class LatentRow(NamedTuple):
-    """Bytes of a token's latent in eight bits, in the order of DeepSeek's ``fp8_ds_mla``.
-
-    Codes ``[rank] float8_e4m3fn``, scales ``[tiles] float32``, rotary channels ``[rope] bfloat16``,
-    padding. For 512 and 64 channels: 512 + 16 + 128 = 656 bytes.
-
-    Attributes:
-        rank: channels of the latent, which is the value.
-        rope: rotary channels, which belong to the key alone.
-    """
-
-    rank: int
-    rope: int
-
-    @property
-    def width(self) -> int:
-        """Channels of a key."""
-        return self.rank + self.rope
-
-    @property
-    def tile(self) -> int:
-        """Channels that share a scale: 128, or the largest power of two that divides the rank."""
-        return math.gcd(self.rank, 128)
-
-    @property
-    def num_tiles(self) -> int:
-        """Scales of a token."""
-        return self.rank // self.tile
-
-    @property
-    def scales_at(self) -> int:
-        """Byte at which the scales begin."""
-        return -(-self.rank // 4) * 4
-
-    @property
-    def rope_at(self) -> int:
-        """Byte at which the rotary channels begin."""
-        return self.scales_at + 4 * self.num_tiles
-
-    @property
-    def end(self) -> int:
-        """Byte behind the rotary channels."""
-        return self.rope_at + 2 * self.rope
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of a token, a multiple of 16: transfers move 16 bytes at once."""
-        return -(-self.end // 16) * 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +63,7 @@ class KVSpec:
         latent: whether values are the first Dv columns of the keys and are not stored separately,
             as in MLA.
         index_head_dim: Di of the model's own indexer; 0: the model has no indexer.
-        fp8: whether keys and values are stored as float8_e4m3fn, with a scale for each token and
-            head, or latents as :class:`LatentRow`; otherwise in ``dtype``.
+        kv_cache_dtype: how keys and values are stored: a name in ``hisparse.config.KV_FORMATS``.
         logit_cap: see :class:`AttentionRule`; the same in all layers.
         windows: for each layer the tokens that a query attends, its own included; 0: all up to its
             own. Empty: 0 in all layers.
@@ -134,7 +81,7 @@ class KVSpec:
     page_size: int
     latent: bool = False
     index_head_dim: int = 0
-    fp8: bool = False
+    kv_cache_dtype: str = "auto"
     logit_cap: float = 0.0
     windows: tuple[int, ...] = ()
 
@@ -169,72 +116,15 @@ class KVSpec:
         return -(-(window - 1) // self.page_size)
 
     @property
-    def latent_row(self) -> LatentRow | None:
-        """The bytes of a token's latent in eight bits; None: K and V are not stored so."""
-        if not (self.latent and self.fp8):
-            return None
-        return LatentRow(self.v_head_dim, self.head_dim - self.v_head_dim)
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """Dtype of keys and values in host pool and device pages."""
-        if self.latent_row is not None:
-            return torch.uint8
-        return torch.float8_e4m3fn if self.fp8 else self.dtype
-
-    @property
-    def stored_key_width(self) -> int:
-        """Stored elements of a key."""
-        row = self.latent_row
-        return self.head_dim if row is None else row.num_bytes
-
-    @property
-    def num_scales(self) -> int:
-        """Scales of a token and head that are stored apart from keys and values."""
-        return 2 if self.fp8 and not self.latent else 0
-
-    @property
-    def stored_width(self) -> int:
-        """Stored elements of one head of a token, keys and values."""
-        return self.stored_key_width + (0 if self.latent else self.v_head_dim)
-
-    @property
     def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.num_q_heads // self.num_kv_heads
 
     @property
-    def head_bytes(self) -> int:
-        """Bytes of K and V of one token and KV head in one layer, as stored, with scales."""
-        return self.stored_width * self.stored_dtype.itemsize + self.num_scales
-
-    @property
-    def token_bytes_per_layer(self) -> int:
-        """Bytes of K and V of one token in one layer, all KV heads, as stored."""
-        return self.num_kv_heads * self.head_bytes
-
-    @property
-    def staged_token_bytes(self) -> int:
-        """Device memory of one token of a staged prefix: as stored and, for fp8, as decoded."""
-        width = self.head_dim if self.latent else self.stored_width
-        decoded = self.num_kv_heads * width * self.dtype.itemsize if self.fp8 else 0
-        return self.token_bytes_per_layer + decoded
-
-    @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token in all layers, as stored."""
-        return self.num_layers * self.token_bytes_per_layer
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes within :attr:`token_bytes` that SGLang's own fp8 cache does not have.
-
-        It stores K and V without scales, but DeepSeek-V3.2's latents in the same bytes.
-        """
-        row = self.latent_row
-        if row is None:
-            return self.num_scales * self.num_layers * self.num_kv_heads
-        return 0 if self.index_head_dim else self.num_layers * (row.num_bytes - row.width)
+        """Bytes of K and V of one token in all layers, in the model's dtype."""
+        width = self.head_dim + (0 if self.latent else self.v_head_dim)
+        return self.num_layers * self.num_kv_heads * width * self.dtype.itemsize
 
     def selection_heads(self, scope: SelectionScope) -> int:
         """H for a selection scope."""
@@ -286,7 +176,7 @@ class StoredKV(NamedTuple):
     """Keys and values in the stored format, as pages or as consecutive tokens.
 
     Attributes:
-        k: ``[..., Dk]``, in the stored dtype; of latents in eight bits their :class:`LatentRow`.
+        k: ``[..., Dk]``, in the stored dtype; of latents in eight bits their rows of bytes.
         v: ``[..., Dv]``; of latents the first columns of ``k``.
         scales: ``[..., 2] uint8``, scales of K and V. The factor is 2 ** (scale - 127), the E8M0
             format of OCP's microscaling. None: no scales.

@@ -50,7 +50,7 @@ _FLAGS = (
     ("--max-running-requests", "lowered to the requests that fit the device memory"),
     ("--dp-size", "replicas divide `host_memory` ([operations.md](operations.md#replicas))"),
     ("--attn-dp-size, --pp-size", "ranks divide `host_memory`; some settings do not go with them "
-     "([operations.md](operations.md#replicas))"),
+     "([operations.md](operations.md#several-ranks))"),
     ("--kv-cache-dtype fp8_e4m3", "stores K and V in eight bits with scales ([fp8.md](fp8.md))"),
     ("--enable-unified-cache-external-linker", "is set by `storage`; given by itself, with backend "
      "`dynamic` and `HiSparseLinker` of `hisparse.sglang.features.storage.linker` "
@@ -139,16 +139,16 @@ def _sglang() -> Iterator[str]:
 def _metrics() -> Iterator[tuple[str, str, str]]:
     """Name in Prometheus, the key that adds it, and meaning of each metric."""
     tables = _dictionaries("metrics")
-    for name, text in tables["_COUNTERS"].items():
+    for name, text in tables["COUNTERS"].items():
         yield f"{name}_total", "", text
     for extension, cls in _built_in(EXTENSIONS):
         for name, text in cls.counters.items():
             yield f"{name}_total", f"`{extension}`", text
-    for name, text in tables["_LAYER_COUNTERS"].items():
+    for name, text in tables["LAYER_COUNTERS"].items():
         yield f"{name}_total", "`layer_metrics`", text
     for name, text in _dictionaries("features/storage/counters")["COUNTERS"].items():
         yield f"{name}_total", "`storage`", text
-    for name, text in tables["_GAUGES"].items():
+    for name, text in tables["GAUGES"].items():
         yield name, "", text
 
 

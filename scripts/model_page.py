@@ -14,7 +14,7 @@ _INTRO = """\
 
 After this page you know which model families hisparse serves from SGLang, and why it does not serve
 others: {served} of {count} are served, {refused} are refused with one line, and {broken} do not
-start on a CPU with SGLang alone. `make test-all PART=models` serves them, and
+start on a CPU even without hisparse. `make test-all PART=models` serves them, and
 `scripts/model_table.py` makes this page; do not edit it.
 
 Each family is a tiny model with random weights, in float32 on a CPU. SGLang's `torch_native` and

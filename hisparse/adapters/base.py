@@ -77,13 +77,13 @@ class BackendAdapter(ABC):
     latent: tuple[bool, ...] = (False, True)
     #: Supported device types, "cuda" and "cpu"; None for any.
     device_types: tuple[str, ...] | None = None
-    #: Whether :meth:`attend_fp8` is implemented.
-    fp8: bool = False
+    #: Whether :meth:`attend_scaled` is implemented.
+    scaled: bool = False
     #: Whether all methods apply ``AttentionRule.logit_cap``.
     logit_cap: bool = False
     #: Whether all methods but :meth:`attend_chosen` apply ``AttentionRule.window``.
     window: bool = False
-    #: Supported dtypes of keys and values that are not stored in fp8; None for any.
+    #: Supported dtypes of keys and values without scales; None for any.
     dtypes: tuple[torch.dtype, ...] | None = None
     #: Supported page sizes, tokens; None for any.
     page_sizes: tuple[int, ...] | None = None
@@ -132,20 +132,20 @@ class BackendAdapter(ABC):
             out ``[R, Q, Dv]``, lse ``[R, Q]``.
         """
 
-    def attend_fp8(
+    def attend_scaled(
         self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
-        """:meth:`attend` over float8_e4m3fn keys and values, for adapters that declare ``fp8``.
+        """:meth:`attend` over keys and values in eight bits, for adapters that declare ``scaled``.
 
         Args:
             q, page_table, seq_lens, rule: as for :meth:`attend`.
             kv: ``[N, Hr, S, D]``, pages, with their scales.
 
         Raises:
-            HiSparseError: the adapter does not support fp8.
+            HiSparseError: the adapter does not support scales.
         """
         raise HiSparseError(
-            f"{type(self).__name__}: got fp8 K and V, expected K and V in the model's dtype"
+            f"{type(self).__name__}: got K and V with scales, expected K and V in the model's dtype"
         )
 
     @abstractmethod

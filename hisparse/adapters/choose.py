@@ -45,7 +45,7 @@ def choose_adapter(
     scope: SelectionScope | None,
     wanted: str | None = None,
     *,
-    fp8: bool = False,
+    scaled: str | None = None,
     device: DeviceLimits | None = None,
     rules: Iterable[AttentionRule] = (),
 ) -> ChosenAdapter:
@@ -56,7 +56,7 @@ def choose_adapter(
         kv: shapes of the model; None if they are not known yet, which skips their checks.
         scope: selection scope; None if it is not known yet, which skips its check.
         wanted: name of the requested adapter; None for an automatic choice.
-        fp8: whether K and V are stored in fp8, if ``kv`` is None.
+        scaled: the ``kv_cache_dtype`` of K and V with scales; None: they have none.
         device: the GPU; None if it is not known, which skips its check.
         rules: how the layers attend; none if it is not known yet, which skips the checks of logit
             cap and window.
@@ -69,7 +69,7 @@ def choose_adapter(
     def mismatch(name: str) -> str | None:
         adapter = ADAPTERS.get(name)
         return _mismatch_of_rules(adapter, rules) or _mismatch(
-            adapter, device_type, kv, scope, fp8=fp8, device=device
+            adapter, device_type, kv, scope, scaled=scaled, device=device
         )
 
     if wanted is not None:
@@ -97,14 +97,14 @@ def _mismatch(
     kv: KVSpec | None,
     scope: SelectionScope | None,
     *,
-    fp8: bool,
+    scaled: str | None,
     device: DeviceLimits | None,
 ) -> str | None:
     """Why an adapter cannot serve a model on this machine, in a few words; None if it can."""
     checks: list[_Check] = [("device", device_type, cls.device_types)]
-    # Latents in eight bits are decoded before an adapter sees them.
-    if (fp8 and cls.latent != (True,)) if kv is None else (kv.fp8 and not kv.latent):
-        checks.append(("kv_cache_dtype", "fp8_e4m3", None if cls.fp8 else ("auto",)))
+    # An adapter of latents alone sees none: they are decoded before.
+    if scaled is not None and cls.latent != (True,):
+        checks.append(("kv_cache_dtype", scaled, None if cls.scaled else ("auto",)))
     if scope is not None:
         checks.append(("selection_scope", scope, cls.scopes))
     if kv is not None:

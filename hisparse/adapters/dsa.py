@@ -89,7 +89,7 @@ def make_flash_mla_call(
 class DSAAdapter(TritonAdapter):
     """Decodes MLA with FlashMLA's sparse kernel if that supports the model, else with Triton."""
 
-    fp8 = False
+    scaled = False
     scopes: tuple[SelectionScope, ...] = ("layer", "kv_head")
     latent = (True,)
 

@@ -87,7 +87,7 @@ def make_flash_attention_call(
 class FlashAttentionAdapter(TorchAdapter):
     """Decodes and prefills with FlashAttention 3, which returns a natural lse."""
 
-    fp8 = False
+    scaled = False
     scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
     device_types = ("cuda",)
     dtypes = (torch.bfloat16, torch.float16)

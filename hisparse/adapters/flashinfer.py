@@ -48,7 +48,7 @@ class FlashInferAdapter(TorchAdapter):
     rounded up to a power of two, and each table width rounded up to a power of two from 512 on.
     """
 
-    fp8 = False
+    scaled = False
     scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
     latent = (False,)
     device_types = ("cuda",)

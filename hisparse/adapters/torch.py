@@ -19,7 +19,7 @@ __all__ = ["TorchAdapter"]
 class TorchAdapter(BackendAdapter):
     """Prefills and decodes with the project's kernels."""
 
-    fp8 = True
+    scaled = True
     logit_cap = True
     window = True
     scopes: tuple[SelectionScope, ...] = ("kv_head", "layer", "query_head")
@@ -41,7 +41,7 @@ class TorchAdapter(BackendAdapter):
     ) -> Attended:
         return Attended(*paged_attention(q, kv, page_table, seq_lens, rule=rule))
 
-    def attend_fp8(
+    def attend_scaled(
         self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
         return Attended(*paged_attention(q, kv, page_table, seq_lens, rule=rule))

@@ -38,7 +38,7 @@ class TritonAdapter(TorchAdapter):
         attended = paged_attention(q, kv, page_table, seq_lens, rule=rule, impl="triton")
         return Attended(*attended)
 
-    def attend_fp8(
+    def attend_scaled(
         self, q: Tensor, kv: StoredKV, page_table: Tensor, seq_lens: Tensor, rule: AttentionRule
     ) -> Attended:
         attended = paged_attention(q, kv, page_table, seq_lens, rule=rule, impl="triton")

@@ -1,24 +1,43 @@
-"""Allocates the memory of pools."""
+"""Allocates the memory of pools, which ranks of a node may share."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import mmap
+import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from hisparse.cache.page_lock import LockedMemory, is_readable_in_place, memlock_limit, page_lock
-from hisparse.cache.shared_memory import NodeRanks, map_together
 from hisparse.errors import CapacityError, one_line
 from hisparse.units import format_bytes
 
-__all__ = ["zeros"]
+__all__ = ["NodeRanks", "map_together", "zeros"]
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeRanks:
+    """The processes of a node that serve one model together.
+
+    Attributes:
+        rank: number of this process on its node.
+        size: processes of the node.
+        gather: gives every process the texts of all, by rank; each of them calls it.
+    """
+
+    rank: int
+    size: int
+    gather: Callable[[str], Sequence[str]]
 
 
 def zeros(
@@ -102,3 +121,42 @@ def _limit() -> str:
     if addresses != resource.RLIM_INFINITY:
         return f"the limit of addresses, {format_bytes(addresses)} (ulimit -v)"
     return "what the kernel promises (vm.overcommit_memory)"
+
+
+def map_together(num_bytes: int, ranks: NodeRanks, use: Callable[[int], T]) -> T:
+    """Let every rank use the descriptor of one file in memory; each of them calls this.
+
+    The file has no name and no folder: it ends with its last mapping, also after a crash. No rank
+    returns before all have mapped it.
+
+    Args:
+        num_bytes: size of the file, all zeros.
+        ranks: the processes.
+        use: maps the file; the descriptor is closed afterwards.
+
+    Raises:
+        OSError: in every rank, if one of them fails.
+    """
+    file, offered, error = -1, "", ""
+    try:
+        if ranks.rank == 0:
+            file = os.memfd_create("hisparse")
+            os.ftruncate(file, num_bytes)
+            offered = f"/proc/{os.getpid()}/fd/{file}"
+    except OSError as failure:
+        error = one_line(failure)
+    path = ranks.gather(offered)[0]
+    try:
+        if path:
+            if ranks.rank != 0:
+                file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            result = use(file)
+    except (OSError, RuntimeError, ValueError) as failure:
+        error = one_line(failure)
+    errors = ranks.gather(error)
+    if file >= 0:
+        os.close(file)
+    for rank, message in enumerate(errors):
+        if message:
+            raise OSError(f"rank {rank}: {message}")
+    return result

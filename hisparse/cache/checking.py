@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import DecodeStep
-from hisparse.cache.codec import decode
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.errors import HiSparseError, shorten
@@ -67,7 +66,7 @@ def check_resident(
         head = slice(None) if heads == 1 else [row % heads * host.kv.num_kv_heads // heads]
         on_device = (x[int(table[row, entry])].to("cpu") for x in device_kv.tensors)
         on_host = (x[host_page, head] for x in host_kv.tensors)
-        decoded = (decode(host.kv, StoredKV(*each)) for each in (on_device, on_host))
+        decoded = (host.format.decode(StoredKV(*each)) for each in (on_device, on_host))
         for got, expected in zip(*decoded, strict=True):
             if torch.equal(got, expected):
                 continue

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.cache.allocate import zeros
-from hisparse.cache.codec import split_layers
+from hisparse.cache.formats import format_of
 from hisparse.kernels import RowState
 from hisparse.types import KVSpec, PagedKV, StoredKV
 
@@ -30,6 +29,7 @@ class DevicePool:
 
     Attributes:
         kv, heads, max_row_pages, device: as given.
+        format: how K and V are stored.
         states: LRU tables of all layers.
         capacity: ``[slots * H] int32``, device slots of each state row.
         tail_pages: ``[L, slots * H] int32``, device page of each state row's tail.
@@ -49,25 +49,19 @@ class DevicePool:
         device: torch.device,
     ) -> None:
         self.kv = kv
+        self.format = format_of(kv)
         self.heads = heads
         self.device = device
         self.max_row_pages = max_row_pages
         num_rows = num_slots * heads
-        layers, stored_heads = kv.num_layers, kv.num_kv_heads if heads == 1 else 1
-
-        def pages(width: int) -> Tensor:
-            shape = (layers, num_pages, kv.page_size, stored_heads, width)
-            return zeros(shape, kv.stored_dtype, device).transpose(2, 3)
+        layers, self._num_pages = kv.num_layers, num_pages
+        self._stored_heads = kv.num_kv_heads if heads == 1 else 1
+        pools = self.format.new_pages((layers, num_pages), self._stored_heads, device)
+        self._layers = [self.format.join(layer) for layer in zip(*pools, strict=True)]
 
         def table(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
-        self._k = pages(kv.stored_key_width)
-        self._v = self._k[..., : kv.v_head_dim] if kv.latent else pages(kv.v_head_dim)
-        # A page's scales are contiguous, as in the host pool.
-        shape = (layers, num_pages, stored_heads, kv.page_size, 2)
-        scales = zeros(shape, torch.uint8, device) if kv.num_scales else None
-        self._layers = split_layers(self._k, self._v, scales)
         tables = (layers, num_rows, max_row_pages)
         page_slots = None if device.type == "cpu" else table(layers, num_rows, context_pages)
         self.states = RowState(table(*tables), table(*tables), table(*tables), page_slots)
@@ -84,7 +78,7 @@ class DevicePool:
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values, scales included."""
-        return self._k.shape[0] * self._k.shape[1] * self.page_bytes
+        return self.kv.num_layers * self._num_pages * self.page_bytes
 
     @property
     def table_bytes(self) -> int:
@@ -95,8 +89,7 @@ class DevicePool:
     @property
     def page_bytes(self) -> int:
         """Bytes of one device page, scales included."""
-        stored_heads = self._k.shape[2]
-        return self.kv.page_size * stored_heads * self.kv.head_bytes
+        return self.kv.page_size * self._stored_heads * self.format.head_bytes
 
     def layer(self, layer_id: int) -> PagedKV:
         """Keys and values of one layer as stored, ``[N, Hr, S, D]`` views."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.cache.allocate import zeros
-from hisparse.cache.codec import split_layers
-from hisparse.cache.shared_memory import NodeRanks
+from hisparse.cache.allocate import NodeRanks, zeros
+from hisparse.cache.formats import StoredPart, format_of
 from hisparse.types import HostLayout, KVSpec, PagedKV, StoredKV
 
 __all__ = ["HOST_LAYOUTS", "HostKVPool"]
@@ -34,6 +33,10 @@ class HostKVPool:
         ranks: the processes of the node. Those of an MLA model share one pool, since they compute
             the same latents. Each writes all tokens: two ranks write the same bytes to the same
             place, and a rank reads what it has written itself, so no rank waits for another.
+
+    Attributes:
+        kv, num_pages, layout: as given.
+        format: how K and V are stored.
     """
 
     def __init__(
@@ -46,37 +49,33 @@ class HostKVPool:
         ranks: NodeRanks | None = None,
     ) -> None:
         self.kv = kv
-        self._ranks = ranks if kv.latent else None
+        self.format = format_of(kv)
+        self._ranks = ranks if self.format.shares_values else None
         self.num_pages = num_pages
         self.layout = layout
-        order, dtype = HOST_LAYOUTS[layout], kv.stored_dtype
-        self._k = self._allocate(order, kv.stored_key_width, dtype, pin=pin)
-        self._v = (
-            self._k[..., : kv.v_head_dim]
-            if kv.latent
-            else self._allocate(order, kv.v_head_dim, dtype, pin=pin)
-        )
-        # A page's scales are only a few bytes, and contiguous in every layout.
-        paged = order.replace("SHD", "HSD")
-        scales = self._allocate(paged, 2, torch.uint8, pin=pin) if kv.num_scales else None
-        self._layers = split_layers(self._k, self._v, scales)
+        pools = [self._allocate(part, pin=pin) for part in self.format.parts]
+        self._layers = [self.format.join(layer) for layer in zip(*pools, strict=True)]
 
-    def _allocate(self, order: str, width: int, dtype: torch.dtype, *, pin: bool) -> Tensor:
-        """``[L, P, Hkv, S, width]``, a view of memory in the given order."""
+    def _allocate(self, part: StoredPart, *, pin: bool) -> Tensor:
+        """``[L, P, Hkv, S, width]``, a view of memory in the order of the layout."""
+        order = HOST_LAYOUTS[self.layout]
+        if part.name == "scales":
+            # A page's scales are only a few bytes, and contiguous in every layout.
+            order = order.replace("SHD", "HSD")
         sizes = {
             "L": self.kv.num_layers,
             "P": self.num_pages,
             "S": self.kv.page_size,
             "H": self.kv.num_kv_heads,
-            "D": width,
+            "D": part.width,
         }
-        storage = zeros([sizes[x] for x in order], dtype, _CPU, pin=pin, ranks=self._ranks)
+        storage = zeros([sizes[x] for x in order], part.dtype, _CPU, pin=pin, ranks=self._ranks)
         return storage.permute([order.index(x) for x in _VIEW])
 
     @property
     def num_bytes(self) -> int:
         """Bytes of keys and values, scales included."""
-        return self.num_pages * self.kv.page_size * self.kv.token_bytes
+        return self.num_pages * self.kv.page_size * self.format.token_bytes
 
     @property
     def rank_bytes(self) -> int:
@@ -95,5 +94,5 @@ class HostKVPool:
         """One layer as ``[slots, Hkv, D]`` views, None where the layout has no such view."""
         if self.layout != "layer_first":
             return None
-        k, v = (x[layer_id].transpose(1, 2).flatten(0, 1) for x in (self._k, self._v))
+        k, v = (x.transpose(1, 2).flatten(0, 1) for x in self.layer(layer_id))
         return PagedKV(k, v)

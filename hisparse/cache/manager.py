@@ -18,7 +18,7 @@ from hisparse.cache.staging import Staging
 from hisparse.cache.streams import InlineStreams, SideStreams
 from hisparse.cache.swap_in import PageTable, SwapIn, Wanted
 from hisparse.kernels import promote_tail
-from hisparse.types import PagedKV, Selection
+from hisparse.types import Selection
 
 __all__ = ["SparseKVCacheManager"]
 
@@ -151,7 +151,11 @@ class SparseKVCacheManager:
             K, or K and V, of the full tail pages, each ``[B, Hkv, S, D]``; the entries of other
             requests mean nothing.
         """
-        pools, tails = self._tails(layer_id, step, with_values=with_values)
+        form, tails = self.host.format, None
+        pools = form.split(self.device.stored(layer_id))
+        if form.encoded:
+            # Kernels copy tail pages as they are; these have to be decoded.
+            pools, tails = (), self.kv_io.read_tails(layer_id, step)
         copies = promote_tail(
             step.rows,
             step.num_pages,
@@ -159,20 +163,9 @@ class SparseKVCacheManager:
             step.capacity,
             self.device.state(layer_id),
             self.device.tail_pages[layer_id],
-            pools=pools,
+            pools=pools if with_values else pools[:1],
             kv_heads=self.host.kv.num_kv_heads,
         )
         if tails is not None:
             return tails if with_values else tails[:1]
-        if self.host.kv.latent and with_values:
-            return (*copies, copies[0][..., : self.host.kv.v_head_dim])
-        return copies
-
-    def _tails(
-        self, layer_id: int, step: DecodeStep, *, with_values: bool
-    ) -> tuple[tuple[Tensor, ...], PagedKV | None]:
-        """Pools whose tail pages can be copied as they are, or else the decoded tail pages."""
-        if self.host.kv.fp8:
-            return (), self.kv_io.read_tails(layer_id, step)
-        k, v = self.device.layer(layer_id)
-        return ((k, v) if with_values and not self.host.kv.latent else (k,)), None
+        return form.join(copies).kv if with_values else copies

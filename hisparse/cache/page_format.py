@@ -14,9 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hisparse.cache.codec import read_tokens, write_tokens
 from hisparse.cache.host_pool import HostKVPool
-from hisparse.types import StoredKV
+from hisparse.cache.kv_io import read_tokens, write_tokens
 
 __all__ = ["FORMAT_VERSION", "PageFormat"]
 
@@ -57,18 +56,16 @@ class PageFormat:
         self.pages_per_record = page_tokens // host.kv.page_size
         kv = host.kv
         per_page = sum(x[0, 0].nbytes for x in self._entries)
-        layer = page_tokens * kv.token_bytes_per_layer + self.pages_per_record * per_page
+        layer = page_tokens * host.format.layer_token_bytes + self.pages_per_record * per_page
         self.part_bytes = tuple(layer * n for n in _layers_per_part(kv.num_layers, layer))
         self.record_bytes = layer * kv.num_layers
 
     def describe(self) -> str:
         """Dtypes and shapes of a record, for the key: another description is another format."""
-        kv = self._host.kv
-        name = "fp8_e4m3" if kv.fp8 else str(kv.dtype).removeprefix("torch.")
-        if kv.latent_row is not None:
-            name = "fp8_ds_mla"
-        shape = [kv.num_layers, kv.num_kv_heads, kv.head_dim, 0 if kv.latent else kv.v_head_dim]
-        return " ".join([name, str(shape), *self._kinds])
+        kv, form = self._host.kv, self._host.format
+        values = 0 if form.shares_values else kv.v_head_dim
+        shape = [kv.num_layers, kv.num_kv_heads, kv.head_dim, values]
+        return " ".join([form.name, str(shape), *self._kinds])
 
     def host_pages(self, slots: Tensor) -> Tensor:
         """Host pages of the host slots ``[records * T]`` of whole records, in order."""
@@ -80,7 +77,7 @@ class PageFormat:
         slots, offset = self._slots(pages), 0
         for layer in range(self._host.kv.num_layers):
             stored = read_tokens(self._host.stored(layer), slots)
-            parts = stored.tensors[:1] if self._host.kv.latent else stored.tensors
+            parts = self._host.format.split(stored)
             for part in (*parts, *(x[layer][pages.to(x.device)].cpu() for x in self._entries)):
                 data = part.contiguous().view(-1).view(torch.uint8).view(len(out), -1)
                 out[:, offset : offset + data.shape[1]] = data
@@ -88,7 +85,7 @@ class PageFormat:
 
     def write(self, pages: Tensor, data: Tensor) -> None:
         """Copy records ``data [n, bytes] uint8`` to host pages ``[n * pages_per_record] int64``."""
-        slots, kv, offset = self._slots(pages), self._host.kv, 0
+        slots, kv, form, offset = self._slots(pages), self._host.kv, self._host.format, 0
 
         def take(dtype: torch.dtype, *shape: int) -> Tensor:
             nonlocal offset
@@ -99,12 +96,8 @@ class PageFormat:
 
         for layer in range(kv.num_layers):
             tokens = (len(slots), kv.num_kv_heads)
-            k = take(kv.stored_dtype, *tokens, kv.stored_key_width)
-            v = k[..., : kv.v_head_dim]
-            if not kv.latent:
-                v = take(kv.stored_dtype, *tokens, kv.v_head_dim)
-            scales = take(torch.uint8, *tokens, 2) if kv.num_scales else None
-            write_tokens(StoredKV(k, v, scales), self._host.stored(layer), slots)
+            parts = [take(part.dtype, *tokens, part.width) for part in form.parts]
+            write_tokens(form.join(parts), self._host.stored(layer), slots)
             for each in self._entries:
                 entries = take(each.dtype, len(pages), *each.shape[2:])
                 each[layer, pages.to(each.device)] = entries.to(each.device)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hisparse.cache.codec import move_pages
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
+from hisparse.cache.kv_io import move_pages
 
 __all__ = ["RowSnapshot", "read_changed", "restore_rows", "save_rows"]
 

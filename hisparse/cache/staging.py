@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hisparse.cache.codec import decode, move_pages
+from hisparse.cache.formats import KVFormat, format_of
 from hisparse.cache.host_pool import HostKVPool
+from hisparse.cache.kv_io import move_pages
 from hisparse.cache.streams import Pending, SideStreams
 from hisparse.types import PagedKV, StoredKV
 
@@ -68,36 +70,26 @@ class Staging:
         self._host = host
         self._streams = streams
         self._num_pages = num_pages
-        kv = host.kv
-        stored = (kv.stored_dtype, kv.stored_key_width)
-        self._buffers = [self._allocate(*stored, device) for _ in range(num_buffers)]
-        # Stored fp8 is decoded into a separate tile.
-        self._decoded = self._allocate(kv.dtype, kv.head_dim, device).kv if kv.fp8 else None
+        self._format = host.format
+
+        def tile(form: KVFormat) -> StoredKV:
+            return form.join(form.new_pages((num_pages,), form.kv.num_kv_heads, device))
+
+        self._buffers = [tile(host.format) for _ in range(num_buffers)]
+        # What is stored in another dtype is decoded into a separate tile.
+        plain = format_of(replace(host.kv, kv_cache_dtype="auto"))
+        self._decoded = tile(plain).kv if host.format.encoded else None
         staged = torch.arange(num_pages, dtype=torch.int32)
         # By the device of a tile's page numbers.
         self._staged = {"cpu": staged, device.type: staged.to(device)}
         self._next: _NextTile | None = None
 
-    def _allocate(self, dtype: torch.dtype, key_width: int, device: torch.device) -> StoredKV:
-        kv = self._host.kv
-        shape = (self._num_pages, kv.page_size, kv.num_kv_heads)
-
-        def tile(width: int) -> Tensor:
-            return torch.zeros(*shape, width, dtype=dtype, device=device).transpose(1, 2)
-
-        k = tile(key_width)
-        v = k[..., : kv.v_head_dim] if kv.latent else tile(kv.v_head_dim)
-        if dtype != torch.float8_e4m3fn:
-            return StoredKV(k, v)
-        return StoredKV(k, v, torch.zeros(*k.shape[:-1], 2, dtype=torch.uint8, device=device))
-
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
-        kv, tokens = self._host.kv, self._num_pages * self._host.kv.page_size
-        stored = len(self._buffers) * kv.token_bytes_per_layer
-        decoded = kv.staged_token_bytes - kv.token_bytes_per_layer
-        return tokens * (stored + decoded)
+        form, tokens = self._format, self._num_pages * self._host.kv.page_size
+        stored = len(self._buffers) * form.layer_token_bytes
+        return tokens * (stored + form.decoded_token_bytes)
 
     def read(self, tile: Tile, next_tile: Tile | None = None) -> PagedKV:
         """Copy a tile to the device, and start copying the next one.
@@ -124,7 +116,7 @@ class Staging:
         stored = StoredKV(*(x[:count] for x in self._buffers[buffer].tensors))
         if decoded is None:
             return stored.kv
-        return decode(self._host.kv, stored, PagedKV(decoded.k[:count], decoded.v[:count]))
+        return self._format.decode(stored, PagedKV(decoded.k[:count], decoded.v[:count]))
 
     def _start(self, tile: Tile, buffer: int) -> Pending[None]:
         return self._streams.start("read", lambda: self._fill(tile, self._buffers[buffer]))

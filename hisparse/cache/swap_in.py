@@ -12,10 +12,10 @@ from torch import Tensor
 
 from hisparse.algorithms import DecodeStep
 from hisparse.cache.checking import check_resident, check_selection
-from hisparse.cache.codec import move_pages
 from hisparse.cache.counters import Counters
 from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
+from hisparse.cache.kv_io import move_pages
 from hisparse.cache.streams import Lane, Pending, SideStreams
 from hisparse.kernels import (
     DecodeRows,

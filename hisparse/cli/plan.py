@@ -18,13 +18,14 @@ from rich.text import Text
 from hisparse.algorithms import build_algorithm
 from hisparse.cli.lists import names, numbers, ratios
 from hisparse.cli.output import make_table, print_paragraph
-from hisparse.config import HiSparseConfig
+from hisparse.config import KV_FORMATS, HiSparseConfig
 from hisparse.engine.capabilities import check_indexer
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.plan.estimate import GPUS, estimate_token
 from hisparse.plan.fit import Capacity, Machine, divide_layers, fit, refuse
-from hisparse.sglang.combinations import Start, check_combinations
+from hisparse.sglang import features
+from hisparse.sglang.start import Start
 from hisparse.units import format_bytes, resolve_memory
 
 __all__ = ["add_parser"]
@@ -76,7 +77,7 @@ def add_parser(commands: Any) -> None:
     add("--device-memory", metavar="SIZE", help="memory of one GPU, such as 141GiB (this GPU's)")
     add("--host-memory", metavar="SIZE", help="free host memory, such as 1TiB (free here)")
     add("--weights", metavar="SIZE", help="size of the weights (computed from the configuration)")
-    add("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), help="dtype of K and V (auto)")
+    add("--kv-cache-dtype", type=_kv_dtype, metavar="NAME", help="how K and V are stored (auto)")
     add("--tp", type=int, default=1, metavar="N", help="GPUs that divide a layer, on one node (1)")
     add(
         "--pp", type=int, default=1, metavar="N", help="parts that divide the layers, each --tp (1)"
@@ -199,7 +200,7 @@ def _check_served(config: HiSparseConfig, arguments: argparse.Namespace) -> None
         disaggregation_mode="null",
         speculative_algorithm=None,
     )
-    check_combinations(Start(args=flags, config=config, device="cuda"))
+    features.check_start(Start(args=flags, config=config, device="cuda"))
 
 
 def _contexts(asked: list[int], model: Any) -> list[int]:
@@ -228,7 +229,7 @@ def _configs(
 
     # As in the server, the flag and the key are one setting; "auto" leaves the key as it is.
     flag = arguments.kv_cache_dtype
-    stored = {"kv_cache_dtype": flag} if flag == "fp8_e4m3" else {}
+    stored = {"kv_cache_dtype": flag} if flag not in (None, "auto") else {}
     whole = [replace(HiSparseConfig.parse(text), **stored) for text in arguments.config]
     if whole and not (arguments.algorithm or arguments.budget):
         return whole
@@ -242,6 +243,14 @@ def _configs(
         asked = {k: v for k, v in zip(("algorithm", "budget"), pair, strict=True) if v is not None}
         configs.append(HiSparseConfig.from_dict(defaults | asked | stored))
     return configs + whole
+
+
+def _kv_dtype(name: str) -> str:
+    try:
+        KV_FORMATS.get(name)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name
 
 
 def _size(flag: str, text: str | None) -> int | None:

@@ -51,14 +51,15 @@ class PrefillBatch:
 
     def prepare(self, engine: SparseCoordinator) -> Forward:
         """Begin a forward for which capacities are fitted."""
-        residency, kv = engine.manager.residency, engine.policy.kv
+        manager, residency = engine.manager, engine.manager.residency
         slots, _ = self.contexts
         residency.drop_replaced(slots, [c.host_pages for c in self.chunks])
         for chunk in self.chunks:
             residency.keep_pages(chunk.slot, chunk.host_pages)
             if engine.shareable is not None:
                 engine.shareable.prefill(chunk.start, chunk.host_pages)
-        engine.manager.counters.add("written_bytes", self.num_tokens * kv.token_bytes)
+        written = self.num_tokens * manager.host.format.token_bytes
+        manager.counters.add("written_bytes", written)
         run: AttendLayer = partial(engine.prefill.run, self.chunks, self.host_slots)
         if engine.restored is not None and engine.restored.begin(self.chunks):
             run = _after(engine.restored.prepare, run)

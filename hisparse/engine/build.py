@@ -16,6 +16,7 @@ from hisparse.algorithms import (
     build_algorithm,
 )
 from hisparse.cache import Counters, DevicePool, HostKVPool, RowCapacities, SparseKVCacheManager
+from hisparse.cache.formats import format_of
 from hisparse.cache.streams import SideStreams, make_streams
 from hisparse.config import EXTENSIONS, HiSparseConfig, Resolved
 from hisparse.engine.capabilities import (
@@ -170,16 +171,18 @@ def resolve(
     scope = choose_scope(config, latent=spec.latent)
     algorithm = build_algorithm(config)
     policy = make_policy(config, algorithm, spec, scale, scope)
-    limits = {
-        "context_length": resources.context_length,
-        "host_bytes": resources.host_bytes,
-    }
-    algorithm = call(algorithm.resolved, None, policy, **limits)
+    length, host_bytes = resources.context_length, resources.host_bytes
+    algorithm = call(algorithm.resolved, None, policy, context_length=length, host_bytes=host_bytes)
     captured = resources.captures and config.not_captured(resources.device_type) is None
     resolved = resolve_settings(config, spec, scope, layers, captured=captured)
-    wanted, device = config.adapter, resources.device
     adapter = choose_adapter(
-        resources.device_type, spec, scope, wanted, device=device, rules=policy.rules
+        resources.device_type,
+        spec,
+        scope,
+        config.adapter,
+        scaled=spec.kv_cache_dtype if format_of(spec).num_scales else None,
+        device=resources.device,
+        rules=policy.rules,
     )
 
     kept = kept_tensors(config, algorithm, policy)
@@ -191,7 +194,7 @@ def resolve(
         host_token_bytes=host_token_bytes(algorithm, kept, spec),
         adapter=ADAPTERS.get(adapter.name),
         captured_request_bytes=call(
-            algorithm.captured_bytes, None, policy, -(-resources.context_length // spec.page_size)
+            algorithm.captured_bytes, None, policy, -(-length // spec.page_size)
         ),
         extra_tables=_extra_tables(config, policy),
     )

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from hisparse.adapters import ADAPTERS, choose_adapter
 from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
-from hisparse.config import HiSparseConfig, Resolved
+from hisparse.cache.formats import format_of
+from hisparse.config import KV_FORMATS, HiSparseConfig, Resolved
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec, SelectionScope
 
@@ -48,7 +49,8 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
         (f"page_size {config.page_size}", takes_page_size),
         (f"device {device_type}", takes_device),
     ]
-    if config.stores_fp8:
+    stored = KV_FORMATS.get(config.kv_cache_dtype)
+    if stored.encoded:
         requirements.append(
             (f"kv_cache_dtype {config.kv_cache_dtype}", lambda c: not c.reads_host_keys)
         )
@@ -61,7 +63,8 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
                 f"{sizes if supports is takes_page_size else ''}; algorithms that can: {others}"
             )
     choose_scope(config)
-    choose_adapter(device_type, None, config.selection_scope, config.adapter, fp8=config.stores_fp8)
+    scaled = config.kv_cache_dtype if stored.num_scales else None
+    choose_adapter(device_type, None, config.selection_scope, config.adapter, scaled=scaled)
 
 
 def choose_scope(config: HiSparseConfig, *, latent: bool = False) -> SelectionScope:
@@ -95,8 +98,14 @@ def choose_scope(config: HiSparseConfig, *, latent: bool = False) -> SelectionSc
 
 
 def stored_spec(config: HiSparseConfig, spec: KVSpec) -> KVSpec:
-    """The shapes of a model, with the storage format of ``config``."""
-    return replace(spec, fp8=config.stores_fp8)
+    """The shapes of a model, with the storage format of ``config``.
+
+    Raises:
+        ConfigError: the model's attention has no such format.
+    """
+    spec = replace(spec, kv_cache_dtype=config.kv_cache_dtype)
+    format_of(spec)
+    return spec
 
 
 def row_tokens(config: HiSparseConfig, spec: KVSpec) -> int:

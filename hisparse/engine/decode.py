@@ -18,7 +18,6 @@ from hisparse.cache import PageTable, Tile
 from hisparse.engine.components import Components
 from hisparse.engine.contract import blame, call, require_selection, retrieve
 from hisparse.engine.extensions.base import overriding
-from hisparse.engine.latent_pages import LatentPages
 from hisparse.kernels import serial_operators
 from hisparse.types import IndexerInputs, Selection
 
@@ -45,9 +44,6 @@ class DecodeLayer:
         self._adapter = components.adapter
         self._modes = components.modes
         self._gather_queries = components.gather_queries
-        self._latents = None
-        if components.policy.kv.latent_row is not None:
-            self._latents = LatentPages(components.policy, components.adapter)
         # A dense context that a captured step serves fits its row.
         self._dense_width = min(self._modes.dense_width, self._manager.device.max_row_pages)
         # The algorithm ranks the tail page: a selection that fills the budget excludes it.
@@ -191,12 +187,10 @@ class DecodeLayer:
 
     def _attend(self, layer_id: int, queries: Tensor, table: PageTable) -> Attended:
         """Attend ``queries [R, Q, D]`` over the device pages of each row."""
-        kv, rule = self._manager.device.stored(layer_id), self._policy.rules[layer_id]
-        if self._latents is not None:
-            return self._latents.attend(queries, kv, table, rule)
-        if kv.scales is not None:
-            return self._adapter.attend_fp8(queries, kv, *table, rule)
-        return self._adapter.attend(queries, kv.kv, *table, rule)
+        device, rule = self._manager.device, self._policy.rules[layer_id]
+        return device.format.attend(
+            self._adapter, queries, device.stored(layer_id), *table, rule, self._policy.max_pages
+        )
 
     def _finish(self, layer_id: int, step: DecodeStep, filled: Tensor, host_pages: Tensor) -> None:
         """Move full tail pages into the LRU, and store their representations.
@@ -236,7 +230,7 @@ class DecodeLayer:
             table = torch.arange(count, dtype=torch.int32, device=q.device)[None]
             lens = step.seq_lens[request] - tile.first * kv.page_size
             lens = lens.clamp(0, count * kv.page_size)
-            num_bytes = count * kv.page_size * kv.token_bytes_per_layer
+            num_bytes = count * kv.page_size * manager.host.format.layer_token_bytes
             manager.counters.add("streamed_decode_bytes", num_bytes)
             new = self._adapter.attend(q[request], pages, table, lens, self._policy.attention)
             attended = new if attended is None else merge_attended(attended, new)

@@ -11,6 +11,7 @@ from torch import Tensor
 from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, SelectionPolicy
 from hisparse.algorithms.step import AttentionMode
 from hisparse.cache import Counters
+from hisparse.cache.formats import format_of
 
 __all__ = ["AttentionModes", "ModeMasks", "Runs", "divide"]
 
@@ -180,7 +181,7 @@ class AttentionModes:
     ) -> None:
         """Add the numbers that the host knows of a step, for all layers."""
         kv, heads = self._policy.kv, self._policy.heads
-        counters.add("written_bytes", len(seq_lens) * kv.token_bytes)
+        counters.add("written_bytes", len(seq_lens) * format_of(kv).token_bytes)
         counters.add("selections", len(self._followers) * heads * int(masks.sparse.sum()))
         tail_lens = (seq_lens - 1) % kv.page_size + 1
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from hisparse.adapters import Attended, add_sinks, merge_attended
 from hisparse.algorithms import PrefillStep
 from hisparse.cache import Tile
-from hisparse.cache.codec import as_read, encode
 from hisparse.cache.streams import Lane, Pending
 from hisparse.engine.components import Components
 from hisparse.engine.contract import call, check_positions
@@ -87,7 +86,7 @@ class Prefill:
         """
         # Attention and representations use the values that a later read returns, so the output does
         # not depend on which part of a prompt comes from the pool.
-        k, v = as_read(self._policy.kv, k, v)
+        k, v = self._manager.host.format.as_read(k, v)
         # Pending moves hold their tensors: at most K and V of two layers.
         self._join_moves()
         self._move("write", lambda: self._manager.kv_io.write(layer_id, host_slots, k, v))
@@ -251,7 +250,7 @@ class Prefill:
         count = min(tile.host_pages.numel() * kv.page_size, end - start)
         pages = manager.read_prefix(tile, next_tile)
         keys, values = (x.transpose(1, 2).flatten(0, 1)[:count] for x in pages)
-        manager.counters.add("prefill_read_bytes", count * kv.token_bytes_per_layer)
+        manager.counters.add("prefill_read_bytes", count * manager.host.format.layer_token_bytes)
         return start, keys, values
 
     def _attend(
@@ -289,8 +288,8 @@ class Prefill:
         if len(tiles) == 1 and positions is None and q.device.type == "cpu":
             first, keys, values = next(prefix)
             k = self._join("keys", keys, k)
-            latent, width = self._policy.kv.latent, self._policy.kv.v_head_dim
-            v = k[..., :width] if latent else self._join("values", values, v)
+            in_keys, width = self._manager.host.format.shares_values, v.shape[-1]
+            v = k[..., :width] if in_keys else self._join("values", values, v)
         if positions is not None:
             positions = positions - chunk.start
         attended = self._attend_keys(q, k, v, rule, first - chunk.start, positions, causal=True)
@@ -359,7 +358,7 @@ class Prefill:
                 manager.place(layer_id, chunk.slot, oldest, first, host, chunk.host_pages)
             begin = max(oldest, first)
             if begin < last:
-                new = encode(self._policy.kv, k, v)
+                new = manager.host.format.encode(k, v)
                 manager.place(layer_id, chunk.slot, begin, last, new, table)
 
         self._move("read", place)

@@ -10,6 +10,7 @@ from hisparse.kernels.diff_tables import diff_tables
 from hisparse.kernels.graph_score import GraphSearch, KeyGraphs, graph_score
 from hisparse.kernels.index_score import index_score, store_index_keys
 from hisparse.kernels.key_score import key_score
+from hisparse.kernels.latent_row import LatentRow
 from hisparse.kernels.latents import decode_latents, encode_latents
 from hisparse.kernels.lru_diff import lru_diff
 from hisparse.kernels.outline import outline_bytes, outline_score
@@ -36,6 +37,7 @@ __all__ = [
     "DiffTables",
     "GraphSearch",
     "KeyGraphs",
+    "LatentRow",
     "LruDiff",
     "RowState",
     "SelectRule",

@@ -14,7 +14,7 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.checks import check_once, check_tensor
 from hisparse.kernels.dispatch import implementation
-from hisparse.types import LatentRow
+from hisparse.kernels.latent_row import LatentRow
 
 __all__ = ["decode_latents", "encode_latents"]
 

@@ -12,6 +12,7 @@ from hisparse.algorithms import (
     SelectionPolicy,
     entry_bytes,
 )
+from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig, Resolved
 from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.memory.sizing import SizingRequest
@@ -21,8 +22,6 @@ __all__ = [
     "ExtraTables",
     "Resources",
     "attended_tables",
-    "decoded_row_bytes",
-    "decoded_row_pages",
     "host_token_bytes",
     "make_sizing_request",
     "prefill_bytes",
@@ -88,20 +87,21 @@ def make_sizing_request(
         captured_request_bytes: the algorithm's intermediates for a request of a captured step.
         extra_tables: tables that extensions attend over.
     """
-    config, spec = resolved.config, policy.kv
+    config, spec, stored = resolved.config, policy.kv, format_of(policy.kv)
     # Layers with a window have device pages and no representations.
     num_selecting = spec.selecting.num_layers
     stored_heads = spec.num_kv_heads if policy.heads == 1 else 1
     prefill = prefill_bytes(spec, min(resources.chunk_tokens, resources.context_length))
     staging_bytes = config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes)
-    copies = resources.node_ranks if spec.latent else 1
+    # Ranks of an MLA model share one copy.
+    copies = resources.node_ranks if stored.shares_values else 1
     request = SizingRequest(
-        kv_token_bytes=-(-spec.token_bytes // copies) + host_token_bytes,
+        kv_token_bytes=-(-stored.token_bytes // copies) + host_token_bytes,
         representation_page_bytes=entry_bytes(kept, "page") * num_selecting,
         page_size=spec.page_size,
         num_layers=spec.num_layers,
         rows_per_request=policy.heads,
-        device_page_bytes=spec.page_size * stored_heads * spec.head_bytes,
+        device_page_bytes=spec.page_size * stored_heads * stored.head_bytes,
         host_bytes=resources.host_bytes,
         device_bytes=resources.device_bytes,
         staging_bytes=_num_tiles(config) * staging_bytes,
@@ -127,27 +127,11 @@ def make_sizing_request(
             tile_pages=tile_pages(config, spec, request.staging_bytes),
         )
         tables += extra_tables(max_requests, context_pages)
-        decoded = max_requests * decoded_row_bytes(policy)
+        decoded = max_requests * stored.attend_bytes(policy.max_pages)
         return prefill + decoded + adapter.workspace_bytes(spec, tables)
 
     by_power = tuple(workspace(1 << power) for power in range(_WORKSPACES))
     return replace(request, workspace_bytes=by_power)
-
-
-def decoded_row_pages(policy: SelectionPolicy) -> int:
-    """Device pages of a row that a step decodes at once, if latents are in eight bits.
-
-    Those of a selection, and the tail page.
-    """
-    return policy.max_pages + 1
-
-
-def decoded_row_bytes(policy: SelectionPolicy) -> int:
-    """Device memory for the decoded latents of a request in a step; 0 in other formats."""
-    kv = policy.kv
-    if kv.latent_row is None:
-        return 0
-    return decoded_row_pages(policy) * kv.page_size * kv.head_dim * kv.dtype.itemsize
 
 
 def prefill_bytes(kv: KVSpec, tokens: int) -> int:
@@ -216,7 +200,7 @@ def attended_tables(
 def tile_pages(config: HiSparseConfig, spec: KVSpec, staging_bytes: int) -> int:
     """Pages of one tile if all tiles together use ``staging_bytes``."""
     tile_bytes = staging_bytes // _num_tiles(config)
-    return max(1, tile_bytes // (spec.page_size * spec.staged_token_bytes))
+    return max(1, tile_bytes // (spec.page_size * _staged_token_bytes(spec)))
 
 
 def _num_tiles(config: HiSparseConfig) -> int:
@@ -226,4 +210,10 @@ def _num_tiles(config: HiSparseConfig) -> int:
 
 def _default_staging_bytes(spec: KVSpec, device_bytes: int) -> int:
     """A tile of 8,192 tokens, at most a sixteenth of the device memory."""
-    return min(8192 * spec.staged_token_bytes, device_bytes // 16)
+    return min(8192 * _staged_token_bytes(spec), device_bytes // 16)
+
+
+def _staged_token_bytes(spec: KVSpec) -> int:
+    """Device memory of one token of a staged prefix: as stored and, if that differs, as decoded."""
+    stored = format_of(spec)
+    return stored.layer_token_bytes + stored.decoded_token_bytes

@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hisparse.algorithms import build_algorithm, entry_bytes
+from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import kept_tensors, make_policy
 from hisparse.engine.capabilities import choose_scope, row_tokens
@@ -66,8 +67,8 @@ LAUNCHES: Final[Mapping[str, int]] = {
 }
 #: With representations in host memory, whose candidates PyTorch's operators collect.
 _ECONOMY_LAUNCHES: Final = 44
-#: More with K and V in fp8; fewer in a layer without a selection of its own; dense attention.
-_FP8_LAUNCHES, _SELECT_LAUNCHES, _DENSE_LAUNCHES = 16, 2, 2
+#: More in eight bits; fewer in a layer without a selection of its own; dense attention.
+_ENCODED_LAUNCHES, _SELECT_LAUNCHES, _DENSE_LAUNCHES = 16, 2, 2
 #: Instructions that scoring starts for each KiB of representations, where they are counted.
 _SCORE_INSTRUCTIONS: Final = {"quest": 89, "sketch": 1300}
 #: Candidates for each attended page whose entries lie in host memory (``sketch`` with ``economy``).
@@ -132,6 +133,7 @@ class _Step:
         algorithm, scope = build_algorithm(config), choose_scope(config, latent=spec.latent)
         policy = make_policy(config, algorithm, spec, spec.head_dim**-0.5, scope)
         self._config, self._spec, self._hardware = config, spec, hardware
+        self._format = format_of(spec)
         self._context, self._batch = context, batch
         self._modes = AttentionModes(
             policy,
@@ -146,19 +148,19 @@ class _Step:
         self._selected = min(policy.max_pages, pages)
         # Query heads as rows read K and V, and candidates, apart.
         heads = spec.num_kv_heads if policy.heads == 1 else policy.heads
-        self._row_bytes = batch * heads * spec.head_bytes
+        self._row_bytes = batch * heads * self._format.head_bytes
         candidates = _HOST_CANDIDATES * self._selected * max(1, policy.heads // spec.num_kv_heads)
         kept = kept_tensors(config, algorithm, policy)
         self._score_bytes = batch * pages * entry_bytes(kept, "page")
         self._host_bytes = batch * min(pages, candidates) * entry_bytes(kept, "page", "host")
         counted = LAUNCHES.get(config.algorithm, LAUNCHES["custom"])
         counted = _ECONOMY_LAUNCHES if self._host_bytes else counted
-        self._launches = counted + _FP8_LAUNCHES * spec.fp8
+        self._launches = counted + _ENCODED_LAUNCHES * self._format.encoded
 
     def layer_us(self, layer: int) -> float:
         """Time of a layer with hisparse."""
         spec, context = self._spec, self._context
-        token_bytes = self._batch * spec.token_bytes_per_layer
+        token_bytes = self._batch * self._format.layer_token_bytes
         write = _us(token_bytes, self._hardware.write)
         kernels, scores, gather = self._launches - _SELECT_LAUNCHES, 0.0, 0.0
         if window := spec.window(layer):
@@ -179,9 +181,8 @@ class _Step:
     def dense_layer_us(self, layer: int) -> float:
         """Time of a layer without hisparse."""
         spec = self._spec
-        scales = spec.scale_bytes // spec.num_layers  # SGLang's own fp8 cache has none.
         tokens = self._batch * min(spec.window(layer) or self._context, self._context)
-        attention = self._attention_us(tokens * (spec.token_bytes_per_layer - scales))
+        attention = self._attention_us(tokens * self._format.dense_token_bytes // spec.num_layers)
         return _DENSE_LAUNCHES * _LAUNCH_US + attention
 
     def _scores_us(self) -> float:

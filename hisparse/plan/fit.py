@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Resources, resolve
 from hisparse.engine.capabilities import check_dense_layers, stored_spec
@@ -86,7 +87,7 @@ class Capacity:
     @property
     def token_bytes(self) -> int:
         """K and V of a token on one GPU."""
-        return self.num_layers * self.spec.token_bytes_per_layer
+        return self.num_layers * format_of(self.spec).layer_token_bytes
 
     @property
     def host_bytes_per_request(self) -> int:
@@ -191,8 +192,7 @@ def refuse(
 def _dense_requests(spec: KVSpec, machine: Machine, tokens: int) -> int:
     """Requests of ``tokens`` tokens that SGLang runs at once with its own KV cache."""
     spec = _spec_of_layers(spec, 0, max(machine.stages, default=spec.num_layers))
-    # SGLang's fp8 cache has no scales for single vectors.
-    kv_bytes = spec.token_bytes - spec.scale_bytes
+    kv_bytes = format_of(spec).dense_token_bytes
     index_bytes = spec.num_layers * (spec.index_head_dim + 4 * (spec.index_head_dim > 0))
     return machine.cache_bytes // (kv_bytes + index_bytes) // tokens
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
+from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Any
 from weakref import WeakSet
 
-import numpy as np
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from torch import Tensor
 from torch.nn.functional import pad
@@ -15,11 +15,8 @@ from torch.nn.functional import pad
 from hisparse.engine.batches import DecodeBatch, MixedBatch, PrefillBatch
 from hisparse.engine.graphs import CapturedSteps
 from hisparse.engine.prefill import PrefillChunk
-from hisparse.engine.verify import VerifyBatch
 from hisparse.errors import AlgorithmError, HiSparseError
-from hisparse.sglang.failed_batch import fail_requests, reason_to_stop
-from hisparse.sglang.features.disaggregation import decodes_only
-from hisparse.sglang.features.speculation import accepted_drafts, keep_chains
+from hisparse.sglang import features
 from hisparse.sglang.metrics import MetricsReporter
 from hisparse.sglang.session import require_session
 from hisparse.sglang.setup import build_coordinator
@@ -38,9 +35,9 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._session = session = require_session()
         self.coordinator = build_coordinator(session, model_runner)
         session.coordinator = self.coordinator
-        if decodes_only():
-            session.arrived = self.coordinator.receive_requests()
-        else:
+        session.req_to_token_pool = model_runner.req_to_token_pool
+        session.backend = self
+        if session.begins_on_alloc:
             model_runner.req_to_token_pool.register_on_alloc_rows(self._begin_requests)
         self._spec = session.spec
         self._scale = session.policy.scale
@@ -51,20 +48,16 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         # SGLang's models read the pools from the backend.
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self._metrics = MetricsReporter(session, model_runner)
-        session.report_metrics = partial(self._metrics.report, now=True)
-        session.can_replay = self._can_replay
-        session.accept_drafts = self._accept_drafts
-        session.accept_chains = self._accept_chains
-        session.req_to_token_pool = model_runner.req_to_token_pool
+        self.metrics = MetricsReporter(session, model_runner)
+        self._features = features.enabled()
         self._graphs: CapturedSteps | None = None
         self._in_graph = False
         #: Requests of failed forwards, until SGLang drops them.
         self._failed_requests: WeakSet[Any] = WeakSet()
         #: Tokens of this forward that attend; the others, which are padding, get zeros.
-        self._num_tokens = 0
-        #: What this forward verifies.
-        self._drafts: VerifyBatch | None = None
+        self.num_tokens = 0
+        for feature in self._features:
+            feature.built(session, model_runner)
 
     def _begin_requests(self, slots: list[int]) -> None:
         for slot in slots:
@@ -83,27 +76,31 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         # SGLang relabels decode steps EXTEND where all ranks have to run one shape.
         mode = forward_batch.logical_forward_mode
         self._in_graph = False
-        self._num_tokens = 0
-        self._drafts = None
+        self.num_tokens = 0
         # SGLang's warm-ups build batches by hand, without requests. A rank without requests has
         # padding alone, under any label, while other ranks of attention data parallelism work.
         if mode.is_idle() or not forward_batch.rids or self._all_have_failed():
             return
-        batch: DecodeBatch | PrefillBatch | MixedBatch | VerifyBatch
+        batch = self._batch(forward_batch)
+        self.num_tokens = batch.num_tokens
+        self.coordinator.forward_begin(batch)
+
+    def _batch(self, forward_batch: Any) -> Any:
+        """The engine's batch of a forward with requests."""
+        for feature in self._features:
+            if (batch := feature.batch(self._session, forward_batch)) is not None:
+                return batch
+        mode = forward_batch.logical_forward_mode
         if mode.is_decode():
-            batch = self._decode_batch(forward_batch)
-        elif mode.is_target_verify():
-            batch = self._drafts = self._verify_batch(forward_batch)
-        elif mode.is_extend():
-            batch = prefill = self._prefill_batch(forward_batch)
-            if self._session.num_decoding:
-                batch = self._with_decoding(prefill, forward_batch)
-        else:
+            return self._decode_batch(forward_batch)
+        if mode.is_target_verify() or not mode.is_extend():
             raise HiSparseError(
                 f"forward mode: got {mode.name}, expected EXTEND, DECODE or TARGET_VERIFY"
             )
-        self._num_tokens = batch.num_tokens
-        self.coordinator.forward_begin(batch)
+        prefill = self._prefill_batch(forward_batch)
+        if self._session.num_decoding:
+            return self._with_decoding(prefill, forward_batch)
+        return prefill
 
     def _all_have_failed(self) -> bool:
         """Whether SGLang runs another step of requests that have failed, before it ends them."""
@@ -121,14 +118,14 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._graphs = CapturedSteps(self.coordinator, max_bs, context_length, device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Prepare a capture; before a replay, :meth:`_can_replay` has prepared everything."""
+        """Prepare a capture; before a replay, :meth:`can_replay` has prepared everything."""
         assert self._graphs is not None, "SGLang calls init_cuda_graph_state first"
         if in_capture:
             self._graphs.before_capture()
         else:
-            self._metrics.report()
+            self.metrics.report()
 
-    def _can_replay(self, forward_batch: Any) -> bool:
+    def can_replay(self, forward_batch: Any) -> bool:
         """Whether a graph serves this step. Fills the graph's buffers with the step's requests.
 
         SGLang asks at the start of the forward, on its stream, and else runs the step eagerly.
@@ -142,10 +139,10 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         """Record the operations that run before the layers; called during a capture."""
         assert self._graphs is not None, "SGLang calls init_cuda_graph_state first"
         self._in_graph = True
-        self._num_tokens = forward_batch.batch_size
+        self.num_tokens = forward_batch.batch_size
         self._graphs.begin(forward_batch.batch_size)
 
-    def _slots_cpu(self) -> Tensor:
+    def slots_cpu(self) -> Tensor:
         """``[B]`` request slots, read on the host without a device sync.
 
         SGLang pads its own copy in the forward batch, where ranks exchange tokens of experts.
@@ -154,14 +151,15 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         assert slots is not None, "SGLang creates the forward batch before attention runs"
         return slots
 
-    def _page_table(self, slots: Tensor, num_pages: int) -> Tensor:
-        """``[B, num_pages] int32`` host pages, copied: the scheduler rewrites its table meanwhile.
+    def page_table(self, slots: Tensor, num_tokens: int) -> Tensor:
+        """``[B, pages] int32`` host pages, copied: the scheduler rewrites its table meanwhile.
 
         Args:
             slots: ``[B]`` request slots on the device.
-            num_pages: pages of the longest request.
+            num_tokens: tokens of the longest request.
         """
         size = self._spec.page_size
+        num_pages = -(-num_tokens // size)
         first_tokens: Tensor = self._req_to_token[slots, : num_pages * size : size]
         return first_tokens // size
 
@@ -175,48 +173,19 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
             first: index of the first request that decodes.
             first_token: index of its token in the forward.
         """
-        all_slots_cpu = self._slots_cpu().numpy()
+        all_slots_cpu = self.slots_cpu().numpy()
         slots_cpu, requests = all_slots_cpu[first:], slice(first, len(all_slots_cpu))
         tokens = slice(first_token, first_token + len(slots_cpu))
         seq_lens_cpu = forward_batch.seq_lens_cpu[requests].numpy()
         slots = forward_batch.req_pool_indices[requests].long()
-        num_pages = -(-int(seq_lens_cpu.max()) // self._spec.page_size)
         return DecodeBatch(
             slots=slots,
             slots_cpu=slots_cpu,
             seq_lens=forward_batch.seq_lens[requests].long(),
             seq_lens_cpu=seq_lens_cpu,
             host_slots=forward_batch.out_cache_loc[tokens].long(),
-            host_page_table=self._page_table(slots, num_pages),
+            host_page_table=self.page_table(slots, int(seq_lens_cpu.max())),
         )
-
-    def _verify_batch(self, forward_batch: Any) -> VerifyBatch:
-        """The drafts of a forward batch. SGLang's sequence lengths leave them out."""
-        drafts, slots_cpu = forward_batch.spec_info, self._slots_cpu().numpy()
-        shape = (len(slots_cpu), drafts.draft_token_num)
-        seq_lens_cpu = forward_batch.seq_lens_cpu[: shape[0]].numpy()
-        slots = forward_batch.req_pool_indices[: shape[0]].long()
-        num_pages = -(-(int(seq_lens_cpu.max()) + shape[1]) // self._spec.page_size)
-        # A draft model always drafts whole chains.
-        whole = drafts.tree_topk == 1
-        return VerifyBatch(
-            slots=slots,
-            slots_cpu=slots_cpu,
-            seq_lens_cpu=seq_lens_cpu.astype("int64"),
-            chain_lengths=np.full(shape[0], shape[1]) if whole else keep_chains(drafts),
-            host_slots=forward_batch.out_cache_loc.view(shape).long(),
-            host_page_table=self._page_table(slots, num_pages),
-        )
-
-    def _accept_drafts(self, accepted: Tensor) -> None:
-        """See :attr:`Session.accept_drafts`."""
-        if self._drafts is not None and self._num_tokens:
-            self.coordinator.accept_drafts(accepted_drafts(self._drafts.host_slots, accepted))
-
-    def _accept_chains(self, lengths: Tensor) -> None:
-        """See :attr:`Session.accept_chains`."""
-        if self._drafts is not None and self._num_tokens:
-            self.coordinator.accept_drafts(lengths.numpy().astype("int64") - 1)
 
     def _with_decoding(
         self, prefill: PrefillBatch, forward_batch: Any
@@ -236,13 +205,13 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         """The chunks of a forward batch, without those of requests that decode."""
         chunks = []
         offset = 0
-        slots = self._slots_cpu().tolist()
+        slots = self.slots_cpu().tolist()
         for row, slot in enumerate(slots[: len(slots) - self._session.num_decoding]):
             start = int(forward_batch.extend_prefix_lens_cpu[row])
             length = int(forward_batch.extend_seq_lens_cpu[row])
             if length:
-                num_pages = -(-(start + length) // self._spec.page_size)
-                table = self._page_table(forward_batch.req_pool_indices[row : row + 1], num_pages)
+                slots_of_row = forward_batch.req_pool_indices[row : row + 1]
+                table = self.page_table(slots_of_row, start + length)
                 chunks.append(
                     PrefillChunk(
                         slot=slot,
@@ -272,7 +241,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
             HiSparseError: the layer stores K/V itself, or passes arguments beyond q, k and v.
         """
         width = layer.tp_q_head_num * layer.v_head_dim
-        if not self._num_tokens or forward_batch.forward_mode.is_idle():
+        if not self.num_tokens or forward_batch.forward_mode.is_idle():
             return q.new_zeros(q.shape[0], width)
         if not save_kv_cache or k is None:
             raise HiSparseError(
@@ -301,7 +270,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         if layer.layer_id == self._last_layer:
             self.coordinator.forward_end()
             if not self._in_graph:
-                self._metrics.report()
+                self.metrics.report()
         return out
 
     def forward_decode(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -321,7 +290,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         sinks: Tensor | None,
     ) -> Tensor:
         """The coordinator's attention of the real tokens, then zeros for the padding."""
-        spec, padded, tokens = self._spec, q.shape[0], self._num_tokens
+        spec, padded, tokens = self._spec, q.shape[0], self.num_tokens
         if padded != tokens:
             q, k = q[:tokens], k[:tokens]
             v = v if spec.latent else v[:tokens]
@@ -347,14 +316,14 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
             # The hook on the capture says why the start ends.
             raise error
         requests = self._session.requests
-        reason = reason_to_stop(requests)
+        reason = _reason_to_stop(requests)
         if reason is not None:
             logger.error("hisparse: error: %s; the server stops, since %s", error, reason)
             raise error
         self.coordinator.forward_abort()
-        fail_requests(requests, f"hisparse: {error}")
+        _fail_requests(requests, f"hisparse: {error}")
         self._failed_requests.update(requests)
-        self._num_tokens = 0
+        self.num_tokens = 0
         logger.error("hisparse: error: %s; %d requests end with it", error, len(requests))
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -363,3 +332,34 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
 
     #: SGLang pads with it on a CPU.
     get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value
+
+
+def _reason_to_stop(requests: Sequence[Any]) -> str | None:
+    """Why the server cannot go on after a forward of these requests failed; None: it can.
+
+    Args:
+        requests: SGLang's ``Req`` of the batch.
+    """
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    if get_world_group().world_size > 1:
+        return "other ranks go on with the batch"
+    return None if requests else "the forward is not of requests"
+
+
+def _fail_requests(requests: Sequence[Any], message: str) -> None:
+    """End requests with HTTP 500 as SGLang ends aborted ones; nothing of them is kept.
+
+    The radix cache must not get the K, V and representations that the failed forward has left out.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    for request in requests:
+        if request.finished():
+            continue
+        request.skip_radix_cache_insert = True
+        # What the failed forward samples is not part of the answer.
+        request.finished_len = len(request.output_ids)
+        request.to_finish = FINISH_ABORT(
+            message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
+        )

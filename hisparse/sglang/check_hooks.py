@@ -7,15 +7,18 @@ the check in a separate process because the import of SGLang takes seconds and m
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hisparse.errors import HiSparseError
+from hisparse.sglang import features, install, names, plugin
 
-__all__ = ["find_problems", "signature_mismatch"]
+__all__ = ["find_problems", "signature_mismatch", "used_names"]
 
 
 def signature_mismatch(wrapper: Callable[..., Any], original: Callable[..., Any]) -> str | None:
@@ -43,23 +46,22 @@ def signature_mismatch(wrapper: Callable[..., Any], original: Callable[..., Any]
 
 
 def find_problems() -> list[str]:
-    """One line for each hook or name that does not fit.
+    """One line for each hook or name that does not fit, of all features.
 
     The caller loads SGLang's plugins first.
     """
-    from hisparse.sglang import names, plugin
-
-    plugin.install_hooks()
-    problems = []
+    features.enable(features.all_features())
+    problems, hooks = [], plugin.hooks_in_use()
     try:
-        plugin.verify_hooks()
+        install.install(hooks)
     except HiSparseError as error:
         problems.append(str(error))
-    for target, original, wrapper in plugin.installed_hooks():
-        reason = signature_mismatch(wrapper, original)
-        if reason is not None:
+    for target, wrapper in hooks.items():
+        original = install.original_of(target)
+        reason = original and signature_mismatch(wrapper, original)
+        if reason:
             problems.append(f"the hook on {target} does not fit: {reason}")
-    for name in names.USED:
+    for name in used_names():
         try:
             pkgutil.resolve_name(name)
         except (ImportError, AttributeError) as error:
@@ -67,13 +69,22 @@ def find_problems() -> list[str]:
     return problems
 
 
+def used_names() -> list[str]:
+    """Names of SGLang that the plug-in's files import, and members of classes that it uses."""
+    found = {*names.MEMBERS}
+    for path in Path(__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang."):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return sorted(found)
+
+
 def _main() -> None:
     from sglang.srt.plugins import load_plugins
 
-    from hisparse.sglang import names
-
     load_plugins()
-    found = {"hooks": len(names.HOOKS), "used": len(names.USED), "problems": find_problems()}
+    problems = find_problems()
+    found = {"hooks": len(plugin.hooks_in_use()), "used": len(used_names()), "problems": problems}
     print(json.dumps(found))
 
 

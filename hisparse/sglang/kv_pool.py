@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 from sglang.srt.mem_cache.memory_pool import (
-    DSATokenToKVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
     unwrap_write_loc,
 )
 
 from hisparse.cache import HostKVPool
-from hisparse.cache.codec import encode, write_tokens
+from hisparse.cache.kv_io import write_tokens
 from hisparse.errors import HiSparseError
-from hisparse.sglang.features.disaggregation.transfer import (
-    Buffers,
-    TokenCopies,
-    copy_tokens,
-    entry_buffers,
-    kv_buffers,
-)
 from hisparse.sglang.session import errors_logged, require_session
 
-__all__ = ["POOLS", "DraftDSAPool", "HiSparseDSAPool", "HiSparseMHAPool", "HiSparseMLAPool"]
+__all__ = ["POOLS", "HiSparseMHAPool", "HiSparseMLAPool", "LatentPool", "reject"]
 
 _USE_BACKEND = "only models that attend through SGLang's attention backend are served"
 
 
-def _reject(method: str, caller: str, remedy: str = "turn it off") -> NoReturn:
+def reject(method: str, caller: str, remedy: str = "turn it off") -> NoReturn:
+    """Raise ``HiSparseError``: a method of SGLang's pools is called that has no meaning here."""
     raise HiSparseError(
         f"KV pool: got {method}() from {caller}, expected no such call while the KV cache lies in "
         f"host memory; {remedy}"
@@ -59,7 +51,7 @@ class _HostPool:
         with errors_logged():
             layout = session.resolved.layout
             self.host = HostKVPool(spec, num_pages, layout, pin=pin, ranks=session.ranks)
-        session.has_pool = True
+        session.pool = self
 
     def _init_kv_copy_and_warmup(self) -> None:
         """Prepare nothing: SGLang would prepare to copy between device buffers."""
@@ -88,7 +80,7 @@ class _HostPool:
         """
         loc, _, _ = unwrap_write_loc(loc_info)
         kv = self.host.kv
-        new = encode(kv, cache_k.to(kv.dtype), cache_v.to(kv.dtype))
+        new = self.host.format.encode(cache_k.to(kv.dtype), cache_v.to(kv.dtype))
         number = layer_id_override
         if number is None:
             number = layer.layer_id - self.start_layer
@@ -101,10 +93,10 @@ class _HostPool:
         return self._token_view(layer_id)[1]
 
     def _token_view(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.host.kv.fp8:
+        if self.host.format.encoded:
             raise HiSparseError(
-                "KV pool: got a read by location of K and V in fp8 with scales, expected K and V "
-                "in the model's dtype; use --kv-cache-dtype auto"
+                f"KV pool: got a read by location of K and V in {self.host.kv.kv_cache_dtype}, "
+                "expected K and V in the model's dtype; use --kv-cache-dtype auto"
             )
         view = self.host.tokens(layer_id - self.start_layer)
         if view is None:
@@ -114,47 +106,33 @@ class _HostPool:
             )
         return view
 
-    def get_contiguous_buf_infos(self) -> Buffers:
-        """What a transfer between a prefill and a decode server moves."""
-        with errors_logged():
-            return kv_buffers(self.host, self.page_size)
+    def get_contiguous_buf_infos(self) -> NoReturn:
+        """Rejected: transfers between servers read buffers."""
+        reject("get_contiguous_buf_infos", "a transfer between servers")
 
-    def get_cpu_copy(self, indices: torch.Tensor, *_: Any, **__: Any) -> TokenCopies:
-        """Copy the tokens at ``indices [T]`` of a request that a decode server retracts."""
-        return copy_tokens(self.host, self._entries(), indices)
+    def get_cpu_copy(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Rejected: decode servers copy retracted requests."""
+        reject("get_cpu_copy", "a retraction of a decode server")
 
-    def load_cpu_copy(self, copies: TokenCopies, indices: torch.Tensor, *_: Any, **__: Any) -> None:
-        """Write the copies of :meth:`get_cpu_copy` to ``indices [T]``."""
-        copies.restore(self.host, self._entries(), indices)
+    def load_cpu_copy(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Rejected: see :meth:`get_cpu_copy`."""
+        reject("load_cpu_copy", "a retraction of a decode server")
 
-    def _entries(self) -> dict[str, torch.Tensor]:
-        coordinator = require_session().coordinator
-        assert coordinator is not None, "the backend is built before requests run"
-        return coordinator.stored_entries()
-
-    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Keep the accepted drafts of the last forward, and undo the others.
-
-        Nothing moves: the drafts are chains, whose K and V are where their positions have them.
-
-        Args:
-            tgt_loc: ``[T]``, host slots of the positions of accepted tokens, request by request,
-                then zeros.
-            src_loc: ``[T]``, the host slots where the forward left their K and V, the same ones.
-        """
-        require_session().accept_drafts(src_loc[src_loc > 0].long())
+    def move_kv_cache(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Rejected: speculative decoding moves accepted drafts."""
+        reject("move_kv_cache", "speculative decoding")
 
     def set_kv_buffer_prefix_valid(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Rejected: speculative decoding writes prefixes of drafts."""
-        _reject("set_kv_buffer_prefix_valid", "speculative decoding")
+        reject("set_kv_buffer_prefix_valid", "speculative decoding")
 
     def get_raw_kv_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Rejected: a quantized KV cache reads raw buffers."""
-        _reject("get_raw_kv_buffer", "SGLang's quantized KV cache")
+        reject("get_raw_kv_buffer", "SGLang's quantized KV cache")
 
     def get_device_pool_infos(self) -> NoReturn:
         """Rejected: HiCache backs up device buffers."""
-        _reject("get_device_pool_infos", "HiCache")
+        reject("get_device_pool_infos", "HiCache")
 
 
 class HiSparseMHAPool(_HostPool, MHATokenToKVPool):  # type: ignore[misc]
@@ -163,11 +141,11 @@ class HiSparseMHAPool(_HostPool, MHATokenToKVPool):  # type: ignore[misc]
     def get_kv_size_bytes(self) -> tuple[int, int]:
         """Host memory of the keys and of the values, in bytes."""
         spec = self.host.kv
-        keys = self.host.num_bytes * spec.head_dim // spec.stored_width
+        keys = self.host.num_bytes * spec.head_dim // (spec.head_dim + spec.v_head_dim)
         return keys, self.host.num_bytes - keys
 
 
-class _LatentPool(_HostPool):
+class LatentPool(_HostPool):
     """One latent per token: the key. The value is the latent's first ``v_head_dim`` columns."""
 
     def _create_buffers(self) -> None:
@@ -194,63 +172,19 @@ class _LatentPool(_HostPool):
 
     def set_mla_kv_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Rejected: new tokens pass through the attention backend."""
-        _reject("set_mla_kv_buffer", "the model", _USE_BACKEND)
+        reject("set_mla_kv_buffer", "the model", _USE_BACKEND)
 
     def get_mla_kv_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Rejected: only the attention backend reads latents."""
-        _reject("get_mla_kv_buffer", "the model", _USE_BACKEND)
+        reject("get_mla_kv_buffer", "the model", _USE_BACKEND)
 
 
-class HiSparseMLAPool(_LatentPool, MLATokenToKVPool):  # type: ignore[misc]
+class HiSparseMLAPool(LatentPool, MLATokenToKVPool):  # type: ignore[misc]
     """Latents of models such as DeepSeek-V2 and DeepSeek-V3."""
-
-
-class HiSparseDSAPool(_LatentPool, DSATokenToKVPool):  # type: ignore[misc]
-    """Latents of DeepSeek-V3.2. The algorithm ``dsa`` keeps the index keys as representations."""
-
-    def __init__(self, size: int, *, index_head_dim: int, **options: Any) -> None:
-        _init_without_index(self, size, options)
-        self.index_head_dim = index_head_dim
-
-    def _reject_index_access(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Rejected: the algorithm keeps the index keys."""
-        _reject("an index key method", "SGLang's index key cache", "the algorithm dsa keeps them")
-
-    get_index_k_with_scale_buffer = _reject_index_access
-    get_index_k_scale_buffer = _reject_index_access
-    set_index_k_scale_buffer = _reject_index_access
-    get_compress_tail_buffers = _reject_index_access
-    kpool_decode_update_index_cache = _reject_index_access
-    set_compress_tail_for_request = _reject_index_access
-
-    def get_compress_tail_buf_infos(self) -> Buffers:
-        """No buffers: an index key belongs to one token."""
-        return Buffers([], [], [])
-
-    def get_state_buf_infos(self) -> Buffers:
-        """The algorithm's index keys, which a transfer moves beside the latents."""
-        return entry_buffers(self._entries(), self.page_size // self.host.kv.page_size)
-
-
-class DraftDSAPool(DSATokenToKVPool):  # type: ignore[misc]
-    """Latents of a draft model with an indexer, on the device; it attends all, without the keys."""
-
-    def __init__(self, size: int, *, index_head_dim: int, **options: Any) -> None:
-        _init_without_index(self, size, options)
-
-    get_kv_size_bytes = MLATokenToKVPool.get_kv_size_bytes
-
-
-def _init_without_index(pool: Any, size: int, options: Mapping[str, Any]) -> None:
-    """Initialize a pool of latents: ``DSATokenToKVPool`` would allocate index keys as well."""
-    shared = ["page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num", "device"]
-    shared += ["enable_memory_saver", "start_layer", "end_layer"]
-    MLATokenToKVPool.__init__(pool, size, **{name: options[name] for name in shared})
 
 
 #: Pool classes by SGLang's name for the kind of pool.
 POOLS: dict[str, type] = {
     "mha": HiSparseMHAPool,
     "mla": HiSparseMLAPool,
-    "dsa": HiSparseDSAPool,
 }

@@ -1,4 +1,4 @@
-"""Publishes cache statistics on SGLang's Prometheus endpoint and in its log."""
+"""Cache statistics: what they are called, and the lines about them in SGLang's log."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import logging
 import time
 from typing import Any
 
+from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.metrics import CacheStats
-from hisparse.sglang.features.storage.counters import COUNTERS as STORAGE_COUNTERS
 from hisparse.sglang.session import Session
 
-__all__ = ["MetricsReporter"]
+__all__ = ["COUNTERS", "GAUGES", "LAYER_COUNTERS", "MetricsReporter", "gauge_values"]
 
 logger = logging.getLogger("hisparse")
 
-#: Seconds between two log lines and between two Prometheus updates while requests run. The end of
-#: a request triggers an update as well, so that an idle server shows its last state.
+#: Seconds between two log lines and between two updates of the metrics while requests run. The end
+#: of a request triggers an update as well, so that an idle server shows its last state.
 _LOG_INTERVAL_S = 30.0
 _PUBLISH_INTERVAL_S = 0.25
 
-_COUNTERS = {
+COUNTERS = {
     "hit_pages": "Pages that decode steps selected and found on the device",
     "miss_pages": "Pages that decode steps selected and loaded from host memory",
     "selected_tokens": "Tokens that decode steps attended, summed over layers and rows",
@@ -33,13 +33,13 @@ _COUNTERS = {
     "written_bytes": "Bytes written to host memory",
 }
 #: With ``layer_metrics``: one series for each layer, by the label ``layer``.
-_LAYER_COUNTERS = {
+LAYER_COUNTERS = {
     "layer_hit_pages": "Pages of a layer that were found on the device",
     "layer_miss_pages": "Pages of a layer that were loaded from host memory",
 }
 #: Counters of faults of the algorithm; each rise is logged.
 _FAULTS = ("invalid_scores", "malformed_selections")
-_GAUGES = {
+GAUGES = {
     "hit_ratio": "Share of the selected pages that were on the device, since the start",
     "host_tokens_used": "Tokens in the host pool",
     "host_tokens_total": "Capacity of the host pool, in tokens",
@@ -55,64 +55,50 @@ _GAUGES = {
 }
 
 
+def gauge_values(
+    stats: CacheStats, coordinator: SparseCoordinator, allocator: Any
+) -> dict[str, float]:
+    """The gauges' values.
+
+    Args:
+        stats: the coordinator's, now.
+        coordinator: the engine.
+        allocator: SGLang's, of host slots.
+    """
+    manager, policy = coordinator.manager, coordinator.policy
+    size = manager.host.kv.page_size
+    selected_pages = policy.max_pages + (not coordinator.algorithm.ranks_tail)
+    return {
+        "hit_ratio": stats.hit_ratio,
+        "host_tokens_used": allocator.size - allocator.available_size(),
+        "host_tokens_total": allocator.size,
+        "device_tokens_used": manager.residency.capacities.live_pages * size,
+        "device_tokens_total": manager.device.free_pages.shape[1] * size,
+        "max_selected_tokens": selected_pages * size,
+        "host_kv_bytes": manager.host.rank_bytes,
+        "host_index_bytes": coordinator.representations.indexes.num_bytes,
+        "host_representation_bytes": coordinator.representations.num_bytes("host"),
+        "device_kv_bytes": manager.device.num_bytes + manager.staging_bytes,
+        "device_representation_bytes": coordinator.representations.num_bytes("device"),
+        "device_table_bytes": manager.device.table_bytes,
+    }
+
+
 class MetricsReporter:
-    """Publishes the coordinator's statistics without waiting for the device.
+    """Publishes the coordinator's statistics from time to time, and logs them.
 
     Args:
         session: this rank's session, with its coordinator.
-        model_runner: SGLang's ``ModelRunner``; provides the allocator and the labels.
+        model_runner: SGLang's ``ModelRunner``; provides the allocator.
     """
 
     def __init__(self, session: Session, model_runner: Any) -> None:
         assert session.coordinator is not None, "the coordinator is built before the reporter"
-        self._coordinator = session.coordinator
-        self._page_size = session.spec.page_size
+        self._session, self._coordinator = session, session.coordinator
         self._runner = model_runner
-        self._layer_ids = session.layer_ids
-        self._counter_texts = dict(_COUNTERS)
-        for extension in self._coordinator.extensions:
-            self._counter_texts |= extension.counters
-        self._storage = session.storage
-        if self._storage is not None:
-            self._counter_texts |= STORAGE_COUNTERS
-        self._published: dict[str, int] = dict.fromkeys(self._counter_texts, 0)
         self._last_log = time.monotonic()
         self._last_publish = 0.0
         self._last_faults = dict.fromkeys(_FAULTS, 0)
-        self._counters: dict[str, Any] = {}
-        #: Of each layer: its counters, and what they have counted.
-        self._layers: list[tuple[list[Any], tuple[int, int]]] = []
-        self._gauges: dict[str, Any] = {}
-        if model_runner.server_args.enable_metrics:
-            self._register()
-
-    def _register(self) -> None:
-        # prometheus_client reads PROMETHEUS_MULTIPROC_DIR on import, and SGLang sets the variable
-        # only before its schedulers start.
-        from prometheus_client import Counter, Gauge
-        from sglang.srt.runtime_context import get_serving
-
-        labels = {"model_name": get_serving().served_model_name, **_rank_labels()}
-        names = list(labels)
-        self._counters = {
-            name: Counter(f"hisparse:{name}", text, names).labels(**labels)
-            for name, text in self._counter_texts.items()
-        }
-        by_layer = [
-            Counter(f"hisparse:{name}", text, [*names, "layer"])
-            for name, text in _LAYER_COUNTERS.items()
-            if self._coordinator.stats().layers
-        ]
-        for layer, _ in zip(self._layer_ids, self._coordinator.stats().layers, strict=False):
-            own = [counter.labels(**labels, layer=layer) for counter in by_layer]
-            self._layers.append((own, (0, 0)))
-        self._gauges = {
-            name: Gauge(f"hisparse:{name}", text, names, multiprocess_mode="mostrecent").labels(
-                **labels
-            )
-            for name, text in _GAUGES.items()
-        }
-        self.report(now=True)
 
     def report(self, *, now: bool = False) -> None:
         """Publish and log the statistics if enough time has passed.
@@ -125,8 +111,8 @@ class MetricsReporter:
             self._last_publish = time_s
             stats = self._coordinator.stats()
             self._warn(stats)
-            if self._gauges:
-                self._publish(stats)
+            for publish in self._session.publishers:
+                publish(stats)
         if time_s - self._last_log >= _LOG_INTERVAL_S:
             self._last_log = time_s
             self._log(self._coordinator.stats())
@@ -145,51 +131,14 @@ class MetricsReporter:
                     cls.__module__,
                     total - before,
                     name,
-                    _COUNTERS[name],
+                    COUNTERS[name],
                     cls.__module__,
                     cls.__name__,
                 )
 
-    def _publish(self, stats: CacheStats) -> None:
-        values = vars(stats) | dict(stats.extensions)
-        if self._storage is not None:
-            values |= self._storage.totals()
-        for name, counter in self._counters.items():
-            value = values[name]
-            counter.inc(value - self._published[name])
-            self._published[name] = value
-        for layer, ((counters, before), pages) in enumerate(
-            zip(self._layers, stats.layers, strict=True)
-        ):
-            for counter, old, new in zip(counters, before, pages, strict=True):
-                counter.inc(new - old)
-            self._layers[layer] = (counters, pages)
-        for name, value in self._gauge_values(stats).items():
-            self._gauges[name].set(value)
-
-    def _gauge_values(self, stats: CacheStats) -> dict[str, float]:
-        coordinator = self._coordinator
-        manager = coordinator.manager
-        allocator, size = self._runner.token_to_kv_pool_allocator, self._page_size
-        policy = coordinator.policy
-        return {
-            "hit_ratio": stats.hit_ratio,
-            "host_tokens_used": allocator.size - allocator.available_size(),
-            "host_tokens_total": allocator.size,
-            "device_tokens_used": manager.residency.capacities.live_pages * size,
-            "device_tokens_total": manager.device.free_pages.shape[1] * size,
-            "max_selected_tokens": (policy.max_pages + (not coordinator.algorithm.ranks_tail))
-            * size,
-            "host_kv_bytes": manager.host.rank_bytes,
-            "host_index_bytes": coordinator.representations.indexes.num_bytes,
-            "host_representation_bytes": coordinator.representations.num_bytes("host"),
-            "device_kv_bytes": manager.device.num_bytes + manager.staging_bytes,
-            "device_representation_bytes": coordinator.representations.num_bytes("device"),
-            "device_table_bytes": manager.device.table_bytes,
-        }
-
     def _log(self, stats: CacheStats) -> None:
-        values = self._gauge_values(stats)
+        allocator = self._runner.token_to_kv_pool_allocator
+        values = gauge_values(stats, self._coordinator, allocator)
         logger.info(
             "hisparse: hit ratio %.3f (%d hits, %d misses), read %.2f GiB decoding and %.2f GiB in "
             "prefill, wrote %.2f GiB, host tokens %d of %d, device tokens %d of %d",
@@ -204,14 +153,3 @@ class MetricsReporter:
             values["device_tokens_used"],
             values["device_tokens_total"],
         )
-
-
-def _rank_labels() -> dict[str, int]:
-    """Labels of this process's metrics, as SGLang labels its own."""
-    from sglang.srt.runtime_context import get_parallel
-
-    parallel = get_parallel()
-    labels = {"tp_rank": parallel.tp_rank}
-    labels |= {} if parallel.dp_rank is None else {"dp_rank": parallel.dp_rank}
-    labels |= {} if parallel.pp_size == 1 else {"pp_rank": parallel.pp_rank}
-    return labels

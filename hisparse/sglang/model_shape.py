@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hisparse.errors import ConfigError
-from hisparse.sglang.features.dsa import find_indexers
 from hisparse.types import KVSpec
 
-__all__ = ["ModelShape", "read_model_shape"]
+__all__ = ["ModelShape", "find_indexers", "hybrid_layers", "name_of", "read_model_shape"]
 
 
 class ModelShape(NamedTuple):
@@ -156,3 +155,26 @@ def _index_head_dim(model: Any, num_layers: int) -> int:
             "every layer or in none"
         )
     return indexers[0].head_dim if indexers else 0
+
+
+def find_indexers(model: Any) -> list[Any]:
+    """The indexers of SGLang's ``model``, one per layer in order; empty for most models."""
+    layers = [m for m in model.modules() if getattr(m, "use_dsa", False)]
+    return [m.indexer for m in layers if getattr(m, "indexer", None) is not None]
+
+
+def hybrid_layers(model_config: Any) -> list[int] | None:
+    """The numbers of a hybrid's layers that attend, ascending; None: the model is no hybrid.
+
+    Args:
+        model_config: SGLang's ``ModelConfig``.
+    """
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    config = mambaish_config(model_config)
+    return None if config is None else list(config.full_attention_layer_ids)
+
+
+def name_of(model_config: Any) -> str:
+    """The architecture of a model, for messages."""
+    return ", ".join(model_config.hf_config.architectures or ["this model"])

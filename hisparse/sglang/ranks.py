@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from hisparse.cache.shared_memory import NodeRanks
+from hisparse.cache.allocate import NodeRanks
 
 __all__ = [
     "attention_replicas",

@@ -6,74 +6,57 @@ Each rejected argument is a ``ConfigError`` of one line.
 from __future__ import annotations
 
 import json
+import logging
+import os
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from hisparse.algorithms import build_algorithm
+from hisparse.cache.formats import LATENT_FORMATS, sglang_choices
 from hisparse.config import HiSparseConfig
-from hisparse.engine.capabilities import check_capabilities
+from hisparse.engine.capabilities import check_capabilities, check_indexer, choose_scope
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
-from hisparse.sglang.check_model import check_model
-from hisparse.sglang.combinations import Start, check_combinations
-from hisparse.sglang.features.disaggregation import prepare_disaggregation
-from hisparse.sglang.features.replicas import config_for_ranks
-from hisparse.sglang.features.speculation import ALGORITHMS, check_draft_model, make_chains
-from hisparse.sglang.features.storage.setup import check_told_apart, request_linker
-from hisparse.sglang.requested import BACKEND
+from hisparse.sglang import features
+from hisparse.sglang.features.base import Flag
+from hisparse.sglang.model_shape import name_of
+from hisparse.sglang.names import BACKEND
+from hisparse.sglang.start import WITH_INDEXER, Start
 from hisparse.units import resolve_memory
 
 __all__ = ["check_after_resolution", "prepare_before_resolution", "read_config"]
 
-#: Fields of SGLang's arguments and the values that hisparse supports: field, values, flag.
-_SUPPORTED: tuple[tuple[str, tuple[object, ...], str], ...] = (
-    ("speculative_algorithm", (None, "NONE", *ALGORITHMS), "--speculative-algorithm"),
-    ("enable_hierarchical_cache", (False,), "--enable-hierarchical-cache"),
-    ("enable_lmcache", (False,), "--enable-lmcache"),
-    ("enable_hisparse", (False,), "--enable-hisparse (SGLang's own feature)"),
-    ("disaggregation_mode", (None, "null", "prefill", "decode"), "--disaggregation-mode"),
-    (
-        "disaggregation_transfer_backend",
-        ("mooncake", "mooncake_tcp", "fake"),
-        "--disaggregation-transfer-backend",
-    ),
-    (
-        "disaggregation_decode_host_receive_threshold",
-        (1,),
-        "--disaggregation-decode-host-receive-threshold",
-    ),
-    (
-        "disaggregation_decode_retraction_backup",
-        ("cpu_tensor", "none"),
-        "--disaggregation-decode-retraction-backup",
-    ),
-    (
-        "disaggregation_decode_enable_offload_kvcache",
-        (False,),
-        "--disaggregation-decode-enable-offload-kvcache",
-    ),
-    ("disaggregation_enable_kv_checksum", (False,), "--disaggregation-enable-kv-checksum"),
-    ("enable_pd_role_switch", (False,), "--enable-pd-role-switch"),
-    ("attn_cp_size", (1,), "--attn-cp-size"),
-    ("dcp_size", (1,), "--dcp-size"),
-    ("enable_streaming_session", (False,), "--enable-streaming-session"),
-    ("enable_memory_saver", (False,), "--enable-memory-saver"),
-    (
-        "kv_cache_dtype",
-        ("auto", "bf16", "bfloat16", "float16", "float32", "fp8_e4m3"),
-        "--kv-cache-dtype",
-    ),
-    ("enable_kv_cache_sharding", (False,), "--enable-kv-cache-sharding"),
-    ("enable_unified_memory", (False,), "--enable-unified-memory"),
-    ("enable_page_major_kv_layout", (False,), "--enable-page-major-kv-layout"),
-    ("prefill_only_disable_kv_cache", (False,), "--prefill-only-disable-kv-cache"),
-    ("enable_two_batch_overlap", (False,), "--enable-two-batch-overlap"),
-    ("enable_pdmux", (False,), "--enable-pdmux"),
-    ("enable_flexkv", (False,), "--enable-flexkv"),
-    ("enable_torch_compile", (False,), "--enable-torch-compile"),
-    ("dllm_algorithm", (None,), "--dllm-algorithm"),
-    ("enable_deterministic_inference", (False,), "--enable-deterministic-inference"),
+logger = logging.getLogger("hisparse")
+
+#: Flags of SGLang that no feature reads.
+_FLAGS: Final = (
+    Flag("enable_hierarchical_cache", (False,), "--enable-hierarchical-cache"),
+    Flag("enable_lmcache", (False,), "--enable-lmcache"),
+    Flag("enable_hisparse", (False,), "--enable-hisparse (SGLang's own feature)"),
+    Flag("attn_cp_size", (1,), "--attn-cp-size"),
+    Flag("dcp_size", (1,), "--dcp-size"),
+    Flag("enable_streaming_session", (False,), "--enable-streaming-session"),
+    Flag("enable_memory_saver", (False,), "--enable-memory-saver"),
+    Flag("enable_kv_cache_sharding", (False,), "--enable-kv-cache-sharding"),
+    Flag("enable_unified_memory", (False,), "--enable-unified-memory"),
+    Flag("enable_page_major_kv_layout", (False,), "--enable-page-major-kv-layout"),
+    Flag("prefill_only_disable_kv_cache", (False,), "--prefill-only-disable-kv-cache"),
+    Flag("enable_two_batch_overlap", (False,), "--enable-two-batch-overlap"),
+    Flag("enable_pdmux", (False,), "--enable-pdmux"),
+    Flag("enable_flexkv", (False,), "--enable-flexkv"),
+    Flag("enable_torch_compile", (False,), "--enable-torch-compile"),
+    Flag("dllm_algorithm", (), "--dllm-algorithm"),
+    Flag("enable_deterministic_inference", (False,), "--enable-deterministic-inference"),
 )
+
+_KV_DTYPES: Final = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 
 
 def read_config(server_args: Any) -> HiSparseConfig:
@@ -83,9 +66,9 @@ def read_config(server_args: Any) -> HiSparseConfig:
         ConfigError: a setting is invalid, or contradicts ``--kv-cache-dtype``.
     """
     config, flag = HiSparseConfig.parse(server_args.hisparse_config), server_args.kv_cache_dtype
-    if flag == "fp8_e4m3":
+    if flag in sglang_choices():
         return replace(config, kv_cache_dtype=flag)
-    if config.stores_fp8 and flag not in (None, "auto"):
+    if config.kv_cache_dtype != "auto" and flag not in (None, "auto"):
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype} but --kv-cache-dtype is {flag}; expected "
             "equal values, or only one of the two"
@@ -96,10 +79,11 @@ def read_config(server_args: Any) -> HiSparseConfig:
 def prepare_before_resolution(server_args: Any) -> None:
     """Check the configuration, then set the fields of SGLang's arguments that depend on it.
 
+    The features that the server has are on from here.
+
     Args:
-        server_args: SGLang's ``ServerArgs``; ``page_size``, ``kv_cache_dtype`` and the flags for
-            CUDA graphs, disaggregation, the external linker, pools of windows and speculation are
-            written.
+        server_args: SGLang's ``ServerArgs``; ``page_size``, ``kv_cache_dtype``, the flags for CUDA
+            graphs and pools of windows and those of features are written.
 
     Raises:
         ConfigError: a setting or a flag is not supported, or the machine lacks the memory.
@@ -108,28 +92,30 @@ def prepare_before_resolution(server_args: Any) -> None:
     _check_flags(server_args)
     config = read_config(server_args)
     build_algorithm(config)
-    device = _device_type(server_args)
-    check_combinations(Start(args=server_args, config=config, device=device))
-    request_linker(server_args, config)
-    host_bytes = resolve_memory(config.host_memory, free_host_memory(), "host_memory")
-    given, config = config, config_for_ranks(config, server_args, host_bytes)
-    if config != given:
+    start = Start(args=server_args, config=config, device=_device_type(server_args))
+    features.check_start(start)
+    resolve_memory(config.host_memory, free_host_memory(), "host_memory")
+    for feature in features.all_features():
+        if feature.is_on(start):
+            start = replace(start, config=feature.prepare(start))
+    # Settings that one feature has changed may switch another one off.
+    enabled = [feature for feature in features.all_features() if feature.is_on(start)]
+    features.enable(enabled)
+    if start.config != config or config.kv_cache_dtype != "auto":
+        config = start.config
         server_args.hisparse_config = json.dumps(config.effective())
-    if config.stores_fp8:
+    if config.kv_cache_dtype != "auto":
         # SGLang's fp8 pools have requirements of their own, such as a certain backend on a CPU.
-        # SGLang therefore sees the model's dtype, and only hisparse knows that K/V are fp8.
-        server_args.hisparse_config = json.dumps(config.effective())
+        # SGLang therefore sees the model's dtype, and only hisparse knows how K and V are stored.
         server_args.kv_cache_dtype = "auto"
     # Host memory is one pool for all layers, whatever part of it a layer attends.
     server_args.disable_hybrid_swa_memory = True
-    prepare_disaggregation(server_args, device)
     if server_args.page_size is None:
         server_args.page_size = config.server_page_size
-    if config.not_captured(device) is None:
+    if any(feature.captures_steps for feature in enabled):
         server_args.disable_prefill_cuda_graph = True
     else:
         server_args.disable_cuda_graph = True
-    make_chains(server_args)
 
 
 def _device_type(server_args: Any) -> str:
@@ -149,11 +135,7 @@ def check_after_resolution(server_args: Any) -> None:
     Raises:
         ConfigError: names the argument, its value and the supported values.
     """
-    from sglang.srt.arg_groups.overrides import (
-        attention_backends_of,
-        model_config_of,
-        resolved_view,
-    )
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
     from sglang.srt.environ import envs
 
     view = resolved_view(server_args)
@@ -171,7 +153,6 @@ def check_after_resolution(server_args: Any) -> None:
         )
     config = read_config(server_args)
     check_capabilities(config, view.device)
-    check_draft_model(view)
     tokens = view.max_total_tokens
     if tokens is not None and tokens < config.min_row_tokens:
         raise ConfigError(
@@ -188,8 +169,9 @@ def check_after_resolution(server_args: Any) -> None:
             "page_size that divides --page-size"
         )
     _check_graphs(config, view)
-    check_model(server_args, config)
-    check_told_apart(view, model_config_of(server_args))
+    _check_model(server_args, config)
+    for feature in features.enabled():
+        feature.check(server_args, config)
 
 
 def _check_graphs(config: HiSparseConfig, view: Any) -> None:
@@ -215,11 +197,78 @@ def _check_flags(view: Any) -> None:
 
     None stands for a flag that the command line does not give.
     """
-    for field, allowed, flag in _SUPPORTED:
-        got = getattr(view, field)
-        if got is not None and got not in allowed:
-            choices = " or ".join(str(value) for value in allowed if value is not None)
+    dtypes = Flag("kv_cache_dtype", ("auto", *_KV_DTYPES, *sglang_choices()), "--kv-cache-dtype")
+    rows = [*_FLAGS, dtypes]
+    for feature in features.all_features():
+        rows += feature.flags
+    for row in rows:
+        got = getattr(view, row.field)
+        if got is not None and got not in row.values:
+            choices = " or ".join(map(str, row.values))
             raise ConfigError(
-                f"{flag} is {got}, which hisparse does not support yet"
+                f"{row.flag} is {got}, which hisparse does not support yet"
                 + (f"; expected {choices}" if choices else "; expected it unset")
             )
+
+
+def _check_model(server_args: Any, config: HiSparseConfig) -> None:
+    """Reject models that hisparse cannot serve, or cannot serve with ``config``.
+
+    Args:
+        server_args: SGLang's arguments, resolved.
+        config: the hisparse configuration.
+
+    Raises:
+        ConfigError: names the model's property and what hisparse serves instead.
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.configs.model_config import AttentionArch
+
+    model = model_config_of(server_args)
+    name = name_of(model)
+    if model.attention_arch not in (AttentionArch.MHA, AttentionArch.MLA):
+        raise ConfigError(
+            f"{name} has {model.attention_arch.name} attention; expected MHA, GQA or MLA"
+        )
+    latent = model.attention_arch == AttentionArch.MLA
+    choose_scope(config, latent=latent)
+    if latent:
+        LATENT_FORMATS.get(config.kv_cache_dtype)
+    check_indexer(name, config, has_indexer=WITH_INDEXER.found(model))
+    if model.is_hybrid_swa:
+        raise ConfigError(
+            f"{name} keeps the K and V of its windows in a pool of their own; expected one pool: "
+            "use --disable-hybrid-swa-memory"
+        )
+    _check_heads(name, model)
+    wanted = _KV_DTYPES.get(str(server_args.kv_cache_dtype).lower())
+    if wanted not in (None, model.dtype):
+        raise ConfigError(
+            f"--kv-cache-dtype is {server_args.kv_cache_dtype} but {name} runs in {model.dtype}; "
+            "hisparse stores K and V in the model's dtype or in eight bits: use auto or fp8_e4m3"
+        )
+    if model.is_encoder_decoder:
+        raise ConfigError(f"{name} is an encoder-decoder model; expected a decoder")
+    if os.environ.get("SGLANG_USE_HND_KVCACHE", "0").lower() in ("1", "true"):
+        raise ConfigError("SGLANG_USE_HND_KVCACHE is set; unset it and use host_layout instead")
+
+
+def _check_heads(name: str, model: Any) -> None:
+    """Require attention heads of the same number and width in every layer.
+
+    SGLang knows two kinds of layers: full attention, and with a window.
+    """
+    from sglang.srt.configs.model_config import AttentionArch
+
+    if model.attention_arch != AttentionArch.MHA:
+        return
+    full = f"{model.get_num_kv_heads(1)} x {model.head_dim}"
+    window = f"{model.get_swa_num_kv_heads(1)} x {model.swa_head_dim}"
+    queries = getattr(model.hf_text_config, "num_attention_heads_per_layer", None) or ()
+    kinds = {full: "KV", window: "KV"} if full != window else dict.fromkeys(queries, "query")
+    if len(kinds) > 1:
+        heads = " and ".join(f"{number} {kind} heads" for number, kind in kinds.items())
+        raise ConfigError(
+            f"{name} has layers with {heads}; expected the same number and width of heads in every "
+            "layer"
+        )

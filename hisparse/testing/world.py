@@ -42,7 +42,7 @@ class World:
         reuse_layers: number of consecutive layers that share a selection.
         extensions: options of the enabled extensions, by name.
         layers, page_size, q_heads, kv_heads, head_dim: shapes of the model.
-        fp8: whether K and V are stored in fp8.
+        kv_cache_dtype: how K and V are stored.
         latent_rank: width of values that are the first columns of the keys; 0: separate values.
         num_sink_pages, num_recent_pages: pages that are always selected.
         scale: softmax scale.
@@ -73,7 +73,7 @@ class World:
     q_heads: int = 4
     kv_heads: int = 2
     head_dim: int = 16
-    fp8: bool = False
+    kv_cache_dtype: str = "auto"
     latent_rank: int = 0
     num_sink_pages: int = 1
     num_recent_pages: int = 1
@@ -99,7 +99,7 @@ class World:
             page_size=self.page_size,
             latent=self.latent_rank > 0,
             index_head_dim=INDEXER_DIM,
-            fp8=self.fp8,
+            kv_cache_dtype=self.kv_cache_dtype,
             logit_cap=self.logit_cap,
             windows=self.windows,
         )
@@ -152,8 +152,11 @@ class World:
         for layer in range(self.layers):
             pools = (self.manager.host.stored(layer), self.manager.device.stored(layer))
             for pages in (tensor for pool in pools for tensor in pool.tensors):
-                # A scale of 255 decodes to infinity.
-                pages.fill_(torch.nan if pages.dtype.is_floating_point else 255)
+                if pages.dtype.is_floating_point:
+                    pages.fill_(torch.nan)
+                else:
+                    # A scale of 255 decodes to infinity.
+                    pages.fill_(torch.iinfo(pages.dtype).max)
         for name, kind in kinds.items():
             tensor = self.representations.tensors[name]
             if kind.per == "page" and kind.dtype.is_floating_point:

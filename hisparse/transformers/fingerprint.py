@@ -152,5 +152,6 @@ def _sample(value: torch.Tensor) -> torch.Tensor:
     flat = value.detach().reshape(-1)
     if not len(flat):
         return torch.zeros(_SAMPLES, dtype=torch.float64)
-    places = torch.linspace(0, len(flat) - 1, _SAMPLES, device=flat.device).long()
+    # In integers: a float32 has no place beyond 2^24 to itself.
+    places = torch.arange(_SAMPLES, device=flat.device) * (len(flat) - 1) // (_SAMPLES - 1)
     return flat[places].to("cpu", torch.float64)

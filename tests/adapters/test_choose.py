@@ -113,10 +113,8 @@ def test_a_requested_adapter_that_fits_is_taken(interpreter: Interpreter, name: 
         ("flash_attention", "cuda", spec(dtype=torch.float32), ["dtype float32", "bfloat16, fl"]),
         ("flashinfer", "cuda", spec(head_dim=96, v_head_dim=96), ["96 and 96", "64, 128, 256"]),
         ("flash_attention", "cuda", spec(head_dim=192), ["192 and 128 wide", "8 to 256"]),
-        ("flash_attention", "cuda", spec(fp8=True), ["dtype fp8_e4m3, it", "can: torch, triton)"]),
-        ("flashinfer", "cuda", spec(fp8=True), ["fp8_e4m3, it takes auto (", "torch, triton)"]),
     ],
-    ids=["latent", "not-latent", "device", "dtype", "widths", "values-narrower", "fp8", "fp8-too"],
+    ids=["latent", "not-latent", "device", "dtype", "widths", "values-narrower"],
 )
 def test_an_unsupported_adapter_is_refused_and_the_others_are_named(
     interpreter: Interpreter, name: str, device: str, kv: KVSpec, words: list[str]
@@ -129,15 +127,26 @@ def test_an_unsupported_adapter_is_refused_and_the_others_are_named(
     assert "\n" not in message
 
 
-def test_adapters_that_declare_fp8_attend_over_fp8() -> None:
-    declared = {name for name in ADAPTERS if ADAPTERS.get(name).fp8}
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize("name", ["flash_attention", "flashinfer"])
+def test_scales_are_refused_by_adapters_that_take_none(
+    interpreter: Interpreter, name: str, dtype: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        choose_adapter("cuda", spec(), "layer", name, scaled=dtype)
+    expected = f"kv_cache_dtype {dtype}, it takes auto (adapters that can: torch, triton)"
+    assert expected in str(caught.value)
+
+
+def test_adapters_that_declare_scales_attend_by_them() -> None:
+    declared = {name for name in ADAPTERS if ADAPTERS.get(name).scaled}
     assert declared == {"torch", "triton"}
     for name in declared:
-        assert "attend_fp8" in vars(ADAPTERS.get(name))
+        assert "attend_scaled" in vars(ADAPTERS.get(name))
     q = torch.zeros(1, 1, 8)
     table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     stored = quantize(torch.ones(1, 1, 4, 8), torch.full((1, 1, 4, 8), 3.0), torch.int8)
-    out, lse = ADAPTERS.get("torch")().attend_fp8(q, stored, table, lens, UNSCALED)
+    out, lse = ADAPTERS.get("torch")().attend_scaled(q, stored, table, lens, UNSCALED)
     assert (out == 3).all() and lse == 0
 
 

@@ -21,7 +21,7 @@ def score_bytes(config: HiSparseConfig, spec: KVSpec) -> float:
     kept = kept_tensors(config, algorithm, policy)
     page = entry_bytes(kept, "page", "device") + entry_bytes(kept, "page", "host")
     pages = -(-CONTEXT // spec.page_size)
-    return pages * page / (CONTEXT * spec.token_bytes_per_layer)
+    return pages * page / (CONTEXT * spec.token_bytes / spec.num_layers)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from hisparse.types import Selection
         {"scope": "layer"},
         {"scope": "kv_head"},
         {"scope": "query_head"},
-        {"scope": "kv_head", "fp8": True},
+        {"scope": "kv_head", "kv_cache_dtype": "fp8_e4m3"},
         {"scope": "layer", "kv_heads": 1, "head_dim": 24, "latent_rank": 16},
     ],
     ids=["layer", "kv-head", "query-head", "fp8", "mla"],

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from hisparse.cache import HostKVPool
-from hisparse.cache.allocate import zeros
-from hisparse.cache.shared_memory import NodeRanks, map_together
+from hisparse.cache.allocate import NodeRanks, map_together, zeros
 from hisparse.errors import CapacityError
 from hisparse.types import KVSpec
-from tests.nobody import as_nobody, needs_root
+from tests.processes import as_nobody, needs_root
 
 SIZE = 3
 CPU = torch.device("cpu")

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from hisparse.algorithms import ALGORITHMS
 from hisparse.cli import algorithms, bench, build, check, doctor, plan, storage, top, trace
 from hisparse.cli import eval as eval_command
-from hisparse.config import EXTENSIONS, HiSparseConfig
+from hisparse.config import EXTENSIONS, KV_FORMATS, HiSparseConfig
 from hisparse.registry import Registry
 from hisparse.testing import Simulator
 from scripts.gpu_check import PARTS as GPU_PARTS
@@ -166,11 +167,16 @@ def test_the_algorithm_in_the_readme_is_the_example() -> None:
     assert block in example
 
 
+def _contributing(heading: str) -> str:
+    """The file that a section of CONTRIBUTING shows."""
+    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition(f"{heading}\n")[2]
+    (block,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    return str(block)
+
+
 def test_the_extension_in_contributing_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EXTENSIONS, "_entries", dict(EXTENSIONS._entries))
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    exec(block, ModuleType("continued").__dict__)
+    exec(_contributing("## Add an extension"), ModuleType("continued").__dict__)
     sim = Simulator(extensions={"continued": True})
     request = sim.request(1, 120, seed=1)
     sim.prefill((request, 100))
@@ -181,3 +187,19 @@ def test_the_extension_in_contributing_counts(monkeypatch: pytest.MonkeyPatch) -
     sim.prefill((request, 5))
     sim.decode(request)
     assert sim.coordinator.stats().extensions["continued_selections"] == first
+
+
+def test_the_kv_dtype_in_contributing_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KV_FORMATS, "_entries", dict(KV_FORMATS._entries))
+    exec(_contributing("## Add a KV dtype"), ModuleType("bfloat16").__dict__)
+    sim = Simulator(kv_cache_dtype="bfloat16", budget=96, device_buffer=96, max_row=96)
+    form = sim.manager.host.format
+    assert 2 * form.token_bytes == sim.spec.token_bytes
+    request = sim.request(1, 90, seed=1)
+    read = replace(request, **form.as_read(request.k, request.v)._asdict())
+    sim.prefill((request, 30))
+    sim.prefill((request, 40))
+    for _ in range(20):
+        out = sim.decode(request)
+        want = sim.dense(read, request.done - 1, request.done).float()
+        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)

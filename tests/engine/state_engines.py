@@ -52,10 +52,18 @@ _WHOLE = {"budget": 88, "device_buffer": 88, "max_row": 88, "device_pages": 2 * 
 #: By name, settings of the engine and a function that makes the algorithm.
 ENGINES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     "quest": ({"dense_layers": (1,)}, Quest),
-    "quest-page-16-fp8": (_PAGES_OF_16 | {"fp8": True, "layout": "page_first"}, Quest),
+    "quest-page-16-fp8": (
+        _PAGES_OF_16 | {"kv_cache_dtype": "fp8_e4m3", "layout": "page_first"},
+        Quest,
+    ),
     "quest-token-page": (_TOKENS, Quest),
     "sketch-layer-fp8": (
-        {"scope": "layer", "fp8": True, "layout": "layer_first", "device_pages": 4 * 8},
+        {
+            "scope": "layer",
+            "kv_cache_dtype": "fp8_e4m3",
+            "layout": "layer_first",
+            "device_pages": 4 * 8,
+        },
         Sketch,
     ),
     "sketch-economy-page-16": (_PAGES_OF_16, lambda: Sketch(economy=True)),
@@ -65,7 +73,7 @@ ENGINES: dict[str, tuple[dict[str, Any], Callable[[], Any]]] = {
     ),
     "quest-tail-estimate": ({"extensions": {"tail_estimate": True}}, Quest),
     "quest-mla": (_MLA | {"min_sparse_context": 40}, Quest),
-    "sketch-mla-fp8": (_MLA | {"min_sparse_context": 40, "fp8": True}, Sketch),
+    "sketch-mla-fp8": (_MLA | {"min_sparse_context": 40, "kv_cache_dtype": "fp8_e4m3"}, Sketch),
     "dsa-mla": (_TOKENS | _MLA | {"device_pages": 4 * 12}, DSA),
     "sketch-whole-context": (_WHOLE, Sketch),
     "quest-overlap": (_PREFETCH | {"side_streams": 3}, Quest),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hisparse.cache.codec import as_read, encode
+from hisparse.cache.formats import format_of
 from hisparse.engine.build import kept_tensors
 from hisparse.testing import Request, Simulator
 from hisparse.testing.world import INDEXER_DIM
@@ -56,8 +56,8 @@ class Vocabulary:
         self.q = noise(spec.num_q_heads, spec.head_dim)
         self.k = noise(spec.num_kv_heads, spec.head_dim)
         self.v = self.k[..., : spec.v_head_dim] if spec.latent else noise(*self.k.shape[2:])
-        self.read_k, self.read_v = (x.double() for x in as_read(spec, self.k, self.v))
-        self.stored = [bytes_of(x) for x in encode(spec, self.k, self.v).tensors]
+        self.read_k, self.read_v = (x.double() for x in format_of(spec).as_read(self.k, self.v))
+        self.stored = [bytes_of(x) for x in format_of(spec).encode(self.k, self.v).tensors]
         heads, dim = (_INDEXER_HEADS, INDEXER_DIM) if has_indexer else (0, 0)
         self.indexer = IndexerInputs(noise(heads, dim), noise(dim), noise(heads))
         self._next = 0

@@ -16,7 +16,7 @@ from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.topp import TopP
 from hisparse.cache import HostKVPool
-from hisparse.cache.codec import as_read
+from hisparse.cache.formats import format_of
 from hisparse.cache.page_format import PageFormat
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Resources, build_engine, resolve
@@ -27,7 +27,7 @@ from tests.delayed import DelayedStreams
 from tests.engine.test_replay import assert_same, state_of
 
 MLA: dict[str, Any] = {
-    "fp8": True,
+    "kv_cache_dtype": "fp8_e4m3",
     "scope": "layer",
     "kv_heads": 1,
     "head_dim": 24,
@@ -53,7 +53,7 @@ ALGORITHMS = [
 
 def expected(sim: Simulator, request: Request, start: int, stop: int) -> Tensor:
     """Dense float64 attention over the request's latents, rounded as they are stored."""
-    k, v = as_read(sim.spec, request.k, request.v)
+    k, v = format_of(sim.spec).as_read(request.k, request.v)
     return sim.dense(replace(request, k=k, v=v), start, stop).float()
 
 
@@ -133,29 +133,30 @@ def test_captured_steps_and_side_streams_change_no_bit(algorithm: dict[str, Any]
 
 def test_bytes_are_those_of_the_format() -> None:
     sim = Simulator(**MLA)
-    host, device, spec = sim.manager.host, sim.manager.device, sim.spec
-    assert spec.token_bytes == sim.layers * ROW_BYTES
-    assert host.num_bytes == sim.host_pages * sim.page_size * spec.token_bytes
+    host, device = sim.manager.host, sim.manager.device
+    assert host.format.token_bytes == sim.layers * ROW_BYTES
+    assert host.num_bytes == sim.host_pages * sim.page_size * host.format.token_bytes
     assert host.num_bytes == sum(host.layer(layer).k.nbytes for layer in range(sim.layers))
     assert device.page_bytes == sim.page_size * ROW_BYTES
     request = sim.request(1, 60, seed=1)
     sim.prefill((request, 50))
     sim.decode(request)
-    assert sim.coordinator.stats().written_bytes == 51 * spec.token_bytes
+    assert sim.coordinator.stats().written_bytes == 51 * host.format.token_bytes
 
 
 def deepseek(**changes: Any) -> KVSpec:
     shape = {"num_layers": 61, "num_q_heads": 128, "num_kv_heads": 1, "head_dim": 576}
     shape |= {"v_head_dim": 512, "page_size": 16, "dtype": torch.bfloat16, "latent": True}
-    return KVSpec(**shape | {"fp8": True} | changes)
+    return KVSpec(**shape | {"kv_cache_dtype": "fp8_e4m3"} | changes)
 
 
 def test_deepseek_takes_656_bytes_a_token_and_layer() -> None:
-    spec = deepseek()
-    assert spec.token_bytes_per_layer == 656
-    assert spec.staged_token_bytes == 656 + 576 * 2
-    assert spec.scale_bytes == 61 * 80, "SGLang's own fp8 latents have 576 bytes"
-    assert deepseek(index_head_dim=128).scale_bytes == 0, "and those of DeepSeek-V3.2 656"
+    stored = format_of(deepseek())
+    assert stored.layer_token_bytes == 656
+    assert stored.decoded_token_bytes == 576 * 2
+    assert stored.dense_token_bytes == 61 * 576, "SGLang's own fp8 latents have no scales"
+    indexed = format_of(deepseek(index_head_dim=128))
+    assert indexed.dense_token_bytes == indexed.token_bytes, "but those of DeepSeek-V3.2"
 
 
 def test_what_is_allocated_is_what_was_sized() -> None:
@@ -183,8 +184,8 @@ def test_what_is_allocated_is_what_was_sized() -> None:
 def test_another_format_in_a_store_is_another_key() -> None:
     """Pages move to a store and back as they are."""
     formats = set()
-    for fp8 in (False, True):
-        sims = [Simulator(**MLA | {"fp8": fp8}) for _ in range(2)]
+    for dtype in ("auto", "fp8_e4m3"):
+        sims = [Simulator(**MLA | {"kv_cache_dtype": dtype}) for _ in range(2)]
         request = sims[0].request(1, 60, seed=1)
         sims[0].prefill((request, 48))
         pages = torch.tensor(request.host_pages)

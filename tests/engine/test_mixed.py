@@ -26,7 +26,9 @@ from tests.sizes import sized
 DENSE_BELOW = 80
 SETTINGS = [
     pytest.param({}, id="sketch"),
-    pytest.param({"algorithm": Quest(), "scope": "query_head", "fp8": True}, id="quest-fp8"),
+    pytest.param(
+        {"algorithm": Quest(), "scope": "query_head", "kv_cache_dtype": "fp8_e4m3"}, id="quest-fp8"
+    ),
     pytest.param(REUSE | {"dense_layers": (0, 3), "max_row": 64}, id="reuse-dense-leaders"),
     pytest.param({"algorithm": TopP(mass=0.8)}, id="topp"),
     pytest.param({"algorithm": SnapKV(window=4)}, id="snapkv-reads-its-context"),

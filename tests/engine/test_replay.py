@@ -76,7 +76,9 @@ SETTINGS = [
     pytest.param({"algorithm": Sketch(economy=True)}, id="sketch-economy"),
     pytest.param({"algorithm": Quest()}, id="quest"),
     pytest.param({"algorithm": Quest(summary_dtype="bfloat16")}, id="quest-bfloat16"),
-    pytest.param({"fp8": True, "min_sparse_context": 80}, id="fp8-dense-beyond-the-budget"),
+    pytest.param(
+        {"kv_cache_dtype": "fp8_e4m3", "min_sparse_context": 80}, id="fp8-dense-beyond-the-budget"
+    ),
     pytest.param({"algorithm": Streaming()}, id="streaming"),
     pytest.param({"algorithm": SnapKV(window=4)}, id="snapkv"),
     pytest.param({"algorithm": Oracle()}, id="oracle"),

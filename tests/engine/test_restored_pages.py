@@ -14,7 +14,7 @@ from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.snapkv import SnapKV
-from hisparse.cache.codec import read_tokens, write_tokens
+from hisparse.cache.kv_io import read_tokens, write_tokens
 from hisparse.engine.extensions.tail_estimate import TailEstimate
 from hisparse.engine.restored import RestoredPages
 from hisparse.testing import Request, Simulator
@@ -25,7 +25,7 @@ LATENTS |= {"page_size": 1}
 SHAPES: dict[str, dict[str, Any]] = {
     "pages first": {"layout": "page_first"},
     "layers first": {"layout": "layer_first", "scope": "layer"},
-    "fp8": {"fp8": True},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3"},
     "latents": {"scope": "layer", "kv_heads": 1, "head_dim": 24, "latent_rank": 16},
     "tail estimate": {"extensions": {"tail_estimate": True}},
     "indexer": {"algorithm": DSA(), **LATENTS},

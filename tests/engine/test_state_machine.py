@@ -257,7 +257,7 @@ class Requests(RuleBasedStateMachine):
                 self._leave(sequence, keep=False)
         if not breaks:
             moved = self.sim.coordinator.stats().written_bytes
-            assert moved == self.written * self.sim.spec.token_bytes
+            assert moved == self.written * self.sim.manager.host.format.token_bytes
         return outs
 
     def _check_prefill(self, sequence: Sequence, start: int, out: Tensor) -> None:

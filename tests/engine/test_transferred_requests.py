@@ -13,16 +13,16 @@ from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
-from hisparse.cache.codec import read_tokens, write_tokens
+from hisparse.cache.kv_io import read_tokens, write_tokens
 from hisparse.testing import Request, Simulator
 
 LENGTH = 180
 LATENTS: dict[str, Any] = {"scope": "layer", "kv_heads": 1, "head_dim": 24, "latent_rank": 16}
 SHAPES: dict[str, dict[str, Any]] = {
     "layers first": {"layout": "layer_first", "scope": "layer"},
-    "fp8": {"fp8": True},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3"},
     "latents": LATENTS,
-    "fp8 latents": LATENTS | {"fp8": True, "head_dim": 48, "latent_rank": 32},
+    "fp8 latents": LATENTS | {"kv_cache_dtype": "fp8_e4m3", "head_dim": 48, "latent_rank": 32},
     "tail estimate": {"extensions": {"tail_estimate": True}},
     "indexer": {"algorithm": DSA(), "page_size": 1, **LATENTS},
     "windows": {"layers": 4, "windows": (20, 0, 9, 0)},

@@ -36,9 +36,11 @@ ROOMY = {"device_buffer": 160, "max_row": 160}
 SETTINGS = [
     pytest.param({}, id="sketch"),
     pytest.param({"algorithm": Quest(), "scope": "layer"}, id="quest"),
-    pytest.param({"algorithm": Quest(), "scope": "query_head", "fp8": True}, id="quest-fp8"),
+    pytest.param(
+        {"algorithm": Quest(), "scope": "query_head", "kv_cache_dtype": "fp8_e4m3"}, id="quest-fp8"
+    ),
     pytest.param(TOKENS, id="dsa-latents"),
-    pytest.param(TOKENS | {"fp8": True}, id="dsa-latents-fp8"),
+    pytest.param(TOKENS | {"kv_cache_dtype": "fp8_e4m3"}, id="dsa-latents-fp8"),
     pytest.param({"algorithm": TopP(mass=0.8)}, id="topp"),
     pytest.param({"layers": 4, "reuse_layers": 2, "dense_layers": (1,)}, id="reuse-dense-layer"),
     pytest.param({"min_sparse_context": 105}, id="dense-and-sparse"),

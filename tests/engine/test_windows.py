@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hisparse.algorithms import ALGORITHMS, build_algorithm
-from hisparse.cache.codec import as_read
+from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Resources, resolve
 from hisparse.engine.capabilities import row_tokens
@@ -35,7 +35,7 @@ def _assert_exact(
     sim: Simulator, out: Tensor, request: Request, num_tokens: int, layers: Any = slice(None)
 ) -> None:
     """The outputs ``[L, n, Hq, D]`` of a request's last tokens are those of dense attention."""
-    k, v = as_read(sim.spec, request.k, request.v)
+    k, v = format_of(sim.spec).as_read(request.k, request.v)
     request = replace(request, k=k, v=v)
     want = sim.dense(request, request.done - num_tokens, request.done)
     assert_close(out[layers].double(), want[layers], rtol=1e-4, atol=1e-5)
@@ -74,7 +74,7 @@ def test_a_budget_of_the_whole_context_is_the_dense_model(window: int, scope: An
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"fp8": True}, id="fp8"),
+        pytest.param({"kv_cache_dtype": "fp8_e4m3"}, id="fp8"),
         pytest.param({"logit_cap": 2.0, "scale": 1.5}, id="cap"),
         pytest.param({"q_heads": 5, "kv_heads": 1, "scope": "layer"}, id="mqa"),
         pytest.param({"page_size": 1, "num_recent_pages": 2, "host_pages": 600}, id="tokens"),
@@ -120,7 +120,7 @@ def test_a_prefix_of_the_radix_cache_is_read_up_to_the_window() -> None:
     # For attention, pages 5 to 7 and page 7 of the prefix; for decoding, pages 6 and 7 and none.
     num_pages = 2 * (3 + 1) + 2 * 2
     read = sim.manager.counters.totals()["prefill_read_bytes"]
-    assert read == num_pages * sim.page_size * sim.spec.token_bytes_per_layer
+    assert read == num_pages * sim.page_size * format_of(sim.spec).layer_token_bytes
     for _ in range(16):
         _assert_exact(sim, sim.decode(second), second, 1)
     assert not sim.manager.counters.totals()["miss_pages"], "decoding reads no host memory"

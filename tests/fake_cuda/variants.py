@@ -74,7 +74,7 @@ class Setting:
         kind: of model, a key of ``MODELS`` or ``MORE_MODELS``.
         page_size: S, tokens.
         dtype: of keys, values and queries.
-        fp8: whether keys and values are stored in eight bits.
+        kv_cache_dtype: how keys and values are stored.
         scope: selection scope.
         batch: requests.
         context: tokens of a request.
@@ -87,7 +87,7 @@ class Setting:
     kind: str = "GQA"
     page_size: int = 16
     dtype: torch.dtype = torch.bfloat16
-    fp8: bool = False
+    kv_cache_dtype: str = "auto"
     scope: SelectionScope = "layer"
     batch: int = 4
     context: int = 6000
@@ -116,16 +116,19 @@ _CAPPED, _WINDOW = AttentionRule(0.1, 50.0), AttentionRule(0.1, 50.0, 512)
 SHORT = (
     Setting(algorithm="quest"),
     Setting(algorithm="quest", kind="MLA", page_size=64),
-    Setting(algorithm="quest", options={"summary_dtype": "bfloat16"}, fp8=True, scope="kv_head"),
+    Setting(algorithm="quest", options={"summary_dtype": "bfloat16"}, kv_cache_dtype="fp8_e4m3",
+            scope="kv_head"),
+    Setting(algorithm="sketch", kv_cache_dtype="int8", scope="kv_head"),
     Setting(algorithm="sketch", scope="kv_head"),
     Setting(algorithm="sketch", kind="MLA", page_size=64),
     Setting(algorithm="dsa", kind="MLA", page_size=1),
     Setting(algorithm="quest", rule=_WINDOW),
-)
+)  # fmt: skip
 #: What ``make test-all PART=compile`` compiles.
 WHOLE = (
-    *(s for name in ("quest", "sketch") for fp8 in (False, True) for s in
-      _models(name, 1, 16, 64, fp8=fp8)),
+    *(s for name in ("quest", "sketch") for dtype in ("auto", "fp8_e4m3") for s in
+      _models(name, 1, 16, 64, kv_cache_dtype=dtype)),
+    *(Setting(algorithm=name, kv_cache_dtype="int8") for name in ("quest", "sketch")),
     *(s for dtype in ("bfloat16", "float32") for s in
       _models("quest", 16, options={"summary_dtype": dtype})),
     *(s for dtype in (torch.float16, torch.float32) for name in ("quest", "sketch") for s in
@@ -140,7 +143,7 @@ WHOLE = (
     *_models("sketch", 16, extensions=("tail_estimate",)),
     *(s for rule in (_CAPPED, _WINDOW) for dtype in (torch.bfloat16, torch.float32) for s in
       _models("quest", 16, dtype=dtype, rule=rule)),
-    *_models("quest", 16, fp8=True, rule=_WINDOW),
+    *_models("quest", 16, kv_cache_dtype="fp8_e4m3", rule=_WINDOW),
     *(Setting(algorithm="quest", kind="Gemma 2", rule=rule) for rule in (_CAPPED, _WINDOW)),
 )  # fmt: skip
 
@@ -158,7 +161,12 @@ def variants(settings: tuple[Setting, ...], capability: tuple[int, int]) -> list
             engine = FakeEngine(
                 launches,
                 algorithm,
-                model(setting.kind, setting.page_size, dtype=setting.dtype, fp8=setting.fp8),
+                model(
+                    setting.kind,
+                    setting.page_size,
+                    dtype=setting.dtype,
+                    kv_cache_dtype=setting.kv_cache_dtype,
+                ),
                 setting.scope,
                 batch=setting.batch,
                 context=setting.context,

@@ -98,7 +98,8 @@ def outcome(text: str) -> str:
     """ "accepted", or the line of the refusal; anything else that is raised is a fault."""
     try:
         config = HiSparseConfig.parse(text)
-        spec = KVSpec(**{**vars(SPEC), "page_size": config.page_size, "fp8": config.stores_fp8})
+        stored = {"page_size": config.page_size, "kv_cache_dtype": config.kv_cache_dtype}
+        spec = KVSpec(**{**vars(SPEC), **stored})
         resolve(config, spec, 0.125, MACHINE)
     except HiSparseError as error:
         return str(error)

@@ -32,7 +32,7 @@ def host_of(layout: str, size: int, widths: tuple[int, int]) -> HostKVPool:
         v_head_dim=widths[1],
         dtype=torch.bfloat16,
         page_size=size,
-        fp8=True,
+        kv_cache_dtype="fp8_e4m3",
     )
     return HostKVPool(spec, 80 // size, layout, pin=False)
 

@@ -74,6 +74,11 @@ def load() -> None:
     """Entry point."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from hisparse.sglang.features import cuda_graphs
+
+    # The feature is off on a CPU.
+    for target, wrapper in cuda_graphs.FEATURE.hooks.items():
+        HookRegistry.register(target, wrapper, HookType.AROUND)
     HookRegistry.register(
         "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph",
         _capture,

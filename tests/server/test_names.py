@@ -9,10 +9,16 @@ import pytest
 from refusing import refusal
 
 from hisparse.errors import PluginError
-from hisparse.sglang import names, plugin
+from hisparse.sglang import check_hooks, features, hooks, install, plugin
 
 #: SGLang warns while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+#: Hooks of all features, and those of each server.
+HOOKS = {**plugin.ARGUMENT_HOOKS, **hooks.HOOKS}
+for feature in features.all_features():
+    HOOKS |= feature.hooks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -20,10 +26,10 @@ def plugins_loaded() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    plugin.install_hooks()
+    install.install(HOOKS)
 
 
-@pytest.mark.parametrize("name", [*names.HOOKS, *names.USED])
+@pytest.mark.parametrize("name", [*HOOKS, *check_hooks.used_names()])
 def test_sglang_has(name: str) -> None:
     try:
         pkgutil.resolve_name(name)
@@ -32,15 +38,15 @@ def test_sglang_has(name: str) -> None:
 
 
 def test_every_hook_is_in_place() -> None:
-    plugin.verify_hooks()
+    install.verify(HOOKS)
 
 
-@pytest.mark.parametrize("target", names.HOOKS)
+@pytest.mark.parametrize("target", HOOKS)
 def test_a_hook_that_did_not_take_is_named(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if SGLang had left the original in place."""
-    monkeypatch.setitem(plugin._originals, target, plugin._resolve(target))
+    monkeypatch.setitem(install._originals, target, install._resolve(target))
     with pytest.raises(PluginError) as error:
-        plugin.verify_hooks()
+        install.verify(HOOKS)
     assert target in str(error.value)
     assert f"sglang {version('sglang')}" in str(error.value)
 
@@ -50,7 +56,7 @@ def test_a_hook_whose_target_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.delattr(ReqToTokenPool, "free_rows")
     with pytest.raises(PluginError, match=r"ReqToTokenPool\.free_rows does not exist"):
-        plugin.verify_hooks()
+        install.verify(HOOKS)
 
 
 def test_a_hook_that_did_not_take_stops_the_start(
@@ -60,8 +66,9 @@ def test_a_hook_that_did_not_take_stops_the_start(
     from tiny_models import tiny_model
 
     target = "sglang.srt.platforms.interface.SRTPlatform.get_kv_pool_cls"
-    monkeypatch.setitem(plugin._originals, target, plugin._resolve(target))
+    monkeypatch.setitem(install._originals, target, install._resolve(target))
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    monkeypatch.setenv(features.IN_USE, "")
     line = ["--model-path", str(tiny_model("llama")), "--device", "cpu", "--dtype", "float32"]
     args = prepare_server_args([*line, "--attention-backend", "hisparse"])
     with pytest.raises(SystemExit) as end:
@@ -93,29 +100,7 @@ def test_another_release_that_lacks_what_the_plugin_imports(
         plugin.register()
 
 
-def test_names_are_sorted_into_hooks_and_uses_without_doubles() -> None:
-    listed = [*names.HOOKS, *names.USED]
+def test_two_features_hook_no_function_twice() -> None:
+    listed = [*plugin.ARGUMENT_HOOKS, *hooks.HOOKS]
+    listed += [name for feature in features.all_features() for name in feature.hooks]
     assert len(set(listed)) == len(listed)
-
-
-def _imports_of_sglang() -> set[str]:
-    """Dotted names that the plugin's source imports from SGLang."""
-    import ast
-    from pathlib import Path
-
-    found = set()
-    for path in Path(plugin.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang"):
-                found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
-def test_every_import_from_sglang_is_listed() -> None:
-    listed = (*names.HOOKS, *names.USED)
-    missing = [
-        name
-        for name in sorted(_imports_of_sglang())
-        if not any(entry == name or entry.startswith(f"{name}.") for entry in listed)
-    ]
-    assert not missing, f"the plugin uses {missing}, which hisparse.sglang.names does not list"

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hisparse.errors import AlgorithmError, CapacityError
-from hisparse.sglang import hooks, plugin, session
+from hisparse.sglang import install, session
+from hisparse.sglang.features import cuda_graphs
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79 GiB in all.\nMore"
 
@@ -27,7 +28,7 @@ def capture(error: Exception) -> None:
     def original(runner: Any) -> None:
         raise error
 
-    hooks.around_capture(original, None)
+    cuda_graphs.around_capture(original, None)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_sglang_s_runner_captures_under_the_hook() -> None:
     def full() -> Any:
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
-    plugin.install_hooks()
+    install.install(cuda_graphs.FEATURE.hooks)
     runner = object.__new__(DecodeCudaGraphRunner)
     # What SGLang's capture does first.
     runner.model_context = full

@@ -42,10 +42,10 @@ class Runner:
             requests=(),
             chunked_request_id=None,
             num_decoding=0,
+            begins_on_alloc=True,
         )
         self.reports = self.num_replays = 0
         reporter = SimpleNamespace(report=lambda: setattr(self, "reports", self.reports + 1))
-        monkeypatch.setattr(module, "decodes_only", lambda: False)
         monkeypatch.setattr(module, "require_session", lambda: self.session)
         monkeypatch.setattr(module, "build_coordinator", lambda *_: sim.coordinator)
         monkeypatch.setattr(module, "MetricsReporter", lambda *_: reporter)
@@ -173,7 +173,7 @@ class Runner:
             torch.stack([x[:, r.done - 1] for r, x in zip(requests, own, strict=True)], 1)
             for own in zip(*(r.streams[:3] for r in requests), strict=True)
         ]
-        if eager or not self.session.can_replay(fresh):
+        if eager or not self.backend.can_replay(fresh):
             return self.run(fresh, tokens, padding)
         self.num_replays += 1
         size = min(size for size in BATCH_SIZES if size >= count)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hisparse.sglang import check_hooks, names, plugin
+from hisparse.sglang import check_hooks, hooks, install
 
 
 def test_a_hook_with_other_arguments_is_reported() -> None:
@@ -24,7 +24,7 @@ def test_every_hook_of_this_release_fits(monkeypatch: pytest.MonkeyPatch) -> Non
 
     load_plugins()
     assert check_hooks.find_problems() == []
-    target = next(t for t in names.HOOKS if t.endswith("resolve_max_num_reqs"))
-    monkeypatch.setitem(plugin._originals, target, lambda self, tokens, rows: 0)
+    target = next(t for t in hooks.HOOKS if t.endswith("resolve_max_num_reqs"))
+    monkeypatch.setitem(install._originals, target, lambda self, tokens, rows: 0)
     (problem,) = check_hooks.find_problems()
     assert problem.startswith(f"the hook on {target} does not fit: its arguments are (self, tokens")

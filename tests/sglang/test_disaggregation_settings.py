@@ -11,13 +11,12 @@ import pytest
 from hisparse.algorithms import ALGORITHMS, build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.sglang.features import disaggregation
-from hisparse.sglang.features.disaggregation import config_of_server
 from hisparse.testing import Simulator
 
 
 def config_in(mode: str, **keys: Any) -> HiSparseConfig:
     server_args = SimpleNamespace(disaggregation_mode=mode)
-    return config_of_server(HiSparseConfig.from_dict(keys), server_args)
+    return disaggregation.FEATURE.process_config(HiSparseConfig.from_dict(keys), server_args)
 
 
 @pytest.mark.parametrize("algorithm", [n for n in ALGORITHMS if not ALGORITHMS.get(n).indexer])
@@ -39,11 +38,10 @@ def test_a_prefill_server_keeps_the_keys_of_an_indexer() -> None:
     )
 
 
-@pytest.mark.parametrize("mode", ["decode", "null"])
-def test_other_servers_select_as_they_are_told(mode: str) -> None:
+def test_a_decode_server_selects_as_it_is_told() -> None:
     keys: dict[str, Any] = {"algorithm": "quest", "selection_scope": "layer", "prefetch": True}
-    layout = {"host_layout": "layer_first"} if mode == "decode" else {}
-    assert config_in(mode, **keys) == HiSparseConfig.from_dict(keys | layout)
+    layout = {"host_layout": "layer_first"}
+    assert config_in("decode", **keys) == HiSparseConfig.from_dict(keys | layout)
 
 
 def test_a_server_that_does_not_fit_is_one_line(

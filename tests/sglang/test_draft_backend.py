@@ -13,7 +13,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
 from hisparse.errors import ConfigError
-from hisparse.sglang import hooks, session
+from hisparse.sglang import features, hooks, session
+from hisparse.sglang.features import speculation
+from hisparse.sglang.features.dsa.pools import DraftDSAPool, HiSparseDSAPool
 from hisparse.sglang.features.speculation import draft_backend
 from hisparse.sglang.features.speculation.draft_backend import DraftAttnBackend, DraftSteps
 from hisparse.sglang.features.speculation.draft_model import (
@@ -22,7 +24,7 @@ from hisparse.sglang.features.speculation.draft_model import (
     draft_token_bytes,
     sglang_draft_bytes,
 )
-from hisparse.sglang.kv_pool import DraftDSAPool, HiSparseDSAPool, HiSparseMHAPool
+from hisparse.sglang.kv_pool import HiSparseMHAPool
 from hisparse.types import KVSpec
 
 Q_HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 8, 6
@@ -152,7 +154,7 @@ def test_the_draft_models_pool_is_charged(monkeypatch: pytest.MonkeyPatch) -> No
         dtype=torch.bfloat16,
     )
     aux = SimpleNamespace(draft_model_config=draft, draft_kv_num_layers=3, eagle_draft_num_layers=3)
-    configurator = SimpleNamespace(spec_aux_config=aux)
+    configurator = SimpleNamespace(spec_aux_config=aux, kv_cache_dtype=torch.float32)
     assert draft_token_bytes(configurator) == 3 * 2 * (32 + 16) * 2
     draft.attention_arch = AttentionArch.MLA
     assert draft_token_bytes(configurator) == 3 * (64 + 8) * 2
@@ -172,7 +174,8 @@ def test_the_draft_models_pool_is_charged(monkeypatch: pytest.MonkeyPatch) -> No
     # SGLang takes the draft's layers as equal to the target's.
     assert sglang_draft_bytes(configurator, spec) == spec.token_bytes * 3 // 2
     nothing = SimpleNamespace(
-        spec_aux_config=SimpleNamespace(draft_model_config=None, eagle_draft_num_layers=None)
+        spec_aux_config=SimpleNamespace(draft_model_config=None, eagle_draft_num_layers=None),
+        kv_cache_dtype=torch.float32,
     )
     assert (draft_token_bytes(nothing), sglang_draft_bytes(nothing, spec)) == (0, 0)
 
@@ -180,11 +183,12 @@ def test_the_draft_models_pool_is_charged(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_pool_after_the_targets_is_that_of_a_draft_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now = SimpleNamespace(has_pool=False)
+    now = SimpleNamespace(pool=None)
     monkeypatch.setattr(session, "_session", now)
+    monkeypatch.setenv(features.IN_USE, "server dsa")
     ask = partial(hooks.around_get_kv_pool_cls, lambda platform, *, kind: kind, None)
     assert (ask(kind="mha"), ask(kind="dsa")) == (HiSparseMHAPool, HiSparseDSAPool)
-    now.has_pool = True
+    now.pool = object()
     assert (ask(kind="mha"), ask(kind="mla"), ask(kind="dsa")) == ("mha", "mla", DraftDSAPool)
 
 
@@ -211,11 +215,12 @@ def test_a_draft_models_latents_have_no_index_keys() -> None:
 def test_a_draft_models_forwards_leave_the_session_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The target's requests stay, and its verifications are told what is accepted."""
     accepted: list[Tensor] = []
-    now = SimpleNamespace(requests="the target's", accept_chains=accepted.append)
+    drafts = SimpleNamespace(accept_lengths=accepted.append)
+    now = SimpleNamespace(requests="the target's", get=lambda cls: drafts)
     monkeypatch.setattr(session, "_session", now)
     draft = SimpleNamespace(is_draft_worker=True)
     hooks.around_init_new(lambda *_: None, object, SimpleNamespace(reqs="the draft's"), draft)
     assert now.requests == "the target's"
     result = SimpleNamespace(accept_lens=torch.tensor([2, 1]))
-    assert hooks.around_run_eagle_verify(lambda batch: result, None) is result
+    assert speculation.around_run_eagle_verify(lambda batch: result, None) is result
     assert accepted == [result.accept_lens]

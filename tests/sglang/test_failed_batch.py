@@ -12,7 +12,7 @@ import torch
 from sglang.srt.distributed import parallel_state
 
 from hisparse.errors import AlgorithmError
-from hisparse.sglang import failed_batch
+from hisparse.sglang import backend as module
 from hisparse.sglang.backend import HiSparseAttnBackend
 
 
@@ -43,18 +43,18 @@ def world(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_server_of_one_rank_goes_on() -> None:
-    assert failed_batch.reason_to_stop([request("a"), request("b")]) is None
+    assert module._reason_to_stop([request("a"), request("b")]) is None
 
 
 def test_a_server_stops_where_something_would_be_left_behind(world: SimpleNamespace) -> None:
-    assert failed_batch.reason_to_stop([]) == "the forward is not of requests"
+    assert module._reason_to_stop([]) == "the forward is not of requests"
     world.world_size = 2
-    assert failed_batch.reason_to_stop([request()]) == "other ranks go on with the batch"
+    assert module._reason_to_stop([request()]) == "other ranks go on with the batch"
 
 
 def test_failed_requests_end_with_an_error_and_keep_nothing() -> None:
     running, ended = request(), request(finished=True)
-    failed_batch.fail_requests([running, ended], "what went wrong")
+    module._fail_requests([running, ended], "what went wrong")
     assert running.skip_radix_cache_insert
     assert running.finished_len == 2
     assert running.to_finish.to_json() == {
@@ -88,7 +88,7 @@ def test_a_server_that_stops_says_why_in_one_line(
     backend._session = SimpleNamespace(requests=[request()])
     backend._spec = SimpleNamespace(num_kv_heads=1, num_q_heads=1, head_dim=4, v_head_dim=4)
     backend._spec.latent = False
-    backend._layers, backend._in_graph, backend._num_tokens = {0: 0}, False, 1
+    backend._layers, backend._in_graph, backend.num_tokens = {0: 0}, False, 1
     backend._scale = 0.5
 
     def attention(*args: Any) -> None:

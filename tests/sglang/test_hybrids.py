@@ -79,7 +79,7 @@ def test_the_pool_has_the_layers_that_attend_alone(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, spec = make_pool(kind, monkeypatch), SPECS[kind]
-    host = hybrids.attention_pool(pool).host
+    host = pool.full_kv_pool.host
     assert host.num_bytes == 48 * spec.token_bytes
     slots = torch.tensor([47, 16, 21])
     k = torch.randn(3, spec.num_kv_heads, spec.head_dim)
@@ -93,14 +93,6 @@ def test_the_pool_has_the_layers_that_attend_alone(
     assert torch.equal(pool.get_value_buffer(3)[slots], v)
     with pytest.raises(ValueError, match="layer_id=2 not in full attention layers"):
         pool.get_key_buffer(2)
-
-
-def test_accepted_drafts_of_a_hybrid_reach_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = make_pool("mha", monkeypatch)
-    accepted: list[list[int]] = []
-    session.require_session().accept_drafts = lambda slots: accepted.append(slots.tolist())
-    pool.move_kv_cache(torch.tensor([6, 0]), torch.tensor([6, 0]))
-    assert accepted == [[6]]
 
 
 class Linear:
@@ -129,7 +121,7 @@ def test_sglang_calls_the_backend_for_layers_that_attend(
 
     backend = HiSparseAttnBackend.__new__(HiSparseAttnBackend)
     backend._layers, backend._last_layer = {1: 0, 3: 1}, 3
-    backend._spec, backend._scale, backend._num_tokens = SPECS["mha"], 0.5, 1
+    backend._spec, backend._scale, backend.num_tokens = SPECS["mha"], 0.5, 1
     backend._in_graph = True
     backend.token_to_kv_pool = backend.req_to_token_pool = None
     backend.coordinator = SimpleNamespace(

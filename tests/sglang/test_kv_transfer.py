@@ -11,11 +11,12 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from hisparse.cache import HostKVPool
-from hisparse.cache.codec import decode, encode, read_tokens, write_tokens
+from hisparse.cache.kv_io import read_tokens, write_tokens
 from hisparse.errors import HiSparseError
 from hisparse.sglang import session
 from hisparse.sglang.features.disaggregation.transfer import (
     Buffers,
+    Transfers,
     copy_tokens,
     kv_buffers,
     scale_buffers,
@@ -27,12 +28,23 @@ SIZES: dict[str, Any] = {"num_layers": 2, "num_q_heads": 4, "dtype": torch.float
 HEADS = KVSpec(**SIZES, num_kv_heads=2, head_dim=8, v_head_dim=8, page_size=4)
 SPECS = {
     "heads": HEADS,
-    "fp8": KVSpec(**SIZES, num_kv_heads=2, head_dim=16, v_head_dim=16, page_size=4, fp8=True),
+    "int8": KVSpec(
+        **SIZES, num_kv_heads=2, head_dim=16, v_head_dim=16, page_size=4, kv_cache_dtype="int8"
+    ),
+    "fp8": KVSpec(
+        **SIZES, num_kv_heads=2, head_dim=16, v_head_dim=16, page_size=4, kv_cache_dtype="fp8_e4m3"
+    ),
     "latents": KVSpec(
         **SIZES, num_kv_heads=1, head_dim=16, v_head_dim=12, page_size=4, latent=True
     ),
     "fp8 latents": KVSpec(
-        **SIZES, num_kv_heads=1, head_dim=48, v_head_dim=32, page_size=4, latent=True, fp8=True
+        **SIZES,
+        num_kv_heads=1,
+        head_dim=48,
+        v_head_dim=32,
+        page_size=4,
+        latent=True,
+        kv_cache_dtype="fp8_e4m3",
     ),
 }
 PAGE, NUM_PAGES = 16, 12
@@ -54,7 +66,7 @@ def fill(host: HostKVPool, where: torch.Tensor) -> None:
     for layer in range(host.kv.num_layers):
         k = torch.randn(len(where), host.kv.num_kv_heads, host.kv.head_dim)
         v = k[..., : host.kv.v_head_dim] if host.kv.latent else torch.randn_like(k)
-        write_tokens(encode(host.kv, k, v), host.stored(layer), where)
+        write_tokens(host.format.encode(k, v), host.stored(layer), where)
 
 
 def assert_same(
@@ -62,7 +74,7 @@ def assert_same(
 ) -> None:
     for layer in range(one.kv.num_layers):
         a, b = (read_tokens(h.stored(layer), s) for h, s in ((one, here), (other, there)))
-        for x, y in zip(decode(one.kv, a), decode(one.kv, b), strict=True):
+        for x, y in zip(one.format.decode(a), one.format.decode(b), strict=True):
             assert x.any() and torch.equal(x, y)
 
 
@@ -76,11 +88,11 @@ def test_moved_pages_hold_the_same_tokens(spec: KVSpec) -> None:
     one, other = pools(spec)
     fill(one, slots([0, 2]))
     move(kv_buffers(one, PAGE), kv_buffers(other, PAGE), {0: 4, 2: 1})
-    if spec.num_scales:
+    if one.format.num_scales:
         move(scale_buffers(one, PAGE), scale_buffers(other, PAGE), {0: 4, 2: 1})
     assert_same(one, slots([0, 2]), other, slots([4, 1]))
     described = sum(kv_buffers(one, PAGE).lengths)
-    described += sum(scale_buffers(one, PAGE).lengths) if spec.num_scales else 0
+    described += sum(scale_buffers(one, PAGE).lengths) if one.format.num_scales else 0
     assert described == one.num_bytes
 
 
@@ -95,7 +107,8 @@ def test_sglangs_own_pool_has_the_same_order_of_bytes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(session, "_session", state)
     options: dict[str, Any] = {"page_size": PAGE, "dtype": torch.float32, "head_num": 2}
     options |= {"head_dim": 8, "layer_num": 2, "device": "cpu", "enable_memory_saver": False}
-    stock, ours = MHATokenToKVPool(64, **options), HiSparseMHAPool(32, **options)
+    pool_class = type("Pool", (Transfers, HiSparseMHAPool), {})
+    stock, ours = MHATokenToKVPool(64, **options), pool_class(32, **options)
     stock.start_layer = 0
     for layer in range(2):
         stock.k_buffer[layer].normal_()

@@ -11,7 +11,8 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool
 
 from hisparse.errors import HiSparseError
 from hisparse.sglang import session
-from hisparse.sglang.kv_pool import POOLS, HiSparseDSAPool, HiSparseMLAPool
+from hisparse.sglang.features.dsa.pools import HiSparseDSAPool
+from hisparse.sglang.kv_pool import HiSparseMLAPool
 from hisparse.types import KVSpec
 
 RANK, ROPE = 12, 4
@@ -35,7 +36,7 @@ def pool(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> HiS
         SimpleNamespace(spec=SPEC, resolved=SimpleNamespace(layout="layer_first"), ranks=None),
     )
     options = {} if request.param == "mla" else {"index_head_dim": 128, "kv_cache_dim": RANK + ROPE}
-    made = POOLS[request.param](
+    made = (HiSparseMLAPool if request.param == "mla" else HiSparseDSAPool)(
         32,
         page_size=16,
         dtype=torch.float32,

@@ -43,7 +43,7 @@ def test_the_layers_of_the_fallback(scales: list[float | None], expected: float)
 def test_a_scale_that_a_forward_changes_is_an_error() -> None:
     """OPT's code in transformers scales the queries itself, and passes 1."""
     backend = HiSparseAttnBackend.__new__(HiSparseAttnBackend)
-    backend._num_tokens, backend._scale = 1, 0.25
+    backend.num_tokens, backend._scale = 1, 0.25
     layer = RadixAttention(4, 32, 1.0, num_kv_heads=2, layer_id=2)
     q, k = torch.zeros(1, 128), torch.zeros(1, 2, 32)
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False))

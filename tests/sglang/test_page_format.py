@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hisparse.cache import HostKVPool
-from hisparse.cache.codec import read_tokens
+from hisparse.cache.kv_io import read_tokens
 from hisparse.cache.page_format import PageFormat
 from hisparse.types import HostLayout, KVSpec
 
@@ -17,7 +17,7 @@ LAYOUTS: tuple[HostLayout, ...] = ("layer_first", "page_first", "page_head")
 SHAPES: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"dtype": torch.bfloat16},
-    "fp8": {"fp8": True},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3"},
     "values of another width": {"v_head_dim": 8},
     "latents": {"latent": True, "num_kv_heads": 1, "head_dim": 24},
     "pages of one token": {"page_size": 1, "latent": True, "num_kv_heads": 1, "head_dim": 24},

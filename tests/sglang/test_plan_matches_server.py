@@ -22,7 +22,7 @@ from hisparse.engine.build import kept_tensors
 from hisparse.memory.costs import host_token_bytes
 from hisparse.memory.sizing import Sizing, resize
 from hisparse.plan.fit import Machine, divide_layers, fit
-from hisparse.sglang import hooks, ranks, session, setup
+from hisparse.sglang import features, hooks, ranks, session, setup
 from hisparse.transformers.model_config import shape_per_rank
 
 GIB = 2**30
@@ -69,13 +69,14 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, machine: Machine, max_requests: in
     published = {
         "get_parallel": SimpleNamespace(num_dp_ranks=machine.dp, attn_dp_size=1, pp_size=1),
         "get_schedule": SimpleNamespace(max_running_requests=max_requests),
-        "get_disagg": SimpleNamespace(disaggregation_mode="null"),
     }
     for name, found in published.items():
         monkeypatch.setattr(runtime_context, name, lambda found=found: found)
     monkeypatch.setattr(session, "_session", None)
     monkeypatch.setattr(setup, "free_host_memory", lambda: machine.host_bytes)
-    monkeypatch.setattr(setup, "least_of_ranks", lambda *sizes: list(sizes))
+    for module in (setup, ranks):
+        monkeypatch.setattr(module, "least_of_ranks", lambda *sizes: list(sizes))
+    monkeypatch.setenv(features.IN_USE, "server replicas")
     monkeypatch.setattr(setup, "hybrid_layers", lambda model_config: None)
     monkeypatch.setattr(ranks, "layers_of_ranks", lambda layers: [layers] * machine.tp)
     last = machine.tp - 1

@@ -16,8 +16,8 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from test_page_format import PAGE_TOKENS, bits_at, fill, slots_of
 from test_storage_weights import Server
 
-from hisparse.sglang import hooks
 from hisparse.sglang.features.storage.file_storage import FileStorage
+from hisparse.sglang.features.swap import around_release_req
 from hisparse.sglang.session import require_session
 from hisparse.storage import FileStore
 
@@ -69,7 +69,7 @@ def retract(server: Server, request: Request, **options: Any) -> None:
         fill(server.pool, seed=1)
         return True
 
-    assert hooks.around_release_req(original, req=request, remaing_req_count=3, **options)
+    assert around_release_req(original, req=request, remaing_req_count=3, **options)
 
 
 def transfer(request: Request, first: int = 0) -> list[Any]:
@@ -99,7 +99,7 @@ def test_a_request_gets_shared_pages_and_its_own(
     request = Request(extra_key=key)
     request.kv.kv_committed_len = committed
     share_prompt(server, request)
-    sparse = server.linker._format.host_pages(slots_of(PAGES[2:4]))
+    sparse = server.linker.form.host_pages(slots_of(PAGES[2:4]))
     server.exact.write(sparse, torch.zeros(4, dtype=torch.bool))
     before = bits_at(server.pool, slots_of(PAGES[:4]))
     retract(server, request)
@@ -109,7 +109,7 @@ def test_a_request_gets_shared_pages_and_its_own(
     assert server.linker.load("r", transfer(request))
     after = bits_at(server.pool, slots_of(OTHERS))
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-    pages = server.linker._format.host_pages(slots_of(OTHERS))
+    pages = server.linker.form.host_pages(slots_of(OTHERS))
     assert server.exact.read(pages).tolist() == [True] * 4 + [False] * 4
     assert count(server, "swapped_in_pages", "failed_swaps") == [2, 0]
     assert server.linker.lookup("r", transfer(request)) == [2], "they are loaded once"
@@ -165,10 +165,10 @@ def test_new_weights_end_swaps(start: Start) -> None:
     server, request = start(), Request()
     retract(server, request)
     update = SimpleNamespace(_session=None)
-    require_session().note_update(update)
+    server.state.note_update(update)
     server.linker.reset()
     assert server.linker.lookup("r", transfer(request, first=2)) == []
-    require_session().note_update(update)
+    server.state.note_update(update)
     retract(server, request)
     assert count(server, "swapped_pages") == [2]
 
@@ -189,7 +189,7 @@ def test_ranks_swap_a_request_together_or_not_at_all(start: Start) -> None:
     ranks = SimpleNamespace(
         all_of=lambda mine: asked.append(mine), least_of=lambda mine: mine, shared=False
     )
-    server.linker._ranks = ranks
+    server.linker.ranks = ranks
     retract(server, request)
     assert asked == [True]
     assert server.linker.lookup("r", transfer(request, first=2)) == []

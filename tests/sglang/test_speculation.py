@@ -14,12 +14,8 @@ import torch
 from hisparse.algorithms import build_algorithm
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
-from hisparse.sglang.features.speculation import (
-    accepted_drafts,
-    check_rollback,
-    draft_tokens,
-    keep_chains,
-)
+from hisparse.sglang.features.speculation import check_rollback, draft_tokens
+from hisparse.sglang.features.speculation.chains import accepted_drafts, keep_chains
 from hisparse.testing import Simulator
 
 STANDIN = Path(__file__).parent.parent.parent / "cpu_standins" / "sgl_kernel"

@@ -26,7 +26,8 @@ from hisparse.cache.page_format import PageFormat
 from hisparse.config import HiSparseConfig
 from hisparse.engine.fingerprint import fingerprint, model_settings
 from hisparse.errors import ConfigError
-from hisparse.sglang import hooks
+from hisparse.sglang import session as session_module
+from hisparse.sglang.features.storage import around_request
 from hisparse.sglang.features.storage.file_storage import FileStorage
 from hisparse.sglang.features.storage.key import (
     AdapterKeys,
@@ -75,9 +76,8 @@ def namespace(
         resolved=SimpleNamespace(config=HiSparseConfig(**config)),
         **(changes or {}),
     )
-    session.fingerprint = model_fingerprint(session)
     form = PageFormat(make_pool(layout), page_tokens, {})
-    return make_namespace(session, form, ranks)
+    return make_namespace(session, model_fingerprint(session), form, ranks)
 
 
 def test_budget_algorithm_and_layout_are_no_part_of_the_key() -> None:
@@ -289,8 +289,9 @@ def test_an_adapter_is_known_by_its_content() -> None:
 
 
 def test_a_request_has_the_key_of_its_adapters_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = SimpleNamespace(adapter_key=adapter_keys(Adapter()).key)
-    monkeypatch.setattr(hooks, "current_session", lambda: session)
+    state = SimpleNamespace(adapter_key=adapter_keys(Adapter()).key)
+    session = SimpleNamespace(get=lambda cls: state)
+    monkeypatch.setattr(session_module, "_session", session)
 
     def init(request: Any, lora_id: str | None, extra_key: str | None) -> None:
         """As SGLang's ``Req``."""
@@ -300,16 +301,16 @@ def test_a_request_has_the_key_of_its_adapters_content(monkeypatch: pytest.Monke
     found = []
     for lora_id, extra_key in [("0" * 32, None), ("0" * 32, "mine"), (None, "mine"), (None, None)]:
         request = SimpleNamespace()
-        hooks.around_request(init, request, lora_id, extra_key=extra_key)
+        around_request(init, request, lora_id, extra_key=extra_key)
         found.append(request.extra_key)
-    content = session.adapter_key("0" * 32)
+    content = state.adapter_key("0" * 32)
     assert content != "0" * 32
     assert found == [f"adapter {content} ", f"adapter {content} client mine", "client mine", None]
     request = SimpleNamespace()
-    hooks.around_request(init, request, None, extra_key=found[0])
+    around_request(init, request, None, extra_key=found[0])
     assert request.extra_key != found[0], "a client cannot name an adapter"
-    session.adapter_key = None
-    hooks.around_request(init, request, "0" * 32, extra_key="mine")
+    monkeypatch.setattr(session_module, "_session", None)
+    around_request(init, request, "0" * 32, extra_key="mine")
     assert request.extra_key == "mine" + "0" * 32, "without a store as SGLang has it"
 
 

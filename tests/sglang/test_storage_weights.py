@@ -25,10 +25,11 @@ from weight_updates import CheckpointEngine, Updates
 from hisparse.algorithms.quest import Quest
 from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.config import HiSparseConfig
-from hisparse.sglang import plugin
+from hisparse.sglang import features, plugin
 from hisparse.sglang.features.storage.counters import StorageCounters
 from hisparse.sglang.features.storage.linker import HiSparseLinker
 from hisparse.sglang.features.storage.ranks import LinkerRanks
+from hisparse.sglang.features.storage.state import StorageState
 from hisparse.sglang.session import Session, start_session
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -94,13 +95,18 @@ class Server:
             ),
             algorithm=Quest(),
             resolved=SimpleNamespace(config=HiSparseConfig()),
-            storage=self.counters,
+            policy=SimpleNamespace(rules=()),
+            backend=SimpleNamespace(metrics=SimpleNamespace(report=lambda now: None)),
+            _states={},
+        )
+        self.state = StorageState(
             model=self.model,
             model_settings={},
             model_config=LlamaConfig(),
-            policy=SimpleNamespace(rules=()),
-            report_metrics=lambda: None,
+            counters=self.counters,
         )
+        session.add(self.state)
+        monkeypatch.setenv(features.IN_USE, "server storage swap")
         monkeypatch.setattr("hisparse.sglang.session._session", None)
         start_session(session)
         kvcache = SimpleNamespace(host=self.pool)
@@ -131,7 +137,9 @@ def one_rank() -> Iterator[None]:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    plugin.install_hooks()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(features.IN_USE, "server storage swap")
+        plugin.install_hooks()
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
@@ -288,8 +296,8 @@ def test_an_update_that_fails_on_one_of_two_ranks(
     ranks: Any = {"size": 2, "shared": False, "group": None, "texts": ["", ""]}
     ranks["barrier"] = threading.Barrier(2, timeout=20)
     for rank, server in enumerate(servers):
-        server.linker._ranks = Thread(rank=rank, **ranks)
-        server.linker._session.note_update(SimpleNamespace(_session=None))
+        server.linker.ranks = Thread(rank=rank, **ranks)
+        server.state.note_update(SimpleNamespace(_session=None))
     with ThreadPoolExecutor(2) as threads:
         servers[0].linker.reset()
         assert list(threads.map(Server.num_found, servers)) == [0, 0]

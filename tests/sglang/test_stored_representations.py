@@ -43,7 +43,7 @@ PAGES = Namespace(
 STORABLE: dict[str, dict[str, Any]] = {
     "quest": {"algorithm": Quest()},
     "sketch": {"algorithm": Sketch()},
-    "fp8": {"algorithm": Quest(), "fp8": True},
+    "fp8": {"algorithm": Quest(), "kv_cache_dtype": "fp8_e4m3"},
     "tail estimate": {"algorithm": Sketch(), "extensions": {"tail_estimate": True}},
 }
 

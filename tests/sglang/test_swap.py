@@ -14,7 +14,6 @@ from test_page_format import bits_at, fill, slots_of
 from test_storage_faults import KEYS, OTHERS, PAGES, READY, TIMEOUT_S, World
 
 from hisparse.sglang.features.storage import health
-from hisparse.sglang.features.storage.key import swap_namespace
 from hisparse.sglang.features.swap.request_swap import RequestSwap
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -43,7 +42,7 @@ class SwapWorld(World):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        records = self.records.within(swap_namespace(self.namespace("some model")))
+        records = self.records.within(self.namespace("retracted requests"))
         self.swap = RequestSwap(records, self.exact, 2)
         self.exact.write(self.pages(PAGES), FLAGS)
         self.exact.set_exact(self.pages(OTHERS))

@@ -26,7 +26,7 @@ from sglang.srt.server_args import ServerArgs
 from test_page_format import NUM_PAGES, PAGE_TOKENS, bits_at, fill
 from test_storage_weights import Server
 
-from hisparse.sglang import hooks
+from hisparse.sglang.features.swap import around_release_req
 from hisparse.sglang.session import require_session
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -76,7 +76,7 @@ class Scheduler:
 
     def retract(self, request: Req) -> None:
         """As the scheduler does; then what was freed gets other contents."""
-        assert hooks.around_release_req(
+        assert around_release_req(
             release_req,
             req=request,
             remaing_req_count=0,

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hisparse.errors import ConfigError
 from hisparse.eval.models import load
 from hisparse.transformers import disable, enable
-from hisparse.transformers.fingerprint import model_fingerprint
+from hisparse.transformers.fingerprint import UnchangedModel, model_fingerprint
 from tests.server.tiny_models import tiny_model
 from tests.transformers.hf_models import SMALL, model
 
@@ -48,3 +48,14 @@ def test_a_model_with_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="cannot be read: "):
         load(AutoConfig, str(tmp_path / "model"))
+
+
+def test_a_tensor_with_more_elements_than_a_float32_counts() -> None:
+    """An embedding of 49,152 tokens with a width of 576 has such a length."""
+    net = torch.nn.Module()
+    net.register_buffer("table", torch.zeros(49152 * 576, dtype=torch.int8))
+    unchanged = UnchangedModel(net)
+    unchanged.check()
+    net.table.data.add_(1)  # A write that PyTorch does not count.
+    with pytest.raises(ConfigError, match="another buffer table"):
+        unchanged.check()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hisparse.adapters import Attended, TableLimits, merge_attended
 from hisparse.algorithms import DecodeStep, Representation, SelectionPolicy
+from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
 from hisparse.engine.extensions.base import Extension, register_extension
 from hisparse.errors import ConfigError
@@ -54,7 +55,7 @@ class TailEstimate(Extension):
         """Mean key and mean value of each page; values that are a part of the keys are not kept."""
         kv = policy.kv
         state = {_MEAN_K: Representation((kv.num_kv_heads, kv.head_dim), kv.dtype)}
-        if not kv.latent:
+        if not format_of(kv).shares_values:
             state[_MEAN_V] = Representation((kv.num_kv_heads, kv.v_head_dim), kv.dtype)
         return state
 
@@ -109,7 +110,7 @@ class TailEstimate(Extension):
         state, kv = self.context.state, self.context.policy.kv
         k = state[_MEAN_K][layer_id]
         k = k.view(-1, 1, 1, k.shape[-1]) if one_head else k[:, :, None]
-        if kv.latent:
+        if _MEAN_V not in state:
             return PagedKV(k, k[..., : kv.v_head_dim])
         v = state[_MEAN_V][layer_id]
         return PagedKV(k, v.view(-1, 1, 1, v.shape[-1]) if one_head else v[:, :, None])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hisparse.kernels import reference
 from hisparse.kernels.build.cpu import call_cpu, dense_rows
-from hisparse.types import LatentRow
+from hisparse.kernels.latent_row import LatentRow
 
 __all__ = ["decode_latents", "encode_latents"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hisparse.kernels.latent_row import LatentRow
 from hisparse.kernels.reference.quantize import quantize, read_scales
-from hisparse.types import LatentRow
 
 __all__ = ["decode_latents", "encode_latents", "pack_latents"]
 

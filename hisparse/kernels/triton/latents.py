@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hisparse.kernels.latent_row import LatentRow
 from hisparse.kernels.reference.latents import pack_latents
 from hisparse.kernels.triton.quantize import quantize
-from hisparse.types import LatentRow
 
 __all__ = ["decode_latents", "encode_latents"]
 

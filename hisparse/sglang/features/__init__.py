@@ -1,1 +1,93 @@
-"""What a server can do besides the plain way, one file or folder a feature."""
+"""What a server can do besides the plain way: a file or a folder for each feature.
+
+Each can be deleted: what it serves, which ``start.py`` lists, is refused then. The names of those
+that are on are passed to child processes in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hisparse.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hisparse.sglang.features.base import Feature
+    from hisparse.sglang.start import Start
+
+__all__ = ["IN_USE", "all_features", "check_start", "enable", "enabled", "for_model"]
+
+#: Set in the environment by a server that uses hisparse: "server", then names of features.
+IN_USE = "HISPARSE_IN_USE"
+
+
+@cache
+def all_features() -> tuple[Feature, ...]:
+    """All features of this installation."""
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    modules = [import_module(f"{__name__}.{name}") for name in names if name != "base"]
+    return tuple(module.FEATURE for module in modules)
+
+
+def enable(features: Iterable[Feature]) -> None:
+    """Let this process and its children have some features and no others."""
+    os.environ[IN_USE] = " ".join(["server", *(feature.name for feature in features)])
+
+
+def enabled() -> tuple[Feature, ...]:
+    """The features of this process's server."""
+    _, *names = os.environ.get(IN_USE, "").split() or [""]
+    return tuple(feature for feature in all_features() if feature.name in names)
+
+
+def check_start(start: Start) -> None:
+    """Check that hisparse serves together what a server is started with.
+
+    Raises:
+        ConfigError: names an option whose feature is not installed, or the first option and what it
+            does not go with.
+    """
+    from hisparse.sglang.start import SERVED_BY_FEATURES
+
+    installed = {feature.name for feature in all_features()}
+    for option in SERVED_BY_FEATURES:
+        if option.feature not in installed and (got := option.given(start)):
+            raise ConfigError(
+                f"{got} needs the feature {option.feature!r} of hisparse.sglang, which is not "
+                f"installed; expected {option.expected}"
+            )
+    for feature in all_features():
+        for option, others in feature.excludes.items():
+            flag, _, value = option.given(start).partition(" ")
+            for other in others if flag else ():
+                if got := other.given(start):
+                    raise ConfigError(
+                        f"{flag} is {value}, which does not go with {got} yet; expected "
+                        f"{other.expected}"
+                    )
+
+
+def for_model(model_config: Any, name: str) -> tuple[Feature, ...]:
+    """The features that a model needs.
+
+    Args:
+        model_config: SGLang's ``ModelConfig``.
+        name: of the model.
+
+    Raises:
+        ConfigError: one is not installed.
+    """
+    from hisparse.sglang.start import MODEL_KINDS
+
+    installed = {feature.name for feature in all_features()}
+    for kind in MODEL_KINDS:
+        if kind.feature not in installed and kind.found(model_config):
+            raise ConfigError(
+                f"{name} needs the feature {kind.feature!r} of hisparse.sglang, which is not "
+                f"installed; expected {kind.expected}"
+            )
+    return tuple(feature for feature in all_features() if feature.is_for(model_config))

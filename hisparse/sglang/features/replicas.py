@@ -1,30 +1,74 @@
-"""What replicas, attention data parallelism and pipelines mean for the configuration."""
+"""Ranks beyond those that divide a model's heads: replicas, attention replicas and pipelines."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from hisparse.config import HiSparseConfig
+from hisparse.engine.build import EngineSetup
+from hisparse.engine.capabilities import check_dense_layers
+from hisparse.memory.host import free_host_memory
+from hisparse.memory.sizing import resize
+from hisparse.sglang import ranks
+from hisparse.sglang.features.base import Feature
+from hisparse.sglang.model_shape import ModelShape
+from hisparse.sglang.start import (
+    ATTENTION_REPLICAS,
+    CUDA_GRAPHS,
+    EXTENSION_OF_ALL_LAYERS,
+    PIPELINE,
+    REPLICAS,
+    REUSED_LAYERS,
+    STORAGE,
+    Start,
+)
+from hisparse.units import resolve_memory
 
-__all__ = ["config_for_ranks"]
+__all__ = ["Replicas"]
 
 
-def config_for_ranks(config: HiSparseConfig, server_args: Any, host_bytes: int) -> HiSparseConfig:
-    """The configuration of all processes of a server.
+class Replicas(Feature):
+    """Host memory is divided among replicas, and layers among the stages of a pipeline."""
 
-    Args:
-        config: of the command line.
-        server_args: SGLang's ``ServerArgs`` before it resolves them.
-        host_bytes: what ``host_memory`` stands for, before the first process starts.
-    """
-    # SGLang turns `--dp-size N --enable-dp-attention` into `--attn-dp-size N`.
-    attention = server_args.enable_dp_attention
-    if server_args.dp_size > 1 and not attention:
-        # Replicas start at times of their own, and each finds less free than the one before it.
-        config = replace(config, host_memory=host_bytes)
-    if attention or server_args.attn_dp_size > 1:
-        # Whether a captured step can serve a step depends on its requests, and all ranks would
-        # have to agree on it.
-        config = replace(config, cuda_graph=False)
-    return config
+    name = "replicas"
+    serves = (PIPELINE, ATTENTION_REPLICAS, REPLICAS)
+    excludes = {
+        PIPELINE: (STORAGE, EXTENSION_OF_ALL_LAYERS, REUSED_LAYERS),
+        ATTENTION_REPLICAS: (STORAGE, CUDA_GRAPHS),
+    }
+
+    def prepare(self, start: Start) -> HiSparseConfig:
+        """The settings that all replicas share."""
+        config = start.config
+        if REPLICAS.given(start):
+            # Replicas start at times of their own, and each finds less free than the one before it.
+            host_bytes = resolve_memory(config.host_memory, free_host_memory(), "host_memory")
+            config = replace(config, host_memory=host_bytes)
+        if ATTENTION_REPLICAS.given(start) or start.args.enable_dp_attention:
+            # Whether a captured step can serve a step depends on its requests, and all ranks would
+            # have to agree on it.
+            config = replace(config, cuda_graph=False)
+        return config
+
+    def own_layers(
+        self, config: HiSparseConfig, shape: ModelShape, configurator: Any
+    ) -> Sequence[int] | None:
+        """The layers of this rank's stage of a pipeline."""
+        if ranks.pipeline_size() == 1:
+            return None
+        layers = configurator.model_config.num_hidden_layers
+        check_dense_layers(config, replace(shape.spec, num_layers=layers, windows=()))
+        first = configurator.layer_info.start_layer
+        return range(first, first + shape.spec.num_layers)
+
+    def sized(self, setup: EngineSetup, server_args: Any) -> None:
+        """Agree with the other stages: those with fewer layers have room for more."""
+        if ranks.pipeline_size() > 1:
+            sizing = setup.sizing
+            tokens, requests = ranks.least_of_ranks(sizing.kv_tokens, sizing.max_requests)
+            setup.sizing = resize(sizing, kv_tokens=tokens, max_requests=requests)
+
+
+FEATURE = Replicas()

@@ -9,25 +9,41 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import torch
+
 from hisparse.algorithms import ALGORITHMS
 from hisparse.config import HiSparseConfig
-from hisparse.sglang.features.disaggregation.transfer import scale_buffers
-from hisparse.sglang.session import current_session
+from hisparse.engine.build import EngineSetup
+from hisparse.engine.restored import TransferredRequests
+from hisparse.errors import CapacityError
+from hisparse.sglang.features.base import Demand, Feature, Flag
+from hisparse.sglang.features.disaggregation.transfer import (
+    IndexerTransfers,
+    Transfers,
+    scale_buffers,
+)
+from hisparse.sglang.hooks import around_write
+from hisparse.sglang.model_shape import ModelShape
+from hisparse.sglang.session import Session, current_session, current_state
+from hisparse.sglang.start import (
+    ATTENTION_REPLICAS,
+    DECODE,
+    OTHER_LAYOUT,
+    PIPELINE,
+    PREFILL_OR_DECODE,
+    PROMPT_QUERIES,
+    RANKS,
+    REPLICAS,
+    SPECULATION,
+    STORAGE,
+    Start,
+)
 
-__all__ = [
-    "around_prepare_for_prebuilt",
-    "around_setup_state_kv_args",
-    "around_try_ensure_parallel_info",
-    "config_of_server",
-    "decode_extra_slots",
-    "decodes_only",
-    "is_disaggregated",
-    "prepare_disaggregation",
-]
+__all__ = ["Disaggregation", "around_try_ensure_parallel_info"]
 
 logger = logging.getLogger("hisparse")
 
@@ -35,12 +51,36 @@ logger = logging.getLogger("hisparse")
 _KEEPS_NOTHING = "streaming"
 
 
-def is_disaggregated(server_args: Any) -> bool:
-    """Whether the server only prefills or only decodes."""
-    return server_args.disaggregation_mode in ("prefill", "decode")
+@dataclass
+class _Arrivals:
+    """The requests of a decode server.
+
+    Attributes:
+        session: of this rank.
+        waiting: makes them ready to decode.
+    """
+
+    session: Session
+    waiting: TransferredRequests
+
+    def add(self, slot: int, start: int, length: int) -> None:
+        """Begin a request that another server has prefilled.
+
+        Args:
+            slot: request slot.
+            start: position of the first token that arrived; those before were here.
+            length: tokens of the request.
+        """
+        session = self.session
+        assert session.coordinator is not None, "the backend is built before requests arrive"
+        size = session.spec.page_size
+        slots: torch.Tensor = session.req_to_token_pool.req_to_token[slot]
+        pages = slots[start : length // size * size : size] // size
+        session.coordinator.on_request_begin(slot)
+        self.waiting.add(slot, pages.cpu().long())
 
 
-def decodes_only() -> bool:
+def _decodes_only() -> bool:
     """Whether the server of this process gets its requests prefilled from another one."""
     from sglang.srt.runtime_context import get_disagg
 
@@ -48,59 +88,36 @@ def decodes_only() -> bool:
     return mode == "decode"
 
 
-def decode_extra_slots() -> int:
+def _extra_slots() -> int:
     """Request slots of a decode server for requests that are on their way."""
     from sglang.srt.runtime_context import get_disagg
 
-    return (get_disagg().disaggregation_decode_extra_slots or 0) if decodes_only() else 0
+    return (get_disagg().disaggregation_decode_extra_slots or 0) if _decodes_only() else 0
 
 
-def prepare_disaggregation(server_args: Any, device_type: str) -> None:
-    """Set the flags of prefill and decode servers that the command line does not give."""
-    mode = server_args.disaggregation_mode
-    if mode == "decode" and server_args.disaggregation_decode_retraction_backup is None:
-        # SGLang would else allocate a second pool in host memory, as large as its device pool.
-        server_args.disaggregation_decode_retraction_backup = "cpu_tensor"
-    if mode == "prefill" and device_type == "cpu":
-        # SGLang would else make a CUDA event, in the overlapped loop for a cached prefix, and for
-        # indices in page-locked memory unless all context-parallel ranks send; here that is one.
-        server_args.disable_overlap_schedule = True
-        os.environ.setdefault("SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", "1")
-
-
-def config_of_server(config: HiSparseConfig, server_args: Any) -> HiSparseConfig:
-    """The configuration of a server that only prefills or only decodes; else as given.
-
-    A prefill server never decodes, so no algorithm selects there and no representations are kept.
-    An indexer's keys are kept: they move, and prompts are attended as the indexer selects.
-    """
-    if not is_disaggregated(server_args):
-        return config
-    config = replace(config, host_layout="layer_first")
-    if server_args.disaggregation_mode == "decode":
-        return config
-    config = replace(config, extensions={})
-    if ALGORITHMS.get(config.algorithm).indexer:
-        return config
-    return replace(
-        config, algorithm=_KEEPS_NOTHING, algorithm_config={}, selection_scope=None, reuse_layers=1
-    )
-
-
-def around_prepare_for_prebuilt(original: Callable[..., None], batch: Any) -> None:
+def _around_prepare_for_prebuilt(original: Callable[..., None], batch: Any) -> None:
     """Begin the requests of a batch whose K and V have arrived, or were restored."""
     original(batch)
-    session = current_session()
-    if session is not None:
+    arrivals = current_state(_Arrivals)
+    if arrivals is not None:
         slots, lengths = batch.req_pool_indices_cpu.tolist(), batch.seq_lens_cpu.tolist()
         for slot, start, length in zip(slots, batch.prefix_lens, lengths, strict=True):
-            session.arrive(slot, start, length)
+            arrivals.add(slot, start, length)
 
 
-def around_setup_state_kv_args(
+def _around_free(original: Callable[..., None], pool: Any, request: Any) -> None:
+    """End a request of a decode server, whose pool frees one slot at a time."""
+    session = current_session()
+    slot = request.kv.req_pool_idx
+    original(pool, request)
+    if session is not None and pool is session.req_to_token_pool:
+        session.end_requests([slot])
+
+
+def _around_setup_state_kv_args(
     original: Callable[..., None], kv_args: Any, token_to_kv_pool: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Describe the scales of fp8, which move beside K and V.
+    """Describe the scales of eight bits, which move beside K and V.
 
     They and an indexer's keys have formats of hisparse's own. The name of the dtype says so: SGLang
     refuses a pair of servers with different names.
@@ -116,9 +133,9 @@ def around_setup_state_kv_args(
     host, tokens = token_to_kv_pool.host, token_to_kv_pool.page_size
     size, entries = host.kv.page_size, session.coordinator.stored_entries()
     kinds = [f"{name} {entries[name].dtype}" for name in sorted(entries)]
-    if host.kv.fp8:
-        kinds.append(f"fp8_e4m3 in pages of {size} tokens")
-    if host.kv.num_scales:
+    if host.format.encoded:
+        kinds.append(f"{host.kv.kv_cache_dtype} in pages of {size} tokens")
+    if host.format.num_scales:
         first = token_to_kv_pool.start_layer
         append_state_component(
             kv_args,
@@ -157,3 +174,122 @@ def _log_misfit(bootstrap_addr: str, reason: str) -> None:
         bootstrap_addr,
         reason.rstrip("."),
     )
+
+
+class Disaggregation(Feature):
+    """A server that only prefills, or only decodes."""
+
+    name = "disaggregation"
+    serves = (PREFILL_OR_DECODE,)
+    excludes = {
+        PREFILL_OR_DECODE: (
+            ATTENTION_REPLICAS, REPLICAS, RANKS, PIPELINE, SPECULATION, OTHER_LAYOUT, STORAGE,
+        ),
+        DECODE: (PROMPT_QUERIES,),
+    }  # fmt: skip
+    flags = (
+        Flag("disaggregation_mode", ("null", "prefill", "decode"), "--disaggregation-mode"),
+        Flag(
+            "disaggregation_transfer_backend",
+            ("mooncake", "mooncake_tcp", "fake"),
+            "--disaggregation-transfer-backend",
+        ),
+        Flag(
+            "disaggregation_decode_host_receive_threshold",
+            (1,),
+            "--disaggregation-decode-host-receive-threshold",
+        ),
+        Flag(
+            "disaggregation_decode_retraction_backup",
+            ("cpu_tensor", "none"),
+            "--disaggregation-decode-retraction-backup",
+        ),
+        Flag(
+            "disaggregation_decode_enable_offload_kvcache",
+            (False,),
+            "--disaggregation-decode-enable-offload-kvcache",
+        ),
+        Flag("disaggregation_enable_kv_checksum", (False,), "--disaggregation-enable-kv-checksum"),
+        Flag("enable_pd_role_switch", (False,), "--enable-pd-role-switch"),
+    )
+    hooks = {
+        "sglang.srt.disaggregation.decode.DecodeReqToTokenPool.free": _around_free,
+        "sglang.srt.disaggregation.decode.DecodeReqToTokenPool.write": around_write,
+        "sglang.srt.disaggregation.decode_schedule_batch_mixin"
+        ".ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt": (
+            _around_prepare_for_prebuilt
+        ),
+        "sglang.srt.disaggregation.utils.setup_state_kv_args": _around_setup_state_kv_args,
+        "sglang.srt.disaggregation.common.conn.CommonKVManager.try_ensure_parallel_info": (
+            around_try_ensure_parallel_info
+        ),
+    }
+
+    def prepare(self, start: Start) -> HiSparseConfig:
+        """Set the flags that the command line does not give."""
+        args, mode = start.args, start.args.disaggregation_mode
+        if mode == "decode" and args.disaggregation_decode_retraction_backup is None:
+            # SGLang would else allocate a second pool in host memory, as large as its device pool.
+            args.disaggregation_decode_retraction_backup = "cpu_tensor"
+        if mode == "prefill" and start.device == "cpu":
+            # SGLang would else make a CUDA event, in the overlapped loop for a cached prefix, and
+            # for indices in page-locked memory unless all context-parallel ranks send; here that is
+            # one.
+            args.disable_overlap_schedule = True
+            os.environ.setdefault("SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER", "1")
+        return start.config
+
+    def process_config(self, config: HiSparseConfig, server_args: Any) -> HiSparseConfig:
+        """The settings of a server that only prefills or only decodes.
+
+        A prefill server never decodes, so no algorithm selects there and no representations are
+        kept. An indexer's keys are kept: they move, and prompts are attended as the indexer
+        selects.
+        """
+        config = replace(config, host_layout="layer_first")
+        if server_args.disaggregation_mode == "decode":
+            return config
+        config = replace(config, extensions={})
+        if ALGORITHMS.get(config.algorithm).indexer:
+            return config
+        return replace(
+            config,
+            algorithm=_KEEPS_NOTHING,
+            algorithm_config={},
+            selection_scope=None,
+            reuse_layers=1,
+        )
+
+    def demand(self, configurator: Any, shape: ModelShape) -> Demand:
+        """Slots of requests that are on their way."""
+        return Demand(request_slots=_extra_slots())
+
+    def sized(self, setup: EngineSetup, server_args: Any) -> None:
+        """Require slots for running requests.
+
+        Raises:
+            CapacityError: the device holds none of them.
+        """
+        extra, most = _extra_slots(), setup.sizing.max_requests
+        if most - extra < 1:
+            raise CapacityError(
+                f"--disaggregation-decode-extra-slots is {extra}, and the device holds {most} "
+                "requests; expected fewer extra slots"
+            )
+
+    def begin(self, session: Session, configurator: Any) -> None:
+        """Requests of a decode server begin when they arrive."""
+        session.begins_on_alloc = not _decodes_only()
+
+    def pool_mixin(self, kind: str) -> type | None:
+        """Transfers, and copies of retracted requests."""
+        return IndexerTransfers if kind == "dsa" else Transfers
+
+    def built(self, session: Session, model_runner: Any) -> None:
+        """Make the requests that arrive ready to decode."""
+        assert session.coordinator is not None, "the engine is built"
+        if _decodes_only():
+            session.add(_Arrivals(session, session.coordinator.receive_requests()))
+
+
+FEATURE = Disaggregation()

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hisparse.cache import HostKVPool
-from hisparse.cache.codec import read_tokens, write_tokens
+from hisparse.cache.kv_io import read_tokens, write_tokens
 from hisparse.errors import HiSparseError
+from hisparse.sglang.session import errors_logged, require_session
 from hisparse.types import StoredKV
 
-__all__ = ["Buffers", "TokenCopies", "copy_tokens", "entry_buffers", "kv_buffers", "scale_buffers"]
+__all__ = [
+    "Buffers",
+    "IndexerTransfers",
+    "TokenCopies",
+    "Transfers",
+    "copy_tokens",
+    "entry_buffers",
+    "kv_buffers",
+    "scale_buffers",
+]
 
 
 class Buffers(NamedTuple):
@@ -49,13 +59,13 @@ def kv_buffers(host: HostKVPool, page_tokens: int) -> Buffers:
         )
     layers = range(host.kv.num_layers)
     parts = [host.layer(layer).k for layer in layers]
-    if not host.kv.latent:
+    if not host.format.shares_values:
         parts += [host.layer(layer).v for layer in layers]
     return _buffers(parts, page_tokens // host.kv.page_size)
 
 
 def scale_buffers(host: HostKVPool, page_tokens: int) -> Buffers:
-    """The scales of each layer's keys and values in fp8."""
+    """The scales of each layer's keys and values, if they have any."""
     layers = range(host.kv.num_layers)
     scales = [x for x in (host.stored(layer).scales for layer in layers) if x is not None]
     return _buffers(scales, page_tokens // host.kv.page_size)
@@ -120,3 +130,41 @@ def _pages(host: HostKVPool, slots: Tensor) -> Tensor:
 def _indexable(entries: Tensor) -> Tensor:
     """PyTorch does not index float8."""
     return entries.view(torch.uint8) if entries.dtype.itemsize == 1 else entries
+
+
+class Transfers:
+    """What a KV pool in host memory gives to SGLang's transfers and retractions."""
+
+    host: HostKVPool
+    page_size: int
+
+    def get_contiguous_buf_infos(self) -> Buffers:
+        """What a transfer between a prefill and a decode server moves."""
+        with errors_logged():
+            return kv_buffers(self.host, self.page_size)
+
+    def get_cpu_copy(self, indices: Tensor, *_: Any, **__: Any) -> TokenCopies:
+        """Copy the tokens at ``indices [T]`` of a request that a decode server retracts."""
+        return copy_tokens(self.host, _stored_entries(), indices)
+
+    def load_cpu_copy(self, copies: TokenCopies, indices: Tensor, *_: Any, **__: Any) -> None:
+        """Write the copies of :meth:`get_cpu_copy` to ``indices [T]``."""
+        copies.restore(self.host, _stored_entries(), indices)
+
+
+class IndexerTransfers(Transfers):
+    """The same of a model with an indexer, whose keys move beside the latents."""
+
+    def get_compress_tail_buf_infos(self) -> Buffers:
+        """No buffers: an index key belongs to one token."""
+        return Buffers([], [], [])
+
+    def get_state_buf_infos(self) -> Buffers:
+        """The algorithm's index keys."""
+        return entry_buffers(_stored_entries(), self.page_size // self.host.kv.page_size)
+
+
+def _stored_entries() -> dict[str, Tensor]:
+    coordinator = require_session().coordinator
+    assert coordinator is not None, "the backend is built before requests run"
+    return coordinator.stored_entries()

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from hisparse.sglang.requested import is_requested
+from hisparse.config import HiSparseConfig
+from hisparse.errors import ConfigError
+from hisparse.sglang.features.base import Feature
+from hisparse.sglang.model_shape import find_indexers, name_of
+from hisparse.sglang.names import is_requested
+from hisparse.sglang.session import Session
+from hisparse.sglang.start import INDEXER, WITH_INDEXER
 from hisparse.types import IndexerInputs
 
-__all__ = [
-    "RowwiseInputs",
-    "around_compute_indexer_cell_size",
-    "around_kv_cache_dtype_default",
-    "compute_indexer_inputs",
-    "fake_device_capability",
-    "find_indexers",
-    "return_indexer_inputs",
-    "skip_indexers",
-]
+__all__ = ["DeepSeekIndexer", "RowwiseInputs", "around_compute_indexer_cell_size"]
+
+logger = logging.getLogger("hisparse")
 
 
 @contextmanager
-def fake_device_capability() -> Iterator[None]:
+def _fake_device_capability() -> Iterator[None]:
     """Report compute capability (0, 0) on machines without CUDA.
 
     For DeepSeek-V3.2 SGLang reads the capability to choose kernels and dtypes. hisparse uses
@@ -35,14 +36,11 @@ def fake_device_capability() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    original, torch.cuda.get_device_capability = torch.cuda.get_device_capability, lambda *_: (0, 0)
-    try:
+    with patch.object(torch.cuda, "get_device_capability", lambda *_: (0, 0)):
         yield
-    finally:
-        torch.cuda.get_device_capability = original
 
 
-def around_kv_cache_dtype_default(original: Callable[..., Any], view: Any) -> Any:
+def _around_kv_cache_dtype_default(original: Callable[..., Any], view: Any) -> Any:
     """Keep latents in the model's dtype instead of the dtype that SGLang's DSA kernels require."""
     return {} if is_requested(view) else original(view)
 
@@ -54,31 +52,6 @@ def around_compute_indexer_cell_size(
     if is_requested(kvc.server_args):
         return 0
     return original(configurator, kvc=kvc, **options)
-
-
-def find_indexers(model: Any) -> list[Any]:
-    """The indexers of SGLang's ``model``, one per layer in order; empty for most models."""
-    layers = [m for m in model.modules() if getattr(m, "use_dsa", False)]
-    return [m.indexer for m in layers if getattr(m, "indexer", None) is not None]
-
-
-def return_indexer_inputs(model: Any) -> None:
-    """Make every indexer return :func:`compute_indexer_inputs` instead of token indices.
-
-    SGLang passes an indexer's return value to the attention backend as ``topk_indices``. SGLang's
-    own top-k needs CUDA and an index key pool, which hisparse does not allocate.
-    """
-    for indexer in find_indexers(model):
-        indexer.forward = partial(compute_indexer_inputs, indexer)
-
-
-def skip_indexers(model: Any) -> None:
-    """Skip the indexers of a draft model: its attention is dense.
-
-    Their index keys would need a cache, and drafts only have to be likely.
-    """
-    for indexer in find_indexers(model):
-        indexer.forward = lambda *args, **kwargs: None
 
 
 class RowwiseInputs(IndexerInputs):
@@ -93,7 +66,7 @@ class RowwiseInputs(IndexerInputs):
         return super().__getitem__(index)
 
 
-def compute_indexer_inputs(
+def _indexer_inputs(
     indexer: Any, x: Tensor, q_lora: Tensor, positions: Tensor, *_: Any, **__: Any
 ) -> RowwiseInputs:
     """Queries, keys and weights of the lightning indexer.
@@ -125,3 +98,79 @@ def compute_indexer_inputs(
     )
     scale = (indexer.n_heads * indexer.head_dim) ** -0.5
     return RowwiseInputs(queries, keys[:, 0], weights.float() * scale)
+
+
+class DeepSeekIndexer(Feature):
+    """Every indexer returns its queries, keys and weights, and the pool has no index keys."""
+
+    name = "dsa"
+    serves = (INDEXER,)
+    kinds = (WITH_INDEXER,)
+    hooks = {
+        "sglang.srt.arg_groups.overrides._dsa_kv_cache_dtype_default": (
+            _around_kv_cache_dtype_default
+        ),
+        "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator"
+        "._compute_dsa_indexer_cell_size": around_compute_indexer_cell_size,
+    }
+
+    @contextmanager
+    def adjusting(self, server_args: Any) -> Iterator[None]:
+        """Let SGLang ask for a compute capability where there is none."""
+        with _fake_device_capability():
+            yield
+
+    def check(self, server_args: Any, config: HiSparseConfig) -> None:
+        """Refuse an indexer that pools tokens; warn of sizes that the model was not trained with.
+
+        Raises:
+            ConfigError: the indexer has keys of several tokens.
+        """
+        from sglang.srt.arg_groups.overrides import model_config_of
+        from sglang.srt.configs.model_config import get_dsa_index_kpool, get_dsa_index_topk
+
+        model = model_config_of(server_args)
+        name, pooled = name_of(model), get_dsa_index_kpool(model.hf_config)
+        if pooled > 1:
+            raise ConfigError(
+                f"the indexer of {name} pools {pooled} tokens into one key; expected one key per "
+                "token"
+            )
+        trained = (get_dsa_index_topk(model.hf_config), 0, 0)
+        got = (config.budget, config.num_sink_pages, config.num_recent_pages)
+        if got != trained:
+            logger.warning(
+                "hisparse: budget, num_sink_pages and num_recent_pages are %s; %s was trained with "
+                "%s",
+                got,
+                name,
+                trained,
+            )
+
+    def pool_class(self, kind: str, *, is_draft: bool) -> type | None:
+        """Pools of latents without index keys."""
+        if kind != "dsa":
+            return None
+        from hisparse.sglang.features.dsa.pools import DraftDSAPool, HiSparseDSAPool
+
+        return DraftDSAPool if is_draft else HiSparseDSAPool
+
+    def built(self, session: Session, model_runner: Any) -> None:
+        """Make every indexer return its inputs instead of token indices.
+
+        SGLang passes an indexer's return value to the attention backend as ``topk_indices``.
+        SGLang's own top-k needs CUDA and an index key pool, which hisparse does not allocate.
+        """
+        for indexer in find_indexers(model_runner.model):
+            indexer.forward = partial(_indexer_inputs, indexer)
+
+    def prepare_draft(self, model: Any) -> None:
+        """Skip the indexers of a draft model: its attention is dense.
+
+        Their index keys would need a cache, and drafts only have to be likely.
+        """
+        for indexer in find_indexers(model):
+            indexer.forward = lambda *args, **kwargs: None
+
+
+FEATURE = DeepSeekIndexer()

@@ -1,54 +1,82 @@
-"""Speculative decoding: SGLang's drafts as a batch."""
+"""Speculative decoding: SGLang drafts chains of tokens, which one forward verifies."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
+from hisparse.config import HiSparseConfig
 from hisparse.engine.build import EngineSetup
 from hisparse.errors import ConfigError
-from hisparse.sglang.requested import DRAFT_BACKEND
+from hisparse.sglang.features.base import Demand, Feature, Flag
+from hisparse.sglang.features.speculation import draft_model
+from hisparse.sglang.features.speculation.chains import DraftMoves, Drafts
+from hisparse.sglang.model_shape import ModelShape
+from hisparse.sglang.names import DRAFT_BACKEND
+from hisparse.sglang.session import Session, current_state
+from hisparse.sglang.start import (
+    ATTENTION_REPLICAS,
+    EXTENSION,
+    GPU,
+    OVERLAP,
+    PIPELINE,
+    RANKS,
+    REPLICAS,
+    SPECULATION,
+    STORAGE,
+    Option,
+    Start,
+    flag_set,
+)
 
-__all__ = [
-    "ALGORITHMS",
-    "DRAFT_MODELS",
-    "accepted_drafts",
-    "check_draft_model",
-    "check_rollback",
-    "draft_tokens",
-    "keep_chains",
-    "make_chains",
-]
+__all__ = ["Speculation", "around_run_eagle_verify", "check_rollback", "draft_tokens"]
 
 logger = logging.getLogger("hisparse")
 
 _NGRAM = "NGRAM"
 
 #: Algorithms with a draft model. SGLang turns NEXTN into EAGLE.
-DRAFT_MODELS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
+_DRAFT_MODELS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 
 #: Values of ``--speculative-algorithm``.
-ALGORITHMS = (_NGRAM, *DRAFT_MODELS)
+_ALGORITHMS = (_NGRAM, *_DRAFT_MODELS)
 
 #: Tokens that a draft model drafts, unless the command line says.
 _STEPS = 3
 
-#: What SGLang fills up drafts of n-grams with, and a token that no model generates.
-_FILLER, _NO_TOKEN = 0, -1
+
+def _draft_model(start: Start) -> str:
+    return SPECULATION.given(start) if start.args.speculative_algorithm in _DRAFT_MODELS else ""
+
+
+def _draft_dtype(start: Start) -> str:
+    dtype = start.args.speculative_draft_kv_cache_dtype
+    return "" if dtype in (None, "auto") else f"--speculative-draft-kv-cache-dtype {dtype}"
+
+
+DRAFT_MODEL = Option(given=_draft_model, expected="no --speculative-algorithm")
+
+#: Options of draft models that have not been tried.
+UNTRIED_DRAFTS = (
+    flag_set("--enable-mixed-chunk", "enable_mixed_chunk"),
+    Option(given=_draft_dtype, expected="it unset"),
+    flag_set("--enable-multi-layer-eagle", "enable_multi_layer_eagle"),
+    flag_set("--speculative-adaptive", "speculative_adaptive"),
+    flag_set("--speculative-use-rejection-sampling", "speculative_use_rejection_sampling"),
+    flag_set("--speculative-token-map", "speculative_token_map"),
+    flag_set("--enable-lora", "enable_lora"),
+)
 
 
 def draft_tokens(server_args: Any) -> int:
     """Tokens that one forward verifies for a request; 0: there is no speculation."""
-    if server_args.speculative_algorithm not in ALGORITHMS:
+    if server_args.speculative_algorithm not in _ALGORITHMS:
         return 0
     return int(server_args.speculative_num_draft_tokens or 0)
 
 
-def make_chains(server_args: Any) -> None:
+def _make_chains(server_args: Any) -> None:
     """Let SGLang draft chains unless it is told otherwise; its default of trees needs page size 1.
 
     Args:
@@ -59,7 +87,7 @@ def make_chains(server_args: Any) -> None:
         ConfigError: the command line asks a draft model for trees, or for another backend.
     """
     algorithm = server_args.speculative_algorithm
-    if algorithm not in ALGORITHMS:
+    if algorithm not in _ALGORITHMS:
         return
     server_args.disable_cuda_graph = True
     if algorithm != _NGRAM:
@@ -71,7 +99,7 @@ def make_chains(server_args: Any) -> None:
 
 
 def _make_model_chains(server_args: Any) -> None:
-    """:func:`make_chains` of a draft model."""
+    """:func:`_make_chains` of a draft model."""
     branches = server_args.speculative_eagle_topk
     if branches not in (None, 1):
         raise ConfigError(
@@ -99,23 +127,6 @@ def _make_model_chains(server_args: Any) -> None:
     server_args.speculative_num_draft_tokens = steps + 1
 
 
-def check_draft_model(view: Any) -> None:
-    """Check that a draft model is named.
-
-    Args:
-        view: SGLang's resolved arguments; SGLang itself names that of DeepSeek's models.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    algorithm = view.speculative_algorithm
-    if algorithm in DRAFT_MODELS and view.speculative_draft_model_path is None:
-        raise ConfigError(
-            f"--speculative-algorithm is {algorithm} without --speculative-draft-model-path; "
-            "expected the folder of a draft model, or the model's own for its MTP layers"
-        )
-
-
 def check_rollback(setup: EngineSetup, speculation: str) -> None:
     """Check that all an algorithm writes while it decodes belongs to pages.
 
@@ -136,40 +147,97 @@ def check_rollback(setup: EngineSetup, speculation: str) -> None:
         )
 
 
-def keep_chains(drafts: Any) -> np.ndarray:
-    """Reject n-gram drafts that are on no chain, before SGLang verifies them.
-
-    A chain is a request's last token and the drafts after it, up to the first one that does not
-    follow the token before it. The other drafts are what SGLang fills up with, token 0 right after
-    the last token, or what followed a shorter n-gram: with a breadth of 1 SGLang drafts that too
-    where it differs. They get a token that no model generates.
-
-    A first draft of token 0 that no draft follows looks like filling. It is rejected, and the model
-    generates the token.
-
-    Args:
-        drafts: SGLang's ``NgramVerifyInput``; the tokens that it compares are replaced.
-
-    Returns:
-        ``[B]``, tokens of each chain, the request's last one included.
-    """
-    follows = drafts.retrieve_next_token.numpy()
-    count = follows.shape[1]
-    tokens = drafts.draft_token.view(-1, count).clone()
-    chained = np.logical_and.accumulate(follows[:, :-1] == np.arange(1, count), axis=1)
-    lengths: np.ndarray = 1 + chained.sum(1)
-    lengths[(lengths == 2) & (tokens.numpy()[:, 1:2] == _FILLER).any(1)] = 1
-    tokens.numpy()[np.arange(count) >= lengths[:, None]] = _NO_TOKEN
-    # The model's input is another reference to the old tensor.
-    drafts.draft_token = tokens.flatten()
-    return lengths
+def around_run_eagle_verify(original: Callable[..., Any], batch: Any, **options: Any) -> Any:
+    """Report how many tokens of a draft model's chains are accepted. None of them moves."""
+    drafts = current_state(Drafts)
+    result = original(batch, **options)
+    if drafts is not None:
+        drafts.accept_lengths(result.accept_lens)
+    return result
 
 
-def accepted_drafts(host_slots: Tensor, accepted: Tensor) -> np.ndarray:
-    """The place in its chain of each request's last accepted token, ``[B]``.
+class Speculation(Feature):
+    """Drafts are verified as a batch of their own, and rejected ones are undone."""
 
-    Args:
-        host_slots: ``[B, n] int64``, host slots of the drafts.
-        accepted: ``[T] int64``, host slots of all accepted ones; each request has token 0.
-    """
-    return torch.isin(host_slots, accepted).sum(1).numpy() - 1
+    name = "speculation"
+    serves = (SPECULATION,)
+    excludes = {
+        SPECULATION: (
+            GPU, ATTENTION_REPLICAS, REPLICAS, RANKS, PIPELINE, EXTENSION, OVERLAP, STORAGE,
+        ),
+        DRAFT_MODEL: UNTRIED_DRAFTS,
+    }  # fmt: skip
+    flags = (Flag("speculative_algorithm", ("NONE", *_ALGORITHMS), "--speculative-algorithm"),)
+    hooks = {
+        "sglang.srt.speculative.eagle_worker_common.run_eagle_verify": around_run_eagle_verify,
+        "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_lm_head": (
+            draft_model.around_init_lm_head
+        ),
+        "sglang.srt.speculative.draft_utils.DraftBackendFactory.create_decode_backend": (
+            draft_model.around_create_decode_backend
+        ),
+        "sglang.srt.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend": (
+            draft_model.around_create_draft_extend_backend
+        ),
+    }
+
+    def prepare(self, start: Start) -> HiSparseConfig:
+        """Let SGLang draft chains."""
+        _make_chains(start.args)
+        return start.config
+
+    def check(self, server_args: Any, config: HiSparseConfig) -> None:
+        """Require that a draft model is named; SGLang itself names that of DeepSeek's models.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        from sglang.srt.arg_groups.overrides import resolved_view
+
+        view = resolved_view(server_args)
+        algorithm = view.speculative_algorithm
+        if algorithm in _DRAFT_MODELS and view.speculative_draft_model_path is None:
+            raise ConfigError(
+                f"--speculative-algorithm is {algorithm} without --speculative-draft-model-path; "
+                "expected the folder of a draft model, or the model's own for its MTP layers"
+            )
+
+    def register(self) -> None:
+        """Register the attention backend of draft models."""
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+        register_attention_backend(DRAFT_BACKEND)(draft_model.make_draft_backend)
+
+    def demand(self, configurator: Any, shape: ModelShape) -> Demand:
+        """Drafts beyond the end of a context, and the pool of a draft model."""
+        return Demand(
+            context_tokens=draft_tokens(configurator.server_args),
+            device_token_bytes=draft_model.draft_token_bytes(configurator),
+            sglang_token_bytes=draft_model.sglang_draft_bytes(configurator, shape.spec),
+        )
+
+    def sized(self, setup: EngineSetup, server_args: Any) -> None:
+        """Require an algorithm whose state can be undone."""
+        check_rollback(setup, server_args.speculative_algorithm)
+
+    def pool_mixin(self, kind: str) -> type | None:
+        """Accepted drafts of n-grams are reported as moves between slots."""
+        return DraftMoves
+
+    def built(self, session: Session, model_runner: Any) -> None:
+        """Keep the drafts of a forward until they are accepted or rejected."""
+        session.add(Drafts(session))
+        if model_runner.device == "cpu":
+            from sglang.srt.mem_cache import allocation
+
+            # SGLang would find the last slot of each request, for drafts, with Triton.
+            allocation.get_last_loc_triton = allocation.get_last_loc_torch
+
+    def batch(self, session: Session, forward_batch: Any) -> Any:
+        """The drafts of a forward that verifies them."""
+        drafts = session.get(Drafts)
+        assert drafts is not None, "added with the backend"
+        return drafts.begin(forward_batch)
+
+
+FEATURE = Speculation()

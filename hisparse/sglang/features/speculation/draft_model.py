@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from hisparse.errors import ConfigError
-from hisparse.sglang.features.hybrids import hybrid_layers
-from hisparse.sglang.requested import DRAFT_BACKEND
+from hisparse.sglang import features
+from hisparse.sglang.model_shape import hybrid_layers, name_of
+from hisparse.sglang.models import use_absorbed_mla
+from hisparse.sglang.names import DRAFT_BACKEND
 from hisparse.types import KVSpec
 
 __all__ = [
@@ -18,6 +21,7 @@ __all__ = [
     "around_create_draft_extend_backend",
     "around_init_lm_head",
     "draft_token_bytes",
+    "make_draft_backend",
     "sglang_draft_bytes",
 ]
 
@@ -39,8 +43,8 @@ def draft_token_bytes(configurator: Any) -> int:
 
     if hybrid_layers(model) is not None:
         raise ConfigError(
-            f"the draft model is a hybrid ({', '.join(model.hf_config.architectures or ['?'])}); "
-            "expected one with attention in every layer"
+            f"the draft model is a hybrid ({name_of(model)}); expected one with attention in "
+            "every layer"
         )
     if model.attention_arch == AttentionArch.MLA:
         width = model.kv_lora_rank + model.qk_rope_head_dim
@@ -55,10 +59,21 @@ def sglang_draft_bytes(configurator: Any, target: KVSpec) -> int:
 
     Args:
         configurator: SGLang's ``KVCacheConfigurator`` of the target.
-        target: shapes of the target as SGLang sees them.
+        target: shapes of the target.
     """
     layers = configurator.spec_aux_config.eagle_draft_num_layers or 0
-    return int(target.token_bytes * int(layers) / target.num_layers)
+    as_sglang_sees_it = replace(target, dtype=configurator.kv_cache_dtype)
+    return int(as_sglang_sees_it.token_bytes * int(layers) / target.num_layers)
+
+
+def make_draft_backend(model_runner: Any) -> Any:
+    """The attention backend of SGLang's draft model."""
+    from hisparse.sglang.features.speculation.draft_backend import DraftAttnBackend
+
+    use_absorbed_mla(DRAFT_BACKEND)
+    for feature in features.enabled():
+        feature.prepare_draft(model_runner.model)
+    return DraftAttnBackend(model_runner)
 
 
 def around_create_decode_backend(original: Callable[[Any], Any], factory: Any) -> Any:

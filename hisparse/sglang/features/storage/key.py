@@ -7,7 +7,6 @@ import logging
 import re
 import secrets
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -18,6 +17,8 @@ from torch import Tensor
 from hisparse.cache.page_format import PageFormat
 from hisparse.engine.fingerprint import fingerprint, page_namespace, tensor_digests
 from hisparse.sglang.features.storage.ranks import LinkerRanks
+from hisparse.sglang.features.storage.state import StorageState
+from hisparse.sglang.session import Session
 from hisparse.storage import Namespace
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "make_namespace",
     "model_fingerprint",
     "rope_differences",
-    "swap_namespace",
 ]
 
 logger = logging.getLogger("hisparse")
@@ -42,26 +42,29 @@ _LAYER: Final = re.compile(r"\.(\d+)\.")
 _TABLE_ROWS: Final = 64
 
 
-def model_fingerprint(session: Any) -> str:
+def model_fingerprint(state: StorageState) -> str:
     """The fingerprint of this rank's model with the weights that it has now."""
     # Other buffers follow from the configuration, and SGLang extends some while it serves.
-    settings = dict(session.model_settings)
-    if other_ropes := rope_differences(session.model, session.model_config):
+    settings = dict(state.model_settings)
+    if other_ropes := rope_differences(state.model, state.model_config):
         settings["rotary tables"] = other_ropes
-    return fingerprint(settings, session.model.named_parameters())
+    return fingerprint(settings, state.model.named_parameters())
 
 
-def make_namespace(session: Any, page_format: PageFormat, ranks: LinkerRanks) -> Namespace:
+def make_namespace(
+    session: Session, model: str, page_format: PageFormat, ranks: LinkerRanks
+) -> Namespace:
     """The namespace of this rank's pages; see :func:`page_namespace`.
 
     Args:
-        session: this rank's session, with the fingerprint of its model.
+        session: this rank's session.
+        model: fingerprint of this rank's model.
         page_format: bytes of a record.
         ranks: the ranks of the server.
     """
     rank, num_ranks = ranks.key
     return page_namespace(
-        ranks.gather(session.fingerprint),
+        ranks.gather(model),
         session.policy,
         session.algorithm,
         session.resolved.config,
@@ -69,15 +72,6 @@ def make_namespace(session: Any, page_format: PageFormat, ranks: LinkerRanks) ->
         rank=rank,
         num_ranks=num_ranks,
     )
-
-
-def swap_namespace(pages: Namespace) -> Namespace:
-    """The namespace of retracted requests' pages; the names in it are those of one server.
-
-    Args:
-        pages: the namespace of pages that servers share.
-    """
-    return replace(pages, model="retracted requests")
 
 
 class AdapterKeys:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from hisparse.cache.page_format import PageFormat
 from hisparse.options import StorageOptions
+from hisparse.sglang import features
 from hisparse.sglang.features.storage.health import StorageHealth
-from hisparse.sglang.features.storage.key import make_namespace, model_fingerprint, swap_namespace
+from hisparse.sglang.features.storage.key import make_namespace, model_fingerprint
 from hisparse.sglang.features.storage.load import PageLoader
 from hisparse.sglang.features.storage.offload import PageWriter
 from hisparse.sglang.features.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
@@ -30,17 +31,16 @@ from hisparse.sglang.features.storage.ranks import LinkerRanks
 from hisparse.sglang.features.storage.records import Records
 from hisparse.sglang.features.storage.representations import representation_namespace
 from hisparse.sglang.features.storage.setup import create_backend, read_options
+from hisparse.sglang.features.storage.state import StorageState
 from hisparse.sglang.features.storage.stored_representations import (
     StoredRepresentations,
     make_stored_representations,
 )
 from hisparse.sglang.features.storage.threads import Workers
-from hisparse.sglang.features.swap.request_swap import RequestSwap
-from hisparse.sglang.features.swap.retracted import RetractedPages
 from hisparse.sglang.session import errors_logged, require_session
 from hisparse.units import format_bytes
 
-__all__ = ["HiSparseLinker"]
+__all__ = ["HiSparseLinker", "OwnPages"]
 
 logger = logging.getLogger("hisparse")
 
@@ -48,6 +48,25 @@ logger = logging.getLogger("hisparse")
 _BLOCK_BYTES = 8 * 2**20
 #: Share of the KV pool that may wait to be written.
 _MAX_WAITING = 0.5
+
+
+class OwnPages(Protocol):
+    """Pages in the store that one request alone can load. Pages are named by their hashes."""
+
+    def first(self, rid: str, hashes: Sequence[str]) -> int:
+        """Place of the first page that a request has of its own; their number if it has none."""
+
+    def find(self, rid: str, hashes: Sequence[str]) -> int:
+        """Length of the longest prefix of ``hashes`` that the request can load."""
+
+    def load(self, rid: str, hashes: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> bool:
+        """Load them into host pages; whether all have arrived."""
+
+    def reset(self) -> None:
+        """Remove all pages."""
+
+    def close(self) -> None:
+        """Remove all pages, and end the threads."""
 
 
 class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
@@ -59,6 +78,14 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         components: components of the radix tree; hisparse's pools have one.
         extra_config: the options of the storage.
         forward_stream: the stream of the forwards.
+
+    Attributes:
+        form: bytes of a record.
+        ranks: the ranks of the server.
+        exact: flags of pages.
+        records: of pages that servers share.
+        namespace: of these records, for the weights that the model has now.
+        own_pages: pages that one request alone can load; None: there are none.
     """
 
     def __init__(
@@ -74,12 +101,16 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         self.pools = {PoolName.KV: pool}
         self._session = session = require_session()
+        state = session.get(StorageState)
+        assert state is not None, "the session of a server with a linker has it"
+        self._state = state
+        self.own_pages: OwnPages | None = None
         self.layer_done_counter = LayerWiseLoadCounter(session.spec.num_layers)
-        self._ranks = LinkerRanks.of(params, shared=session.spec.latent)
+        self.ranks = LinkerRanks.of(params, shared=pool.host.format.shares_values)
         coordinator = session.coordinator
         assert coordinator is not None, "SGLang builds the attention backend before the cache"
-        self._exact, self._loaded = coordinator.share_pages()
-        self._format = PageFormat(pool.host, params.page_size, coordinator.stored_entries())
+        self.exact, self._loaded = coordinator.share_pages()
+        self.form = PageFormat(pool.host, params.page_size, coordinator.stored_entries())
         with errors_logged():
             self._connect(read_options(extra_config), pool.host.num_pages)
         #: Host pages of loads whose forward has not begun, by request.
@@ -87,132 +118,104 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _connect(self, options: StorageOptions, num_pages: int) -> None:
         """Make the store, and the threads that read and write it."""
-        record_bytes, checksums = self._format.record_bytes, options.backend != "file"
+        record_bytes, checksums = self.form.record_bytes, options.backend != "file"
         row_bytes = record_bytes + (CHECKSUM_BYTES if checksums else 0)
         block_rows = max(1, _BLOCK_BYTES // row_bytes)
         # A block for each reader, and two for the writer.
         staging = Staging(options.threads + 2, block_rows, row_bytes)
-        backend = create_backend(options, staging, self._ranks.rank, self._ranks.size)
+        backend = create_backend(options, staging, self.ranks.rank, self.ranks.size)
         self._storage = PageStorage(backend, staging, checksums=checksums)
-        assert self._session.storage is not None, "the session of a server with a linker counts"
-        counters = self._session.storage
+        counters = self._state.counters
         self._health = health = StorageHealth(counters, options.timeout_s)
-        self._records = Records(
+        self.records = Records(
             storage=self._storage,
-            form=self._format,
+            form=self.form,
             staging=staging,
             health=health,
             counters=counters,
         )
         max_waiting = int(num_pages * _MAX_WAITING)
-        self._loader = PageLoader(self._records, options.threads)
-        self._writers = [PageWriter(self._records, self._exact, max_waiting)]
+        self._loader = PageLoader(self.records, options.threads)
+        self._writers = [PageWriter(self.records, self.exact, max_waiting)]
         self._representations: StoredRepresentations | None = None
-        self._session.fingerprint = model_fingerprint(self._session)
+        self._state.fingerprint = model_fingerprint(self._state)
         self._use_namespace()
         logger.info(
             "hisparse: storage: backend %s, pages of %d tokens and %s in %d parts, timeout_s %g, "
             "staging %s",
             options.backend,
-            self._format.page_tokens,
+            self.form.page_tokens,
             format_bytes(record_bytes),
-            len(self._format.part_bytes),
+            len(self.form.part_bytes),
             options.timeout_s,
             format_bytes(staging.data.nbytes),
         )
         self._representations = make_stored_representations(
-            self._session, options, self._records, self._namespace, self._exact, max_waiting
+            self._session, options, self.records, self.namespace, self.exact, max_waiting
         )
         if self._representations is not None:
             self._writers.append(self._representations.writer)
-        self._swap = self._make_swap(options)
-        self._session.swap_out = self._swap_out
-
-    def _make_swap(self, options: StorageOptions) -> RequestSwap | None:
-        """What keeps pages of retracted requests; None: they are computed again."""
-        if options.swap_min_tokens is None:
-            return None
-        self._swap_min_tokens = options.swap_min_tokens
-        if not self._storage.can_remove:
-            logger.info(
-                "hisparse: storage: backend %s does not remove pages; retracted requests are "
-                "computed",
-                options.backend,
-            )
-            return None
-        records = self._records.within(swap_namespace(self._namespace))
-        return RequestSwap(records, self._exact, options.threads)
-
-    def _swap_out(self, request: Any) -> None:
-        """Write the pages of a retracted request, if they have enough tokens."""
-        if self._swap is None or self._rests():
-            return
-        retracted = RetractedPages.of(request, self._format.page_tokens)
-        if retracted.num_tokens < max(1, self._swap_min_tokens):
-            return
-        slots = retracted.slots(self._session.req_to_token_pool.req_to_token)
-        pages, ready = self._format.host_pages(slots), self.record_offload_ready()
-        kept = self._swap.swap_out(request, retracted.hashes(), pages, ready)
-        # Until all ranks have read them, none goes on and writes to the pages of a common pool.
-        if not self._ranks.all_of(kept):
-            self._swap.drop(request.rid)
+        for feature in features.enabled():
+            feature.store_connected(self._session, self, options)
 
     def _use_namespace(self) -> None:
         """Address the pages of the weights that the model has now."""
-        self._namespace = make_namespace(self._session, self._format, self._ranks)
-        self._storage.use(self._namespace)
+        self.namespace = make_namespace(
+            self._session, self._state.fingerprint, self.form, self.ranks
+        )
+        self._storage.use(self.namespace)
         if (stored := self._representations) is not None:
             size = stored.record_bytes
-            stored.use(representation_namespace(self._namespace, self._session, size))
-        self._session.storage_rests = False
+            stored.use(representation_namespace(self.namespace, self._session, size))
+        self._state.rests = False
 
-    def _rests(self) -> bool:
+    def rests(self) -> bool:
         """Whether the store is not used, on any rank.
 
         An update can fail on one rank, and flush the others only. So ranks wake together, when the
         first request after the flush comes to them.
         """
-        session = self._session
-        if session.storage_rests and self._ranks.all_of(session.fingerprint != ""):
+        state = self._state
+        if state.rests and self.ranks.all_of(state.fingerprint != ""):
             self._use_namespace()
             logger.info("hisparse: storage: in use again, for the weights of the last flush")
-        return session.storage_rests
+        return state.rests
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
         """Length of the longest prefix that every rank can load, in pages of SGLang; [] for none.
 
         Every shorter one can be loaded too. SGLang would take milliseconds to sort them all.
         """
-        if self._rests():
+        if self.rests():
             return []
-        found = self._ranks.least_of(self._find(rid, list(_kv(transfers).keys)))
+        found = self.ranks.least_of(self._find(rid, list(_kv(transfers).keys)))
         return [found] if found else []
 
     def _find(self, rid: str, names: list[str]) -> int:
         """Length of the longest prefix of the pages ``names`` that this rank can load."""
-        first = self._first_swapped(rid, names)
+        first = self._first_own(rid, names)
         found = self._loader.find(names[:first])
-        if found == first and self._swap is not None:
-            found += self._swap.find(rid, names[first:])
+        if found == first and self.own_pages is not None:
+            found += self.own_pages.find(rid, names[first:])
         return found
 
-    def _first_swapped(self, rid: str, names: Sequence[str]) -> int:
-        """Place of the first page that the request itself has swapped; else their number."""
-        return len(names) if self._swap is None else self._swap.first(rid, names)
+    def _first_own(self, rid: str, names: Sequence[str]) -> int:
+        """Place of the first page that the request has of its own; their number if none."""
+        return len(names) if self.own_pages is None else self.own_pages.first(rid, names)
 
     def load(self, rid: str, transfers: Sequence[Any]) -> bool:
         """Load pages into host slots; False: the request computes them.
 
         The call waits for the store: SGLang cannot take a request back that it has admitted.
         """
-        if self._rests():
+        if self.rests():
             return False
         transfer = _kv(transfers)
-        pages = self._format.host_pages(transfer.device_indices)
+        pages = self.form.host_pages(transfer.device_indices)
         ready = self.record_offload_ready()
         names = list(transfer.keys)
-        first = self._first_swapped(rid, names)
-        if not self._ranks.all_of(self._load(rid, names, first, pages, ready)):
+        first = self._first_own(rid, names)
+        if not self.ranks.all_of(self._load(rid, names, first, pages, ready)):
             return False
         self._add_loaded(names[:first], pages, ready)
         self._admitted[rid] = pages
@@ -222,24 +225,24 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self, rid: str, names: list[str], first: int, pages: Tensor, ready: Sequence[Any]
     ) -> bool:
         """Load ``first`` pages that all servers share, then those of the request itself."""
-        end = first * self._format.pages_per_record
+        end = first * self.form.pages_per_record
         if first:
             if not self._loader.load(names[:first], pages[:end], ready):
                 return False
-            self._exact.set_exact(pages[:end])
-        if self._swap is None or first == len(names):
+            self.exact.set_exact(pages[:end])
+        if self.own_pages is None or first == len(names):
             return True
-        return self._swap.load(rid, names[first:], pages[end:], ready)
+        return self.own_pages.load(rid, names[first:], pages[end:], ready)
 
     def _add_loaded(self, names: list[str], pages: Tensor, ready: Sequence[Any]) -> None:
         """Load the representations of the pages ``names``; the others are built."""
         unbuilt = pages
         if names and self._representations is not None:
-            end = len(names) * self._format.pages_per_record
+            end = len(names) * self.form.pages_per_record
             unbuilt = self._representations.load(names, pages[:end], ready)
             unbuilt = torch.cat([unbuilt, pages[end:]])
-        built = self._loaded.add(unbuilt) // self._format.pages_per_record
-        self._records.counters.add(built_pages=built)
+        built = self._loaded.add(unbuilt) // self.form.pages_per_record
+        self.records.counters.add(built_pages=built)
 
     def start_layer_wise_loading(self) -> int:
         """Nothing is left to load; the index stands for no batch."""
@@ -261,8 +264,8 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Write the exact pages among those of a node, later."""
         transfer = _kv(transfers)
         # New weights may have computed the pages, or the tokens that they follow.
-        keys = [] if self._rests() or not self._ranks.writes else list(transfer.keys)
-        pages = self._format.host_pages(transfer.device_indices)
+        keys = [] if self.rests() or not self.ranks.writes else list(transfer.keys)
+        pages = self.form.host_pages(transfer.device_indices)
         for writer in self._writers:
             writer.add(keys, pages if keys else pages[:0], self.record_offload_ready())
         return True
@@ -277,7 +280,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         # Representations that are absent are built.
         stored, *_ = [writer.pop() for writer in self._writers]
         if not self.num_completed_offloads():
-            self._session.report_metrics()
+            self._session.backend.metrics.report(now=True)
         return stored
 
     def reset(self) -> None:
@@ -287,13 +290,13 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         for pages in self._admitted.values():
             self._loaded.drop(pages)
         self._admitted.clear()
-        if self._swap is not None:
-            self._swap.reset()
+        if self.own_pages is not None:
+            self.own_pages.reset()
         self.layer_done_counter.reset()
         # While an update is open, weights may change without a call.
-        session = self._session
-        session.fingerprint = "" if session.update_is_open else model_fingerprint(session)
-        session.storage_rests = True
+        state = self._state
+        state.fingerprint = "" if state.update_is_open else model_fingerprint(state)
+        state.rests = True
 
     def close(self) -> None:
         """Write what waits, then close the store; each takes at most ``timeout_s``."""
@@ -304,8 +307,8 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._loader.close()
         if self._representations is not None:
             self._representations.close()
-        if self._swap is not None:
-            self._swap.close()
+        if self.own_pages is not None:
+            self.own_pages.close()
         # Daemon threads: a store that does not close ends with the process.
         closing = Workers(1, "hisparse-close")
         self._health.call(closing, self._storage.close)

@@ -12,7 +12,7 @@ from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
 from hisparse.options import StorageOptions, from_options
 from hisparse.storage import size_in_bytes
 
-__all__ = ["check_told_apart", "create_backend", "has_linker", "read_options", "request_linker"]
+__all__ = ["check_told_apart", "create_backend", "read_options", "request_linker"]
 
 _LINKER: Final = {
     "linker": "HiSparseLinker",
@@ -24,11 +24,6 @@ _FLAG: Final = "--unified-cache-external-linker-config"
 _LONGROPE: Final = {"longrope", "su"}
 
 
-def has_linker(server_args: Any) -> bool:
-    """Whether the server has SGLang's external linker."""
-    return bool(server_args.enable_unified_cache_external_linker)
-
-
 def request_linker(server_args: Any, config: HiSparseConfig) -> None:
     """Set SGLang's flags for the key ``storage``, or check those of the command line.
 
@@ -36,8 +31,6 @@ def request_linker(server_args: Any, config: HiSparseConfig) -> None:
         ConfigError: the radix cache is off, or the flags ask for another linker than that of
             hisparse.
     """
-    if config.storage is None and not has_linker(server_args):
-        return
     if server_args.disable_radix_cache:
         raise ConfigError(
             "--disable-radix-cache is given, but storage keeps prefixes of the radix cache; "
@@ -74,8 +67,6 @@ def check_told_apart(server_args: Any, model: Any) -> None:
     Raises:
         ConfigError: they depend on more.
     """
-    if not has_linker(server_args):
-        return
     if server_args.forward_hooks:
         got = "--forward-hooks, whose code may change K and V"
     elif rope_types(model.hf_text_config) & _LONGROPE:

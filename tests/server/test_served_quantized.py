@@ -1,4 +1,7 @@
-"""SGLang's own flag for fp8 KV on a real model: tokens of dense attention over what it keeps."""
+"""KV in eight bits on a real model: tokens of dense attention over what the server keeps.
+
+fp8 by SGLang's own flag; int8, which that flag does not have, by the key.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Answer, Server
+from checks import certain
+from harness import Server
+from hugging_face import greedy, load
+from parts import MORE
 from planned_bytes import assert_planned
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.cache_utils import DynamicLayer
 
-from hisparse.cache.codec import as_read
+from hisparse.cache.formats import format_of
 from hisparse.eval.models import fetch
 from hisparse.eval.texts import read_text
 from hisparse.types import KVSpec
@@ -43,16 +49,24 @@ def text(model: Path) -> list[int]:
     return tokenizer(read_text("moby_dick")[:8000]).input_ids
 
 
+@pytest.fixture(scope="module", params=["fp8_e4m3", pytest.param("int8", marks=MORE)])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def server(model: Path, log_dir: Path) -> Iterator[Server]:
-    flags = ("--kv-cache-dtype", "fp8_e4m3", "--max-total-tokens", "8192")
-    flags += ("--chunked-prefill-size", "128", "--max-running-requests", "4")
-    with Server(model, log_dir / "fp8.log", *flags, config=CONFIG) as running:
+def server(model: Path, dtype: str, log_dir: Path) -> Iterator[Server]:
+    flags = ["--max-total-tokens", "8192", "--chunked-prefill-size", "128"]
+    flags += ["--max-running-requests", "4"]
+    config = CONFIG | {"kv_cache_dtype": dtype}
+    if dtype == "fp8_e4m3":
+        config, flags = CONFIG, [*flags, "--kv-cache-dtype", dtype]
+    with Server(model, log_dir / f"{dtype}.log", *flags, config=config) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def dense(model: Path, text: list[int]) -> list[int]:
+def dense(model: Path, dtype: str, text: list[int]) -> list[int]:
     """Greedy tokens of transformers after 400, its K and V rounded as eight bits round them."""
     spec = KVSpec(
         num_layers=LAYERS,
@@ -62,28 +76,16 @@ def dense(model: Path, text: list[int]) -> list[int]:
         v_head_dim=HEAD_DIM,
         dtype=torch.float32,
         page_size=16,
-        fp8=True,
+        kv_cache_dtype=dtype,
     )
     update = DynamicLayer.update
 
     def rounded(self: Any, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
-        return update(self, *as_read(spec, k, v), *args, **options)
+        return update(self, *format_of(spec).as_read(k, v), *args, **options)
 
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DynamicLayer, "update", rounded)
-        out = net.generate(torch.tensor([text[:400]]), pad_token_id=0, **options)
-    return out[0, 400:].tolist()
-
-
-def certain(answer: Answer) -> list[int]:
-    """The tokens before the first that another may overtake."""
-    for step, found in enumerate(answer.top_logprobs):
-        best, second = sorted(found.values(), reverse=True)
-        if best - second < LEAD:
-            return answer.ids[:step]
-    return answer.ids
+        return greedy(load(model), text[:400], NEW_TOKENS)
 
 
 def test_tokens_within_the_budget_are_dense(
@@ -91,7 +93,7 @@ def test_tokens_within_the_budget_are_dense(
 ) -> None:
     """From chunks of 128 tokens, and again from the radix cache."""
     first, again = (server.generate(text[:400], NEW_TOKENS, top_logprobs=2) for _ in range(2))
-    same = certain(first)
+    same = certain(first, LEAD)
     assert len(same) >= 5
     assert again.ids[: len(same)] == dense[: len(same)] == same
     assert (first.cached, again.cached) == (0, 384)
@@ -103,7 +105,7 @@ def test_beyond_the_budget_nothing_else_changes_the_tokens(server: Server, text:
     alone = []
     for prompt in prompts:
         server.flush_cache()
-        alone.append(certain(server.generate(prompt, NEW_TOKENS, top_logprobs=2)))
+        alone.append(certain(server.generate(prompt, NEW_TOKENS, top_logprobs=2), LEAD))
     assert min(map(len, alone)) >= 5
     server.flush_cache()
     together = server.generate_many(prompts, NEW_TOKENS)
@@ -123,6 +125,6 @@ def test_bytes_reported_are_those_of_eight_bits(server: Server) -> None:
     assert "kv_tokens 8,192" in server.log()
 
 
-def test_bytes_are_those_of_the_plan(server: Server, model: Path) -> None:
-    config = CONFIG | {"kv_cache_dtype": "fp8_e4m3"}
+def test_bytes_are_those_of_the_plan(server: Server, model: Path, dtype: str) -> None:
+    config = CONFIG | {"kv_cache_dtype": dtype}
     assert_planned(server, model, config, context=8192, max_requests=4)

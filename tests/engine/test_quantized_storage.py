@@ -1,4 +1,4 @@
-"""K and V stored as fp8: the invariants hold for the values that are read back."""
+"""K and V stored in eight bits: the invariants hold for the values that are read back."""
 
 from __future__ import annotations
 
@@ -12,32 +12,40 @@ from torch.testing import assert_close
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.quest import Quest
 from hisparse.cache import HostKVPool
-from hisparse.cache import kv_io as kv_io_module
-from hisparse.cache.codec import as_read, encode
+from hisparse.cache.formats import format_of
+from hisparse.cache.formats.scaled import ScaledFormat
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Resources, build_engine, resolve
 from hisparse.engine.capabilities import stored_spec
-from hisparse.errors import HiSparseError
+from hisparse.errors import ConfigError, HiSparseError
 from hisparse.testing import Request, Simulator
-from hisparse.types import KVSpec, StoredKV
+from hisparse.types import StoredKV
 from tests.delayed import DelayedStreams, Order
 from tests.shapes import TWO_LAYERS
 
-LAYOUTS = ["layer_first", "page_first", "page_head"]
 SCOPES = ["layer", "kv_head", "query_head"]
 
 
 def expected(sim: Simulator, request: Request, start: int, stop: int) -> Tensor:
-    """Dense float64 attention over the request's K and V, rounded to fp8."""
-    k, v = as_read(sim.spec, request.k, request.v)
+    """Dense float64 attention over the request's K and V, rounded to eight bits."""
+    k, v = format_of(sim.spec).as_read(request.k, request.v)
     return sim.dense(replace(request, k=k, v=v), start, stop).float()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("layer_first", "fp8_e4m3"),
+        ("page_first", "int8"),
+        ("page_head", "fp8_e4m3"),
+        ("page_head", "int8"),
+    ],
+)
 @pytest.mark.parametrize("scope", SCOPES)
-def test_a_budget_of_the_whole_context_is_dense(scope: str, layout: str) -> None:
+def test_a_budget_of_the_whole_context_is_dense(scope: str, layout: str, dtype: str) -> None:
     """Invariant 1, with chunk boundaries inside and at the edge of pages."""
-    sim = Simulator(fp8=True, scope=scope, layout=layout, budget=96, device_buffer=96, max_row=96)
+    sizes = {"budget": 96, "device_buffer": 96, "max_row": 96}
+    sim = Simulator(kv_cache_dtype=dtype, scope=scope, layout=layout, **sizes)
     request = sim.request(1, 90, seed=0)
     exact = []
     for chunk in (5, 11, 24, 1, 20):
@@ -60,7 +68,7 @@ def test_a_budget_of_the_whole_context_is_dense(scope: str, layout: str) -> None
     ],
 )
 def test_dense_service_reads_what_was_stored(settings: dict[str, object]) -> None:
-    sim = Simulator(fp8=True, **settings)
+    sim = Simulator(kv_cache_dtype="fp8_e4m3", **settings)
     a, b = sim.request(1, 120, seed=2), sim.request(2, 100, seed=3)
     sim.prefill((a, 100), (b, 61))
     for _ in range(18):
@@ -75,7 +83,7 @@ def test_chunks_of_a_prompt_change_no_token(algorithm: Quest | Oracle) -> None:
     """New K and V are rounded like stored ones, for attention and for representations."""
     outs = []
     for chunks in ((100,), (37, 63), (8, 8, 84)):
-        sim = Simulator(fp8=True, algorithm=algorithm)
+        sim = Simulator(kv_cache_dtype="fp8_e4m3", algorithm=algorithm)
         request = sim.request(1, 130, seed=4)
         prompt = torch.cat([sim.prefill((request, n))[0] for n in chunks], dim=1)
         steps = [sim.decode(request) for _ in range(30)]
@@ -86,14 +94,14 @@ def test_chunks_of_a_prompt_change_no_token(algorithm: Quest | Oracle) -> None:
 
 def test_a_shared_prefix_gives_what_each_request_gives_alone() -> None:
     """Invariant 5, also with other requests that compete for device pages."""
-    sim = Simulator(fp8=True)
+    sim = Simulator(kv_cache_dtype="fp8_e4m3")
     a = sim.request(1, 120, seed=7)
     sim.prefill((a, 100))
     b = sim.request(2, 120, seed=8, like=a, shared=64)
     (prompt,) = sim.prefill((b, 30))
     assert_close(prompt, expected(sim, b, 64, 94), rtol=1e-4, atol=1e-5)
     shared = [sim.decode(a, b)[:, 1:] for _ in range(20)]
-    alone = Simulator(fp8=True)
+    alone = Simulator(kv_cache_dtype="fp8_e4m3")
     twin = alone.request(1, 120, seed=8, like=a, shared=64)
     twin.host_pages, twin.done = [], 0
     alone.prefill((twin, 94))
@@ -106,7 +114,9 @@ def test_transfers_beside_compute_change_no_bit(order: Order) -> None:
     """Staged prefixes, pages placed by a prompt, and dense tiles, copied at another time."""
     outs = []
     for streams in (None, DelayedStreams(order)):
-        sim = Simulator(fp8=True, max_row=64, dense_layers=(1,), side_streams=streams)
+        sim = Simulator(
+            kv_cache_dtype="fp8_e4m3", max_row=64, dense_layers=(1,), side_streams=streams
+        )
         request = sim.request(1, 160, seed=12)
         steps = [sim.prefill((request, n))[0] for n in (45, 60)]
         steps += [sim.decode(request) for _ in range(20)]
@@ -114,11 +124,18 @@ def test_transfers_beside_compute_change_no_bit(order: Order) -> None:
     assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("scope", SCOPES)
-def test_resident_bytes_equal_host_bytes(scope: str) -> None:
+@pytest.mark.parametrize(
+    ("scope", "dtype"), [("layer", "fp8_e4m3"), ("kv_head", "int8"), ("query_head", "fp8_e4m3")]
+)
+def test_resident_bytes_equal_host_bytes(scope: str, dtype: str) -> None:
     """Invariants 2 and 3, scales included; pages come from prefill, tails and host memory."""
     sim = Simulator(
-        fp8=True, scope=scope, device_pages=40, device_buffer=32, max_row=96, num_slots=3
+        kv_cache_dtype=dtype,
+        scope=scope,
+        device_pages=40,
+        device_buffer=32,
+        max_row=96,
+        num_slots=3,
     )
     a, b = sim.request(1, 150, seed=9), sim.request(2, 150, seed=10)
     sim.prefill((a, 90))
@@ -160,16 +177,17 @@ def same_bytes(sim: Simulator, request: Request) -> int:
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_new_token_is_encoded_once(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each layer of a step; tail page and host slot get the same codes and scales."""
-    sim = Simulator(fp8=True, scope=scope)
+    sim = Simulator(kv_cache_dtype="fp8_e4m3", scope=scope)
     a, b = sim.request(1, 60, seed=14), sim.request(2, 60, seed=15)
     sim.prefill((a, 41), (b, 34))
     encoded: list[torch.Size] = []
 
-    def counted(spec: KVSpec, k: Tensor, v: Tensor) -> StoredKV:
+    def counted(self: ScaledFormat, k: Tensor, v: Tensor) -> StoredKV:
         encoded.append(k.shape)
-        return encode(spec, k, v)
+        return encode(self, k, v)
 
-    monkeypatch.setattr(kv_io_module, "encode", counted)
+    encode = ScaledFormat.encode
+    monkeypatch.setattr(ScaledFormat, "encode", counted)
     for _ in range(3):
         sim.decode(a, b)
     assert encoded == 3 * sim.layers * [torch.Size((2, sim.kv_heads, sim.head_dim))]
@@ -190,40 +208,38 @@ def test_a_new_token_is_encoded_once(scope: str, monkeypatch: pytest.MonkeyPatch
 def test_a_quarter_of_the_bytes_of_float32_move_and_the_scales() -> None:
     """Compares counters of the same steps with the same selections."""
     moved = []
-    for fp8 in (False, True):
-        sim = Simulator(fp8=fp8, device_buffer=32, max_row=32, scope="kv_head")
+    for dtype in ("auto", "int8"):
+        sim = Simulator(kv_cache_dtype=dtype, device_buffer=32, max_row=32, scope="kv_head")
         request = sim.request(1, 200, seed=11)
         sim.prefill((request, 60))
         sim.prefill((request, 80))
         for _ in range(40):
             sim.decode(request)
-        moved.append((sim.coordinator.stats(), sim.spec, sim.manager))
-    (plain, wide, _), (stored, spec, manager) = moved
-    assert (wide.head_bytes, spec.head_bytes) == (2 * 16 * 4, 2 * 16 + 2)
-    assert stored.written_bytes == 180 * spec.token_bytes
+        moved.append((sim.coordinator.stats(), sim.manager.host.format, sim.manager))
+    (plain, wide, _), (stored, form, manager) = moved
+    assert (wide.head_bytes, form.head_bytes) == (2 * 16 * 4, 2 * 16 + 2)
+    assert stored.written_bytes == 180 * form.token_bytes
     assert plain.written_bytes == 180 * wide.token_bytes
-    ratio = spec.head_bytes / wide.head_bytes
+    ratio = form.head_bytes / wide.head_bytes
     assert stored.prefill_read_bytes == plain.prefill_read_bytes * ratio > 0
     assert stored.decode_read_bytes == stored.miss_pages * manager.device.page_bytes > 0
-    assert manager.device.page_bytes == sim.page_size * spec.head_bytes
+    assert manager.device.page_bytes == sim.page_size * form.head_bytes
     assert manager.host.num_bytes == sum(
-        x.nbytes for layer in range(spec.num_layers) for x in manager.host.stored(layer).tensors
+        x.nbytes for layer in range(sim.layers) for x in manager.host.stored(layer).tensors
     )
 
 
 def test_keys_in_host_memory_are_not_taken_for_what_they_are_not() -> None:
     """An algorithm without the declaration is not refused at start, but at its first read."""
     with pytest.raises(HiSparseError, match="reads_host_keys = True") as error:
-        Simulator(fp8=True).manager.kv_io.host_pages(0)
+        Simulator(kv_cache_dtype="fp8_e4m3").manager.kv_io.host_pages(0)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("scope", ["layer", "kv_head"])
-def test_what_is_allocated_is_what_was_sized(scope: str) -> None:
+@pytest.mark.parametrize(("scope", "dtype"), [("layer", "fp8_e4m3"), ("kv_head", "int8")])
+def test_what_is_allocated_is_what_was_sized(scope: str, dtype: str) -> None:
     """Host pool and device pages match to the byte; staging stays within its limit."""
-    config = HiSparseConfig(
-        budget=256, page_size=16, kv_cache_dtype="fp8_e4m3", selection_scope=scope
-    )
+    config = HiSparseConfig(budget=256, page_size=16, kv_cache_dtype=dtype, selection_scope=scope)
     resources = Resources(
         host_bytes=4 << 20,
         device_bytes=8 << 20,
@@ -244,3 +260,11 @@ def test_what_is_allocated_is_what_was_sized(scope: str) -> None:
     tensors = [x for layer in range(2) for x in manager.device.stored(layer).tensors]
     assert manager.device.num_bytes == sum(x.nbytes for x in tensors)
     assert 0.8 * sizing.staging_bytes < manager.staging_bytes <= sizing.staging_bytes
+
+
+def test_latents_in_int8_are_refused_in_one_line() -> None:
+    latents = replace(TWO_LAYERS, num_kv_heads=1, head_dim=48, v_head_dim=32, latent=True)
+    with pytest.raises(ConfigError) as error:
+        stored_spec(HiSparseConfig(kv_cache_dtype="int8"), latents)
+    assert str(error.value).endswith("'int8' (choices: auto, fp8_e4m3)")
+    assert "latents (MLA)" in str(error.value)

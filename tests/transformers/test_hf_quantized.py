@@ -1,4 +1,4 @@
-"""A cache in fp8 gives the tokens of dense attention over rounded K and V, in every use."""
+"""A cache in eight bits gives the tokens of dense attention over rounded K and V, in every use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from hisparse.cache.codec import as_read
+from hisparse.cache.formats import format_of
 from hisparse.transformers import DB, disable, enable
 from tests.transformers.hf_models import ROOMY, SMALL, continuation, left_padded, model, prompt
 
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
+DTYPES = pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8"])
 
 
 @pytest.fixture
@@ -24,22 +25,24 @@ def net() -> Iterator[Any]:
     disable(model("llama"))
 
 
+@DTYPES
 def test_tokens_are_those_of_dense_attention_over_rounded_k_and_v(
-    net: Any, monkeypatch: pytest.MonkeyPatch
+    net: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids, mask = left_padded((333, 160, 47), seed=1)
+    ids, mask = left_padded((333, 160, 47), seed=3)
     exact = continuation(net, ids, 40, attention_mask=mask)
-    cache = enable(net, ROOMY | FP8, max_batch_size=3, max_length=400)
+    settings = ROOMY | {"kv_cache_dtype": dtype}
+    cache = enable(net, settings, max_batch_size=3, max_length=400)
     kv, update = cache.coordinator.policy.kv, DynamicLayer.update
 
     def rounded(self: Any, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
-        return update(self, *as_read(kv, k, v), *args, **options)
+        return update(self, *format_of(kv).as_read(k, v), *args, **options)
 
     ours = continuation(net, ids, 40, cache, attention_mask=mask)
     disable(net)
     monkeypatch.setattr(DynamicLayer, "update", rounded)
     assert continuation(net, ids, 40, attention_mask=mask) == ours
-    assert ours != exact, "three bits of fraction show in 120 tokens"
+    assert ours != exact, "eight bits show in 120 tokens"
 
 
 def test_a_later_turn_a_fork_and_a_store_read_the_same_values(net: Any, tmp_path: Path) -> None:
@@ -63,8 +66,8 @@ def test_a_later_turn_a_fork_and_a_store_read_the_same_values(net: Any, tmp_path
 
 def test_pages_hold_what_is_stored_and_no_other_cache_takes_them(net: Any, tmp_path: Path) -> None:
     text, bytes_of = prompt(322, seed=1)[0], {}
-    for name, settings in (("auto", SMALL), ("fp8_e4m3", SMALL | FP8)):
-        with DB(tmp_path, net, settings, max_length=400) as db:
+    for name in ("auto", "fp8_e4m3", "int8"):
+        with DB(tmp_path, net, SMALL | {"kv_cache_dtype": name}, max_length=400) as db:
             session, rest = db.create_session(text)
             assert len(rest) == len(text), "pages of the other dtype are not found"
             with session, torch.no_grad():
@@ -73,6 +76,7 @@ def test_pages_hold_what_is_stored_and_no_other_cache_takes_them(net: Any, tmp_p
             bytes_of[name] = db.counters["put_bytes"]
     # From float32; a scale of one byte goes with each vector.
     assert 0.25 < bytes_of["fp8_e4m3"] / bytes_of["auto"] < 0.29
+    assert bytes_of["int8"] == bytes_of["fp8_e4m3"]
 
 
 def test_half_precision_reads_exactly_what_is_stored(net: Any) -> None:

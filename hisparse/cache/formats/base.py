@@ -1,0 +1,208 @@
+"""The contract of storage formats, and the table of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cache, cached_property
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hisparse.adapters import Attended, BackendAdapter
+from hisparse.cache.allocate import zeros
+from hisparse.config import KV_FORMATS
+from hisparse.registry import Registry
+from hisparse.types import AttentionRule, KVSpec, PagedKV, StoredKV
+
+__all__ = ["LATENT_FORMATS", "KVFormat", "StoredPart", "format_of", "sglang_choices"]
+
+#: Formats of latents (MLA) by ``kv_cache_dtype``. Those of all other models: ``KV_FORMATS``.
+LATENT_FORMATS: Registry[KVFormat] = Registry(
+    "kv_cache_dtype of latents (MLA)",
+    package="hisparse.cache.formats",
+    entry_point_group="hisparse.latent_formats",
+)
+
+
+class StoredPart(NamedTuple):
+    """A tensor of a format, for one token and KV head.
+
+    Attributes:
+        name: the field of :class:`StoredKV`.
+        width: elements.
+        dtype: of the elements.
+    """
+
+    name: str
+    width: int
+    dtype: torch.dtype
+
+
+class KVFormat(ABC):
+    """How a model's keys and values are stored: on the device, in host memory and in a store.
+
+    A subclass states the shapes of what is stored, and converts to and from the model's dtype.
+    Pools, transfers, sizing and stores ask nothing else.
+
+    Args:
+        kv: shapes of the model.
+
+    Attributes:
+        kv: as given.
+    """
+
+    #: Whether stored numbers are others than the model's: algorithms then cannot read host memory.
+    encoded: ClassVar[bool] = True
+    #: Bytes of scales of a token and KV head that are stored apart from K and V.
+    num_scales: ClassVar[int] = 0
+    #: Whether values are the first columns of the keys, and not stored apart (MLA).
+    shares_values: ClassVar[bool] = False
+    #: Dtype of SGLang's own pool if ``--kv-cache-dtype`` has this choice; None: it has not.
+    sglang_dtype: ClassVar[torch.dtype | None] = None
+
+    def __init__(self, kv: KVSpec) -> None:
+        self.kv = kv
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Of the bytes, in a store: pages of another name are not read."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of stored keys and values."""
+
+    @property
+    def key_width(self) -> int:
+        """Stored elements of a key."""
+        return self.kv.head_dim
+
+    @cached_property
+    def parts(self) -> tuple[StoredPart, ...]:
+        """The tensors that have memory of their own, in the order of a store."""
+        parts = [StoredPart("k", self.key_width, self.dtype)]
+        if not self.shares_values:
+            parts.append(StoredPart("v", self.kv.v_head_dim, self.dtype))
+        if self.num_scales:
+            parts.append(StoredPart("scales", self.num_scales, torch.uint8))
+        return tuple(parts)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of K and V of one token and KV head in one layer, with scales."""
+        return sum(part.width * part.dtype.itemsize for part in self.parts)
+
+    @property
+    def layer_token_bytes(self) -> int:
+        """Bytes of K and V of one token in one layer, all KV heads."""
+        return self.kv.num_kv_heads * self.head_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token in all layers."""
+        return self.kv.num_layers * self.layer_token_bytes
+
+    @property
+    def decoded_token_bytes(self) -> int:
+        """Bytes of one token in one layer that is decoded into memory of its own; 0: none is."""
+        return self.kv.token_bytes // self.kv.num_layers if self.encoded else 0
+
+    @property
+    def dense_token_bytes(self) -> int:
+        """Bytes of one token in all layers in SGLang's own KV cache."""
+        return self.kv.token_bytes
+
+    def new_pages(self, leading: Sequence[int], heads: int, device: torch.device) -> list[Tensor]:
+        """Zeroed pages of each part, ``[*leading, heads, S, width]``.
+
+        The heads of a token lie side by side. A page's scales, only a few bytes, are contiguous.
+        """
+        pages, size = [], self.kv.page_size
+        for part in self.parts:
+            if part.name == "scales":
+                pages.append(zeros((*leading, heads, size, part.width), part.dtype, device))
+            else:
+                memory = zeros((*leading, size, heads, part.width), part.dtype, device)
+                pages.append(memory.transpose(-3, -2))
+        return pages
+
+    def join(self, tensors: Sequence[Tensor]) -> StoredKV:
+        """The tensors of :attr:`parts`, ``[..., width]`` each, as K, V and scales."""
+        named = {part.name: x for part, x in zip(self.parts, tensors, strict=True)}
+        if self.shares_values:
+            named["v"] = named["k"][..., : self.kv.v_head_dim]
+        return StoredKV(**named)
+
+    def split(self, stored: StoredKV) -> tuple[Tensor, ...]:
+        """The tensors of :attr:`parts`."""
+        return tuple(getattr(stored, part.name) for part in self.parts)
+
+    @abstractmethod
+    def encode(self, k: Tensor, v: Tensor) -> StoredKV:
+        """Convert keys and values ``[..., D]`` from the model's dtype."""
+
+    @abstractmethod
+    def decode(self, stored: StoredKV, out: PagedKV | None = None) -> PagedKV:
+        """Convert stored keys and values ``[..., D]`` to the model's dtype.
+
+        Args:
+            stored: tokens or pages.
+            out: ``[..., D]``, receives the result if a conversion is needed; None: allocate it.
+        """
+
+    def as_read(self, k: Tensor, v: Tensor) -> PagedKV:
+        """Round keys and values ``[..., D]`` to the values that a later read returns."""
+        return self.decode(self.encode(k, v))
+
+    def readable_pages(self, stored: StoredKV, pages: Tensor) -> tuple[StoredKV, Tensor]:
+        """Some pages as kernels read them: in place, or decoded.
+
+        Args:
+            stored: ``[N, Hr, S, D]``.
+            pages: ``[n] int32``; -1: no page.
+
+        Returns:
+            Pages, and the index there of each of ``pages``.
+        """
+        return stored, pages
+
+    def attend(
+        self,
+        adapter: BackendAdapter,
+        q: Tensor,
+        stored: StoredKV,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        rule: AttentionRule,
+        max_pages: int,
+    ) -> Attended:
+        """Attend ``q [R, Q, D]`` over device pages; the arguments are those of ``adapter.attend``.
+
+        Args:
+            max_pages: the most full pages of a selection: what is decoded at once, if anything is.
+        """
+        return adapter.attend(q, stored.kv, page_table, seq_lens, rule)
+
+    def attend_bytes(self, max_pages: int) -> int:
+        """Device memory that :meth:`attend` takes for each request."""
+        return 0
+
+
+def sglang_choices() -> dict[str, torch.dtype]:
+    """Names of formats that SGLang's ``--kv-cache-dtype`` has, with the dtype of its own pool."""
+    dtypes = {name: KV_FORMATS.get(name).sglang_dtype for name in KV_FORMATS}
+    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+
+
+@cache
+def format_of(kv: KVSpec) -> KVFormat:
+    """The format that ``kv.kv_cache_dtype`` names.
+
+    Raises:
+        ConfigError: the model's attention has no such format; the message names those that it has.
+    """
+    formats: Registry[KVFormat] = LATENT_FORMATS if kv.latent else KV_FORMATS
+    return formats.get(kv.kv_cache_dtype)(kv)

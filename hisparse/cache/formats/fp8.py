@@ -1,0 +1,23 @@
+"""Keys and values in e4m3."""
+
+from __future__ import annotations
+
+import torch
+
+from hisparse.cache.formats.scaled import ScaledFormat
+from hisparse.config import KV_FORMATS
+
+__all__ = ["FP8"]
+
+
+@KV_FORMATS.register("fp8_e4m3")
+class FP8(ScaledFormat):
+    """Three bits of fraction, whatever the size of a number in its vector."""
+
+    dtype = torch.float8_e4m3fn
+    sglang_dtype = torch.float8_e4m3fn
+
+    @property
+    def dense_token_bytes(self) -> int:
+        # SGLang stores no scales.
+        return self.token_bytes - self.num_scales * self.kv.num_kv_heads * self.kv.num_layers

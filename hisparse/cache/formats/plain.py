@@ -1,0 +1,33 @@
+"""Keys and values in the model's dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.cache.formats.base import KVFormat
+from hisparse.config import KV_FORMATS
+from hisparse.types import PagedKV, StoredKV
+
+__all__ = ["Plain"]
+
+
+@KV_FORMATS.register("auto")
+class Plain(KVFormat):
+    """Nothing is converted."""
+
+    encoded = False
+
+    @property
+    def name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.kv.dtype
+
+    def encode(self, k: Tensor, v: Tensor) -> StoredKV:
+        return StoredKV(k, v)
+
+    def decode(self, stored: StoredKV, out: PagedKV | None = None) -> PagedKV:
+        return stored.kv
