@@ -13,19 +13,10 @@ import xxhash
 from torch import Tensor
 
 from hisparse.algorithms import BaseSparseAlgorithm, SelectionPolicy
-from hisparse.cache.page_format import FORMAT_VERSION, PageFormat
+from hisparse.cache.serializer import FORMAT_VERSION, PageSerializer
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.storage import Namespace
-
-__all__ = [
-    "fingerprint",
-    "is_built_in",
-    "model_settings",
-    "page_namespace",
-    "rope_types",
-    "tensor_digests",
-]
 
 #: Parts of a configuration that do not change what a model computes.
 _ORIGIN: Final = {
@@ -180,7 +171,7 @@ def page_namespace(
     policy: SelectionPolicy,
     algorithm: BaseSparseAlgorithm,
     config: HiSparseConfig,
-    page_format: PageFormat,
+    serializer: PageSerializer,
     *,
     rank: int = 0,
     num_ranks: int = 1,
@@ -195,7 +186,7 @@ def page_namespace(
         policy: has the attention rule of each layer, as this front end applies it.
         algorithm: selects pages.
         config: the settings.
-        page_format: bytes of a record.
+        serializer: bytes of a record.
         rank: which share of the heads a record has.
         num_ranks: number of shares.
 
@@ -207,11 +198,11 @@ def page_namespace(
     texts = [*fingerprints, str(rules), *_prefill_rules(algorithm, config)]
     return Namespace(
         model=xxhash.xxh3_128_hexdigest("\n".join(texts).encode()),
-        kv_dtype=page_format.describe(),
-        page_size=page_format.page_tokens,
+        kv_dtype=serializer.describe(),
+        page_size=serializer.page_tokens,
         rank=rank,
         num_ranks=num_ranks,
-        part_bytes=page_format.part_bytes,
+        part_bytes=serializer.part_bytes,
         version=FORMAT_VERSION,
     )
 

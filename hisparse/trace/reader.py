@@ -31,8 +31,6 @@ from hisparse.trace.format import (
     split_sections,
 )
 
-__all__ = ["SelectionTrace"]
-
 R = TypeVar("R")
 
 #: Longer contexts are refused: replay needs memory for all of their pages.

@@ -15,8 +15,6 @@ from hisparse.trace.format import TraceHeader
 from hisparse.trace.writer import RecordedStep, TraceWriter
 from hisparse.types import SelectionScope
 
-__all__ = ["MadeUpTrace"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MadeUpTrace:

@@ -16,7 +16,7 @@ from hisparse.engine.extensions.trace import Trace
 from hisparse.engine.graphs import CapturedSteps
 from hisparse.errors import ConfigError
 from hisparse.testing import Simulator
-from hisparse.testing.replaying_simulator import ReplayingSimulator
+from hisparse.testing.recording import ReplayingSimulator
 from hisparse.trace import SelectionTrace, lru_curve, policy_hits
 from hisparse.trace.format import CHUNK, MAGIC
 from hisparse.trace.writer import TraceWriter
