@@ -35,8 +35,7 @@ _PAGEABLE = """
 
 def adapter_path(folder: Path) -> list[Path]:
     """What goes on the module path of a server with adapters; written into ``folder``."""
-    entry = "pageable-memory = pageable_memory:load"
-    return [make_plugin(folder, "pageable_memory", "sglang.srt.plugins", entry, _PAGEABLE)]
+    return [make_plugin(folder, "pageable_memory:load", _PAGEABLE)]
 
 
 def write_adapter(folder: Path, seed: int, kind: str = "llama") -> Path:

@@ -161,9 +161,8 @@ def running(
         env: more environment variables of both.
     """
     port = free_port()
-    entry = "libraries = mooncake_libraries:load"
     plugin = folder / f"{name}-libraries"
-    make_plugin(plugin, "mooncake_libraries", "sglang.srt.plugins", entry, _LIBRARIES)
+    make_plugin(plugin, "mooncake_libraries:load", _LIBRARIES)
     shared = _options(plugin, env or {})
     own = {"prefill": (prefill, prefill_flags), "decode": (decode, decode_flags)}
     servers = [

@@ -63,13 +63,12 @@ def server(
     scope = request.param
     folder = make_plugin(
         tmp_path_factory.mktemp("algorithm"),
-        "first_pages",
-        "hisparse.algorithms",
-        "first-pages = first_pages:FirstPages",
+        "first_pages:FirstPages",
         _FIRST_PAGES,
+        group="hisparse.algorithms",
     )
     config = {
-        "algorithm": "first-pages",
+        "algorithm": "first_pages",
         "selection_scope": scope,
         "budget": BUDGET,
         "num_sink_pages": SINKS,

@@ -19,7 +19,7 @@ import pytest
 from hisparse.errors import HiSparseError
 from hisparse.storage import FileStore, segments
 from hisparse.storage.index import Index
-from tests.full_disk import largest_file
+from tests.processes import largest_file
 from tests.sizes import FAULTS, sized
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
 

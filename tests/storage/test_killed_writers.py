@@ -20,8 +20,8 @@ import pytest
 from hisparse.storage import FileStore, folder
 from hisparse.storage.index import Index
 from hisparse.storage.segments import Segments, SegmentWriter
+from tests.processes import die, run_killed
 from tests.sizes import SWEEPS
-from tests.storage.killed import die, run_killed
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
 
 _BLOCK = 4096

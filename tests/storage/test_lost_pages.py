@@ -15,8 +15,8 @@ import pytest
 
 from hisparse.errors import HiSparseError
 from hisparse.storage import FileStore
+from tests.processes import run_killed
 from tests.sizes import sized
-from tests.storage.killed import run_killed
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
 
 _BLOCK = 4096

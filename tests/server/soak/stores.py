@@ -63,8 +63,7 @@ _LEDGER = """
 
 def make_ledger(folder: Path) -> Path:
     """A plug-in that writes counters of stores into ``folder``, which goes on the module path."""
-    entry = "store-ledger = store_ledger:load"
-    return make_plugin(folder, "store_ledger", "sglang.srt.plugins", entry, _LEDGER)
+    return make_plugin(folder, "store_ledger:load", _LEDGER)
 
 
 def _read_ledger(folder: Path) -> Counter[str]:
