@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import xxhash
 
 from hisparse.algorithms import BaseSparseAlgorithm, SelectionPolicy
-from hisparse.cache.page_format import FORMAT_VERSION, PageFormat
+from hisparse.cache.serializer import FORMAT_VERSION, PageSerializer
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.storage import Namespace
@@ -28,7 +28,7 @@ def page_namespace(
     policy: SelectionPolicy,
     algorithm: BaseSparseAlgorithm,
     config: HiSparseConfig,
-    page_format: PageFormat,
+    serializer: PageSerializer,
     *,
     rank: int = 0,
     num_ranks: int = 1,
@@ -43,7 +43,7 @@ def page_namespace(
         policy: has the attention rule of each layer, as this front end applies it.
         algorithm: selects pages.
         config: the settings.
-        page_format: bytes of a record.
+        serializer: bytes of a record.
         rank: which share of the heads a record has.
         num_ranks: number of shares.
 
@@ -55,11 +55,11 @@ def page_namespace(
     texts = [*fingerprints, str(rules), *_prefill_rules(algorithm, config)]
     return Namespace(
         model=xxhash.xxh3_128_hexdigest("\n".join(texts).encode()),
-        kv_dtype=page_format.describe(),
-        page_size=page_format.page_tokens,
+        kv_dtype=serializer.describe(),
+        page_size=serializer.page_tokens,
         rank=rank,
         num_ranks=num_ranks,
-        part_bytes=page_format.part_bytes,
+        part_bytes=serializer.part_bytes,
         version=FORMAT_VERSION,
     )
 

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.runtime_context import create_context, use_context
 from sglang.srt.server_args import ServerArgs
-from test_page_format import PAGE_TOKENS, fill, make_pool, slots_of
+from test_serializer import PAGE_TOKENS, fill, make_pool, slots_of
 from torch import Tensor
 from transformers import LlamaConfig
 from weight_updates import CheckpointEngine, Updates
