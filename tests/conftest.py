@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.command import Command
 from tests.sizes import sized
 
 # Tensors here are small and the cores are shared: a second thread costs more than it gives.
@@ -37,6 +38,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return file
 
     return Scheduling(config, log)
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """``hisparse`` in this process."""
+    return Command(capsys)
 
 
 #: What takes longest without a break comes first, so that no worker is left with it at the end.

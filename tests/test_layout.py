@@ -28,13 +28,12 @@ ROOMS = (
     ("hisparse_bench",),
     ("hisparse.eval",),
     ("hisparse.plan",),
-    ("hisparse.trace",),
     ("hisparse.doctor",),
     ("hisparse.testing",),
     ("hisparse.sglang", "hisparse.transformers"),
     ("hisparse.engine",),
     ("hisparse.memory",),
-    ("hisparse.storage",),
+    ("hisparse.storage", "hisparse.trace"),
     ("hisparse.cache",),
     ("hisparse.adapters",),
     ("hisparse.algorithms",),
@@ -129,23 +128,6 @@ def test_only_the_front_ends_import_their_frameworks() -> None:
 
 def test_few_modules_stand_loose() -> None:
     assert {file.stem for file in (ROOT / "hisparse").glob("*.py")} == LOOSE
-
-
-def test_every_module_says_what_is_public() -> None:
-    """Names of ``__all__`` exist, and every public definition is among them."""
-    for name, tree in TREES.items():
-        assigned = [
-            node
-            for node in tree.body
-            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
-        ]
-        public = {
-            node.name
-            for node in tree.body
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
-        }
-        listed = set(ast.literal_eval(assigned[0].value)) if assigned else set()
-        assert public <= listed, f"{name}: {sorted(public - listed)} are not in __all__"
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,13 @@ from typing import Any
 from rich.console import Console
 
 from hisparse.algorithms import build_algorithm
-from hisparse.cli.lists import names, number
+from hisparse.cli.arguments import names, number
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.options import parse_object, read_text
 from hisparse.trace.cache_events import record_events
 from hisparse.trace.prefix import convert_sglang, make_up_sessions, write_prefix
 from hisparse.trace.synthetic import MadeUpTrace
-
-__all__ = ["add_parser"]
 
 
 def add_parser(actions: Any) -> None:
@@ -198,9 +196,9 @@ def _record(arguments: argparse.Namespace, budget: int | None) -> int:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from hisparse.eval.models import load, resolve
+    from hisparse.eval.record_trace import record_model
     from hisparse.eval.texts import TEXTS
     from hisparse.eval.texts import read_text as built_in
-    from hisparse.trace.record import record_model
 
     name = arguments.model or "smollm2-135m"
     console = Console(stderr=True)

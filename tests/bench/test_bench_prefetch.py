@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-from hisparse.cli import main
 from hisparse.transformers import disable
 from hisparse_bench.prefetch import WARMUPS, PrefetchBench
+from tests.command import Command
 from tests.transformers.hf_models import model, prompt
 
 CONTEXT, STEPS = 300, 12
@@ -39,7 +37,6 @@ def test_pages_are_waited_for_or_brought_in_ahead() -> None:
     assert case.params["selected_pages"][never] == case.params["selected_pages"][plain]
 
 
-def test_a_min_cosine_that_is_no_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["bench", "prefetch", "--min-cosine", "high"])
-    assert "got 'high', expected cosines such as" in capsys.readouterr().err
+def test_a_min_cosine_that_is_no_number_is_refused(command: Command) -> None:
+    line = command.refused("bench", "prefetch", "--min-cosine", "high")
+    assert "got 'high', expected cosines such as" in line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from hisparse_bench.parts import PARTS, time_parts
 from hisparse_bench.peers import reason_to_leave_out
 from hisparse_bench.timing import Candidate
 from hisparse_bench.transfer import TransferBench
+from tests.command import Command
 from tests.delayed import DelayedStreams
 from tests.engine.test_overlap import Forgetful
 from tests.kernels.lru_oracle import LruOracle
@@ -50,11 +50,8 @@ OPTIONS = Options(device=torch.device("cpu"), num_steps=4)
 
 
 @pytest.mark.parametrize("bench", SMALL)
-def test_json_holds_the_gate_the_times_and_the_ratios(
-    bench: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", bench, *SMALL[bench], "--steps", "4", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+def test_json_holds_the_gate_the_times_and_the_ratios(bench: str, command: Command) -> None:
+    report = command.json("bench", bench, *SMALL[bench], "--steps", "4")
     (case,) = report["cases"]
     assert (report["command"], case["name"], case["gate"]) == (f"bench {bench}", bench, "passed")
     impls = [result["impl"] for result in case["results"]]
@@ -73,11 +70,10 @@ def test_json_holds_the_gate_the_times_and_the_ratios(
     "algorithm", [name for name in ALGORITHMS if not ALGORITHMS.get(name).indexer]
 )
 def test_decode_with_every_algorithm_and_the_parts_sum_to_the_step(
-    algorithm: str, capsys: pytest.CaptureFixture[str]
+    algorithm: str, command: Command
 ) -> None:
     flags = [*SMALL["decode"], "--algorithm", algorithm, "--dtype", "bfloat16", "--steps", "5"]
-    assert main(["bench", "decode", *flags, "--json"]) == 0
-    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    (case,) = command.json("bench", "decode", *flags)["cases"]
     assert (case["gate"], case["params"]["algorithm"]) == ("passed", algorithm)
     assert case["params"]["dtype"] == "bfloat16"
     parts = case["parts"]
@@ -90,11 +86,10 @@ DSA = ["--context", "256", "--budget", "64", "--q-heads", "4", "--algorithm", "d
 
 
 @pytest.mark.parametrize("misses", ["0.15", "0"])
-def test_decode_of_a_model_with_an_indexer(misses: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decode_of_a_model_with_an_indexer(misses: str, command: Command) -> None:
     """With latents and an indexer of the widths of DeepSeek-V3.2."""
-    flags = [*DSA, "--misses", misses, "--batch", "2", "--json"]
-    assert main(["bench", "decode", *flags]) == 0
-    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    flags = [*DSA, "--misses", misses, "--batch", "2"]
+    (case,) = command.json("bench", "decode", *flags)["cases"]
     assert case["gate"] == "passed"
     params = case["params"]
     assert (params["kv_heads"], params["head_dim"], params["v_head_dim"]) == (1, 576, 512)
@@ -118,11 +113,8 @@ def test_the_gate_of_a_model_with_an_indexer_sees_a_wrong_selection() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--page-size", "--kv-heads", "--head-dim"])
-def test_the_shape_of_a_model_with_an_indexer_is_given(
-    flag: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", "decode", *DSA, flag, "32"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+def test_the_shape_of_a_model_with_an_indexer_is_given(flag: str, command: Command) -> None:
+    line = command.refused("bench", "decode", *DSA, flag, "32")
     assert f"{flag}: got 32, expected " in line
     assert "DeepSeek-V3.2" in line
 
@@ -170,10 +162,9 @@ LIMITS = ["--context", "256", "--budget", "64", "--head-dim", "16", "--steps", "
 LIMITS += ["--footprint", "1"]
 
 
-def test_kernels_beside_the_limits_of_the_processor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kernels_beside_the_limits_of_the_processor(command: Command) -> None:
     before = torch.get_num_threads()
-    assert main(["bench", "kernels", *LIMITS, "--json"]) == 0
-    cases = json.loads(capsys.readouterr().out)["cases"]
+    cases = command.json("bench", "kernels", *LIMITS)["cases"]
     assert {case["gate"] for case in cases} == {"passed"}
     found = {(case["name"], case["params"]["dtype"], case["params"]["threads"]) for case in cases}
     works = {("page_score", x) for x in ("float8_e4m3fn", "bfloat16", "float32")}
@@ -200,26 +191,25 @@ def test_kernels_beside_the_limits_of_the_processor(capsys: pytest.CaptureFixtur
 
 
 def test_a_wrong_kernel_has_no_share_of_a_limit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     def wrong(*args: object, impl: str) -> torch.Tensor:
         scores: torch.Tensor = sketch_score(*args, impl=impl)
         return scores + (1.0 if impl == "cpu" else 0)
 
     monkeypatch.setattr(kernels, "sketch_score", wrong)
-    assert main(["bench", "kernels", *LIMITS, "--json"]) == 1
-    failed = [x for x in json.loads(capsys.readouterr().out)["cases"] if x["gate"] == "failed"]
+    cases = command.json("bench", "kernels", *LIMITS, code=1)["cases"]
+    failed = [x for x in cases if x["gate"] == "failed"]
     assert {case["name"] for case in failed} == {"sketch_score"}
     assert all(case["results"] == [] for case in failed)
     assert not any("percent_of_limit" in case["params"] for case in failed)
-    assert main(["bench", "kernels", *LIMITS]) == 1
-    shown = capsys.readouterr().out
+    shown = command("bench", "kernels", *LIMITS, code=1)
     assert "the check failed" in shown
     assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_busy_cores_beside_a_quiet_machine(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     before, running = torch.get_num_threads(), []
     start = subprocess.Popen
@@ -232,8 +222,7 @@ def test_busy_cores_beside_a_quiet_machine(
 
     monkeypatch.setattr(busy.subprocess, "Popen", popen)
     flags = [*SMALL["decode"], "--steps", "8", "--processes", "2"]
-    assert main(["bench", "busy", *flags, "--json"]) == 0
-    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    (case,) = command.json("bench", "busy", *flags)["cases"]
     assert (case["gate"], case["params"]["processes"]) == ("passed", 2)
     assert [x["impl"] for x in case["results"]] == ["busy", "quiet", "quiet_1_thread"]
     assert case["ratios"]["busy/quiet_1_thread"] > 0
@@ -255,11 +244,8 @@ def test_a_spinning_process_ends_with_its_parent() -> None:
 
 
 @pytest.mark.parametrize("bench", OVERLAP)
-def test_with_and_without_overlap_in_one_run(
-    bench: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", bench, *OVERLAP[bench], "--steps", "4", "--json"]) == 0
-    (case,) = json.loads(capsys.readouterr().out)["cases"]
+def test_with_and_without_overlap_in_one_run(bench: str, command: Command) -> None:
+    (case,) = command.json("bench", bench, *OVERLAP[bench], "--steps", "4")["cases"]
     assert (case["name"], case["gate"]) == (bench, "passed")
     impls = [result["impl"] for result in case["results"]]
     assert impls == ["off", "transfers"]
@@ -286,11 +272,10 @@ def test_overlap_without_waits_fails_the_gate(
     bench: str,
     streams: DelayedStreams,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     monkeypatch.setattr("hisparse.engine.build.make_streams", lambda device: streams)
-    assert main(["bench", bench, *OVERLAP[bench], "--steps", "4", "--json"]) == 1
-    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    (case,) = command.json("bench", bench, *OVERLAP[bench], "--steps", "4", code=1)["cases"]
     assert (case["gate"], case["results"]) == ("failed", [])
 
 
@@ -377,10 +362,5 @@ def test_a_peer_is_left_out_with_the_reason() -> None:
     ],
     ids=lambda value: "-".join(value[:2]) if isinstance(value, list) else "",
 )
-def test_bad_sizes_are_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *arguments]) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1
-    assert message in lines[0]
+def test_bad_sizes_are_one_line(arguments: list[str], message: str, command: Command) -> None:
+    assert message in command.refused("bench", *arguments)

@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from hisparse.cli import main
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse_bench.load import bench, check, status
@@ -29,6 +28,7 @@ from hisparse_bench.load.running import RunningServer
 from hisparse_bench.load.served_model import ServedModel
 from hisparse_bench.load.usage import Usage
 from hisparse_bench.server import ServerClient
+from tests.command import Command
 
 CHUNK = "--chunked-prefill-size"
 TOKEN, INDEX_KEY, TOP_K, MIB = 1000, 200, 2048, 2**20
@@ -197,7 +197,7 @@ def one_token(*_: str, **__: bool) -> dict[str, list[int]]:
 
 
 TIMES = ("ttft", "tpot", "e2e_latency")
-FLAGS = ["bench", "serve", "--json", "--context", "1024", "--algorithm", "dense,quest"]
+FLAGS = ["bench", "serve", "--context", "1024", "--algorithm", "dense,quest"]
 
 
 @pytest.fixture
@@ -233,9 +233,9 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> type[Server]:
 
 
 def test_every_server_answers_before_its_first_load(
-    servers: type[Server], capsys: pytest.CaptureFixture[str]
+    servers: type[Server], command: Command
 ) -> None:
-    assert main([*FLAGS, "--device-buffer-size", "512,1024"]) == 0
+    (case,) = command.json(*FLAGS, "--device-buffer-size", "512,1024")["cases"]
     # The check starts one server of each algorithm, whatever the sizes of its buffers.
     checked = ["start dense", "start quest"]
     dense = ["start dense", "dense 8", "load"]
@@ -243,7 +243,6 @@ def test_every_server_answers_before_its_first_load(
     first = ["start quest", "quest 8", "quest distance", "quest distance", "load"]
     quest = [*first, "start quest", "quest 8", "load"]
     assert servers.log == [*checked, *dense, *quest]
-    (case,) = json.loads(capsys.readouterr().out)["cases"]
     assert [x["impl"] for x in case["results"]] == [
         "dense",
         "quest, buffer 512",
@@ -254,23 +253,21 @@ def test_every_server_answers_before_its_first_load(
 
 
 def test_a_server_that_ends_during_a_load_is_named_and_the_others_are_measured(
-    servers: type[Server], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    servers: type[Server], monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     dense = staticmethod(lambda flags: "load" if "torch_native" in flags else "")
     monkeypatch.setattr(servers, "broken", dense)
-    assert main(FLAGS) == 0
-    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    (case,) = command.json(*FLAGS)["cases"]
     assert case["params"]["failures"] == {"dense": "ConnectionRefusedError: nobody listens"}
     assert [x["impl"] for x in case["results"]] == ["quest"]
 
 
 def test_a_run_without_a_result_is_no_success(
-    servers: type[Server], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    servers: type[Server], monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     timed = staticmethod(lambda flags: "start" if servers.log[1:] else "")
     monkeypatch.setattr(servers, "broken", timed)
-    assert main(FLAGS) == 1
-    (case,) = json.loads(capsys.readouterr().out)["cases"]
+    (case,) = command.json(*FLAGS, code=1)["cases"]
     assert set(case["params"]["failures"]) == {"dense", "quest"}
 
 
@@ -278,7 +275,7 @@ def test_a_run_without_a_result_is_no_success(
 def test_a_server_that_ends_during_the_check_fails_its_run_and_the_next_one_goes_on(
     servers: type[Server],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
     tmp_path: Path,
     error: Exception,
 ) -> None:
@@ -295,8 +292,7 @@ def test_a_server_that_ends_during_the_check_fails_its_run_and_the_next_one_goes
     run = '[[run]]\ncontext = {}\nalgorithm = ["dense", "quest"]\n'
     file = tmp_path / "two.toml"
     file.write_text(about + run.format(1024) + run.format(2048))
-    assert main(["bench", "serve", "--json", "--recipe", str(file)]) == 1
-    out, err = capsys.readouterr()
+    out, err = command.run("bench", "serve", "--json", "--recipe", str(file), code=1)
     failed, passed = json.loads(out)["cases"]
     assert (failed["gate"], failed["results"]) == ("failed", [])
     why = f"quest failed during the check: {type(error).__name__}: {error}"
@@ -306,7 +302,7 @@ def test_a_server_that_ends_during_the_check_fails_its_run_and_the_next_one_goes
 
 
 def test_memory_for_dense_requests_counts_their_common_prefix_once(
-    servers: type[Server], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    servers: type[Server], monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     sizes: list[int] = []
 
@@ -317,16 +313,16 @@ def test_memory_for_dense_requests_counts_their_common_prefix_once(
 
     monkeypatch.setattr(servers, "broken", staticmethod(read))
     load = ["--output", "48", "--shared-prefix", "0.75", "--concurrency", "8"]
-    assert main([*FLAGS, *load, "--dense-requests", "1,2,4,8"]) == 0
+    cases = command.json(*FLAGS, *load, "--dense-requests", "1,2,4,8")["cases"]
     each = 256 + 48 + 16
     assert sizes[1:] == [768 + count * each for count in (1, 2, 4, 8)]
-    params = [x["params"] for x in json.loads(capsys.readouterr().out)["cases"]]
+    params = [x["params"] for x in cases]
     assert [x["dense_requests"] for x in params] == [1, 2, 4, 8]
     assert [x["dense_holds"] for x in params] == [1, 2, 4, 8]
 
 
 def test_a_request_of_the_stand_in_for_dense_takes_more_than_its_kv(
-    servers: type[Server], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    servers: type[Server], monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     model = ServedModel(
         folder="m",
@@ -337,20 +333,19 @@ def test_a_request_of_the_stand_in_for_dense_takes_more_than_its_kv(
         stands_in_for_dense=True,
     )
     monkeypatch.setattr(bench.ServedModel, "load", lambda *_: model)
-    flags = ["bench", "serve", "--json", "--context", "1024", "--algorithm", "dense,dsa"]
+    flags = ["bench", "serve", "--context", "1024", "--algorithm", "dense,dsa"]
     load = ["--output", "48", "--shared-prefix", "0.75", "--concurrency", "8"]
-    assert main([*flags, *load, "--dense-requests", "1,2"]) == 0
-    params = [x["params"] for x in json.loads(capsys.readouterr().out)["cases"]]
+    cases = command.json(*flags, *load, "--dense-requests", "1,2")["cases"]
+    params = [x["params"] for x in cases]
     assert [x["dense_holds"] for x in params] == [1, 2]
     for count, found in enumerate(params, 1):
         assert found["device_memory"] > 1.1 * count * (1024 + 48) * TOKEN
 
 
 def test_the_state_of_a_run_is_a_line_for_each_server(
-    servers: type[Server], capsys: pytest.CaptureFixture[str]
+    servers: type[Server], command: Command
 ) -> None:
-    assert main(FLAGS) == 0
-    err = capsys.readouterr().err
+    _, err = command.run(*FLAGS)
     for i, name in enumerate(("the check, dense", "the check, quest", "dense", "quest"), 1):
         assert f"server {i} of 4: starting the server of {name}" in err
     assert "more than 0 min left of this run" in err, "no distance was measured yet"
@@ -380,10 +375,9 @@ def test_what_is_left_counts_all_kinds_of_work(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_the_check_a_run_is_only_its_loads_and_no_gate_has_passed(
-    servers: type[Server], capsys: pytest.CaptureFixture[str]
+    servers: type[Server], command: Command
 ) -> None:
-    assert main([*FLAGS, "--no-quality"]) == 0
-    out, err = capsys.readouterr()
+    out, err = command.run(*FLAGS, "--no-quality", "--json")
     assert servers.log == [
         "start dense", "dense 8", "load", "start quest", "quest 8", "load"
     ]  # fmt: skip
@@ -393,17 +387,17 @@ def test_without_the_check_a_run_is_only_its_loads_and_no_gate_has_passed(
     assert case["ratios"] == case["throughput_ratios"] == {}
     assert [(x["impl"], x["quality"]) for x in case["results"]] == [("dense", {}), ("quest", {})]
     assert case["params"]["compared_tokens"] is None
-    assert main([x for x in [*FLAGS, "--no-quality"] if x != "--json"]) == 0
-    assert "not checked against dense decoding, so no ratios" in capsys.readouterr().out
+    said = command(*FLAGS, "--no-quality")
+    assert "not checked against dense decoding, so no ratios" in said
 
 
 def test_servers_may_run_all_requests_of_a_trace_at_once(
-    servers: type[Server], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: Command, servers: type[Server], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     request = {"timestamp": 0, "input_length": 512, "output_length": 2, "hash_ids": [1]}
     file = tmp_path / "trace.jsonl"
     file.write_text((json.dumps(request) + "\n") * 11)
     seen = []
     monkeypatch.setattr(servers, "broken", staticmethod(lambda flags: seen.append(flags) or ""))
-    assert main(["bench", "serve", "--json", "--trace", str(file)]) == 0
+    command("bench", "serve", "--trace", str(file))
     assert {value(flags, "--max-running-requests") for flags in seen} == {"11"}

@@ -18,7 +18,7 @@ from hisparse.cache import HostKVPool
 from hisparse.cache.allocate import NodeRanks, map_together, zeros
 from hisparse.errors import CapacityError
 from hisparse.types import KVSpec
-from tests.nobody import as_nobody, needs_root
+from tests.processes import as_nobody, needs_root
 
 SIZE = 3
 CPU = torch.device("cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -15,11 +14,11 @@ import pytest
 from hisparse.cli import main
 from hisparse.cli.output import without_sglang_warnings
 from hisparse.errors import ConfigError
+from tests.command import Command
 
 
-def test_algorithms_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["algorithms", "--json"]) == 0
-    found = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)["algorithms"]}
+def test_algorithms_as_json(command: Command) -> None:
+    found = {entry["name"]: entry for entry in command.json("algorithms")["algorithms"]}
     assert found["quest"]["module"] == "hisparse.algorithms.quest"
     assert found["quest"]["summary"]
     assert "kv_head" in found["quest"]["scopes"]
@@ -32,12 +31,9 @@ def test_algorithms_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["topp"]["variable_lengths"]
 
 
-def test_algorithms_fit_80_columns(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_algorithms_fit_80_columns(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["algorithms"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = command("algorithms").splitlines()
     assert max(map(len, lines)) <= 80
     (row,) = (line for line in lines if line.startswith(" quest "))
     assert row.split() == ["quest", "kv_head,", "layer,", "query_head", "16,640", "12.7", "0"]
@@ -60,13 +56,10 @@ _BENCHES = ["serve", "prefetch", "lru-diff", "transfer", "swap-in", "decode", "s
     ],
 )
 def test_help_fits_80_columns_and_explains_every_flag(
-    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as stopped:
-        main([*argv, "--help"])
-    assert stopped.value.code == 0
-    out = capsys.readouterr().out
+    out = command(*argv, "--help")
     assert max(map(len, out.splitlines())) <= 80
     options = re.split(r"\n  (?=-)", out.partition("options:\n")[2])
     assert options
@@ -104,23 +97,14 @@ def test_warnings_of_sglang_are_hidden_and_others_are_shown() -> None:
         (["plan", "--batches", "8"], "unrecognized arguments: --batches"),
     ],
 )
-def test_a_wrong_command_line(
-    argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(argv)
-    assert stopped.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("hisparse: error: ")
+def test_a_wrong_command_line(argv: list[str], expected: str, command: Command) -> None:
+    line = command.refused(*argv)
     assert expected in line
     assert re.search(r"; see hisparse( \w+)* --help$", line)
 
 
-def test_an_unknown_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", "--model", "smollm"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
+def test_an_unknown_model_is_one_line(command: Command) -> None:
+    err = command.refused("bench", "serve", "--model", "smollm")
     assert err.startswith("hisparse: error: unknown model 'smollm'; did you mean 'smollm2-135m'?")
 
 

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import pty
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
 
-from hisparse.cli import main
 from hisparse.units import parse_seconds
+from tests.command import Command
 
 
 def page(step: int, ranks: int = 1) -> str:
@@ -64,7 +56,7 @@ def serve() -> Iterator[Any]:
 
         server = HTTPServer(("127.0.0.1", 0), Handler)
         servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         return f"http://127.0.0.1:{server.server_port}"
 
     yield start
@@ -76,16 +68,8 @@ def serve() -> Iterator[Any]:
 QUICK = ("--interval", "10ms")
 
 
-def shown(capsys: pytest.CaptureFixture[str], url: str) -> dict[str, Any]:
-    assert main(["top", url, "--json", *QUICK]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
-def test_rates_are_of_the_time_between_two_readings(
-    serve: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = shown(capsys, serve(page(0), page(1)) + "/")
+def test_rates_are_of_the_time_between_two_readings(serve: Any, command: Command) -> None:
+    found = command.json("top", serve(page(0), page(1)) + "/", *QUICK)
     assert found["requests"] == {"running": 2, "queued": 5, "retracted": None}
     assert found["hit_ratio"] == {"since_start": 180 / 300, "recent": 0.8}
     read = found["per_second"]["decode_read_bytes"] * found["seconds"]
@@ -97,15 +81,15 @@ def test_rates_are_of_the_time_between_two_readings(
     assert found["hit_ratio_by_layer"] == {}
 
 
-def test_ranks_add_bytes_and_not_requests(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    found = shown(capsys, serve(page(0, 2), page(1, 2)))
+def test_ranks_add_bytes_and_not_requests(serve: Any, command: Command) -> None:
+    found = command.json("top", serve(page(0, 2), page(1, 2)), *QUICK)
     assert (found["ranks"], found["requests"]["running"]) == (2, 2)
     assert found["tokens"]["host"]["total"] == 40000
     assert found["bytes"]["host_kv"] == 2 * 2**20
     assert found["hit_ratio"]["recent"] == 0.8
 
 
-def test_replicas_add_requests_and_tokens(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replicas_add_requests_and_tokens(serve: Any, command: Command) -> None:
     """The ranks of each count the same requests."""
 
     def replicas(step: int) -> str:
@@ -114,23 +98,21 @@ def test_replicas_add_requests_and_tokens(serve: Any, capsys: pytest.CaptureFixt
             for replica in range(3)
         )
 
-    found = shown(capsys, serve(replicas(0), replicas(1)))
+    found = command.json("top", serve(replicas(0), replicas(1)), *QUICK)
     assert (found["ranks"], found["requests"]["running"]) == (6, 6)
     assert found["tokens"]["host"] == {"used": 9000, "total": 120000}
 
 
-def test_an_idle_server_and_one_that_started_again(
-    serve: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    idle = shown(capsys, serve(page(3), page(3)))
+def test_an_idle_server_and_one_that_started_again(serve: Any, command: Command) -> None:
+    idle = command.json("top", serve(page(3), page(3)), *QUICK)
     assert idle["hit_ratio"]["recent"] is None
     assert idle["per_second"]["decode_read_bytes"] == 0
-    again = shown(capsys, serve(page(3), page(1)))
+    again = command.json("top", serve(page(3), page(1)), *QUICK)
     assert again["hit_ratio"] == {"since_start": 180 / 300, "recent": None}
     assert again["per_second"]["decode_read_bytes"] is None
 
 
-def test_layers_are_shown_by_number(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_are_shown_by_number(command: Command, serve: Any) -> None:
     lines = [
         f'hisparse:layer_{kind}_pages_total{{model_name="llama",tp_rank="{rank}",layer="{layer}"}} '
         f"{layer + 1 if kind == 'hit' else 1}\n"
@@ -139,9 +121,12 @@ def test_layers_are_shown_by_number(serve: Any, capsys: pytest.CaptureFixture[st
         for rank in (0, 1)
     ]
     url = serve(page(1, 2) + "".join(lines))
-    assert shown(capsys, url)["hit_ratio_by_layer"] == {"0": 1 / 2, "2": 3 / 4, "10": 11 / 12}
-    assert main(["top", url, "--once", *QUICK]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert command.json("top", url, *QUICK)["hit_ratio_by_layer"] == {
+        "0": 1 / 2,
+        "2": 3 / 4,
+        "10": 11 / 12,
+    }
+    rows = [line.split() for line in command("top", url, "--once", *QUICK).splitlines()]
     layers = [row for row in rows if row[:4] == ["hit", "ratio", "of", "layer"]]
     assert [(row[4], row[-1]) for row in layers] == [
         ("0", "50.0%"),
@@ -150,9 +135,9 @@ def test_layers_are_shown_by_number(serve: Any, capsys: pytest.CaptureFixture[st
     ]
 
 
-def test_once_prints_a_table(serve: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", serve(page(0), page(1)), "--once", *QUICK]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+def test_once_prints_a_table(serve: Any, command: Command) -> None:
+    shown = command("top", serve(page(0), page(1)), "--once", *QUICK)
+    lines = [line.split() for line in shown.splitlines()]
     assert ["requests", "queued", "5"] in lines
     assert ["hit", "ratio", "80.0%"] in lines
     assert ["tokens", "in", "the", "host", "pool", "3,000", "of", "40,000", "(8%)"] in lines
@@ -172,10 +157,9 @@ def test_once_prints_a_table(serve: Any, capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_a_wrong_server_is_one_line(
-    answer: str, status: int, words: str, serve: Any, capsys: pytest.CaptureFixture[str]
+    answer: str, status: int, words: str, serve: Any, command: Command
 ) -> None:
-    assert main(["top", serve(answer, status=status)]) == 2
-    assert_one_line(capsys, words)
+    assert words in command.refused("top", serve(answer, status=status))
 
 
 @pytest.mark.parametrize(
@@ -191,44 +175,9 @@ def test_a_wrong_server_is_one_line(
         (["http://127.0.0.1:9", "--interval=-1s"], "--interval: got '-1s', expected a time"),
     ],
 )
-def test_a_wrong_address_is_one_line(
-    line: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["top", *line]) == 2
-    assert_one_line(capsys, words)
+def test_a_wrong_address_is_one_line(line: list[str], words: str, command: Command) -> None:
+    assert words in command.refused("top", *line)
 
 
 def test_times_have_a_unit() -> None:
     assert [parse_seconds("x", text) for text in ("30ms", "1.5 s", "500us")] == [0.03, 1.5, 0.0005]
-
-
-def assert_one_line(capsys: pytest.CaptureFixture[str], words: str) -> None:
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert words in err
-
-
-def test_on_a_terminal_it_draws_until_ctrl_c(serve: Any) -> None:
-    url = serve(*(page(step) for step in range(100)))
-    terminal, side = pty.openpty()
-    line = [sys.executable, "-m", "hisparse", "top", url, *QUICK]
-    process = subprocess.Popen(line, stdin=side, stdout=side, stderr=side, start_new_session=True)
-    os.close(side)
-    drawn = b""
-    while drawn.count(b"requests running") < 3:
-        drawn += os.read(terminal, 65536)
-    end, pressed = time.monotonic() + 60, 0.0
-    while process.poll() is None and time.monotonic() < end:
-        # Once in many runs an interrupt had no effect; one presses again then.
-        if time.monotonic() > pressed + 5:
-            process.send_signal(signal.SIGINT)
-            pressed = time.monotonic()
-        # A terminal that nobody reads would block it.
-        with contextlib.suppress(OSError):
-            drawn += os.read(terminal, 65536)
-    process.kill()
-    process.wait()
-    os.close(terminal)
-    assert process.returncode == 0
-    assert b"Traceback" not in drawn

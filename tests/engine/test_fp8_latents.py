@@ -17,11 +17,11 @@ from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.topp import TopP
 from hisparse.cache import HostKVPool
 from hisparse.cache.formats import format_of
-from hisparse.cache.page_format import PageFormat
+from hisparse.cache.serializer import PageSerializer
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Resources, build_engine, resolve
 from hisparse.testing import Request, Simulator
-from hisparse.testing.replaying_simulator import ReplayingSimulator
+from hisparse.testing.recording import ReplayingSimulator
 from hisparse.types import KVSpec
 from tests.delayed import DelayedStreams
 from tests.engine.test_replay import assert_same, state_of
@@ -189,7 +189,7 @@ def test_another_format_in_a_store_is_another_key() -> None:
         request = sims[0].request(1, 60, seed=1)
         sims[0].prefill((request, 48))
         pages = torch.tensor(request.host_pages)
-        stores = [PageFormat(sim.manager.host, sim.page_size, {}) for sim in sims]
+        stores = [PageSerializer(sim.manager.host, sim.page_size, {}) for sim in sims]
         data = torch.empty(len(pages), stores[0].record_bytes, dtype=torch.uint8)
         stores[0].read(pages, data)
         stores[1].write(pages, data)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hisparse.cli import main
-from hisparse.eval.records import RecordKey, Records
-from tests.full_disk import largest_file
+from hisparse.eval.results import RecordKey, Records
+from tests.command import Command
+from tests.processes import largest_file
 
 RESULT = Path(__file__).with_name("smollm2-1k.json")
 
@@ -35,14 +35,11 @@ def test_records_that_were_written_are_read_again(
 
 
 @pytest.mark.parametrize("suffix", [".md", ".html"])
-def test_a_report_keeps_the_older_one(
-    tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_keeps_the_older_one(tmp_path: Path, suffix: str, command: Command) -> None:
     file = tmp_path / f"report{suffix}"
     file.write_text("an older report")
     with largest_file(100):
-        assert main(["eval", "--from", str(RESULT), "--report", str(file)]) == 2
-    said = capsys.readouterr().err
+        said = command.refused("eval", "--from", str(RESULT), "--report", str(file))
     assert said == f"hisparse: error: --report: cannot write {str(file)!r}: File too large\n"
     assert file.read_text() == "an older report"
     assert list(tmp_path.iterdir()) == [file]

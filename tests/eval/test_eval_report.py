@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from hisparse.cli import main
 from hisparse.eval import make_cells, make_summary
-from hisparse.eval.pareto import pareto_lines
+from hisparse.eval.divergence import pareto_lines
 from hisparse.eval.report import to_markdown, write_reports
 from hisparse.eval.tables import make_tables
+from tests.command import Command
 from tests.eval.synthetic_records import record
 
 TOPP = "topp(mass=0.9,x=<b>)"
@@ -228,7 +228,7 @@ def test_a_method_has_one_colour_in_all_plots_of_all_models(page: str) -> None:
 
 
 def test_saved_results_make_the_same_report_without_a_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command
 ) -> None:
     files = []
     for name in ("one", "two"):
@@ -236,12 +236,11 @@ def test_saved_results_make_the_same_report_without_a_model(
         files[-1].write_text(json.dumps({**result((64,)), "model": name}))
     page, html_page = tmp_path / "page.md", tmp_path / "page.html"
     sources = [word for file in files for word in ("--from", str(file))]
-    assert main(["eval", *sources, "--report", str(page), "--report", str(html_page)]) == 0
+    assert command("eval", *sources, "--report", str(page), "--report", str(html_page)) == ""
     text = page.read_text(encoding="utf-8")
     assert text.index("## one") < text.index("## two")
     assert rows(text, "What is kept") == rows(to_markdown([result((64,))], ""), "What is kept")
     assert "<h2>two</h2>" in html_page.read_text(encoding="utf-8")
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
@@ -260,14 +259,13 @@ def test_saved_results_make_the_same_report_without_a_model(
     ids=lambda value: value[:20],
 )
 def test_a_file_that_is_no_result_is_refused(
-    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str, message: str, tmp_path: Path, command: Command
 ) -> None:
     file = tmp_path / "result.json"
     file.write_text(content)
-    assert main(["eval", "--from", str(file), "--report", str(tmp_path / "x.html")]) != 0
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in command.refused(
+        "eval", "--from", str(file), "--report", str(tmp_path / "x.html")
+    )
     assert not (tmp_path / "x.html").exists()
 
 
@@ -282,16 +280,13 @@ def test_a_file_that_is_no_result_is_refused(
     ],
 )
 def test_reports_that_cannot_be_are_refused_before_anything_runs(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, command: Command
 ) -> None:
-    assert main(["eval", "--model", "no such model", *arguments]) != 0
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+    assert message in command.refused("eval", "--model", "no such model", *arguments)
 
 
 def test_html_without_matplotlib_is_refused_and_markdown_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
@@ -300,6 +295,6 @@ def test_html_without_matplotlib_is_refused_and_markdown_is_not(
     saved = tmp_path / "r.json"
     saved.write_text(json.dumps(result()))
     source = ["eval", "--from", str(saved), "--report"]
-    assert main([*source, str(tmp_path / "x.html")]) != 0
-    assert "needs matplotlib: pip install 'hisparse[eval]'" in capsys.readouterr().err
-    assert main([*source, str(tmp_path / "x.md")]) == 0
+    refused = command.refused(*source, str(tmp_path / "x.html"))
+    assert "needs matplotlib: pip install 'hisparse[eval]'" in refused
+    command(*source, str(tmp_path / "x.md"))

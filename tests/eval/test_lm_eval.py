@@ -14,11 +14,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hisparse.cli import main
 from hisparse.errors import ConfigError
 from hisparse.eval.method import Method, parse_methods
 from hisparse.eval.texts import read_text
 from hisparse.transformers import disable, enable
+from tests.command import Command
 from tests.server.tiny_models import VOCAB, tiny_model
 from tests.transformers.hf_models import GREEDY, model
 
@@ -28,8 +28,7 @@ pytest.importorskip("lm_eval", reason="not installed: make lm-eval, which make t
 
 from lm_eval.models.huggingface import HFLM
 
-from hisparse.eval.lm_eval_run import HiSparseLM, run_tasks
-from hisparse.eval.lm_eval_tasks import load_tasks
+from hisparse.eval.lm_eval_run import HiSparseLM, load_tasks, run_tasks
 
 NEW, DOCUMENTS = 12, 6
 TASK = f"""
@@ -161,14 +160,12 @@ def test_documents_out_of_reach_and_tasks_that_are_none(task: Path) -> None:
 
 
 def test_the_command_prints_the_scores(
-    tmp_path: Path, net: Any, tokenizer: Any, task: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, net: Any, tokenizer: Any, task: Path, command: Command
 ) -> None:
     net.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     line = ["eval", "--model", str(tmp_path), "--algorithm", "streaming", "--budget", "96"]
-    line += ["--tasks", str(task), "--limit", "2", "--json"]
-    assert main(line) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = command.json(*line, "--tasks", str(task), "--limit", "2")
     assert [x["method"] for x in result["tasks"]] == ["dense", "streaming"]
     assert result["tasks"][0]["score"] == 1
     assert {x["n"] for x in result["tasks"]} == {2}
@@ -185,13 +182,8 @@ def test_the_command_prints_the_scores(
         (["--tasks", "copy,ruler"], "--tasks: got copy, ruler, expected some of needle, multikey,"),
     ],
 )
-def test_a_command_that_cannot_be(
-    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["eval", "--model", str(tiny_model("llama")), *options]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+def test_a_command_that_cannot_be(options: list[str], message: str, command: Command) -> None:
+    assert message in command.refused("eval", "--model", str(tiny_model("llama")), *options)
 
 
 def test_without_lm_eval_the_command_says_what_to_install() -> None:

@@ -14,8 +14,8 @@ from hisparse import cli
 from hisparse.config import HiSparseConfig
 from hisparse.errors import HiSparseError
 from hisparse.eval import plots
-from hisparse.eval.records import Records
 from hisparse.eval.report import read_result, write_reports
+from hisparse.eval.results import Records
 from hisparse.options import read_text
 from hisparse.storage import FileStore, Namespace
 from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve, policy_hits
@@ -26,8 +26,6 @@ from hisparse.trace.synthetic import MadeUpTrace
 from tests.eval.synthetic_records import record
 from tests.eval.test_eval_report import result
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
-
-__all__ = ["Reader", "Refused", "readers", "store_readers"]
 
 _RESULTS = Path(__file__).parents[2] / "bench" / "results"
 _EVENTS = b"""{"format": "hisparse cache events 1", "source": "recorded", "note": ""}

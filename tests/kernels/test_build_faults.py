@@ -18,8 +18,8 @@ import pytest
 from hisparse.kernels.build import compiler
 from hisparse.kernels.build import cpu as build
 from hisparse.kernels.build.cache import is_intact
-from tests.full_disk import largest_file
 from tests.kernels.test_build import SOURCE
+from tests.processes import largest_file
 
 FLAGS = ["-std=c++17", "-O0", "-fPIC"]
 

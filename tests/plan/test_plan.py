@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +25,13 @@ from transformers import (
     Qwen3Config,
 )
 
-from hisparse.cli import main
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.memory.sizing import size
 from hisparse.plan.fit import Capacity, Machine, fit
 from hisparse.sglang.server_args import read_config
-from hisparse.transformers.model_config import count_weight_bytes, shape_per_rank
+from hisparse.transformers.model_shape import count_weight_bytes, shape_per_rank
+from tests.command import Command
 from tests.shapes import LLAMA
 
 GIB = 2**30
@@ -204,20 +203,16 @@ def model(tmp_path: Path) -> str:
 MEMORY = ["--device-memory", "1GiB", "--host-memory", "8GiB"]
 
 
-def planned(capsys: pytest.CaptureFixture[str], *line: str) -> dict[str, Any]:
-    assert main(["plan", *line, *MEMORY, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+def planned(command: Command, *line: str) -> Any:
+    return command.json("plan", *line, *MEMORY)
 
 
-def test_eight_bits_hold_nearly_twice_the_tokens(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eight_bits_hold_nearly_twice_the_tokens(model: str, command: Command) -> None:
     """The flag of the server's name, and the key; from bfloat16, with a scale for each vector."""
     line = ["--model", model, "--context", "2048", "--budget", "256"]
-    plain = planned(capsys, *line)
-    flag = planned(capsys, *line, "--kv-cache-dtype", "fp8_e4m3")
-    key = planned(capsys, *line[:-2], "--config", '{"budget": 256, "kv_cache_dtype": "fp8_e4m3"}')
+    plain = planned(command, *line)
+    flag = planned(command, *line, "--kv-cache-dtype", "fp8_e4m3")
+    key = planned(command, *line[:-2], "--config", '{"budget": 256, "kv_cache_dtype": "fp8_e4m3"}')
     assert flag["hisparse"] == key["hisparse"]
     assert (plain["bytes_per_token"], flag["bytes_per_token"]) == (2 * 2 * 2 * 8 * 2, 2 * 2 * 2 * 9)
     assert flag["hisparse"]["host_bytes_per_request"] == 2048 * 72
@@ -234,11 +229,11 @@ def test_eight_bits_hold_nearly_twice_the_tokens(
 
 @pytest.mark.parametrize("flag", [[], ["--kv-cache-dtype", "auto"]], ids=["no-flag", "auto"])
 def test_a_flag_that_says_auto_leaves_it_to_the_configuration(
-    flag: list[str], model: str, capsys: pytest.CaptureFixture[str]
+    flag: list[str], model: str, command: Command
 ) -> None:
     """As the server does."""
     text = '{"kv_cache_dtype": "fp8_e4m3"}'
-    found = planned(capsys, "--model", model, "--context", "2048", "--config", text, *flag)
+    found = planned(command, "--model", model, "--context", "2048", "--config", text, *flag)
     asked = SimpleNamespace(hisparse_config=text, kv_cache_dtype=flag[-1] if flag else None)
     assert read_config(asked).kv_cache_dtype == "fp8_e4m3"
     assert found["bytes_per_token"] == 2 * 2 * 2 * 9
@@ -247,11 +242,9 @@ def test_a_flag_that_says_auto_leaves_it_to_the_configuration(
     assert config.kv_cache_dtype == "fp8_e4m3"
 
 
-def test_replicas_divide_the_host_memory_of_the_command(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replicas_divide_the_host_memory_of_the_command(model: str, command: Command) -> None:
     line = ["--model", model, "--context", "4096", "--budget", "256", "--tp", "2"]
-    one, four = planned(capsys, *line), planned(capsys, *line, "--dp", "4")
+    one, four = planned(command, *line), planned(command, *line, "--dp", "4")
     assert (one["dp"], four["dp"]) == (1, 4)
     assert "--dp-size" not in one["command"]
     assert "--tp 2 --dp-size 4 " in four["command"]
@@ -260,12 +253,10 @@ def test_replicas_divide_the_host_memory_of_the_command(
     )
 
 
-def test_a_pipeline_holds_more_of_the_same_memory(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipeline_holds_more_of_the_same_memory(model: str, command: Command) -> None:
     """Each GPU has one of two layers, so a token takes half of the bytes there."""
     line = ["--model", model, "--context", "4096", "--budget", "256"]
-    one, two = planned(capsys, *line), planned(capsys, *line, "--pp", "2")
+    one, two = planned(command, *line), planned(command, *line, "--pp", "2")
     assert (one["pp"], two["pp"]) == (1, 2)
     assert "--pp-size" not in one["command"]
     assert " --pp-size 2 --context-length" in two["command"]
@@ -279,18 +270,18 @@ def test_a_pipeline_holds_more_of_the_same_memory(
 
 
 def test_what_the_server_refuses_with_a_pipeline_is_not_planned(
-    model: str, capsys: pytest.CaptureFixture[str]
+    model: str, command: Command
 ) -> None:
     configs = ["--config", '{"reuse_layers": 2, "budget": 256}', "--config", '{"budget": 256}']
-    found = planned(capsys, "--model", model, "--context", "2048", "--pp", "2", *configs)
+    found = planned(command, "--model", model, "--context", "2048", "--pp", "2", *configs)
     refused, served = found["plans"]
     assert "does not go with reuse_layers: 2" in refused["hisparse"]["message"]
     assert (refused["command"], served["hisparse"]["message"]) == (None, "")
 
 
-def test_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(model: str, command: Command) -> None:
     line = ["--model", model, "--context", "2048,4096", "--algorithm", "quest,sketch"]
-    found = planned(capsys, *line, "--budget", "256,512")
+    found = planned(command, *line, "--budget", "256,512")
     assert len(found["plans"]) == 8
     assert found["bytes_per_token"] == 2 * 2 * 2 * 8 * 2
     first = found["plans"][0]
@@ -308,9 +299,9 @@ def test_json(model: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert plan["dense"]["max_requests"] > 0
 
 
-def test_estimates_of_time(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimates_of_time(model: str, command: Command) -> None:
     line = ["--model", model, "--context", "128,2048", "--budget", "256", "--weights", "69MB"]
-    found = planned(capsys, *line, "--gpu", "b200", "--batch", "1,4", "--hit-ratio", "0.5,1")
+    found = planned(command, *line, "--gpu", "b200", "--batch", "1,4", "--hit-ratio", "0.5,1")
     short, long = (plan["estimates"] for plan in found["plans"])
     assert found["estimates"] == short
     assert [(step["batch"], step["hit_ratio"]) for step in long] == [
@@ -328,11 +319,10 @@ def test_estimates_of_time(model: str, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_the_table_says_that_its_times_are_estimates(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["plan", "--model", model, *MEMORY, "--budget", "256", "--gpu", "gh200"]) == 0
-    out = capsys.readouterr().out
+    out = command("plan", "--model", model, *MEMORY, "--budget", "256", "--gpu", "gh200")
     assert "Estimated, not measured: ms per token, gh200" in out
     assert out.index("Assumed:") < out.index("python -m sglang")
     # Batches of 1 and 8, three hit ratios each.
@@ -340,34 +330,29 @@ def test_the_table_says_that_its_times_are_estimates(
     assert len([line for line in out.splitlines() if line.split()[3:5] == ["1", "100%"]]) == 1
 
 
-def test_defaults_are_the_models_own(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert planned(capsys, "--model", model)["context"] == 4096
+def test_defaults_are_the_models_own(model: str, tmp_path: Path, command: Command) -> None:
+    assert planned(command, "--model", model)["context"] == 4096
     options = {"index_head_dim": 128, "index_topk": 64}
     DeepseekV32Config(**SMALL, **LATENT, **options).save_pretrained(tmp_path / "dsa")
-    found = planned(capsys, "--model", str(tmp_path / "dsa"), "--weights", "100MiB")
+    found = planned(command, "--model", str(tmp_path / "dsa"), "--weights", "100MiB")
     assert (found["algorithm"], found["budget"], found["weight_bytes"]) == ("dsa", 64, 100 * 2**20)
     config = '{"algorithm": "quest", "budget": 512, "page_size": 32}'
-    found = planned(capsys, "--model", model, "--config", config)
+    found = planned(command, "--model", model, "--config", config)
     assert '"page_size": 32' in found["command"]
 
 
-def test_a_table(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", model, *MEMORY]) == 0
-    out = capsys.readouterr().out
+def test_a_table(model: str, command: Command) -> None:
+    out = command("plan", "--model", model, *MEMORY)
     assert "dense" in out
     assert out.splitlines()[-1].startswith("python -m sglang.launch_server --model-path")
 
 
-def test_an_algorithm_that_cannot_be_served_keeps_its_row(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_algorithm_that_cannot_be_served_keeps_its_row(model: str, command: Command) -> None:
     """The server runs on CUDA, where dipr cannot score keys in host memory."""
     line = ["--model", model, "--context", "2048", "--algorithm", "dipr,quest,dsa"]
-    found = planned(capsys, *line)
+    found = planned(command, *line)
     dipr, quest, dsa = found["plans"]
-    assert quest == planned(capsys, *line[:-1], "quest")["plans"][0]
+    assert quest == planned(command, *line[:-1], "quest")["plans"][0]
     assert {name: found[name] for name in quest} == quest, "the first plan that was computed"
     assert [list(plan["hisparse"]) for plan in (dipr, dsa)] == [list(quest["hisparse"])] * 2
     for plan, reason in ((dipr, "cannot do device cuda"), (dsa, "asks the model's indexer")):
@@ -378,12 +363,9 @@ def test_an_algorithm_that_cannot_be_served_keeps_its_row(
         assert plan["dense"] == quest["dense"]
 
 
-def test_the_table_shows_why_an_algorithm_has_no_figures(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_shows_why_an_algorithm_has_no_figures(model: str, command: Command) -> None:
     line = ["--context", "1024,2048", "--algorithm", "dipr,quest", "--budget", "256"]
-    assert main(["plan", "--model", model, *MEMORY, *line]) == 0
-    out = capsys.readouterr().out
+    out = command("plan", "--model", model, *MEMORY, *line)
     first, times = out.split("Estimated")
     rows = [row.split() for row in first.splitlines() if row.split()[:1] in (["dipr"], ["quest"])]
     assert [(row[0], row[2], row[-1]) for row in rows] == [
@@ -398,13 +380,10 @@ def test_the_table_shows_why_an_algorithm_has_no_figures(
 
 
 def test_where_no_algorithm_can_be_served_each_reason_is_given_once(
-    model: str, capsys: pytest.CaptureFixture[str]
+    model: str, command: Command
 ) -> None:
     line = ["--context", "1024,2048", "--algorithm", "dipr,dsa"]
-    assert main(["plan", "--model", model, *MEMORY, *line]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
+    err = command.refused("plan", "--model", model, *MEMORY, *line)
     assert err.count("cannot do device cuda") == err.count("asks the model's indexer") == 1
 
 
@@ -424,29 +403,18 @@ def test_where_no_algorithm_can_be_served_each_reason_is_given_once(
         (["--model", "no/where/here"], "unknown model 'no/where/here'"),
     ],
 )
-def test_bad_input_is_one_line(
-    flags: list[str], words: str, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "--model", model, *MEMORY, *flags]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert words in err
+def test_bad_input_is_one_line(flags: list[str], words: str, model: str, command: Command) -> None:
+    assert words in command.refused("plan", "--model", model, *MEMORY, *flags)
 
 
 @pytest.mark.parametrize("ratio", ["1.5", "-0.1", "nan", "", "most"])
-def test_a_hit_ratio_is_a_fraction(
-    ratio: str, model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["plan", "--model", model, *MEMORY, f"--hit-ratio={ratio}"])
-    (line,) = capsys.readouterr().err.splitlines()
+def test_a_hit_ratio_is_a_fraction(ratio: str, model: str, command: Command) -> None:
+    line = command.refused("plan", "--model", model, *MEMORY, f"--hit-ratio={ratio}")
     assert f"--hit-ratio: got '{ratio}', expected fractions from 0 to 1" in line
 
 
 def test_without_a_gpu_its_memory_has_to_be_given(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["plan", "--model", model]) == 2
-    assert "--device-memory: got nothing" in capsys.readouterr().err
+    assert "--device-memory: got nothing" in command.refused("plan", "--model", model)

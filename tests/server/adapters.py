@@ -10,8 +10,6 @@ from plugins import make_plugin
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
-__all__ = ["ADAPTER_FLAGS", "adapter_path", "write_adapter"]
-
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 #: Adapters can be loaded over HTTP, also if none is given at the start.
 ADAPTER_FLAGS = (
@@ -35,8 +33,7 @@ _PAGEABLE = """
 
 def adapter_path(folder: Path) -> list[Path]:
     """What goes on the module path of a server with adapters; written into ``folder``."""
-    entry = "pageable-memory = pageable_memory:load"
-    return [make_plugin(folder, "pageable_memory", "sglang.srt.plugins", entry, _PAGEABLE)]
+    return [make_plugin(folder, "pageable_memory:load", _PAGEABLE)]
 
 
 def write_adapter(folder: Path, seed: int, kind: str = "llama") -> Path:

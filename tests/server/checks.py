@@ -3,34 +3,49 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from harness import Answer, Server
-from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, Case
+from settings import SPARSE
+from tiny_models import KV_HEADS, LAYERS
+from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, Case, tokens
 
-__all__ = [
-    "abort_beside_others",
-    "alone",
-    "assert_equal_fresh_and_cached",
-    "assert_nothing_held",
-    "certain",
-    "retract_until_seen",
-]
+PAGE = 16
 
 #: Times between two requests. Whether some are retracted depends on when they come, so on the
 #: machine's load too.
 _DELAYS_S = (0.1, 0.3, 0.03, 1.0)
 
 
+def wait_until(is_done: Callable[[], object], otherwise: str, timeout_s: float = 60) -> None:
+    """Wait for what goes on after an answer; a failure says ``otherwise``."""
+    end = time.monotonic() + timeout_s
+    while not is_done():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.1)
+
+
+def wait_for(server: Server, name: str, minimum: float) -> None:
+    """Wait until a counter of hisparse has reached a number."""
+    wait_until(lambda: server.counted(name)[0] >= minimum, f"{name} did not reach {minimum}")
+
+
+@contextmanager
+def counting(server: Server, *names: str) -> Iterator[list[float]]:
+    """How much counters of hisparse rise in the block; the list is filled at its end."""
+    before, risen = server.counted(*names), list[float]()
+    yield risen
+    risen += [now - then for then, now in zip(before, server.counted(*names), strict=True)]
+
+
 def assert_nothing_held(server: Server) -> None:
     """An idle server with an empty radix cache holds no tokens, on the host and on the device."""
     server.flush_cache()
-    end = time.monotonic() + 60
-    while any(held := server.counted("host_tokens_used", "device_tokens_used")):
-        assert time.monotonic() < end, f"host and device tokens still used: {held}"
-        time.sleep(0.1)
+    held = ("host_tokens_used", "device_tokens_used")
+    wait_until(lambda: not any(server.counted(*held)), "tokens are still held")
 
 
 def assert_equal_fresh_and_cached(
@@ -71,7 +86,7 @@ def certain(answer: Answer, lead: float) -> list[int]:
 
 
 def abort_beside_others(server: Server, expected: Sequence[list[int]]) -> None:
-    """An aborted request changes no token of the others, and leaves nothing.
+    """An aborted request has its tokens, changes none of the others', and leaves nothing.
 
     Args:
         server: answers as ``expected``.
@@ -84,11 +99,14 @@ def abort_beside_others(server: Server, expected: Sequence[list[int]]) -> None:
         got = server.abort_after(prompts[3], num_tokens=10, max_new_tokens=900)
         assert [answer.ids for answer in others.result()] == expected[:6]
     assert 10 <= len(got) < 900
+    assert got[:NEW_TOKENS] == expected[3][: len(got)]
     assert_nothing_held(server)
 
 
 def retract_until_seen(server: Server, expected: Sequence[list[int]] | None = None) -> list[Answer]:
     """Answers of ``workload.RETRACTED``, some of which were retracted.
+
+    For requests that may end early SGLang hopes they do, and admits more than fit.
 
     Args:
         server: its pool does not hold all of the requests.
@@ -104,3 +122,37 @@ def retract_until_seen(server: Server, expected: Sequence[list[int]] | None = No
         if any(answer.retractions for answer in answers):
             return answers
     pytest.fail("nothing was retracted, the pool is too large")
+
+
+#: Tokens of answers whose difference is counted.
+_LESS, _MORE = 10, 60
+
+
+def of_more_tokens(
+    server: Server, lengths: Sequence[int], *names: str, delay_s: float = 0.0
+) -> list[float]:
+    """What counters rise more by for answers of 60 tokens than for answers of 10.
+
+    Steps that the overlap scheduler starts before it knows that a request is over cancel out.
+
+    Args:
+        server: with :data:`settings.SPARSE`.
+        lengths: of the prompts.
+        names: of the counters.
+        delay_s: time between two requests.
+    """
+    prompts, seen = [tokens(n, seed=n + 400) for n in lengths], []
+    for new_tokens in (_LESS, _MORE):
+        server.flush_cache()
+        with counting(server, *names) as counted:
+            server.generate_many(prompts, new_tokens, delay_s=delay_s)
+        seen.append(counted)
+    return [more - less for less, more in zip(*seen, strict=True)]
+
+
+def selected_between(lengths: Sequence[int]) -> tuple[int, int]:
+    """Pages selected, and tokens of tail pages attended, in the steps that make the difference."""
+    steps = [n + step for n in lengths for step in range(_LESS, _MORE)]
+    pages = sum(min((n - 1) // PAGE, SPARSE["budget"] // PAGE - 1) for n in steps)
+    tails = sum((n - 1) % PAGE + 1 for n in steps)
+    return pages * LAYERS * KV_HEADS, tails * LAYERS * KV_HEADS

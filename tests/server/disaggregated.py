@@ -18,8 +18,6 @@ from tiny_models import tiny_model
 
 from hisparse_bench.server import free_port
 
-__all__ = ["Pair", "flags_of", "running"]
-
 _rooms = itertools.count(1)
 
 #: Loads the libraries by their paths: a forked server cannot change where the linker looks.
@@ -161,9 +159,8 @@ def running(
         env: more environment variables of both.
     """
     port = free_port()
-    entry = "libraries = mooncake_libraries:load"
     plugin = folder / f"{name}-libraries"
-    make_plugin(plugin, "mooncake_libraries", "sglang.srt.plugins", entry, _LIBRARIES)
+    make_plugin(plugin, "mooncake_libraries:load", _LIBRARIES)
     shared = _options(plugin, env or {})
     own = {"prefill": (prefill, prefill_flags), "decode": (decode, decode_flags)}
     servers = [

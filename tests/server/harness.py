@@ -15,25 +15,21 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import requests
-from fork_server import ForkedProcess, fork_server
+from fork_server import fork_server
 
-from hisparse_bench.server import free_port
+from hisparse.errors import HiSparseError
+from hisparse_bench.server import ServerProcess
 
-__all__ = ["Answer", "Metrics", "Refused", "Server", "run_to_exit"]
-
-_START_TIMEOUT_S = 300
 _REQUEST_TIMEOUT_S = 400
 _LOG_END = 6000
 
@@ -80,10 +76,18 @@ class Metrics(Mapping[str, float]):
 
     def __init__(self, page: str) -> None:
         self._values: dict[str, float] = {}
+        self._series: list[tuple[str, dict[str, str], float]] = []
         for line in page.splitlines():
             if line and not line.startswith("#"):
-                name, value = re.match(r"([^{\s]+)(?:\{.*\})?\s+(\S+)", line).groups()
+                name, labels, value = re.match(r"([^{\s]+)(\{.*\})?\s+(\S+)", line).groups()
                 self._values[name] = self._values.get(name, 0.0) + float(value)
+                pairs = re.findall(r'(\w+)="([^"]*)"', labels or "")
+                self._series.append((name, dict(pairs), float(value)))
+
+    def by(self, label: str, name: str) -> dict[str, float]:
+        """Values of a metric by one of its labels."""
+        names = (name, f"{name}_total")
+        return {labels[label]: x for found, labels, x in self._series if found in names}
 
     def __getitem__(self, name: str) -> float:
         for key in (name, f"{name}_total"):
@@ -103,94 +107,11 @@ def _environment(python_path: Sequence[Path], env: Mapping[str, str]) -> dict[st
     paths = [str(p) for p in python_path]
     if os.environ.get("PYTHONPATH"):
         paths.append(os.environ["PYTHONPATH"])
-    quick = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return os.environ | quick | {"PYTHONPATH": os.pathsep.join(paths)} | dict(env)
+    quick = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return ServerProcess.cpu_environment(1) | quick | dict(env)
 
 
-def command_line(
-    model: Path,
-    *flags: str,
-    port: int,
-    backend: str = "hisparse",
-    config: Mapping[str, Any] | str | None = None,
-    tokenizer: bool = False,
-) -> list[str]:
-    """``python -m sglang.launch_server`` with what every test wants."""
-    line = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    line += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
-    line += ["--attention-backend", backend, "--skip-server-warmup", "--enable-metrics"]
-    line += ["--sleep-on-idle", *(() if tokenizer else ("--skip-tokenizer-init",))]
-    if config is not None:
-        line += ["--hisparse-config", config if isinstance(config, str) else json.dumps(config)]
-    return [*line, *flags]
-
-
-def _start(
-    line: Sequence[str],
-    env: Mapping[str, str],
-    out: Path,
-    err: Path,
-    *,
-    forked: bool,
-    python_path: Sequence[Path] = (),
-) -> subprocess.Popen[bytes] | ForkedProcess:
-    """A process that leads a group of its own; what it prints goes to two files, or one."""
-    out.write_bytes(b"")
-    err.write_bytes(b"")
-    if forked:
-        return fork_server().start(line[2:], env, python_path, out, err)
-    with out.open("ab") as stdout, err.open("ab") as stderr:
-        return subprocess.Popen(
-            line, env=dict(env), stdout=stdout, stderr=stderr, start_new_session=True
-        )
-
-
-def run_to_exit(
-    model: Path,
-    *flags: str,
-    config: Mapping[str, Any] | str | None,
-    folder: Path,
-    forked: bool = True,
-    timeout_s: float = 120,
-) -> tuple[int, str, str]:
-    """Start a server that should not come up: exit code, standard output, standard error.
-
-    Args:
-        model: folder of the model.
-        flags: more of SGLang's flags.
-        config: value of ``--hisparse-config``.
-        folder: for what it prints.
-        forked: False for ``python -m sglang.launch_server``.
-        timeout_s: when to give up.
-    """
-    line = command_line(model, *flags, port=free_port(), config=config)
-    out, err = folder / "out.txt", folder / "err.txt"
-    process = _start(line, _environment((), {}), out, err, forked=forked)
-    try:
-        code = process.wait(timeout_s)
-        return code, out.read_text(errors="replace"), err.read_text(errors="replace")
-    finally:
-        _kill_group(process)
-
-
-def _group_exists(pid: int) -> bool:
-    try:
-        os.killpg(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _kill_group(process: subprocess.Popen[bytes] | ForkedProcess) -> None:
-    """End what is left of the process's own group."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
-
-
-class Server:
+class Server(ServerProcess):
     """A running server; use it as a context manager.
 
     Args:
@@ -219,51 +140,27 @@ class Server:
         forked: bool = True,
         line: Sequence[str] = (),
     ) -> None:
-        self._port = free_port()
-        self.url = f"http://127.0.0.1:{self._port}"
-        self._log = log
-        self._forked, self._python_path = forked, python_path
+        given = ["--device", "cpu", "--dtype", "float32", "--attention-backend", backend]
+        given += ["--skip-server-warmup", "--sleep-on-idle"]
+        given += [] if tokenizer else ["--skip-tokenizer-init"]
+        given += [] if config is None else ["--hisparse-config", json.dumps(config)]
+        super().__init__(str(model), log, [*given, *flags], path=python_path)
+        if line:
+            self._command = [*line, "--port", self.url.rpartition(":")[2]]
+        self._forked = forked
         self._env = _environment(python_path, env or {})
-        self._line = (
-            [*line, "--port", str(self._port)]
-            if line
-            else command_line(
-                model, *flags, port=self._port, backend=backend, config=config, tokenizer=tokenizer
-            )
-        )
-        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
+        self._exit_code: int | None = None
 
     def __enter__(self) -> Server:
-        self._process = _start(
-            self._line,
-            self._env,
-            self._log,
-            self._log,
-            forked=self._forked,
-            python_path=self._python_path,
-        )
-        try:
-            self._wait_until_up()
-        except BaseException:
-            self.stop()
-            raise
+        self._forks = fork_server() if self._forked else None
+        self.start(self._env)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def _wait_until_up(self) -> None:
-        end = time.monotonic() + _START_TIMEOUT_S
-        while time.monotonic() < end:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self._process.returncode}{self._end()}")
-            try:
-                if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return
-            except requests.RequestException:
-                pass
-            time.sleep(0.2)
-        raise RuntimeError(f"the server did not come up in {_START_TIMEOUT_S} s{self._end()}")
+    def stop(self) -> None:
+        process = self._process
+        super().stop()
+        if process is not None:
+            self._exit_code = process.returncode
 
     def _end(self) -> str:
         return f"; its log ends:\n{self.log()[-_LOG_END:]}"
@@ -281,14 +178,12 @@ class Server:
         """Wait for a server that was told to end, until no process of its group is left."""
         end = time.monotonic() + _REQUEST_TIMEOUT_S
         self._process.wait(_REQUEST_TIMEOUT_S)
-        while _group_exists(self.pid):
-            if time.monotonic() > end:
-                raise RuntimeError(f"the server left processes behind{self._end()}")
-            time.sleep(0.05)
-
-    def stop(self) -> None:
-        """SIGKILL to its process group: SGLang looks for SIGTERM every 5 s."""
-        _kill_group(self._process)
+        with suppress(ProcessLookupError):
+            while True:
+                os.killpg(self.pid, 0)
+                if time.monotonic() > end:
+                    raise RuntimeError(f"the server left processes behind{self._end()}")
+                time.sleep(0.05)
 
     def _post(self, path: str, body: Mapping[str, Any], **options: Any) -> requests.Response:
         try:
@@ -385,6 +280,18 @@ class Server:
         metrics = self.metrics()
         return tuple(metrics[f"hisparse:{name}"] for name in names)
 
+    def counted_by(self, label: str, name: str) -> dict[str, float]:
+        """A ``hisparse:`` metric by one of its labels, such as the rank."""
+        return self.metrics().by(label, f"hisparse:{name}")
+
+    def refusal(self) -> str:
+        """Start a server that should not come up: hisparse's one line in its log."""
+        with pytest.raises(HiSparseError):
+            self.__enter__()
+        assert self._exit_code != 0
+        (line,) = [x for x in self.log().splitlines() if "hisparse: error: " in x]
+        return line
+
     def load_adapter(self, name: str, folder: Path) -> None:
         """Load a LoRA adapter under a name."""
         self._post("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
@@ -392,17 +299,6 @@ class Server:
     def unload_adapter(self, name: str) -> None:
         """Forget a LoRA adapter."""
         self._post("/unload_lora_adapter", {"lora_name": name})
-
-    def flush_cache(self) -> None:
-        """Empty the radix cache; the server has to be idle, and is given time to become so."""
-        end = time.monotonic() + 60
-        while True:
-            reply = requests.post(f"{self.url}/flush_cache", timeout=30)
-            if reply.status_code == 200:
-                return
-            if time.monotonic() > end:
-                raise RuntimeError(f"flush_cache: {reply.status_code} {reply.text}{self._end()}")
-            time.sleep(0.2)
 
 
 def _request(prompt: Sequence[int] | str, max_new_tokens: int, ignore_eos: bool) -> dict[str, Any]:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
-from pathlib import Path
 from typing import Any
 
-from tiny_models import CONTEXT, VOCAB, tiny_model
+from tiny_models import CONTEXT, VOCAB
 from workload import tokens
-
-__all__ = ["ENDS_SGLANG", "REQUESTS", "Request", "model_with_tokenizer"]
 
 #: Path, and the body: an object, or text that is sent as it is.
 Request = tuple[str, Any]
@@ -142,17 +138,3 @@ ENDS_SGLANG: dict[str, Request] = {
     "logprobs from before": _body(return_logprob=True, logprob_start_len=-7),
     "logprobs beyond the vocabulary": _body(return_logprob=True, top_logprobs_num=10 * VOCAB),
 }
-
-
-def model_with_tokenizer(folder: Path) -> Path:
-    """The tiny Llama with a tokenizer of words "w0" to "w511", in a new folder."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    shutil.copytree(tiny_model("llama"), folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w2"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w2"
-    ).save_pretrained(folder)
-    return folder

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_models import tiny_model
 
 from hisparse.sglang.features import IN_USE
 
-__all__ = ["refusal", "resolve"]
 
-
-def resolve(*flags: str, model: Path | None = None, config: object = None) -> object:
-    """SGLang's ``ServerArgs`` of a server on a CPU.
+def server_args(*flags: str, model: Path | None = None, config: object = None) -> Any:
+    """SGLang's ``ServerArgs`` before they are resolved.
 
     Args:
         flags: of SGLang.
@@ -26,16 +25,20 @@ def resolve(*flags: str, model: Path | None = None, config: object = None) -> ob
     load_plugins()
     from sglang.srt.server_args import prepare_server_args
 
-    line = ["--model-path", str(model or tiny_model("llama")), "--device", "cpu"]
-    line += ["--dtype", "float32", "--attention-backend", "hisparse"]
+    line = ["--model-path", str(model or tiny_model("llama")), "--dtype", "float32"]
+    line += ["--attention-backend", "hisparse", "--device", "cpu"]
     if config is not None:
-        text = config if isinstance(config, str) else json.dumps(config)
-        line += ["--hisparse-config", text]
+        line += ["--hisparse-config", config if isinstance(config, str) else json.dumps(config)]
+    return prepare_server_args([*line, *flags])
+
+
+def resolve(*flags: str, model: Path | None = None, config: object = None) -> Any:
+    """SGLang's ``ServerArgs`` of a server on a CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_USE_CPU_ENGINE", "1")
         # A start writes it.
         patch.setenv(IN_USE, "")
-        args = prepare_server_args([*line, *flags])
+        args = server_args(*flags, model=model, config=config)
         args.resolve_once()
     return args
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from tiny_models import INDEX_TOP_K
 
-__all__ = ["CHECKED", "DSA", "SMALL_POOL", "SPARSE", "TWO_RANKS", "WHOLE", "latents"]
-
 #: SGLang wants a CPU for each of two ranks, or to be told.
 TWO_RANKS = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
+
+MEMORY: dict[str, Any] = {"host_memory": "1GiB", "device_memory": "600MB"}
 
 #: A budget that most prompts exceed; device memory holds some more requests than the tests send.
 SPARSE: dict[str, Any] = {
@@ -17,22 +17,33 @@ SPARSE: dict[str, Any] = {
     "device_buffer_size": 128,
     "host_memory": "1GiB",
     "device_memory": "14MB",
-    "selection_scope": "kv_head",
 }
+
+#: Rows hold less than most contexts, so pages are loaded and evicted in most steps.
+SMALL_ROWS: dict[str, Any] = {
+    "budget": 128,
+    "device_buffer_size": 256,
+    "max_row_capacity": 512,
+    "host_memory": "1GiB",
+    "device_memory": "200MB",
+}
+
+#: A budget of every context.
+ROOMY: dict[str, Any] = MEMORY | {"budget": 8192}
 
 #: ``--max-total-tokens`` of a server that retracts requests of ``workload.RETRACTED``.
 SMALL_POOL = 4096
-#: A budget of every context of such a server, so that answers are those of dense attention.
-WHOLE: dict[str, Any] = {
+SMALL_POOL_FLAGS = ("--max-total-tokens", str(SMALL_POOL), "--schedule-conservativeness", "0.01")
+#: A budget of every context of such a server, so that answers are those of dense attention. Staging
+#: is of 128 tokens, so that prefixes come in many tiles.
+WHOLE: dict[str, Any] = MEMORY | {
     "budget": SMALL_POOL,
     "device_buffer_size": SMALL_POOL,
-    "host_memory": "1GiB",
-    "device_memory": "600MB",
     "staging_bytes": 65536,
 }
 
 #: Every selection and every resident byte is verified.
-CHECKED: dict[str, Any] = {"host_memory": "1GiB", "device_memory": "600MB", "checked": True}
+CHECKED: dict[str, Any] = MEMORY | {"checked": True}
 
 #: DeepSeek-V3.2 with the tokens of its own indexer.
 DSA: dict[str, Any] = {

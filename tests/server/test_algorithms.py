@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import assert_nothing_held
-from conftest import DenseTokens
+from checks import alone, assert_nothing_held
 from harness import Server
 from parts import MORE, few
 from planned_bytes import assert_planned
+from settings import SMALL_ROWS
 from tiny_models import CONTEXT, tiny_model
-from workload import NEW_TOKENS, PROMPTS, SHARED
+from workload import NEW_TOKENS, PROMPTS, SHARED, DenseTokens
 
-BUDGET = 128
 #: One context within the budget, three far beyond it.
 FOUR = [0, 2, 4, 5]
 QUERY_WINDOW = 48
@@ -44,14 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 #: What ``make test`` runs.
 USUAL = ("quest-bfloat16", "snapkv", "dipr-fine", "sketch", "reuse-layers", "prefetch")
-COMMON = {
-    "budget": BUDGET,
-    "device_buffer_size": 2 * BUDGET,
-    "max_row_capacity": 4 * BUDGET,
-    "host_memory": "1GiB",
-    "device_memory": "64MB",
-    "checked": True,
-}
+COMMON = SMALL_ROWS | {"device_memory": "64MB", "checked": True}
 
 
 @pytest.fixture(scope="module", params=few(CASES, *USUAL, others=MORE))
@@ -68,17 +60,13 @@ def test_four_at_once_answer_as_alone_and_leave_nothing_behind(
     server: Server, dense_tokens: DenseTokens
 ) -> None:
     prompts = [PROMPTS.prompts[i] for i in FOUR]
-    alone = []
-    for prompt in prompts:
-        server.flush_cache()
-        alone.append(server.generate(prompt, NEW_TOKENS).ids)
-    server.flush_cache()
+    expected = alone(server, prompts, NEW_TOKENS)
     # Slots and device pages now held others before.
     together = server.generate_many(prompts[::-1], NEW_TOKENS)
-    assert [answer.ids for answer in together[::-1]] == alone
+    assert [answer.ids for answer in together[::-1]] == expected
     dense = [dense_tokens("llama", PROMPTS)[i] for i in FOUR]
-    assert alone[0] == dense[0], "50 + 40 tokens are within the budget"
-    assert alone[1:] != dense[1:], "contexts beyond the budget were attended whole"
+    assert expected[0] == dense[0], "50 + 40 tokens are within the budget"
+    assert expected[1:] != dense[1:], "contexts beyond the budget were attended whole"
     hits, misses = server.counted("hit_pages", "miss_pages")
     assert hits > 0
     assert misses > 0
@@ -92,11 +80,7 @@ def test_four_at_once_answer_as_alone_and_leave_nothing_behind(
 
 
 def test_a_shared_prefix_gives_what_each_gives_alone(server: Server) -> None:
-    expected = []
-    for prompt in SHARED.prompts:
-        server.flush_cache()
-        expected.append(server.generate(prompt, NEW_TOKENS).ids)
-    server.flush_cache()
+    expected = alone(server, SHARED.prompts, NEW_TOKENS)
     answers = [server.generate(prompt, NEW_TOKENS) for prompt in SHARED.prompts]
     assert [answer.ids for answer in answers] == expected
     cached = [0, 992, 992]

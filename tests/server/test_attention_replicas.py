@@ -10,7 +10,6 @@ from checks import assert_nothing_held
 from harness import Server
 from plugins import make_plugin
 from settings import TWO_RANKS, latents
-from test_replicas import by_replica
 from tiny_models import tiny_model
 from workload import tokens
 
@@ -39,8 +38,7 @@ PADDED = """
 @pytest.fixture(scope="module")
 def padded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("padded")
-    plugin = "pad_all = pad_all:load"
-    return make_plugin(folder, "pad_all", "sglang.srt.plugins", plugin, PADDED)
+    return make_plugin(folder, "pad_all:load", PADDED)
 
 
 @pytest.fixture(
@@ -72,7 +70,7 @@ def test_each_rank_gives_one_rank_s_tokens(
             answers = server.generate_many(PROMPTS, NEW_TOKENS, routed_dp_rank=rank)
             assert [answer.ids for answer in answers] == expected
         assert sum(answer.cached for answer in answers) > 0
-        hits = by_replica(server, "hit_pages_total")
+        hits = server.counted_by("dp_rank", "hit_pages")
         assert set(hits) == {"0", "1"} and all(hits.values())
         server.abort_after(tokens(700, seed=40), 5, 400)
         assert_nothing_held(server)

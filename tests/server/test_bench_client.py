@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import Server
 from parts import MORE
-from tiny_models import VOCAB, tiny_model
+from tiny_models import with_tokenizer
 
 # SGLang requires `datasets` and the CPU set-up leaves it out: `make lm-eval` installs it apart.
 DATASETS = Path(sys.prefix) / "lm-eval"
@@ -27,27 +27,14 @@ REQUESTS, INPUT, OUTPUT = 6, 400, 12
 CONFIG = {"budget": 128, "host_memory": "1GiB", "device_memory": "64MB"}
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tokenizer with a word for each token of the tiny models."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    folder = tmp_path_factory.mktemp("tokenizer")
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
-    return folder
-
-
-def test_it_measures_this_server(tokenizer: Path, log_dir: Path, tmp_path: Path) -> None:
-    flags = ("--tokenizer-path", str(tokenizer), "--max-total-tokens", "8000")
-    flags += ("--max-running-requests", "4")
+def test_it_measures_this_server(log_dir: Path, tmp_path: Path) -> None:
+    model = with_tokenizer(tmp_path / "model")
+    flags = ("--max-total-tokens", "8000", "--max-running-requests", "4")
     result = tmp_path / "result.jsonl"
     log = log_dir / "bench-client.log"
-    with Server(tiny_model("llama"), log, *flags, config=CONFIG, tokenizer=True) as server:
+    with Server(model, log, *flags, config=CONFIG, tokenizer=True) as server:
         client = [sys.executable, "-m", "sglang.benchmark.serving", "--backend", "sglang"]
-        client += ["--base-url", server.url, "--tokenizer", str(tokenizer)]
+        client += ["--base-url", server.url, "--tokenizer", str(model)]
         client += ["--dataset-name", "random-ids", "--tokenize-prompt"]
         client += ["--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT)]
         client += ["--random-range-ratio", "0.5", "--num-prompts", str(REQUESTS)]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from pathlib import Path
 
 import pytest
 from harness import Server
-from tiny_models import VOCAB, tiny_model
+from tiny_models import VOCAB, with_tokenizer
 
 from hisparse.cli import main
 
@@ -19,16 +18,7 @@ LIMITS = ("--max-total-tokens", "4000", "--max-running-requests", "4")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama beside a tokenizer with a word for each token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    shutil.copytree(tiny_model("llama"), folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
-    return folder
+    return with_tokenizer(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

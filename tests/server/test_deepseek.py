@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from deepseek import RECORDED, Choices, HuggingFace, read_choices
+from checks import counting
 from harness import Answer, Server
+from hugging_face import Choices, HuggingFace
 from planned_bytes import assert_planned
 from plugins import make_dummy_runs, make_plugin
+from settings import latents
 from tiny_models import CONTEXT, INDEX_TOP_K, LAYERS, tiny_model
 from torch.testing import assert_close
 from workload import tokens
@@ -21,12 +23,10 @@ NEW_TOKENS = 24
 FLAGS = ("--max-total-tokens", "20000", "--chunked-prefill-size", "256")
 #: Compiling a few small functions takes longer than running them.
 QUICK = {"TORCHDYNAMO_DISABLE": "1"}
-MEMORY = {"host_memory": "1GiB", "device_memory": "600MB", "checked": True}
-
 #: Latent and rotary part of one token in float32, all layers.
 TOKEN_BYTES = LAYERS * (64 + 16) * 4
 BUDGET = 512
-MLA = MEMORY | {"budget": BUDGET, "device_buffer_size": BUDGET, "max_row_capacity": BUDGET}
+MLA = latents(BUDGET, BUDGET)["deepseek_v2"]
 SHORT = [tokens(n, seed=n) for n in (50, 160, 333)]
 LONG = tokens(801, seed=801)
 
@@ -58,11 +58,9 @@ def test_mla_within_the_budget_is_exact(mla: Server, v2: HuggingFace) -> None:
 
 def test_mla_sparse_steps_do_not_depend_on_others(mla: Server) -> None:
     mla.flush_cache()
-    names = ("selected_tokens", "selections", "miss_pages")
-    before = mla.counted(*names)
-    alone = mla.generate(LONG, NEW_TOKENS)
-    counts = zip(before, mla.counted(*names), strict=True)
-    selected, selections, misses = (now - then for then, now in counts)
+    with counting(mla, "selected_tokens", "selections", "miss_pages") as counted:
+        alone = mla.generate(LONG, NEW_TOKENS)
+    selected, selections, misses = counted
     assert selections / LAYERS == NEW_TOKENS - 1
     assert BUDGET - 16 <= selected / selections <= BUDGET
     assert misses > 0
@@ -89,6 +87,65 @@ def test_mla_bytes_are_those_of_the_plan(mla: Server) -> None:
     assert_planned(mla, tiny_model("deepseek_v2"), MLA, context=CONTEXT, max_requests=requests)
 
 
+#: The algorithm dsa, writing down what it chooses; a package of its own.
+RECORDED = """
+    from dataclasses import dataclass
+    from itertools import count
+    from pathlib import Path
+
+    import torch
+
+    from hisparse.algorithms.dsa import DSA
+
+    COUNT = count()
+
+
+    @dataclass(frozen=True, kw_only=True)
+    class Recorded(DSA):
+        folder: str
+
+        def _write(self, layer, slots, positions, rows):
+            torch.save((layer, slots, positions, rows), Path(self.folder) / f"{next(COUNT)}.pt")
+
+        def retrieve_topk(self, queries, layer_id, step):
+            selection = super().retrieve_topk(queries, layer_id, step)
+            positions = step.num_pages.tolist()
+            rows = selection.pages[:, 0].tolist()
+            for row, position in zip(rows, positions, strict=True):
+                if -1 in row:
+                    row[row.index(-1)] = position
+            self._write(layer_id, step.slots.tolist(), positions, rows)
+            return selection
+
+        def select_prefill(self, layer_id, step):
+            chosen = super().select_prefill(layer_id, step)
+            positions = list(range(step.start, step.start + step.length))
+            rows = [range(p + 1) for p in positions] if chosen is None else chosen.tolist()
+            self._write(layer_id, [step.slot] * step.length, positions, rows)
+            return chosen
+"""
+
+
+def read_choices(folder: Path, lengths: list[int]) -> list[Choices]:
+    """What was written down for requests of so many computed tokens, each another number.
+
+    Nothing is written of decode steps that attend all there is.
+    """
+    found: list[Choices] = []
+    current: dict[int, Choices] = {}
+    for path in sorted(folder.iterdir(), key=lambda p: int(p.stem)):
+        layer, slots, positions, rows = torch.load(path, weights_only=False)
+        for slot, position, row in zip(slots, positions, rows, strict=True):
+            seen = current.get(slot, {})
+            if layer == 0 and ((0, position) in seen or (0, position - 1) not in seen):
+                # The slot has changed hands.
+                current[slot] = {}
+                found.append(current[slot])
+            current[slot][layer, position] = [token for token in row if token >= 0]
+    ends = {max(p for _, p in choices) + 1: choices for choices in found}
+    return [ends.get(length, {}) for length in lengths]
+
+
 @dataclass(frozen=True)
 class Served:
     """What four requests at the same time got, and what each of them attended."""
@@ -101,19 +158,9 @@ class Served:
 @pytest.fixture(scope="module")
 def dsa(log_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
     package, folder = tmp_path_factory.mktemp("package"), tmp_path_factory.mktemp("choices")
-    make_plugin(
-        package, "recorded", "hisparse.algorithms", "recorded = recorded:Recorded", RECORDED
-    )
-    config = MEMORY | {
-        "algorithm": "recorded",
-        "algorithm_config": {"index_dtype": "float32", "folder": str(folder)},
-        "page_size": 1,
-        "num_sink_pages": 0,
-        "num_recent_pages": 0,
-        "budget": INDEX_TOP_K,
-        "device_buffer_size": 2 * INDEX_TOP_K,
-        "max_row_capacity": 4 * INDEX_TOP_K,
-    }
+    make_plugin(package, "recorded:Recorded", RECORDED, group="hisparse.algorithms")
+    options = {"index_dtype": "float32", "folder": str(folder)}
+    config = latents(0, 0)["deepseek_v32"] | {"algorithm": "recorded", "algorithm_config": options}
     prompts = [tokens(n, seed=n) for n in (30, 160, 333, 801)]
     model, log = tiny_model("deepseek_v32"), log_dir / "dsa.log"
     with Server(model, log, *FLAGS, config=config, python_path=[package], env=QUICK) as server:

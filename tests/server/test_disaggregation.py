@@ -10,14 +10,13 @@ from typing import Any
 import disaggregated
 import mooncake_master
 import pytest
+import settings
 from checks import assert_nothing_held, certain
-from conftest import DenseTokens
 from disaggregated import Pair
 from harness import Refused, Server
-from parts import MORE
-from settings import DSA
+from parts import MORE, few
 from tiny_models import tiny_model
-from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
+from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, DenseTokens, tokens
 
 pytestmark = [
     *MORE,
@@ -26,12 +25,8 @@ pytestmark = [
 
 modes = pytest.mark.modes
 
-SPARSE: dict[str, Any] = {
-    "budget": 128,
-    "device_buffer_size": 128,
-    "host_memory": "1GiB",
-    "device_memory": "24MB",
-}
+#: Requests on their way have rows too.
+SPARSE = settings.SPARSE | {"device_memory": "24MB"}
 DENSE = SPARSE | {"budget": 4096, "device_buffer_size": 4096, "device_memory": "600MB"}
 FLAGS = ("--chunked-prefill-size", "512", "--max-running-requests", "8")
 POOL = ("--max-total-tokens", "40000")
@@ -40,7 +35,7 @@ FP8_LEAD = 0.05
 #: A long prompt, short ones at the edges of a page, and prompts with a common prefix.
 DOCUMENTS = [tokens(n, seed=n) for n in (7000, 801, 48, 15)] + SHARED.prompts
 
-INDEXER = DSA | {"host_memory": "1GiB", "device_memory": "200MB"}
+INDEXER = settings.DSA | {"host_memory": "1GiB", "device_memory": "200MB"}
 
 
 def leaks_nothing(pair: Pair) -> None:
@@ -48,36 +43,24 @@ def leaks_nothing(pair: Pair) -> None:
         assert_nothing_held(server)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "config"),
-    [
-        ("sketch", "llama", SPARSE),
-        pytest.param(
-            "quest",
-            "qwen2",
-            SPARSE | {"algorithm": "quest", "selection_scope": "layer"},
-            marks=modes,
-        ),
-        pytest.param("fp8", "llama", SPARSE | {"kv_cache_dtype": "fp8_e4m3"}, marks=modes),
-        pytest.param("latents", "deepseek_v2", SPARSE | {"device_memory": "200MB"}, marks=modes),
-        pytest.param(
-            "fp8 latents",
-            "deepseek_v2",
-            SPARSE | {"device_memory": "200MB", "kv_cache_dtype": "fp8_e4m3"},
-            marks=modes,
-        ),
-        pytest.param(
-            "fp8 indexer", "deepseek_v32", INDEXER | {"kv_cache_dtype": "fp8_e4m3"}, marks=modes
-        ),
-        pytest.param("windows", "gemma3", SPARSE, marks=modes),
-        pytest.param("windows, caps", "gemma2", SPARSE, marks=modes),
-        pytest.param("indexer", "deepseek_v32", INDEXER, marks=modes),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_sparse_tokens_are_those_of_one_process(
-    name: str, kind: str, config: dict[str, Any], log_dir: Path
-) -> None:
+FP8 = {"kv_cache_dtype": "fp8_e4m3"}
+LATENTS = SPARSE | {"device_memory": "200MB"}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sketch": ("llama", SPARSE),
+    "quest": ("qwen2", SPARSE | {"algorithm": "quest", "selection_scope": "layer"}),
+    "fp8": ("llama", SPARSE | FP8),
+    "latents": ("deepseek_v2", LATENTS),
+    "fp8 latents": ("deepseek_v2", LATENTS | FP8),
+    "indexer": ("deepseek_v32", INDEXER),
+    "fp8 indexer": ("deepseek_v32", INDEXER | FP8),
+    "windows": ("gemma3", SPARSE),
+    "windows, caps": ("gemma2", SPARSE),
+}
+
+
+@pytest.mark.parametrize("name", few(CASES, "sketch"))
+def test_sparse_tokens_are_those_of_one_process(name: str, log_dir: Path) -> None:
+    kind, config = CASES[name]
     env = {"TORCHDYNAMO_DISABLE": "1"}
     flags, options = (*FLAGS, *POOL), {"config": config}
     log = log_dir / f"one-{name}.log"

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import DenseTokens
+from checks import abort_beside_others, retract_until_seen
 from harness import Refused, Server
 from plugins import make_dummy_runs
+from settings import ROOMY, SMALL_POOL, SMALL_POOL_FLAGS, WHOLE
 from tiny_models import tiny_model
-from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
-
-ROOMY = {"budget": 8192, "host_memory": "1GiB", "device_memory": "600MB"}
-POOL = 4096
-#: Staging of 128 tokens, so that prefixes come in many tiles.
-SMALL = ROOMY | {"budget": POOL, "device_buffer_size": POOL, "staging_bytes": 65536}
+from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, DenseTokens, tokens
 
 
 @dataclass(frozen=True)
@@ -89,22 +84,16 @@ def test_an_abort_in_mid_decode_leaves_the_others_alone(
     roomy: Served, dense_tokens: DenseTokens
 ) -> None:
     expected = dense_tokens(roomy.kind, PROMPTS)
-    with ThreadPoolExecutor(1) as thread:
-        others = thread.submit(roomy.server.generate_many, PROMPTS.prompts[:4], NEW_TOKENS)
-        got = roomy.server.abort_after(PROMPTS.prompts[5], num_tokens=10, max_new_tokens=2000)
-        assert [a.ids for a in others.result()] == expected[:4]
-    assert 10 <= len(got) < 2000
-    assert got[:NEW_TOKENS] == expected[5][: len(got)]
-    assert roomy.server.generate(PROMPTS.prompts[6], NEW_TOKENS).ids == expected[6]
-    assert roomy.server.generate(PROMPTS.prompts[5], NEW_TOKENS).ids == expected[5]
+    abort_beside_others(roomy.server, expected)
+    for number in (6, 3):
+        assert roomy.server.generate(PROMPTS.prompts[number], NEW_TOKENS).ids == expected[number]
 
 
 @pytest.fixture(scope="module")
 def small_pool(log_dir: Path) -> Iterator[Server]:
-    flags = ("--max-total-tokens", str(POOL), "--chunked-prefill-size", "256")
-    flags += ("--schedule-conservativeness", "0.01")
+    flags = (*SMALL_POOL_FLAGS, "--chunked-prefill-size", "256")
     log = log_dir / "exact-small-pool.log"
-    with Server(tiny_model("llama"), log, *flags, config=SMALL) as server:
+    with Server(tiny_model("llama"), log, *flags, config=WHOLE) as server:
         yield server
 
 
@@ -117,18 +106,7 @@ def test_long_prompts_in_chunks_of_256(small_pool: Server, dense_tokens: DenseTo
 def test_retracted_requests_start_over_and_end_the_same(
     small_pool: Server, dense_tokens: DenseTokens
 ) -> None:
-    # For requests that may end early SGLang hopes they do, and admits more than fit; whether it
-    # does depends on when they come, so on the machine's load too.
-    for delay_s in (0.1, 0.3, 0.03, 1.0):
-        small_pool.flush_cache()
-        answers = small_pool.generate_many(
-            RETRACTED.prompts, RETRACTED.new_tokens, delay_s=delay_s, ignore_eos=False
-        )
-        assert [a.ids for a in answers] == dense_tokens("llama", RETRACTED)
-        retractions = sum(a.retractions for a in answers)
-        if retractions:
-            break
-    assert retractions, "nothing was retracted, the pool is too large"
+    retract_until_seen(small_pool, dense_tokens("llama", RETRACTED))
     assert "KV cache pool is full. Retract requests" in small_pool.log()
 
 
@@ -136,7 +114,7 @@ def test_a_prompt_longer_than_the_pool_gets_400_and_the_server_goes_on(
     small_pool: Server, dense_tokens: DenseTokens
 ) -> None:
     with pytest.raises(Refused, match="longer than|maximum allowed length") as refused:
-        small_pool.generate(tokens(POOL + 900, seed=5), 4)
+        small_pool.generate(tokens(SMALL_POOL + 900, seed=5), 4)
     assert refused.value.status == 400
     after = small_pool.generate(PROMPTS.prompts[3], NEW_TOKENS)
     assert after.ids == dense_tokens("llama", PROMPTS)[3]

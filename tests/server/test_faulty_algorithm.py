@@ -75,7 +75,7 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, log_dir: Path) -> Server:
     folder = tmp_path_factory.mktemp("moody")
-    make_plugin(folder, "moody", "hisparse.algorithms", "moody = moody:Moody", SOURCE)
+    make_plugin(folder, "moody:Moody", SOURCE, group="hisparse.algorithms")
     flags = ("--max-total-tokens", "8000", "--max-running-requests", "4")
     flags += ("--chunked-prefill-size", "256")
     log = log_dir / "moody.log"

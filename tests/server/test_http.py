@@ -9,15 +9,11 @@ import pytest
 import requests
 from checks import assert_nothing_held
 from harness import Server
-from hostile_requests import CONTEXT, ENDS_SGLANG, REQUESTS, model_with_tokenizer
+from hostile_requests import CONTEXT, ENDS_SGLANG, REQUESTS
+from settings import SPARSE
+from tiny_models import with_tokenizer
 from workload import tokens
 
-CONFIG = {
-    "budget": 128,
-    "device_buffer_size": 128,
-    "host_memory": "1GiB",
-    "device_memory": "14MB",
-}
 FLAGS = ("--max-total-tokens", "40000", "--max-running-requests", "8")
 PROMPT = tokens(400, seed=8)
 
@@ -35,7 +31,7 @@ def statuses(server: Server) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_with_tokenizer(tmp_path_factory.mktemp("model") / "words")
+    return with_tokenizer(tmp_path_factory.mktemp("model") / "words")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +47,7 @@ def test_requests_are_answered_as_with_torch_native(
     assert not ENDS_SGLANG.keys() & REQUESTS.keys()
     assert {200, 400, 404, 500} == set(expected.values())
     log = log_dir / "http.log"
-    with Server(model, log, *FLAGS, config=CONFIG, tokenizer=True) as server:
+    with Server(model, log, *FLAGS, config=SPARSE, tokenizer=True) as server:
         right = server.generate(PROMPT, 20).ids
         assert statuses(server) == expected
         server.flush_cache()
@@ -61,7 +57,7 @@ def test_requests_are_answered_as_with_torch_native(
 
 def test_a_flush_under_load_is_refused_and_changes_nothing(model: Path, log_dir: Path) -> None:
     log = log_dir / "http-flush.log"
-    with Server(model, log, *FLAGS, config=CONFIG, tokenizer=True) as server:
+    with Server(model, log, *FLAGS, config=SPARSE, tokenizer=True) as server:
         right = server.generate(PROMPT, 60).ids
         server.flush_cache()
         # This one runs until it is aborted, so the server is busy however slow this process is.

@@ -8,14 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from checks import abort_beside_others, alone, assert_nothing_held, retract_until_seen
-from conftest import DenseTokens
+from checks import (
+    abort_beside_others,
+    alone,
+    assert_equal_fresh_and_cached,
+    assert_nothing_held,
+    of_more_tokens,
+    retract_until_seen,
+    selected_between,
+)
 from harness import Server
 from parts import MORE
 from plugins import make_plugin
-from settings import SMALL_POOL, SPARSE, WHOLE, latents
-from tiny_models import KV_HEADS, LAYERS, TOKEN_BYTES, tiny_model
-from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
+from settings import SMALL_POOL_FLAGS, SPARSE, WHOLE, latents
+from tiny_models import TOKEN_BYTES, tiny_model
+from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, DenseTokens, tokens
 
 pytestmark = MORE
 
@@ -50,7 +57,6 @@ SPY = """
         return forward
 """
 FLAGS = ("--enable-mixed-chunk", "--chunked-prefill-size", "256")
-PAGE, BUDGET = 16, SPARSE["budget"]
 #: Both event loops of SGLang's scheduler.
 LOOPS = pytest.mark.parametrize(
     "loop",
@@ -65,7 +71,7 @@ LOOPS = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def spy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("spy")
-    return make_plugin(folder, "spy_mixed", "sglang.srt.plugins", "spy = spy_mixed:load", SPY)
+    return make_plugin(folder, "spy_mixed:load", SPY)
 
 
 @pytest.fixture(scope="module")
@@ -84,14 +90,7 @@ def sparse(loop: tuple[str, ...], spy: Path, log_dir: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def whole(loop: tuple[str, ...], spy: Path, log_dir: Path) -> Iterator[Server]:
-    flags = (
-        *FLAGS,
-        *loop,
-        "--max-total-tokens",
-        str(SMALL_POOL),
-        "--schedule-conservativeness",
-        "0.01",
-    )
+    flags = (*FLAGS, *loop, *SMALL_POOL_FLAGS)
     log = log_dir / f"mixed-whole{len(loop)}.log"
     with Server(tiny_model("llama"), log, *flags, config=WHOLE, python_path=[spy]) as server:
         yield server
@@ -113,28 +112,14 @@ def test_sparse_rows_keep_the_tokens_that_they_have_alone(sparse: Server) -> Non
     assert num_mixed(sparse, "sparse") > 10
 
 
-def _selected_pages(prompt: int, new_tokens: int) -> int:
-    """Pages that the steps of one request select."""
-    lengths = range(prompt + 1, prompt + new_tokens)
-    pages = sum(min((n - 1) // PAGE, BUDGET // PAGE - 1) for n in lengths)
-    return pages * LAYERS * KV_HEADS
-
-
 @LOOPS
 def test_a_row_is_never_attended_as_a_prompt(sparse: Server) -> None:
     """Each of its steps selects: the difference between long and short answers says how many."""
-    lengths = [300, 801, 500, 1500, 900, 2000]
-    prompts = [tokens(n, seed=n + 400) for n in lengths]
-    seen, mixed = [], num_mixed(sparse, "sparse")
-    for new_tokens in (10, 60):
-        sparse.flush_cache()
-        before = sparse.counted("hit_pages", "miss_pages", "written_bytes")
-        sparse.generate_many(prompts, new_tokens, delay_s=0.05)
-        after = sparse.counted("hit_pages", "miss_pages", "written_bytes")
-        seen.append([a - b for a, b in zip(after, before, strict=True)])
+    lengths, mixed = [300, 801, 500, 1500, 900, 2000], num_mixed(sparse, "sparse")
+    names = ("hit_pages", "miss_pages", "written_bytes")
+    hits, misses, written = of_more_tokens(sparse, lengths, *names, delay_s=0.05)
     assert num_mixed(sparse, "sparse") - mixed > 10
-    hits, misses, written = (long - short for short, long in zip(*seen, strict=True))
-    assert hits + misses == sum(_selected_pages(n, 60) - _selected_pages(n, 10) for n in lengths)
+    assert hits + misses == selected_between(lengths)[0]
     assert written == 50 * len(lengths) * TOKEN_BYTES
 
 
@@ -152,9 +137,7 @@ def test_a_budget_of_the_whole_context_gives_dense_tokens(
     whole: Server, dense_tokens: DenseTokens
 ) -> None:
     for case in (PROMPTS, SHARED):
-        whole.flush_cache()
-        answers = whole.generate_many(case.prompts, NEW_TOKENS, delay_s=0.05)
-        assert [a.ids for a in answers] == dense_tokens("llama", case)
+        assert_equal_fresh_and_cached(whole, case, dense_tokens("llama", case))
     assert num_mixed(whole, "resident") > 10
 
 
@@ -211,8 +194,7 @@ def test_a_row_that_fails_ends_with_an_error_and_the_server_goes_on(
     spy: Path, tmp_path: Path, log_dir: Path
 ) -> None:
     """The requests of its forward end with it; those that come later do not."""
-    entry = "faulty = faulty_row:Faulty"
-    plugin = make_plugin(tmp_path / "faulty", "faulty_row", "hisparse.algorithms", entry, FAULTY)
+    plugin = make_plugin(tmp_path / "faulty", "faulty:Faulty", FAULTY, group="hisparse.algorithms")
     options = {"config": SPARSE | {"algorithm": "faulty"}, "python_path": [spy, plugin]}
     flags, log = (*FLAGS, "--max-total-tokens", "8000"), log_dir / "mixed-faulty.log"
     with Server(tiny_model("llama"), log, *flags, **options) as server:

@@ -6,27 +6,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import requests
 from checks import assert_nothing_held
-from harness import Metrics, Server
+from harness import Server
 from parts import MORE
-from settings import TWO_RANKS
+from settings import SMALL_ROWS, TWO_RANKS
 from tiny_models import LAYERS, TOKEN_BYTES, tiny_model
 from workload import tokens
 
 pytestmark = MORE
 
 NEW_TOKENS = 24
-PAGE, BUDGET = 16, 128
+PAGE = 16
 HOST_BYTES = 30 * 2**20
-CONFIG = {
-    "budget": BUDGET,
-    "device_buffer_size": 2 * BUDGET,
-    "max_row_capacity": 4 * BUDGET,
+CONFIG = SMALL_ROWS | {
+    "host_memory": HOST_BYTES,
     "dense_layers": [1],
     "layer_metrics": True,
-    "host_memory": HOST_BYTES,
-    "device_memory": "100MB",
     "checked": True,
 }
 FLAGS = ("--chunked-prefill-size", "256", "--max-running-requests", "8")
@@ -34,21 +29,12 @@ RANKS = (*FLAGS, "--pp-size", "2")
 PROMPTS = [tokens(n, seed=n) for n in (50, 333, 801, 1500, 2000)]
 
 
-def series(server: Server, name: str, label: str) -> dict[str, float]:
-    """Value of a metric of hisparse by a label."""
-    page, found = requests.get(f"{server.url}/metrics", timeout=30).text, {}
-    for line in page.splitlines():
-        if line.startswith(f"hisparse:{name}{{"):
-            found[line.split(f'{label}="')[1].split('"')[0]] = Metrics(line)[f"hisparse:{name}"]
-    return found
-
-
 def one_by_one(server: Server) -> tuple[list[list[int]], dict[str, float]]:
     """Tokens of each prompt when nothing else runs, and the pages that each layer attended."""
     tokens_of = [server.generate(prompt, NEW_TOKENS).ids for prompt in PROMPTS]
     # The last request is not counted before its end.
     server.flush_cache()
-    hits, misses = (series(server, f"layer_{x}_pages_total", "layer") for x in ("hit", "miss"))
+    hits, misses = (server.counted_by("layer", f"layer_{x}_pages") for x in ("hit", "miss"))
     return tokens_of, {layer: hits[layer] + misses[layer] for layer in hits}
 
 
@@ -91,8 +77,10 @@ def test_a_pipeline_gives_one_rank_s_tokens(
 def test_the_ranks_divide_host_memory_by_their_layers(server: Server) -> None:
     """And agree on the number of tokens, though three layers do not halve."""
     pages = HOST_BYTES // (PAGE * TOKEN_BYTES)
-    assert series(server, "host_tokens_total", "pp_rank") == dict.fromkeys("01", (pages - 1) * PAGE)
-    sizes = series(server, "host_kv_bytes", "pp_rank")
+    assert server.counted_by("pp_rank", "host_tokens_total") == dict.fromkeys(
+        "01", (pages - 1) * PAGE
+    )
+    sizes = server.counted_by("pp_rank", "host_kv_bytes")
     assert sum(sizes.values()) == pages * PAGE * TOKEN_BYTES
     assert sorted(sizes.values()) == [pages * PAGE * TOKEN_BYTES * n / LAYERS for n in (1, 2)]
 

@@ -3,195 +3,160 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from harness import run_to_exit
-from refusing import refusal, resolve
-from tiny_models import tiny_model
+from harness import Server
+from refusing import refusal, resolve, server_args
+from tiny_models import INDEX_TOP_K, tiny_model
 
-from hisparse.config import HiSparseConfig
+from hisparse.errors import ConfigError
 from hisparse.sglang.features import IN_USE
-from hisparse.sglang.server_args import prepare_before_resolution
+from hisparse.sglang.features.storage.setup import check_told_apart
+from scripts.model_families import FAMILIES
 
 #: SGLang warns while it is imported.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+#: LLAMA stands for the folder of the tiny model, which is made when it is needed.
+DRAFT = "--speculative-draft-model-path LLAMA"
+NGRAM = "--speculative-algorithm NGRAM"
+STANDALONE = "--speculative-algorithm STANDALONE"
+PREFILL, DECODE = (f"--disaggregation-mode {mode}" for mode in ("prefill", "decode"))
+TRANSFER = "--disaggregation-transfer-backend mooncake_tcp"
+LINKER = '{"linker":"Other","linker_module_path":"other"}'
+HOOKS = '[{"name":"a","target_modules":["model.layers.*"],"hook_factory":"a:b"}]'
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
+STORE: dict[str, Any] = {"storage": {"path": "/somewhere"}}
 
-def test_kernels_are_built_before_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that says it is ready has nothing left to compile."""
-    built = list[str]()
-    monkeypatch.setattr("hisparse.kernels.build.ahead.cpu_library", lambda: built.append("cpu"))
-    resolve()
-    assert built == ["cpu"]
-
-
-def test_what_can_be_served_is_not_refused() -> None:
-    resolve()
-    resolve("--page-size", "64", config={"top_k": 512})
-    resolve("--chunked-prefill-size", "256", "--kv-cache-dtype", "auto")
-    assert resolve(config={"page_size": 32}).page_size == 32
-    assert resolve(config={"page_size": 1}).page_size == 16
+Refused = tuple[str, dict[str, Any] | None, str]
 
 
-CONFIGS = {
-    "unknown key": ({"budgt": 512}, "unknown config key 'budgt'; did you mean 'budget'?"),
-    "wrong type": ({"budget": "512"}, "budget: got '512' (str), expected int"),
-    "bool is no number": ({"budget": True}, "budget: got True (bool), expected int"),
-    "alias beside its key": ({"budget": 512, "top_k": 512}, "got both budget and its alias top_k"),
-    "key of upstream": ({"host_to_device_ratio": 2}, "host_memory takes its place"),
-    "old key of upstream": ({"min_sparse_prompt_len": 2}, "min_sparse_context takes its place"),
-    "budget beyond the buffer": (
-        {"budget": 1024, "device_buffer_size": 512},
-        "device_buffer_size: got 512, expected at least budget (1024)",
+def apart(mode: str, got: str, expected: str) -> str:
+    """The end of the line for a mode with its value, and what it does not go with."""
+    flag, value = mode.split()
+    return f" {flag} is {value}, which does not go with {got} yet; expected {expected}"
+
+
+#: Flags of SGLang that are not supported with any other.
+UNSUPPORTED = [
+    "--speculative-algorithm EAGLE --speculative-eagle-topk 4",
+    "--speculative-algorithm DFLASH",
+    "--enable-hierarchical-cache",
+    "--enable-lmcache",
+    "--enable-hisparse",
+    "--disaggregation-transfer-backend nixl",
+    "--disaggregation-decode-retraction-backup host_pool",
+    "--disaggregation-decode-host-receive-threshold 0.5",
+    "--disaggregation-enable-kv-checksum",
+    "--enable-pd-role-switch",
+    "--tp-size 2 --attn-cp-size 2",
+    "--tp-size 2 --dcp-size 2",
+    "--enable-streaming-session",
+    "--kv-cache-dtype bfloat16",
+    "--enable-memory-saver",
+    "--enable-kv-cache-sharding",
+    "--enable-unified-memory",
+    "--enable-page-major-kv-layout",
+    "--prefill-only-disable-kv-cache",
+    "--enable-two-batch-overlap",
+    "--enable-pdmux",
+    "--enable-deterministic-inference",
+]
+
+REFUSED: list[Refused] = [
+    *((line, None, line.rpartition("--")[2].split()[0]) for line in UNSUPPORTED),
+    # Captured steps.
+    ("", {"cuda_graph": True, "checked": True}, "got true and checked true"),
+    ("", {"cuda_graph": "on"}, 'expected "auto" or true or false'),
+    ("", {"cuda_graph": True}, "the device is cpu; expected cuda"),
+    *(
+        (f"{flag} full", None, f"{flag} is full; expected disabled")
+        for flag in ("--cuda-graph-backend-prefill", "--cuda-graph-backend-decode")
     ),
-    "not whole pages": ({"budget": 1000}, "budget: got 1000, expected a multiple of page_size"),
-    "buffer not whole pages": ({"device_buffer_size": 4100}, "expected a multiple of page_size"),
-    "unknown algorithm": ({"algorithm": "qest"}, "unknown algorithm 'qest'; did you mean 'quest'?"),
-    "unknown option": ({"algorithm_config": {"beta": 1}}, "unknown sketch option 'beta'"),
-    "more memory than there is": ({"host_memory": "900TiB"}, "host_memory: got '900TiB'"),
-    "fraction beyond one": ({"host_memory": 1.5}, "expected a fraction in (0, 1)"),
-    "graphs of checked steps": ({"cuda_graph": True, "checked": True}, "got true and checked true"),
-    "graphs of another name": ({"cuda_graph": "on"}, 'expected "auto" or true or false'),
-    "graphs without a GPU": ({"cuda_graph": True}, "the device is cpu; expected cuda"),
-    "a replaced key": ({"speculate": "step"}, 'prefetch takes its place: "prefetch": true'),
-    "not JSON": ("{budget: 1}", "not JSON at line 1 column 2"),
-    "not an object": ("[1]", "expected an object"),
-    "no such file": ("@/no/such/file.json", "cannot read '/no/such/file.json'"),
-}
+    # hisparse for one phase only.
+    ("--prefill-attention-backend torch_native", None, "prefill "),
+    ("--decode-attention-backend torch_native", None, "decode "),
+    # Pages. With those of one token SGLang serves beam search, which would take a row's history
+    # from under it.
+    *(
+        (f"--page-size {size}", None, f"page_size is 16 but --page-size is {size}")
+        for size in (1, 8, 24)
+    ),
+    ("--page-size 1", {"page_size": 1}, "--page-size is 1; expected 2 or more"),
+    # Eight bits.
+    ("--kv-cache-dtype fp8_e5m2", None, "or fp8_e4m3"),
+    ("--kv-cache-dtype fp8_e4m3", {"algorithm": "dipr"},
+     "algorithm 'dipr' cannot do kv_cache_dtype fp8_e4m3; algorithms that can: "),
+    ("--kv-cache-dtype bf16", FP8, "kv_cache_dtype is fp8_e4m3 but --kv-cache-dtype is bf16"),
+    ("", {"kv_cache_dtype": "fp8_e5m2"},
+     "unknown kv_cache_dtype 'fp8_e5m2'; did you mean 'fp8_e4m3'?"),
+    # Prefill and decode servers.
+    *(
+        (f"{TRANSFER} {mode} --tp-size 2", None, apart(mode, "--tp-size 2", "--tp-size 1"))
+        for mode in (PREFILL, DECODE)
+    ),
+    (f"{TRANSFER} {DECODE}", {"host_layout": "page_first"},
+     apart(DECODE, "host_layout: page_first", "host_layout: layer_first")),
+    (f"{TRANSFER} {DECODE}", STORE, apart(DECODE, "storage", "no storage")),
+    (f"{TRANSFER} {DECODE}", {"algorithm": "snapkv"},
+     apart(DECODE, "algorithm snapkv, which needs queries of a prompt's last 32 tokens",
+           "an algorithm that needs K alone: sketch, quest")),
+    # A store, whose keys do not name all that could change a page: experts move between ranks, a
+    # fingerprint of offloaded weights lacks some.
+    ("--disable-radix-cache", STORE, "--disable-radix-cache is given, but storage"),
+    (f"--unified-cache-external-linker-config {LINKER}", STORE, "storage is set and --unified"),
+    ("--enable-unified-cache-external-linker", None, "expected dynamic with"),
+    (f"--forward-hooks {HOOKS}", STORE,
+     "storage: got --forward-hooks, whose code may change K and V; expected no st"),
+    ("--enable-eplb", STORE, apart("--enable-eplb true", "storage", "no storage")),
+    ("--offload-group-size 4 --offload-mode sharded_gpu", STORE,
+     apart("--offload-mode sharded_gpu", "storage", "no storage")),
+    # Drafts.
+    (STANDALONE, None, "without --speculative-draft-model-path; expected"),
+    (f"{STANDALONE} {DRAFT} --speculative-eagle-topk 2", None,
+     "--speculative-eagle-topk is 2; expected 1"),
+    (f"{STANDALONE} {DRAFT} --speculative-draft-attention-backend triton", None,
+     "--speculative-draft-attention-backend is triton; expected it unset"),
+    *(
+        (f"{STANDALONE} {DRAFT} {flag}", None, f"does not go with {flag} yet")
+        for flag in ("--enable-multi-layer-eagle", "--enable-mixed-chunk",
+                     "--speculative-draft-kv-cache-dtype fp8_e4m3")
+    ),
+    (NGRAM, {"prefetch": True}, apart(NGRAM, "prefetch", "no extension")),
+    (NGRAM, {"tail_estimate": True}, apart(NGRAM, "tail_estimate", "no extension")),
+    (NGRAM, {"overlap": True}, apart(NGRAM, "overlap: true", "overlap: false")),
+    (NGRAM, STORE, apart(NGRAM, "storage", "no storage")),
+    # Ranks and replicas.
+    *(
+        (f"--tp-size 2 {flag} 2", config, apart(f"{flag} 2", got, expected))
+        for flag, config, got, expected in (
+            ("--pp-size", STORE, "storage", "no storage"),
+            ("--pp-size", {"trace": "/somewhere"}, "trace", "no extension that needs all layers"),
+            ("--pp-size", {"reuse_layers": 2}, "reuse_layers: 2", "reuse_layers: 1"),
+            ("--attn-dp-size", STORE, "storage", "no storage"),
+            ("--attn-dp-size", {"cuda_graph": True}, "cuda_graph: true", 'cuda_graph: "auto"'),
+        )
+    ),
+    *(
+        (f"{flag} 2 {TRANSFER} {mode}", None, apart(mode, f"{flag} 2", f"{flag} 1"))
+        for flag in ("--pp-size", "--attn-dp-size", "--dp-size")
+        for mode in (NGRAM, DECODE)
+    ),
+    (f"{NGRAM} {TRANSFER} {DECODE}", None, apart(DECODE, NGRAM, "no --speculative-algorithm")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("config, message", CONFIGS.values(), ids=CONFIGS)
-def test_a_configuration_that_cannot_be_used(config: object, message: str) -> None:
-    assert message in refusal(config=config)
+def words_of(flags: str) -> list[str]:
+    return flags.replace("LLAMA", str(tiny_model("llama"))).split()
 
 
-def test_an_error_in_a_file_names_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "settings.json"
-    path.write_text("{")
-    assert str(path) in refusal(config=f"@{path}")
-
-
-FLAGS = {
-    "trees of a draft model": ("--speculative-algorithm", "EAGLE", "--speculative-eagle-topk", "4"),
-    "drafts of blocks": ("--speculative-algorithm", "DFLASH"),
-    "HiCache": ("--enable-hierarchical-cache",),
-    "LMCache": ("--enable-lmcache",),
-    "SGLang's own HiSparse": ("--enable-hisparse",),
-    "transfers by NIXL": ("--disaggregation-transfer-backend", "nixl"),
-    "a pool for retracted requests": ("--disaggregation-decode-retraction-backup", "host_pool"),
-    "transfers into HiCache": ("--disaggregation-decode-host-receive-threshold", "0.5"),
-    "checksums of transfers": ("--disaggregation-enable-kv-checksum",),
-    "roles that change": ("--enable-pd-role-switch",),
-    "context parallelism": ("--tp-size", "2", "--attn-cp-size", "2"),
-    "decode context parallelism": ("--tp-size", "2", "--dcp-size", "2"),
-    "streaming sessions": ("--enable-streaming-session",),
-    "KV of another dtype": ("--kv-cache-dtype", "bfloat16"),
-    "memory saver": ("--enable-memory-saver",),
-    "fp8 KV with two bits of fraction": ("--kv-cache-dtype", "fp8_e5m2"),
-    "KV sharding": ("--enable-kv-cache-sharding",),
-    "unified memory": ("--enable-unified-memory",),
-    "page-major layout": ("--enable-page-major-kv-layout",),
-    "no KV cache": ("--prefill-only-disable-kv-cache",),
-    "two batches at a time": ("--enable-two-batch-overlap",),
-    "PD multiplexing": ("--enable-pdmux",),
-    "deterministic inference": ("--enable-deterministic-inference",),
-}
-
-
-@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
-def test_a_feature_that_is_not_built(flags: tuple[str, ...]) -> None:
-    assert flags[-2 if len(flags) > 1 else 0] in refusal(*flags)
-
-
-FP8 = ("--kv-cache-dtype", "fp8_e4m3")
-
-
-def test_fp8_by_the_flag_or_by_the_key() -> None:
-    config = {"kv_cache_dtype": "fp8_e4m3", "budget": 512, "dense_layers": [1]}
-    key, both = (
-        HiSparseConfig.parse(resolve(*x, config=config).hisparse_config) for x in ((), FP8)
-    )
-    assert key == both == HiSparseConfig.from_dict(config)
-    flag = HiSparseConfig.parse(resolve(*FP8).hisparse_config)
-    assert flag == HiSparseConfig(kv_cache_dtype="fp8_e4m3")
-    assert "or fp8_e4m3" in refusal("--kv-cache-dtype", "fp8_e5m2")
-
-
-@pytest.mark.parametrize(
-    ("flags", "config", "message"),
-    [
-        pytest.param(
-            FP8,
-            {"algorithm": "dipr"},
-            "algorithm 'dipr' cannot do kv_cache_dtype fp8_e4m3; algorithms that can: ",
-            id="keys-read-in-host-memory",
-        ),
-        pytest.param(
-            ("--kv-cache-dtype", "bf16"),
-            {"kv_cache_dtype": "fp8_e4m3"},
-            "kv_cache_dtype is fp8_e4m3 but --kv-cache-dtype is bf16",
-            id="flag-and-key",
-        ),
-        pytest.param((), {"kv_cache_dtype": "fp8_e5m2"}, 'expected "auto" or "fp8_e4m3"', id="key"),
-    ],
-)
-def test_fp8_that_cannot_be(flags: tuple[str, ...], config: object, message: str) -> None:
-    assert message in refusal(*flags, config=config)
-
-
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_hisparse_for_one_phase_only(phase: str) -> None:
-    message = refusal(f"--{phase}-attention-backend", "torch_native")
-    assert f"{phase} " in message and "torch_native" in message
-
-
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_graphs_by_a_flag_of_sglang_alone(phase: str) -> None:
-    message = refusal(f"--cuda-graph-backend-{phase}", "full")
-    assert f"--cuda-graph-backend-{phase} is full; expected disabled" in message
-
-
-@pytest.mark.parametrize(
-    "config, captured",
-    [
-        ({}, True),
-        ({"cuda_graph": True, "dense_layers": [0], "min_sparse_context": 8192}, True),
-        ({"cuda_graph": False}, False),
-        ({"checked": True}, False),
-    ],
-    ids=["default", "true", "false", "checked"],
-)
-def test_a_gpu_captures_decode_steps_where_it_can(
-    config: object, captured: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sglang.srt.server_args import prepare_server_args
-
-    line = ["--model-path", str(tiny_model("llama")), "--attention-backend", "hisparse"]
-    args = prepare_server_args([*line, "--device", "cuda", "--hisparse-config", json.dumps(config)])
-    monkeypatch.setenv(IN_USE, "")
-    prepare_before_resolution(args)
-    assert args.disable_cuda_graph is not captured
-    assert args.disable_prefill_cuda_graph is captured
-
-
-def test_a_cpu_captures_nothing() -> None:
-    from sglang.srt.arg_groups.overrides import resolved_view
-
-    graphs = resolved_view(resolve()).cuda_graph_config
-    assert graphs.decode.backend == graphs.prefill.backend == "disabled"
-
-
-@pytest.mark.parametrize("page_size", ["1", "8", "24"])
-def test_a_page_that_does_not_divide_that_of_sglang(page_size: str) -> None:
-    message = refusal("--page-size", page_size)
-    assert f"page_size is 16 but --page-size is {page_size}" in message
-
-
-def test_pages_of_one_token() -> None:
-    """With them SGLang serves beam search, which would take a row's history from under it."""
-    message = refusal("--page-size", "1", config={"page_size": 1})
-    assert "--page-size is 1; expected 2 or more" in message
+@pytest.mark.parametrize("flags, config, words", REFUSED)
+def test_what_is_refused(flags: str, config: dict[str, Any] | None, words: str) -> None:
+    assert words in refusal(*words_of(flags), config=config)
 
 
 @pytest.mark.parametrize("name", ["SGLANG_ENABLE_POST_CAPTURE_KV_SIZING", "SGLANG_USE_HND_KVCACHE"])
@@ -202,40 +167,141 @@ def test_an_environment_variable_that_changes_the_pool(
     assert name in refusal()
 
 
-STARTS = {
-    "unknown key": ((), {"budgt": 512}, "unknown config key 'budgt'; did you mean 'budget'?"),
-    "memory saver": (("--enable-memory-saver",), {"budget": 512}, "--enable-memory-saver"),
-    "host memory": ((), {"host_memory": "900TiB"}, "host_memory: got '900TiB'"),
-}
+def test_an_error_in_a_file_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    path.write_text("{")
+    assert str(path) in refusal(config=f"@{path}")
 
 
-def _end_of_start(
-    *flags: str, model: Path, config: object, folder: Path, forked: bool = True
-) -> str:
-    """The last line that a start prints which is refused."""
-    code, out, err = run_to_exit(model, *flags, config=config, folder=folder, forked=forked)
-    assert code != 0
-    assert "Load weight begin" not in out + err, "the model was loaded before the refusal"
-    assert "Traceback" not in out + err
-    lines = [line for line in err.splitlines() if "hisparse: error: " in line]
-    assert len(lines) == 1
-    return lines[0]
+def changed_llama(folder: Path, **change: Any) -> Path:
+    config = json.loads((tiny_model("llama") / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
-@pytest.mark.parametrize("flags, config, message", STARTS.values(), ids=STARTS)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"swa_head_dim": 16}, "2 x 32 KV heads and 2 x 16 KV heads"),
+        ({"swa_num_key_value_heads": 1}, "2 x 32 KV heads and 1 x 32 KV heads"),
+        ({"num_attention_heads_per_layer": [4, 4, 8]}, "4 query heads and 8 query heads"),
+    ],
+)
+def test_heads_that_differ_between_layers(
+    tmp_path: Path, change: dict[str, object], words: str
+) -> None:
+    model = changed_llama(tmp_path, **change)
+    assert f"LlamaForCausalLM has layers with {words}; " in refusal(model=model)
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 4096,
+    "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+}  # fmt: skip
+
+
+def test_a_store_of_a_model_whose_pages_depend_on_more_than_their_tokens(tmp_path: Path) -> None:
+    model = changed_llama(tmp_path, rope_parameters=LONGROPE, head_dim=16)
+    assert "storage: got a model with longrope" in refusal(model=model, config=STORE)
+    resolve(model=model, config={})
+    server = SimpleNamespace(enable_unified_cache_external_linker=True, forward_hooks=None)
+    text = SimpleNamespace(rope_parameters={"rope_type": "default"})
+    for is_multimodal in (False, True):
+        model = SimpleNamespace(hf_text_config=text, is_multimodal=is_multimodal)
+        with pytest.raises(ConfigError) if is_multimodal else nullcontext():
+            check_told_apart(server, model)
+
+
+def test_heads_that_share_a_latent_cannot_select_apart() -> None:
+    config = {"selection_scope": "query_head"}
+    message = refusal(model=tiny_model("deepseek_v2"), config=config)
+    assert "'query_head' does not go with" in message
+    assert "latent attention (MLA) (choices: kv_head, layer; algorithms that can: none)" in message
+
+
+def test_a_model_with_an_indexer_is_served_by_what_asks_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    model = tiny_model("deepseek_v32")
+    assert refusal(model=model).endswith("expected one that does: dsa")
+    config = {"algorithm": "dsa", "page_size": 1, "budget": 2 * INDEX_TOP_K}
+    assert resolve(model=model, config=config).page_size % 16 == 0
+    warned = "are (128, 1, 2); DeepseekV32ForCausalLM was trained with (64, 0, 0)"
+    assert warned in capfd.readouterr().err
+    message = refusal(config=config)
+    assert "asks the model's indexer, which LlamaForCausalLM does not have" in message
+
+
+def family(name: str, folder: Path) -> Path:
+    return next(family for family in FAMILIES if family.name == name).write(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["Qwen3-Next", "Kimi Linear", "LFM2", "Falcon H1", "Granite 4 hybrid"]
+)
+def test_a_hybrid_starts_without_a_radix_cache(name: str, tmp_path: Path) -> None:
+    """SGLang keeps the states of its layers there on a GPU alone, or in pages of one token."""
+    model = family(name, tmp_path)
+    message = refusal(model=model)
+    assert "hisparse: error: SGLang does not serve " in message
+    assert message.endswith("; expected others, such as --disable-radix-cache")
+    assert resolve("--disable-radix-cache", model=model).page_size == 16
+
+
+@pytest.mark.parametrize(
+    "flags", [NGRAM, "--pp-size 2", "--tp-size 2 --attn-dp-size 2", f"{PREFILL} {TRANSFER}"]
+)
+def test_a_hybrid_with_a_flag_that_it_is_not_served_with(flags: str, tmp_path: Path) -> None:
+    model = family("LFM2", tmp_path)
+    message = refusal("--disable-radix-cache", *flags.split(), model=model)
+    assert " and Lfm2ForCausalLM has layers of linear attention, convolution or a" in message
+    assert message.endswith("which hisparse does not support together yet; expected the flag unset")
+
+
+def test_a_hybrid_with_a_store(tmp_path: Path) -> None:
+    """A store would keep K and V of a prefix without the states of the other layers."""
+    message = refusal(model=family("Qwen3-Next", tmp_path), config=STORE)
+    assert "(storage) is True, and Qwen3NextForCausalLM has layers" in message
+
+
+def test_a_model_without_attention(tmp_path: Path) -> None:
+    message = refusal(model=family("Mamba", tmp_path))
+    assert message.endswith(
+        "MambaForCausalLM has no layer that attends; expected attention in some layers"
+    )
+
+
+def test_sglang_checks_the_other_backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(IN_USE, "")
+    args = server_args("--attention-backend", "torch_native", model=family("gpt-oss", tmp_path))
+    with pytest.raises(AssertionError, match="requires one of"):
+        args.resolve_once()
+
+
+@pytest.mark.parametrize(
+    ("flags", "config", "message"),
+    [
+        ((), {"budgt": 512}, "unknown config key 'budgt'; did you mean 'budget'?"),
+        (("--enable-memory-saver",), {"budget": 512}, "--enable-memory-saver"),
+        ((), {"host_memory": "900TiB"}, "host_memory: got '900TiB'"),
+    ],
+    ids=["unknown key", "memory saver", "host memory"],
+)
 def test_the_command_line_ends_with_one_line(
-    flags: tuple[str, ...], config: object, message: str, tmp_path: Path
+    flags: tuple[str, ...], config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     """One of them really from the command line."""
-    forked = "budgt" not in config
-    model = tiny_model("llama")
-    line = _end_of_start(*flags, model=model, config=config, folder=tmp_path, forked=forked)
+    options = {"config": config, "forked": "budgt" not in config}
+    server = Server(tiny_model("llama"), tmp_path / "log", *flags, **options)
+    line = server.refusal()
     assert line.startswith("hisparse: error: ") and message in line
+    assert "Load weight begin" not in server.log(), "the model was loaded before the refusal"
+    assert "Traceback" not in server.log()
 
 
 def test_the_command_line_refuses_a_model(tmp_path: Path) -> None:
-    line = _end_of_start(model=tiny_model("deepseek_v32"), config=None, folder=tmp_path)
-    assert "was trained to attend what its indexer selects" in line
+    line = Server(tiny_model("deepseek_v32"), tmp_path / "log").refusal()
+    assert "DeepseekV32ForCausalLM was trained to attend what its indexer selects" in line
 
 
 @pytest.mark.parametrize(
@@ -247,11 +313,8 @@ def test_the_command_line_refuses_a_model(tmp_path: Path) -> None:
     ids=["host", "device"],
 )
 def test_too_little_memory_for_one_request_names_the_term(
-    config: object, term: str, tmp_path: Path
+    config: dict[str, Any], term: str, tmp_path: Path
 ) -> None:
     """Known only when the model's shape is: the message stands in the log, once."""
-    code, out, err = run_to_exit(tiny_model("llama"), config=config, folder=tmp_path)
-    assert code != 0
-    lines = [line for line in (out + err).splitlines() if "hisparse: error: " in line]
-    assert len(lines) == 1
-    assert term in lines[0] and "one request" in lines[0]
+    line = Server(tiny_model("llama"), tmp_path / "log", config=config).refusal()
+    assert term in line and "one request" in line

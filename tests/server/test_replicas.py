@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import requests
-from checks import assert_nothing_held
-from harness import Metrics, Server
+from checks import assert_nothing_held, wait_until
+from harness import Server
 from parts import MORE
-from settings import TWO_RANKS
+from settings import SMALL_ROWS, TWO_RANKS
 from tiny_models import TOKEN_BYTES, tiny_model
 from workload import tokens
 
 pytestmark = MORE
 
 NEW_TOKENS = 24
-PAGE, BUDGET, REPLICAS = 16, 128, 2
+PAGE, REPLICAS = 16, 2
 HOST_BYTES = 40 * 2**20
-CONFIG = {
-    "budget": BUDGET,
-    "device_buffer_size": 2 * BUDGET,
-    "max_row_capacity": 4 * BUDGET,
-    "host_memory": HOST_BYTES,
-    "device_memory": "100MB",
-    "checked": True,
-}
+CONFIG = SMALL_ROWS | {"host_memory": HOST_BYTES, "checked": True}
 FLAGS = ("--chunked-prefill-size", "256", "--max-running-requests", "8")
 PROMPTS = [tokens(n, seed=n) for n in (50, 333, 801, 1500, 2000)]
 
@@ -57,16 +48,6 @@ def server(alone: object, folder: Path, log_dir: Path) -> Iterator[Server]:
         yield running
 
 
-def by_replica(server: Server, name: str) -> dict[str, float]:
-    """Value of a metric of hisparse by the label ``dp_rank``."""
-    page, found = requests.get(f"{server.url}/metrics", timeout=30).text, {}
-    for line in page.splitlines():
-        if line.startswith(f"hisparse:{name}{{"):
-            replica = line.split('dp_rank="')[1].split('"')[0]
-            found[replica] = Metrics(line)[f"hisparse:{name}"]
-    return found
-
-
 def test_each_replica_gives_one_process_s_tokens(server: Server, alone: list[list[int]]) -> None:
     """All prompts at once, sent to whichever; then to each replica, whose radix cache has them."""
     assert [a.ids for a in server.generate_many(PROMPTS, NEW_TOKENS)] == alone
@@ -82,25 +63,28 @@ def test_each_replica_gives_one_process_s_tokens(server: Server, alone: list[lis
 
 def test_the_replicas_divide_host_memory(server: Server) -> None:
     pages = HOST_BYTES // REPLICAS // (PAGE * TOKEN_BYTES)
-    assert by_replica(server, "host_kv_bytes") == {
+    assert server.counted_by("dp_rank", "host_kv_bytes") == {
         "0": pages * PAGE * TOKEN_BYTES,
         "1": pages * PAGE * TOKEN_BYTES,
     }
-    assert by_replica(server, "host_tokens_total") == dict.fromkeys("01", (pages - 1) * PAGE)
+    assert server.counted_by("dp_rank", "host_tokens_total") == dict.fromkeys(
+        "01", (pages - 1) * PAGE
+    )
 
 
 def test_a_replica_reads_what_another_has_stored(server: Server) -> None:
     prompt = tokens(900, seed=17)
-    before = by_replica(server, "storage_offloaded_pages_total")
+    name = "storage_offloaded_pages"
+    before = server.counted_by("dp_rank", name)
     first = server.generate(prompt, NEW_TOKENS, routed_dp_rank=0)
-    end = time.monotonic() + 60
-    while by_replica(server, "storage_offloaded_pages_total")["0"] < before["0"] + 900 // PAGE:
-        assert time.monotonic() < end, "the store did not get the prompt"
-        time.sleep(0.1)
+    wait_until(
+        lambda: server.counted_by("dp_rank", name)["0"] >= before["0"] + 900 // PAGE,
+        "the store did not get the prompt",
+    )
     second = server.generate(prompt, NEW_TOKENS, routed_dp_rank=1)
     assert (first.cached, second.cached) == (0, 900 // PAGE * PAGE)
     assert second.ids == first.ids
-    assert by_replica(server, "storage_loaded_pages_total")["1"] >= 900 // PAGE
+    assert server.counted_by("dp_rank", "storage_loaded_pages_total")["1"] >= 900 // PAGE
 
 
 def test_an_aborted_request_leaves_nothing_in_its_replica(server: Server) -> None:
@@ -111,4 +95,4 @@ def test_an_aborted_request_leaves_nothing_in_its_replica(server: Server) -> Non
 
 def test_each_replica_writes_a_trace_of_its_own(server: Server, folder: Path) -> None:
     assert len(list(folder.glob("selections*.trace"))) == REPLICAS
-    assert all(steps > 0 for steps in by_replica(server, "trace_steps_total").values())
+    assert all(steps > 0 for steps in server.counted_by("dp_rank", "trace_steps_total").values())

@@ -7,13 +7,12 @@ transformers after 4,096 and 8,192 tokens of a text.
 from __future__ import annotations
 
 import math
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from harness import Server
+from hugging_face import greedy, load
 
 from hisparse.eval.models import fetch
 from hisparse.eval.texts import read_text
@@ -40,39 +39,25 @@ def prompts(folder: Path) -> list[list[int]]:
     return [ids[:length] for length in LENGTHS]
 
 
-@cache
-def _load(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def _continue(net: Any, prompt: list[int], **options: Any) -> list[int]:
-    out = net.generate(
-        torch.tensor([prompt]),
-        max_new_tokens=_NEW_TOKENS,
-        min_new_tokens=_NEW_TOKENS,
-        do_sample=False,
-        **options,
-    )
-    return out[0, len(prompt) :].tolist()
+@pytest.fixture(scope="module")
+def net(folder: Path) -> Any:
+    return load(folder)
 
 
 @pytest.fixture(scope="module")
-def dense(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    return [_continue(_load(folder), prompt) for prompt in prompts]
+def dense(net: Any, prompts: list[list[int]]) -> list[list[int]]:
+    return [greedy(net, prompt, _NEW_TOKENS) for prompt in prompts]
 
 
 def test_a_cache_with_a_budget_of_the_context(
-    folder: Path, prompts: list[list[int]], dense: list[list[int]]
+    net: Any, prompts: list[list[int]], dense: list[list[int]]
 ) -> None:
-    net = _load(folder)
     try:
         cache = enable(net, budget=16384, max_length=8300)
         assert cache.coordinator.policy.kv.full_layers == (5, 11, 17)
         for prompt, tokens in zip(prompts, dense, strict=True):
             cache.reset()
-            assert _continue(net, prompt, past_key_values=cache) == tokens
+            assert greedy(net, prompt, _NEW_TOKENS, past_key_values=cache) == tokens
     finally:
         disable(net)
 

@@ -56,11 +56,7 @@ def test_replayed_steps_give_the_eager_tokens(
     kind: str, settings: dict[str, object], log_dir: Path, tmp_path: Path
 ) -> None:
     graphs = make_plugin(
-        tmp_path,
-        "replayed_graphs",
-        "sglang.srt.plugins",
-        "replayed-graphs = replayed_graphs:load",
-        (Path(__file__).parent / "graphs_on_cpu.py").read_text(),
+        tmp_path, "replayed_graphs:load", (Path(__file__).parent / "graphs_on_cpu.py").read_text()
     )
     config = {"host_memory": "1GiB", "device_memory": "64MB"} | settings
     log = log_dir / f"graphs-{kind}.log"

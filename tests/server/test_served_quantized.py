@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Answer, Server
+from checks import certain
+from harness import Server
+from hugging_face import greedy, load
 from parts import MORE
 from planned_bytes import assert_planned
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.cache_utils import DynamicLayer
 
 from hisparse.cache.formats import format_of
@@ -81,21 +83,9 @@ def dense(model: Path, dtype: str, text: list[int]) -> list[int]:
     def rounded(self: Any, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Any:
         return update(self, *format_of(spec).as_read(k, v), *args, **options)
 
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DynamicLayer, "update", rounded)
-        out = net.generate(torch.tensor([text[:400]]), pad_token_id=0, **options)
-    return out[0, 400:].tolist()
-
-
-def certain(answer: Answer) -> list[int]:
-    """The tokens before the first that another may overtake."""
-    for step, found in enumerate(answer.top_logprobs):
-        best, second = sorted(found.values(), reverse=True)
-        if best - second < LEAD:
-            return answer.ids[:step]
-    return answer.ids
+        return greedy(load(model), text[:400], NEW_TOKENS)
 
 
 def test_tokens_within_the_budget_are_dense(
@@ -103,7 +93,7 @@ def test_tokens_within_the_budget_are_dense(
 ) -> None:
     """From chunks of 128 tokens, and again from the radix cache."""
     first, again = (server.generate(text[:400], NEW_TOKENS, top_logprobs=2) for _ in range(2))
-    same = certain(first)
+    same = certain(first, LEAD)
     assert len(same) >= 5
     assert again.ids[: len(same)] == dense[: len(same)] == same
     assert (first.cached, again.cached) == (0, 384)
@@ -115,7 +105,7 @@ def test_beyond_the_budget_nothing_else_changes_the_tokens(server: Server, text:
     alone = []
     for prompt in prompts:
         server.flush_cache()
-        alone.append(certain(server.generate(prompt, NEW_TOKENS, top_logprobs=2)))
+        alone.append(certain(server.generate(prompt, NEW_TOKENS, top_logprobs=2), LEAD))
     assert min(map(len, alone)) >= 5
     server.flush_cache()
     together = server.generate_many(prompts, NEW_TOKENS)

@@ -1,8 +1,8 @@
-"""``--speculative-algorithm NGRAM``: a real server drafts, and answers what it answers without."""
+"""Drafts by n-grams and by draft models: a real server answers what it answers without drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,71 @@ from checks import (
     assert_nothing_held,
     retract_until_seen,
 )
-from conftest import DenseTokens
+from draft_models import eagle3_head, eagle_head, noisy_model, with_next_layer
 from harness import Answer, Server
 from parts import MORE, few
-from settings import CHECKED, SMALL_POOL, SPARSE, WHOLE, latents
+from settings import CHECKED, SMALL_POOL_FLAGS, SPARSE, WHOLE, latents
 from tiny_models import tiny_model
-from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, tokens
+from workload import NEW_TOKENS, PROMPTS, RETRACTED, SHARED, DenseTokens, tokens
 
 pytestmark = MORE
 
 #: Two logits that are closer may change places in another order of sums.
 NEAR = 1e-4
-NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
 FLAGS = ("--chunked-prefill-size", "256", "--max-running-requests", "8")
+POOL = ("--max-total-tokens", "20000")
+ENV = {"TORCHDYNAMO_DISABLE": "1"}
+HERE = [tokens(n, seed=n) for n in (50, 333, 801, 512, 1500)]
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sketch": ("llama", SPARSE),
     "quest": ("llama", CHECKED | {"algorithm": "quest", "budget": 128, "device_buffer_size": 128}),
     "dsa": ("deepseek_v32", latents(128, 512)["deepseek_v32"]),
 }
+
+
+def drafting(algorithm: str, draft: Path | None = None, steps: int | None = None) -> list[str]:
+    """SGLang's flags."""
+    flags = ["--speculative-algorithm", algorithm]
+    flags += [] if draft is None else ["--speculative-draft-model-path", str(draft)]
+    return flags + ([] if steps is None else ["--speculative-num-steps", str(steps)])
+
+
+def ngram() -> list[str]:
+    return [*drafting("NGRAM"), "--speculative-num-draft-tokens", "8"]
+
+
+def standalone() -> list[str]:
+    return drafting("STANDALONE", noisy_model("llama"))
+
+
+#: A setting, the flags, and the part of the tokens after the first that may take a forward each:
+#: the heads are made from the target's weights, and almost none of their drafts is taken.
+CASES: dict[str, tuple[str, Callable[[], list[str]], float]] = {
+    "NGRAM": ("sketch", ngram, 1.01),
+    "NGRAM, quest": ("quest", ngram, 1.01),
+    "NGRAM, dsa": ("dsa", ngram, 1.01),
+    "STANDALONE": ("sketch", standalone, 0.9),
+    "EAGLE": ("quest", lambda: drafting("EAGLE", eagle_head("llama"), 5), 1.01),
+    "EAGLE3": ("quest", lambda: drafting("EAGLE3", eagle3_head("llama"), 1), 1.01),
+    "NEXTN": ("dsa", lambda: drafting("NEXTN"), 1.01),
+}
+Plain = Callable[[str], list[Answer]]
+
+
+@pytest.fixture(scope="module")
+def plain(log_dir: Path) -> Plain:
+    """Answers without drafts, by the name of a setting."""
+    answers: dict[str, list[Answer]] = {}
+
+    def answers_of(name: str) -> list[Answer]:
+        if name not in answers:
+            kind, config = SETTINGS[name]
+            log = log_dir / f"undrafted-{name}.log"
+            with Server(tiny_model(kind), log, *FLAGS, *POOL, config=config, env=ENV) as server:
+                answers[name] = [server.generate(p, NEW_TOKENS, top_logprobs=2) for p in HERE]
+        return answers[name]
+
+    return answers_of
 
 
 def assert_same_tokens(drafted: Answer, plain: Answer) -> None:
@@ -44,33 +91,35 @@ def assert_same_tokens(drafted: Answer, plain: Answer) -> None:
             return
 
 
-@pytest.mark.parametrize("name", few(SETTINGS, "sketch"))
-def test_drafts_change_no_token(name: str, log_dir: Path) -> None:
-    """The first answers are drafted from little; the second ones from the first ones."""
-    kind, config = SETTINGS[name]
-    prompts = [tokens(n, seed=n) for n in (50, 333, 801, 512, 1500)]
-    options = {"config": config, "env": {"TORCHDYNAMO_DISABLE": "1"}}
-    flags, log = (*FLAGS, "--max-total-tokens", "20000"), log_dir / f"plain-{name}.log"
-    with Server(tiny_model(kind), log, *flags, **options) as server:
-        plain = [server.generate(p, NEW_TOKENS, top_logprobs=2) for p in prompts]
-    log = log_dir / f"ngram-{name}.log"
-    with Server(tiny_model(kind), log, *flags, *NGRAM, **options) as server:
-        first = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
-        again = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
-        both = server.generate_many([*prompts, *prompts[::-1]], NEW_TOKENS, delay_s=0.05)
+@pytest.mark.parametrize("name", few(CASES, "NGRAM", "STANDALONE"))
+def test_drafts_change_no_token(name: str, plain: Plain, log_dir: Path) -> None:
+    """N-grams draft the first answers from little, and the second ones from the first ones."""
+    setting, flags, most = CASES[name]
+    kind, config = SETTINGS[setting]
+    model = with_next_layer(kind) if name == "NEXTN" else tiny_model(kind)
+    if "NGRAM" not in name:
+        config = config | {"device_memory": "600MB"}
+    expected = plain(setting)
+    log = log_dir / f"{name}.log"
+    with Server(model, log, *FLAGS, *POOL, *flags(), config=config, env=ENV) as server:
+        first, again = ([server.generate(p, NEW_TOKENS) for p in HERE] for _ in range(2))
+        both = server.generate_many([*HERE, *HERE[::-1]], NEW_TOKENS, delay_s=0.05)
         assert_nothing_held(server)
     for answers in (first, again, both[:5], both[:4:-1]):
-        for drafted, expected in zip(answers, plain, strict=True):
-            assert_same_tokens(drafted, expected)
-    assert all(answer.verified <= NEW_TOKENS // 4 for answer in again), "few drafts were accepted"
+        for drafted, each in zip(answers, expected, strict=True):
+            assert_same_tokens(drafted, each)
+    if "NGRAM" in name:
+        assert all(x.verified <= NEW_TOKENS // 4 for x in again), "few drafts were accepted"
+    # One forward gives one token, and each accepted draft one more.
+    forwards = sum(answer.verified for answer in first)
+    assert 0 < forwards < len(first) * (NEW_TOKENS - 1) * most
 
 
-@pytest.fixture(scope="module")
-def whole(log_dir: Path) -> Iterator[Server]:
+@pytest.fixture(scope="module", params=[ngram, standalone], ids=["NGRAM", "STANDALONE"])
+def whole(request: pytest.FixtureRequest, log_dir: Path) -> Iterator[Server]:
     """A budget of every context, so that answers are those of dense attention."""
-    flags = (*FLAGS, *NGRAM, "--max-total-tokens", str(SMALL_POOL))
-    flags += ("--schedule-conservativeness", "0.01")
-    with Server(tiny_model("llama"), log_dir / "ngram-whole.log", *flags, config=WHOLE) as server:
+    flags = (*FLAGS, *request.param(), *SMALL_POOL_FLAGS)
+    with Server(tiny_model("llama"), log_dir / "drafts.log", *flags, config=WHOLE) as server:
         yield server
 
 
@@ -95,9 +144,6 @@ def test_retracted_requests_start_over_and_end_the_same(
 
 
 def test_an_algorithm_with_state_of_requests_is_one_line(tmp_path: Path) -> None:
-    log = tmp_path / "snapkv.log"
     config = SPARSE | {"algorithm": "snapkv"}
-    with pytest.raises(RuntimeError), Server(tiny_model("llama"), log, *NGRAM, config=config):
-        pass
-    lines = [line for line in log.read_text().splitlines() if "hisparse: error: " in line]
-    assert any("but algorithm 'snapkv' keeps state of requests" in line for line in lines)
+    line = Server(tiny_model("llama"), tmp_path / "log", *ngram(), config=config).refusal()
+    assert "but algorithm 'snapkv' keeps state of requests" in line

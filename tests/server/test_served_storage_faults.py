@@ -5,16 +5,18 @@ from __future__ import annotations
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DenseTokens
+from checks import wait_for, wait_until
 from harness import Answer, Refused, Server
 from plugins import make_plugin
-from test_storage import CACHED, DENSE, DOCUMENT, FLAGS, SPARSE, ask_and_store, start, wait_for
+from settings import ROOMY, SPARSE
+from test_storage import CACHED, DOCUMENT, FLAGS, ask_and_store, start
 from tiny_models import tiny_model
-from workload import NEW_TOKENS, PROMPTS, tokens
+from workload import NEW_TOKENS, PROMPTS, DenseTokens, tokens
 
 from hisparse.storage import FileStore
 from tests.sizes import PART
@@ -58,7 +60,7 @@ def test_a_full_disk(log_dir: Path, tmp_path: Path) -> None:
     prompts = [tokens(1500, seed=s) for s in range(90, 94)]
     with start(log_dir, "reference", None, SPARSE) as server:
         right = ids_of(answers_of(server, prompts))
-    plugin = make_plugin(tmp_path / "p", "full", "sglang.srt.plugins", "f = full:install", FULL)
+    plugin = make_plugin(tmp_path / "p", "full:install", FULL)
     options: dict[str, Any] = {"env": {"FULL_WHILE": str(full)}, "python_path": [plugin]}
     options["storage"] = PATIENT
     full.touch()
@@ -91,23 +93,21 @@ def test_two_servers_that_write_the_same_prompts_at_once(
     prompts, right = PROMPTS.prompts[2:7], dense_tokens("llama", PROMPTS)[2:7]
     pages = sum(len(prompt) // 16 for prompt in prompts)
     other = SPARSE | {"host_layout": "page_first"}
-    first = start(log_dir, "two-dense", tmp_path, DENSE | {"algorithm": "quest"}, storage=PATIENT)
+    first = start(log_dir, "two-dense", tmp_path, ROOMY | {"algorithm": "quest"}, storage=PATIENT)
     with first, start(log_dir, "two-sparse", tmp_path, other, storage=PATIENT) as second:
         with ThreadPoolExecutor(2) as pool:
             dense, sparse = pool.map(
                 lambda server: server.generate_many(prompts, NEW_TOKENS), (first, second)
             )
         assert ids_of(dense) == right
+        names = ("storage_offloaded_pages", "storage_known_pages")
         for server in (first, second):
-            end = time.monotonic() + 60
-            names = ("storage_offloaded_pages", "storage_known_pages")
-            while sum(server.counted(*names)) < pages:
-                assert time.monotonic() < end, server.counted(*names)
-                time.sleep(0.1)
+            counted = partial(server.counted, *names)
+            wait_until(lambda of=counted: sum(of()) >= pages, "pages are not stored")
             assert server.counted("storage_failed_offloads", "storage_errors") == (0, 0)
         second.flush_cache()
         assert ids_of(second.generate_many(prompts, NEW_TOKENS)) == ids_of(sparse)
-    with start(log_dir, "two-reader", tmp_path, DENSE) as server:
+    with start(log_dir, "two-reader", tmp_path, ROOMY) as server:
         answers = [server.generate(prompt, NEW_TOKENS) for prompt in prompts]
         assert ids_of(answers) == right
         assert [x.cached for x in answers] == [(len(p) - 1) // 16 * 16 for p in prompts]

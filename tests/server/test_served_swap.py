@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import retract_until_seen
-from conftest import DenseTokens
+from checks import retract_until_seen, wait_until
 from harness import Server
 from settings import DSA as INDEXER
-from settings import TWO_RANKS
+from settings import MEMORY, SMALL_POOL_FLAGS, SPARSE, TWO_RANKS, WHOLE
 from tiny_models import tiny_model
-from workload import NEW_TOKENS, RETRACTED, tokens
+from workload import NEW_TOKENS, RETRACTED, DenseTokens, tokens
 
 from hisparse.storage import FileStore
 from tests.sizes import PART
@@ -28,12 +26,8 @@ pytestmark = [
 #: CI, which runs the sweeps, has no time for every kind of page.
 faults = pytest.mark.skipif(PART != "faults", reason="more servers: make test-all PART=faults")
 
-#: The pool does not hold eight requests of 700 tokens, and SGLang admits more than fit.
-POOL = 4096
-FLAGS = ("--max-total-tokens", str(POOL), "--schedule-conservativeness", "0.01")
-ROOMY = {"host_memory": "1GiB", "device_memory": "600MB", "staging_bytes": 65536}
-DENSE = ROOMY | {"budget": POOL, "device_buffer_size": POOL}
-SPARSE = {"budget": 128, "device_buffer_size": 128, "host_memory": "1GiB", "device_memory": "14MB"}
+#: A model that was trained sparse: prefill and decode steps select alike.
+DSA = MEMORY | INDEXER | {"algorithm_config": {}, "staging_bytes": 65536}
 
 
 def start(log_dir: Path, name: str, store: Path, config: dict[str, Any], **options: Any) -> Server:
@@ -43,7 +37,16 @@ def start(log_dir: Path, name: str, store: Path, config: dict[str, Any], **optio
     settings: dict[str, Any] = {"config": config | {"storage": storage}}
     if "--tp-size" in flags:
         settings["env"] = TWO_RANKS
-    return Server(tiny_model(kind), log, *FLAGS, *flags, **settings)
+    return Server(tiny_model(kind), log, *SMALL_POOL_FLAGS, *flags, **settings)
+
+
+def assert_swapped(server: Server) -> None:
+    """Pages left host memory, and all of them came back."""
+    swapped, back, failed = server.counted(
+        "storage_swapped_pages", "storage_swapped_in_pages", "storage_failed_swaps"
+    )
+    assert swapped == back > 0
+    assert failed == 0
 
 
 def num_swapped(store: Path) -> int:
@@ -56,36 +59,23 @@ def num_swapped(store: Path) -> int:
 def test_a_swapped_request_has_the_tokens_of_dense_attention(
     log_dir: Path, tmp_path: Path, dense_tokens: DenseTokens
 ) -> None:
-    with start(log_dir, "dense", tmp_path, DENSE) as server:
-        answers = retract_until_seen(server)
-        assert [answer.ids for answer in answers] == dense_tokens("llama", RETRACTED)
-        swapped, back, failed = server.counted(
-            "storage_swapped_pages", "storage_swapped_in_pages", "storage_failed_swaps"
-        )
-        assert swapped == back > 0
-        assert failed == 0
-        # Nothing of them stays.
-        end = time.monotonic() + 60
-        while num_swapped(tmp_path):
-            assert time.monotonic() < end
-            time.sleep(0.2)
-
-
-#: A model that was trained sparse: prefill and decode steps select alike.
-DSA = ROOMY | INDEXER | {"algorithm_config": {}}
+    with start(log_dir, "dense", tmp_path, WHOLE) as server:
+        retract_until_seen(server, dense_tokens("llama", RETRACTED))
+        assert_swapped(server)
+        wait_until(lambda: not num_swapped(tmp_path), "pages of requests that have ended stay")
 
 
 @faults
 @pytest.mark.parametrize(
     ("name", "kind", "config", "flags"),
     [
-        ("mla", "deepseek_v2", DENSE, ()),
+        ("mla", "deepseek_v2", WHOLE, ()),
         ("dsa", "deepseek_v32", DSA, ()),
-        ("fp8", "llama", DENSE | {"host_layout": "page_first"}, ("--kv-cache-dtype", "fp8_e4m3")),
-        ("pages of 64", "llama", DENSE | {"host_layout": "layer_first"}, ("--page-size", "64")),
-        ("chunks", "qwen2", DENSE, ("--chunked-prefill-size", "128")),
-        ("ranks", "llama", DENSE, ("--tp-size", "2")),
-        ("ranks of latents", "deepseek_v2", DENSE, ("--tp-size", "2")),
+        ("fp8", "llama", WHOLE | {"host_layout": "page_first"}, ("--kv-cache-dtype", "fp8_e4m3")),
+        ("pages of 64", "llama", WHOLE | {"host_layout": "layer_first"}, ("--page-size", "64")),
+        ("chunks", "qwen2", WHOLE, ("--chunked-prefill-size", "128")),
+        ("ranks", "llama", WHOLE, ("--tp-size", "2")),
+        ("ranks of latents", "deepseek_v2", WHOLE, ("--tp-size", "2")),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -96,11 +86,7 @@ def test_all_that_a_page_holds_comes_back(
     """Tokens are those of the request alone."""
     with start(log_dir, name, tmp_path, config, kind=kind, flags=flags) as server:
         answers = retract_until_seen(server)
-        swapped, back, failed = server.counted(
-            "storage_swapped_pages", "storage_swapped_in_pages", "storage_failed_swaps"
-        )
-        assert swapped == back > 0
-        assert failed == 0
+        assert_swapped(server)
         server.flush_cache()
         for prompt, answer in zip(RETRACTED.prompts, answers, strict=True):
             if answer.retractions:
@@ -112,11 +98,7 @@ def test_sparse_requests_are_swapped_with_what_they_are(log_dir: Path, tmp_path:
     """Their pages come back, and do not enter what servers share."""
     with start(log_dir, "sparse", tmp_path, SPARSE) as server:
         answers = retract_until_seen(server)
-        swapped, back, failed = server.counted(
-            "storage_swapped_pages", "storage_swapped_in_pages", "storage_failed_swaps"
-        )
-        assert swapped == back > 0
-        assert failed == 0
+        assert_swapped(server)
         alone = server.generate(RETRACTED.prompts[0], RETRACTED.new_tokens)
         never = [answer.ids for answer in answers[:1] if not answer.retractions]
         assert never in ([], [alone.ids])
@@ -126,20 +108,15 @@ def test_sparse_requests_are_swapped_with_what_they_are(log_dir: Path, tmp_path:
 
 def test_pages_of_aborted_requests_are_removed(log_dir: Path, tmp_path: Path) -> None:
     prompts = [tokens(300, seed=s) for s in range(200, 212)]
-    with start(log_dir, "aborted", tmp_path, DENSE) as server, ThreadPoolExecutor(12) as threads:
+    with start(log_dir, "aborted", tmp_path, WHOLE) as server, ThreadPoolExecutor(12) as threads:
         waiting = [
             threads.submit(server.generate, prompt, 3000, ignore_eos=False) for prompt in prompts
         ]
-        end = time.monotonic() + 120
-        while not num_swapped(tmp_path):
-            assert time.monotonic() < end, "nothing is swapped"
-            time.sleep(0.05)
+        wait_until(lambda: num_swapped(tmp_path), "nothing is swapped", 120)
         server._post("/abort_request", {"rid": "", "abort_all": True})
         for future in waiting:
             future.exception()
         # SGLang lets go of the last batch in the next one.
         server.generate(prompts[0][:50], NEW_TOKENS)
-        while num_swapped(tmp_path):
-            assert time.monotonic() < end + 60, "pages of aborted requests stay"
-            time.sleep(0.2)
+        wait_until(lambda: not num_swapped(tmp_path), "pages of aborted requests stay")
         assert server.counted("storage_failed_swaps") == (0,)

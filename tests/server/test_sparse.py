@@ -9,34 +9,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from checks import assert_nothing_held
-from conftest import DenseTokens
+from checks import PAGE, alone, assert_nothing_held, counting, of_more_tokens, selected_between
 from harness import Server
+from hugging_face import sparse_tokens
+from parts import MORE
 from prometheus import ROOT, running_prometheus
-from tiny_models import KV_HEADS, LAYERS, TOKEN_BYTES, tiny_model
-from workload import NEW_TOKENS, PROMPTS, SHARED, tokens
+from settings import SPARSE
+from tiny_models import CONTEXT, KV_HEADS, TOKEN_BYTES, tiny_model
+from workload import NEW_TOKENS, PROMPTS, SHARED, DenseTokens, tokens
 
 from hisparse.cli import main
+from tests.command import Command
 
-PAGE = 16
-BUDGET = 128
-#: Pages that a step selects when there are so many; the tail page is attended on top.
-WIDTH = BUDGET // PAGE - 1
-#: Device pages for one context of 3,000 tokens, but not for eight of 1,000.
-CONFIG = {
-    "budget": BUDGET,
-    "device_buffer_size": BUDGET,
-    "host_memory": "1GiB",
-    "device_memory": "14MB",
-    "selection_scope": "kv_head",
-}
+BUDGET = SPARSE["budget"]
 
 
 @pytest.fixture(scope="module")
 def running(log_dir: Path) -> Iterator[Server]:
     flags = ("--max-total-tokens", "40000", "--max-running-requests", "8")
     log = log_dir / "sparse.log"
-    with Server(tiny_model("llama"), log, *flags, config=CONFIG) as server:
+    with Server(tiny_model("llama"), log, *flags, config=SPARSE) as server:
         yield server
 
 
@@ -47,57 +39,72 @@ def server(running: Server) -> Server:
 
 
 @pytest.fixture(scope="module")
-def alone(running: Server) -> list[list[int]]:
+def expected(running: Server) -> list[list[int]]:
     """Tokens of each prompt when nothing else runs and nothing is cached."""
-    found = []
-    for prompt in PROMPTS.prompts:
-        running.flush_cache()
-        found.append(running.generate(prompt, NEW_TOKENS).ids)
-    return found
+    return alone(running, PROMPTS.prompts, NEW_TOKENS)
 
 
 def test_sparse_tokens_are_not_the_dense_ones(
-    alone: list[list[int]], dense_tokens: DenseTokens
+    expected: list[list[int]], dense_tokens: DenseTokens
 ) -> None:
     """Otherwise the tests below would show nothing."""
-    same = [a == d for a, d in zip(alone, dense_tokens("llama", PROMPTS), strict=True)]
+    same = [a == d for a, d in zip(expected, dense_tokens("llama", PROMPTS), strict=True)]
     assert same[0], "50 + 40 tokens are within the budget"
     assert not any(same[4:]), "contexts of 801 tokens and more are far beyond the budget"
 
 
 @pytest.mark.parametrize("order", ["as they are", "reversed", "one after the other"])
 def test_tokens_do_not_depend_on_what_else_runs(
-    server: Server, alone: list[list[int]], order: str
+    server: Server, expected: list[list[int]], order: str
 ) -> None:
     step = -1 if order == "reversed" else 1
     delay = 0.1 if order == "one after the other" else 0.0
-    before = server.counted("decode_read_bytes")[0]
     # All run at the same time unless this process, which sends them, has to wait for a core.
     for _ in range(10):
-        answers = server.generate_many(PROMPTS.prompts[::step], NEW_TOKENS, delay_s=delay)
-        assert [a.ids for a in answers][::step] == alone
-        if delay or server.counted("decode_read_bytes")[0] > before:
+        with counting(server, "decode_read_bytes") as read:
+            answers = server.generate_many(PROMPTS.prompts[::step], NEW_TOKENS, delay_s=delay)
+        assert [a.ids for a in answers][::step] == expected
+        if delay or read > [0]:
             return
     raise AssertionError("rows did not shrink: no misses")
 
 
 def test_rows_shrink_and_grow_while_a_long_request_decodes(server: Server) -> None:
-    """Waves of others come and go during 300 steps of one request."""
-    prompt = PROMPTS.prompts[-1]
-    expected = server.generate(prompt, 300).ids
+    """Waves of others come and go; the request goes on until some steps after the last."""
+    prompt, others = PROMPTS.prompts[-1], [tokens(1000, seed=s) for s in range(200, 207)]
+
+    def two_waves() -> None:
+        for wave in (2, 3):
+            server.generate_many([[*other, wave] for other in others], 10)
+
+    with (
+        counting(server, "decode_read_bytes") as read,
+        ThreadPoolExecutor(1) as thread,
+        server.stream(prompt, CONTEXT - len(prompt) - 1) as events,
+    ):
+        next(events)
+        waves, left = thread.submit(two_waves), 20
+        while left:
+            ids = next(events)["output_ids"]
+            left -= waves.done()
+        waves.result()
+    assert read > [0], "rows did not shrink: no misses"
+    # From the radix cache, and anew.
+    assert server.generate(prompt, len(ids)).ids == ids
     server.flush_cache()
-    others = [tokens(1000, seed=s) for s in range(200, 207)]
-    with ThreadPoolExecutor(1) as thread:
-        long = thread.submit(server.generate, prompt, 300)
-        waves = 0
-        reads = server.counted("decode_read_bytes")
-        while not long.done():
-            server.generate_many([[*other, 2 + waves] for other in others], 10)
-            waves += 1
-        assert long.result().ids == expected
-    assert waves >= 2, f"only {waves} waves of other requests"
-    assert server.counted("decode_read_bytes") > reads, "rows did not shrink: no misses"
-    assert server.generate(prompt, 300).ids == expected
+    assert server.generate(prompt, len(ids)).ids == ids
+
+
+def test_a_transformers_cache_gives_the_same_tokens(expected: list[list[int]]) -> None:
+    assert sparse_tokens("llama", PROMPTS.prompts, NEW_TOKENS, SPARSE) == expected
+
+
+@pytest.mark.parametrize("kind", [pytest.param("qwen2", marks=MORE)])
+def test_a_transformers_cache_gives_the_tokens_of_another_model(kind: str, log_dir: Path) -> None:
+    flags = ("--max-total-tokens", "40000")
+    with Server(tiny_model(kind), log_dir / f"{kind}.log", *flags, config=SPARSE) as server:
+        served = [server.generate(p, NEW_TOKENS).ids for p in PROMPTS.prompts]
+    assert sparse_tokens(kind, PROMPTS.prompts, NEW_TOKENS, SPARSE) == served
 
 
 def test_a_shared_prefix_gives_what_each_gives_alone(server: Server) -> None:
@@ -125,17 +132,16 @@ def test_nothing_is_held_when_all_requests_have_ended(server: Server) -> None:
 def test_a_lone_request_with_room_for_its_context_reads_nothing_while_it_decodes(
     server: Server,
 ) -> None:
-    prompt = PROMPTS.prompts[-1]
-    before = server.counted("decode_read_bytes", "written_bytes", "hit_pages", "miss_pages")
-    server.generate(prompt, 20)
-    middle = server.counted("decode_read_bytes", "written_bytes", "hit_pages", "miss_pages")
-    server.flush_cache()
-    server.generate(prompt, 50)
-    after = server.counted("decode_read_bytes", "written_bytes", "hit_pages", "miss_pages")
-    assert after[0] == before[0], "bytes were read from host memory while decoding"
-    assert after[3] == before[3], "a selected page was not resident"
-    assert after[2] > middle[2] > before[2], "nothing was selected"
-    written = (after[1] - middle[1]) - (middle[1] - before[1])
+    prompt, names = PROMPTS.prompts[-1], ("decode_read_bytes", "miss_pages", "hit_pages")
+    seen = []
+    for new_tokens in (20, 50):
+        server.flush_cache()
+        with counting(server, *names, "written_bytes") as counted:
+            server.generate(prompt, new_tokens)
+        assert counted[:2] == [0, 0], "bytes were read from host memory while decoding"
+        assert counted[2] > 0, "nothing was selected"
+        seen.append(counted[3])
+    written = seen[1] - seen[0]
     assert written == 30 * TOKEN_BYTES, "30 tokens more write their K and V in each layer, once"
 
 
@@ -153,34 +159,12 @@ def test_eight_requests_hold_their_device_buffer_each(server: Server) -> None:
     assert total < 8 * KV_HEADS * 1000, "all contexts fit, rows did not have to shrink"
 
 
-def _selected(prompt: int, new_tokens: int) -> tuple[int, int]:
-    """Pages selected, and tokens of tail pages attended, over the steps of one request."""
-    lengths = range(prompt + 1, prompt + new_tokens)
-    pages = sum(min((n - 1) // PAGE, WIDTH) for n in lengths)
-    tails = sum((n - 1) % PAGE + 1 for n in lengths)
-    return pages * LAYERS * KV_HEADS, tails * LAYERS * KV_HEADS
-
-
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "eight together"])
 def test_hits_and_misses_add_up_to_the_pages_selected(server: Server, together: bool) -> None:
-    """The difference between long and short answers, so that steps that the overlap scheduler
-    starts before it knows that a request is over cancel out."""
     lengths = [20, 50, 100, 120, 300, 801, 1500, 2000] if together else [90]
-    prompts = [tokens(n, seed=n + 400) for n in lengths]
-    names = ("hit_pages", "miss_pages", "selected_tokens", "written_bytes")
-    seen = []
-    for new_tokens in (10, 60):
-        server.flush_cache()
-        before = server.counted(*names)
-        server.generate_many(prompts, new_tokens)
-        after = server.counted(*names)
-        seen.append([a - b for a, b in zip(after, before, strict=True)])
-    hits, misses, selected, written = (b - a for a, b in zip(*seen, strict=True))
-    pages = tails = 0
-    for n in lengths:
-        more, less = _selected(n, 60), _selected(n, 10)
-        pages += more[0] - less[0]
-        tails += more[1] - less[1]
+    names = ("selected_tokens", "hit_pages", "miss_pages", "written_bytes")
+    selected, hits, misses, written = of_more_tokens(server, lengths, *names)
+    pages, tails = selected_between(lengths)
     assert written == 50 * len(lengths) * TOKEN_BYTES
     assert hits + misses == pages
     assert selected == pages * PAGE + tails
@@ -209,7 +193,9 @@ def test_every_panel_of_the_dashboard_has_data(server: Server, tmp_path: Path) -
         assert not prometheus.query('{__name__=~"hisparse[:_]no_such_metric"}')
 
 
-def test_top_shows_what_a_server_does(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_shows_what_a_server_does(
+    server: Server, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(server.generate_many, PROMPTS.prompts[-2:], 400)
         while server.metrics()["sglang:num_running_reqs"] < 2:
@@ -223,7 +209,6 @@ def test_top_shows_what_a_server_does(server: Server, capsys: pytest.CaptureFixt
     assert 0 < found["hit_ratio"]["recent"] <= 1
     assert found["per_second"]["written_bytes"] > 0
     assert found["hit_ratio_by_layer"] == {}, "layers are not counted unless asked for"
-    assert main(["top", server.url, "--once", "--interval", "100ms"]) == 0
-    out = capsys.readouterr().out
+    out = command("top", server.url, "--once", "--interval", "100ms")
     assert "requests running" in out
     assert " of 40,000 " in out

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +17,42 @@ import mooncake_master
 import pytest
 import torch
 from adapters import ADAPTER_FLAGS, adapter_path, write_adapter
-from conftest import DenseTokens
+from checks import wait_for, wait_until
 from harness import Answer, Server
-from parts import few
+from hugging_face import greedy, load
+from parts import MORE, few
 from plugins import make_plugin
-from tiny_models import INDEX_TOP_K, tiny_model
-from transformers import AutoModelForCausalLM
-from workload import NEW_TOKENS, PROMPTS, tokens
+from settings import DSA, ROOMY, SPARSE, TWO_RANKS
+from tiny_models import tiny_model
+from workload import NEW_TOKENS, PROMPTS, DenseTokens, tokens
 
 from hisparse.transformers import DB
-from tests.sizes import MORE_SERVERS
 
-#: Dense for every prompt here, and far too small for them.
-DENSE = {"budget": 8192, "host_memory": "1GiB", "device_memory": "600MB"}
-SPARSE = {"budget": 128, "device_buffer_size": 128, "host_memory": "1GiB", "device_memory": "14MB"}
 FLAGS = ("--max-total-tokens", "40000", "--max-running-requests", "4")
 PROMPT = PROMPTS.prompts[5]
 DOCUMENT = tokens(1500, seed=1500)
 #: Whole pages of 16 tokens before the last token, which is always computed.
 CACHED = 1488
+Tokens = Callable[[list[list[int]]], list[list[int]]]
 
-sweeps = pytest.mark.skipif(not MORE_SERVERS, reason="more servers: make test-all PART=sweeps")
+
+@pytest.fixture(scope="module")
+def tokens_without(log_dir: Path) -> Iterator[Tokens]:
+    """Tokens of prompts on a server without a store."""
+    with ExitStack() as stack:
+
+        @cache
+        def server() -> Server:
+            return stack.enter_context(start(log_dir, "reference", None, SPARSE))
+
+        yield lambda prompts: [server().generate(prompt, 20).ids for prompt in prompts]
+
+
+def more(test: Any) -> Any:
+    """A test that PART=sweeps runs, or PART=modes where it is marked so."""
+    for mark in MORE:
+        test = mark(test)
+    return test
 
 
 def start(
@@ -45,14 +64,6 @@ def start(
     kind, flags = options.pop("kind", "llama"), options.pop("flags", ())
     log = log_dir / f"storage-{name}.log"
     return Server(tiny_model(kind), log, *FLAGS, *flags, config=config | storage, **options)
-
-
-def wait_for(server: Server, name: str, minimum: float) -> None:
-    """Wait until a counter has reached a number: writes go on after an answer."""
-    end = time.monotonic() + 60
-    while server.counted(name)[0] < minimum:
-        assert time.monotonic() < end, f"{name}: {server.counted(name)}, expected {minimum}"
-        time.sleep(0.1)
 
 
 def ask_and_store(server: Server, prompt: list[int], pages: int) -> Answer:
@@ -79,7 +90,7 @@ def test_a_second_server_with_other_settings_reads_what_a_sparse_one_wrote(
         # What is in host memory comes from there.
         assert server.generate(prompt, NEW_TOKENS).ids == first.ids
         assert server.counted("storage_loaded_pages") == (0,)
-    other = DENSE | {"algorithm": "quest", "host_layout": "page_first"}
+    other = ROOMY | {"algorithm": "quest", "host_layout": "page_first"}
     with start(log_dir, "reader", tmp_path, other) as server:
         answer = server.generate(prompt, NEW_TOKENS)
         assert answer.ids == dense_tokens("llama", PROMPTS)[5]
@@ -96,65 +107,28 @@ def test_a_second_server_with_other_settings_reads_what_a_sparse_one_wrote(
         assert server.counted("storage_loaded_pages", "storage_built_pages") == (93, 0)
 
 
-@sweeps
-@pytest.mark.sweeps
-@pytest.mark.parametrize(
-    ("name", "kind", "config", "flags"),
-    [
-        ("fp8", "llama", SPARSE | {"host_layout": "page_first"}, ("--kv-cache-dtype", "fp8_e4m3")),
-        pytest.param(
-            "layers", "qwen2", SPARSE | {"host_layout": "layer_first"}, (), marks=pytest.mark.modes
-        ),
-        pytest.param(
-            "pages of 64", "llama", SPARSE, ("--page-size", "64"), marks=pytest.mark.modes
-        ),
-        pytest.param(
-            "snapkv", "llama", SPARSE | {"algorithm": "snapkv"}, (), marks=pytest.mark.modes
-        ),
-        pytest.param(
-            "dipr",
-            "llama",
-            SPARSE | {"algorithm": "dipr", "device_buffer_size": 512},
-            (),
-            marks=pytest.mark.modes,
-        ),
-        pytest.param(
-            "tail",
-            "llama",
-            SPARSE | {"tail_estimate": True, "overlap": True},
-            (),
-            marks=pytest.mark.modes,
-        ),
-        pytest.param(
-            "chunks", "llama", SPARSE, ("--chunked-prefill-size", "128"), marks=pytest.mark.modes
-        ),
-        pytest.param("mla", "deepseek_v2", SPARSE, (), marks=pytest.mark.modes),
-        (
-            "dsa",
-            "deepseek_v32",
-            {
-                "algorithm": "dsa",
-                "page_size": 1,
-                "budget": INDEX_TOP_K,
-                "device_buffer_size": 2 * INDEX_TOP_K,
-                "num_sink_pages": 0,
-                "num_recent_pages": 0,
-                "host_memory": "1GiB",
-                "device_memory": "64MB",
-            },
-            (),
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_restart_changes_no_token(
-    name: str, kind: str, config: dict[str, Any], flags: tuple[str, ...], log_dir: Path,
-    tmp_path: Path,
-) -> None:  # fmt: skip
+#: Model, what is set beside SPARSE, and flags.
+RESTARTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "fp8": ("llama", {"host_layout": "page_first"}, ("--kv-cache-dtype", "fp8_e4m3")),
+    "layers": ("qwen2", {"host_layout": "layer_first"}, ()),
+    "pages of 64": ("llama", {}, ("--page-size", "64")),
+    "snapkv": ("llama", {"algorithm": "snapkv"}, ()),
+    "dipr": ("llama", {"algorithm": "dipr", "device_buffer_size": 512}, ()),
+    "tail": ("llama", {"tail_estimate": True, "overlap": True}, ()),
+    "chunks": ("llama", {}, ("--chunked-prefill-size", "128")),
+    "mla": ("deepseek_v2", {}, ()),
+    "dsa": ("deepseek_v32", DSA | {"algorithm_config": {}, "device_memory": "64MB"}, ()),
+}
+
+
+@more
+@pytest.mark.parametrize("name", few(RESTARTS, "fp8", "dsa"))
+def test_a_restart_changes_no_token(name: str, log_dir: Path, tmp_path: Path) -> None:
     """SIGKILL, the same server again, the same tokens from loaded pages as from computed ones."""
+    kind, config, flags = RESTARTS[name]
     size = 64 if name in ("pages of 64", "dsa") else 16
     cached = (len(DOCUMENT) - 1 - 32 * (name == "snapkv")) // size * size
-    options = {"kind": kind, "flags": flags}
+    config, options = SPARSE | config, {"kind": kind, "flags": flags}
     with start(log_dir, f"{name}-first", tmp_path, config, **options) as server:
         before = ask_and_store(server, DOCUMENT, len(DOCUMENT) // size)
         other = server.generate(DOCUMENT[:800] + tokens(300, seed=5), NEW_TOKENS)
@@ -169,31 +143,24 @@ def test_a_restart_changes_no_token(
         assert server.counted("storage_failed_loads", "storage_errors") == (0, 0)
 
 
-@sweeps
-@pytest.mark.sweeps
+@more
 @pytest.mark.parametrize("kind", few(["llama", "qwen2", "mistral", "cohere2"], "llama", "mistral"))
 def test_a_server_and_the_library_read_each_others_pages(
     kind: str, log_dir: Path, tmp_path: Path
 ) -> None:
     """But not of models whose windows only one of the two applies, or whose windows differ."""
     shared = kind in ("llama", "qwen2")
-    model = AutoModelForCausalLM.from_pretrained(tiny_model(kind)).eval()
+    model = load(tiny_model(kind))
     settings = {"budget": 128, "device_buffer_size": 128}
 
     def ask(db: DB, prompt: list[int], cached: int) -> list[int]:
         session, rest = db.create_session(prompt)
         with session:
             assert len(prompt) - len(rest) == cached
-            out = model.generate(
-                torch.tensor([prompt]),
-                past_key_values=session.cache,
-                max_new_tokens=NEW_TOKENS,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-            assert session.store(out[0], {"from": "library"}) is not None
-        return out[0, len(prompt) :].tolist()
+            found = greedy(model, prompt, NEW_TOKENS, past_key_values=session.cache)
+            ids = torch.tensor(prompt + found)
+            assert session.store(ids, {"from": "library"}) is not None
+        return found
 
     with start(log_dir, f"served-{kind}", tmp_path, SPARSE, kind=kind) as server:
         first = ask_and_store(server, DOCUMENT, 93)
@@ -210,8 +177,7 @@ def test_a_server_and_the_library_read_each_others_pages(
         assert server.counted("storage_failed_loads") == (0,)
 
 
-@sweeps
-@pytest.mark.sweeps
+@more
 def test_an_adapter_that_is_trained_again_finds_no_page_of_before(
     log_dir: Path, tmp_path: Path
 ) -> None:
@@ -244,8 +210,7 @@ def test_an_adapter_that_is_trained_again_finds_no_page_of_before(
         assert server.counted("storage_failed_loads") == (0,)
 
 
-@sweeps
-@pytest.mark.sweeps
+@more
 @pytest.mark.modes
 def test_requests_at_the_same_time(log_dir: Path, tmp_path: Path) -> None:
     prompts = [tokens(n, seed=n) for n in (300, 500, 700, 900, 1100, 1300)]
@@ -264,23 +229,20 @@ def test_requests_at_the_same_time(log_dir: Path, tmp_path: Path) -> None:
         assert server.counted("storage_loaded_pages") == loaded
 
 
-@sweeps
-@pytest.mark.sweeps
+@more
 @pytest.mark.parametrize("sign", few(["SIGTERM", "SIGKILL"], "SIGKILL"))
-def test_a_server_that_ends_in_mid_offload(sign: str, log_dir: Path, tmp_path: Path) -> None:
+def test_a_server_that_ends_in_mid_offload(
+    sign: str, log_dir: Path, tmp_path: Path, tokens_without: Tokens
+) -> None:
     """What it wrote until then is there and whole; the rest is computed."""
     prompts = [tokens(1500, seed=s) for s in range(50, 56)]
-    with start(log_dir, "reference", None, SPARSE) as server:
-        right = [server.generate(prompt, 20).ids for prompt in prompts]
+    right = tokens_without(prompts)
     with start(log_dir, f"ended-{sign}", tmp_path, SPARSE) as server:
         for prompt in prompts:
             server.generate(prompt, 1)
         end_with = os.killpg if sign == "SIGKILL" else os.kill
         end_with(server.pid, signal.Signals[sign])
-        end = time.monotonic() + 60
-        while server._process.poll() is None:
-            assert time.monotonic() < end, "the server did not end"
-            time.sleep(0.1)
+        wait_until(lambda: server._process.poll() is not None, "the server did not end")
     with start(log_dir, f"after-{sign}", tmp_path, SPARSE) as server:
         answers = [server.generate(prompt, 20) for prompt in prompts]
         assert [answer.ids for answer in answers] == right
@@ -307,8 +269,7 @@ def damage(store: Path, seed: int) -> int:
     return flipped
 
 
-@sweeps
-@pytest.mark.sweeps
+@more
 def test_damaged_extents_are_computed_instead(log_dir: Path, tmp_path: Path) -> None:
     prompts = [tokens(1500, seed=s) for s in range(60, 64)]
     with start(log_dir, "to-damage", tmp_path, SPARSE) as server:
@@ -322,14 +283,14 @@ def test_damaged_extents_are_computed_instead(log_dir: Path, tmp_path: Path) -> 
         assert [answer.ids for answer in again] == [answer.ids for answer in right]
 
 
-@sweeps
-@pytest.mark.sweeps
+@more
 @pytest.mark.modes
-def test_failures_and_delays_that_sglang_injects(log_dir: Path, tmp_path: Path) -> None:
+def test_failures_and_delays_that_sglang_injects(
+    log_dir: Path, tmp_path: Path, tokens_without: Tokens
+) -> None:
     """Half of all calls fail and take up to a second, with a limit of half a second."""
     prompts = [tokens(600, seed=s) for s in range(70, 78)]
-    with start(log_dir, "reference", None, SPARSE) as server:
-        right = [server.generate(prompt, 20).ids for prompt in prompts]
+    right = tokens_without(prompts)
     env = {
         "SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE": "0.3",
         "SGLANG_TEST_HICACHE_BACKEND_RANDOM_DELAY": "0.7",
@@ -361,17 +322,14 @@ HANGING = """
 """
 
 
-@sweeps
-@pytest.mark.sweeps
+@more
 def test_a_store_that_hangs_delays_no_one_beyond_the_limit(log_dir: Path, tmp_path: Path) -> None:
     store, hang = tmp_path / "store", tmp_path / "hang"
     prompts = [tokens(600, seed=s) for s in range(80, 84)]
     with start(log_dir, "before-hang", store, SPARSE) as server:
         right = [server.generate(prompt, 20).ids for prompt in prompts]
         wait_for(server, "storage_offloaded_pages", 4 * 37)
-    plugin = make_plugin(
-        tmp_path / "p", "hanging", "sglang.srt.plugins", "h = hanging:install", HANGING
-    )
+    plugin = make_plugin(tmp_path / "p", "hanging:install", HANGING)
     hang.touch()
     options: dict[str, Any] = {"env": {"HANG_WHILE": str(hang)}, "python_path": [plugin]}
     with start(log_dir, "hang", store, SPARSE, storage={"timeout_s": 0.5}, **options) as server:
@@ -390,13 +348,11 @@ def test_a_store_that_hangs_delays_no_one_beyond_the_limit(log_dir: Path, tmp_pa
         assert (answer.ids, answer.cached) == (right[0], 592)
 
 
-@sweeps
-@pytest.mark.sweeps
+@more
 @pytest.mark.parametrize("kind", few(["llama", "deepseek_v2"], "llama"))
 def test_two_ranks_find_what_two_ranks_wrote(kind: str, log_dir: Path, tmp_path: Path) -> None:
     """Each its heads; of latents, which are the same on both, one writes for both."""
-    env = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
-    options = {"kind": kind, "flags": ("--tp-size", "2"), "env": env}
+    options = {"kind": kind, "flags": ("--tp-size", "2"), "env": TWO_RANKS}
     config = SPARSE | {"device_memory": "200MB"}
     with start(log_dir, f"ranks-{kind}-first", tmp_path, config, **options) as server:
         # The metrics of both ranks are summed.
@@ -408,11 +364,8 @@ def test_two_ranks_find_what_two_ranks_wrote(kind: str, log_dir: Path, tmp_path:
         assert server.counted("storage_loaded_pages") == (2 * 93,)
 
 
-@sweeps
-@pytest.mark.sweeps
+@more
 def test_flags_of_sglang_alone(log_dir: Path, tmp_path: Path) -> None:
-    import json
-
     linker = {
         "linker": "HiSparseLinker",
         "linker_module_path": "hisparse.sglang.features.storage.linker",
@@ -428,8 +381,7 @@ def test_flags_of_sglang_alone(log_dir: Path, tmp_path: Path) -> None:
         assert (second.ids, second.cached) == (first.ids, CACHED)
 
 
-@sweeps
-@pytest.mark.sweeps
+@more
 @pytest.mark.skipif(not mooncake_master.is_installed(), reason="needs make mooncake-tools")
 def test_two_servers_share_mooncake(
     log_dir: Path, tmp_path: Path, dense_tokens: DenseTokens, monkeypatch: pytest.MonkeyPatch
@@ -440,7 +392,7 @@ def test_two_servers_share_mooncake(
     prompts, right = PROMPTS.prompts[3:6], dense_tokens("llama", PROMPTS)[3:6]
     with mooncake_master.running(tmp_path) as master:
         storage = {"backend": "mooncake", "options": master.options, "timeout_s": 2.0}
-        config, other = SPARSE | {"storage": storage}, DENSE | {"host_layout": "page_first"}
+        config, other = SPARSE | {"storage": storage}, ROOMY | {"host_layout": "page_first"}
         reader = start(log_dir, "mooncake-reader", None, other | {"storage": storage}, **tools)
         with start(log_dir, "mooncake-writer", None, config, **tools) as writer, reader:
             sparse = ask_and_store(writer, prompts[2], 93)

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import requests
-from deepseek import HuggingFace
-from harness import Metrics, Server
+from harness import Server
+from hugging_face import HuggingFace
 from plugins import make_plugin
-from tiny_models import INDEX_TOP_K, LAYERS, TOKEN_BYTES, tiny_model
+from settings import TWO_RANKS, latents
+from tiny_models import LAYERS, TOKEN_BYTES, tiny_model
 from workload import tokens
 
 from tests.sizes import MORE_SERVERS
@@ -20,11 +20,7 @@ NEW_TOKENS = 16
 POOL_TOKENS = 20000
 LATENT_BYTES = LAYERS * (64 + 16) * 4
 FLAGS = ("--max-total-tokens", str(POOL_TOKENS), "--chunked-prefill-size", "256")
-MEMORY = {"host_memory": "1GiB", "device_memory": "600MB", "checked": True}
-SMALL = MEMORY | {"budget": 512, "device_buffer_size": 512, "max_row_capacity": 512}
-#: SGLang wants a CPU for each rank, or to be told.
-CPUS = {1: "0", 2: "0|0"}
-
+SMALL = latents(512, 512)["deepseek_v2"]
 #: The algorithm dsa, writing down what the latents of each rank are.
 DIGESTS = """
     import hashlib
@@ -60,7 +56,7 @@ DIGESTS = """
 def served(
     kind: str, log_dir: Path, tp: int, config: dict[str, object], path: Sequence[Path] = ()
 ) -> Iterator[Server]:
-    env = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_CPU_OMP_THREADS_BIND": CPUS[tp]}
+    env = {"TORCHDYNAMO_DISABLE": "1"} if tp == 1 else TWO_RANKS
     options = {"config": config, "env": env, "python_path": path}
     log = log_dir / f"{kind}-of-{tp}.log"
     with Server(tiny_model(kind), log, *FLAGS, "--tp-size", str(tp), **options) as server:
@@ -69,9 +65,7 @@ def served(
 
 def host_bytes(server: Server) -> list[float]:
     """Host memory of each rank's part of the KV cache."""
-    page = requests.get(f"{server.url}/metrics", timeout=30).text
-    lines = [line for line in page.splitlines() if line.startswith("hisparse:host_kv_bytes{")]
-    return [Metrics(line)["hisparse:host_kv_bytes"] for line in lines]
+    return list(server.counted_by("tp_rank", "host_kv_bytes").values())
 
 
 def test_ranks_of_dsa_share_latents_and_give_one_rank_s_tokens(
@@ -82,11 +76,9 @@ def test_ranks_of_dsa_share_latents_and_give_one_rank_s_tokens(
     """
     package, folder = tmp_path / "package", tmp_path / "digests"
     folder.mkdir()
-    make_plugin(package, "digests", "hisparse.algorithms", "digests = digests:Digests", DIGESTS)
+    make_plugin(package, "digests:Digests", DIGESTS, group="hisparse.algorithms")
     options = {"index_dtype": "float32", "folder": str(folder)}
-    config = MEMORY | {"algorithm": "digests", "algorithm_config": options, "page_size": 1}
-    config |= {"num_sink_pages": 0, "num_recent_pages": 0, "budget": INDEX_TOP_K}
-    config |= {"device_buffer_size": 2 * INDEX_TOP_K, "max_row_capacity": 4 * INDEX_TOP_K}
+    config = latents(0, 0)["deepseek_v32"] | {"algorithm": "digests", "algorithm_config": options}
     prompts = [tokens(n, seed=n) for n in (30, 333, 801)]
     with served("deepseek_v32", log_dir, 2, config, [package]) as server:
         found = [answer.ids for answer in server.generate_many(prompts, NEW_TOKENS)]

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from conftest import DenseTokens
 from harness import Server
 from tiny_models import tiny_model
-from workload import NEW_TOKENS, PROMPTS
+from workload import NEW_TOKENS, PROMPTS, DenseTokens
 
 from tests.sizes import SWEEPS
 

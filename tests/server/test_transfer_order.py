@@ -11,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import DenseTokens
 from harness import Server
 from plugins import make_plugin
 from tiny_models import tiny_model
-from workload import NEW_TOKENS, PROMPTS, SHARED
+from workload import NEW_TOKENS, PROMPTS, SHARED, DenseTokens
 
 _SLOW = '''
     """Every transfer of hisparse sleeps before it moves anything; side work waits for its join."""
@@ -69,13 +68,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def slow_server(log_dir: Path, seen: Path) -> Iterator[Server]:
-    folder = make_plugin(
-        seen.parent / "plugin",
-        "slow_transfers",
-        "sglang.srt.plugins",
-        "slow_transfers = slow_transfers:install",
-        _SLOW,
-    )
+    folder = make_plugin(seen.parent / "plugin", "slow_transfers:install", _SLOW)
     flags = ("--max-total-tokens", "20000", "--chunked-prefill-size", "256")
     with Server(
         tiny_model("llama"),

@@ -7,23 +7,12 @@ instead of repeating one token, and the best token leads by much more than float
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import torch
 
 from hisparse_bench.load.random_dsa import drop_layer_types, scale_weights
-
-__all__ = [
-    "CONTEXT",
-    "INDEX_TOP_K",
-    "KINDS",
-    "KV_HEADS",
-    "LAYERS",
-    "TOKEN_BYTES",
-    "VOCAB",
-    "WINDOW",
-    "tiny_model",
-]
 
 CONTEXT = 8192
 VOCAB = 512
@@ -232,4 +221,18 @@ def tiny_model(kind: str) -> Path:
         model.save_pretrained(folder)
         if "layer_types" not in _SHAPES.get(kind, {}):
             drop_layer_types(folder / "config.json")
+    return folder
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """The tiny Llama with a tokenizer of words "w0" to "w511", in a new folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    shutil.copytree(tiny_model("llama"), folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w2"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w2"
+    ).save_pretrained(folder)
     return folder

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiny_models import VOCAB
-
-__all__ = ["NEW_TOKENS", "PROMPTS", "RETRACTED", "SHARED", "Case", "tokens"]
 
 NEW_TOKENS = 40
 
@@ -25,6 +24,9 @@ class Case:
     prompts: list[list[int]]
     new_tokens: int = NEW_TOKENS
 
+
+#: ``(model kind, case)`` to dense tokens: a fixture.
+DenseTokens = Callable[[str, Case], list[list[int]]]
 
 #: Page boundaries and their neighbours among them.
 PROMPTS = Case([tokens(n, seed=n) for n in (50, 160, 333, 512, 801, 1500, 2047, 3000)])

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
-from test_page_format import PAGE_TOKENS, bits_at, fill, slots_of
+from test_serializer import PAGE_TOKENS, bits_at, fill, slots_of
 from test_storage_weights import Server
 
 from hisparse.sglang.features.storage.file_storage import FileStorage

@@ -15,14 +15,14 @@ import pytest
 import torch
 from sglang.srt.layers import rotary_embedding as rotary
 from sglang.srt.mem_cache.utils import get_storage_hash_str, storage_namespace_seed
-from test_page_format import make_pool
+from test_serializer import make_pool
 from transformers import Gemma3TextConfig, LlamaConfig
 
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
-from hisparse.cache.page_format import PageFormat
+from hisparse.cache.serializer import PageSerializer
 from hisparse.config import HiSparseConfig
 from hisparse.engine.fingerprint import fingerprint, model_settings
 from hisparse.errors import ConfigError
@@ -37,7 +37,7 @@ from hisparse.sglang.features.storage.key import (
 )
 from hisparse.sglang.features.storage.ranks import LinkerRanks
 from hisparse.storage import Namespace, page_keys
-from hisparse.transformers.model_config import rotary_frequencies
+from hisparse.transformers.model_shape import rotary_frequencies
 from hisparse.types import AttentionRule
 from tests.server.tiny_models import tiny_model
 from tests.sizes import SWEEPS
@@ -76,7 +76,7 @@ def namespace(
         resolved=SimpleNamespace(config=HiSparseConfig(**config)),
         **(changes or {}),
     )
-    form = PageFormat(make_pool(layout), page_tokens, {})
+    form = PageSerializer(make_pool(layout), page_tokens, {})
     return make_namespace(session, model_fingerprint(session), form, ranks)
 
 

@@ -17,13 +17,13 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.runtime_context import create_context, use_context
 from sglang.srt.server_args import ServerArgs
-from test_page_format import PAGE_TOKENS, fill, make_pool, slots_of
+from test_serializer import PAGE_TOKENS, fill, make_pool, slots_of
 from torch import Tensor
 from transformers import LlamaConfig
 from weight_updates import CheckpointEngine, Updates
 
 from hisparse.algorithms.quest import Quest
-from hisparse.cache.exact_pages import ExactPages
+from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.config import HiSparseConfig
 from hisparse.sglang import features, plugin
 from hisparse.sglang.features.storage.counters import StorageCounters
@@ -76,7 +76,7 @@ class Server:
     ) -> None:
         self.pool = make_pool("page_head")
         fill(self.pool, seed=0)
-        exact = ExactPages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
+        exact = ShareablePages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         self.exact = exact
         exact.set_exact(torch.arange(60))
         self.counters = StorageCounters()

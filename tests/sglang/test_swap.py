@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_backend import FakeBackend
-from test_page_format import bits_at, fill, slots_of
+from test_serializer import bits_at, fill, slots_of
 from test_storage_faults import KEYS, OTHERS, PAGES, READY, TIMEOUT_S, World
 
 from hisparse.sglang.features.storage import health

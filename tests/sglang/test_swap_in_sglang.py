@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import create_context, use_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from test_page_format import NUM_PAGES, PAGE_TOKENS, bits_at, fill
+from test_serializer import NUM_PAGES, PAGE_TOKENS, bits_at, fill
 from test_storage_weights import Server
 
 from hisparse.sglang.features.swap import around_release_req

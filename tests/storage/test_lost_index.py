@@ -16,7 +16,7 @@ from hisparse.storage import FileStore, folder, size_in_bytes
 from hisparse.storage.folder import Folder
 from hisparse.storage.index import Index
 from hisparse.storage.segments import Segments
-from tests.full_disk import largest_file
+from tests.processes import largest_file
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
 
 _RECORD = 3 * 4096

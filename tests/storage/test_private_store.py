@@ -13,7 +13,7 @@ import pytest
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.private_files import PrivateFolder
 from hisparse.storage import Contexts, FileStore, folder, size_in_bytes
-from tests.nobody import NOBODY, as_nobody, folder_for_all, needs_root
+from tests.processes import NOBODY, as_nobody, folder_for_all, needs_root
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hisparse.cli import main
 from hisparse.storage import FileStore
+from tests.command import Command
 from tests.storage.pages import NAMESPACE, fill, read, segment_files
 
 _OTHER = replace(NAMESPACE, model="smollm2-135m " * 5, num_ranks=2, rank=1)
@@ -24,24 +22,18 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _json(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> dict[str, Any]:
-    assert main(["storage", *argv, "--json"]) == code
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert found.pop("command") == f"storage {argv[0]}"
-    return found
-
-
 def test_ls(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Command,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["storage", "ls", str(folder)]) == 0
-    out = capsys.readouterr().out
+    out = command("storage", "ls", str(folder))
     assert max(map(len, out.splitlines())) <= 80
     words = " ".join(out.split())
     assert "14 pages, 168 KiB, in 1 segments of 168 KiB" in words
     assert NAMESPACE.key[:12] in words and _OTHER.key[:12] in words and "1/2" in words
-    found = _json(capsys, "ls", str(folder))
+    found = command.json("storage", "ls", str(folder))
     assert found["pages"] == 14
     assert [(x["key"], x["pages"]) for x in found["namespaces"]] == [
         (NAMESPACE.key, 10),
@@ -50,39 +42,38 @@ def test_ls(
     assert found["namespaces"][1]["namespace"]["rank"] == 1
 
 
-def test_check(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["storage", "check", str(folder)]) == 0
-    assert "14 pages, 168 KiB: 0 damaged" in capsys.readouterr().out
+def test_check(folder: Path, command: Command) -> None:
+    assert "14 pages, 168 KiB: 0 damaged" in command("storage", "check", str(folder))
     (file,) = segment_files(folder)
     data = bytearray(file.read_bytes())
     data[5000] ^= 1
     file.write_bytes(data)
-    found = _json(capsys, "check", str(folder), code=1)
+    found = command.json("storage", "check", str(folder), code=1)
     assert [(x["offset"], x["reason"]) for x in found["damaged"]] == [(0, "checksum of part 0")]
-    assert main(["storage", "check", str(folder)]) == 0
+    assert "0 damaged" in command("storage", "check", str(folder))
 
 
-def test_gc_evicts_to_a_size(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gc_evicts_to_a_size(folder: Path, command: Command) -> None:
     with FileStore(folder, segment_bytes=4096) as store:
         fill(store, range(20, 30))
-    found = _json(capsys, "gc", str(folder), "--size", "200KiB")
+    found = command.json("storage", "gc", str(folder), "--size", "200KiB")
     assert found["evicted"] > 0
     assert found["bytes"] > 0
     assert sum(file.stat().st_size for file in segment_files(folder)) <= 200 * 1024
 
 
-def test_gc_keeps_what_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["storage", "gc", str(folder)]) == 0
-    assert "0 evicted, 0 B given back" in capsys.readouterr().out
+def test_gc_keeps_what_fits(folder: Path, command: Command) -> None:
+    assert "0 evicted, 0 B given back" in command("storage", "gc", str(folder))
 
 
-def test_rm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    removed = _json(capsys, "rm", str(folder), "--namespace", _OTHER.key[:12])
+def test_rm(folder: Path, command: Command) -> None:
+    removed = command.json("storage", "rm", str(folder), "--namespace", _OTHER.key[:12])
+    assert removed.pop("command") == "storage rm"
     assert removed == {"removed": 4, "evicted": 0, "bytes": 4 * 3 * 4096, "pages": 10}
-    assert _json(capsys, "rm", str(folder), "--unused-days", "1")["removed"] == 0
+    assert command.json("storage", "rm", str(folder), "--unused-days", "1")["removed"] == 0
     with FileStore(folder) as store:
         assert all(read(store, fill(store, [99])))
-    assert _json(capsys, "rm", str(folder), "--all")["removed"] == 11
+    assert command.json("storage", "rm", str(folder), "--all")["removed"] == 11
     assert not segment_files(folder)
 
 
@@ -97,13 +88,9 @@ def test_rm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_input_is_one_line(
-    argv: list[str], expected: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    argv: list[str], expected: str, folder: Path, command: Command
 ) -> None:
-    assert main(["storage", *(word.format(folder) for word in argv)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    (line,) = err.splitlines()
-    assert line.startswith("hisparse: error: ") and expected in line
+    assert expected in command.refused("storage", *(word.format(folder) for word in argv))
     assert not (folder / "none").exists()
 
 
@@ -111,11 +98,5 @@ def test_bad_input_is_one_line(
     "argv", [["rm", "x"], ["rm", "x", "--all", "--unused-days", "1"], ["rm", "x", "--unused-days",
              "soon"], ["gc", "x", "--live-ratio", "2"], ["ls"], []]
 )  # fmt: skip
-def test_a_wrong_command_line_is_one_line(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["storage", *argv])
-    assert stopped.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("hisparse: error: ")
+def test_a_wrong_command_line_is_one_line(argv: list[str], command: Command) -> None:
+    command.refused("storage", *argv)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -10,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hisparse.algorithms import BaseSparseAlgorithm
-from hisparse.cli import main
 from hisparse.testing import CHECKS, Case, CheckResult, cases_of, run_check, run_checks
 from hisparse.testing.check_declarations import find_class_faults
+from tests.command import Command
 from tests.testing import faulty_algorithms
 from tests.testing.faulty_algorithms import Right
 from tests.testing.faulty_state import FAULTS
@@ -64,14 +63,11 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_command_on_a_right_algorithm(
-    in_a_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_on_a_right_algorithm(in_a_folder: Path, command: Command) -> None:
     sizes = "from mine import Right\n\nclass Pages(Right):\n    "
     sizes += '"""With one page size."""\n    page_sizes = (8,)\n'
     (in_a_folder / "sizes.py").write_text(sizes)
-    assert main(["check", "sizes:Pages", "--options", '{"weight": 2.5}', "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = command.json("check", "sizes:Pages", "--options", '{"weight": 2.5}')
     assert (found["command"], found["algorithm"], found["passed"]) == ("check", "sizes:Pages", True)
     assert found["options"] == {"weight": 2.5}
     assert [c["name"] for c in found["checks"]] == [c.name for c in CHECKS]
@@ -80,9 +76,8 @@ def test_the_command_on_a_right_algorithm(
 
 
 @pytest.mark.usefixtures("in_a_folder")
-def test_the_command_on_a_wrong_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "mine:GivesPagesAsInt64"]) == 1
-    out = capsys.readouterr().out
+def test_the_command_on_a_wrong_algorithm(command: Command) -> None:
+    out = command("check", "mine:GivesPagesAsInt64", code=1)
     assert out.count("not run") == len(CHECKS) - 3
     finding = " ".join(out.partition("runs:\n")[2].split())
     assert finding.startswith("- retrieve_topk, layer 0: got pages (3, 2, 12) torch.int64")
@@ -100,12 +95,11 @@ def test_without_a_docstring_the_other_checks_are_run() -> None:
 
 
 def test_the_command_lists_a_missing_docstring_beside_what_else_fails(
-    in_a_folder: Path, capsys: pytest.CaptureFixture[str]
+    in_a_folder: Path, command: Command
 ) -> None:
     source = "from mine import GivesPagesAsInt64\n\nclass Silent(GivesPagesAsInt64):\n    pass\n"
     (in_a_folder / "silent.py").write_text(source)
-    assert main(["check", "silent:Silent"]) == 1
-    out = " ".join(capsys.readouterr().out.split())
+    out = " ".join(command("check", "silent:Silent", code=1).split())
     assert "declarations: - Silent: got no docstring, expected one" in out
     assert "runs: - retrieve_topk, layer 0: got pages (3, 2, 12) torch.int64" in out
 
@@ -156,12 +150,11 @@ def test_all_missing_declarations_are_reported_at_once_and_nothing_else_is_run(
     expected: set[str],
     in_a_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     (in_a_folder / "undeclared.py").write_text(_UNDECLARED)
     monkeypatch.setattr(Case, "serve", lambda *_, **__: pytest.fail("a forward pass was run"))
-    assert main(["check", f"undeclared:{name}", "--json"]) == 1
-    checks = json.loads(capsys.readouterr().out)["checks"]
+    checks = command.json("check", f"undeclared:{name}", code=1)["checks"]
     assert [check["name"] for check in checks] == [check.name for check in CHECKS]
     findings = [
         line for check in checks if check["status"] == "failed" for line in check["findings"]
@@ -170,8 +163,7 @@ def test_all_missing_declarations_are_reported_at_once_and_nothing_else_is_run(
     for start in expected:
         assert any(line.startswith(start) for line in findings), (start, findings)
     assert {check["status"] for check in checks[2:]} == {"not run"}
-    assert main(["check", f"undeclared:{name}"]) == 1
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(command("check", f"undeclared:{name}", code=1).split())
     assert "checks were not run: fix these findings first" in shown
     for start in expected:
         assert f"- {start}" in shown
@@ -201,10 +193,5 @@ def test_an_option_without_a_decorator_is_reported() -> None:
     ],
 )
 @pytest.mark.usefixtures("in_a_folder")
-def test_what_cannot_be_checked(
-    argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["check", *argv]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1 and expected in err
+def test_what_cannot_be_checked(argv: list[str], expected: str, command: Command) -> None:
+    assert expected in command.refused("check", *argv)

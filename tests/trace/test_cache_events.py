@@ -11,9 +11,9 @@ import msgspec
 import pytest
 import zmq
 
-from hisparse.cli import main
 from hisparse.errors import ConfigError
 from hisparse.trace.cache_events import CacheEvent, read_events, record_events, summarize
+from tests.command import Command
 
 BATCHES: list[list[dict[str, Any]]] = [
     [{"type": "BlockStored", "block_hashes": [-7, 9], "block_size": 16, "token_ids": [1] * 32}],
@@ -48,9 +48,7 @@ def record(path: Path, payloads: list[tuple[int, bytes]], count: int) -> int:
             thread.join()
 
 
-def test_what_a_server_publishes_is_recorded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_server_publishes_is_recorded(tmp_path: Path, command: Command) -> None:
     """Message 3 is missing; no token of a prompt is kept."""
     path = tmp_path / "events.jsonl"
     numbered = zip((1, 2, 4), enumerate(BATCHES), strict=True)
@@ -66,13 +64,11 @@ def test_what_a_server_publishes_is_recorded(
     ]
     assert "token" not in path.read_text()
     assert path.stat().st_mode & 0o777 == 0o600
-    assert main(["trace", "show", str(path), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["traces"]
+    (found,) = command.json("trace", "show", str(path))["traces"]
     counts = {"inserted": 3, "inserted_again": 1, "evicted": 1, "cleared": 2, "lost_messages": 1}
     assert counts.items() <= found.items()
     assert (found["most_tokens"], found["median_age_s"], found["seconds"]) == (32, 1.0, 2.0)
-    assert main(["trace", "show", str(path)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    said = " ".join(command("trace", "show", str(path)).split())
     assert "inserted 3 blocks, 1 of them after it had evicted them, evicted 1 and cleared 2" in said
     assert "Messages are missing in 1 places" in said
 
@@ -107,12 +103,10 @@ def test_blocks_that_are_not_known_count_as_evicted() -> None:
     ],
 )
 def test_wrong_input_is_one_line(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path, command: Command
 ) -> None:
     path = tmp_path / "a"
-    assert main(["trace", "record", *words, "--out", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert message in said.splitlines()[-1]
+    assert message in command.refused("trace", "record", *words, "--out", str(path))
     assert not path.exists()
 
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hisparse.cli import main
 from hisparse.cli.trace_prefix import describe_prefix
 from hisparse.errors import ConfigError
 from hisparse.trace.prefix import (
@@ -22,6 +21,7 @@ from hisparse.trace.prefix import (
     write_prefix,
 )
 from hisparse.trace.prefix_replay import PrefixPoint, on_front, replay_prefix
+from tests.command import Command
 
 
 def trace(*blocks: tuple[int, ...], step_ms: float = 1000) -> PrefixTrace:
@@ -145,34 +145,27 @@ def test_wrong_lines_are_refused(line: str, message: str, tmp_path: Path) -> Non
         read_prefix(path)
 
 
-def test_the_command_sweeps_capacity_and_lifetime(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_sweeps_capacity_and_lifetime(tmp_path: Path, command: Command) -> None:
     path = str(tmp_path / "a.jsonl")
-    line = ["trace", "record", "--synthetic", "--turns", "3", "--requests", "60", "--out", path]
-    assert main(line) == 0
-    capsys.readouterr()
-    assert main(["trace", "replay", path, "--ttl", "30,none", "--json"]) == 0
-    (about,) = json.loads(capsys.readouterr().out)["traces"]
+    made = ("--synthetic", "--turns", "3", "--requests", "60")
+    command("trace", "record", *made, "--out", path)
+    (about,) = command.json("trace", "replay", path, "--ttl", "30,none")["traces"]
     assert about["source"] == "made up"
     points: list[dict[str, Any]] = about["points"]
     assert len(points) == 2 * 7
     best = max(point["hit_ratio"] for point in points)
     assert best == about["unlimited_hit_ratio"]
     assert [p for p in points if p["pareto"] and p["hit_ratio"] == best]
-    for command in (["show", path], ["replay", path, "--ttl", "60"]):
-        assert main(["trace", *command]) == 0
-        assert "made up, from no server" in " ".join(capsys.readouterr().out.split())
+    for line in (["show", path], ["replay", path, "--ttl", "60"]):
+        assert "made up, from no server" in " ".join(command("trace", *line).split())
     for flag in (
         ["--device-buffer-size", "512"],
         ["--policy", "belady"],
         ["--by", "layer"],
         ["--plot", "a.svg"],
     ):
-        assert main(["trace", "replay", path, *flag]) == 2
-        said = capsys.readouterr()
-        assert (said.out, said.err.count("\n")) == ("", 1)
-        assert f"{flag[0]}: got it with prefix traces, which do not use it" in said.err
+        said = command.refused("trace", "replay", path, *flag)
+        assert f"{flag[0]}: got it with prefix traces, which do not use it" in said
 
 
 def test_tokens_of_the_last_block_and_of_reported_hits() -> None:

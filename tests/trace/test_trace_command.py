@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from hisparse.cli import main, trace_record
 from hisparse.config import HiSparseConfig
 from hisparse.trace import SelectionTrace
+from tests.command import Command
 from tests.transformers.hf_models import model
 
 _BUFFER = ["--device-buffer-size"]
@@ -19,23 +19,19 @@ SMALL = ["--context", "600", "--budget", "128", "--steps", "30"]
 
 
 @pytest.fixture
-def made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def made_up(tmp_path: Path, command: Command) -> str:
     path = str(tmp_path / "a.trace")
-    assert main(["trace", "record", "--synthetic", *SMALL, "--out", path]) == 0
-    assert capsys.readouterr().out == f"{path}\n"
+    assert command("trace", "record", "--synthetic", *SMALL, "--out", path) == f"{path}\n"
     return path
 
 
-def test_replay_and_recommend_agree(made_up: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", "recommend", made_up, "--hit-ratio", "0.9", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["traces"]
+def test_replay_and_recommend_agree(made_up: str, command: Command) -> None:
+    (found,) = command.json("trace", "recommend", made_up, "--hit-ratio", "0.9")["traces"]
     size = found["device_buffer_size"]
     assert size % 16 == 0
     assert size >= 128
     buffers = f"{size - 16},{size},600"
-    line = ["trace", "replay", made_up, *_BUFFER, buffers, "--policy", "lru,belady", "--json"]
-    assert main(line) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = command.json("trace", "replay", made_up, *_BUFFER, buffers, "--policy", "lru,belady")
     (about,) = result["traces"]
     assert about["source"] == "made up"
     lru, belady = (about["policies"][name] for name in ("lru", "belady"))
@@ -50,7 +46,7 @@ def test_replay_and_recommend_agree(made_up: str, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("by", ["layer", "head"])
 def test_made_up_traces_are_called_so(
-    by: str, made_up: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    by: str, made_up: str, tmp_path: Path, command: Command
 ) -> None:
     plot = tmp_path / "a.svg"
     for line in (
@@ -58,20 +54,20 @@ def test_made_up_traces_are_called_so(
         ["replay", made_up, *_BUFFER, "256", "--by", by, "--plot", str(plot)],
         ["recommend", made_up],
     ):
-        assert main(["trace", *line]) == 0
-        assert "made up, by no model" in " ".join(capsys.readouterr().out.split())
+        assert "made up, by no model" in " ".join(command("trace", *line).split())
     assert "MADE UP, by no model" in plot.read_text()
 
 
 def test_a_plot_without_matplotlib_is_refused(
-    made_up: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made_up: str, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name)
     )
-    assert main(["trace", "replay", made_up, *_BUFFER, "256", "--plot", "a.svg"]) == 2
-    assert "--plot needs matplotlib: pip install 'hisparse[eval]'" in capsys.readouterr().err
+    assert "--plot needs matplotlib: pip install 'hisparse[eval]'" in command.refused(
+        "trace", "replay", made_up, *_BUFFER, "256", "--plot", "a.svg"
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,31 +112,27 @@ def test_a_plot_without_matplotlib_is_refused(
     ],
 )
 def test_wrong_input_is_one_line(
-    line: list[str], message: str, made_up: str, capsys: pytest.CaptureFixture[str]
+    line: list[str], message: str, made_up: str, command: Command
 ) -> None:
-    assert main(["trace", *(made_up if word == "FILE" else word for word in line)]) == 2
-    said = capsys.readouterr()
-    assert not said.out
-    assert said.err.count("\n") == 1
-    assert message in said.err
+    assert message in command.refused(
+        "trace", *(made_up if word == "FILE" else word for word in line)
+    )
 
 
-def test_a_hit_ratio_out_of_reach_says_what_is_in_reach(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hit_ratio_out_of_reach_says_what_is_in_reach(tmp_path: Path, command: Command) -> None:
     """Pages beyond a warm start are never missing, so the trace starts without one."""
     path = tmp_path / "a.trace"
-    line = ["trace", "record", "--synthetic", *SMALL, "--overlap", "0", "--out", str(path)]
-    assert main(line) == 0
-    assert main(["trace", "recommend", str(path), "--hit-ratio", "1"]) == 0
-    assert "gives 100.0% hits" in " ".join(capsys.readouterr().out.split())
+    command("trace", "record", "--synthetic", *SMALL, "--overlap", "0", "--out", str(path))
+    assert "gives 100.0% hits" in " ".join(
+        command("trace", "recommend", str(path), "--hit-ratio", "1").split()
+    )
 
 
 def test_a_model_that_reads_a_text_is_recorded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step of each layer, of a small model with random weights."""
-    from hisparse.trace.record import record_model
+    from hisparse.eval.record_trace import record_model
 
     net = model("llama")
     options: dict[str, Any] = {"settings": {"budget": 80, "algorithm": "quest"}, "note": "random"}
@@ -157,12 +149,10 @@ def test_a_model_that_reads_a_text_is_recorded(
     assert not (tmp_path / "b").exists()
 
 
-def test_a_page_has_the_bytes_of_its_tokens(
-    made_up: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_has_the_bytes_of_its_tokens(made_up: str, tmp_path: Path, command: Command) -> None:
     """Whatever the size of a page: bytes a step are those of the tokens that are read."""
     path = str(tmp_path / "b.trace")
-    assert main(["trace", "record", "--synthetic", *SMALL, "--page-size", "8", "--out", path]) == 0
+    command("trace", "record", "--synthetic", *SMALL, "--page-size", "8", "--out", path)
     sizes = []
     for file in (made_up, path):
         with SelectionTrace(Path(file)) as trace:

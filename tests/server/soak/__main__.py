@@ -123,7 +123,7 @@ def run(scenario: Scenario, num_requests: int, concurrency: int, seed: int, log:
 def _start(scenario: Scenario, log: Path, store: Path | None, result: Result) -> Iterator[Server]:
     """A server of the scenario; none of its processes may be left."""
     storage = {} if store is None else {"storage": {"path": str(store), "size": scenario.store}}
-    options = {"config": scenario.config | storage, "forked": False}
+    options = {"config": scenario.settings | storage, "forked": False}
     options |= scenario.server_options(log.with_suffix(".plugin"))
     flags = (*_FLAGS, *scenario.command_line)
     with Server(scenario.folder, log, *flags, **options) as server:
@@ -135,8 +135,8 @@ def _start(scenario: Scenario, log: Path, store: Path | None, result: Result) ->
 @contextlib.contextmanager
 def _start_pair(scenario: Scenario, log: Path, result: Result) -> Iterator[Pair]:
     """A prefill and a decode server of the scenario; none of their processes may be left."""
-    both: dict[str, Any] = {"config": scenario.config, "forked": False}
-    flags, env = (*_FLAGS, *scenario.flags), scenario.server_options(log)["env"]
+    both: dict[str, Any] = {"config": scenario.settings, "forked": False}
+    flags, env = (*_FLAGS, *scenario.command_line), scenario.server_options(log)["env"]
     with disaggregated.running(
         log.parent, log.stem, scenario.model, *flags, prefill=both, decode=both, env=env
     ) as pair:

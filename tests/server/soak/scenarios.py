@@ -11,35 +11,20 @@ import hybrids
 from adapters import ADAPTER_FLAGS, adapter_path
 from draft_models import noisy_model
 from hybrids import HYBRIDS
-from settings import DSA
+from settings import DSA, MEMORY, ROOMY, SMALL_ROWS
 from soak.stores import make_ledger
 from tiny_models import INDEX_TOP_K, KINDS, tiny_model
 
 from hisparse.eval.models import fetch
 
-__all__ = ["SCENARIOS", "Scenario"]
-
-_BUDGET = 128
-#: Rows hold less than most contexts, so pages are loaded and evicted in most steps.
-_SMALL = {
-    "budget": _BUDGET,
-    "device_buffer_size": 2 * _BUDGET,
-    "max_row_capacity": 4 * _BUDGET,
-    "host_memory": "1GiB",
-    "device_memory": "200MB",
-}
+_SMALL = SMALL_ROWS
 #: Every context is within the budget.
-_WHOLE = {"budget": 8192, "host_memory": "1GiB", "device_memory": "600MB"}
+_WHOLE = ROOMY
 #: Every tenth forward sends running requests back to the queue.
 _RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
 #: SGLang wants a CPU for each rank, or to be told.
 _TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
-#: As DeepSeek-V3.2 selects: single tokens, as many as the model's indexer keeps.
-_DSA = DSA | {
-    "max_row_capacity": 4 * INDEX_TOP_K,
-    "host_memory": "1GiB",
-    "device_memory": "600MB",
-}
+_CHUNKS = ("--chunked-prefill-size", "256")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +34,14 @@ class Scenario:
     Attributes:
         name: of the row in the report.
         model: a kind of ``tiny_models``, or a model that ``hisparse eval`` fetches.
-        config: value of ``--hisparse-config``.
-        flags: more of SGLang's flags.
-        env: environment variables.
-        part: share of all requests.
         whole: whether the budget holds every context. Only then has a request that was retracted
             the answer of one that was not: it computes anew what it had generated, as a prompt.
+        config: what else ``--hisparse-config`` has.
+        flags: more of SGLang's flags.
+        chunks: whether prompts are cut into chunks.
+        retracts: whether running requests are sent back to the queue.
+        env: environment variables.
+        part: share of all requests.
         longest: tokens of the longest prompt.
         pair: whether a prefill server and a decode server take the requests, over Mooncake. One
             server alone gives the answers that theirs are compared with.
@@ -70,12 +57,14 @@ class Scenario:
     """
 
     name: str
-    model: str
-    config: Mapping[str, Any]
-    flags: tuple[str, ...] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
-    part: float
+    model: str = "llama"
     whole: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    chunks: bool = True
+    retracts: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    part: float = 0.04
     longest: int = 3000
     pair: bool = False
     store: str | None = None
@@ -89,14 +78,14 @@ class Scenario:
         return tiny_model(self.model) if self.model in KINDS else fetch(self.model)
 
     @property
-    def retracts(self) -> bool:
-        """Whether running requests are sent back to the queue."""
-        return _RETRACT.items() <= self.env.items()
+    def settings(self) -> dict[str, Any]:
+        """Value of ``--hisparse-config``."""
+        return (_WHOLE if self.whole else _SMALL) | self.config
 
     @property
     def command_line(self) -> tuple[str, ...]:
-        """The flags, with those of a hybrid, of a draft model or of adapters."""
-        flags = self.flags
+        """The flags, with those of chunks, of a hybrid, of a draft model or of adapters."""
+        flags = self.flags + (_CHUNKS if self.chunks else ())
         if self.model in HYBRIDS:
             flags += hybrids.FLAGS
         if self.adapters:
@@ -108,256 +97,139 @@ class Scenario:
 
     def server_options(self, folder: Path) -> dict[str, Any]:
         """Environment variables and module path of a server; its plug-ins go into ``folder``."""
+        env = {**self.env, **(_RETRACT if self.retracts else {})}
         if self.model in HYBRIDS:
-            return {"env": hybrids.ENV | self.env, "python_path": hybrids.python_path(folder)}
+            return {"env": hybrids.ENV | env, "python_path": hybrids.python_path(folder)}
         path = adapter_path(folder) if self.adapters else []
         path += [make_ledger(folder)] if self.store else []
-        return {"env": {"TORCHDYNAMO_DISABLE": "1"} | self.env, "python_path": path}
+        return {"env": {"TORCHDYNAMO_DISABLE": "1"} | env, "python_path": path}
 
-
-_CHUNKS = ("--chunked-prefill-size", "256")
 
 #: Later work adds rows here.
 SCENARIOS = (
     Scenario(
-        name="whole context, retractions",
-        model="llama",
-        config=_WHOLE | {"algorithm": "quest"},
-        flags=_CHUNKS,
-        env=_RETRACT,
-        whole=True,
-        part=0.04,
+        name="whole context, retractions", whole=True, config={"algorithm": "quest"}, retracts=True
     ),
     Scenario(
         name="whole context, a draft model, retractions",
-        model="llama",
-        config=_WHOLE,
-        flags=_CHUNKS,
-        env=_RETRACT,
         whole=True,
+        retracts=True,
         drafted=True,
         part=0.02,
     ),
-    Scenario(
-        name="sketch",
-        model="llama",
-        config=_SMALL,
-        flags=_CHUNKS,
-        part=0.04,
-    ),
-    Scenario(
-        name="sketch, retractions",
-        model="llama",
-        config=_SMALL,
-        env=_RETRACT,
-        part=0.04,
-    ),
+    Scenario(name="sketch"),
+    Scenario(name="sketch, retractions", chunks=False, retracts=True),
     Scenario(
         name="quest, prefetch",
         model="qwen2",
-        config=_SMALL | {"algorithm": "quest", "prefetch": {"min_cosine": 0.5}},
-        flags=_CHUNKS,
-        part=0.04,
+        config={"algorithm": "quest", "prefetch": {"min_cosine": 0.5}},
     ),
-    Scenario(
-        name="sketch, mixed chunk",
-        model="llama",
-        config=_SMALL,
-        flags=("--enable-mixed-chunk", *_CHUNKS),
-        part=0.04,
-    ),
+    Scenario(name="sketch, mixed chunk", flags=("--enable-mixed-chunk",)),
     Scenario(
         name="replicas, retractions",
-        model="llama",
-        config=_WHOLE,
-        flags=("--dp-size", "2", *_CHUNKS),
-        env=_RETRACT | _TWO_RANKS,
         whole=True,
+        flags=("--dp-size", "2"),
+        retracts=True,
+        env=_TWO_RANKS,
         part=0.06,
     ),
     Scenario(
         name="sketch, n-gram drafts",
-        model="llama",
-        config=_SMALL,
-        flags=("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6", *_CHUNKS),
-        part=0.04,
+        flags=("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"),
     ),
     Scenario(
         name="attention replicas",
         model="deepseek_v2",
-        config=_WHOLE,
-        flags=("--tp-size", "2", "--attn-dp-size", "2", *_CHUNKS),
-        env=_RETRACT | _TWO_RANKS,
         whole=True,
-        part=0.04,
+        flags=("--tp-size", "2", "--attn-dp-size", "2"),
+        retracts=True,
+        env=_TWO_RANKS,
     ),
-    Scenario(
-        name="pipeline",
-        model="llama",
-        config=_WHOLE,
-        flags=("--pp-size", "2", *_CHUNKS),
-        env=_RETRACT | _TWO_RANKS,
-        whole=True,
-        part=0.04,
-    ),
+    Scenario(name="pipeline", whole=True, flags=("--pp-size", "2"), retracts=True, env=_TWO_RANKS),
     Scenario(
         name="pair, retractions",
-        model="llama",
+        whole=True,
         # Requests on their way have rows too.
-        config=_WHOLE | {"budget": 4096, "device_buffer_size": 4096},
-        flags=_CHUNKS,
-        env=_RETRACT,
-        whole=True,
+        config={"budget": 4096, "device_buffer_size": 4096},
+        retracts=True,
         pair=True,
         part=0.02,
     ),
-    Scenario(
-        name="pair, sketch",
-        model="llama",
-        config=_SMALL,
-        flags=_CHUNKS,
-        pair=True,
-        part=0.02,
-    ),
-    Scenario(
-        name="whole context, store",
-        model="llama",
-        config=_WHOLE,
-        flags=_CHUNKS,
-        # The prompts of a soak take some 50 MiB, and here their answers are stored too.
-        store="32MiB",
-        whole=True,
-        part=0.04,
-    ),
-    Scenario(
-        name="sketch, store",
-        model="llama",
-        config=_SMALL,
-        flags=_CHUNKS,
-        store="32MiB",
-        part=0.04,
-    ),
+    Scenario(name="pair, sketch", pair=True, part=0.02),
+    # The prompts of a soak take some 50 MiB. With a budget of every context answers are stored too.
+    Scenario(name="whole context, store", whole=True, store="32MiB"),
+    Scenario(name="sketch, store", store="32MiB"),
     Scenario(
         name="sketch, store, adapters, two ranks",
-        model="llama",
-        config=_SMALL,
-        flags=("--tp-size", "2", *_CHUNKS),
+        flags=("--tp-size", "2"),
         env=_TWO_RANKS,
         store="32MiB",
         adapters=3,
-        part=0.04,
     ),
     Scenario(
         name="whole context, store, adapters, retractions",
-        model="llama",
-        config=_WHOLE,
-        flags=_CHUNKS,
-        env=_RETRACT,
+        whole=True,
+        retracts=True,
         store="32MiB",
         adapters=3,
-        whole=True,
-        part=0.04,
     ),
     Scenario(
         name="dipr",
-        model="llama",
-        config=_SMALL
-        | {
+        config={
             "algorithm": "dipr",
             "algorithm_config": {"alpha": 0.5, "index": "fine", "capacity_threshold": 8},
         },
-        part=0.04,
+        chunks=False,
     ),
-    Scenario(
-        name="sketch, fp8",
-        model="llama",
-        config=_SMALL,
-        flags=("--kv-cache-dtype", "fp8_e4m3", *_CHUNKS),
-        # Eight bits magnify float32 noise.
-        lead=0.2,
-        part=0.04,
-    ),
-    Scenario(
-        name="sketch, MLA",
-        model="deepseek_v2",
-        config=_SMALL,
-        flags=_CHUNKS,
-        part=0.05,
-    ),
+    # Eight bits magnify float32 noise.
+    Scenario(name="sketch, fp8", flags=("--kv-cache-dtype", "fp8_e4m3"), lead=0.2),
+    Scenario(name="sketch, MLA", model="deepseek_v2", part=0.05),
     Scenario(
         name="sketch, MLA, fp8",
         model="deepseek_v2",
-        config=_SMALL,
-        flags=("--kv-cache-dtype", "fp8_e4m3", *_CHUNKS),
-        env=_RETRACT,
+        flags=("--kv-cache-dtype", "fp8_e4m3"),
+        retracts=True,
         lead=0.2,
         part=0.03,
     ),
+    # As DeepSeek-V3.2 selects: single tokens, as many as the model's indexer keeps.
     Scenario(
         name="dsa",
         model="deepseek_v32",
-        config=_DSA,
-        flags=_CHUNKS,
-        part=0.04,
+        config=MEMORY | DSA | {"max_row_capacity": 4 * INDEX_TOP_K},
     ),
-    Scenario(
-        name="sketch, windows, sinks",
-        model="gpt_oss",
-        config=_SMALL,
-        flags=_CHUNKS,
-        env=_RETRACT,
-        part=0.02,
-    ),
+    Scenario(name="sketch, windows, sinks", model="gpt_oss", retracts=True, part=0.02),
     Scenario(
         name="transformers' code, whole context, retractions",
         model="smollm3",
-        config=_WHOLE,
-        flags=("--model-impl", "transformers", *_CHUNKS),
-        env=_RETRACT,
         whole=True,
+        flags=("--model-impl", "transformers"),
+        retracts=True,
         part=0.02,
     ),
     Scenario(
         name="hybrid, whole context, retractions",
         model="qwen3_next",
-        config=_WHOLE,
-        flags=_CHUNKS,
-        env=_RETRACT,
         whole=True,
+        retracts=True,
         part=0.03,
     ),
-    Scenario(
-        name="sketch, hybrid",
-        model="kimi_linear",
-        config=_SMALL,
-        flags=_CHUNKS,
-        env=_RETRACT,
-        part=0.03,
-    ),
+    Scenario(name="sketch, hybrid", model="kimi_linear", retracts=True, part=0.03),
     Scenario(
         name="windows, whole context, retractions",
         model="gemma3",
-        config=_WHOLE,
-        flags=_CHUNKS,
-        env=_RETRACT,
         whole=True,
+        retracts=True,
         part=0.03,
     ),
-    Scenario(
-        name="sketch, windows, capped logits",
-        model="gemma2",
-        config=_SMALL,
-        flags=_CHUNKS,
-        env=_RETRACT,
-        part=0.03,
-    ),
+    Scenario(name="sketch, windows, capped logits", model="gemma2", retracts=True, part=0.03),
     Scenario(
         name="sketch, SmolLM2",
         model="smollm2-135m",
         # Pools that the first requests fill, so that memory does not grow by their first use.
-        config=_SMALL | {"device_memory": "600MB"},
+        config={"device_memory": "600MB"},
         flags=("--max-total-tokens", "12000"),
+        chunks=False,
         longest=800,
-        part=0.04,
     ),
 )

@@ -13,8 +13,6 @@ from plugins import make_plugin
 from hisparse.storage import FileStore
 from hisparse.units import parse_memory
 
-__all__ = ["count_pages", "make_ledger", "store_faults", "wait_until_still"]
-
 #: Counters of a server to the names of the report; the last ones must stay 0.
 _COUNTED = {
     "storage_offloaded_pages": "stored pages",
@@ -63,8 +61,7 @@ _LEDGER = """
 
 def make_ledger(folder: Path) -> Path:
     """A plug-in that writes counters of stores into ``folder``, which goes on the module path."""
-    entry = "store-ledger = store_ledger:load"
-    return make_plugin(folder, "store_ledger", "sglang.srt.plugins", entry, _LEDGER)
+    return make_plugin(folder, "store_ledger:load", _LEDGER)
 
 
 def _read_ledger(folder: Path) -> Counter[str]:

@@ -14,9 +14,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hisparse.cache.page_format import PageFormat
-from hisparse.engine.fingerprint import fingerprint, tensor_digests
-from hisparse.engine.page_namespace import page_namespace
+from hisparse.cache.serializer import PageSerializer
+from hisparse.engine.fingerprint import fingerprint, page_namespace, tensor_digests
 from hisparse.sglang.features.storage.ranks import LinkerRanks
 from hisparse.sglang.features.storage.state import StorageState
 from hisparse.sglang.session import Session
@@ -53,14 +52,14 @@ def model_fingerprint(state: StorageState) -> str:
 
 
 def make_namespace(
-    session: Session, model: str, page_format: PageFormat, ranks: LinkerRanks
+    session: Session, model: str, serializer: PageSerializer, ranks: LinkerRanks
 ) -> Namespace:
     """The namespace of this rank's pages; see :func:`page_namespace`.
 
     Args:
         session: this rank's session.
         model: fingerprint of this rank's model.
-        page_format: bytes of a record.
+        serializer: bytes of a record.
         ranks: the ranks of the server.
     """
     rank, num_ranks = ranks.key
@@ -69,7 +68,7 @@ def make_namespace(
         session.policy,
         session.algorithm,
         session.resolved.config,
-        page_format,
+        serializer,
         rank=rank,
         num_ranks=num_ranks,
     )
@@ -131,8 +130,7 @@ def rope_differences(model: Any, config: Any) -> list[str]:
         A text for each layer with another table, or that rotates in another order of channels;
         usually none. Layers without a table of SGLang's are left out.
     """
-    from hisparse.transformers.model_config import rotary_frequencies
-    from hisparse.transformers.model_shape import text_config
+    from hisparse.transformers.model_shape import rotary_frequencies, text_config
 
     text, expected = text_config(config), dict(rotary_frequencies(config))
     types = getattr(text, "layer_types", None) or ()

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import (
 )
 from torch import Tensor
 
-from hisparse.cache.page_format import PageFormat
+from hisparse.cache.serializer import PageSerializer
 from hisparse.options import StorageOptions
 from hisparse.sglang import features
 from hisparse.sglang.features.storage.health import StorageHealth
@@ -110,7 +110,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         coordinator = session.coordinator
         assert coordinator is not None, "SGLang builds the attention backend before the cache"
         self.exact, self._loaded = coordinator.share_pages()
-        self.form = PageFormat(pool.host, params.page_size, coordinator.stored_entries())
+        self.form = PageSerializer(pool.host, params.page_size, coordinator.stored_entries())
         with errors_logged():
             self._connect(read_options(extra_config), pool.host.num_pages)
         #: Host pages of loads whose forward has not begun, by request.

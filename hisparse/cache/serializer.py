@@ -1,9 +1,8 @@
-"""The bytes of a page in a store: the same whatever the layout of host memory.
+"""Pages as the bytes of a store: the same whatever the layout of host memory.
 
-A record is one page of a server's radix cache, all layers of this rank. Each layer has the keys
-``[T, Hkv, Dk]``, then the values ``[T, Hkv, Dv]`` unless they are part of the keys (MLA), then the
-scales ``[T, Hkv, 2]`` of fp8, which latents have among their bytes, then what cannot be computed
-from keys again: the entries of a model's own indexer for the page's tokens.
+A record is one page of a server's radix cache, all layers of this rank. Each layer has the parts of
+its storage format, ``[T, Hkv, width]`` each, and then what cannot be computed from keys again: the
+entries of a model's own indexer for the page's tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.kv_io import read_tokens, write_tokens
 
-__all__ = ["FORMAT_VERSION", "PageFormat"]
+__all__ = ["FORMAT_VERSION", "PageSerializer"]
 
 #: Counted up when the order of bytes changes.
 FORMAT_VERSION: Final = 1
@@ -27,7 +26,7 @@ _PART_BYTES: Final = 256 * 1024
 _MAX_PARTS: Final = 64
 
 
-class PageFormat:
+class PageSerializer:
     """Moves pages between the host pool and the bytes of a store.
 
     Args:

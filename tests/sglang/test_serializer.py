@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hisparse.cache import HostKVPool
 from hisparse.cache.kv_io import read_tokens
-from hisparse.cache.page_format import PageFormat
+from hisparse.cache.serializer import PageSerializer
 from hisparse.types import HostLayout, KVSpec
 
 LAYOUTS: tuple[HostLayout, ...] = ("layer_first", "page_first", "page_head")
@@ -57,12 +57,12 @@ def test_records_move_between_all_layouts(shape: dict[str, Any]) -> None:
     for layout in LAYOUTS:
         source = make_pool(layout, **shape)
         fill(source, seed=0)
-        form = PageFormat(source, PAGE_TOKENS, {})
+        form = PageSerializer(source, PAGE_TOKENS, {})
         out = torch.zeros(3, form.record_bytes, dtype=torch.uint8)
         form.read(form.host_pages(pages), out)
         records.append(out)
         target = make_pool(LAYOUTS[LAYOUTS.index(layout) - 1], **shape)
-        other = PageFormat(target, PAGE_TOKENS, {})
+        other = PageSerializer(target, PAGE_TOKENS, {})
         other.write(other.host_pages(others), out)
         for got, expected in zip(bits_at(target, others), bits_at(source, pages), strict=True):
             assert torch.equal(got, expected)
@@ -80,7 +80,7 @@ def test_entries_of_an_indexer_travel_with_the_page() -> None:
     entries = {"key": keys.view(torch.float8_e4m3fn), "scale": scales}
     empty = {name: torch.zeros_like(x.view(torch.uint8)).view(x.dtype) if x.dim() == 3
              else torch.zeros_like(x) for name, x in entries.items()}  # fmt: skip
-    form, other = PageFormat(source, 8, entries), PageFormat(target, 8, empty)
+    form, other = PageSerializer(source, 8, entries), PageSerializer(target, 8, empty)
     pages, others = form.host_pages(slots_of([2])), form.host_pages(slots_of([5]))
     out = torch.zeros(1, form.record_bytes, dtype=torch.uint8)
     form.read(pages, out)
@@ -88,11 +88,11 @@ def test_entries_of_an_indexer_travel_with_the_page() -> None:
     assert torch.equal(empty["key"].view(torch.uint8)[:, others], keys[:, pages])
     assert torch.equal(empty["scale"][:, others], scales[:, pages])
     assert not empty["scale"][:, pages].any()
-    assert form.describe() != PageFormat(source, 8, {}).describe()
+    assert form.describe() != PageSerializer(source, 8, {}).describe()
 
 
 def test_records_of_other_shapes_have_other_descriptions() -> None:
-    found = {PageFormat(make_pool("page_head", **x), 8, {}).describe() for x in SHAPES.values()}
+    found = {PageSerializer(make_pool("page_head", **x), 8, {}).describe() for x in SHAPES.values()}
     # Pages of selection are no part of a record.
     assert len(found) == len(SHAPES) - 1
 
@@ -104,7 +104,7 @@ def test_parts_are_groups_of_layers_of_a_quarter_mebibyte(
     layers: int, width: int, expected: int
 ) -> None:
     pool = make_pool("layer_first", num_layers=layers, head_dim=width, v_head_dim=width)
-    parts = PageFormat(pool, 8, {}).part_bytes
+    parts = PageSerializer(pool, 8, {}).part_bytes
     layer = 8 * 2 * 2 * width * 4
     assert sum(parts) == layers * layer
     assert len(parts) == expected and max(parts) - min(parts) <= layer
