@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from hisparse.errors import HiSparseError, one_line, quoted
 from hisparse.private_files import NotPrivateError, PrivateFolder
+from hisparse.storage.schema import transaction
 
 #: Counted up when the tables change.
 _VERSION: Final = 2
