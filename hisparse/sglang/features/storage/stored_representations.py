@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hisparse.cache.exact_pages import ExactPages
-from hisparse.engine.page_namespace import is_built_in
+from hisparse.cache.shareable_pages import ShareablePages
+from hisparse.engine.fingerprint import is_built_in
 from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage.counters import StorageCounters
 from hisparse.sglang.features.storage.load import PageLoader
@@ -42,7 +42,7 @@ class StoredRepresentations:
         record_bytes: bytes of a record.
     """
 
-    def __init__(self, records: Records, exact: ExactPages, max_pages: int) -> None:
+    def __init__(self, records: Records, exact: ShareablePages, max_pages: int) -> None:
         self._storage = records.storage
         self._per_record = records.form.pages_per_record
         self._loader = PageLoader(records, 1, "their representations are built")
@@ -80,7 +80,7 @@ def make_stored_representations(
     options: StorageOptions,
     pages: Records,
     namespace: Namespace,
-    exact: ExactPages,
+    exact: ShareablePages,
     max_pages: int,
 ) -> StoredRepresentations | None:
     """What keeps representations beside pages; None: they are built from the keys of pages.

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hisparse.cache.exact_pages import ExactPages
+from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.errors import one_line
 from hisparse.sglang.features.storage.load import PageLoader
 from hisparse.sglang.features.storage.records import Records
@@ -57,7 +57,7 @@ class RequestSwap:
         threads: blocks of records that are read at a time.
     """
 
-    def __init__(self, records: Records, exact: ExactPages, threads: int) -> None:
+    def __init__(self, records: Records, exact: ShareablePages, threads: int) -> None:
         self._storage = records.storage
         self._format = records.form
         self._staging = records.staging
