@@ -155,16 +155,20 @@ def test_the_gpu_s_proxy_writes_back_what_an_operation_wrote(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Here without a GPU: the copies are made on the CPU, the rest is as it runs there."""
-    from hisparse.kernels import cpu, gather_pages
-    from hisparse.kernels import dispatch as _impl
+    from hisparse.kernels import gather_pages
+    from hisparse.kernels.operation import IMPLEMENTATIONS
     from hisparse.types import PagedKV
     from tests.kernels.gpu import on_gpu
 
-    monkeypatch.setattr(on_gpu, "cuda", cpu)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(on_gpu, "DEVICE_MEMORY", {})
     monkeypatch.setattr(on_gpu, "PINNED_MEMORY", {})
-    monkeypatch.setitem(_impl._LOADERS, on_gpu.ON_GPU, lambda devices: on_gpu)
+    through = on_gpu._through_copies
+    monkeypatch.setitem(
+        IMPLEMENTATIONS,
+        on_gpu.ON_GPU,
+        lambda op, place: through(op.function("cpu"), op.arguments),
+    )
     src = PagedKV(*torch.randn(2, 5, 1, 4, 8))
     dst = PagedKV(*torch.zeros(2, 5, 1, 4, 8))
     pages = torch.tensor([[3, -1, 0]], dtype=torch.int32)
@@ -173,7 +177,7 @@ def test_the_gpu_s_proxy_writes_back_what_an_operation_wrote(
     assert torch.equal(dst.v[4], src.v[0])
     assert not dst.k[1].any()
     copies, latent = on_gpu._Copies(), torch.randn(5, 1, 4, 8)
-    k, v = copies.of(PagedKV(latent, latent[..., :6]), pinned=False)
+    k, v = (copies.of(x, pinned=False) for x in (latent, latent[..., :6]))
     assert v.data_ptr() == k.data_ptr() != latent.data_ptr()
     assert torch.equal(v, latent[..., :6])
 
