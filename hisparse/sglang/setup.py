@@ -10,10 +10,11 @@ import torch
 
 from hisparse.cache.formats import sglang_choices
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, build_engine, resolve
+from hisparse.engine.build import build_engine, resolve
 from hisparse.engine.capabilities import stored_spec
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.kernels.device_limits import device_limits
+from hisparse.memory.costs import Resources
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
 from hisparse.sglang import features
