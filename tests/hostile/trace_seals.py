@@ -10,8 +10,6 @@ import zlib
 from hisparse.trace.format import CHUNK, DONE, HEAD, MAGIC, STEP, encode_chunk
 from tests.hostile.mutations import damaged, mutated_object
 
-__all__ = ["chunks_of", "resealed"]
-
 #: Longer sections are left as they are: a change need not be large.
 _MOST_BYTES = 1 << 20
 
