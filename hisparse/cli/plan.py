@@ -20,11 +20,10 @@ from hisparse.cli.arguments import names, numbers, ratios
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.config import KV_FORMATS, HiSparseConfig
 from hisparse.engine.capabilities import check_indexer
-from hisparse.engine.stages import divide_layers
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
 from hisparse.plan.estimate import GPUS, estimate_token
-from hisparse.plan.fit import Capacity, Machine, fit, refuse
+from hisparse.plan.fit import Capacity, Machine, divide_layers, fit, refuse
 from hisparse.sglang import features
 from hisparse.sglang.start import Start
 from hisparse.units import format_bytes, resolve_memory

@@ -45,7 +45,3 @@ class Components:
     modes: AttentionModes
     extensions: Sequence[Extension] = ()
     gather_queries: GatherQueries | None = None
-
-    def selecting_queries(self, queries: Tensor) -> Tensor:
-        """The queries ``[T, Hq, D]`` of all heads that share this rank's selections."""
-        return queries if self.gather_queries is None else self.gather_queries(queries)

@@ -47,11 +47,6 @@ class HitCurve:
         hits = self._hits(tokens).sum(axis=(0, 1))
         return float(hits / max(1, self.accesses.sum()))
 
-    def layer_hit_ratios(self, tokens: int) -> list[float]:
-        """As :meth:`hit_ratio`, of each layer that selects."""
-        ratios = self._hits(tokens).sum(axis=1) / np.maximum(1, self.accesses.sum(axis=1))
-        return [float(x) for x in ratios]
-
     def bytes_per_step(self, tokens: int) -> float:
         """Bytes that a decode step of one request reads from host memory, on average."""
         misses = (self.accesses - self._hits(tokens)).sum(axis=1)

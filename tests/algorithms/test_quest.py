@@ -101,11 +101,6 @@ def test_more_ranges_bound_closer_and_one_of_a_token_is_exact() -> None:
     assert_close(found[8][0, 0], exact)
 
 
-def test_no_ranges() -> None:
-    with pytest.raises(ValueError, match="ranges: got 0, expected at least 1"):
-        Quest(ranges=0)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])
 @pytest.mark.parametrize("seed", range(5), ids=lambda s: f"seed{s}")
 @pytest.mark.parametrize("ranges", [1, 2, 4])

@@ -8,11 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import build_algorithm
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
-from hisparse.config import HiSparseConfig
-from hisparse.errors import ConfigError
 from hisparse.kernels import SketchLayout, page_score, page_sketch, page_summary, sketch_score
 from hisparse.testing import Simulator
 from hisparse.types import KVSpec
@@ -111,10 +108,3 @@ def test_decoding_sketches_as_a_prefill_would(scope: str) -> None:
         sims.append(sim.representations.tensors["sketch"][:, pages])
     assert sims[0].any()
     assert torch.equal(*sims)
-
-
-@pytest.mark.parametrize("detail", [-0.1, 1.5])
-def test_options_are_checked(detail: float) -> None:
-    config = HiSparseConfig(algorithm="sketch", algorithm_config={"detail": detail})
-    with pytest.raises(ConfigError, match=rf"detail: got {detail}, expected 0 to 1"):
-        build_algorithm(config)

@@ -24,9 +24,8 @@ from hisparse_bench import busy, kernels, lru_diff, transfer
 from hisparse_bench.decode import DecodeBench, DecodeWorkload
 from hisparse_bench.lru_diff import LruDiffBench, drifting_selections
 from hisparse_bench.options import Options
-from hisparse_bench.parts import PARTS, time_parts
 from hisparse_bench.peers import reason_to_leave_out
-from hisparse_bench.timing import Candidate
+from hisparse_bench.timing import PARTS, Candidate, time_parts
 from hisparse_bench.transfer import TransferBench
 from tests.command import Command
 from tests.delayed import DelayedStreams

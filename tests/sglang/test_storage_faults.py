@@ -14,8 +14,8 @@ import torch
 from fake_backend import ByIndex, FakeBackend
 from test_serializer import bits_at, fill, make_pool, slots_of
 
-from hisparse.cache.exact_pages import ExactPages
 from hisparse.cache.serializer import PageSerializer
+from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage import calls
 from hisparse.sglang.features.storage.calls import StorageHealth
@@ -53,7 +53,7 @@ class World:
         self.form, staging = form, RecordBuffer(4, 2, form.record_bytes + extra)
         self.storage = PageStorage(self.backend, staging, checksums=self.checksums)
         self.use("some model")
-        self.exact = ExactPages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
+        self.exact = ShareablePages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         health = StorageHealth(self.counters, TIMEOUT_S)
         self.records = RecordStore(
             storage=self.storage, form=form, buffer=staging, health=health, counters=self.counters

@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 from weight_updates import CheckpointEngine, Updates
 
 from hisparse.algorithms.quest import Quest
-from hisparse.cache.exact_pages import ExactPages
+from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.config import HiSparseConfig
 from hisparse.sglang import features, plugin
 from hisparse.sglang.features.storage.linker import HiSparseLinker
@@ -75,7 +75,7 @@ class Server:
     ) -> None:
         self.pool = make_pool("page_head")
         fill(self.pool, seed=0)
-        exact = ExactPages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
+        exact = ShareablePages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         self.exact = exact
         exact.set_exact(torch.arange(60))
         self.counters = StorageCounters()

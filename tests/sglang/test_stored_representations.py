@@ -17,7 +17,7 @@ from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.snapkv import SnapKV
-from hisparse.cache.exact_pages import ExactPages
+from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.config import HiSparseConfig
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.sglang.features.storage.calls import StorageHealth
@@ -32,7 +32,7 @@ from hisparse.sglang.features.storage.representations import (
 from hisparse.sglang.features.storage.state import StorageCounters
 from hisparse.storage import Namespace
 from hisparse.testing import Simulator
-from tests.engine.test_loaded_pages import LATENTS, LENGTH, PROMPT, STORED, load
+from tests.engine.test_restored_pages import LATENTS, LENGTH, PROMPT, STORED, load
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -66,7 +66,7 @@ class Storing:
         )
         namespace = representation_namespace(PAGES, session, form.record_bytes)
         num_pages = sim.manager.host.num_pages
-        self.exact = ExactPages(num_pages, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
+        self.exact = ShareablePages(num_pages, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         self.exact.set_exact(torch.arange(num_pages))
         self.stored = StoredRepresentations(self.records.within(namespace), self.exact, 1000)
 

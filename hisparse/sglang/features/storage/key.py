@@ -15,8 +15,7 @@ import xxhash
 from torch import Tensor
 
 from hisparse.cache.serializer import PageSerializer
-from hisparse.engine.fingerprint import fingerprint, tensor_digests
-from hisparse.engine.page_namespace import page_namespace
+from hisparse.engine.fingerprint import fingerprint, page_namespace, tensor_digests
 from hisparse.sglang.features.storage.state import StorageState
 from hisparse.sglang.ranks import LinkerRanks
 from hisparse.sglang.session import ServerSession

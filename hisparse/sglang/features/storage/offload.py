@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hisparse.cache.exact_pages import ExactPages
+from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.errors import one_line
 from hisparse.sglang.features.storage.calls import Gate, Workers
 from hisparse.sglang.features.storage.page_storage import Keys
@@ -52,7 +52,7 @@ class PageWriter:
             finds none waiting is accepted whatever its size.
     """
 
-    def __init__(self, records: RecordStore, exact: ExactPages, max_pages: int) -> None:
+    def __init__(self, records: RecordStore, exact: ShareablePages, max_pages: int) -> None:
         self._storage = records.storage
         self._format = records.form
         self._buffer = records.buffer

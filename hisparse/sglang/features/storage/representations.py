@@ -16,8 +16,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hisparse.cache.exact_pages import ExactPages
-from hisparse.engine.page_namespace import is_built_in
+from hisparse.cache.shareable_pages import ShareablePages
+from hisparse.engine.fingerprint import is_built_in
 from hisparse.options import StorageOptions
 from hisparse.sglang.features.storage.load import PageLoader
 from hisparse.sglang.features.storage.offload import PageWriter
@@ -127,7 +127,7 @@ class StoredRepresentations:
         record_bytes: bytes of a record.
     """
 
-    def __init__(self, records: RecordStore, exact: ExactPages, max_pages: int) -> None:
+    def __init__(self, records: RecordStore, exact: ShareablePages, max_pages: int) -> None:
         self._storage = records.storage
         self._per_record = records.form.pages_per_record
         self._loader = PageLoader(records, 1, "their representations are built")
@@ -165,7 +165,7 @@ def make_stored_representations(
     options: StorageOptions,
     pages: RecordStore,
     namespace: Namespace,
-    exact: ExactPages,
+    exact: ShareablePages,
     max_pages: int,
 ) -> StoredRepresentations | None:
     """What keeps representations beside pages; None: they are built from the keys of pages.

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from torch import Tensor
 
-from hisparse.cache.exact_pages import ExactPages
+from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.errors import one_line
 from hisparse.sglang.features.storage.calls import Workers
 from hisparse.sglang.features.storage.load import PageLoader
@@ -59,7 +59,7 @@ class RequestSwap:
         threads: blocks of records that are read at a time.
     """
 
-    def __init__(self, records: RecordStore, exact: ExactPages, threads: int) -> None:
+    def __init__(self, records: RecordStore, exact: ShareablePages, threads: int) -> None:
         self._storage = records.storage
         self._format = records.form
         self._buffer = records.buffer

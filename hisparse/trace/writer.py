@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hisparse.engine.trace_file import (
+from hisparse.errors import ConfigError, one_line
+from hisparse.private_files import open_private
+from hisparse.trace.format import (
     DONE,
     HEAD,
     MAGIC,
@@ -23,8 +25,6 @@ from hisparse.engine.trace_file import (
     encode_steps,
     visits_that_fit,
 )
-from hisparse.errors import ConfigError, one_line
-from hisparse.private_files import open_private
 
 __all__ = ["RecordedStep", "TraceWriter"]
 

@@ -1,4 +1,4 @@
-"""Which host pages hold exact K and V: those that dense attention alone has led to."""
+"""Which host pages a store may share: those whose K and V dense attention alone has led to."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["ExactPages"]
+__all__ = ["ShareablePages"]
 
 
-class ExactPages:
+class ShareablePages:
     """One flag for each host page, written by the forwards that write the page.
 
     A page is exact if prefill or a dense decode step wrote each of its tokens, and all earlier

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hisparse.cache.exact_pages import ExactPages
+from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.testing import Simulator
 
 SIZE = 8
@@ -17,20 +17,20 @@ SIZE = 8
 DENSE = 32
 
 
-def exact_pages(num_pages: int = 40) -> ExactPages:
-    return ExactPages(num_pages, SIZE, 4, lambda lens: lens <= DENSE, torch.device("cpu"))
+def exact_pages(num_pages: int = 40) -> ShareablePages:
+    return ShareablePages(num_pages, SIZE, 4, lambda lens: lens <= DENSE, torch.device("cpu"))
 
 
 def table(*pages: int) -> torch.Tensor:
     return torch.tensor(pages, dtype=torch.int32)
 
 
-def read(flags: ExactPages, *pages: int) -> list[bool]:
+def read(flags: ShareablePages, *pages: int) -> list[bool]:
     found: list[bool] = flags.read(torch.tensor(pages)).tolist()
     return found
 
 
-def decode(flags: ExactPages, slot: int, seq_len: int, pages: torch.Tensor) -> None:
+def decode(flags: ShareablePages, slot: int, seq_len: int, pages: torch.Tensor) -> None:
     flags.decode(np.array([slot]), np.array([seq_len]), pages[None])
 
 
