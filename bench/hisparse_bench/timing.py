@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 import torch
 
-from hisparse.kernels.dispatch import implementation
+from hisparse.kernels.build.cpu import cpu_library
+from hisparse.kernels.operation import OPERATIONS
 from hisparse_bench.random_requests import RandomRequests
 
 
@@ -146,9 +147,10 @@ class _Clocks:
     def around(self, requests: RandomRequests) -> ExitStack:
         """Wrap the parts; the result, a context manager, takes the clocks away."""
         coordinator = requests.coordinator
+        impl = "reference" if cpu_library() is None else "cpu"
         owners: dict[str, tuple[Any, str]] = {
             "score": (requests, "retrieve_topk"),
-            "select": (implementation("auto", requests.device), "select"),
+            "select": (OPERATIONS["select"].module(impl), "select"),
             "swap_in": (coordinator.manager, "swap_in"),
             "attention": (requests.adapter, "attend"),
         }
