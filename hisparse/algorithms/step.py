@@ -23,8 +23,6 @@ from hisparse.types import (
     SelectionScope,
 )
 
-__all__ = ["SELECTION", "AttentionMode", "DecodeStep", "KVReader", "PrefillStep", "SelectionPolicy"]
-
 T = TypeVar("T")
 
 #: How a layer attends a request: "sparse", over the selected pages; "resident", densely, over a

@@ -18,8 +18,6 @@ from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import HiSparseError
 from hisparse.types import IndexerInputs
 
-__all__ = ["DecodeBatch", "MixedBatch", "PrefillBatch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillBatch:

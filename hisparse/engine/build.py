@@ -42,17 +42,6 @@ from hisparse.memory.costs import (
 from hisparse.memory.sizing import Sizing
 from hisparse.types import KVSpec, SelectionScope
 
-__all__ = [
-    "EngineSetup",
-    "PoolSizes",
-    "Resources",
-    "build",
-    "build_engine",
-    "kept_tensors",
-    "make_policy",
-    "resolve",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from hisparse.engine.extensions.base import Extension
 from hisparse.engine.modes import AttentionModes
 from hisparse.engine.representations import Representations
 
-__all__ = ["Components", "GatherQueries"]
-
 #: Joins the query heads of all ranks: ``[T, Hq, D] -> [T, ranks * Hq, D]``, the same on every rank.
 GatherQueries = Callable[[Tensor], Tensor]
 

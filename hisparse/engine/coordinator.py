@@ -19,8 +19,6 @@ from hisparse.engine.prefill import Prefill, PrefillChunk
 from hisparse.engine.restored import Build, RestoredPages, TransferredRequests
 from hisparse.types import IndexerInputs, PagedKV
 
-__all__ = ["AttendLayer", "Batch", "Forward", "SparseCoordinator"]
-
 #: ``(layer_id, q, k, v, indexer, sinks)``: attention of one layer, as
 #: :meth:`SparseCoordinator.attention` describes.
 AttendLayer = Callable[[int, Tensor, Tensor, Tensor, IndexerInputs | None, Tensor | None], Tensor]

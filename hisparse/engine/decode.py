@@ -21,8 +21,6 @@ from hisparse.engine.extensions.base import overriding
 from hisparse.kernels import serial_operators
 from hisparse.types import IndexerInputs, Selection
 
-__all__ = ["DecodeLayer", "SelectionObserver"]
-
 #: ``(layer_id, queries [B, Hq, D], step, selection)``, called after every selection.
 SelectionObserver = Callable[[int, Tensor, DecodeStep, Selection], None]
 

@@ -13,8 +13,6 @@ from hisparse.algorithms.step import AttentionMode
 from hisparse.cache import Counters
 from hisparse.cache.formats import format_of
 
-__all__ = ["AttentionModes", "ModeMasks", "Runs", "divide"]
-
 
 class Runs(NamedTuple):
     """Which drafts of a chain can be served in one step, a run.

@@ -20,8 +20,6 @@ from hisparse.engine.modes import Runs
 from hisparse.kernels import promote_tail, serial_operators
 from hisparse.types import IndexerInputs
 
-__all__ = ["VerifyBatch", "VerifyStep"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyStep:

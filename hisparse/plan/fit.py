@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, resolve
+from hisparse.engine.build import resolve
 from hisparse.engine.capabilities import check_dense_layers, stored_spec
 from hisparse.errors import CapacityError, ConfigError
+from hisparse.memory.costs import Resources
 from hisparse.memory.sizing import Sizing, SizingLimit, resize, size
 from hisparse.types import KVSpec
 from hisparse.units import format_bytes, resolve_memory

@@ -30,26 +30,6 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import xxhash
 
-__all__ = [
-    "CHUNK",
-    "DONE",
-    "HEAD",
-    "MAGIC",
-    "MAX_SECTION_BYTES",
-    "STEP",
-    "LayerPages",
-    "TraceEnd",
-    "TraceHeader",
-    "Visits",
-    "checksum",
-    "decode_layer",
-    "decode_visits",
-    "encode_chunk",
-    "encode_steps",
-    "split_sections",
-    "visits_that_fit",
-]
-
 MAGIC: Final = b"hisparse trace 1\n"
 HEAD, STEP, DONE = b"HEAD", b"STEP", b"DONE"
 #: Kind, bytes of the content, checksum.

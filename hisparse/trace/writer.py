@@ -26,8 +26,6 @@ from hisparse.trace.format import (
     visits_that_fit,
 )
 
-__all__ = ["RecordedStep", "TraceWriter"]
-
 logger = logging.getLogger("hisparse")
 
 #: Steps that wait for the writer, and bytes of their pages; further steps are dropped. One step may

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,20 +15,16 @@ from torch.testing import assert_close
 from hisparse.algorithms import SelectionPolicy
 from hisparse.algorithms.quest import Quest
 from hisparse.testing import Simulator
-from hisparse.types import KVSpec
+from tests.shapes import LLAMA
 
 
 def summarize(quest: Quest, keys: Tensor) -> dict[str, Tensor]:
     """Representations of pages ``keys [P, S, Hkv, D]``, by name: ``[1, P, ...]``."""
-    kv = KVSpec(
-        num_layers=1,
-        num_q_heads=2 * keys.shape[2],
-        num_kv_heads=keys.shape[2],
-        head_dim=keys.shape[3],
-        v_head_dim=keys.shape[3],
-        dtype=keys.dtype,
-        page_size=keys.shape[1],
-    )
+    _, size, heads, dim = keys.shape
+    kv = replace(
+        LLAMA, num_layers=1, num_q_heads=2 * heads, num_kv_heads=heads, head_dim=dim,
+        v_head_dim=dim, dtype=keys.dtype, page_size=size,
+    )  # fmt: skip
     policy = SelectionPolicy(
         kv=kv,
         scope="query_head",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hisparse.algorithms.sketch import Sketch
 from hisparse.kernels import SketchLayout, page_score, page_sketch, page_summary, sketch_score
 from hisparse.testing import Simulator
 from hisparse.types import KVSpec
+from tests.shapes import LLAMA
 
 DIM, SIZE, PAGES = 64, 16, 256
 
@@ -70,15 +72,8 @@ def test_better_than_quest_in_fewer_bytes(seed: int) -> None:
 
 
 def spec(page_size: int = SIZE, head_dim: int = DIM) -> KVSpec:
-    return KVSpec(
-        num_layers=1,
-        num_q_heads=4,
-        num_kv_heads=2,
-        head_dim=head_dim,
-        v_head_dim=head_dim,
-        dtype=torch.bfloat16,
-        page_size=page_size,
-    )
+    heads = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": head_dim, "v_head_dim": head_dim}
+    return replace(LLAMA, num_layers=1, page_size=page_size, **heads)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 576])

@@ -26,11 +26,10 @@ from hisparse.algorithms.quest import Quest
 from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.config import HiSparseConfig
 from hisparse.sglang import features, plugin
-from hisparse.sglang.features.storage.counters import StorageCounters
 from hisparse.sglang.features.storage.linker import HiSparseLinker
-from hisparse.sglang.features.storage.ranks import LinkerRanks
-from hisparse.sglang.features.storage.state import StorageState
-from hisparse.sglang.session import Session, start_session
+from hisparse.sglang.features.storage.state import StorageCounters, StorageState
+from hisparse.sglang.ranks import LinkerRanks
+from hisparse.sglang.session import ServerSession, start_session
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -81,7 +80,7 @@ class Server:
         exact.set_exact(torch.arange(60))
         self.counters = StorageCounters()
         self.model = Model()
-        session: Any = object.__new__(Session)
+        session: Any = object.__new__(ServerSession)
         session.__dict__.update(
             spec=SimpleNamespace(latent=False, num_layers=3),
             coordinator=SimpleNamespace(

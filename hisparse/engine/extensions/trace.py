@@ -30,8 +30,6 @@ from hisparse.trace.writer import RecordedStep, TraceWriter
 from hisparse.types import Selection
 from hisparse.units import MemorySize, parse_memory, resolve_memory
 
-__all__ = ["Trace", "TraceOptions"]
-
 logger = logging.getLogger("hisparse")
 
 _PAGES: Final = "trace.pages"
