@@ -60,8 +60,7 @@ class KVSpec:
         v_head_dim: Dv, elements.
         dtype: dtype of keys and values as the model computes them and algorithms see them.
         page_size: S, tokens.
-        latent: whether values are the first Dv columns of the keys and are not stored separately,
-            as in MLA.
+        latent: whether the model attends latents (MLA): values are the first Dv columns of the keys.
         index_head_dim: Di of the model's own indexer; 0: the model has no indexer.
         kv_cache_dtype: how keys and values are stored: a name in ``hisparse.config.KV_FORMATS``.
         logit_cap: see :class:`AttentionRule`; the same in all layers.
