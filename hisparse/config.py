@@ -20,9 +20,6 @@ from hisparse.registry import Registry
 from hisparse.types import HostLayout, SelectionScope
 from hisparse.units import MemorySize, parse_memory
 
-__all__ = ["EXTENSIONS", "KV_FORMATS", "HiSparseConfig", "Resolved"]
-
-
 #: Extensions by name: subclasses of ``hisparse.engine.extensions.base.Extension``. Each name is
 #: also a configuration key. ``options_type`` is the type of its value; ``check`` rejects
 #: incompatible settings.

@@ -22,20 +22,6 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = [
-    "AlgorithmError",
-    "CapacityError",
-    "ConfigError",
-    "HiSparseError",
-    "KernelError",
-    "PluginError",
-    "explain",
-    "one_line",
-    "quoted",
-    "shorten",
-    "unknown_name",
-]
-
 
 class HiSparseError(Exception):
     """Base class of every exception that hisparse raises on purpose."""

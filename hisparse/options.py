@@ -22,19 +22,6 @@ from typing import (
 from hisparse.errors import ConfigError, quoted, unknown_name
 from hisparse.units import MemorySize, parse_memory
 
-__all__ = [
-    "StorageOptions",
-    "check_fields",
-    "check_type",
-    "from_options",
-    "matches",
-    "parse_object",
-    "read_object",
-    "read_storage",
-    "read_text",
-    "type_words",
-]
-
 T = TypeVar("T")
 
 #: Numbers of settings fit into 64 bits, as in most languages that write JSON.

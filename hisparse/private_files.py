@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-__all__ = ["NotPrivateError", "PrivateFolder", "lock_holder", "open_private"]
-
 # Without waiting: a pipe of this name would have no end.
 _FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 #: What SQLite appends to the name of a database for the other files that it opens.

@@ -10,8 +10,6 @@ from typing import Generic, TypeVar
 
 from hisparse.errors import ConfigError, one_line, unknown_name
 
-__all__ = ["Registry"]
-
 T = TypeVar("T")
 
 

@@ -8,14 +8,6 @@ from typing import Final
 
 from hisparse.errors import ConfigError, quoted
 
-__all__ = [
-    "MemorySize",
-    "format_bytes",
-    "parse_memory",
-    "parse_seconds",
-    "resolve_memory",
-]
-
 #: Bytes, a size such as "64GiB", or a fraction in (0, 1) of the free memory.
 MemorySize = int | float | str
 

@@ -15,8 +15,6 @@ import tomllib
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-__all__ = ["make_licences"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 #: Extras with packages that hisparse imports when it runs.

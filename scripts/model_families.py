@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FAMILIES", "VOCAB", "Family"]
-
 VOCAB = 512
 
 _SHAPE: dict[str, Any] = {

@@ -39,8 +39,6 @@ from scripts.model_families import FAMILIES, VOCAB, Family
 from scripts.model_page import make_page, outcome
 from scripts.random_weights import make_plugin
 
-__all__ = ["main"]
-
 ROOT = Path(__file__).resolve().parent.parent
 
 _BUDGET, _CHUNK = 384, 128

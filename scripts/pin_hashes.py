@@ -18,8 +18,6 @@ import tomllib
 from packaging.tags import Tag
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
-__all__ = ["main"]
-
 #: Minor releases of Python 3 that `scripts/setup.sh` takes.
 PYTHONS = (11, 12, 13, 14)
 

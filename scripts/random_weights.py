@@ -15,8 +15,6 @@ import torch
 
 from scripts import torch_kernels
 
-__all__ = ["fill", "make_plugin", "register"]
-
 _TARGET = "sglang.srt.model_loader.loader.initialize_dummy_weights"
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["register"]
-
 _CONVOLUTION = "sglang.srt.layers.attention.mamba.causal_conv1d"
 _TRITON_CONVOLUTION = "sglang.kernels.ops.mamba.causal_conv1d_triton"
 _KIMI = "sglang.srt.layers.attention.linear.kernels.kda_triton.TritonKDAKernel"

@@ -16,8 +16,6 @@ from hisparse_bench.options import Options
 from hisparse_bench.report import Case, Result
 from hisparse_bench.timing import Candidate, time_in_turns
 
-__all__ = ["BusyBench", "busy_cores"]
-
 #: Turns of each setting, so that a slow phase of the host affects all.
 _TURNS = 4
 _WARMUPS = 3

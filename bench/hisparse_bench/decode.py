@@ -24,8 +24,6 @@ from hisparse_bench.report import Case, Result
 from hisparse_bench.shape import DEEPSEEK, ModelShape
 from hisparse_bench.timing import Candidate, time_in_turns
 
-__all__ = ["DecodeBench", "DecodeWorkload"]
-
 #: Tokens decoded to find the drift of the queries that gives the requested miss ratio.
 _CALIBRATION_TOKENS = 40
 _WARMUPS = 8

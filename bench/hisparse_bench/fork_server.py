@@ -34,8 +34,6 @@ from typing import Any
 
 from hisparse.errors import HiSparseError, quoted
 
-__all__ = ["ForkServer", "ForkedProcess"]
-
 #: Imported before the first fork. SGLang imports every model when it looks for the first one.
 PRELOADED = (
     "sglang.launch_server",

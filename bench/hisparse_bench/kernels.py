@@ -21,8 +21,6 @@ from hisparse_bench.report import Case, Report, Result
 from hisparse_bench.shape import ModelShape
 from hisparse_bench.timing import Candidate, time_in_turns
 
-__all__ = ["KernelsBench", "KernelsReport"]
-
 #: Quest's and Sketch's defaults.
 _RANGES, _DETAIL = 4, 0.3125
 _PEAK, _READ = "multiply_add", "read"

@@ -15,8 +15,6 @@ from hisparse_bench.peers import numpy_lru
 from hisparse_bench.report import Case, Result
 from hisparse_bench.timing import Candidate, time_in_turns
 
-__all__ = ["LruDiffBench", "drifting_selections"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LruDiffBench:

@@ -9,8 +9,6 @@ import torch
 
 from hisparse.errors import ConfigError, unknown_name
 
-__all__ = ["DTYPES", "Options", "device_of", "dtype_of"]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -12,8 +12,6 @@ from hisparse.kernels.dispatch import implementation
 from hisparse_bench.random_requests import RandomRequests
 from hisparse_bench.timing import Candidate
 
-__all__ = ["PARTS", "time_parts"]
-
 #: What is measured; "rest" is the remainder of the step.
 PARTS: Final = ("score", "select", "swap_in", "attention")
 

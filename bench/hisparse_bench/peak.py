@@ -13,8 +13,6 @@ from hisparse.errors import ConfigError
 from hisparse.kernels.build.compiler import SOURCES, CannotBuildError
 from hisparse.kernels.build.cpu import build_cpu_library
 
-__all__ = ["multiply_add", "read"]
-
 #: Pieces of work for each thread, and rounds of a piece, each of some hundred multiply-adds: about
 #: a millisecond in all.
 _ITEMS, _ROUNDS = 16, 5000

@@ -14,8 +14,6 @@ from hisparse.engine.metrics import CacheStats
 from hisparse_bench.report import Case, Result
 from hisparse_bench.timing import Candidate, time_in_turns
 
-__all__ = ["WARMUPS", "PrefetchBench"]
-
 #: Steps before those that are timed.
 WARMUPS = 8
 _PLAIN = "off"

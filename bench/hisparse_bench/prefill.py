@@ -18,8 +18,6 @@ from hisparse_bench.shape import ModelShape
 from hisparse_bench.step import MODES, LayerWork
 from hisparse_bench.timing import Candidate, time_in_turns
 
-__all__ = ["PrefillBench"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillBench(ModelShape):

@@ -27,8 +27,6 @@ from hisparse.engine.metrics import CacheStats
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.types import IndexerInputs, KVSpec, PagedKV, Selection, SelectionScope
 
-__all__ = ["RandomRequests"]
-
 #: Tokens whose representations are built at once: K and V of a whole context may not fit twice.
 _CHUNK = 4096
 _UNLIMITED_BYTES = 2**50

@@ -15,8 +15,6 @@ from rich.table import Table
 
 from hisparse.doctor.provenance import commit, instruction_sets, machine, now, versions
 
-__all__ = ["Case", "Report", "Result"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Result:

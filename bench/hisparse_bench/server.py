@@ -25,8 +25,6 @@ import psutil
 from hisparse.errors import HiSparseError
 from hisparse_bench.fork_server import ForkedProcess, ForkServer
 
-__all__ = ["Generation", "ServerClient", "ServerProcess", "free_port"]
-
 _START_TIMEOUT_S = 300.0
 _STOP_TIMEOUT_S = 60.0
 

@@ -9,8 +9,6 @@ import torch
 
 from hisparse.types import KVSpec
 
-__all__ = ["DEEPSEEK", "ModelShape"]
-
 #: Fields of DeepSeek-V3.2's shape: latents of 512 and 64 columns, and its indexer's keys.
 DEEPSEEK = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "index_dim": 128, "page_size": 1}
 

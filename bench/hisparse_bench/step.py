@@ -18,8 +18,6 @@ from hisparse_bench.report import Case, Result
 from hisparse_bench.shape import ModelShape
 from hisparse_bench.timing import Candidate, time_in_turns
 
-__all__ = ["MODES", "LayerWork", "StepBench"]
-
 #: Implementation to the configuration key ``overlap``.
 MODES: Final[Mapping[str, bool]] = {"off": False, "transfers": True}
 _WARMUPS = 8

@@ -18,8 +18,6 @@ from hisparse_bench.peers.sglang_hisparse import fused_swap_in
 from hisparse_bench.report import Case, Result
 from hisparse_bench.timing import Candidate, time_in_turns
 
-__all__ = ["SwapInBench"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SwapInBench:

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Candidate", "time_in_turns"]
-
 
 class Candidate(NamedTuple):
     """An implementation to time; both functions take the step's number.

@@ -16,8 +16,6 @@ from hisparse_bench.options import Options
 from hisparse_bench.report import Case, Result
 from hisparse_bench.timing import Candidate, time_in_turns
 
-__all__ = ["TransferBench"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TransferBench:

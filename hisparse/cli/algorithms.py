@@ -12,8 +12,6 @@ from rich.console import Console
 
 from hisparse.cli.output import make_table, print_paragraph
 
-__all__ = ["add_parser"]
-
 #: Shapes of Llama-3.1-8B, and of DeepSeek-V3.2 for algorithms that need its indexer.
 _LLAMA: dict[str, Any] = {
     "num_layers": 32,

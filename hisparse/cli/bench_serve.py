@@ -19,12 +19,10 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from hisparse.cli.lists import names, number, numbers
+from hisparse.cli.arguments import names, number, numbers
 from hisparse.cli.output import without_sglang_warnings
 from hisparse.errors import ConfigError
 from hisparse.eval.report import check_matplotlib
-
-__all__ = ["add_parser"]
 
 
 def add_parser(benches: Any) -> None:

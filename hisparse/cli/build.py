@@ -13,8 +13,6 @@ from rich.console import Console
 
 from hisparse.errors import ConfigError
 
-__all__ = ["add_parser"]
-
 
 def add_parser(commands: Any) -> None:
     """Add the command to the ``hisparse`` parser."""

@@ -20,8 +20,6 @@ from hisparse.errors import ConfigError, one_line
 from hisparse.options import from_options, parse_object
 from hisparse.testing import CHECKS, CheckResult, report_class, run_checks
 
-__all__ = ["add_parser"]
-
 _STYLES = {"passed": "green", "failed": "red"}
 
 _FIX_FIRST = "fix these findings first, then run the command again"

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from hisparse.cli.lists import names, numbers
+from hisparse.cli.arguments import names, numbers
 from hisparse.cli.output import make_table, print_figures, print_paragraph
 from hisparse.config import HiSparseConfig
 from hisparse.doctor import provenance
@@ -24,9 +24,6 @@ from hisparse.eval.models import MODELS, load, resolve
 from hisparse.eval.report import check_reports, read_result, write_reports
 from hisparse.eval.tables import Cell, make_short_tables
 from hisparse.options import read_text
-
-__all__ = ["add_parser"]
-
 
 #: The ceiling, the default and the floor.
 _ALGORITHMS = ["oracle", HiSparseConfig.algorithm, "streaming"]
@@ -201,8 +198,7 @@ def _run_tasks(arguments: argparse.Namespace, methods: Sequence[Method]) -> int:
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(f"--limit: got {arguments.limit}, expected at least 1")
     try:
-        from hisparse.eval.lm_eval_run import run_tasks
-        from hisparse.eval.lm_eval_tasks import load_tasks
+        from hisparse.eval.lm_eval_run import load_tasks, run_tasks
     except ImportError as error:
         raise ConfigError(
             f"--tasks: got {', '.join(arguments.tasks)}, expected some of {', '.join(TASKS)}; for "

@@ -13,8 +13,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["make_table", "print_figures", "print_paragraph", "without_sglang_warnings"]
-
 #: Columns that labels get in :func:`print_figures` if not all of them fit beside the figures.
 _LABEL_WIDTH = 12
 

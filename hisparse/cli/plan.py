@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hisparse.algorithms import build_algorithm
-from hisparse.cli.lists import names, numbers, ratios
+from hisparse.cli.arguments import names, numbers, ratios
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.config import KV_FORMATS, HiSparseConfig
 from hisparse.engine.capabilities import check_indexer
@@ -28,8 +28,6 @@ from hisparse.plan.fit import Capacity, Machine, fit, refuse
 from hisparse.sglang import features
 from hisparse.sglang.start import Start
 from hisparse.units import format_bytes, resolve_memory
-
-__all__ = ["add_parser"]
 
 #: Fraction of a GPU for weights and KV cache. The printed command sets it on the server.
 _MEM_FRACTION = 0.85
@@ -107,7 +105,7 @@ def _run(arguments: argparse.Namespace) -> int:
     # An error in the model's configuration is one line of ours, without warnings before it.
     transformers.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    from hisparse.transformers.model_config import read_model_config
+    from hisparse.transformers.model_shape import read_model_config
 
     model = read_model_config(folder)
     capacities, machine = _fit_all(arguments, model)
@@ -151,7 +149,7 @@ def _fit_all(arguments: argparse.Namespace, model: Any) -> tuple[list[Capacity],
     Raises:
         ConfigError: an argument is wrong, or every configuration is refused.
     """
-    from hisparse.transformers.model_config import count_weight_bytes, shape_per_rank
+    from hisparse.transformers.model_shape import count_weight_bytes, shape_per_rank
 
     for flag, number in (("--tp", arguments.tp), ("--pp", arguments.pp), ("--dp", arguments.dp)):
         if number < 1:

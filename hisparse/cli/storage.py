@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from hisparse.cli.lists import ratios
+from hisparse.cli.arguments import ratios
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.errors import ConfigError
 from hisparse.units import format_bytes, parse_memory
 
 if TYPE_CHECKING:
     from hisparse.storage import FileStore, StoreReport
-
-__all__ = ["add_parser"]
 
 _DAY_S = 86_400
 #: Characters of a namespace's key that `ls` prints, and fewest that `rm` takes.

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from hisparse.cli import trace_prefix, trace_record
-from hisparse.cli.lists import names, numbers
+from hisparse.cli.arguments import names, numbers
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, unknown_name
@@ -27,8 +27,6 @@ from hisparse.trace import (
 from hisparse.trace.cache_events import is_event_file
 from hisparse.trace.prefix import read_prefix
 from hisparse.units import format_bytes
-
-__all__ = ["add_parser"]
 
 _BUFFERS = [2048, 4096, 8192]
 _HIT_RATIO = 0.8

@@ -16,16 +16,6 @@ from hisparse.trace.cache_events import read_events, summarize
 from hisparse.trace.prefix import PrefixTrace, is_prefix_trace, read_prefix
 from hisparse.trace.prefix_replay import PrefixPoint, on_front, replay_prefix
 
-__all__ = [
-    "are_prefixes",
-    "describe_events",
-    "describe_prefix",
-    "print_events",
-    "print_prefix",
-    "replay_all",
-    "seconds",
-]
-
 
 def seconds(text: str) -> list[float | None]:
     """``"60,600,none"`` -> ``[60.0, 600.0, None]``.

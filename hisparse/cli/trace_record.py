@@ -10,15 +10,13 @@ from typing import Any
 from rich.console import Console
 
 from hisparse.algorithms import build_algorithm
-from hisparse.cli.lists import names, number
+from hisparse.cli.arguments import names, number
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.options import parse_object, read_text
 from hisparse.trace.cache_events import record_events
 from hisparse.trace.prefix import convert_sglang, make_up_sessions, write_prefix
 from hisparse.trace.synthetic import MadeUpTrace
-
-__all__ = ["add_parser"]
 
 
 def add_parser(actions: Any) -> None:

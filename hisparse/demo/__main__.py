@@ -10,12 +10,9 @@ import sys
 import torch
 from rich.console import Console
 
-from hisparse.demo.compare import measure, server_setups
-from hisparse.demo.report import print_report
+from hisparse.demo.compare import measure, print_report, server_setups
 from hisparse.errors import HiSparseError
 from hisparse.eval.models import resolve
-
-__all__ = ["main"]
 
 
 def main() -> int:

@@ -3,24 +3,158 @@
 from __future__ import annotations
 
 import json
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 from hisparse.config import HiSparseConfig
 from hisparse.demo.document import HARBOUR, make_prompt
-from hisparse.demo.server import Answer, DemoServer
+from hisparse.errors import HiSparseError
+from hisparse.units import format_bytes
 from hisparse_bench.server import ServerProcess
 
-__all__ = ["CONFIG", "Measurement", "ServerSetup", "measure", "server_setups"]
+
+@dataclass
+class Answer:
+    """A streamed chat answer.
+
+    Attributes:
+        text: generated so far.
+        times_s: arrival of each piece of text, seconds since the request was sent.
+        prompt_tokens: tokens of the prompt with the chat template.
+    """
+
+    text: str = ""
+    times_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first piece of text, seconds."""
+        return self.times_s[0]
+
+    @property
+    def time_per_token_s(self) -> float:
+        """Median time between two pieces, seconds; a piece is a token or, rarely, a few."""
+        return median(b - a for a, b in pairwise(self.times_s)) if self.times_s[1:] else 0.0
+
+
+class DemoServer(ServerProcess):
+    """A server with a chat request; Ctrl-C does not interrupt :meth:`stop`."""
+
+    def __enter__(self) -> DemoServer:
+        return self
+
+    def stop(self) -> None:
+        """Stop the server; ignore Ctrl-C until no process is left."""
+        with _ctrl_c_ignored():
+            super().stop()
+
+    def chat(self, prompt: str, max_tokens: int) -> Iterator[Answer]:
+        """Stream a greedy answer; yield the answer so far at each new piece of text."""
+        body = {
+            "model": "default",
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0.0,
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        answer, started = Answer(), time.perf_counter()
+        with self._open("/v1/chat/completions", body) as reply:
+            for line in reply:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[len(b"data: ") :])
+                if usage := event.get("usage"):
+                    answer.prompt_tokens = usage["prompt_tokens"]
+                if piece := _piece(event):
+                    answer.text += piece
+                    answer.times_s.append(time.perf_counter() - started)
+                    yield answer
+        if not answer.times_s:
+            raise HiSparseError("the server's answer is empty; expected at least one token")
+
+    def kv_pool(self) -> tuple[int, int]:
+        """Tokens and bytes of the KV pool as SGLang reports them, bytes rounded to 1 MiB."""
+        memory = self.info()["internal_states"][0]["memory_usage"]
+        return memory["token_capacity"], round(memory["kvcache"] * 1024) * 2**20
+
+
+def _piece(event: dict[str, Any]) -> str:
+    choices = event.get("choices") or [{}]
+    return choices[0].get("delta", {}).get("content") or ""
+
+
+@contextmanager
+def _ctrl_c_ignored() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def print_report(
+    console: Console, dense: Measurement, sparse: Measurement, *, on_cpu: bool
+) -> None:
+    """Print a table with a column for each server."""
+    table = Table(title=f"{sparse.answer.prompt_tokens:,} tokens, then: {HARBOUR.question}")
+    table.add_column()
+    for setup in server_setups():
+        table.add_column(setup.title)
+    for label, *cells in zip(_LABELS, _cells(dense), _cells(sparse), strict=True):
+        table.add_row(label, *cells)
+    console.print(table)
+    if on_cpu:
+        console.print(
+            "This machine has no GPU: device memory is a part of host memory, and transfers are "
+            "copies within it.",
+            style="dim",
+        )
+
+
+_LABELS = (
+    "answer",
+    "correct",
+    "time to first token",
+    "time per token",
+    "KV capacity, tokens",
+    "device memory for KV",
+    "summaries and tables",
+    "host memory for KV",
+    "hit ratio",
+)
+
+
+def _cells(measurement: Measurement) -> tuple[Text, ...]:
+    answer, ratio = measurement.answer, measurement.hit_ratio
+    is_correct = HARBOUR.is_found_in(answer.text)
+    plain = (
+        f"{answer.ttft_s:.1f} s",
+        f"{1000 * answer.time_per_token_s:.0f} ms",
+        f"{measurement.kv_tokens:,}",
+        format_bytes(measurement.device_bytes),
+        format_bytes(measurement.scoring_bytes) if measurement.scoring_bytes else "none",
+        format_bytes(measurement.host_bytes) if measurement.host_bytes else "none",
+        "" if ratio is None else f"{ratio:.3f}",
+    )
+    correct = Text("yes" if is_correct else "no", style="green" if is_correct else "red")
+    return (Text(answer.text.strip()), correct, *map(Text, plain))
+
 
 #: The value of ``--hisparse-config``.
 CONFIG: Final[Mapping[str, Any]] = {

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from hisparse.eval.texts import read_text
 
-__all__ = ["HARBOUR", "Fact", "make_prompt", "text"]
-
 #: Characters up to the end of a paragraph, about 7,000 tokens.
 _LENGTH = 29_237
 

@@ -9,8 +9,6 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["commit", "instruction_sets", "machine", "now", "versions"]
-
 _PACKAGES = ("hisparse", "sglang", "torch", "transformers", "numpy")
 
 

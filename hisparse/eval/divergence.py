@@ -1,4 +1,4 @@
-"""KL divergence and perplexity from records, with bootstrap intervals."""
+"""KL divergence and perplexity from records, bootstrap intervals, and the Pareto front."""
 
 from __future__ import annotations
 
@@ -8,10 +8,56 @@ from typing import Any
 
 import numpy as np
 
-from hisparse.eval.bootstrap import ratio_interval
 from hisparse.eval.documents import CONTINUE
+from hisparse.eval.method import DENSE
+from hisparse.eval.tables import number
 
-__all__ = ["Estimate", "Record", "kl", "kl_ratio", "perplexities"]
+#: With fewer documents than this, the tokens or items within each document are resampled instead.
+MIN_DOCUMENTS = 4
+_RESAMPLES = 2000
+_QUANTILES = (0.025, 0.975)
+_Z95 = 1.96
+
+
+def mean_interval(values: np.ndarray) -> tuple[float, float]:
+    """The interval of the mean of ``values [n]``, resampled one by one."""
+    return ratio_interval([values], [np.ones_like(values)])
+
+
+def ratio_interval(
+    numerators: Sequence[np.ndarray], denominators: Sequence[np.ndarray]
+) -> tuple[float, float]:
+    """The interval of one sum over another, resampled in pairs.
+
+    Args:
+        numerators: ``[n]`` for each document; an entry is a token or an item.
+        denominators: the same shapes.
+
+    Returns:
+        Low and high. Whole documents are resampled if there are at least :data:`MIN_DOCUMENTS`;
+        otherwise the entries within each document, so that the interval leaves out how much
+        documents differ.
+    """
+    if len(numerators) >= MIN_DOCUMENTS:
+        numerators = [np.array([part.sum() for part in numerators])]
+        denominators = [np.array([part.sum() for part in denominators])]
+    rng = np.random.default_rng(0)
+    above, below = np.zeros(_RESAMPLES), np.zeros(_RESAMPLES)
+    for numerator, denominator in zip(numerators, denominators, strict=True):
+        drawn = rng.integers(len(numerator), size=(_RESAMPLES, len(numerator)))
+        above += numerator[drawn].sum(1)
+        below += denominator[drawn].sum(1)
+    low, high = np.quantile(above / below, _QUANTILES)
+    return float(low), float(high)
+
+
+def wilson_interval(correct: float, asked: int) -> tuple[float, float]:
+    """Wilson's score interval of the share ``correct / asked``."""
+    share, z2 = correct / asked, _Z95**2
+    centre = share + z2 / (2 * asked)
+    half = _Z95 * math.sqrt(share * (1 - share) / asked + z2 / (4 * asked**2))
+    return (centre - half) / (1 + z2 / asked), (centre + half) / (1 + z2 / asked)
+
 
 #: A line of ``records.jsonl``: one method on one document.
 Record = dict[str, Any]
@@ -80,3 +126,39 @@ def _log_probs(record: Record, task: str) -> np.ndarray:
 def _exp(estimate: Estimate) -> Estimate:
     mean, (low, high) = estimate
     return math.exp(mean), (math.exp(low), math.exp(high))
+
+
+_COSTS = ("kl", "kept_mean", "bytes_per_token")
+
+
+def pareto_lines(summary: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence for each context and budget: its methods that no other method dominates.
+
+    A method dominates another if its mean divergence, tokens kept and bytes per token are at most
+    as high and one of them is lower. ``oracle``, the ceiling, is left out, and so is a context and
+    budget with fewer than two other methods.
+    """
+    groups: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for line in summary:
+        if line["method"] != DENSE and line["algorithm"] != "oracle" and line["kept_mean"]:
+            groups.setdefault((line["context"], line["budget"]), []).append(line)
+    found = []
+    for (context, budget), lines in groups.items():
+        if len(lines) < 2:
+            continue
+        best = [x for x in lines if not any(_dominates(other, x) for other in lines)]
+        shown = "; ".join(
+            f"{x['method']} ({number(x['kl'])} nats, {number(x['kept_mean'])} tokens, "
+            f"{number(x['bytes_per_token'])} bytes)"
+            for x in sorted(best, key=lambda x: float(x["kl"]))
+        )
+        found.append(
+            f"Budget {budget} of {context}: Pareto front of KL divergence, tokens kept and bytes "
+            f"per token, among {len(lines)} methods without the oracle: {shown}."
+        )
+    return found
+
+
+def _dominates(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    costs = [(a[name], b[name]) for name in _COSTS]
+    return all(x <= y for x, y in costs) and any(x < y for x, y in costs)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any, NamedTuple
 
 from hisparse.errors import ConfigError
-from hisparse.eval.questions import questions_of
 from hisparse.eval.synthetic_tasks import (
     SYNTHETIC_TASKS,
     SyntheticQuestion,
@@ -18,7 +19,33 @@ from hisparse.eval.synthetic_tasks import (
     make_questions,
 )
 
-__all__ = ["CONTINUE", "COPY", "TASKS", "Document", "Item", "make_document"]
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question that one place of a text answers.
+
+    Attributes:
+        evidence: the sentences of the text that contain the answer, verbatim.
+        prompt: given after the text, up to the answer.
+        answer: expected after the prompt.
+    """
+
+    evidence: str
+    prompt: str
+    answer: str
+
+
+def questions_of(text: str, name: str) -> list[Question]:
+    """Questions whose evidence lies in a text or a part of it, in the order of the evidence.
+
+    Args:
+        text: the text, or a part of it.
+        name: name of the text; only those in ``hisparse.eval.texts.TEXTS`` have questions.
+    """
+    file = resources.files("hisparse.eval.texts") / "questions.json"
+    found = json.loads(file.read_text(encoding="utf-8")).get(name, [])
+    return [Question(**fields) for fields in found if fields["evidence"] in text]
+
 
 #: Tasks on the text itself: questions, passages to copy, and the text that follows the context.
 QA, COPY, CONTINUE = "qa", "copy", "continue"

@@ -11,8 +11,6 @@ from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.options import parse_object
 
-__all__ = ["DENSE", "Method", "identity", "parse_methods"]
-
 #: Name of dense attention, the reference of all figures.
 DENSE = "dense"
 #: Longer than any context.

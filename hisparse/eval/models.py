@@ -21,8 +21,6 @@ from typing import Any, Final
 
 from hisparse.errors import ConfigError, HiSparseError, one_line, unknown_name
 
-__all__ = ["MODELS", "PackagedModel", "default_cache", "fetch", "load", "main", "resolve"]
-
 #: Called with a line of text at the start of each slow step.
 Progress = Callable[[str], None]
 

@@ -28,19 +28,6 @@ from hisparse.eval.results import pool_scores
 from hisparse.eval.tables import number
 from hisparse.options import read_object
 
-__all__ = [
-    "Panel",
-    "Point",
-    "load_figure",
-    "main",
-    "make_styles",
-    "quality_figure",
-    "report_plots",
-    "speed_figure",
-    "to_svg",
-    "trace_figure",
-]
-
 #: A line of a result's ``summary`` or ``cells``; keyword arguments of ``Axes.plot``.
 Line = dict[str, Any]
 Style = dict[str, Any]

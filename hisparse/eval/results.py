@@ -2,17 +2,180 @@
 
 from __future__ import annotations
 
+import json
+import os
+import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 
-from hisparse.eval.bootstrap import MIN_DOCUMENTS, mean_interval, wilson_interval
-from hisparse.eval.divergence import Record, kl, kl_ratio, perplexities
+from hisparse.algorithms import build_algorithm
+from hisparse.errors import ConfigError
+from hisparse.eval.divergence import (
+    MIN_DOCUMENTS,
+    Record,
+    kl,
+    kl_ratio,
+    mean_interval,
+    perplexities,
+    wilson_interval,
+)
 from hisparse.eval.documents import CONTINUE, COPY
-from hisparse.eval.method import DENSE, identity
+from hisparse.eval.method import DENSE, Method, identity
+from hisparse.options import check_fields, parse_object, read_text
 
-__all__ = ["USABLE", "make_cells", "make_summary", "pool_scores"]
+
+class RecordKey(NamedTuple):
+    """Identifies a record.
+
+    Attributes:
+        document: name of the document.
+        method: name of the method.
+        budget: tokens.
+        config: digest of all settings, with defaults, which may change between releases.
+    """
+
+    document: str
+    method: str
+    budget: int
+    config: str
+
+    @classmethod
+    def of(cls, document: str, method: Method) -> RecordKey:
+        """The key of a method on a document."""
+        settings = f"{method.config!r} {build_algorithm(method.config)!r}"
+        digest = f"{zlib.crc32(settings.encode()):08x}"
+        return cls(document, method.name, method.config.budget, digest)
+
+
+class Records:
+    """The file ``records.jsonl``, a line for each document and method.
+
+    Args:
+        folder: contains the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "records.jsonl"
+
+    def read(self) -> dict[RecordKey, dict[str, Any]]:
+        """Read all records; cut off the last line if it is incomplete.
+
+        Raises:
+            ConfigError: the file cannot be read, or a line is no record.
+        """
+        if not self._path.exists():
+            return {}
+        whole, _, torn = read_text(self._path, "--out").rpartition("\n")
+        if torn:
+            # Counted in the file: reading converts line ends, which an editor may have changed.
+            os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
+        lines = whole.split("\n") if whole else []
+        records = [self._parse(number, line) for number, line in enumerate(lines, 1)]
+        return {
+            RecordKey(*(record[name] for name in RecordKey._fields)): record for record in records
+        }
+
+    def _parse(self, number: int, line: str) -> dict[str, Any]:
+        where = f"{str(self._path)!r} line {number}"
+        try:
+            record = parse_object(line, where, '{"document": "", ...}')
+            check_fields(where, record, RecordLine)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; delete this line to evaluate its document and method again"
+            ) from None
+        return record
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Append a record, which includes the fields of its key."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+class ResultCell(TypedDict):
+    """A method's answers to one task; see :func:`hisparse.eval.make_cells`."""
+
+    method: str
+    budget: int | None
+    context: int
+    task: str
+    score: float
+    low: float
+    high: float
+    dense: float
+    usable: bool
+    n: int
+    kept_mean: float | None
+
+
+class SummaryLine(TypedDict):
+    """The other figures of a method; see :func:`hisparse.eval.make_summary`."""
+
+    method: str
+    algorithm: str
+    budget: int | None
+    context: int
+    selection_scope: str | None
+    documents: int
+    resampled: str
+    kl: float
+    kl_ratio: float | None
+    ppl: float | None
+    ppl_ratio: float | None
+    copy_ppl: float | None
+    copy_ppl_ratio: float | None
+    intervals: dict[str, list[float] | None]
+    mass: float | None
+    oracle_recall: float | None
+    adjacent_overlap: float | None
+    kept_mean: float | None
+    kept_p95: float | None
+    capped: float | None
+    kept_by_head: list[list[float] | None] | None
+    hit_ratio: dict[str, float] | None
+    bytes_per_token: float
+
+
+class Result(TypedDict):
+    """The object that ``hisparse eval --json`` prints of its own tasks."""
+
+    command: Literal["eval"]
+    line: str
+    date: str
+    machine: str
+    versions: dict[str, str]
+    commit: str
+    model: str
+    model_source: str | None
+    context: list[int]
+    cells: list[ResultCell]
+    summary: list[SummaryLine]
+
+
+class Item(TypedDict):
+    """One question, passage or continuation of a document."""
+
+    task: str
+    right: bool
+    log_probs: list[float]
+
+
+class RecordLine(TypedDict):
+    """A line of ``records.jsonl``; dense attention has no figures of selections."""
+
+    document: str
+    method: str
+    budget: int
+    config: str
+    context: int
+    algorithm: str
+    bytes_per_token: float
+    kl: list[float]
+    items: list[Item]
+
 
 #: Tasks on which the dense model scores lower are shown in grey and do not rank methods.
 USABLE = 0.9

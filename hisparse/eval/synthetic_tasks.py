@@ -10,8 +10,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-__all__ = ["SYNTHETIC_TASKS", "SyntheticQuestion", "count_questions", "make_questions"]
-
 #: Names of the tasks.
 SYNTHETIC_TASKS = ("needle", "multikey", "variable")
 

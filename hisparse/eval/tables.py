@@ -5,17 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = [
-    "FIGURES",
-    "Cell",
-    "Table",
-    "describe",
-    "make_short_tables",
-    "make_tables",
-    "number",
-    "with_interval",
-]
-
 Line = dict[str, Any]
 
 

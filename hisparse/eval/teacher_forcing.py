@@ -13,8 +13,6 @@ from torch import Tensor
 
 from hisparse.eval.documents import Item
 
-__all__ = ["ItemScores", "score_items"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ItemScores:

@@ -18,16 +18,6 @@ from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.memory.sizing import SizingRequest
 from hisparse.types import KVSpec
 
-__all__ = [
-    "ExtraTables",
-    "Resources",
-    "attended_tables",
-    "host_token_bytes",
-    "make_sizing_request",
-    "prefill_bytes",
-    "tile_pages",
-]
-
 #: Maps ``(max_requests, context_pages)`` to the tables that extensions attend over.
 ExtraTables = Callable[[int, int], Sequence[TableLimits]]
 

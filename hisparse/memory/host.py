@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import psutil
 
-__all__ = ["free_host_memory"]
-
 #: Where control groups are mounted, and the file that names those of this process.
 _GROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")

@@ -15,8 +15,6 @@ from typing import Literal
 from hisparse.errors import CapacityError
 from hisparse.units import format_bytes
 
-__all__ = ["DEFAULT_MAX_REQUESTS", "Sizing", "SizingLimit", "SizingRequest", "resize", "size"]
-
 #: Default for the number of concurrent requests.
 DEFAULT_MAX_REQUESTS = 256
 

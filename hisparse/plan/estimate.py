@@ -19,8 +19,6 @@ from hisparse.engine.capabilities import choose_scope, row_tokens
 from hisparse.engine.modes import AttentionModes
 from hisparse.types import KVSpec
 
-__all__ = ["GPUS", "LAUNCHES", "Hardware", "TokenEstimate", "estimate_token"]
-
 
 class Hardware(NamedTuple):
     """What a GPU and its link to the host do.

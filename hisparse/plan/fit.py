@@ -15,8 +15,6 @@ from hisparse.memory.sizing import Sizing, SizingLimit, resize, size
 from hisparse.types import KVSpec
 from hisparse.units import format_bytes, resolve_memory
 
-__all__ = ["Capacity", "Machine", "fit", "largest", "refuse"]
-
 _MIB = 2**20
 #: ``--chunked-prefill-size``, as SGLang sets it on a GPU of 80 GB.
 _CHUNK_TOKENS = 8192

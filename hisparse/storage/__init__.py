@@ -15,9 +15,8 @@ tensors: it stores bytes. docs/storage.md has the format and how to operate a st
 """
 
 from hisparse.storage.contexts import Context, Contexts, Filter
-from hisparse.storage.keys import page_keys
 from hisparse.storage.limits import POLICIES, size_in_bytes
-from hisparse.storage.namespace import Namespace
+from hisparse.storage.namespace import Namespace, page_keys
 from hisparse.storage.report import Damage, NamespaceUse, StoreReport, VerifyReport
 from hisparse.storage.store import FileStore
 

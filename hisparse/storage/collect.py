@@ -19,8 +19,6 @@ from hisparse.storage.read import Reader
 from hisparse.storage.report import Counters
 from hisparse.storage.segments import SegmentWriter, locked
 
-__all__ = ["MIN_LIVE_RATIO", "Collector"]
-
 logger = logging.getLogger(__name__)
 
 #: Segments with less live bytes are not worth their space.

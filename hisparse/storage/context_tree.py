@@ -20,8 +20,6 @@ from typing import Any, Final
 from hisparse.errors import HiSparseError, one_line, quoted
 from hisparse.private_files import NotPrivateError, PrivateFolder
 
-__all__ = ["ContextTree", "contexts_path"]
-
 #: Counted up when the tables change.
 _VERSION: Final = 2
 #: Seconds to wait for other processes.

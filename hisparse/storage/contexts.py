@@ -17,8 +17,6 @@ from hisparse.errors import ConfigError, quoted
 from hisparse.storage.context_tree import ContextTree
 from hisparse.storage.namespace import Namespace
 
-__all__ = ["Context", "Contexts", "Filter"]
-
 #: ``attributes -> bool``: whether pages of a context with these attributes may be used.
 Filter = Callable[[Mapping[str, Any]], bool]
 

@@ -28,8 +28,6 @@ from hisparse.storage.record import BLOCK_BYTES
 from hisparse.storage.schema import is_refusal
 from hisparse.storage.segments import SEGMENT_NAME, Segments, locked
 
-__all__ = ["Folder"]
-
 logger = logging.getLogger(__name__)
 
 #: A process that waited for another may find that it was killed, and wait for a third.

@@ -29,8 +29,6 @@ from hisparse.storage.schema import (
 from hisparse.storage.segments import Place
 from hisparse.storage.uses import RecentUses
 
-__all__ = ["Index", "Row"]
-
 #: Keys of one statement; SQLite's own limit is higher.
 _BATCH: Final = 500
 #: Seconds to wait for other processes.

@@ -11,8 +11,6 @@ from typing import Final
 from hisparse.errors import ConfigError, quoted, unknown_name
 from hisparse.units import MemorySize, parse_memory
 
-__all__ = ["POLICIES", "Limits", "size_in_bytes"]
-
 #: Which pages leave first when the store is full: the least recently used, the least often used,
 #: or, after those that nobody used for ``ttl_s``, the least recently used.
 POLICIES: Final = ("lru", "lfu", "ttl")

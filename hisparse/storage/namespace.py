@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+import numpy as np
 import xxhash
 
 from hisparse.errors import ConfigError, quoted
 from hisparse.options import from_options, parse_object
 
-__all__ = ["MAX_PARTS", "Namespace"]
+
+def page_keys(token_ids: np.ndarray, page_tokens: int) -> list[str]:
+    """Keys of the whole pages of a sequence, in order.
+
+    A key is SHA-256 of the key before and of the page's tokens, 32 bits each, least byte first.
+    These are the keys of SGLang's radix cache for requests without an adapter or a salt.
+
+    Args:
+        token_ids: ``[n]``, integers of 0 to 2^32 - 1.
+        page_tokens: tokens of a page.
+
+    Returns:
+        A key of 64 hexadecimal digits for each whole page.
+    """
+    data = np.ascontiguousarray(token_ids, dtype="<u4").tobytes()
+    size, before, keys = 4 * page_tokens, b"", []
+    for start in range(0, len(data) - size + 1, size):
+        before = hashlib.sha256(before + data[start : start + size]).digest()
+        keys.append(before.hex())
+    return keys
+
 
 #: Sizes and checksums of so many parts fit into the header of a record.
 MAX_PARTS = 64

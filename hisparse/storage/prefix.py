@@ -17,8 +17,6 @@ from typing import Any, Final
 
 from hisparse.storage.record import MAX_KEY_BYTES, key_bytes
 
-__all__ = ["PrefixSearch"]
-
 #: Records that a run spans: the fewest, and the most. It grows while all its pages are wanted.
 _FEW, _MANY = 64, 8192
 #: Shorter runs are not worth their statement; so many keys are then walked.

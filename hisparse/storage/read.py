@@ -23,8 +23,6 @@ from hisparse.storage.record import (
 from hisparse.storage.report import Counters, Damage, VerifyReport
 from hisparse.storage.segments import OpenSegment
 
-__all__ = ["Reader"]
-
 logger = logging.getLogger(__name__)
 
 #: A page can be moved while it is looked up and read, again and again.

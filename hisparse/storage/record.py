@@ -28,19 +28,6 @@ import xxhash
 from hisparse.errors import ConfigError, quoted
 from hisparse.storage.namespace import Namespace
 
-__all__ = [
-    "BLOCK_BYTES",
-    "END_OF_TIME",
-    "MAX_KEY_BYTES",
-    "Header",
-    "checksum",
-    "checksums_in",
-    "key_bytes",
-    "make_header",
-    "read_header",
-    "record_bytes",
-]
-
 #: Records begin and end at multiples of this, where a lost one's successor is looked for.
 BLOCK_BYTES: Final = 4096
 MAX_KEY_BYTES: Final = 64

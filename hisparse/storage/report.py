@@ -10,8 +10,6 @@ from typing import Final
 
 from hisparse.storage.namespace import Namespace
 
-__all__ = ["Counters", "Damage", "NamespaceUse", "StoreReport", "VerifyReport"]
-
 _COUNTERS: Final = (
     "hits", "misses", "read_bytes", "puts", "put_bytes", "duplicates", "damaged", "read_errors",
     "refused_size", "refused_read_only", "refused_disk", "evicted", "collected_bytes",

@@ -7,17 +7,6 @@ from typing import Final
 
 from hisparse.storage.record import BLOCK_BYTES, END_OF_TIME
 
-__all__ = [
-    "COLUMNS",
-    "DISAGREEMENT",
-    "INSERT",
-    "ORDERS",
-    "OR_REPLACE",
-    "SCHEMA",
-    "TABLES",
-    "is_refusal",
-]
-
 #: What tables there are: an index with others is made anew.
 TABLES: Final = "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"
 

@@ -18,16 +18,6 @@ from typing import Final, NamedTuple
 from hisparse.private_files import NotPrivateError, PrivateFolder
 from hisparse.storage.record import BLOCK_BYTES, Header, read_header
 
-__all__ = [
-    "SEGMENT_NAME",
-    "OpenSegment",
-    "Place",
-    "SegmentWriter",
-    "Segments",
-    "locked",
-    "transfer",
-]
-
 logger = logging.getLogger(__name__)
 
 #: Names of segments. Larger numbers do not fit SQLite.

@@ -26,8 +26,6 @@ from hisparse.storage.segments import SegmentWriter
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["FileStore"]
-
 logger = logging.getLogger(__name__)
 
 #: Bytes that are worth a thread.

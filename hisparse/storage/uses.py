@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterable
 from typing import Final
 
-__all__ = ["Page", "RecentUses"]
-
 #: Number of the namespace, and key.
 Page = tuple[int, bytes]
 

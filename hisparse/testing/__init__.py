@@ -7,6 +7,7 @@
 """
 
 from hisparse.testing.case import Case
+from hisparse.testing.operations import Violation
 from hisparse.testing.simulator import Request, Simulator
 from hisparse.testing.suite import (
     CHECKS,
@@ -17,7 +18,6 @@ from hisparse.testing.suite import (
     run_check,
     run_checks,
 )
-from hisparse.testing.violation import Violation
 
 __all__ = [
     "CHECKS",

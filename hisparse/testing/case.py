@@ -12,8 +12,6 @@ from hisparse.testing.recorder import Recorder, Trace
 from hisparse.testing.simulator import Request, Simulator
 from hisparse.types import SelectionScope
 
-__all__ = ["Case", "Run"]
-
 
 @dataclass
 class Run:

@@ -15,10 +15,8 @@ from hisparse.algorithms import BaseSparseAlgorithm, Representation
 from hisparse.errors import ConfigError, explain, one_line
 from hisparse.options import from_options
 from hisparse.testing.case import Case
-from hisparse.testing.violation import Violation
+from hisparse.testing.operations import Violation
 from hisparse.types import SelectionScope
-
-__all__ = ["declarations", "find_class_faults", "find_docstring_faults", "options"]
 
 _OWNERS = ("page", "request", "layer")
 _MEMORIES = ("device", "host")

@@ -13,9 +13,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hisparse.testing.violation import Violation
+from hisparse.errors import AlgorithmError
 
-__all__ = ["Operations", "no_sync", "tensors_in"]
+
+class Violation(AlgorithmError):
+    """An algorithm broke its contract.
+
+    Args:
+        findings: one line each: what was got, what was expected.
+    """
+
+    def __init__(self, *findings: str) -> None:
+        super().__init__("; ".join(findings))
+        self.findings = findings
+
 
 #: Methods of a tensor that return its values to Python and so wait for the device.
 _READS = {

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, PrefillStep
 from hisparse.errors import shorten
-from hisparse.testing.violation import Violation
+from hisparse.testing.operations import Violation
 from hisparse.types import Selection
-
-__all__ = ["Call", "Guard", "Recorder", "Retrieved", "Trace"]
 
 #: The selections of one request: (tokens of the request, layer) to the pages of each head. For
 #: algorithms with sparse prefill it has entries for the prompt too, which hold positions.

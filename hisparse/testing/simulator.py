@@ -17,8 +17,6 @@ from hisparse.engine.prefill import PrefillChunk
 from hisparse.testing.world import INDEXER_DIM, World
 from hisparse.types import IndexerInputs
 
-__all__ = ["Request", "Simulator"]
-
 #: Hi of a simulated model's indexer.
 _INDEXER_HEADS = 3
 

@@ -7,25 +7,9 @@ from dataclasses import dataclass
 
 from hisparse.algorithms import BaseSparseAlgorithm
 from hisparse.errors import AlgorithmError, explain
-from hisparse.testing import (
-    check_declarations,
-    check_decode_path,
-    check_representations,
-    check_requests,
-    check_selections,
-)
+from hisparse.testing import check_declarations, check_decode, check_state
 from hisparse.testing.case import Case
-from hisparse.testing.violation import Violation
-
-__all__ = [
-    "CHECKS",
-    "Check",
-    "CheckResult",
-    "cases_of",
-    "report_class",
-    "run_check",
-    "run_checks",
-]
+from hisparse.testing.operations import Violation
 
 _PAGE_SIZES = (1, 8, 16)
 
@@ -60,24 +44,24 @@ class Check:
 CHECKS: tuple[Check, ...] = (
     Check("declarations", check_declarations.declarations, once=True),
     Check("options", check_declarations.options, once=True),
-    Check("runs", check_selections.runs),
-    Check("well formed", check_selections.well_formed),
-    Check("scores", check_selections.scores),
-    Check("sinks and recents", check_selections.sinks_and_recents),
-    Check("budget", check_selections.budget),
-    Check("dense", check_selections.dense),
-    Check("batch order", check_requests.batch_order),
-    Check("other requests", check_requests.other_requests),
-    Check("reused slot", check_requests.reused_slot),
-    Check("shared prefix", check_requests.shared_prefix),
-    Check("chunks", check_representations.chunks),
-    Check("decoded pages", check_representations.decoded_pages),
-    Check("writes", check_representations.writes),
-    Check("inputs untouched", check_representations.inputs_untouched),
-    Check("no syncs", check_decode_path.no_syncs),
-    Check("no loops", check_decode_path.no_loops),
-    Check("allocations", check_decode_path.allocations),
-    Check("replays", check_decode_path.replays),
+    Check("runs", check_decode.runs),
+    Check("well formed", check_decode.well_formed),
+    Check("scores", check_decode.scores),
+    Check("sinks and recents", check_decode.sinks_and_recents),
+    Check("budget", check_decode.budget),
+    Check("dense", check_decode.dense),
+    Check("batch order", check_state.batch_order),
+    Check("other requests", check_state.other_requests),
+    Check("reused slot", check_state.reused_slot),
+    Check("shared prefix", check_state.shared_prefix),
+    Check("chunks", check_state.chunks),
+    Check("decoded pages", check_state.decoded_pages),
+    Check("writes", check_state.writes),
+    Check("inputs untouched", check_state.inputs_untouched),
+    Check("no syncs", check_decode.no_syncs),
+    Check("no loops", check_decode.no_loops),
+    Check("allocations", check_decode.allocations),
+    Check("replays", check_decode.replays),
 )
 
 

@@ -17,8 +17,6 @@ from hisparse.engine.build import PoolSizes, build, kept_tensors, make_policy
 from hisparse.engine.capabilities import resolve_settings
 from hisparse.types import HostLayout, KVSpec, SelectionScope
 
-__all__ = ["INDEXER_DIM", "World"]
-
 #: Di of a simulated model's indexer: DeepSeek-V3.2's.
 INDEXER_DIM = 128
 

@@ -20,8 +20,6 @@ from hisparse.errors import ConfigError, quoted
 from hisparse.options import check_fields, check_type, parse_object, read_text
 from hisparse.private_files import open_private
 
-__all__ = ["CacheEvent", "is_event_file", "read_events", "record_events", "summarize"]
-
 _FORMAT: Final = "hisparse cache events 1"
 _EXAMPLE: Final = '{"timestamp": 0, "event": "evict", "hash_ids": [0]}'
 _MOST: Final = 1 << 53

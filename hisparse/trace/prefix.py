@@ -21,17 +21,6 @@ from hisparse.errors import ConfigError, quoted
 from hisparse.options import check_fields, check_type, matches, parse_object, read_text
 from hisparse.private_files import open_private
 
-__all__ = [
-    "FORMAT",
-    "PrefixRequest",
-    "PrefixTrace",
-    "convert_sglang",
-    "is_prefix_trace",
-    "make_up_sessions",
-    "read_prefix",
-    "write_prefix",
-]
-
 FORMAT: Final = "hisparse prefix 1"
 #: Tokens of a block in Mooncake's traces.
 _MOONCAKE_BLOCK: Final = 512

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from hisparse.trace.prefix import PrefixTrace
 
-__all__ = ["PrefixPoint", "on_front", "replay_prefix"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixPoint:

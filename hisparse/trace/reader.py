@@ -31,8 +31,6 @@ from hisparse.errors import ConfigError
 from hisparse.kernels import Selections
 from hisparse.options import from_options, parse_object
 
-__all__ = ["SelectionTrace"]
-
 R = TypeVar("R")
 
 #: Longer contexts are refused: replay needs memory for all of their pages.

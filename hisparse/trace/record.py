@@ -12,8 +12,6 @@ from hisparse.engine.extensions.trace import Trace
 from hisparse.errors import ConfigError
 from hisparse.transformers import disable, enable
 
-__all__ = ["record_model"]
-
 
 def record_model(
     model: Any,

@@ -12,8 +12,6 @@ from hisparse.errors import ConfigError
 from hisparse.kernels import Selections, replay, stack_depths
 from hisparse.trace.reader import SelectionTrace
 
-__all__ = ["HitCurve", "adjacent_overlap", "lru_curve", "policy_hits"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HitCurve:

@@ -15,8 +15,6 @@ from hisparse.engine.trace_writer import RecordedStep, TraceWriter
 from hisparse.errors import ConfigError
 from hisparse.types import SelectionScope
 
-__all__ = ["MadeUpTrace"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MadeUpTrace:

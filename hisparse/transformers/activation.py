@@ -12,8 +12,6 @@ from hisparse.transformers.attention import IMPLEMENTATION, register
 from hisparse.transformers.cache import HiSparseCache
 from hisparse.transformers.model_shape import text_config
 
-__all__ = ["disable", "enable"]
-
 #: The attention implementation of each enabled model before :func:`enable`.
 _previous: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 

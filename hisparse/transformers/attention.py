@@ -12,8 +12,6 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from hisparse.errors import HiSparseError
 from hisparse.types import AttentionRule
 
-__all__ = ["IMPLEMENTATION", "register", "tag_keys"]
-
 #: Name of the attention implementation in transformers.
 IMPLEMENTATION = "hisparse"
 

@@ -30,8 +30,6 @@ from hisparse.transformers.rows import RowStore
 from hisparse.types import KVSpec
 from hisparse.units import format_bytes, resolve_memory
 
-__all__ = ["Limits", "build_store", "read_config"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:

@@ -16,16 +16,13 @@ from hisparse.errors import CapacityError, ConfigError, shorten
 from hisparse.storage import Context, Contexts, FileStore, Filter, size_in_bytes
 from hisparse.transformers.activation import enable
 from hisparse.transformers.build import read_config
-from hisparse.transformers.check_inputs import read_token_ids
 from hisparse.transformers.fingerprint import UnchangedModel, model_fingerprint
+from hisparse.transformers.forward import read_token_ids
 from hisparse.transformers.model_shape import text_config
 from hisparse.transformers.rows import Rows
-from hisparse.transformers.session import Session
-from hisparse.transformers.stored_pages import StoredPages
+from hisparse.transformers.session import Session, StoredPages
 from hisparse.types import KVSpec
 from hisparse.units import MemorySize
-
-__all__ = ["DB"]
 
 #: Rotary embeddings that transformers scales by the longest position of a forward.
 _LENGTH_DEPENDENT: Final = {"dynamic", "longrope"}

@@ -3,18 +3,210 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from hisparse.cache.serializer import PageSerializer
+from hisparse.config import HiSparseConfig
+from hisparse.engine.page_namespace import page_namespace
+from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import ConfigError, HiSparseError
-from hisparse.storage import Context, Contexts
+from hisparse.storage import Context, Contexts, FileStore, page_keys
 from hisparse.transformers.cache import HiSparseCache
-from hisparse.transformers.check_inputs import read_token_ids
-from hisparse.transformers.stored_pages import StoredPages
+from hisparse.transformers.fingerprint import UnchangedModel
+from hisparse.transformers.forward import read_token_ids
+from hisparse.transformers.rows import RowStore
 
-__all__ = ["Session"]
+#: Bytes that one call reads from the store.
+_BLOCK_BYTES = 8 * 2**20
+
+
+class StoredPages:
+    """The pages of a store that the rows of a cache may use, in the format of a server.
+
+    Args:
+        rows: owner of the rows; nothing has run on it yet.
+        store: the store.
+        config: the settings of the rows.
+        fingerprint: of the model.
+        model: checks that the model is still that of the fingerprint.
+        page_tokens: tokens of a page of the store, a multiple of the rows' page size.
+
+    Attributes:
+        namespace: of the pages.
+        page_tokens: as given.
+    """
+
+    def __init__(
+        self,
+        rows: RowStore,
+        store: FileStore,
+        config: HiSparseConfig,
+        fingerprint: str,
+        model: UnchangedModel,
+        page_tokens: int,
+    ) -> None:
+        coordinator = rows.coordinator
+        self._rows, self._store, self._model = rows, store, model
+        self._exact, self._loaded = coordinator.share_pages()
+        host, entries = coordinator.manager.host, coordinator.stored_entries()
+        self._serializer = PageSerializer(host, page_tokens, entries)
+        self.namespace = page_namespace(
+            [fingerprint], coordinator.policy, coordinator.algorithm, config, self._serializer
+        )
+        self.page_tokens = page_tokens
+        self._block_rows = max(1, _BLOCK_BYTES // self._serializer.record_bytes)
+
+    def keys(self, token_ids: np.ndarray) -> list[str]:
+        """Keys of the whole pages of ``token_ids [n]``."""
+        return page_keys(token_ids, self.page_tokens)
+
+    def find(self, keys: Sequence[str]) -> int:
+        """Length of the longest prefix of ``keys`` whose pages are stored.
+
+        Raises:
+            ConfigError: the model has changed.
+        """
+        self._model.check()
+        return self._store.find(self.namespace, keys)
+
+    def load(self, keys: Sequence[str]) -> tuple[np.ndarray, int]:
+        """Read pages into a new row, up to the first that is absent or damaged.
+
+        Returns:
+            Request slot of the row, ``[1]``, and its tokens; ``[0]`` and 0 if there is no page.
+
+        Raises:
+            CapacityError: the row does not fit.
+        """
+        slots, held = self._open(len(keys) * self.page_tokens)
+        try:
+            pages = self._pages(slots, held)
+            length = np.array([self._read(keys, pages) * self.page_tokens])
+            self._rows.shrink(slots, held, length)
+            held = length
+            self._exact.set_exact(self._pages(slots, held))
+            self._represent(slots, held)
+        except BaseException:
+            self._rows.close(slots, held)
+            raise
+        if not held.any():
+            self._rows.close(slots, held)
+            slots = slots[:0]
+        return slots, int(held[0])
+
+    def save(self, slots: np.ndarray, keys: Sequence[str]) -> int:
+        """Store the first pages of a row, up to the first that is not exact.
+
+        Args:
+            slots: ``[1]``, request slot of the row.
+            keys: of its first pages.
+
+        Returns:
+            Pages of ``keys`` from the first on that the store has now.
+
+        Raises:
+            ConfigError: the model has changed.
+        """
+        self._model.check()
+        if not keys:
+            return 0
+        pages = self._pages(slots, np.array([len(keys) * self.page_tokens]))
+        per_record = self._serializer.pages_per_record
+        exact = self._exact.read(pages).view(len(keys), per_record).all(1).long()
+        keys = keys[: int(exact.cumprod(0).sum())]
+        known = self._store.find(self.namespace, keys)
+        self._wait()
+        for first in range(known, len(keys), self._block_rows):
+            part = keys[first : first + self._block_rows]
+            data = torch.empty(len(part), self._serializer.record_bytes, dtype=torch.uint8)
+            self._serializer.read(pages[first * per_record :][: len(part) * per_record], data)
+            for key, record in zip(part, data, strict=True):
+                self._store.put(self.namespace, key, self._parts(record))
+        return self._store.find(self.namespace, keys)
+
+    def save_layers(
+        self, layers: Sequence[tuple[Tensor, Tensor]], length: int, keys: Sequence[str]
+    ) -> int:
+        """Store pages that were computed elsewhere, by way of a row that lasts for the call.
+
+        Args:
+            layers: K ``[T, Hkv, D]`` and V ``[T, Hkv, Dv]`` of each layer.
+            length: T.
+            keys: of the whole pages.
+
+        Returns:
+            Pages from the first on that the store has now.
+
+        Raises:
+            CapacityError: the row does not fit.
+        """
+        slots, held = self._open(length)
+        try:
+            host_slots = self._rows.host_slots(slots, np.array([0]), held)
+            for layer, (k, v) in enumerate(layers):
+                self._rows.coordinator.manager.kv_io.write(layer, host_slots, k, v)
+            self._exact.set_exact(self._pages(slots, held))
+            return self.save(slots, keys)
+        finally:
+            self._rows.close(slots, held)
+
+    def _open(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """A new row with host pages for ``length`` tokens: its slot and length, ``[1]`` each."""
+        slots, held = self._rows.open(1), np.array([length])
+        try:
+            self._rows.grow(slots, np.zeros_like(held), held)
+        except BaseException:
+            self._rows.close(slots, np.zeros_like(held))
+            raise
+        return slots, held
+
+    def _pages(self, slots: np.ndarray, lengths: np.ndarray) -> Tensor:
+        """``[P] int64``, host pages of a row, on the host."""
+        return self._rows.page_table(slots, int(self._rows.num_pages(lengths)[0]))[0].long().cpu()
+
+    def _read(self, keys: Sequence[str], pages: Tensor) -> int:
+        """Fill host pages with records until one is absent. Returns the number of records."""
+        per_record, rows = self._serializer.pages_per_record, self._block_rows
+        data = torch.empty(min(rows, len(keys)), self._serializer.record_bytes, dtype=torch.uint8)
+        self._wait()
+        for first in range(0, len(keys), rows):
+            part = keys[first : first + rows]
+            buffers = [record.numpy().data for record in data[: len(part)]]
+            found = self._store.get(self.namespace, part, buffers)
+            whole = [*found, False].index(False)
+            if whole:
+                self._serializer.write(
+                    pages[first * per_record :][: whole * per_record], data[:whole]
+                )
+            if whole < len(part):
+                return first + whole
+        return len(keys)
+
+    def _represent(self, slots: np.ndarray, lengths: np.ndarray) -> None:
+        """Build the representations of all pages of a row, whatever forward comes next."""
+        table = self._rows.page_table(slots, int(self._rows.num_pages(lengths)[0]))[0]
+        after = PrefillChunk(
+            slot=int(slots[0]), start=int(lengths[0]), length=0, offset=0, host_pages=table
+        )
+        self._loaded.add(table.long().cpu())
+        self._loaded.begin([after])
+        for layer in range(self._rows.coordinator.policy.kv.num_layers):
+            self._loaded.prepare(layer)
+
+    def _parts(self, record: Tensor) -> list[memoryview]:
+        data = record.numpy().data
+        bounds = accumulate(self._serializer.part_bytes, initial=0)
+        return [data[start:end] for start, end in pairwise(bounds)]
+
+    def _wait(self) -> None:
+        """Wait for the kernels that read or write host pages."""
+        if self._rows.device.type == "cuda":
+            torch.cuda.synchronize(self._rows.device)
 
 
 class Session:

@@ -13,7 +13,7 @@ import pytest
 
 from hisparse import doctor
 from hisparse.cli import main
-from hisparse.doctor import Check, hooks, kernels, machine, run, software
+from hisparse.doctor import Check, checks
 from hisparse.kernels.build import cpu, isa
 from hisparse.sglang import names
 
@@ -65,48 +65,48 @@ def test_without_sglang(
 @pytest.mark.parametrize("found", ["0.5.2", "0.5.22", "0.5.24", "0.6.0", "1.0"])
 def test_a_release_that_is_not_supported(found: str, release: Callable[[str | None], None]) -> None:
     release(found)
-    check = only(software.sglang_version)
+    check = only(checks.sglang_version)
     assert (check.status, check.message) == ("error", f"got {found}, expected {names.RELEASE}")
     assert check.remedy == f"pip install sglang=={names.RELEASE}"
-    assert only(hooks.hooks).message == f"not checked: sglang {names.RELEASE} is not installed"
+    assert only(checks.hooks).message == f"not checked: sglang {names.RELEASE} is not installed"
 
 
 @pytest.mark.parametrize("build", ["", ".post1", "+cpu"])
 def test_a_build_of_the_release(build: str, release: Callable[[str | None], None]) -> None:
     release(names.RELEASE + build)
-    assert only(software.sglang_version).status == "ok"
+    assert only(checks.sglang_version).status == "ok"
 
 
 def test_a_whitelist_without_hisparse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "other, another")
-    check = only(software.plugin_visible)
+    check = only(checks.plugin_visible)
     assert check.status == "error"
     assert "'other, another'" in check.message
     monkeypatch.setenv("SGLANG_PLUGINS", "other, hisparse")
-    assert only(software.plugin_visible).status == "ok"
+    assert only(checks.plugin_visible).status == "ok"
 
 
 def test_an_entry_point_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "entry_points", lambda group: [])
-    assert only(software.plugin_visible).status == "error"
+    monkeypatch.setattr(checks, "entry_points", lambda group: [])
+    assert only(checks.plugin_visible).status == "error"
 
 
 def test_an_sglang_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").write_text("raise ImportError('no libfoo.so')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    check = only(hooks.hooks)
+    check = only(checks.hooks)
     assert check.status == "error"
     assert check.message.startswith("SGLang cannot be imported: ")
     assert "no libfoo.so" in check.message
-    wanted = [f"{name} {software.sglang_pin(name)}" for name in ("torch", "transformers")]
+    wanted = [f"{name} {checks.sglang_pin(name)}" for name in ("torch", "transformers")]
     asks = f"install what sglang {names.installed_release()} asks for: "
     assert check.remedy == asks + " and ".join(wanted)
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    check = only(kernels.cpu_kernels)
+    check = only(checks.cpu_kernels)
     assert check.status == "warning"
     assert check.message.startswith("slower PyTorch code is used instead: ")
     assert "no-such-compiler" in check.message
@@ -118,24 +118,24 @@ def test_kernels_that_the_environment_asks_for(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv(isa.VARIABLE, "avx2")
     monkeypatch.setattr(cpu, "build_cpu", lambda: Path("/cache/cpu.so"))
     monkeypatch.setattr(cpu, "cpu_instruction_set", lambda: "AVX2")
-    check = only(kernels.cpu_kernels)
+    check = only(checks.cpu_kernels)
     assert check.message == f"C++ for AVX2, as {isa.VARIABLE}=avx2 asks: /cache/cpu.so"
 
 
 def test_numa_nodes(tmp_path: Path) -> None:
-    assert machine.numa(tmp_path)[0].message == "one node"
+    assert checks.numa(tmp_path)[0].message == "one node"
     for node in (0, 1):
         (tmp_path / f"node{node}").mkdir()
         text = f"Node {node} MemTotal: 9 kB\nNode {node} MemFree:   {(node + 1) * 2**20} kB\n"
         (tmp_path / f"node{node}" / "meminfo").write_text(text)
-    (check,) = machine.numa(tmp_path)
+    (check,) = checks.numa(tmp_path)
     assert check.status == "warning"
     assert check.message == "node 0: 1 GiB free, node 1: 2 GiB free"
 
 
 def test_little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "free_host_memory", lambda: 2**30)
-    check = only(machine.host_memory)
+    monkeypatch.setattr(checks, "free_host_memory", lambda: 2**30)
+    check = only(checks.host_memory)
     assert (check.status, check.message[:11]) == ("warning", "1 GiB free;")
 
 
@@ -143,17 +143,17 @@ def test_what_a_check_raises_is_a_finding() -> None:
     def broken_thing() -> list[Check]:
         raise OSError("first\nsecond")
 
-    checks = run.run_checks([software.python, broken_thing])
-    assert [check.status for check in checks] == ["ok", "error"]
-    assert (checks[1].name, checks[1].message) == ("broken thing", "OSError: first")
+    found = checks.run_checks([checks.python, broken_thing])
+    assert [check.status for check in found] == ["ok", "error"]
+    assert (found[1].name, found[1].message) == ("broken thing", "OSError: first")
 
 
 def test_a_table_names_the_remedy_and_errors_make_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checks = [Check(name="one", status="warning", message="so", remedy="do this")]
-    monkeypatch.setattr(doctor, "run_checks", lambda: checks)
+    found = [Check(name="one", status="warning", message="so", remedy="do this")]
+    monkeypatch.setattr(doctor, "run_checks", lambda: found)
     assert main(["doctor"]) == 0
     assert "-> do this" in capsys.readouterr().out
-    checks.append(Check(name="two", status="error", message="no"))
+    found.append(Check(name="two", status="error", message="no"))
     assert main(["doctor"]) == 1

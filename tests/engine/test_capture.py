@@ -20,7 +20,7 @@ from hisparse.engine.extensions.base import Extension
 from hisparse.errors import HiSparseError
 from hisparse.testing import Request, Simulator, Violation
 from hisparse.testing.operations import Operations, no_sync
-from hisparse.testing.replaying_simulator import ReplayingSimulator
+from hisparse.testing.recording import ReplayingSimulator
 from hisparse.types import Selection
 
 _Retrieve = Callable[[torch.Tensor, int, DecodeStep], Selection]

@@ -21,7 +21,7 @@ from hisparse.cache.serializer import PageSerializer
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import Resources, build_engine, resolve
 from hisparse.testing import Request, Simulator
-from hisparse.testing.replaying_simulator import ReplayingSimulator
+from hisparse.testing.recording import ReplayingSimulator
 from hisparse.types import KVSpec
 from tests.delayed import DelayedStreams
 from tests.engine.test_replay import assert_same, state_of

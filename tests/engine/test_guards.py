@@ -17,7 +17,7 @@ from hisparse.engine.extensions.prefetch import Prefetch
 from hisparse.errors import AlgorithmError, KernelError
 from hisparse.kernels import dispatch
 from hisparse.testing import Simulator
-from hisparse.testing.replaying_simulator import ReplayingSimulator
+from hisparse.testing.recording import ReplayingSimulator
 from hisparse.types import Selection
 from tests.testing.faulty_algorithms import Right
 

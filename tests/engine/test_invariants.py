@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from hisparse.algorithms import DecodeStep
 from hisparse.testing import Request, Simulator
-from hisparse.testing.replaying_simulator import ReplayingSimulator
+from hisparse.testing.recording import ReplayingSimulator
 from hisparse.types import Selection
 
 SCOPES = ["layer", "kv_head", "query_head"]

@@ -8,7 +8,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hisparse.testing import Request, Simulator
-from hisparse.testing.replaying_simulator import ReplayingSimulator
+from hisparse.testing.recording import ReplayingSimulator
 
 LAYERS = 3
 

@@ -16,7 +16,7 @@ from hisparse.algorithms.topp import TopP
 from hisparse.engine.batches import MixedBatch
 from hisparse.engine.extensions.trace import Trace
 from hisparse.testing import Request, Simulator
-from hisparse.testing.replaying_simulator import ReplayingSimulator
+from hisparse.testing.recording import ReplayingSimulator
 from hisparse.trace import SelectionTrace
 from tests.delayed import DelayedStreams
 from tests.engine.test_overlap import ORDERS, PREFETCH, REUSE, TIGHT, assert_equal

@@ -15,7 +15,7 @@ from hisparse.algorithms.topp import TopP
 from hisparse.cache.staging import Staging
 from hisparse.cache.streams import InlineStreams, Lane, Pending
 from hisparse.testing import Simulator
-from hisparse.testing.replaying_simulator import ReplayingSimulator
+from hisparse.testing.recording import ReplayingSimulator
 from tests.delayed import DelayedStreams, Order
 from tests.engine.test_replay import assert_same, play, state_of
 from tests.sizes import crossed

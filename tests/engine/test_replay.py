@@ -15,7 +15,7 @@ from hisparse.algorithms.snapkv import SnapKV
 from hisparse.algorithms.streaming import Streaming
 from hisparse.algorithms.topp import TopP
 from hisparse.testing import Request, Simulator
-from hisparse.testing.replaying_simulator import ReplayingSimulator
+from hisparse.testing.recording import ReplayingSimulator
 from tests.sizes import crossed
 
 PREFETCH: dict[str, Any] = {"extensions": {"prefetch": {"min_cosine": 0.0}}}

@@ -19,7 +19,7 @@ from hisparse.engine.build import Resources, resolve
 from hisparse.engine.capabilities import row_tokens
 from hisparse.errors import ConfigError
 from hisparse.testing import Request, Simulator
-from hisparse.testing.replaying_simulator import ReplayingSimulator
+from hisparse.testing.recording import ReplayingSimulator
 from hisparse.trace.reader import SelectionTrace
 from hisparse.types import KVSpec
 from tests.delayed import DelayedStreams

@@ -8,7 +8,7 @@ import pytest
 
 from hisparse.errors import ConfigError
 from hisparse.eval import Document, Item, make_document
-from hisparse.eval.questions import questions_of
+from hisparse.eval.documents import questions_of
 from hisparse.eval.synthetic_tasks import count_questions
 from hisparse.eval.texts import TEXTS, read_text
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hisparse.eval.records import RecordKey, Records
+from hisparse.eval.results import RecordKey, Records
 from tests.command import Command
 from tests.processes import largest_file
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hisparse.eval import make_cells, make_summary
-from hisparse.eval.pareto import pareto_lines
+from hisparse.eval.divergence import pareto_lines
 from hisparse.eval.report import to_markdown, write_reports
 from hisparse.eval.tables import make_tables
 from tests.command import Command

@@ -28,8 +28,7 @@ pytest.importorskip("lm_eval", reason="not installed: make lm-eval, which make t
 
 from lm_eval.models.huggingface import HFLM
 
-from hisparse.eval.lm_eval_run import HiSparseLM, run_tasks
-from hisparse.eval.lm_eval_tasks import load_tasks
+from hisparse.eval.lm_eval_run import HiSparseLM, load_tasks, run_tasks
 
 NEW, DOCUMENTS = 12, 6
 TASK = f"""

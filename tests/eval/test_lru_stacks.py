@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.eval.lru_stacks import LruStacks, push
+from hisparse.eval.selection_stats import LruStacks, push
 
 
 def hits_of_a_buffer(trace: list[list[int]], size: int) -> int:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hisparse.eval.questions import Question, questions_of
+from hisparse.eval.documents import Question, questions_of
 from hisparse.eval.texts import TEXTS, read_text
 
 #: Characters of about 4,096 tokens.

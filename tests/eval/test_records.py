@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hisparse.errors import ConfigError
-from hisparse.eval.records import Records
+from hisparse.eval.results import Records
 from tests.eval.synthetic_records import record
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hisparse.eval import make_cells, make_summary
-from hisparse.eval.bootstrap import mean_interval, ratio_interval
+from hisparse.eval.divergence import mean_interval, ratio_interval
 from tests.eval.synthetic_records import record
 
 

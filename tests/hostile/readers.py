@@ -14,8 +14,8 @@ from hisparse import cli
 from hisparse.config import HiSparseConfig
 from hisparse.errors import HiSparseError
 from hisparse.eval import plots
-from hisparse.eval.records import Records
 from hisparse.eval.report import read_result, write_reports
+from hisparse.eval.results import Records
 from hisparse.options import read_text
 from hisparse.storage import FileStore, Namespace
 from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve, policy_hits

@@ -43,7 +43,7 @@ class RecordedGraphs:
         capture_inputs: Any = None,
         post_warmup_hook: Callable[[], None] | None = None,
     ) -> None:
-        from hisparse.testing.step_recording import record
+        from hisparse.testing.recording import record
 
         for _ in range(2):
             forward()

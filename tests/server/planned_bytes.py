@@ -13,7 +13,7 @@ from harness import Server
 from hisparse.config import HiSparseConfig
 from hisparse.memory.sizing import resize, size
 from hisparse.plan.fit import Machine, fit
-from hisparse.transformers.model_config import read_model_config, shape_per_rank
+from hisparse.transformers.model_shape import read_model_config, shape_per_rank
 
 __all__ = ["assert_planned"]
 

@@ -19,7 +19,7 @@ from hisparse.engine.batches import DecodeBatch
 from hisparse.sglang import backend as module
 from hisparse.sglang.backend import HiSparseAttnBackend
 from hisparse.testing import Request, Simulator
-from hisparse.testing.step_recording import record
+from hisparse.testing.recording import record
 
 BATCH_SIZES = (1, 2, 4)
 CONTEXT = 192

@@ -24,7 +24,7 @@ from hisparse.memory.costs import host_token_bytes
 from hisparse.memory.sizing import Sizing, resize
 from hisparse.plan.fit import Machine, fit
 from hisparse.sglang import features, hooks, ranks, session, setup
-from hisparse.transformers.model_config import shape_per_rank
+from hisparse.transformers.model_shape import shape_per_rank
 
 GIB = 2**30
 CONFIG = LlamaConfig(

@@ -37,7 +37,7 @@ from hisparse.sglang.features.storage.key import (
 )
 from hisparse.sglang.features.storage.ranks import LinkerRanks
 from hisparse.storage import Namespace, page_keys
-from hisparse.transformers.model_config import rotary_frequencies
+from hisparse.transformers.model_shape import rotary_frequencies
 from hisparse.types import AttentionRule
 from tests.server.tiny_models import tiny_model
 from tests.sizes import SWEEPS

@@ -19,7 +19,7 @@ from hisparse.engine.trace_file import CHUNK, MAGIC
 from hisparse.engine.trace_writer import TraceWriter
 from hisparse.errors import ConfigError
 from hisparse.testing import Simulator
-from hisparse.testing.replaying_simulator import ReplayingSimulator
+from hisparse.testing.recording import ReplayingSimulator
 from hisparse.trace import SelectionTrace, lru_curve, policy_hits
 from hisparse.types import Selection
 

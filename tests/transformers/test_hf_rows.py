@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hisparse.errors import CapacityError, HiSparseError
 from hisparse.transformers import HiSparseCache, disable, enable
-from hisparse.transformers.page_allocator import HostPageAllocator
+from hisparse.transformers.rows import HostPageAllocator
 from tests.transformers.hf_models import SMALL, continuation, left_padded, model, prompt
 
 #: Lengths at the end of a page, one token later, and within a page.

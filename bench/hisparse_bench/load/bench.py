@@ -26,8 +26,6 @@ from hisparse_bench.load.usage import Usage
 from hisparse_bench.report import Case, Result
 from hisparse_bench.server import ServerClient, ServerProcess
 
-__all__ = ["LoadBench"]
-
 #: Prompts of each context that the gate compares.
 _NUM_CHECKED = 2
 #: Tokens of a prompt beyond which it compares one: a CPU takes minutes for each.

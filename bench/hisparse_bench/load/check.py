@@ -23,8 +23,6 @@ from hisparse_bench.load.running import RunningServer
 from hisparse_bench.load.status import Status
 from hisparse_bench.server import ServerClient
 
-__all__ = ["BROKEN", "Check", "reason"]
-
 #: What a request raises when its server refuses it, ends, or breaks an answer off.
 BROKEN = (HiSparseError, OSError, HTTPException)
 

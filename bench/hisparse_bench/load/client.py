@@ -19,8 +19,6 @@ import numpy as np
 
 from hisparse.errors import ConfigError, one_line
 
-__all__ = ["LoadRun", "Request", "run_load"]
-
 #: The client's metrics that a report keeps, under the client's names.
 _RATES = ("request_throughput", "input_throughput", "output_throughput", "total_throughput")
 _TIMES = tuple(

@@ -15,8 +15,6 @@ from hisparse.errors import ConfigError, unknown_name
 from hisparse_bench.load.options import LoadOptions, round_up
 from hisparse_bench.load.served_model import ServedModel
 
-__all__ = ["DENSE", "SGLANG_HISPARSE", "Contender", "contenders"]
-
 DENSE, SGLANG_HISPARSE = "dense", "sglang-hisparse"
 _MIB = 2**20
 #: Tokens in host memory for each one on the device, SGLang's default.

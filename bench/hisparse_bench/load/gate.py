@@ -16,17 +16,6 @@ from typing import Any
 from hisparse.errors import HiSparseError
 from hisparse_bench.server import ServerClient
 
-__all__ = [
-    "Comparison",
-    "Distance",
-    "Reference",
-    "Step",
-    "compare_answers",
-    "measure_distance",
-    "measure_reference",
-    "measure_steps",
-]
-
 #: Tokens of an answer that are compared.
 NUM_TOKENS = 32
 #: Fewer compared tokens say nothing: a tie may end a comparison at its first token.

@@ -11,8 +11,6 @@ from hisparse.errors import ConfigError, quoted
 from hisparse.options import from_options
 from hisparse.units import parse_seconds, resolve_memory
 
-__all__ = ["EXCLUDED", "LoadOptions", "round_up"]
-
 #: What each of these options decides in place of others.
 EXCLUDED: Final = {
     "url": (

@@ -15,8 +15,6 @@ from hisparse.options import read_text
 from hisparse.trace.prefix import PrefixRequest, read_prefix
 from hisparse_bench.load.client import Request
 
-__all__ = ["Prompts"]
-
 #: Fewest tokens of a text.
 _SHORTEST = 512
 

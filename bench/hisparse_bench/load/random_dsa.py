@@ -12,8 +12,6 @@ import torch
 
 from hisparse.eval import models
 
-__all__ = ["NAME", "drop_layer_types", "make", "scale_weights"]
-
 #: Its name on the command line.
 NAME = "random-dsa"
 _CONTEXT = 16384

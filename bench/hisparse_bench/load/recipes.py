@@ -13,8 +13,6 @@ from hisparse.errors import ConfigError, quoted, unknown_name
 from hisparse.options import read_text
 from hisparse_bench.load.options import EXCLUDED, LoadOptions
 
-__all__ = ["Recipe", "read_recipe", "recipe_names"]
-
 _FOLDER = Path(__file__).parent.parent / "recipes"
 #: What a recipe says of itself.
 _ABOUT = ("title", "published", "cpu_says", "cpu_does_not_say")

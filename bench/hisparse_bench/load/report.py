@@ -14,8 +14,6 @@ from rich.table import Table
 from hisparse.units import format_bytes
 from hisparse_bench.report import Case, Report, Result
 
-__all__ = ["UNCHECKED", "LoadReport", "LoadResult"]
-
 #: The gate of a server that nothing is compared with.
 UNCHECKED = "not checked"
 _CPU_NOTE = (

@@ -13,8 +13,6 @@ from hisparse.errors import ConfigError, HiSparseError, one_line
 from hisparse.eval import models
 from hisparse_bench.server import ServerClient
 
-__all__ = ["RunningServer"]
-
 #: SGLang's names; "auto" is the model's.
 _DTYPES = {
     "float32": torch.float32,

@@ -14,8 +14,6 @@ from hisparse.eval import models
 from hisparse_bench.load import random_dsa
 from hisparse_bench.load.options import LoadOptions
 
-__all__ = ["ServedModel"]
-
 #: Device bytes of the indexer's key of a token and layer: fp8 values and a float32 scale.
 _INDEX_SCALE_BYTES = 4
 
@@ -62,8 +60,7 @@ class ServedModel:
         """
         from transformers import AutoTokenizer
 
-        from hisparse.transformers.model_config import read_model_config, shape_per_rank
-        from hisparse.transformers.model_shape import text_config
+        from hisparse.transformers.model_shape import read_model_config, shape_per_rank, text_config
 
         if options.model == random_dsa.NAME:
             folder = random_dsa.make(say)

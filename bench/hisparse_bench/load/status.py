@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 from rich.progress import Progress
 
-__all__ = ["Status"]
-
 
 class Status:
     """The state of one run: a bar on a terminal, elsewhere a line for each change.

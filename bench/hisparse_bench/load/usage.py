@@ -9,8 +9,6 @@ from urllib.error import HTTPError
 
 from hisparse_bench.server import ServerClient
 
-__all__ = ["Usage"]
-
 _DEVICE = ("device_kv_bytes", "device_representation_bytes", "device_table_bytes")
 _HOST = ("host_kv_bytes", "host_index_bytes", "host_representation_bytes")
 _MOVED = ("hit_pages", "miss_pages", "decode_read_bytes", "prefill_read_bytes", "written_bytes")

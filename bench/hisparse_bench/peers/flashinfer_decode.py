@@ -13,8 +13,6 @@ from torch import Tensor
 
 from hisparse.types import PagedKV
 
-__all__ = ["as_pages", "flashinfer_decode"]
-
 _WORKSPACE_BYTES = 256 << 20
 
 

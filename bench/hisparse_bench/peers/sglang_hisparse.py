@@ -11,8 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["fused_swap_in"]
-
 
 def fused_swap_in(
     host: Tensor, table: Tensor, width: int, slots: int

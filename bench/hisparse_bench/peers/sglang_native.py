@@ -9,8 +9,6 @@ from torch import Tensor
 
 from hisparse.types import PagedKV
 
-__all__ = ["torch_native_decode"]
-
 
 def torch_native_decode(
     kv: PagedKV, seq_lens: Tensor, scale: float

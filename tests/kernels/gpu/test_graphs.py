@@ -21,7 +21,7 @@ from hisparse.kernels import (
     paged_attention,
     select,
 )
-from hisparse.testing.step_recording import record
+from hisparse.testing.recording import record
 from hisparse.types import PagedKV
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hisparse.engine.graphs import StaticBatch
-from hisparse.testing.step_recording import record
+from hisparse.testing.recording import record
 from hisparse.types import KVSpec, SelectionScope
 from hisparse_bench.random_requests import RandomRequests
 

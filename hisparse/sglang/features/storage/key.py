@@ -131,8 +131,7 @@ def rope_differences(model: Any, config: Any) -> list[str]:
         A text for each layer with another table, or that rotates in another order of channels;
         usually none. Layers without a table of SGLang's are left out.
     """
-    from hisparse.transformers.model_config import rotary_frequencies
-    from hisparse.transformers.model_shape import text_config
+    from hisparse.transformers.model_shape import rotary_frequencies, text_config
 
     text, expected = text_config(config), dict(rotary_frequencies(config))
     types = getattr(text, "layer_types", None) or ()
