@@ -129,11 +129,20 @@ struct Copier {
 
 // Page lists are on the CPU. Copies nothing and returns false if a call to the copy engine would
 // move less than `min_call_bytes` on average. No call spans a multiple of `piece_bytes` on a side.
-bool copy_pages(TensorView src_k, TensorView src_v, TensorView src_pages, TensorView dst_k,
-                TensorView dst_v, TensorView dst_pages, int64_t heads, int64_t num_pools,
-                int64_t min_call_bytes, int64_t piece_bytes) {
-  const Pool src[2] = {Pool::of_pages(src_k, "src.k"), Pool::of_pages(src_v, "src.v")};
-  const Pool dst[2] = {Pool::of_pages(dst_k, "dst.k"), Pool::of_pages(dst_v, "dst.v")};
+// `heads` of gather_pages comes before them.
+bool copy_pages(Arguments& in) {
+  const TensorView src_k = in.tensor();
+  const std::optional<TensorView> src_v = in.optional();
+  const TensorView src_pages = in.tensor(), dst_k = in.tensor();
+  const std::optional<TensorView> dst_v = in.optional();
+  const TensorView dst_pages = in.tensor();
+  const auto heads = in.number<int64_t>(), min_call_bytes = in.number<int64_t>(),
+             piece_bytes = in.number<int64_t>();
+  const int64_t num_pools = src_v ? 2 : 1;
+  const Pool src[2] = {Pool::of_pages(src_k, "src.k"),
+                       Pool::of_pages(src_v.value_or(src_k), "src.v")};
+  const Pool dst[2] = {Pool::of_pages(dst_k, "dst.k"),
+                       Pool::of_pages(dst_v.value_or(dst_k), "dst.v")};
   const std::vector<PageRun> all = page_runs(src_pages, dst_pages, src[0], dst[0]);
   int64_t bytes = 0, calls = 0;
   for (const PageRun& run : all) {
@@ -161,6 +170,6 @@ bool copy_pages(TensorView src_k, TensorView src_v, TensorView src_pages, Tensor
   return true;
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(copy_pages, copy_pages);
+HISPARSE_EXPORT_KERNEL(copy_pages)
 
 }  // namespace hisparse

@@ -4,37 +4,20 @@
 // strides that the kernels need.
 #pragma once
 
+#include "arguments.h"
+
 #include <cuda_runtime.h>
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
 #include <tvm/ffi/extra/c_env_api.h>
-#include <tvm/ffi/function.h>
 
 #include <algorithm>
 #include <cstdint>
 
 namespace hisparse {
 
-using tvm::ffi::TensorView;
-
 inline void require_success(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {
     TVM_FFI_THROW(RuntimeError) << what << ": " << cudaGetErrorString(error);
   }
-}
-
-inline void require_unit_stride(const TensorView& tensor, const char* name) {
-  const int last = tensor.ndim() - 1;
-  if (tensor.size(last) > 1 && tensor.stride(last) != 1) {
-    TVM_FFI_THROW(ValueError) << name << ": got stride " << tensor.stride(last)
-                              << " in its last dimension, expected 1";
-  }
-}
-
-template <typename T>
-T* data_of(const TensorView& tensor, const char* name) {
-  require_unit_stride(tensor, name);
-  return static_cast<T*>(tensor.data_ptr());
 }
 
 inline int32_t size32(const TensorView& tensor, int dim) {

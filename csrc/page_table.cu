@@ -13,7 +13,11 @@ DevicePages pages_of(const TensorView& device_pages) {
 
 }  // namespace
 
-void page_table(TensorView device_pages, TensorView rows, TensorView slots, TensorView table) {
+void page_table(Arguments& in) {
+  const TensorView device_pages = in.tensor();
+  const TensorView rows = in.tensor();
+  const TensorView slots = in.tensor();
+  const TensorView table = in.tensor();
   if (table.numel() == 0) return;
   const PageTableParams p{pages_of(device_pages),
                           data_of<const int64_t>(rows, "rows"),
@@ -26,6 +30,6 @@ void page_table(TensorView device_pages, TensorView rows, TensorView slots, Tens
                          block_threads(p.width, 1), 0, p);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(page_table, page_table);
+HISPARSE_EXPORT_KERNEL(page_table)
 
 }  // namespace hisparse

@@ -7,11 +7,18 @@ namespace hisparse {
 namespace {
 
 // Tables [L, NR, C], or [NR, C] of one layer.
-RowTables tables_of(const TensorView& slot_pages, const TensorView& lru_order,
-                    const TensorView& device_pages, const TensorView& page_slots) {
+struct Tables {
+  RowTables tables;
+  int64_t layers;
+};
+
+Tables tables_of(Arguments& in) {
+  const TensorView slot_pages = in.tensor(), lru_order = in.tensor(), device_pages = in.tensor(),
+                   page_slots = in.tensor();
   const int dims = slot_pages.ndim();
   const auto layer = [&](const TensorView& t) { return dims == 3 ? t.stride(0) : 0; };
-  return {data_of<int32_t>(slot_pages, "slot_pages"),
+  const RowTables tables{
+          data_of<int32_t>(slot_pages, "slot_pages"),
           data_of<int32_t>(lru_order, "lru_order"),
           data_of<int32_t>(device_pages, "device_pages"),
           data_of<int32_t>(page_slots, "page_slots"),
@@ -26,31 +33,34 @@ RowTables tables_of(const TensorView& slot_pages, const TensorView& lru_order,
           size32(slot_pages, dims - 2),
           size32(slot_pages, dims - 1),
           size32(page_slots, dims - 1)};
+  return {tables, dims == 3 ? slot_pages.size(0) : 1};
 }
 
 }  // namespace
 
-// Copies full pages of `num_pools` pools, 0 to 2, to [T, Hkv, S, D].
-void promote_tail(TensorView rows, TensorView page_index, TensorView filled, TensorView capacity,
-                  TensorView slot_pages, TensorView lru_order, TensorView device_pages,
-                  TensorView page_slots, TensorView tail_pages, TensorView pages_k,
-                  TensorView pages_v, TensorView copy_k, TensorView copy_v, int64_t num_pools) {
-  const int64_t num_rows = rows.size(0);
-  if (num_rows == 0) return;
+// Copies full pages of up to two pools to the results, [T, Hkv, S, D].
+void promote_tail(Arguments& in) {
   PromoteTailParams p{};
+  const TensorView rows = in.tensor(), page_index = in.tensor();
   p.rows = data_of<const int64_t>(rows, "rows");
   p.page_index = data_of<const int32_t>(page_index, "page_index");
-  p.filled = data_of<const bool>(filled, "filled");
-  p.capacity = data_of<const int32_t>(capacity, "capacity");
-  p.tail_pages = data_of<int32_t>(tail_pages, "tail_pages");
-  p.tables = tables_of(slot_pages, lru_order, device_pages, page_slots);
+  p.filled = in.data<const bool>("filled");
+  p.capacity = in.data<const int32_t>("capacity");
+  p.tables = tables_of(in).tables;
+  p.tail_pages = in.data<int32_t>("tail_pages");
+  const std::optional<TensorView> pages[2] = {in.optional(), in.optional()};
+  const std::optional<TensorView> copies[2] = {in.optional(), in.optional()};
+  const int64_t num_rows = rows.size(0), num_pools = !pages[0] ? 0 : !pages[1] ? 1 : 2;
+  if (num_rows == 0) return;
   p.num_pools = static_cast<int32_t>(num_pools);
   p.heads = static_cast<int32_t>(num_rows / page_index.size(0));
   p.copies = 1;
   int64_t unit = 16;
   if (num_pools > 0) {
-    const Pool from[2] = {Pool::of_pages(pages_k, "pages.k"), Pool::of_pages(pages_v, "pages.v")};
-    const Pool to[2] = {Pool::of_pages(copy_k, "copy.k"), Pool::of_pages(copy_v, "copy.v")};
+    const Pool from[2] = {Pool::of_pages(*pages[0], "pages.k"),
+                          Pool::of_pages(pages[1].value_or(*pages[0]), "pages.v")};
+    const Pool to[2] = {Pool::of_pages(*copies[0], "copy.k"),
+                        Pool::of_pages(copies[1].value_or(*copies[0]), "copy.v")};
     unit = unit_bytes(from, {"pages.k", "pages.v"}, to, num_pools);
     for (int64_t i = 0; i < num_pools; ++i) {
       p.pool[i] = {from[i].data, to[i].data, from[i].page_stride, to[i].page_stride,
@@ -71,33 +81,36 @@ void promote_tail(TensorView rows, TensorView page_index, TensorView filled, Ten
                         kTransferThreads, 0, p);
 }
 
-void reset_rows(TensorView rows, TensorView capacity, TensorView slot_pages, TensorView lru_order,
-                TensorView device_pages, TensorView page_slots) {
-  const ResetRowsParams p{data_of<const int64_t>(rows, "rows"),
-                          data_of<const int32_t>(capacity, "capacity"),
-                          tables_of(slot_pages, lru_order, device_pages, page_slots)};
-  const dim3 grid(size32(rows, 0), size32(slot_pages, 0));
+void reset_rows(Arguments& in) {
+  const TensorView rows = in.tensor();
+  ResetRowsParams p{};
+  p.rows = data_of<const int64_t>(rows, "rows");
+  p.capacity = in.data<const int32_t>("capacity");
+  const auto [tables, layers] = tables_of(in);
+  p.tables = tables;
+  const dim3 grid(size32(rows, 0), static_cast<unsigned>(layers));
   if (grid.x == 0 || grid.y == 0) return;
   OnDevice(rows).launch("reset_rows", reset_rows_kernel, grid, block_threads(p.tables.slots, 1), 0,
                         p);
 }
 
-void rebalance(TensorView rows, TensorView new_capacity, TensorView capacity,
-               TensorView slot_pages, TensorView lru_order, TensorView device_pages,
-               TensorView page_slots, TensorView free_pages, TensorView num_free,
-               TensorView scratch, TensorView changed) {
-  const RebalanceParams p{data_of<const int64_t>(rows, "rows"),
-                          data_of<const int32_t>(new_capacity, "new_capacity"),
-                          data_of<int32_t>(capacity, "capacity"),
-                          data_of<int32_t>(free_pages, "free_pages"),
-                          data_of<int32_t>(num_free, "num_free"),
-                          data_of<int32_t>(scratch, "scratch"),
-                          data_of<int32_t>(changed, "changed"),
-                          free_pages.stride(0),
-                          tables_of(slot_pages, lru_order, device_pages, page_slots),
-                          size32(rows, 0),
-                          size32(free_pages, 1)};
-  const int64_t layers = slot_pages.size(0);
+void rebalance(Arguments& in) {
+  RebalanceParams p{};
+  const TensorView rows = in.tensor();
+  p.rows = data_of<const int64_t>(rows, "rows");
+  p.new_capacity = in.data<const int32_t>("new_capacity");
+  p.capacity = in.data<int32_t>("capacity");
+  const auto [tables, layers] = tables_of(in);
+  p.tables = tables;
+  const TensorView free_pages = in.tensor();
+  p.free_pages = data_of<int32_t>(free_pages, "free_pages");
+  p.num_free = in.data<int32_t>("num_free");
+  const TensorView scratch = in.tensor();
+  p.scratch = data_of<int32_t>(scratch, "scratch");
+  p.changed = in.data<int32_t>("changed");
+  p.free_stride = free_pages.stride(0);
+  p.num_changes = size32(rows, 0);
+  p.free_size = size32(free_pages, 1);
   if (layers == 0 || p.num_changes == 0) return;
   if (scratch.numel() < layers * 2 * p.tables.slots) {
     TVM_FFI_THROW(ValueError) << "scratch: got " << scratch.numel() << " elements, expected "
@@ -109,8 +122,8 @@ void rebalance(TensorView rows, TensorView new_capacity, TensorView capacity,
   on.launch("set_capacity", set_capacity_kernel, dim3(1), block_threads(p.num_changes, 1), 0, p);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(promote_tail, promote_tail);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(reset_rows, reset_rows);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rebalance, rebalance);
+HISPARSE_EXPORT_KERNEL(promote_tail)
+HISPARSE_EXPORT_KERNEL(reset_rows)
+HISPARSE_EXPORT_KERNEL(rebalance)
 
 }  // namespace hisparse

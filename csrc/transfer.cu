@@ -27,13 +27,18 @@ void launch(const OnDevice& on, const char* name, int64_t unit, bool crosses, co
   on.launch(name, kernel, grid, kTransferThreads, 0, p);
 }
 
-void move_tokens(const TensorView (&tokens)[2], const Names& names, const TensorView (&pools)[2],
-                 const Names& pool_names, const TensorView& slots, int64_t num_pools,
-                 bool into_pages) {
-  const Pool token[2] = {Pool::of_tokens(tokens[0], names.first),
-                         Pool::of_tokens(tokens[1], names.second)};
-  const Pool pool[2] = {Pool::of_pages(pools[0], pool_names.first),
-                        Pool::of_pages(pools[1], pool_names.second)};
+using Tensors = const std::optional<TensorView> (&)[2];
+
+// V is absent where it lies within K: then one pool moves, and the second stands for nothing.
+int64_t count(Tensors kv) { return kv[1] ? 2 : 1; }
+
+void move_tokens(Tensors tokens, const Names& names, Tensors pools, const Names& pool_names,
+                 const TensorView& slots, bool into_pages) {
+  const Pool token[2] = {Pool::of_tokens(*tokens[0], names.first),
+                         Pool::of_tokens(tokens[1].value_or(*tokens[0]), names.second)};
+  const Pool pool[2] = {Pool::of_pages(*pools[0], pool_names.first),
+                        Pool::of_pages(pools[1].value_or(*pools[0]), pool_names.second)};
+  const int64_t num_pools = count(tokens);
   const int64_t unit = unit_bytes(token, names, pool, num_pools);
   MoveTokensParams p{};
   for (int64_t i = 0; i < num_pools; ++i) {
@@ -53,16 +58,23 @@ void move_tokens(const TensorView (&tokens)[2], const Names& names, const Tensor
   p.chunks0 = chunks_of(p.shape[0]);
   p.num_items = pool[0].layers * p.num_tokens * p.chunks;
   p.into_pages = into_pages;
-  const bool crosses = in_host_memory(tokens[0]) || in_host_memory(pools[0]);
+  const bool crosses = in_host_memory(*tokens[0]) || in_host_memory(*pools[0]);
   launch(OnDevice(slots), into_pages ? "scatter_tokens" : "gather_tokens", unit, crosses, p);
 }
 
 }  // namespace
 
-void gather_pages(TensorView src_k, TensorView src_v, TensorView src_pages, TensorView dst_k,
-                  TensorView dst_v, TensorView dst_pages, int64_t heads, int64_t num_pools) {
-  const Pool src[2] = {Pool::of_pages(src_k, "src.k"), Pool::of_pages(src_v, "src.v")};
-  const Pool dst[2] = {Pool::of_pages(dst_k, "dst.k"), Pool::of_pages(dst_v, "dst.v")};
+void gather_pages(Arguments& in) {
+  const std::optional<TensorView> from[2] = {in.tensor(), in.optional()};
+  const TensorView src_pages = in.tensor();
+  const std::optional<TensorView> to[2] = {in.tensor(), in.optional()};
+  const TensorView dst_pages = in.tensor();
+  const auto heads = in.number<int64_t>();
+  const int64_t num_pools = count(from);
+  const Pool src[2] = {Pool::of_pages(*from[0], "src.k"),
+                       Pool::of_pages(from[1].value_or(*from[0]), "src.v")};
+  const Pool dst[2] = {Pool::of_pages(*to[0], "dst.k"),
+                       Pool::of_pages(to[1].value_or(*to[0]), "dst.v")};
   const int64_t unit = unit_bytes(src, {"src.k or dst.k", "src.v or dst.v"}, dst, num_pools);
   GatherPagesParams p{};
   for (int64_t i = 0; i < num_pools; ++i) {
@@ -86,30 +98,38 @@ void gather_pages(TensorView src_k, TensorView src_v, TensorView src_pages, Tens
   p.src_heads = src[0].heads == dst[0].heads ? 0 : static_cast<int32_t>(src[0].heads);
   p.chunks0 = chunks_of(p.shape[0]);
   p.num_items = dst[0].layers * p.num_entries * p.chunks;
-  const bool crosses = in_host_memory(src_k) || in_host_memory(dst_k);
+  const bool crosses = in_host_memory(*from[0]) || in_host_memory(*to[0]);
   launch(OnDevice(src_pages), "gather_pages", unit, crosses, p);
 }
 
-void scatter_tokens(TensorView k, TensorView v, TensorView dst_k, TensorView dst_v,
-                    TensorView slots, int64_t num_pools) {
-  move_tokens({k, v}, {"k", "v"}, {dst_k, dst_v}, {"dst.k", "dst.v"}, slots, num_pools, true);
+void scatter_tokens(Arguments& in) {
+  const std::optional<TensorView> pools[2] = {in.tensor(), in.optional()};
+  const std::optional<TensorView> tokens[2] = {in.tensor(), in.optional()};
+  move_tokens(tokens, {"k", "v"}, pools, {"dst.k", "dst.v"}, in.tensor(), true);
 }
 
-void gather_tokens(TensorView k, TensorView v, TensorView src_k, TensorView src_v,
-                   TensorView slots, int64_t num_pools) {
-  move_tokens({k, v}, {"k", "v"}, {src_k, src_v}, {"src.k", "src.v"}, slots, num_pools, false);
+void gather_tokens(Arguments& in) {
+  const std::optional<TensorView> pools[2] = {in.tensor(), in.optional()};
+  const TensorView slots = in.tensor();
+  const std::optional<TensorView> tokens[2] = {in.tensor(), in.optional()};
+  move_tokens(tokens, {"k", "v"}, pools, {"src.k", "src.v"}, slots, false);
 }
 
 // K and V [T, H, D] to host pages [P, H, S, D] and device pages [N, Hr, S, D]; Hr is H, or 1.
-void append_tokens(TensorView k, TensorView v, TensorView host_k, TensorView host_v,
-                   TensorView host_slots, TensorView device_k, TensorView device_v,
-                   TensorView tail_slots, int64_t num_pools) {
-  const int64_t num_tokens = host_slots.size(0);
+void append_tokens(Arguments& in) {
+  const std::optional<TensorView> host_pages[2] = {in.tensor(), in.optional()};
+  const std::optional<TensorView> tokens[2] = {in.tensor(), in.optional()};
+  const TensorView host_slots = in.tensor();
+  const std::optional<TensorView> device_pages[2] = {in.tensor(), in.optional()};
+  const TensorView tail_slots = in.tensor();
+  const int64_t num_tokens = host_slots.size(0), num_pools = count(tokens);
   if (num_tokens == 0) return;
-  const Pool token[2] = {Pool::of_tokens(k, "k"), Pool::of_tokens(v, "v")};
-  const Pool host[2] = {Pool::of_pages(host_k, "host.k"), Pool::of_pages(host_v, "host.v")};
-  const Pool device[2] = {Pool::of_pages(device_k, "device.k"),
-                          Pool::of_pages(device_v, "device.v")};
+  const Pool token[2] = {Pool::of_tokens(*tokens[0], "k"),
+                         Pool::of_tokens(tokens[1].value_or(*tokens[0]), "v")};
+  const Pool host[2] = {Pool::of_pages(*host_pages[0], "host.k"),
+                        Pool::of_pages(host_pages[1].value_or(*host_pages[0]), "host.v")};
+  const Pool device[2] = {Pool::of_pages(*device_pages[0], "device.k"),
+                          Pool::of_pages(device_pages[1].value_or(*device_pages[0]), "device.v")};
   const int64_t unit =
       std::min(unit_bytes(token, {"k or host.k", "v or host.v"}, host, num_pools),
                unit_bytes(token, {"k or device.k", "v or device.v"}, device, num_pools));
@@ -137,12 +157,12 @@ void append_tokens(TensorView k, TensorView v, TensorView host_k, TensorView hos
   p.host_chunks0 = chunks_of(p.shape[0]);
   p.row_chunks0 = chunks_of(p.shape[2]);
   p.num_items = num_tokens * (p.host_chunks + p.heads * p.row_chunks);
-  launch(OnDevice(tail_slots), "append_tokens", unit, in_host_memory(host_k), p);
+  launch(OnDevice(tail_slots), "append_tokens", unit, in_host_memory(*host_pages[0]), p);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(append_tokens, append_tokens);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_pages, gather_pages);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter_tokens, scatter_tokens);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_tokens, gather_tokens);
+HISPARSE_EXPORT_KERNEL(append_tokens)
+HISPARSE_EXPORT_KERNEL(gather_pages)
+HISPARSE_EXPORT_KERNEL(scatter_tokens)
+HISPARSE_EXPORT_KERNEL(gather_tokens)
 
 }  // namespace hisparse

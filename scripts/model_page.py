@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ start on a CPU even without hisparse. `make test-all PART=models` serves them, a
 Each family is a tiny model with random weights, in float32 on a CPU. SGLang's `torch_native` and
 hisparse answer the same three prompts, with a budget beyond their lengths; *equal* counts the
 prompts with the same tokens. Then hisparse answers three prompts of {long_prompts} tokens with a
-budget of {budget}; a row says if log-probabilities were not finite. That shows that the code
+budget of {budget}; the table says if log-probabilities were not finite. That shows that the code
 serves a family, not how well sparse attention suits its real weights ([quality.md](quality.md)).
 
 `torch_native` has no latent attention (MLA) and no sinks, ignores caps of logits, and does not run
@@ -30,8 +31,8 @@ _END = """\
 
 hisparse serves models whose layers attend causally with MHA, GQA or MLA, over all tokens or a
 window, with heads of the same number and width in all layers. It reads that from the layers that
-SGLang has built, so a model that is not in the table is served if its layers are. The table marks
-models *fallback* that SGLang runs with the code of transformers (`--model-impl transformers`). In
+SGLang has built, so a model that is not in the table is served if its layers are. *Fallback*
+marks models that SGLang runs with the code of transformers (`--model-impl transformers`). In
 bfloat16, tokens differ from those of `torch_native` after a while
 ([how-it-works.md](how-it-works.md)).
 
@@ -81,27 +82,24 @@ def make_page(result: Mapping[str, Any]) -> str:
         refused=len(refused),
         broken=len(rows) - len(served) - len(refused),
     )
+    families: dict[str, list[str]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row["hisparse"] != "served"):
+        families[_text(row)].append(row["name"].removesuffix(", fallback"))
     table = [
-        _line("family", "class in SGLang", "equal"),
-        _line(*["---"] * 3),
-        *(_row(row) for row in rows),
+        _line("outcome", "families"),
+        _line(*["---"] * 2),
+        *(_line(text, ", ".join(names)) for text, names in families.items()),
     ]
     return "\n\n".join([head, "\n".join(table), _END])
 
 
-def _row(row: Mapping[str, Any]) -> str:
-    name = f"`{row['architecture']}`"
-    if "transformers" in row["flags"]:
-        name += ", fallback"
-    if row["hisparse"] != "served":
-        return _line(row["name"], name, _text(row))
-    equal = f"{row['equal']} of 3" if "equal" in row else "not compared"
-    return _line(row["name"], name, equal if row["finite"] else f"{equal}, sparse not finite")
-
-
 def _text(row: Mapping[str, Any]) -> str:
-    """Why a family is not served."""
+    """What became of a family, in words that families share."""
     found, dense = row["hisparse"], row["torch_native"]
+    if found == "served":
+        equal = f"{row['equal']} of 3 equal" if "equal" in row else "not compared"
+        text = f"served, {equal}" if row["finite"] else f"served, {equal}, sparse not finite"
+        return f"{text}, fallback" if "transformers" in row["flags"] else text
     if found.startswith(_OWN):
         return f"refused: {found.removeprefix(_OWN)}"
     return f"SGLang: `{dense if dense != 'served' else found}`"

@@ -12,8 +12,6 @@ from typing import Any, Literal, TypeVar
 
 from hisparse.cache.streams import Lane, Pending, SideStreams
 
-__all__ = ["DelayedStreams", "Order"]
-
 T = TypeVar("T")
 
 #: When work runs. "early": at its start. "late": at its join, or at the join of later work on its

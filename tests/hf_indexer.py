@@ -11,8 +11,6 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 
 from hisparse.types import IndexerInputs
 
-__all__ = ["inputs_of", "scores_of"]
-
 
 def inputs_of(indexer: DeepseekV32Indexer, given: tuple[Tensor, ...]) -> IndexerInputs:
     """Of the one sequence for which ``indexer`` was called with ``given``."""

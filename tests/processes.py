@@ -8,7 +8,6 @@ import resource
 import shutil
 import signal
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,23 +59,17 @@ def die(*_: object) -> NoReturn:
     raise AssertionError("SIGKILL returned")
 
 
-def run_killed(work: Callable[[Callable[[], object]], object], after_s: float | None = None) -> int:
-    """Run ``work`` in a child that must end by SIGKILL.
+def run_killed(work: Callable[[Callable[[], object]], object]) -> int:
+    """Run ``work`` in a child that must call :func:`die`.
 
     Args:
         work: gets a function that tells this process of an acknowledgement.
-        after_s: seconds after the first acknowledgement when the child is killed; None: it calls
-            :func:`die` itself.
 
     Returns:
         The number of acknowledgements.
     """
     child, reading = _fork(lambda write: work(lambda: write(b".")))
     acknowledged = 0
-    if after_s is not None:
-        acknowledged = len(os.read(reading, 1))  # It has begun.
-        time.sleep(after_s)
-        os.kill(child, signal.SIGKILL)
     while more := os.read(reading, 1 << 16):
         acknowledged += len(more)
     os.close(reading)

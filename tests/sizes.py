@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-__all__ = ["FAULTS", "MODES", "MORE_SERVERS", "PART", "SWEEPS", "crossed", "sized"]
-
 T = TypeVar("T")
 
 #: The part of ``make test-all`` that runs; empty in ``make test``.

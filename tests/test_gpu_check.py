@@ -28,22 +28,28 @@ PYTHON = sys.executable
 LONG = 131072
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to check")
-def test_without_a_gpu_it_says_so_in_one_line() -> None:
-    done = subprocess.run(
-        [PYTHON, "scripts/gpu_check.py"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert done.stderr.strip() == ("gpu-check: error: PyTorch finds no CUDA GPU here, expected one")
-
-
-def test_without_pytorch_it_says_so_in_one_line() -> None:
-    # Without the packages of the environment.
-    command = [PYTHON, "-I", "-S", "scripts/gpu_check.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        pytest.param(
+            ["scripts/gpu_check.py"],
+            "gpu-check: error: PyTorch finds no CUDA GPU here, expected one",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to check"),
+        ),
+        # Without the packages of the environment.
+        (["-I", "-S", "scripts/gpu_check.py"], "has no PyTorch; expected a Python that has it"),
+        (
+            ["scripts/gpu_check.py", "--part", "speed"],
+            "gpu-check: error: --part: got 'speed', expected one of kernels, ",
+        ),
+    ],
+    ids=["no GPU", "no PyTorch", "unknown part"],
+)
+def test_what_it_cannot_do_is_one_line(flags: list[str], words: str) -> None:
+    done = subprocess.run([PYTHON, *flags], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert "has no PyTorch; expected a Python that has it" in line
+    assert words in line
 
 
 def test_a_machine_without_nvcc_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,15 +107,6 @@ def test_every_step_is_in_one_part() -> None:
     assert sorted(steps) == sorted([*SUITES, *BENCHES, "served", "memcheck", "racecheck"])
 
 
-def test_an_unknown_part_is_refused_with_the_choices() -> None:
-    command = [PYTHON, "scripts/gpu_check.py", "--part", "speed"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("gpu-check: error: --part: got 'speed', expected one of kernels, ")
-    assert "bench-decode" in line
-
-
 def test_the_table_holds_only_what_passed(capsys: pytest.CaptureFixture[str]) -> None:
     result = {"impl": "cuda", "median_us": 12.5, "gb_s": 33.0}
     output = json.dumps({"cases": [{"results": [result]}]})
@@ -158,16 +155,20 @@ def test_the_gpu_s_proxy_writes_back_what_an_operation_wrote(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Here without a GPU: the copies are made on the CPU, the rest is as it runs there."""
-    from hisparse.kernels import cpu, gather_pages
-    from hisparse.kernels import dispatch as _impl
+    from hisparse.kernels import gather_pages
+    from hisparse.kernels.operation import IMPLEMENTATIONS
     from hisparse.types import PagedKV
     from tests.kernels.gpu import on_gpu
 
-    monkeypatch.setattr(on_gpu, "cuda", cpu)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(on_gpu, "DEVICE_MEMORY", {})
     monkeypatch.setattr(on_gpu, "PINNED_MEMORY", {})
-    monkeypatch.setitem(_impl._LOADERS, on_gpu.ON_GPU, lambda devices: on_gpu)
+    through = on_gpu._through_copies
+    monkeypatch.setitem(
+        IMPLEMENTATIONS,
+        on_gpu.ON_GPU,
+        lambda op, place: through(op.function("cpu"), op.arguments),
+    )
     src = PagedKV(*torch.randn(2, 5, 1, 4, 8))
     dst = PagedKV(*torch.zeros(2, 5, 1, 4, 8))
     pages = torch.tensor([[3, -1, 0]], dtype=torch.int32)
@@ -176,7 +177,7 @@ def test_the_gpu_s_proxy_writes_back_what_an_operation_wrote(
     assert torch.equal(dst.v[4], src.v[0])
     assert not dst.k[1].any()
     copies, latent = on_gpu._Copies(), torch.randn(5, 1, 4, 8)
-    k, v = copies.of(PagedKV(latent, latent[..., :6]), pinned=False)
+    k, v = (copies.of(x, pinned=False) for x in (latent, latent[..., :6]))
     assert v.data_ptr() == k.data_ptr() != latent.data_ptr()
     assert torch.equal(v, latent[..., :6])
 

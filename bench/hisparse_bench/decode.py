@@ -14,15 +14,16 @@ from hisparse.algorithms import ALGORITHMS
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.types import IndexerInputs, PagedKV
-from hisparse_bench.options import Options
-from hisparse_bench.parts import time_parts
-from hisparse_bench.peers import reason_to_leave_out
-from hisparse_bench.peers.flashinfer_decode import as_pages, flashinfer_decode
-from hisparse_bench.peers.sglang_native import torch_native_decode
+from hisparse_bench.options import DEEPSEEK, ModelShape, Options
+from hisparse_bench.peers import (
+    as_pages,
+    flashinfer_decode,
+    reason_to_leave_out,
+    torch_native_decode,
+)
 from hisparse_bench.random_requests import RandomRequests
 from hisparse_bench.report import Case, Result
-from hisparse_bench.shape import DEEPSEEK, ModelShape
-from hisparse_bench.timing import Candidate, time_in_turns
+from hisparse_bench.timing import Candidate, time_in_turns, time_parts
 
 #: Tokens decoded to find the drift of the queries that gives the requested miss ratio.
 _CALIBRATION_TOKENS = 40

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +16,47 @@ from torch import Tensor
 
 from hisparse.errors import ConfigError
 from hisparse.kernels import SketchLayout, page_score, page_sketch, paged_attention, sketch_score
+from hisparse.kernels.build.compiler import SOURCES, CannotBuildError
+from hisparse.kernels.build.cpu import build_cpu_library
 from hisparse.types import PagedKV
-from hisparse_bench import peak
-from hisparse_bench.options import Options
+from hisparse_bench.options import ModelShape, Options
 from hisparse_bench.report import Case, Report, Result
-from hisparse_bench.shape import ModelShape
 from hisparse_bench.timing import Candidate, time_in_turns
+
+#: Pieces of work for each thread, and rounds of a piece, each of some hundred multiply-adds: about
+#: a millisecond in all.
+_ITEMS, _ROUNDS = 16, 5000
+
+
+@functools.cache
+def _library() -> Any:
+    try:
+        import tvm_ffi
+
+        kernels = SOURCES / "cpu"
+        sources = [Path(__file__).with_name("peak.cpp"), kernels / "parallel.cpp"]
+        headers = sorted(kernels.glob("*.h"))
+        path = build_cpu_library("peak", "the limits' loops", sources, headers=headers)
+        return tvm_ffi.load_module(str(path))
+    except (ImportError, OSError, CannotBuildError) as error:
+        raise ConfigError(
+            f"the limits of the processor cannot be measured: {error}; expected g++ and "
+            "apache-tvm-ffi, as for the kernels"
+        ) from None
+
+
+def multiply_add(threads: int) -> int:
+    """Run float32 multiply-adds on threads; returns how many, of all threads together."""
+    items = _ITEMS * threads
+    _library().multiply_add(items, _ROUNDS, threads)
+    return int(items * _ROUNDS * _library().multiply_adds_per_round())
+
+
+def read(tensors: Sequence[Tensor], threads: int) -> None:
+    """Read contiguous tensors on the CPU from the first byte to the last."""
+    for tensor in tensors:
+        _library().read(tensor, threads)
+
 
 #: Quest's and Sketch's defaults.
 _RANGES, _DETAIL = 4, 0.3125
@@ -115,10 +152,8 @@ class KernelsBench(ModelShape):
         ahead = copies // 2
         times = time_in_turns(
             {
-                _PEAK: Candidate(lambda step: peak.multiply_add(threads)),
-                _READ: Candidate(
-                    lambda step: peak.read(work.inputs[(step + ahead) % copies], threads)
-                ),
+                _PEAK: Candidate(lambda step: multiply_add(threads)),
+                _READ: Candidate(lambda step: read(work.inputs[(step + ahead) % copies], threads)),
                 work.name: Candidate(lambda step: work.run(step % copies, "cpu")),
             },
             options.num_steps,
@@ -135,7 +170,7 @@ class KernelsBench(ModelShape):
             "bytes": work.num_bytes,
             "multiply_adds": work.multiply_adds,
         }
-        limits = _limits(work, results, peak.multiply_add(threads)) if gate == "passed" else {}
+        limits = _limits(work, results, multiply_add(threads)) if gate == "passed" else {}
         return Case(name=work.name, params=params | limits, gate=gate, results=results)
 
     def _works(self) -> Iterator[_Work]:

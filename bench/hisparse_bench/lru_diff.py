@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import ConfigError
-from hisparse.kernels import LruDiff, RowState, lru_diff
+from hisparse.kernels import RowState, lru_diff
+from hisparse_bench import peers
 from hisparse_bench.options import Options
-from hisparse_bench.peers import numpy_lru
 from hisparse_bench.report import Case, Result
 from hisparse_bench.timing import Candidate, time_in_turns
 
@@ -124,12 +124,10 @@ class _LruDiffWorkload:
         inputs = (self._selection, self._table, capacity)
         if impl == "numpy":
             arrays = [t.numpy() for t in (*inputs, state.slot_pages, state.lru_order)]
-            return Candidate(lambda step: numpy_lru.lru_diff(*arrays), self.load)
-        entries = (torch.empty_like(self._selection) for _ in range(3))
-        out = LruDiff(*entries, *(torch.empty_like(capacity) for _ in range(2)))
+            return Candidate(lambda step: peers.lru_diff(*arrays), self.load)
         index = torch.arange(rows, device=device)
         return Candidate(
-            lambda step: lru_diff(*inputs, real, state, rows=index, out=out, impl=impl), self.load
+            lambda step: lru_diff(*inputs, real, state, rows=index, impl=impl), self.load
         )
 
     def agree(self, impl: str) -> bool:

@@ -1,13 +1,15 @@
-"""Options that the kernel benchmarks share: device, number of steps, dtype."""
+"""Options and model shapes that the kernel benchmarks share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hisparse.errors import ConfigError, unknown_name
+from hisparse.types import KVSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -49,3 +51,56 @@ def dtype_of(name: str, choices: Sequence[str] = tuple(DTYPES)) -> torch.dtype:
     if name not in choices:
         raise ConfigError(unknown_name("--dtype", name, tuple(choices)))
     return DTYPES[name]
+
+
+#: Fields of DeepSeek-V3.2's shape: latents of 512 and 64 columns, and its indexer's keys.
+DEEPSEEK = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "index_dim": 128, "page_size": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Shapes of Llama-3.1-8B by default, with another number of layers.
+
+    Attributes:
+        layers: layers of the model; each starts with the processor caches that the others left.
+        q_heads, kv_heads, head_dim: query heads, KV heads and their width.
+        v_head_dim: width of the values, which are the first columns of the keys (MLA); None: values
+            are apart from the keys, and as wide.
+        index_dim: width of the keys of the model's own indexer; 0: it has none.
+        page_size: tokens of a page.
+        dtype: dtype of keys and values.
+    """
+
+    layers: int
+    q_heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    v_head_dim: int | None = None
+    index_dim: int = 0
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def kv(self) -> KVSpec:
+        """The shapes as the coordinator takes them."""
+        return KVSpec(
+            num_layers=self.layers,
+            num_q_heads=self.q_heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim or self.head_dim,
+            dtype=self.dtype,
+            page_size=self.page_size,
+            latent=self.v_head_dim is not None,
+            index_head_dim=self.index_dim,
+        )
+
+    def reported(self, *names: str) -> dict[str, Any]:
+        """Parameters for a report: the named attributes, then the shapes."""
+        names = (*names, "layers", "q_heads", "kv_heads", "head_dim", "page_size")
+        names += () if self.v_head_dim is None else ("v_head_dim", "index_dim")
+        return {name: getattr(self, name) for name in names} | {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+            "cache": f"as {self.layers} layers leave it",
+        }

@@ -11,10 +11,9 @@ from torch import Tensor
 from hisparse.engine.batches import PrefillBatch
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import ConfigError
-from hisparse_bench.options import Options
+from hisparse_bench.options import ModelShape, Options
 from hisparse_bench.random_requests import RandomRequests
 from hisparse_bench.report import Case, Result
-from hisparse_bench.shape import ModelShape
 from hisparse_bench.step import MODES, LayerWork
 from hisparse_bench.timing import Candidate, time_in_turns
 

@@ -12,10 +12,9 @@ from torch import Tensor
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec
-from hisparse_bench.options import Options
+from hisparse_bench.options import ModelShape, Options
 from hisparse_bench.random_requests import RandomRequests
 from hisparse_bench.report import Case, Result
-from hisparse_bench.shape import ModelShape
 from hisparse_bench.timing import Candidate, time_in_turns
 
 #: Implementation to the configuration key ``overlap``.

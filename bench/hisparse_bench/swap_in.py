@@ -13,8 +13,7 @@ from hisparse.kernels import DecodeRows, RowState, diff_tables, gather_pages
 from hisparse.types import KVSpec, PagedKV
 from hisparse_bench.lru_diff import drifting_selections
 from hisparse_bench.options import Options
-from hisparse_bench.peers import reason_to_leave_out
-from hisparse_bench.peers.sglang_hisparse import fused_swap_in
+from hisparse_bench.peers import fused_swap_in, reason_to_leave_out
 from hisparse_bench.report import Case, Result
 from hisparse_bench.timing import Candidate, time_in_turns
 

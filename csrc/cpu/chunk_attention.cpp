@@ -284,14 +284,22 @@ Tokens tokens_of(const TensorView& t, const char* name) {
           t.size(2)};
 }
 
-void chunk_attention(TensorView query, TensorView k, TensorView v, bool causal, TensorView out,
-                     TensorView lse, double logit_cap, int64_t window, int64_t first_key) {
+void chunk_attention(Arguments& in) {
+  const TensorView query = in.tensor();
+  const TensorView k = in.tensor();
+  const TensorView v = in.tensor();
+  const TensorView out = in.tensor();
+  const TensorView lse = in.tensor();
+  const auto causal = in.number<bool>();
+  const auto logit_cap = in.number<double>();
+  const auto window = in.number<int64_t>();
+  const auto first_key = in.number<int64_t>();
   ChunkParams p;
-  p.query = vector_of<const float>(query, "query");
+  p.query = data_of<const float>(query, "query");
   p.keys = tokens_of(k, "k");
   p.values = tokens_of(v, "v");
-  p.out = vector_of<float>(out, "out");
-  p.lse = vector_of<float>(lse, "lse");
+  p.out = data_of<float>(out, "out");
+  p.lse = data_of<float>(lse, "lse");
   p.num_queries = query.size(0);
   p.num_keys = k.size(0);
   p.heads = k.size(1);
@@ -322,7 +330,7 @@ void chunk_attention(TensorView query, TensorView k, TensorView v, bool causal, 
   });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(chunk_attention, chunk_attention);
+HISPARSE_EXPORT_KERNEL(chunk_attention)
 
 }  // namespace
 }  // namespace hisparse

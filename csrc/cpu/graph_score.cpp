@@ -147,19 +147,28 @@ bool run(const GraphScoreParams& p) {
   return sound;
 }
 
-void graph_score(TensorView query, TensorView keys, TensorView host_page_table,
-                 TensorView num_pages, TensorView links, TensorView tokens, TensorView best,
-                 TensorView scores, int64_t links_per_token, int64_t entry_stride,
-                 int64_t threshold, double within) {
+void graph_score(Arguments& in) {
+  const TensorView query = in.tensor();
+  const TensorView keys = in.tensor();
+  const TensorView host_page_table = in.tensor();
+  const TensorView num_pages = in.tensor();
+  const TensorView links = in.tensor();
+  const TensorView tokens = in.tensor();
+  const TensorView best = in.tensor();
+  const TensorView scores = in.tensor();
+  const auto links_per_token = in.number<int64_t>();
+  const auto entry_stride = in.number<int64_t>();
+  const auto threshold = in.number<int64_t>();
+  const auto within = in.number<double>();
   GraphScoreParams p;
-  p.query = vector_of<const float>(query, "query");
+  p.query = data_of<const float>(query, "query");
   p.keys = host_keys_of(keys);
   p.host_pages = rows_of<const int32_t>(host_page_table, "host_page_table");
-  p.num_pages = vector_of<const int32_t>(num_pages, "num_pages");
-  p.links = vector_of<const int64_t>(links, "links");
-  p.tokens = vector_of<const int64_t>(tokens, "tokens");
-  p.best = vector_of<const float>(best, "best");
-  p.scores = vector_of<float>(scores, "scores");
+  p.num_pages = data_of<const int32_t>(num_pages, "num_pages");
+  p.links = data_of<const int64_t>(links, "links");
+  p.tokens = data_of<const int64_t>(tokens, "tokens");
+  p.best = data_of<const float>(best, "best");
+  p.scores = data_of<float>(scores, "scores");
   p.batch = query.size(0);
   p.width = scores.size(2);
   p.q_heads = static_cast<int32_t>(query.size(1));
@@ -181,7 +190,7 @@ void graph_score(TensorView query, TensorView keys, TensorView host_page_table,
                 p.keys);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(graph_score, graph_score);
+HISPARSE_EXPORT_KERNEL(graph_score)
 
 }  // namespace
 }  // namespace hisparse

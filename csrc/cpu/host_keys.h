@@ -14,7 +14,7 @@ struct HostKeys {
 
 inline HostKeys host_keys_of(TensorView keys) {
   HostKeys found;
-  found.data = vector_of<const char>(keys, "keys");
+  found.data = data_of<const char>(keys, "keys");
   found.page_stride = keys.stride(0);
   found.head_stride = keys.stride(1);
   found.token_stride = keys.stride(2);

@@ -107,15 +107,22 @@ bool run(const KeyScoreParams& p) {
   return in_range;
 }
 
-void key_score(TensorView query, TensorView keys, TensorView host_page_table, TensorView num_pages,
-               TensorView wanted, TensorView scores, bool sums, double logit_cap) {
+void key_score(Arguments& in) {
+  const TensorView query = in.tensor();
+  const TensorView keys = in.tensor();
+  const TensorView host_page_table = in.tensor();
+  const TensorView num_pages = in.tensor();
+  const uint8_t* wanted = in.data_or_null<const uint8_t>("pages");
+  const TensorView scores = in.tensor();
+  const auto sums = in.number<bool>();
+  const auto logit_cap = in.number<double>();
   KeyScoreParams p;
-  p.query = vector_of<const float>(query, "query");
+  p.query = data_of<const float>(query, "query");
   p.keys = host_keys_of(keys);
   p.host_pages = rows_of<const int32_t>(host_page_table, "host_page_table");
-  p.num_pages = vector_of<const int32_t>(num_pages, "num_pages");
-  p.wanted = wanted.size(0) == 0 ? nullptr : vector_of<const uint8_t>(wanted, "pages");
-  p.scores = vector_of<float>(scores, "scores");
+  p.num_pages = data_of<const int32_t>(num_pages, "num_pages");
+  p.wanted = wanted;
+  p.scores = data_of<float>(scores, "scores");
   p.batch = query.size(0);
   p.width = scores.size(2);
   p.q_heads = static_cast<int32_t>(query.size(1));
@@ -125,7 +132,7 @@ void key_score(TensorView query, TensorView keys, TensorView host_page_table, Te
                 p.keys);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(key_score, key_score);
+HISPARSE_EXPORT_KERNEL(key_score)
 
 }  // namespace
 }  // namespace hisparse

@@ -67,8 +67,13 @@ void decode_row(const uint8_t* x, const Row& row, Out* out) {
   }
 }
 
-void encode_latents(TensorView latents, int64_t rank, int64_t tile, int64_t scales_at,
-                    int64_t rope_at, TensorView out) {
+void encode_latents(Arguments& in) {
+  const TensorView latents = in.tensor();
+  const TensorView out = in.tensor();
+  const auto rank = in.number<int64_t>();
+  const auto tile = in.number<int64_t>();
+  const auto scales_at = in.number<int64_t>();
+  const auto rope_at = in.number<int64_t>();
   const int64_t count = latents.size(0), width = latents.size(1);
   if (count == 0) return;
   const Row row{static_cast<int32_t>(rank), static_cast<int32_t>(tile),
@@ -76,7 +81,7 @@ void encode_latents(TensorView latents, int64_t rank, int64_t tile, int64_t scal
                 static_cast<int32_t>(width - rank)};
   const bool is_half = latents.dtype().code == kDLFloat && latents.dtype().bits == 16;
   const int64_t num_bytes = out.size(1);
-  uint8_t* rows = vector_of<uint8_t>(out, "out");
+  uint8_t* rows = data_of<uint8_t>(out, "out");
   std::memset(rows, 0, count * num_bytes);
   with_element_type(latents, "latents", [&](auto type) {
     using T = decltype(type);
@@ -95,7 +100,7 @@ template <typename Out>
 bool decode_pages(const TensorView& pages, const TensorView& table, const Row& row, Out* out) {
   const int64_t size = pages.size(1), width = row.rank + row.rope, count = table.size(0);
   const auto* from = static_cast<const uint8_t*>(pages.data_ptr());
-  const int32_t* ids = vector_of<const int32_t>(table, "table");
+  const int32_t* ids = data_of<const int32_t>(table, "table");
   std::atomic<bool> in_range{true};
   const double work = static_cast<double>(count) * size * width / kElementsPerNs;
   parallel_for(count, num_threads(count, work), [&](int64_t i) {
@@ -112,24 +117,30 @@ bool decode_pages(const TensorView& pages, const TensorView& table, const Row& r
   return in_range;
 }
 
-void decode_latents(TensorView pages, TensorView table, int64_t rank, int64_t tile,
-                    int64_t scales_at, int64_t rope_at, TensorView out) {
+void decode_latents(Arguments& in) {
+  const TensorView pages = in.tensor();
+  const TensorView table = in.tensor();
+  const TensorView out = in.tensor();
+  const auto rank = in.number<int64_t>();
+  const auto tile = in.number<int64_t>();
+  const auto scales_at = in.number<int64_t>();
+  const auto rope_at = in.number<int64_t>();
   require_unit_stride(pages, "pages");
   const Row row{static_cast<int32_t>(rank), static_cast<int32_t>(tile),
                 static_cast<int32_t>(scales_at), static_cast<int32_t>(rope_at),
                 static_cast<int32_t>(out.size(2) - rank)};
   const bool in_range =
       out.dtype().code == kDLBfloat
-          ? decode_pages(pages, table, row, vector_of<uint16_t>(out, "out"))
-          : decode_pages(pages, table, row, vector_of<float>(out, "out"));
+          ? decode_pages(pages, table, row, data_of<uint16_t>(out, "out"))
+          : decode_pages(pages, table, row, data_of<float>(out, "out"));
   if (!in_range) {
     TVM_FFI_THROW(ValueError) << "table: a page is outside [0, " << pages.size(0)
                               << "), the pages of pages";
   }
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(encode_latents, encode_latents);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_latents, decode_latents);
+HISPARSE_EXPORT_KERNEL(encode_latents)
+HISPARSE_EXPORT_KERNEL(decode_latents)
 
 }  // namespace
 }  // namespace hisparse

@@ -1,4 +1,5 @@
 // lru_diff: find resident pages, choose slots to evict, map misses to those slots.
+#include "lru_diff.h"
 #include "partition.h"
 #include "tensors.h"
 
@@ -8,28 +9,6 @@
 
 namespace hisparse {
 namespace {
-
-struct LruDiffParams {
-  Rows<const int32_t> selection;    // [R, K]
-  Rows<const int32_t> host_pages;   // [T, Pmax]
-  const int32_t* page_limits;       // [T], or null: num_pages for each
-  const int32_t* capacity;          // [R]
-  const int64_t* rows;              // [R]
-  Rows<int32_t> slot_pages;         // [NR, C]
-  Rows<int32_t> lru_order;          // [NR, C]
-  Rows<int32_t> curr_device_slots;  // [R, K]
-  Rows<int32_t> load_host_pages;    // [R, K]
-  Rows<int32_t> load_device_slots;  // [R, K]
-  int32_t* num_hits;                // [R]
-  int32_t* num_misses;              // [R]
-  int64_t num_rows, num_real_rows, num_states, rows_per_table;
-  int32_t width, slots, num_pages;
-
-  // Pages that row r may select.
-  int32_t limit(int64_t r) const {
-    return page_limits == nullptr ? num_pages : page_limits[r / rows_per_table];
-  }
-};
 
 enum class Fault : int { kNone, kStateRow, kCapacity, kPage, kOrder, kTooMany };
 
@@ -196,42 +175,36 @@ void run(const LruDiffParams& p) {
   if (bad_row >= 0) raise(p, faults[bad_row], bad_row);
 }
 
+void lru_diff(Arguments& in) {
+  LruDiffParams p;
+  const TensorView selection = in.tensor(), host_page_table = in.tensor();
+  p.capacity = in.data<const int32_t>("capacity");
+  p.num_real_rows = *in.data<const int32_t>("num_real_rows");
+  const TensorView slot_pages = in.tensor();
+  p.lru_order = rows_of<int32_t>(in.tensor(), "lru_order");
+  in.skip(2);  // device_pages, page_slots
+  p.rows = in.data<const int64_t>("rows");
+  p.page_limits = in.data_or_null<const int32_t>("num_pages");
+  p.curr_device_slots = rows_of<int32_t>(in.tensor(), "curr_device_slots");
+  p.load_host_pages = rows_of<int32_t>(in.tensor(), "load_host_pages");
+  p.load_device_slots = rows_of<int32_t>(in.tensor(), "load_device_slots");
+  p.num_hits = in.data<int32_t>("num_hits");
+  p.num_misses = in.data<int32_t>("num_misses");
+  p.set(selection, host_page_table, slot_pages);
+  run_lru_diff(p);
+}
+
+HISPARSE_EXPORT_KERNEL(lru_diff)
+
 }  // namespace
 
-void lru_diff(TensorView selection, TensorView host_page_table, TensorView capacity,
-              TensorView num_real_rows, TensorView slot_pages, TensorView lru_order,
-              TensorView rows, TensorView entries_current, TensorView entries_host,
-              TensorView entries_slots, TensorView num_hits, TensorView num_misses,
-              TensorView page_limits) {
-  LruDiffParams p;
-  p.num_rows = selection.size(0);
+void run_lru_diff(const LruDiffParams& p) {
   if (p.num_rows == 0) return;
-  p.selection = rows_of<const int32_t>(selection, "selection");
-  p.host_pages = rows_of<const int32_t>(host_page_table, "host_page_table");
-  p.page_limits = page_limits.size(0) == 0 ? nullptr
-                                           : vector_of<const int32_t>(page_limits, "num_pages");
-  p.capacity = vector_of<const int32_t>(capacity, "capacity");
-  p.rows = vector_of<const int64_t>(rows, "rows");
-  p.slot_pages = rows_of<int32_t>(slot_pages, "slot_pages");
-  p.lru_order = rows_of<int32_t>(lru_order, "lru_order");
-  p.curr_device_slots = rows_of<int32_t>(entries_current, "curr_device_slots");
-  p.load_host_pages = rows_of<int32_t>(entries_host, "load_host_pages");
-  p.load_device_slots = rows_of<int32_t>(entries_slots, "load_device_slots");
-  p.num_hits = vector_of<int32_t>(num_hits, "num_hits");
-  p.num_misses = vector_of<int32_t>(num_misses, "num_misses");
-  p.num_real_rows = *vector_of<const int32_t>(num_real_rows, "num_real_rows");
-  p.num_states = slot_pages.size(0);
-  p.rows_per_table = p.num_rows / host_page_table.size(0);
-  p.width = static_cast<int32_t>(selection.size(1));
-  p.slots = static_cast<int32_t>(slot_pages.size(1));
-  p.num_pages = static_cast<int32_t>(host_page_table.size(1));
   if (p.slots < kNoSlot<uint16_t>) {
     run<uint16_t>(p);
   } else {
     run<int32_t>(p);
   }
 }
-
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(lru_diff, lru_diff);
 
 }  // namespace hisparse

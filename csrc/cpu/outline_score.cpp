@@ -118,14 +118,18 @@ bool score_run(const OutlineScoreParams& p, int64_t b, int64_t first) {
   return true;
 }
 
-void outline_score(TensorView query, TensorView outlines, TensorView host_page_table,
-                   TensorView num_pages, TensorView scores) {
+void outline_score(Arguments& in) {
+  const TensorView query = in.tensor();
+  const TensorView outlines = in.tensor();
+  const TensorView host_page_table = in.tensor();
+  const TensorView num_pages = in.tensor();
+  const TensorView scores = in.tensor();
   OutlineScoreParams p;
-  p.query = vector_of<const float>(query, "query");
-  p.outlines = vector_of<const uint8_t>(outlines, "outlines");
+  p.query = data_of<const float>(query, "query");
+  p.outlines = data_of<const uint8_t>(outlines, "outlines");
   p.host_pages = rows_of<const int32_t>(host_page_table, "host_page_table");
-  p.num_pages = vector_of<const int32_t>(num_pages, "num_pages");
-  p.scores = vector_of<float>(scores, "scores");
+  p.num_pages = data_of<const int32_t>(num_pages, "num_pages");
+  p.scores = data_of<float>(scores, "scores");
   p.batch = query.size(0);
   p.width = scores.size(2);
   p.num_host_pages = outlines.size(0);
@@ -147,7 +151,7 @@ void outline_score(TensorView query, TensorView outlines, TensorView host_page_t
   }
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(outline_score, outline_score);
+HISPARSE_EXPORT_KERNEL(outline_score)
 
 }  // namespace
 }  // namespace hisparse

@@ -162,15 +162,17 @@ std::vector<float> split_signs(const float* query, int64_t count, int32_t dim, f
   return split;
 }
 
-void page_score(TensorView query, TensorView summaries, TensorView scales,
-                TensorView host_page_table, TensorView num_pages, TensorView scores) {
-  const int32_t dim = static_cast<int32_t>(query.size(2));
+void page_score(Arguments& in) {
   PageScoreParams p;
-  p.summaries = vector_of<const char>(summaries, "summaries");
-  p.scales = scales.size(0) == 0 ? nullptr : vector_of<const float>(scales, "scales");
-  p.host_pages = rows_of<const int32_t>(host_page_table, "host_page_table");
-  p.num_pages = vector_of<const int32_t>(num_pages, "num_pages");
-  p.scores = vector_of<float>(scores, "scores");
+  const TensorView query = in.tensor();
+  const TensorView summaries = in.tensor();
+  p.host_pages = rows_of<const int32_t>(in.tensor(), "host_page_table");
+  p.num_pages = in.data<const int32_t>("num_pages");
+  p.scales = in.data_or_null<const float>("scales");
+  const TensorView scores = in.tensor();
+  const int32_t dim = static_cast<int32_t>(query.size(2));
+  p.summaries = data_of<const char>(summaries, "summaries");
+  p.scores = data_of<float>(scores, "scores");
   p.batch = query.size(0);
   p.width = scores.size(2);
   p.num_host_pages = summaries.size(0);
@@ -184,7 +186,7 @@ void page_score(TensorView query, TensorView summaries, TensorView scales,
     using T = std::conditional_t<std::is_same_v<Given, Float8>, UnscaledFloat8, Given>;
     const int64_t count = p.batch * p.q_heads;
     const std::vector<float> split =
-        split_signs(vector_of<const float>(query, "query"), count, dim, kRootOfScale<T>);
+        split_signs(data_of<const float>(query, "query"), count, dim, kRootOfScale<T>);
     std::vector<float> in_parts(split.size());
     split_in_parts<Parts<T>>(split.data(), count, p.twice_dim, in_parts.data());
     p.query = in_parts.data();
@@ -196,7 +198,7 @@ void page_score(TensorView query, TensorView summaries, TensorView scales,
   }
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(page_score, page_score);
+HISPARSE_EXPORT_KERNEL(page_score)
 
 }  // namespace
 }  // namespace hisparse

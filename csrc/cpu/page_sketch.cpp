@@ -169,8 +169,11 @@ void run(const PageSketchParams& p) {
   });
 }
 
-void page_sketch(TensorView keys, TensorView sketches, TensorView host_pages,
-                 int64_t num_channels) {
+void page_sketch(Arguments& in) {
+  const TensorView keys = in.tensor();
+  const TensorView sketches = in.tensor();
+  const TensorView host_pages = in.tensor();
+  const auto num_channels = in.number<int64_t>();
   require_unit_stride(keys, "keys");
   PageSketchParams p;
   const int64_t bytes = keys.dtype().bits / 8;
@@ -179,7 +182,7 @@ void page_sketch(TensorView keys, TensorView sketches, TensorView host_pages,
   p.token = keys.stride(1) * bytes;
   p.head = keys.stride(2) * bytes;
   p.sketches = {static_cast<uint8_t*>(sketches.data_ptr()), sketches.stride(0)};
-  p.host_pages = vector_of<const void>(host_pages, "host_pages");
+  p.host_pages = data_of<const void>(host_pages, "host_pages");
   p.wide_pages = host_pages.dtype().bits == 64;
   p.num_pages = keys.size(0);
   p.num_host_pages = sketches.size(0);
@@ -196,7 +199,7 @@ void page_sketch(TensorView keys, TensorView sketches, TensorView host_pages,
   with_element_type(keys, "keys", [&](auto type) { run<decltype(type)>(p); });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(page_sketch, page_sketch);
+HISPARSE_EXPORT_KERNEL(page_sketch)
 
 }  // namespace
 }  // namespace hisparse

@@ -118,7 +118,10 @@ void run(const PageSummaryParams& p) {
   });
 }
 
-void page_summary(TensorView keys, TensorView summaries, TensorView host_pages) {
+void page_summary(Arguments& in) {
+  const TensorView keys = in.tensor();
+  const TensorView summaries = in.tensor();
+  const TensorView host_pages = in.tensor();
   require_unit_stride(keys, "keys");
   PageSummaryParams p;
   const int64_t bytes = keys.dtype().bits / 8;
@@ -126,8 +129,8 @@ void page_summary(TensorView keys, TensorView summaries, TensorView host_pages) 
   p.page = keys.stride(0) * bytes;
   p.token = keys.stride(1) * bytes;
   p.head = keys.stride(2) * bytes;
-  p.summaries = vector_of<char>(summaries, "summaries");
-  p.host_pages = vector_of<const void>(host_pages, "host_pages");
+  p.summaries = data_of<char>(summaries, "summaries");
+  p.host_pages = data_of<const void>(host_pages, "host_pages");
   p.wide_pages = host_pages.dtype().bits == 64;
   p.num_pages = keys.size(0);
   p.num_host_pages = summaries.size(0);
@@ -150,7 +153,7 @@ void page_summary(TensorView keys, TensorView summaries, TensorView host_pages) 
   });
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(page_summary, page_summary);
+HISPARSE_EXPORT_KERNEL(page_summary)
 
 }  // namespace
 }  // namespace hisparse

@@ -1,14 +1,8 @@
 // page_table, diff_tables: the device pages behind slots.
+#include "lru_diff.h"
 #include "tensors.h"
 
 namespace hisparse {
-
-// lru_diff.cpp
-void lru_diff(TensorView selection, TensorView host_page_table, TensorView capacity,
-              TensorView num_real_rows, TensorView slot_pages, TensorView lru_order,
-              TensorView rows, TensorView entries_current, TensorView entries_host,
-              TensorView entries_slots, TensorView num_hits, TensorView num_misses,
-              TensorView page_limits);
 
 namespace {
 
@@ -42,11 +36,12 @@ struct DevicePages {
   }
 };
 
-void page_table(TensorView device_pages, TensorView rows, TensorView slots, TensorView table) {
-  const DevicePages pages(device_pages);
-  const int64_t* row_of = vector_of<const int64_t>(rows, "rows");
+void page_table(Arguments& in) {
+  const DevicePages pages(in.tensor());
+  const int64_t* row_of = in.data<const int64_t>("rows");
+  const TensorView slots = in.tensor();
   const Rows<const int32_t> from = rows_of<const int32_t>(slots, "slots");
-  const Rows<int32_t> to = rows_of<int32_t>(table, "table");
+  const Rows<int32_t> to = rows_of<int32_t>(in.tensor(), "table");
   for (int64_t r = 0; r < slots.size(0); ++r) {
     pages.look_up(pages.row(row_of[r]), from[r], slots.size(1), to[r], "slots");
   }
@@ -62,56 +57,62 @@ bool well_formed(const int32_t* slots, int64_t width, int64_t length, int32_t nu
 }
 
 // attended [R, K + 1] has the tail page at entry lengths[r]. `malformed` counts rows before
-// num_real_rows; it may be empty, and so may `dense`: [R], rows that attend the tail page beside any
-// number of pages.
-void diff_tables(TensorView selection, TensorView lengths, TensorView host_page_table,
-                 TensorView page_limits, TensorView capacity, TensorView num_real_rows,
-                 TensorView rows, TensorView tail_pages, TensorView tail_lens, TensorView dense,
-                 TensorView malformed, TensorView slot_pages, TensorView lru_order,
-                 TensorView device_pages, TensorView attended, TensorView seq_lens,
-                 TensorView loads, TensorView load_host_pages, TensorView num_hits,
-                 TensorView num_misses, int64_t page_size, int64_t tail_below) {
-  const int64_t width = selection.size(1);
-  const int32_t* length_of = vector_of<const int32_t>(lengths, "lengths");
-  for (int64_t r = 0; r < selection.size(0); ++r) {
+// num_real_rows. `dense`: [R], rows that attend the tail page beside any number of pages. Both may be
+// null.
+void diff_tables(Arguments& in) {
+  LruDiffParams p;
+  const TensorView selection = in.tensor();
+  const int32_t* length_of = in.data<const int32_t>("lengths");
+  p.rows = in.data<const int64_t>("rows");
+  p.capacity = in.data<const int32_t>("capacity");
+  p.num_real_rows = *in.data<const int32_t>("num_real_rows");
+  const TensorView host_page_table = in.tensor();
+  p.page_limits = in.data<const int32_t>("num_pages");
+  const int32_t* tails = in.data<const int32_t>("tail_pages");
+  const int32_t* tail_tokens = in.data<const int32_t>("tail_lens");
+  const bool* dense = in.data_or_null<const bool>("dense");
+  int64_t* malformed = in.data_or_null<int64_t>("malformed");
+  const TensorView slot_pages = in.tensor();
+  p.lru_order = rows_of<int32_t>(in.tensor(), "lru_order");
+  const DevicePages pages(in.tensor());
+  in.skip(1);  // page_slots
+  const Rows<int32_t> attended = rows_of<int32_t>(in.tensor(), "attended");
+  int32_t* tokens = in.data<int32_t>("seq_lens");
+  const Rows<int32_t> loads = rows_of<int32_t>(in.tensor(), "loads");
+  p.load_host_pages = rows_of<int32_t>(in.tensor(), "load_host_pages");
+  p.num_hits = in.data<int32_t>("num_hits");
+  p.num_misses = in.data<int32_t>("num_misses");
+  const auto page_size = in.number<int32_t>(), tail_below = in.number<int32_t>();
+  p.set(selection, host_page_table, slot_pages);
+  const int64_t width = p.width;
+  for (int64_t r = 0; r < p.num_rows; ++r) {
     if (length_of[r] < 0 || length_of[r] > width) {
       TVM_FFI_THROW(ValueError) << "lengths: got " << length_of[r] << ", expected 0 to " << width;
     }
   }
   // Slots stand where their pages will.
-  lru_diff(selection, host_page_table, capacity, num_real_rows, slot_pages, lru_order, rows,
-           attended, load_host_pages, loads, num_hits, num_misses, page_limits);
-  const DevicePages pages(device_pages);
-  const int64_t* row_of = vector_of<const int64_t>(rows, "rows");
-  const int32_t* tails = vector_of<const int32_t>(tail_pages, "tail_pages");
-  const int32_t* tail_tokens = vector_of<const int32_t>(tail_lens, "tail_lens");
-  const bool* with_tail = dense.size(0) == 0 ? nullptr : vector_of<const bool>(dense, "dense");
-  const Rows<int32_t> attended_to = rows_of<int32_t>(attended, "attended");
-  const Rows<int32_t> loads_to = rows_of<int32_t>(loads, "loads");
-  const int32_t* hits = vector_of<const int32_t>(num_hits, "num_hits");
-  const int32_t* misses = vector_of<const int32_t>(num_misses, "num_misses");
-  int32_t* tokens = vector_of<int32_t>(seq_lens, "seq_lens");
-  const int64_t guarded = malformed.size(0) == 0
-                              ? 0
-                              : *vector_of<const int32_t>(num_real_rows, "num_real_rows");
-  for (int64_t r = 0; r < selection.size(0); ++r) {
-    const int32_t* own = pages.row(row_of[r]);
+  p.curr_device_slots = attended;
+  p.load_device_slots = loads;
+  run_lru_diff(p);
+  const int64_t guarded = malformed == nullptr ? 0 : p.num_real_rows;
+  for (int64_t r = 0; r < p.num_rows; ++r) {
+    const int32_t* own = pages.row(p.rows[r]);
     const int32_t length = length_of[r];
-    int32_t* entries = attended_to[r];
-    if (r < guarded && !well_formed(entries, width, length, hits[r] + misses[r])) {
-      ++*vector_of<int64_t>(malformed, "malformed");
+    int32_t* entries = attended[r];
+    if (r < guarded && !well_formed(entries, width, length, p.num_hits[r] + p.num_misses[r])) {
+      ++*malformed;
     }
     pages.look_up(own, entries, width, entries, "curr_device_slots");
-    pages.look_up(own, loads_to[r], width, loads_to[r], "load_device_slots");
+    pages.look_up(own, loads[r], width, loads[r], "load_device_slots");
     entries[width] = -1;
     entries[length] = tails[r];
-    const bool has_tail = length < tail_below || (with_tail != nullptr && with_tail[r]);
-    tokens[r] = length * static_cast<int32_t>(page_size) + (has_tail ? tail_tokens[r] : 0);
+    const bool has_tail = length < tail_below || (dense != nullptr && dense[r]);
+    tokens[r] = length * page_size + (has_tail ? tail_tokens[r] : 0);
   }
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(page_table, page_table);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(diff_tables, diff_tables);
+HISPARSE_EXPORT_KERNEL(page_table)
+HISPARSE_EXPORT_KERNEL(diff_tables)
 
 }  // namespace
 }  // namespace hisparse

@@ -313,18 +313,26 @@ void require_lengths(const AttentionParams& p) {
   }
 }
 
-void paged_attention(TensorView query, TensorView k, TensorView v, TensorView scales,
-                     TensorView page_table, TensorView seq_lens, TensorView out, TensorView lse,
-                     double logit_cap, int64_t window) {
+void paged_attention(Arguments& in) {
+  const TensorView query = in.tensor();
+  const TensorView k = in.tensor();
+  const TensorView v = in.tensor();
+  const std::optional<TensorView> scales = in.optional();
+  const TensorView page_table = in.tensor();
+  const TensorView seq_lens = in.tensor();
+  const TensorView out = in.tensor();
+  const TensorView lse = in.tensor();
+  const auto logit_cap = in.number<double>();
+  const auto window = in.number<int64_t>();
   AttentionParams p;
-  p.query = vector_of<const float>(query, "query");
+  p.query = data_of<const float>(query, "query");
   p.keys = pages_of(k, "kv.k");
   p.values = pages_of(v, "kv.v");
-  p.scales = scales.ndim() == 4 ? pages_of(scales, "kv.scales") : Pages{};
+  p.scales = scales ? pages_of(*scales, "kv.scales") : Pages{};
   p.page_table = rows_of<const int32_t>(page_table, "page_table");
-  p.seq_lens = vector_of<const int32_t>(seq_lens, "seq_lens");
-  p.out = vector_of<float>(out, "out");
-  p.lse = vector_of<float>(lse, "lse");
+  p.seq_lens = data_of<const int32_t>(seq_lens, "seq_lens");
+  p.out = data_of<float>(out, "out");
+  p.lse = data_of<float>(lse, "lse");
   p.logit_cap = static_cast<float>(logit_cap);
   p.window = window;
   p.num_rows = query.size(0);
@@ -344,7 +352,7 @@ void paged_attention(TensorView query, TensorView k, TensorView v, TensorView sc
   }
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(paged_attention, paged_attention);
+HISPARSE_EXPORT_KERNEL(paged_attention)
 
 }  // namespace
 }  // namespace hisparse

@@ -60,13 +60,14 @@ void run(const TensorView& k, const TensorView& v, const TensorView& k_codes,
   encode_all<To>(Vectors(v, "v"), v, Vectors(v_codes, "codes"), to, count, 1);
 }
 
-void quantize(TensorView k, TensorView v, TensorView k_codes, TensorView v_codes,
-              TensorView scales) {
+void quantize(Arguments& in) {
+  const TensorView k = in.tensor(), v = in.tensor(), k_codes = in.tensor(), v_codes = in.tensor(),
+                   scales = in.tensor();
   const bool integers = k_codes.dtype().code == kDLInt;
   (integers ? run<ToInt8> : run<ToE4M3>)(k, v, k_codes, v_codes, scales);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize, quantize);
+HISPARSE_EXPORT_KERNEL(quantize)
 
 }  // namespace
 }  // namespace hisparse

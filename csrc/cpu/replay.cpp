@@ -23,10 +23,10 @@ struct Trace {
 
   Trace(const TensorView& pages, const TensorView& offsets, const TensorView& streams,
         const TensorView& full_pages, int64_t num_pages)
-      : pages(vector_of<const int32_t>(pages, "pages")),
-        offsets(vector_of<const int64_t>(offsets, "offsets")),
-        streams(vector_of<const int64_t>(streams, "streams")),
-        full_pages(vector_of<const int32_t>(full_pages, "full_pages")),
+      : pages(data_of<const int32_t>(pages, "pages")),
+        offsets(data_of<const int64_t>(offsets, "offsets")),
+        streams(data_of<const int64_t>(streams, "streams")),
+        full_pages(data_of<const int32_t>(full_pages, "full_pages")),
         num_streams(streams.size(0) - 1),
         num_pages(num_pages) {}
 };
@@ -213,8 +213,13 @@ class Stack {
   std::vector<uint8_t> present_;
 };
 
-void stack_depths(TensorView pages, TensorView offsets, TensorView streams, TensorView full_pages,
-                  TensorView histogram, int64_t num_pages) {
+void stack_depths(Arguments& in) {
+  const TensorView pages = in.tensor();
+  const TensorView offsets = in.tensor();
+  const TensorView streams = in.tensor();
+  const TensorView full_pages = in.tensor();
+  const TensorView histogram = in.tensor();
+  const auto num_pages = in.number<int64_t>();
   const Trace trace(pages, offsets, streams, full_pages, num_pages);
   const Rows<int64_t> counts = rows_of<int64_t>(histogram, "histogram");
   Selected selected(num_pages);
@@ -302,11 +307,18 @@ void replay_with(const Trace& trace, const int32_t* sizes, int64_t num_sizes, Ro
   }
 }
 
-void replay(TensorView pages, TensorView offsets, TensorView streams, TensorView full_pages,
-            TensorView sizes, TensorView hits, int64_t num_pages, int64_t policy) {
+void replay(Arguments& in) {
+  const TensorView pages = in.tensor();
+  const TensorView offsets = in.tensor();
+  const TensorView streams = in.tensor();
+  const TensorView full_pages = in.tensor();
+  const TensorView sizes = in.tensor();
+  const TensorView hits = in.tensor();
+  const auto num_pages = in.number<int64_t>();
+  const auto policy = in.number<int64_t>();
   const Trace trace(pages, offsets, streams, full_pages, num_pages);
   const Rows<int64_t> out = rows_of<int64_t>(hits, "hits");
-  const int32_t* each = vector_of<const int32_t>(sizes, "sizes");
+  const int32_t* each = data_of<const int32_t>(sizes, "sizes");
   const int64_t count = sizes.size(0);
   switch (policy) {  // The order of POLICIES in hisparse/kernels/recorded.py.
     case 0: return replay_with<Lru>(trace, each, count, out);
@@ -315,8 +327,8 @@ void replay(TensorView pages, TensorView offsets, TensorView streams, TensorView
   TVM_FFI_THROW(ValueError) << "policy: got " << policy << ", expected 0 or 1";
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(stack_depths, stack_depths);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(replay, replay);
+HISPARSE_EXPORT_KERNEL(stack_depths)
+HISPARSE_EXPORT_KERNEL(replay)
 
 }  // namespace
 }  // namespace hisparse

@@ -102,35 +102,38 @@ Rows<int32_t> layer_of(const TensorView& tables, int64_t layer, const char* name
   return {static_cast<int32_t*>(tables.data_ptr()) + layer * tables.stride(0), tables.stride(1)};
 }
 
-}  // namespace
-
-void promote_tail(TensorView rows, TensorView page_index, TensorView filled, TensorView capacity,
-                  TensorView slot_pages, TensorView lru_order, TensorView device_pages,
-                  TensorView tail_pages) {
-  run(PromoteTailParams{vector_of<const int64_t>(rows, "rows"),
-                        vector_of<const int32_t>(page_index, "page_index"),
-                        vector_of<const bool>(filled, "filled"),
-                        vector_of<const int32_t>(capacity, "capacity"),
-                        rows_of<int32_t>(slot_pages, "slot_pages"),
-                        rows_of<int32_t>(lru_order, "lru_order"),
-                        rows_of<int32_t>(device_pages, "device_pages"),
-                        vector_of<int32_t>(tail_pages, "tail_pages"),
-                        rows.size(0),
-                        slot_pages.size(0),
-                        slot_pages.size(1),
-                        rows.size(0) / std::max<int64_t>(page_index.size(0), 1)});
+void promote_tail(Arguments& in) {
+  PromoteTailParams p;
+  const TensorView rows = in.tensor(), page_index = in.tensor();
+  p.rows = data_of<const int64_t>(rows, "rows");
+  p.page_index = data_of<const int32_t>(page_index, "page_index");
+  p.filled = in.data<const bool>("filled");
+  p.capacity = in.data<const int32_t>("capacity");
+  const TensorView slot_pages = in.tensor();
+  p.slot_pages = rows_of<int32_t>(slot_pages, "slot_pages");
+  p.lru_order = rows_of<int32_t>(in.tensor(), "lru_order");
+  p.device_pages = rows_of<int32_t>(in.tensor(), "device_pages");
+  in.skip(1);  // page_slots
+  p.tail_pages = in.data<int32_t>("tail_pages");
+  p.num_rows = rows.size(0);
+  p.num_states = slot_pages.size(0);
+  p.slots = slot_pages.size(1);
+  p.heads = rows.size(0) / std::max<int64_t>(page_index.size(0), 1);
+  run(p);
 }
 
-void rebalance(TensorView rows, TensorView new_capacity, TensorView capacity,
-               TensorView slot_pages, TensorView lru_order, TensorView device_pages,
-               TensorView free_pages, TensorView num_free) {
-  int32_t* counts = vector_of<int32_t>(num_free, "num_free");
-  int32_t* capacities = vector_of<int32_t>(capacity, "capacity");
-  const Rows<int32_t> free = rows_of<int32_t>(free_pages, "free_pages");
+void rebalance(Arguments& in) {
   RebalanceParams p;
-  p.rows = vector_of<const int64_t>(rows, "rows");
-  p.new_capacity = vector_of<const int32_t>(new_capacity, "new_capacity");
+  const TensorView rows = in.tensor();
+  p.rows = data_of<const int64_t>(rows, "rows");
+  p.new_capacity = in.data<const int32_t>("new_capacity");
+  int32_t* capacities = in.data<int32_t>("capacity");
   p.capacity = capacities;
+  const TensorView slot_pages = in.tensor(), lru_order = in.tensor(), device_pages = in.tensor();
+  in.skip(1);  // page_slots
+  const TensorView free_pages = in.tensor();
+  const Rows<int32_t> free = rows_of<int32_t>(free_pages, "free_pages");
+  int32_t* counts = in.data<int32_t>("num_free");
   p.num_changes = rows.size(0);
   p.slots = slot_pages.size(2);
   p.free_size = free_pages.size(1);
@@ -154,7 +157,8 @@ void rebalance(TensorView rows, TensorView new_capacity, TensorView capacity,
   }
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(promote_tail, promote_tail);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(rebalance, rebalance);
+HISPARSE_EXPORT_KERNEL(promote_tail)
+HISPARSE_EXPORT_KERNEL(rebalance)
 
+}  // namespace
 }  // namespace hisparse

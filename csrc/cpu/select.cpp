@@ -244,22 +244,20 @@ void run(const SelectParams& p) {
                [&](int64_t r) { select_row(p, r / p.out_heads, r % p.out_heads); });
 }
 
-void select(TensorView scores, TensorView num_pages, TensorView forced, TensorView rest,
-            TensorView pages, TensorView lengths, TensorView invalid_scores, double mass,
-            double within, bool drop_last) {
+void select(Arguments& in) {
   SelectParams p;
-  p.scores = vector_of<const float>(scores, "scores");
-  p.forced = forced.size(0) == 0 ? nullptr : vector_of<const bool>(forced, "forced");
-  p.rest = rest.size(0) == 0 ? nullptr : vector_of<const float>(rest, "rest");
-  p.mass = static_cast<float>(mass);
-  p.within = static_cast<float>(within);
-  p.drop_last = drop_last;
-  p.num_pages = vector_of<const int32_t>(num_pages, "num_pages");
-  p.pages = vector_of<int32_t>(pages, "pages");
-  p.lengths = vector_of<int32_t>(lengths, "lengths");
-  p.invalid_scores = invalid_scores.size(0) == 0
-                         ? nullptr
-                         : vector_of<int64_t>(invalid_scores, "invalid_scores");
+  const TensorView scores = in.tensor();
+  p.num_pages = in.data<const int32_t>("num_pages");
+  p.forced = in.data_or_null<const bool>("forced");
+  p.rest = in.data_or_null<const float>("rest");
+  p.invalid_scores = in.data_or_null<int64_t>("invalid_scores");
+  const TensorView pages = in.tensor();
+  p.lengths = in.data<int32_t>("lengths");
+  p.mass = static_cast<float>(in.number<double>());
+  p.within = static_cast<float>(in.number<double>());
+  p.drop_last = in.number<bool>();
+  p.scores = data_of<const float>(scores, "scores");
+  p.pages = data_of<int32_t>(pages, "pages");
   p.batch = scores.size(0);
   p.heads = scores.size(1);
   p.width = scores.size(2);
@@ -274,7 +272,7 @@ void select(TensorView scores, TensorView num_pages, TensorView forced, TensorVi
   run(p);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(select, select);
+HISPARSE_EXPORT_KERNEL(select)
 
 }  // namespace
 }  // namespace hisparse

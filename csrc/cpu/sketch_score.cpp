@@ -274,15 +274,21 @@ bool score_all(const SketchScoreParams& p, const Layout& layout, const Queries& 
   return in_range;
 }
 
-void sketch_score(TensorView query, TensorView sketches, TensorView host_page_table,
-                  TensorView num_pages, TensorView scores, int64_t dim, int64_t page_size,
-                  int64_t num_channels) {
+void sketch_score(Arguments& in) {
+  const TensorView query = in.tensor();
+  const TensorView sketches = in.tensor();
+  const TensorView host_page_table = in.tensor();
+  const TensorView num_pages = in.tensor();
+  const TensorView scores = in.tensor();
+  const auto dim = in.number<int64_t>();
+  const auto page_size = in.number<int64_t>();
+  const auto num_channels = in.number<int64_t>();
   SketchScoreParams p;
-  p.query = vector_of<const float>(query, "query");
+  p.query = data_of<const float>(query, "query");
   p.sketches = {static_cast<const uint8_t*>(sketches.data_ptr()), sketches.stride(0)};
   p.host_pages = rows_of<const int32_t>(host_page_table, "host_page_table");
-  p.num_pages = vector_of<const int32_t>(num_pages, "num_pages");
-  p.scores = vector_of<float>(scores, "scores");
+  p.num_pages = data_of<const int32_t>(num_pages, "num_pages");
+  p.scores = data_of<float>(scores, "scores");
   p.batch = query.size(0);
   p.num_columns = scores.size(2);
   p.num_host_pages = sketches.size(0);
@@ -308,7 +314,7 @@ void sketch_score(TensorView query, TensorView sketches, TensorView host_page_ta
   }
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sketch_score, sketch_score);
+HISPARSE_EXPORT_KERNEL(sketch_score)
 
 }  // namespace
 }  // namespace hisparse

@@ -4,20 +4,15 @@
 // strides, and indices that would leave a tensor.
 #pragma once
 
+#include "arguments.h"
 #include "parallel.h"
 #include "simd.h"
-
-#include <tvm/ffi/container/tensor.h>
-#include <tvm/ffi/error.h>
-#include <tvm/ffi/function.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 
 namespace hisparse {
-
-using tvm::ffi::TensorView;
 
 // Rows of contiguous elements: [n] or [n, width].
 template <typename T>
@@ -28,24 +23,10 @@ struct Rows {
   T* operator[](int64_t row) const { return data + row * stride; }
 };
 
-inline void require_unit_stride(const TensorView& tensor, const char* name) {
-  const int last = tensor.ndim() - 1;
-  if (tensor.size(last) > 1 && tensor.stride(last) != 1) {
-    TVM_FFI_THROW(ValueError) << name << ": got stride " << tensor.stride(last)
-                              << " in its last dimension, expected 1";
-  }
-}
-
 template <typename T>
 Rows<T> rows_of(const TensorView& tensor, const char* name) {
   require_unit_stride(tensor, name);
   return {static_cast<T*>(tensor.data_ptr()), tensor.stride(tensor.ndim() - 2)};
-}
-
-template <typename T>
-T* vector_of(const TensorView& tensor, const char* name) {
-  require_unit_stride(tensor, name);
-  return static_cast<T*>(tensor.data_ptr());
 }
 
 // Calls `body` with the element type of a tensor of floats.

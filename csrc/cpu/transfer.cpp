@@ -175,42 +175,52 @@ void run(const MoveTokensParams& p) {
   });
 }
 
-void move_tokens(TensorView k, TensorView v, TensorView pool_k, TensorView pool_v,
-                 TensorView slots, int64_t num_pools, bool into_pool) {
-  run(MoveTokensParams{{Tokens(k), Tokens(v)},
-                       {Pool(pool_k), Pool(pool_v)},
-                       vector_of<const int64_t>(slots, "slots"),
+void move_tokens(const TensorView& k, const std::optional<TensorView>& v, const TensorView& pool_k,
+                 const std::optional<TensorView>& pool_v, const TensorView& slots,
+                 bool into_pool) {
+  run(MoveTokensParams{{Tokens(k), Tokens(v.value_or(k))},
+                       {Pool(pool_k), Pool(pool_v.value_or(pool_k))},
+                       data_of<const int64_t>(slots, "slots"),
                        slots.size(0),
-                       num_pools,
+                       v ? 2 : 1,
                        into_pool});
 }
 
-}  // namespace
-
-void gather_pages(TensorView src_k, TensorView src_v, TensorView src_pages, TensorView dst_k,
-                  TensorView dst_v, TensorView dst_pages, int64_t heads, int64_t num_pools) {
-  run(GatherPagesParams{{Pool(src_k), Pool(src_v)},
-                        {Pool(dst_k), Pool(dst_v)},
+// V is absent where it lies within K: then one pool moves, and the second stands for nothing.
+void gather_pages(Arguments& in) {
+  const TensorView src_k = in.tensor();
+  const std::optional<TensorView> src_v = in.optional();
+  const TensorView src_pages = in.tensor(), dst_k = in.tensor();
+  const std::optional<TensorView> dst_v = in.optional();
+  const TensorView dst_pages = in.tensor();
+  run(GatherPagesParams{{Pool(src_k), Pool(src_v.value_or(src_k))},
+                        {Pool(dst_k), Pool(dst_v.value_or(dst_k))},
                         rows_of<const int32_t>(src_pages, "src_pages"),
                         rows_of<const int32_t>(dst_pages, "dst_pages"),
                         src_pages.size(0),
                         src_pages.size(1),
-                        heads,
-                        num_pools});
+                        in.number<int64_t>(),
+                        src_v ? 2 : 1});
 }
 
-void scatter_tokens(TensorView k, TensorView v, TensorView dst_k, TensorView dst_v,
-                    TensorView slots, int64_t num_pools) {
-  move_tokens(k, v, dst_k, dst_v, slots, num_pools, true);
+void scatter_tokens(Arguments& in) {
+  const TensorView dst_k = in.tensor();
+  const std::optional<TensorView> dst_v = in.optional();
+  const TensorView k = in.tensor();
+  const std::optional<TensorView> v = in.optional();
+  move_tokens(k, v, dst_k, dst_v, in.tensor(), true);
 }
 
-void gather_tokens(TensorView k, TensorView v, TensorView src_k, TensorView src_v,
-                   TensorView slots, int64_t num_pools) {
-  move_tokens(k, v, src_k, src_v, slots, num_pools, false);
+void gather_tokens(Arguments& in) {
+  const TensorView src_k = in.tensor();
+  const std::optional<TensorView> src_v = in.optional();
+  const TensorView slots = in.tensor(), k = in.tensor();
+  move_tokens(k, in.optional(), src_k, src_v, slots, false);
 }
 
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_pages, gather_pages);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(scatter_tokens, scatter_tokens);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(gather_tokens, gather_tokens);
+HISPARSE_EXPORT_KERNEL(gather_pages)
+HISPARSE_EXPORT_KERNEL(scatter_tokens)
+HISPARSE_EXPORT_KERNEL(gather_tokens)
 
+}  // namespace
 }  // namespace hisparse

@@ -16,17 +16,6 @@ from hisparse.options import from_options
 from hisparse.registry import Registry
 from hisparse.types import KVSpec, Selection, SelectionScope
 
-__all__ = [
-    "ALGORITHMS",
-    "BaseSparseAlgorithm",
-    "Representation",
-    "RepresentationMemory",
-    "RepresentationOwner",
-    "build_algorithm",
-    "entry_bytes",
-    "register_algorithm",
-]
-
 #: The owner of one entry of a representation.
 RepresentationOwner = Literal["page", "request", "layer"]
 

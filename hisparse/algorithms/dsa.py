@@ -15,8 +15,6 @@ from hisparse.errors import ConfigError, HiSparseError
 from hisparse.kernels import chunk_index_score, index_score, select, store_index_keys
 from hisparse.types import IndexerInputs, Selection, SelectionScope
 
-__all__ = ["DSA"]
-
 #: Queries of a prompt per block: limits the memory for scores.
 _QUERY_BLOCK = 64
 

@@ -13,8 +13,6 @@ from hisparse.algorithms.step import DecodeStep, SelectionPolicy
 from hisparse.kernels import key_score
 from hisparse.types import KVSpec
 
-__all__ = ["Oracle"]
-
 
 @register_algorithm("oracle")
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,6 @@ from hisparse.errors import AlgorithmError
 from hisparse.kernels import select, serial_operators
 from hisparse.types import KVSpec, Selection
 
-__all__ = ["PageScoreAlgorithm", "RankedPagesAlgorithm"]
-
 
 class RankedPagesAlgorithm(BaseSparseAlgorithm):
     """Keeps the pages with the highest scores.

@@ -16,8 +16,6 @@ from hisparse.algorithms.step import DecodeStep, SelectionPolicy
 from hisparse.kernels import page_score, page_summary
 from hisparse.types import KVSpec
 
-__all__ = ["Quest"]
-
 
 @register_algorithm("quest")
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, int64, zeros
 
-__all__ = ["RequestIndexes"]
-
 
 class RequestIndexes:
     """One tensor per layer and request slot, passed to kernels by address.

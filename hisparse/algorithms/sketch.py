@@ -21,8 +21,6 @@ from hisparse.kernels import (
 )
 from hisparse.types import KVSpec, Selection
 
-__all__ = ["Sketch"]
-
 _SKETCH, _OUTLINE = "sketch", "outline"
 #: Candidates for each page of a selection, with ``economy``.
 _CANDIDATES = 8

@@ -12,8 +12,6 @@ from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.kernels import cap_logits, select
 from hisparse.types import Selection
 
-__all__ = ["SnapKV"]
-
 _LISTED, _PROMPT_PAGES = "listed", "prompt_pages"
 _WINDOW, _SEEN, _END = "window", "seen", "window_end"
 

@@ -23,8 +23,6 @@ from hisparse.types import (
     SelectionScope,
 )
 
-__all__ = ["AttentionMode", "DecodeStep", "KVReader", "PrefillStep", "SelectionPolicy"]
-
 T = TypeVar("T")
 
 #: How a layer attends a request: "sparse", over the selected pages; "resident", densely, over a
@@ -32,8 +30,8 @@ T = TypeVar("T")
 #: "window", over the last tokens, in a layer that attends no others.
 AttentionMode = Literal["sparse", "resident", "streamed", "window"]
 
-#: Among the names of what is found once.
-_SELECTION = "selection of the group"
+#: The name under which a step keeps the selection of the current group of layers.
+SELECTION = "selection of the group"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +206,7 @@ class DecodeStep:
             after the other; None: each request has one. Only the last token may fill a page.
         by_mode: the requests of a whole batch by attention mode, in layers that attend sparsely.
         dense_by_mode: the same, in layers that are always dense.
+        found: what was found :meth:`once`, by name.
     """
 
     policy: SelectionPolicy
@@ -233,7 +232,7 @@ class DecodeStep:
     last: DecodeStep | None = None
     by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
     dense_by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
-    _found: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    found: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def forced_pages(self) -> Tensor:
@@ -250,19 +249,15 @@ class DecodeStep:
             name: of the value, among those of the algorithm.
             find: computes it.
         """
-        if name not in self._found:
-            self._found[name] = find()
-        found: T = self._found[name]
+        if name not in self.found:
+            self.found[name] = find()
+        found: T = self.found[name]
         return found
 
     @property
     def selection(self) -> Selection | None:
         """What the layers of the current group attend; None before the first layer selects."""
-        return self._found.get(_SELECTION)
-
-    def share(self, selection: Selection) -> None:
-        """Let the next layers that do not select attend ``selection``."""
-        self._found[_SELECTION] = selection
+        return self.found.get(SELECTION)
 
     @property
     def seq_lens(self) -> Tensor:
@@ -332,11 +327,6 @@ class DecodeStep:
         """``[L, R] int64``, where each row's new token goes: its tail page times S, plus offset."""
         return self.row_tails.long() * self.policy.kv.page_size + (self.row_tail_lens - 1)
 
-    @property
-    def ending(self) -> DecodeStep:
-        """The last token of each request: only these may fill a page."""
-        return self if self.last is None else self.last
-
     @cached_property
     def filled(self) -> tuple[Tensor, Tensor] | None:
         """The tail pages that the step fills; None: the host knows that there are none.
@@ -354,14 +344,8 @@ class DecodeStep:
         full = rows.view(len(page), -1)[:, 0]
         return rows, torch.where(full, page, 0).long()
 
-    def with_indexer(self, indexer: IndexerInputs | None) -> DecodeStep:
-        """The same requests in one layer, with all that was found :meth:`once`.
-
-        Args:
-            indexer: inputs of the whole batch; None: the algorithm needs none.
-        """
-        if indexer is None:
-            return self
+    def with_indexer(self, indexer: IndexerInputs) -> DecodeStep:
+        """The same requests in one layer, by the inputs of the whole batch; keeps :attr:`found`."""
         # Not replace, which would drop what was found.
         step = copy(self)
         inputs = indexer if self.index is None else indexer.take(self.index)

@@ -12,8 +12,6 @@ from hisparse.algorithms.base import Representation, register_algorithm
 from hisparse.algorithms.page_score import RankedPagesAlgorithm
 from hisparse.algorithms.step import DecodeStep, SelectionPolicy
 
-__all__ = ["Streaming"]
-
 
 @register_algorithm("streaming")
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from hisparse.algorithms.step import DecodeStep
 
-__all__ = ["tail_logits"]
-
 
 def tail_logits(query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
     """Logits of the tokens in the tail pages.

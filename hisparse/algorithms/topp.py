@@ -17,8 +17,6 @@ from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
 from hisparse.kernels import cap_logits, select
 from hisparse.types import Selection
 
-__all__ = ["TopP"]
-
 _CODES, _RANGES = "codes", "ranges"
 #: Bytes of codes that are unpacked at a time: limits the memory for levels.
 _BLOCK = 2**20

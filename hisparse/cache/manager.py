@@ -17,7 +17,7 @@ from hisparse.cache.residency import Residency
 from hisparse.cache.staging import Staging
 from hisparse.cache.streams import InlineStreams, SideStreams
 from hisparse.cache.swap_in import PageTable, SwapIn, Wanted
-from hisparse.kernels import promote_tail
+from hisparse.kernels import TailPools, promote_tail
 from hisparse.types import Selection
 
 
@@ -154,6 +154,7 @@ class SparseKVCacheManager:
         if form.encoded:
             # Kernels copy tail pages as they are; these have to be decoded.
             pools, tails = (), self.kv_io.read_tails(layer_id, step)
+        k, v = (*pools, None, None)[:2]
         copies = promote_tail(
             step.rows,
             step.num_pages,
@@ -161,8 +162,7 @@ class SparseKVCacheManager:
             step.capacity,
             self.device.state(layer_id),
             self.device.tail_pages[layer_id],
-            pools=pools if with_values else pools[:1],
-            kv_heads=self.host.kv.num_kv_heads,
+            pools=TailPools(k, v if with_values else None, self.host.kv.num_kv_heads),
         )
         if tails is not None:
             return tails if with_values else tails[:1]

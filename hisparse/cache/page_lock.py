@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.kernels.cuda.transfer import PIECE_BYTES
+from hisparse.kernels.transfer.cuda import PIECE_BYTES
 from hisparse.units import format_bytes
 
 #: ``cudaHostRegisterPortable | cudaHostRegisterMapped``: kernels of any device read it in place.

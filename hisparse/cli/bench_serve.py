@@ -117,8 +117,7 @@ def _share(text: str) -> float:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from hisparse_bench.load.options import LoadOptions
-    from hisparse_bench.load.recipes import read_recipe
+    from hisparse_bench.load.options import LoadOptions, read_recipe
 
     plot = arguments.plot
     if plot is not None and plot.suffix != ".svg":
@@ -138,7 +137,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace, about: dict[str, str], runs: Sequence[Any]) -> int:
     from hisparse_bench.load.bench import LoadBench
     from hisparse_bench.load.report import LoadReport
-    from hisparse_bench.load.status import Status
+    from hisparse_bench.load.running import Status
 
     started, benches, finished = time.monotonic(), [], False
     columns: list[ProgressColumn] = [SpinnerColumn(), TextColumn("{task.description}")]

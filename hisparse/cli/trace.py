@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from hisparse.cli import trace_prefix, trace_record
+from hisparse.cli import trace_record
 from hisparse.cli.arguments import names, numbers
 from hisparse.cli.output import make_table, print_paragraph
 from hisparse.doctor import provenance
 from hisparse.errors import ConfigError, unknown_name
 from hisparse.eval.report import check_matplotlib
 from hisparse.kernels import POLICIES
-from hisparse.trace import (
-    HitCurve,
-    SelectionTrace,
-    adjacent_overlap,
-    lru_curve,
-    policy_hits,
-)
-from hisparse.trace.cache_events import is_event_file
+from hisparse.trace import SelectionTrace, lru_curve
+from hisparse.trace.cache_events import describe_events, is_event_file
 from hisparse.trace.prefix import read_prefix
+from hisparse.trace.prefix_replay import PrefixPoint, are_prefixes, describe_prefix, replay_all
+from hisparse.trace.replay import USUAL_BUFFERS, describe, overlaps, replay_trace, tokens_for
 from hisparse.units import format_bytes
 
-_BUFFERS = [2048, 4096, 8192]
 _HIT_RATIO = 0.8
 
 
@@ -51,7 +46,7 @@ def _add_replay(actions: Any) -> None:
     replay = actions.add_parser("replay", help=text, description=text)
     _add_files(replay)
     add = replay.add_argument
-    shown = ",".join(map(str, _BUFFERS))
+    shown = ",".join(map(str, USUAL_BUFFERS))
     text = f"tokens of a row's buffer ({shown}, but those that a selection does not fit)"
     add("--device-buffer-size", type=numbers, metavar="N[,N]", help=text)
     text = f"{', '.join(POLICIES)}, which knows the future and hits most often (lru)"
@@ -59,7 +54,7 @@ def _add_replay(actions: Any) -> None:
     text = "tokens of a prefix cache (the whole trace, a half, a quarter, ...)"
     add("--capacity", type=numbers, metavar="N[,N]", help=text)
     text = "seconds that an unused block stays in a prefix cache, or none (none)"
-    add("--ttl", type=trace_prefix.seconds, metavar="S[,S]", help=text)
+    add("--ttl", type=_seconds, metavar="S[,S]", help=text)
     add("--by", choices=("layer", "head"), help="also the hit ratios of each layer or head")
     text = "draw hit ratio and bytes against the size of the buffer"
     add("--plot", type=Path, metavar="FILE.svg", help=text)
@@ -86,6 +81,21 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object instead")
 
 
+def _seconds(text: str) -> list[float | None]:
+    """``"60,600,none"`` -> ``[60.0, 600.0, None]``.
+
+    Raises:
+        ArgumentTypeError: a value is neither a number above 0 nor "none".
+    """
+    try:
+        found = [None if word == "none" else float(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(x is None or 0 < x < 1e12 for x in found):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected seconds such as 60,600 or none")
+    return found
+
+
 def _ratio(text: str) -> float:
     try:
         value = float(text)
@@ -106,55 +116,17 @@ def _origin(action: str) -> dict[str, Any]:
     }
 
 
-def _about(file: Path, trace: SelectionTrace) -> dict[str, Any]:
-    """What a trace holds."""
-    header, visits = trace.header, trace.visits
-    pages = sum(int(trace.layer(x).lengths.sum()) for x in header.layers)
-    return {
-        "file": str(file),
-        "source": header.source,
-        "note": header.note,
-        "algorithm": header.algorithm,
-        "scope": header.scope,
-        "page_size": header.page_size,
-        "layers": len(header.layers),
-        "heads": header.heads,
-        "requests": int(visits.requests.max()) + 1,
-        "request_steps": len(visits.requests),
-        "context": [int(visits.seq_lens.min()), int(visits.seq_lens.max())],
-        "selected_pages": pages,
-        "bytes": trace.num_bytes,
-        "bytes_per_page": trace.num_bytes / max(1, pages),
-        "dropped_steps": None if trace.end is None else trace.end.dropped_steps,
-        "ended": "early, as a process that is killed" if trace.end is None else trace.end.reason,
-        "settings": dict(header.settings),
-        "version": header.version,
-        "started": header.started,
-    }
-
-
-def _overlaps(trace: SelectionTrace) -> dict[str, Any]:
-    overlap = adjacent_overlap(trace)
-    known = overlap[overlap == overlap]
-    return {
-        "adjacent_overlap": float(known.mean()) if known.size else None,
-        "adjacent_overlap_by_layer": [
-            float(row[row == row].mean()) if (row == row).any() else None for row in overlap
-        ],
-    }
-
-
 def _show(arguments: argparse.Namespace) -> int:
     found = []
     if all(map(is_event_file, arguments.files)):
-        found = list(map(trace_prefix.describe_events, arguments.files))
-        return _print_prefixes("show", arguments, found, trace_prefix.print_events)
-    if trace_prefix.are_prefixes(arguments.files):
-        found = [trace_prefix.describe_prefix(x, read_prefix(x)) for x in arguments.files]
-        return _print_prefixes("show", arguments, found)
+        found = list(map(describe_events, arguments.files))
+        return _print_prefixes("show", arguments, found, _print_events)
+    if are_prefixes(arguments.files):
+        found = [describe_prefix(x, read_prefix(x)) for x in arguments.files]
+        return _print_prefixes("show", arguments, found, _print_prefix)
     for file in arguments.files:
         with SelectionTrace(file) as trace:
-            found.append(_about(file, trace) | _overlaps(trace))
+            found.append(describe(file, trace) | overlaps(trace))
     if arguments.json:
         print(json.dumps(_origin("show") | {"traces": found}, indent=2))
         return 0
@@ -181,19 +153,6 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_prefixes(
-    action: str,
-    arguments: argparse.Namespace,
-    found: list[dict[str, Any]],
-    print_all: Callable[[list[dict[str, Any]]], None] = trace_prefix.print_prefix,
-) -> int:
-    if arguments.json:
-        print(json.dumps(_origin(action) | {"traces": found}, indent=2))
-    else:
-        print_all(found)
-    return 0
-
-
 def _source(about: dict[str, Any]) -> str:
     made_up = about["source"] == "made up"
     source = "made up, by no model" if made_up else about["source"]
@@ -212,11 +171,11 @@ def _refuse(arguments: argparse.Namespace, flags: tuple[str, ...], kind: str) ->
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    if trace_prefix.are_prefixes(arguments.files):
+    if are_prefixes(arguments.files):
         _refuse(arguments, ("--device-buffer-size", "--policy", "--by", "--plot"), "prefix traces")
         ttls = arguments.ttl or [None]
-        found = [trace_prefix.replay_all(x, arguments.capacity, ttls) for x in arguments.files]
-        return _print_prefixes("replay", arguments, found)
+        found = [replay_all(x, arguments.capacity, ttls) for x in arguments.files]
+        return _print_prefixes("replay", arguments, found, _print_prefix)
     _refuse(arguments, ("--capacity", "--ttl"), "traces of selections")
     policies = list(dict.fromkeys(arguments.policy or ["lru"]))
     for policy in policies:
@@ -226,29 +185,8 @@ def _replay(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--plot: got {str(arguments.plot)!r}, expected a file.svg")
     if arguments.plot is not None:
         check_matplotlib("--plot")
-    found = []
-    for file in arguments.files:
-        with SelectionTrace(file) as trace:
-            curve = lru_curve(trace)
-            buffers = _buffers(arguments.device_buffer_size, curve.least_tokens, file)
-            accesses = max(1, int(curve.accesses.sum()))
-            about = _about(file, trace) | _overlaps(trace)
-            about |= {"buffers": buffers, "policies": {}, "curve": _curve_points(curve)}
-            for policy in policies:
-                hits = policy_hits(trace, policy, buffers)
-                misses = (curve.accesses[..., None] - hits).sum(axis=1)
-                read = (misses * curve.read_bytes[:, None]).sum(axis=0) / curve.steps
-                by_head = hits / curve.accesses.clip(min=1)[..., None]
-                by_layer = hits.sum(axis=1) / curve.accesses.sum(axis=1).clip(min=1)[:, None]
-                about["policies"][policy] = {
-                    "hit_ratio": (hits.sum(axis=(0, 1)) / accesses).tolist(),
-                    "bytes_per_step": read.tolist(),
-                    "hit_ratio_by_layer": by_layer.T.tolist(),
-                }
-                if arguments.by == "head":
-                    heads = by_head.transpose(2, 0, 1).tolist()
-                    about["policies"][policy]["hit_ratio_by_head"] = heads
-            found.append(about)
+    by_head, given = arguments.by == "head", arguments.device_buffer_size
+    found = [replay_trace(x, policies, given, by_head=by_head) for x in arguments.files]
     if arguments.plot is not None:
         from hisparse.eval.plots import to_svg, trace_figure
 
@@ -258,38 +196,6 @@ def _replay(arguments: argparse.Namespace) -> int:
     else:
         _print_replay(found, arguments.by)
     return 0
-
-
-def _buffers(given: list[int] | None, least: int, file: Path) -> list[int]:
-    """Tokens of the buffers to replay: those that were given, or the usual ones that are enough.
-
-    Raises:
-        ConfigError: a buffer that was given, or each of the usual ones, is too small.
-    """
-    enough = [tokens for tokens in given or _BUFFERS if tokens >= least]
-    if not enough or (given and len(enough) < len(given)):
-        raise ConfigError(
-            f"--device-buffer-size: got {', '.join(map(str, given or _BUFFERS))}, expected at "
-            f"least the {least} tokens of the longest selection in {str(file)!r}"
-        )
-    return enough
-
-
-def _curve_points(curve: Any) -> list[dict[str, float]]:
-    """The LRU curve at powers of two of tokens, from the smallest buffer to the whole context."""
-    largest = (curve.hits.shape[-1] - 1) * curve.page_size
-    tokens, points = curve.least_tokens, []
-    while tokens < largest:
-        points.append(tokens)
-        tokens *= 2
-    return [
-        {
-            "buffer": tokens,
-            "hit_ratio": curve.hit_ratio(tokens),
-            "bytes_per_step": curve.bytes_per_step(tokens),
-        }
-        for tokens in [*points, largest]
-    ]
 
 
 def _print_replay(found: list[dict[str, Any]], by: str | None) -> None:
@@ -337,8 +243,8 @@ def _recommend(arguments: argparse.Namespace) -> int:
     found = []
     for file in arguments.files:
         with SelectionTrace(file) as trace:
-            curve, about = lru_curve(trace), _about(file, trace)
-        tokens = _tokens_for(arguments.hit_ratio, curve, about)
+            curve, about = lru_curve(trace), describe(file, trace)
+        tokens = tokens_for(arguments.hit_ratio, curve, about)
         about |= {"device_buffer_size": tokens, "hit_ratio": curve.hit_ratio(tokens)}
         found.append(about | {"bytes_per_step": curve.bytes_per_step(tokens)})
     if arguments.json:
@@ -355,19 +261,68 @@ def _recommend(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _tokens_for(hit_ratio: float, curve: HitCurve, about: dict[str, Any]) -> int:
-    """The smallest ``device_buffer_size`` with a hit ratio.
+def _print_prefixes(
+    action: str,
+    arguments: argparse.Namespace,
+    found: list[dict[str, Any]],
+    print_all: Callable[[list[dict[str, Any]]], None],
+) -> int:
+    if arguments.json:
+        print(json.dumps(_origin(action) | {"traces": found}, indent=2))
+    else:
+        print_all(found)
+    return 0
 
-    Raises:
-        ConfigError: there is none.
-    """
-    budget = about["settings"].get("budget")
-    # A row holds the budget at least, the page being filled included.
-    tokens = curve.tokens_for(hit_ratio, budget if isinstance(budget, int) else 0)
-    if tokens is None:
-        whole = (curve.hits.shape[-1] - 1) * curve.page_size
-        raise ConfigError(
-            f"--hit-ratio: got {hit_ratio}, expected at most {curve.hit_ratio(whole):.4f}, which "
-            f"{about['file']!r} has with all of its pages on the device"
+
+def _print_prefix(found: Sequence[dict[str, Any]]) -> None:
+    """What each trace holds and, if it was replayed, its caches."""
+    console = Console(highlight=False)
+    for about in found:
+        console.print(f"[bold]{about['file']}[/bold]", soft_wrap=True)
+        made_up = about["source"] == "made up"
+        source = "made up, from no server" if made_up else about["source"]
+        served = about["found_by_server"]
+        text = (
+            f"{source}{': ' if about['note'] else ''}{about['note']}. {about['requests']:,} "
+            f"requests in {about['seconds']:,.0f} s, {about['input_tokens']:,} prompt tokens, "
+            f"{about['unique_tokens']:,} of them different, in blocks of {about['block_size']}. "
+            f"An unlimited cache holds {about['unlimited_hit_ratio']:.1%} of all prompt tokens"
+            + ("." if served is None else f"; the server found {served:.1%} of those it reports.")
         )
-    return tokens
+        print_paragraph(console, text)
+        if "points" in about:
+            figures = ("capacity", "ttl s", "hits", "peak")
+            table = make_table(*figures, "front", right=figures)
+            for point in about["points"]:
+                own = PrefixPoint(**{k: v for k, v in point.items() if k != "pareto"})
+                table.add_row(
+                    f"{own.capacity:,}",
+                    "-" if own.ttl_s is None else f"{own.ttl_s:g}",
+                    f"{own.hit_ratio:.1%}",
+                    f"{own.peak_tokens:,}",
+                    "*" if point["pareto"] else "",
+                )
+            console.print(table)
+    if "points" in found[0]:
+        print_paragraph(
+            console,
+            "capacity, peak: tokens that the cache may hold, and held at most. hits: prompt tokens "
+            "that it held. *: no other cache holds at most as much and hits at least as often.",
+        )
+
+
+def _print_events(found: Sequence[dict[str, Any]]) -> None:
+    """What each file of cache events holds."""
+    console = Console(highlight=False)
+    for about in found:
+        console.print(f"[bold]{about['file']}[/bold]", soft_wrap=True)
+        age, lost = about["median_age_s"], about["lost_messages"]
+        text = (
+            f"recorded: {about['note']}. In {about['seconds']:,.0f} s the cache inserted "
+            f"{about['inserted']:,} blocks, {about['inserted_again']:,} of them after it had "
+            f"evicted them, evicted {about['evicted']:,} and cleared {about['cleared']:,}. It held "
+            f"at most {about['most_tokens']:,} tokens"
+            + ("." if age is None else f", an evicted block for {age:,.1f} s (median).")
+            + (f" Messages are missing in {lost:,} places." if lost else "")
+        )
+        print_paragraph(console, text)

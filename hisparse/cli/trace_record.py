@@ -196,9 +196,9 @@ def _record(arguments: argparse.Namespace, budget: int | None) -> int:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from hisparse.eval.models import load, resolve
+    from hisparse.eval.record_trace import record_model
     from hisparse.eval.texts import TEXTS
     from hisparse.eval.texts import read_text as built_in
-    from hisparse.trace.record import record_model
 
     name = arguments.model or "smollm2-135m"
     console = Console(stderr=True)

@@ -18,8 +18,6 @@ from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import HiSparseError
 from hisparse.types import IndexerInputs
 
-__all__ = ["DecodeBatch", "MixedBatch", "PrefillBatch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillBatch:
@@ -56,8 +54,8 @@ class PrefillBatch:
         residency.drop_replaced(slots, [c.host_pages for c in self.chunks])
         for chunk in self.chunks:
             residency.keep_pages(chunk.slot, chunk.host_pages)
-            if engine.exact is not None:
-                engine.exact.prefill(chunk.start, chunk.host_pages)
+            if engine.shareable is not None:
+                engine.shareable.prefill(chunk.start, chunk.host_pages)
         written = self.num_tokens * manager.host.format.token_bytes
         manager.counters.add("written_bytes", written)
         run: AttendLayer = partial(engine.prefill.run, self.chunks, self.host_slots)
@@ -174,8 +172,8 @@ class DecodeBatch:
         """The modes of a step in sparse layers and in dense layers, by the capacities now."""
         slots, seq_lens, residency = self.slots_cpu, self.seq_lens_cpu, engine.manager.residency
         residency.drop_replaced(slots, self.host_page_table)
-        if engine.exact is not None:
-            engine.exact.decode(slots, seq_lens, self.host_page_table)
+        if engine.shareable is not None:
+            engine.shareable.decode(slots, seq_lens, self.host_page_table)
         held = residency.held(slots)
         return engine.modes.of(seq_lens, held), engine.modes.of_dense_layers(seq_lens, held)
 

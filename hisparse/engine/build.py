@@ -42,17 +42,6 @@ from hisparse.memory.costs import (
 from hisparse.memory.sizing import Sizing
 from hisparse.types import KVSpec, SelectionScope
 
-__all__ = [
-    "EngineSetup",
-    "PoolSizes",
-    "Resources",
-    "build",
-    "build_engine",
-    "kept_tensors",
-    "make_policy",
-    "resolve",
-]
-
 logger = logging.getLogger(__name__)
 
 
@@ -171,11 +160,8 @@ def resolve(
     scope = choose_scope(config, latent=spec.latent)
     algorithm = build_algorithm(config)
     policy = make_policy(config, algorithm, spec, scale, scope)
-    limits = {
-        "context_length": resources.context_length,
-        "host_bytes": resources.host_bytes,
-    }
-    algorithm = call(algorithm.resolved, None, policy, **limits)
+    length, host_bytes = resources.context_length, resources.host_bytes
+    algorithm = call(algorithm.resolved, None, policy, context_length=length, host_bytes=host_bytes)
     captured = resources.captures and config.not_captured(resources.device_type) is None
     resolved = resolve_settings(config, spec, scope, layers, captured=captured)
     adapter = choose_adapter(
@@ -197,7 +183,7 @@ def resolve(
         host_token_bytes=host_token_bytes(algorithm, kept, spec),
         adapter=ADAPTERS.get(adapter.name),
         captured_request_bytes=call(
-            algorithm.captured_bytes, None, policy, -(-resources.context_length // spec.page_size)
+            algorithm.captured_bytes, None, policy, -(-length // spec.page_size)
         ),
         extra_tables=_extra_tables(config, policy),
     )
@@ -306,6 +292,10 @@ def build(
     )
     call(algorithm.initialize, None, representations.tensors, policy)
     modes = _make_modes(resolved, policy, algorithm)
+    state = representations.tensors
+    context = ExtensionContext(
+        config=config, policy=policy, manager=manager, adapter=adapter, state=state, modes=modes
+    )
     components = Components(
         policy=policy,
         algorithm=algorithm,
@@ -313,14 +303,10 @@ def build(
         adapter=adapter,
         representations=representations,
         modes=modes,
+        extensions=[cls(config.extensions[name], context) for name, cls in types.items()],
         gather_queries=gather_queries,
     )
-    state = representations.tensors
-    context = ExtensionContext(
-        config=config, policy=policy, manager=manager, adapter=adapter, state=state, modes=modes
-    )
-    extensions = tuple(cls(config.extensions[name], context) for name, cls in types.items())
-    return SparseCoordinator(replace(components, extensions=extensions))
+    return SparseCoordinator(components)
 
 
 def _make_modes(

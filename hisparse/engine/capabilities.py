@@ -13,17 +13,6 @@ from hisparse.config import KV_FORMATS, HiSparseConfig, Resolved
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec, SelectionScope
 
-__all__ = [
-    "check_capabilities",
-    "check_dense_layers",
-    "check_indexer",
-    "choose_scope",
-    "resolve_settings",
-    "row_tokens",
-    "stored_spec",
-]
-
-
 logger = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from hisparse.engine.extensions.base import Extension
 from hisparse.engine.modes import AttentionModes
 from hisparse.engine.representations import Representations
 
-__all__ = ["Components", "GatherQueries"]
-
 #: Joins the query heads of all ranks: ``[T, Hq, D] -> [T, ranks * Hq, D]``, the same on every rank.
 GatherQueries = Callable[[Tensor], Tensor]
 
@@ -45,7 +43,3 @@ class Components:
     modes: AttentionModes
     extensions: Sequence[Extension] = ()
     gather_queries: GatherQueries | None = None
-
-    def selecting_queries(self, queries: Tensor) -> Tensor:
-        """The queries ``[T, Hq, D]`` of all heads that share this rank's selections."""
-        return queries if self.gather_queries is None else self.gather_queries(queries)

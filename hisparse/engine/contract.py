@@ -13,8 +13,6 @@ from hisparse.cache import check_selection
 from hisparse.errors import AlgorithmError, ConfigError, HiSparseError, explain
 from hisparse.types import Selection
 
-__all__ = ["blame", "call", "check_positions", "named", "require_selection", "retrieve"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

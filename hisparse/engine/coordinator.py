@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from hisparse.cache.exact_pages import ExactPages
+from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.engine.components import Components
 from hisparse.engine.contract import call
 from hisparse.engine.decode import DecodeLayer, SelectionObserver
@@ -18,8 +18,6 @@ from hisparse.engine.metrics import CacheStats
 from hisparse.engine.prefill import Prefill, PrefillChunk
 from hisparse.engine.restored import Build, RestoredPages, TransferredRequests
 from hisparse.types import IndexerInputs, PagedKV
-
-__all__ = ["AttendLayer", "Batch", "Forward", "SparseCoordinator"]
 
 #: ``(layer_id, q, k, v, indexer, sinks)``: attention of one layer, as
 #: :meth:`SparseCoordinator.attention` describes.
@@ -68,7 +66,7 @@ class SparseCoordinator:
         policy, algorithm, manager, representations, modes, extensions: the components.
         decode: runs the layers of decode steps.
         prefill: runs the layers of prefills.
-        exact: which pages a store may take; None: there is no store.
+        shareable: which pages a store may take; None: there is no store.
         restored: pages that came from a store; None: there is no store.
         transferred: requests that another server has prefilled; None: there are none.
         replayed: whether the last forward was a captured step.
@@ -83,7 +81,7 @@ class SparseCoordinator:
         self.extensions = components.extensions
         self.decode = DecodeLayer(components)
         self.prefill = Prefill(components)
-        self.exact: ExactPages | None = None
+        self.shareable: ShareablePages | None = None
         self.restored: RestoredPages | None = None
         self.transferred: TransferredRequests | None = None
         self.replayed = False
@@ -92,7 +90,7 @@ class SparseCoordinator:
         self._after_step = overriding("after_step", components.extensions)
         self._forward: Forward | None = None
 
-    def share_pages(self) -> tuple[ExactPages, RestoredPages]:
+    def share_pages(self) -> tuple[ShareablePages, RestoredPages]:
         """Follow which pages a store may take, and build representations of those that it gave.
 
         Called once, before the first request, by a server that has a store.
@@ -100,9 +98,9 @@ class SparseCoordinator:
         manager, size = self.manager, self.policy.kv.page_size
         num_pages, device = manager.host.num_pages, manager.device.device
         num_slots = manager.device.capacity.shape[0] // manager.device.heads
-        self.exact = ExactPages(num_pages, size, num_slots, self.modes.is_dense, device)
+        self.shareable = ShareablePages(num_pages, size, num_slots, self.modes.is_dense, device)
         self.restored = RestoredPages(manager, self._build_restored())
-        return self.exact, self.restored
+        return self.shareable, self.restored
 
     def receive_requests(self) -> TransferredRequests:
         """Serve requests that another server has prefilled; called once, before the first."""
@@ -142,8 +140,8 @@ class SparseCoordinator:
         """Start a request in a request slot. Safe while an earlier forward is running."""
         self.manager.residency.begin(slot)
         self.representations.begin(slot)
-        if self.exact is not None:
-            self.exact.begin(slot)
+        if self.shareable is not None:
+            self.shareable.begin(slot)
 
     def on_request_end(self, slot: int) -> None:
         """End the request of a slot. Safe while an earlier forward is running."""
@@ -162,8 +160,8 @@ class SparseCoordinator:
 
     def on_page_copied(self, source: int, target: int) -> None:
         """Tell that host page ``target`` got the K and V of ``source``."""
-        if self.exact is not None:
-            self.exact.copy(source, target)
+        if self.shareable is not None:
+            self.shareable.copy(source, target)
 
     @property
     def not_capturable(self) -> str | None:

@@ -1,8 +1,7 @@
 """One layer of a decode step: append, score, select, diff_tables, gather, attend.
 
-:meth:`DecodeLayer.run` has these six operations in order. An algorithm scores and selects
-(``retrieve_topk``). ``manager.swap_in`` finds the missing pages (``diff_tables``) and loads them
-(``gather_pages``).
+These are its six operations, in order. The algorithm scores and selects (``retrieve_topk``);
+``manager.swap_in`` finds the missing pages (``diff_tables``) and loads them (``gather_pages``).
 """
 
 from __future__ import annotations
@@ -14,15 +13,13 @@ from torch import Tensor
 
 from hisparse.adapters import Attended, add_sinks, merge_attended
 from hisparse.algorithms import DecodeStep
-from hisparse.algorithms.step import AttentionMode
+from hisparse.algorithms.step import SELECTION, AttentionMode
 from hisparse.cache import PageTable, Tile
 from hisparse.engine.components import Components
 from hisparse.engine.contract import blame, call, require_selection, retrieve
 from hisparse.engine.extensions.base import overriding
 from hisparse.kernels import serial_operators
 from hisparse.types import IndexerInputs, Selection
-
-__all__ = ["DecodeLayer", "SelectionObserver"]
 
 #: ``(layer_id, queries [B, Hq, D], step, selection)``, called after every selection.
 SelectionObserver = Callable[[int, Tensor, DecodeStep, Selection], None]
@@ -44,7 +41,7 @@ class DecodeLayer:
         self._manager = components.manager
         self._adapter = components.adapter
         self._modes = components.modes
-        self._gather_queries = components.selecting_queries
+        self._gather_queries = components.gather_queries
         # A dense context that a captured step serves fits its row.
         self._dense_width = min(self._modes.dense_width, self._manager.device.max_row_pages)
         # The algorithm ranks the tail page: a selection that fills the budget excludes it.
@@ -55,6 +52,7 @@ class DecodeLayer:
         self._after_selection = overriding("after_selection", hooks)
         self._after_attention = overriding("after_attention", hooks)
         self._storing = overriding("store_pages", hooks)
+        self._serial = serial_operators(self._manager.device.device)
         self.observer: SelectionObserver | None = None
 
     def run(
@@ -71,35 +69,43 @@ class DecodeLayer:
 
         ``sinks [Hq]``: see :meth:`SparseCoordinator.attention`.
         """
-        with serial_operators(q.device):
+        with self._serial:
             self._start_layer(layer_id, step)
             self._manager.append(layer_id, step.tail_slots[layer_id], step.host_slots, k, v)
         by_mode = self._modes.of_layer(layer_id, step)
         if len(by_mode) == 1:
             ((mode, part),) = by_mode.items()
-            out = self._attend_in(mode, layer_id, q, part.with_indexer(indexer), sinks)
+            out = self._attend_in(mode, layer_id, part, q, indexer, sinks)
         else:
             out = q.new_empty(*q.shape[:-1], self._policy.kv.v_head_dim)
             for mode, part in by_mode.items():
-                part = part.with_indexer(indexer)
-                out[part.index] = self._attend_in(mode, layer_id, q[part.index], part, sinks)
-        ending = step.ending
-        if ending.filled is not None:
-            with serial_operators(q.device):
-                self._finish(layer_id, ending.with_indexer(indexer), *ending.filled)
+                own = q[part.index]
+                out[part.index] = self._attend_in(mode, layer_id, part, own, indexer, sinks)
+        last = step.last or step
+        if last.filled is not None:
+            with self._serial:
+                self._finish(layer_id, _of_layer(last, indexer), *last.filled)
         return out
 
     def _attend_in(
-        self, mode: AttentionMode, layer_id: int, q: Tensor, step: DecodeStep, sinks: Tensor | None
+        self,
+        mode: AttentionMode,
+        layer_id: int,
+        step: DecodeStep,
+        q: Tensor,
+        indexer: IndexerInputs | None,
+        sinks: Tensor | None,
     ) -> Tensor:
-        """Attention of requests in one mode: ``q [B, Hq, D]`` -> ``[B, Hq, Dv]``."""
+        """Attention of the requests in one mode: ``q [B, Hq, D]`` -> ``[B, Hq, Dv]``."""
         if mode == "streamed":
             return self._attend_streamed(layer_id, q, step, sinks).to(q.dtype)
-        selection = self._select(layer_id, q, step) if mode == "sparse" else None
+        selection = None
+        if mode == "sparse":
+            selection = self._select(layer_id, q, _of_layer(step, indexer))  # score, select
         queries = q.reshape(-1, self._policy.kv.num_q_heads // self._policy.heads, q.shape[-1])
-        with serial_operators(q.device):
+        with self._serial:
             try:
-                table = self._swap_in(mode, layer_id, step, selection)
+                table = self._swap_in(mode, layer_id, step, selection)  # diff_tables, gather
                 attended = self._attend(layer_id, queries, table)
             except Exception as error:
                 blame(error, layer_id, selection, step, self._algorithm)
@@ -122,15 +128,17 @@ class DecodeLayer:
 
     def _select(self, layer_id: int, q: Tensor, step: DecodeStep) -> Selection:
         """The pages that a layer attends; the first layer of a group scores and selects them."""
-        if self._modes.selects(layer_id):
-            step.share(self._retrieve(layer_id, q, step))
-        assert step.selection is not None, "the first layer of a group selects"
-        return step.selection
+        if not self._modes.selects(layer_id):
+            assert step.selection is not None, "the first layer of a group selects"
+            return step.selection
+        selection = self._retrieve(layer_id, q, step)
+        step.found[SELECTION] = selection
+        return selection
 
     def _retrieve(self, layer_id: int, q: Tensor, step: DecodeStep) -> Selection:
         """Let the algorithm score and select for ``q [B, Hq, D]``, and extensions refine that."""
         invalid = self._manager.counters.total("invalid_scores") if self._manager.checked else None
-        queries = self._gather_queries(q)
+        queries = q if self._gather_queries is None else self._gather_queries(q)
         selection = retrieve(self._algorithm, layer_id, queries, step, invalid)
         if self._algorithm.variable_lengths:
             self._count_capped(selection, step)
@@ -243,6 +251,11 @@ class DecodeLayer:
                 end = min((first + width) * size, seq_len)
                 tiles.append(Tile(layer_id, ~request, first, end, pages[first : first + width]))
         return tiles
+
+
+def _of_layer(step: DecodeStep, indexer: IndexerInputs | None) -> DecodeStep:
+    """The step with what the model's indexer says of the whole batch in one layer, if anything."""
+    return step if indexer is None else step.with_indexer(indexer)
 
 
 def _all_where(dense: Tensor, selection: Selection, everything: Selection) -> Selection:

@@ -1,18 +1,22 @@
-"""A fingerprint of a model: K/V of one model are wrong for any other."""
+"""Who may share pages: a model's fingerprint, and the namespace of what it computes."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["fingerprint", "model_settings", "rope_types", "tensor_digests"]
+from hisparse.algorithms import BaseSparseAlgorithm, SelectionPolicy
+from hisparse.cache.serializer import FORMAT_VERSION, PageSerializer
+from hisparse.config import HiSparseConfig
+from hisparse.errors import ConfigError
+from hisparse.storage import Namespace
 
 #: Parts of a configuration that do not change what a model computes.
 _ORIGIN: Final = {
@@ -152,3 +156,66 @@ def _checksum(block: memoryview, width: int) -> int:
     while block and block[-width:] == zeros:
         block = block[:-width]
     return xxhash.xxh3_128_intdigest(block) if block else 0
+
+
+def is_built_in(plugin: object) -> bool:
+    """Whether an algorithm or an extension is part of hisparse.
+
+    Its options then say what it computes. The constants of others may come from anywhere.
+    """
+    return type(plugin).__module__.partition(".")[0] == "hisparse"
+
+
+def page_namespace(
+    fingerprints: Sequence[str],
+    policy: SelectionPolicy,
+    algorithm: BaseSparseAlgorithm,
+    config: HiSparseConfig,
+    serializer: PageSerializer,
+    *,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> Namespace:
+    """The namespace of the pages that one rank computes.
+
+    Neither budget nor algorithm nor layout is part of it, but for models that were trained sparse:
+    there the algorithm decides what a prompt attends.
+
+    Args:
+        fingerprints: of the model, one for each rank; see :func:`fingerprint`.
+        policy: has the attention rule of each layer, as this front end applies it.
+        algorithm: selects pages.
+        config: the settings.
+        serializer: bytes of a record.
+        rank: which share of the heads a record has.
+        num_ranks: number of shares.
+
+    Raises:
+        ConfigError: an algorithm that is not part of hisparse decides what a prompt attends.
+    """
+    # One front end may apply a window of the configuration that another does not read.
+    rules = [(f"{x.scale:.6g}", f"{x.logit_cap:.6g}", x.window) for x in policy.rules]
+    texts = [*fingerprints, str(rules), *_prefill_rules(algorithm, config)]
+    return Namespace(
+        model=xxhash.xxh3_128_hexdigest("\n".join(texts).encode()),
+        kv_dtype=serializer.describe(),
+        page_size=serializer.page_tokens,
+        rank=rank,
+        num_ranks=num_ranks,
+        part_bytes=serializer.part_bytes,
+        version=FORMAT_VERSION,
+    )
+
+
+def _prefill_rules(algorithm: BaseSparseAlgorithm, config: HiSparseConfig) -> list[str]:
+    """The settings that K and V of a prompt depend on."""
+    if type(algorithm).select_prefill is BaseSparseAlgorithm.select_prefill:
+        return []
+    if not is_built_in(algorithm):
+        raise ConfigError(
+            f"storage: got algorithm {config.algorithm}, a plug-in that decides what prompts "
+            "attend, by constants that a store cannot tell apart; expected an algorithm of "
+            "hisparse, or no storage"
+        )
+    sizes = (config.budget, config.num_sink_pages, config.num_recent_pages)
+    return [repr(algorithm), str(sizes), str(config.dense_layers)]

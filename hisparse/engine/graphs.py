@@ -11,8 +11,6 @@ import torch
 from hisparse.engine.batches import DecodeBatch
 from hisparse.engine.coordinator import SparseCoordinator
 
-__all__ = ["CapturedSteps", "StaticBatch"]
-
 
 class StaticBatch:
     """The inputs of a CUDA graph of a decode step, for all batch sizes; written before each replay.

@@ -13,8 +13,6 @@ from hisparse.algorithms.step import AttentionMode
 from hisparse.cache import Counters
 from hisparse.cache.formats import format_of
 
-__all__ = ["AttentionModes", "ModeMasks", "Runs", "divide"]
-
 
 class Runs(NamedTuple):
     """Which drafts of a chain can be served in one step, a run.
@@ -83,6 +81,7 @@ class AttentionModes:
         layers = policy.kv.full_layers
         self.dense_layers = dense_layers.intersection(layers)
         self._num_dense = len(self.dense_layers)
+        self._windowed = frozenset(range(policy.kv.num_layers)).difference(layers)
         # Each layer that selects, with the later sparse layers of its group.
         self._followers: dict[int, list[int]] = {}
         for first in range(0, len(layers), reuse_layers):
@@ -104,7 +103,7 @@ class AttentionModes:
 
     def of_layer(self, layer_id: int, step: DecodeStep) -> Mapping[AttentionMode, DecodeStep]:
         """The requests of a step by the mode in which a layer attends them."""
-        if self._policy.kv.window(layer_id):
+        if layer_id in self._windowed:
             return {"window": step}
         return step.dense_by_mode if layer_id in self.dense_layers else step.by_mode
 

@@ -19,8 +19,6 @@ from hisparse.engine.contract import call, check_positions
 from hisparse.engine.extensions.base import overriding
 from hisparse.types import AttentionRule, IndexerInputs, PagedKV
 
-__all__ = ["Prefill", "PrefillChunk"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillChunk:

@@ -12,8 +12,6 @@ from hisparse.algorithms import Representation, RepresentationMemory, Representa
 from hisparse.algorithms.request_indexes import RequestIndexes
 from hisparse.cache.allocate import zeros
 
-__all__ = ["Representations"]
-
 
 class Representations:
     """All tensors that the algorithm and the extensions declare; initially zero.

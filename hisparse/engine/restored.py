@@ -12,8 +12,6 @@ from torch import Tensor
 from hisparse.cache import SparseKVCacheManager
 from hisparse.engine.prefill import PrefillChunk
 
-__all__ = ["Build", "RestoredPages", "TransferredRequests"]
-
 #: ``(layer_id, chunk, k, v)``, K and V ``[T, Hkv, D]``: builds the representations of a chunk.
 Build = Callable[[int, PrefillChunk, Tensor, Tensor], None]
 

@@ -20,8 +20,6 @@ from hisparse.engine.modes import Runs
 from hisparse.kernels import promote_tail, serial_operators
 from hisparse.types import IndexerInputs
 
-__all__ = ["VerifyBatch", "VerifyStep"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyStep:
@@ -189,7 +187,7 @@ class _Verification:
         count = batch.host_slots.shape[1]
         tokens = [run.pairs @ [count, 1] for run in runs]
         self._tokens = [self._upload(each) for each in tokens]
-        self._rows = [step.ending.rows for step in self._steps]
+        self._rows = [(step.last or step).rows for step in self._steps]
         self._filling = [self._filled_pages(list(run.runs)) for run in runs]
         self._returnable = [self._can_return(run) for run in runs]
         self._output = self._output_index(np.concatenate(tokens))
@@ -216,7 +214,7 @@ class _Verification:
                 outputs.append(self._decode.run(step, layer_id, *drafts))
             if saved is not None:
                 saved.log = log
-                if step.ending.filled is not None:
+                if (step.last or step).filled is not None:
                     saved.filled = self._entries(layer_id, number)
         with serial_operators(q.device):
             out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -348,7 +346,7 @@ class _Undo:
         ends = batch.lengths[requests, list(tokens.values())]
         places = np.searchsorted(list(run.runs), requests)
         #: The requests that go back: rows, capacities, host pages.
-        self._step = step.ending.take(places)
+        self._step = (step.last or step).take(places)
         self.index = self._upload(places, torch.int64)
         heads = torch.arange(step.policy.heads, device=step.rows.device)
         self._rows = (self.index[:, None] * len(heads) + heads).flatten()

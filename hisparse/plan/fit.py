@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, resolve
+from hisparse.engine.build import resolve
 from hisparse.engine.capabilities import check_dense_layers, stored_spec
-from hisparse.engine.stages import spec_of_layers
 from hisparse.errors import CapacityError, ConfigError
+from hisparse.memory.costs import Resources
 from hisparse.memory.sizing import Sizing, SizingLimit, resize, size
 from hisparse.types import KVSpec
 from hisparse.units import format_bytes, resolve_memory
@@ -190,7 +190,7 @@ def refuse(
 
 def _dense_requests(spec: KVSpec, machine: Machine, tokens: int) -> int:
     """Requests of ``tokens`` tokens that SGLang runs at once with its own KV cache."""
-    spec = spec_of_layers(spec, 0, max(machine.stages, default=spec.num_layers))
+    spec = _spec_of_layers(spec, 0, max(machine.stages, default=spec.num_layers))
     kv_bytes = format_of(spec).dense_token_bytes
     index_bytes = spec.num_layers * (spec.index_head_dim + 4 * (spec.index_head_dim > 0))
     return machine.cache_bytes // (kv_bytes + index_bytes) // tokens
@@ -246,7 +246,7 @@ def _stages(
         )
         setup = resolve(
             config,
-            spec_of_layers(spec, first, own),
+            _spec_of_layers(spec, first, own),
             spec.head_dim**-0.5,
             resources,
             range(first, first + own),
@@ -326,3 +326,15 @@ def largest(holds: Callable[[int], bool], least: int, most: int) -> int:
         middle = (least + most) // 2
         least, most = (middle, most) if holds(middle) else (least, middle)
     return least
+
+
+def divide_layers(num_layers: int, num_ranks: int) -> tuple[int, ...]:
+    """The layers of each rank as SGLang divides them: the last ranks have the rest, one each."""
+    each, rest = divmod(num_layers, num_ranks)
+    return tuple(each + (rank >= num_ranks - rest) for rank in range(num_ranks))
+
+
+def _spec_of_layers(spec: KVSpec, first: int, num_layers: int) -> KVSpec:
+    """The shapes of ``num_layers`` layers from ``first`` on."""
+    windows = spec.windows[first : first + num_layers]
+    return replace(spec, num_layers=num_layers, windows=windows if any(windows) else ())

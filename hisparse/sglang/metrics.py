@@ -8,7 +8,7 @@ from typing import Any
 
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.metrics import CacheStats
-from hisparse.sglang.session import Session
+from hisparse.sglang.session import ServerSession
 
 __all__ = ["COUNTERS", "GAUGES", "LAYER_COUNTERS", "MetricsReporter", "gauge_values"]
 
@@ -92,7 +92,7 @@ class MetricsReporter:
         model_runner: SGLang's ``ModelRunner``; provides the allocator.
     """
 
-    def __init__(self, session: Session, model_runner: Any) -> None:
+    def __init__(self, session: ServerSession, model_runner: Any) -> None:
         assert session.coordinator is not None, "the coordinator is built before the reporter"
         self._session, self._coordinator = session, session.coordinator
         self._runner = model_runner

@@ -17,7 +17,7 @@ from hisparse.engine.metrics import CacheStats
 from hisparse.errors import HiSparseError
 
 __all__ = [
-    "Session",
+    "ServerSession",
     "current_session",
     "current_state",
     "errors_logged",
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
-class Session(EngineSetup):
+class ServerSession(EngineSetup):
     """Configuration and sizes of one rank, and the state of its current forward.
 
     SGLang creates the pools from it, after the model is loaded. A feature adds an object of its own
@@ -88,21 +88,21 @@ class Session(EngineSetup):
 
 
 #: SGLang calls the hooks without a context argument, so each process has one session.
-_session: Session | None = None
+_session: ServerSession | None = None
 
 
-def start_session(session: Session) -> None:
+def start_session(session: ServerSession) -> None:
     """Make ``session`` this process's session."""
     global _session
     _session = session
 
 
-def current_session() -> Session | None:
+def current_session() -> ServerSession | None:
     """This process's session, or None before the pools are sized or without hisparse."""
     return _session
 
 
-def require_session() -> Session:
+def require_session() -> ServerSession:
     """This process's session.
 
     Raises:

@@ -10,10 +10,11 @@ import torch
 
 from hisparse.cache.formats import sglang_choices
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, build_engine, resolve
+from hisparse.engine.build import build_engine, resolve
 from hisparse.engine.capabilities import stored_spec
 from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.kernels.device_limits import device_limits
+from hisparse.memory.costs import Resources
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
 from hisparse.sglang import features
@@ -27,7 +28,7 @@ from hisparse.sglang.ranks import (
     num_replicas,
 )
 from hisparse.sglang.server_args import read_config
-from hisparse.sglang.session import Session
+from hisparse.sglang.session import ServerSession
 from hisparse.types import KVSpec
 from hisparse.units import parse_memory, resolve_memory
 
@@ -36,7 +37,7 @@ __all__ = ["build_coordinator", "make_session"]
 logger = logging.getLogger("hisparse")
 
 
-def make_session(configurator: Any, device_bytes: int) -> tuple[Session, int]:
+def make_session(configurator: Any, device_bytes: int) -> tuple[ServerSession, int]:
     """Size the engine of this rank.
 
     Args:
@@ -88,7 +89,7 @@ def make_session(configurator: Any, device_bytes: int) -> tuple[Session, int]:
     )
     for feature in enabled:
         feature.sized(setup, args)
-    session = Session(
+    session = ServerSession(
         **vars(setup), layer_ids=shape.layer_ids, ranks=ranks, request_slots=request_slots
     )
     for feature in enabled:
@@ -153,7 +154,7 @@ def _max_requests(request_slots: int) -> int | None:
     return max(1, running // attention_replicas()) + request_slots
 
 
-def build_coordinator(session: Session, model_runner: Any) -> SparseCoordinator:
+def build_coordinator(session: ServerSession, model_runner: Any) -> SparseCoordinator:
     """Build the engine on SGLang's pools and allocate its device memory.
 
     Args:

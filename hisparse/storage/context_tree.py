@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from hisparse.errors import HiSparseError, one_line, quoted
 from hisparse.private_files import NotPrivateError, PrivateFolder
+from hisparse.storage.schema import transaction
 
 #: Counted up when the tables change.
 _VERSION: Final = 2
@@ -135,16 +136,8 @@ class ContextTree:
     @contextlib.contextmanager
     def transaction(self, kind: str = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
         """All changes inside, or none if an exception leaves the context; "DEFERRED" to read."""
-        with self.named_errors(), self._lock:
-            self._database.execute(f"BEGIN {kind}")
-            try:
-                yield self._database
-                self._database.execute("COMMIT")
-            except BaseException:
-                # SQLite may have rolled back by itself.
-                with contextlib.suppress(sqlite3.Error):
-                    self._database.execute("ROLLBACK")
-                raise
+        with self.named_errors(), self._lock, transaction(self._database, kind):
+            yield self._database
 
     @contextlib.contextmanager
     def named_errors(self) -> Iterator[None]:

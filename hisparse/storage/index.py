@@ -25,6 +25,7 @@ from hisparse.storage.schema import (
     SCHEMA,
     TABLES,
     is_refusal,
+    transaction,
 )
 from hisparse.storage.segments import Place
 from hisparse.storage.uses import RecentUses
@@ -111,17 +112,10 @@ class Index:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """All changes inside, or none if an exception leaves the context."""
-        with self._lock:
-            self._database.execute("BEGIN IMMEDIATE")
+        with self._lock, transaction(self._database):
             self._writer = threading.get_ident()
             try:
                 yield self._database
-                self._database.execute("COMMIT")
-            except BaseException:
-                # SQLite may have rolled back by itself.
-                with contextlib.suppress(sqlite3.Error):
-                    self._database.execute("ROLLBACK")
-                raise
             finally:
                 self._writer = None
 

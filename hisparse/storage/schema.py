@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+from collections.abc import Iterator
 from typing import Final
 
 from hisparse.storage.record import BLOCK_BYTES, END_OF_TIME
@@ -98,6 +100,20 @@ _REFUSALS: Final = (
     "locking protocol",
     "unable to open database file",
 )
+
+
+@contextlib.contextmanager
+def transaction(database: sqlite3.Connection, kind: str = "IMMEDIATE") -> Iterator[None]:
+    """All changes inside, or none if an exception leaves the context; "DEFERRED" to read."""
+    database.execute(f"BEGIN {kind}")
+    try:
+        yield
+        database.execute("COMMIT")
+    except BaseException:
+        # SQLite may have rolled back by itself.
+        with contextlib.suppress(sqlite3.Error):
+            database.execute("ROLLBACK")
+        raise
 
 
 def is_refusal(error: Exception) -> bool:

@@ -247,3 +247,9 @@ class _Writer:
     def _line(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
         self.count += 1
+
+
+def describe_events(file: Path) -> dict[str, Any]:
+    """What a file of cache events holds."""
+    note, events = read_events(file)
+    return {"file": str(file), "source": "recorded", "note": note} | summarize(events)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from hisparse.trace.prefix import PrefixTrace
+from hisparse.errors import ConfigError
+from hisparse.trace.prefix import PrefixTrace, is_prefix_trace, read_prefix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,3 +101,73 @@ def on_front(points: Sequence[PrefixPoint]) -> list[bool]:
         return all(x <= y for x, y in zip(*better, strict=True)) and better[0] != better[1]
 
     return [not any(worse(point, other) for other in points) for point in points]
+
+
+def are_prefixes(files: Sequence[Path]) -> bool:
+    """Whether files are prefix traces.
+
+    Raises:
+        ConfigError: some are, and others are not.
+    """
+    kinds = [is_prefix_trace(file) for file in files]
+    if any(kinds) and not all(kinds):
+        raise ConfigError("got prefix traces and traces of selections, expected one of the two")
+    return any(kinds)
+
+
+def describe_prefix(file: Path, trace: PrefixTrace) -> dict[str, Any]:
+    """What a prefix trace holds."""
+    requests = trace.requests
+    inputs = sum(x.input_length for x in requests)
+    known = [(x.cached_length, x.input_length) for x in requests if x.cached_length is not None]
+    cached, asked = (sum(column) for column in zip(*known, strict=True)) if known else (0, 0)
+    return {
+        "file": str(file),
+        "source": trace.source,
+        "note": trace.note,
+        "block_size": trace.block_size,
+        "requests": len(requests),
+        "seconds": (requests[-1].timestamp - requests[0].timestamp) / 1000,
+        "input_tokens": inputs,
+        "output_tokens": sum(x.output_length for x in requests),
+        "blocks": len({b for x in requests for b in x.hash_ids}),
+        "unique_tokens": _count_unique(trace),
+        "found_by_server": cached / max(1, asked) if known else None,
+        "unlimited_hit_ratio": replay_prefix(trace, None, None).hit_ratio,
+    }
+
+
+def _count_unique(trace: PrefixTrace) -> int:
+    """Tokens of the different blocks; the last block of a prompt may be partly filled."""
+    tokens: dict[int, int] = {}
+    for request in trace.requests:
+        left = request.input_length
+        for block in request.hash_ids:
+            filled = min(left, trace.block_size)
+            tokens[block] = max(tokens.get(block, 0), filled)
+            left -= filled
+    return sum(tokens.values())
+
+
+def replay_all(
+    file: Path, capacities: Sequence[int] | None, ttls: Sequence[float | None]
+) -> dict[str, Any]:
+    """Replay a prefix trace through each capacity and lifetime.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    trace = read_prefix(file)
+    about = describe_prefix(file, trace)
+    if capacities is None:
+        whole = max(1, about["blocks"])
+        capacities = [max(1, whole >> i) * trace.block_size for i in range(6, -1, -1)]
+    points = [
+        replay_prefix(trace, capacity, ttl)
+        for ttl in ttls
+        for capacity in dict.fromkeys(capacities)
+    ]
+    front = on_front(points)
+    return about | {
+        "points": [asdict(x) | {"pareto": best} for x, best in zip(points, front, strict=True)]
+    }

@@ -12,7 +12,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from hisparse.engine.trace_file import (
+from hisparse.errors import ConfigError
+from hisparse.kernels import Selections
+from hisparse.options import from_options, parse_object
+from hisparse.trace.format import (
     CHUNK,
     DONE,
     HEAD,
@@ -27,9 +30,6 @@ from hisparse.engine.trace_file import (
     decode_visits,
     split_sections,
 )
-from hisparse.errors import ConfigError
-from hisparse.kernels import Selections
-from hisparse.options import from_options, parse_object
 
 R = TypeVar("R")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +13,9 @@ import torch
 from hisparse.errors import ConfigError
 from hisparse.kernels import Selections, replay, stack_depths
 from hisparse.trace.reader import SelectionTrace
+
+#: Tokens of the buffers that are replayed if none are named.
+USUAL_BUFFERS = [2048, 4096, 8192]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +51,6 @@ class HitCurve:
         """
         hits = self._hits(tokens).sum(axis=(0, 1))
         return float(hits / max(1, self.accesses.sum()))
-
-    def layer_hit_ratios(self, tokens: int) -> list[float]:
-        """As :meth:`hit_ratio`, of each layer that selects."""
-        ratios = self._hits(tokens).sum(axis=1) / np.maximum(1, self.accesses.sum(axis=1))
-        return [float(x) for x in ratios]
 
     def bytes_per_step(self, tokens: int) -> float:
         """Bytes that a decode step of one request reads from host memory, on average."""
@@ -156,3 +156,128 @@ def _overlap(selections: Selections) -> tuple[np.ndarray, np.ndarray]:
     held &= ~first[row]
     again = torch.zeros(count, dtype=torch.int64).index_add_(0, row, held.long())
     return again.numpy(), torch.where(first, 0, sizes).numpy()
+
+
+def describe(file: Path, trace: SelectionTrace) -> dict[str, Any]:
+    """What a trace holds."""
+    header, visits = trace.header, trace.visits
+    pages = sum(int(trace.layer(x).lengths.sum()) for x in header.layers)
+    return {
+        "file": str(file),
+        "source": header.source,
+        "note": header.note,
+        "algorithm": header.algorithm,
+        "scope": header.scope,
+        "page_size": header.page_size,
+        "layers": len(header.layers),
+        "heads": header.heads,
+        "requests": int(visits.requests.max()) + 1,
+        "request_steps": len(visits.requests),
+        "context": [int(visits.seq_lens.min()), int(visits.seq_lens.max())],
+        "selected_pages": pages,
+        "bytes": trace.num_bytes,
+        "bytes_per_page": trace.num_bytes / max(1, pages),
+        "dropped_steps": None if trace.end is None else trace.end.dropped_steps,
+        "ended": "early, as a process that is killed" if trace.end is None else trace.end.reason,
+        "settings": dict(header.settings),
+        "version": header.version,
+        "started": header.started,
+    }
+
+
+def overlaps(trace: SelectionTrace) -> dict[str, Any]:
+    """Share of a selection that was in that of the step before, of all layers and of each."""
+    overlap = adjacent_overlap(trace)
+    known = overlap[overlap == overlap]
+    return {
+        "adjacent_overlap": float(known.mean()) if known.size else None,
+        "adjacent_overlap_by_layer": [
+            float(row[row == row].mean()) if (row == row).any() else None for row in overlap
+        ],
+    }
+
+
+def _curve_points(curve: HitCurve) -> list[dict[str, float]]:
+    """The LRU curve at powers of two of tokens, from the smallest buffer to the whole context."""
+    largest = (curve.hits.shape[-1] - 1) * curve.page_size
+    tokens, points = curve.least_tokens, []
+    while tokens < largest:
+        points.append(tokens)
+        tokens *= 2
+    return [
+        {
+            "buffer": tokens,
+            "hit_ratio": curve.hit_ratio(tokens),
+            "bytes_per_step": curve.bytes_per_step(tokens),
+        }
+        for tokens in [*points, largest]
+    ]
+
+
+def tokens_for(hit_ratio: float, curve: HitCurve, about: dict[str, Any]) -> int:
+    """The smallest ``device_buffer_size`` with a hit ratio.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    budget = about["settings"].get("budget")
+    # A row holds the budget at least, the page being filled included.
+    tokens = curve.tokens_for(hit_ratio, budget if isinstance(budget, int) else 0)
+    if tokens is None:
+        whole = (curve.hits.shape[-1] - 1) * curve.page_size
+        raise ConfigError(
+            f"--hit-ratio: got {hit_ratio}, expected at most {curve.hit_ratio(whole):.4f}, which "
+            f"{about['file']!r} has with all of its pages on the device"
+        )
+    return tokens
+
+
+def replay_trace(
+    file: Path, policies: Sequence[str], given: Sequence[int] | None, *, by_head: bool
+) -> dict[str, Any]:
+    """Replay a trace: what it holds, and hit ratios and bytes by policy and buffer.
+
+    Args:
+        file: the trace.
+        policies: of ``POLICIES``.
+        given: tokens of the buffers; None: the usual ones that hold the longest selection.
+        by_head: also the hit ratios of each head.
+
+    Raises:
+        ConfigError: the file is damaged, or a buffer is too small.
+    """
+    with SelectionTrace(file) as trace:
+        curve = lru_curve(trace)
+        buffers = _buffers(given, curve.least_tokens, file)
+        accesses = max(1, int(curve.accesses.sum()))
+        about = describe(file, trace) | overlaps(trace)
+        about |= {"buffers": buffers, "policies": {}, "curve": _curve_points(curve)}
+        for policy in policies:
+            hits = policy_hits(trace, policy, buffers)
+            misses = (curve.accesses[..., None] - hits).sum(axis=1)
+            read = (misses * curve.read_bytes[:, None]).sum(axis=0) / curve.steps
+            by_layer = hits.sum(axis=1) / curve.accesses.sum(axis=1).clip(min=1)[:, None]
+            about["policies"][policy] = {
+                "hit_ratio": (hits.sum(axis=(0, 1)) / accesses).tolist(),
+                "bytes_per_step": read.tolist(),
+                "hit_ratio_by_layer": by_layer.T.tolist(),
+            }
+            if by_head:
+                ratios = hits / curve.accesses.clip(min=1)[..., None]
+                about["policies"][policy]["hit_ratio_by_head"] = ratios.transpose(2, 0, 1).tolist()
+    return about
+
+
+def _buffers(given: Sequence[int] | None, least: int, file: Path) -> list[int]:
+    """Tokens of the buffers to replay: those that were given, or the usual ones that are enough.
+
+    Raises:
+        ConfigError: a buffer that was given, or each of the usual ones, is too small.
+    """
+    enough = [tokens for tokens in given or USUAL_BUFFERS if tokens >= least]
+    if not enough or (given and len(enough) < len(given)):
+        raise ConfigError(
+            f"--device-buffer-size: got {', '.join(map(str, given or USUAL_BUFFERS))}, expected at "
+            f"least the {least} tokens of the longest selection in {str(file)!r}"
+        )
+    return enough

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from hisparse import __version__
-from hisparse.engine.trace_file import TraceHeader
-from hisparse.engine.trace_writer import RecordedStep, TraceWriter
 from hisparse.errors import ConfigError
+from hisparse.trace.format import TraceHeader
+from hisparse.trace.writer import RecordedStep, TraceWriter
 from hisparse.types import SelectionScope
 
 

@@ -13,7 +13,6 @@ from hisparse.cache import HostKVPool
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import (
     EngineSetup,
-    Resources,
     build_engine,
     kept_tensors,
     make_policy,
@@ -22,7 +21,7 @@ from hisparse.engine.build import (
 from hisparse.engine.capabilities import choose_scope, row_tokens, stored_spec
 from hisparse.errors import CapacityError, ConfigError
 from hisparse.kernels.device_limits import device_limits
-from hisparse.memory.costs import host_token_bytes
+from hisparse.memory.costs import Resources, host_token_bytes
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
 from hisparse.transformers.model_shape import read_model_shape, text_config

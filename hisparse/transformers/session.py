@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hisparse.cache.serializer import PageSerializer
 from hisparse.config import HiSparseConfig
-from hisparse.engine.page_namespace import page_namespace
+from hisparse.engine.fingerprint import page_namespace
 from hisparse.engine.prefill import PrefillChunk
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.storage import Context, Contexts, FileStore, page_keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -11,27 +12,20 @@ import torch
 from hisparse.adapters import ADAPTERS, TorchAdapter, TritonAdapter, choose_adapter
 from hisparse.adapters import flash_attention as flash_attention_module
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, resolve
+from hisparse.engine.build import resolve
 from hisparse.engine.capabilities import check_capabilities
 from hisparse.errors import ConfigError
 from hisparse.kernels import quantize
 from hisparse.kernels.device_limits import DeviceLimits, attention_shared_bytes
+from hisparse.memory.costs import Resources
 from hisparse.types import UNSCALED, AttentionRule, KVSpec
 from tests.adapters.interpreter import Interpreter
+from tests.shapes import LLAMA
 
 
 def spec(**settings: Any) -> KVSpec:
     """Llama-3.1-8B's heads, changed by ``settings``."""
-    defaults: dict[str, Any] = {
-        "num_layers": 2,
-        "num_q_heads": 32,
-        "num_kv_heads": 8,
-        "head_dim": 128,
-        "v_head_dim": 128,
-        "dtype": torch.bfloat16,
-        "page_size": 16,
-    }
-    return KVSpec(**(defaults | settings))
+    return replace(LLAMA, num_layers=2, **settings)
 
 
 #: Two GPUs by their shared memory.
@@ -70,7 +64,7 @@ def only_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_device_without_the_shared_memory_is_refused_at_start(only_triton: None) -> None:
     """Triton would refuse the launch at the first decode step."""
-    wide, bfloat16 = spec(**vars(LATENT) | {"dtype": torch.float32}), LATENT
+    wide, bfloat16 = replace(LATENT, dtype=torch.float32), LATENT
     reason = "MLA in float32, NVIDIA L40S (sm_89) has 99 KiB"
     for wanted in (None, "triton", "torch"):
         with pytest.raises(ConfigError) as refused:
@@ -93,7 +87,7 @@ def test_without_triton_its_shared_memory_refuses_nothing(
     """PyTorch's operators attend then."""
     monkeypatch.setattr("hisparse.adapters.torch.find_spec", lambda name: None)
     monkeypatch.setattr(ADAPTERS.get("triton"), "missing", classmethod(lambda cls: "not there"))
-    wide = spec(**vars(LATENT) | {"dtype": torch.float32})
+    wide = replace(LATENT, dtype=torch.float32)
     for wanted in (None, "torch"):
         assert choose_adapter("cuda", wide, "layer", wanted, device=L40S).name == "torch"
 

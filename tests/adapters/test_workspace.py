@@ -10,7 +10,8 @@ from torch import Tensor
 
 from hisparse.adapters import ADAPTERS, Attended, merge_attended
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import EngineSetup, Resources, resolve
+from hisparse.engine.build import EngineSetup, resolve
+from hisparse.memory.costs import Resources
 from hisparse.types import AttentionRule, PagedKV
 from tests.adapters.interpreter import Interpreter
 from tests.shapes import TWO_LAYERS as SPEC

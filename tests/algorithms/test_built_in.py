@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
-from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep
+from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, build_algorithm
 from hisparse.algorithms.oracle import Oracle
 from hisparse.algorithms.streaming import Streaming
+from hisparse.config import HiSparseConfig
+from hisparse.errors import ConfigError
 from hisparse.testing import Simulator
 from hisparse.types import Selection
 
@@ -67,3 +73,43 @@ def test_the_oracle_keeps_the_pages_with_the_most_mass(
             shared = mass[head * 4 // heads : (head + 1) * 4 // heads].sum(0)
             shared[[0, count - 1]] = torch.inf
             assert chosen == sorted(shared.topk(5).indices.tolist())
+
+
+@pytest.mark.parametrize(("sinks", "recents"), [(0, 0), (1, 2), (3, 0), (2, 9)])
+def test_sinks_and_recents_are_the_first_and_the_last_full_pages(sinks: int, recents: int) -> None:
+    policy = replace(Simulator().policy, num_sink_pages=sinks, num_recent_pages=recents)
+    counts = [0, 1, 4, 7, 8]
+    forced = policy.forced_pages(torch.tensor(counts, dtype=torch.int32), 8)
+    for row, count in zip(forced.tolist(), counts, strict=True):
+        pages = list(range(count))
+        expected = {*pages[:sinks], *pages[max(0, count - recents) :]}
+        assert {page for page, is_forced in enumerate(row) if is_forced} == expected
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "message"),
+    [
+        ("dipr", {"beta": 1.0, "alpha": 0.5}, "got beta 1.0 and alpha 0.5, expected one of them"),
+        ("dipr", {"beta": 0.0}, "beta: got 0.0, expected more than 0 and finite"),
+        ("dipr", {"beta": -2}, "beta: got -2, expected more than 0"),
+        ("dipr", {"beta": math.inf}, "beta: got inf"),
+        ("dipr", {"beta": math.nan}, "beta: got nan"),
+        ("dipr", {"alpha": 0.0}, "alpha: got 0.0, expected more than 0 and less than 1"),
+        ("dipr", {"alpha": 1.0}, "alpha: got 1.0"),
+        ("dipr", {"expected_new_tokens": 0}, "expected_new_tokens: got 0, expected at least 1"),
+        ("dipr", {"capacity_threshold": 0}, "capacity_threshold: got 0, expected at least 1 token"),
+        ("dipr", {"index": "tree"}, 'index: got \'tree\' .* "flat" or "fine"'),
+        *(
+            ("topp", {"mass": mass}, f"mass: got {mass}, expected more than 0 and less")
+            for mass in (0, 1, -0.5, 1.5)
+        ),
+        ("snapkv", {"window": 0}, "window: got 0, expected at least 1 query"),
+        ("sketch", {"detail": -0.1}, "detail: got -0.1, expected 0 to 1"),
+        ("sketch", {"detail": 1.5}, "detail: got 1.5, expected 0 to 1"),
+        ("quest", {"ranges": 0}, "ranges: got 0, expected at least 1"),
+    ],
+)
+def test_options_are_checked(algorithm: str, options: dict[str, Any], message: str) -> None:
+    config = HiSparseConfig(algorithm=algorithm, algorithm_config=options)
+    with pytest.raises(ConfigError, match=message):
+        build_algorithm(config)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hisparse.algorithms import build_algorithm
 from hisparse.algorithms.dipr import DIPR
 from hisparse.config import HiSparseConfig
 from hisparse.engine.capabilities import check_capabilities
@@ -167,27 +166,6 @@ def test_the_tail_pages_best_counts() -> None:
     sim.prefill((request, 190))
     sim.decode(request)
     assert [seen.pages[0][0][:3] for seen in recorder.retrieved] == [[0, 22, -1]] * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"beta": 1.0, "alpha": 0.5}, "got beta 1.0 and alpha 0.5, expected one of them"),
-        ({"beta": 0.0}, "beta: got 0.0, expected more than 0 and finite"),
-        ({"beta": -2}, "beta: got -2, expected more than 0"),
-        ({"beta": math.inf}, "beta: got inf"),
-        ({"beta": math.nan}, "beta: got nan"),
-        ({"alpha": 0.0}, "alpha: got 0.0, expected more than 0 and less than 1"),
-        ({"alpha": 1.0}, "alpha: got 1.0"),
-        ({"expected_new_tokens": 0}, "expected_new_tokens: got 0, expected at least 1"),
-        ({"capacity_threshold": 0}, "capacity_threshold: got 0, expected at least 1 token"),
-        ({"index": "tree"}, 'index: got \'tree\' .* "flat" or "fine"'),
-    ],
-)
-def test_options_are_checked(options: dict[str, Any], message: str) -> None:
-    config = HiSparseConfig(algorithm="dipr", algorithm_config=options)
-    with pytest.raises(ConfigError, match=message):
-        build_algorithm(config)
 
 
 def test_devices_that_do_not_read_host_keys_are_refused() -> None:

@@ -11,7 +11,8 @@ import pytest
 from hisparse.algorithms.dipr import DIPR
 from hisparse.algorithms.dipr.optimizer import IndexQuestion, choose_index
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import EngineSetup, Resources, resolve
+from hisparse.engine.build import EngineSetup, resolve
+from hisparse.memory.costs import Resources
 from tests.shapes import LLAMA
 
 GIB = 2**30

@@ -15,7 +15,7 @@ from hisparse.algorithms import DecodeStep, PrefillStep
 from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.errors import ConfigError, HiSparseError
-from hisparse.kernels.reference.index_score import stored_to_float
+from hisparse.kernels.index.reference import stored_to_float
 from hisparse.testing import Request, Simulator
 from hisparse.testing.world import INDEXER_DIM
 from hisparse.types import IndexerInputs, Selection

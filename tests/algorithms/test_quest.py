@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,20 +15,16 @@ from torch.testing import assert_close
 from hisparse.algorithms import SelectionPolicy
 from hisparse.algorithms.quest import Quest
 from hisparse.testing import Simulator
-from hisparse.types import KVSpec
+from tests.shapes import LLAMA
 
 
 def summarize(quest: Quest, keys: Tensor) -> dict[str, Tensor]:
     """Representations of pages ``keys [P, S, Hkv, D]``, by name: ``[1, P, ...]``."""
-    kv = KVSpec(
-        num_layers=1,
-        num_q_heads=2 * keys.shape[2],
-        num_kv_heads=keys.shape[2],
-        head_dim=keys.shape[3],
-        v_head_dim=keys.shape[3],
-        dtype=keys.dtype,
-        page_size=keys.shape[1],
-    )
+    _, size, heads, dim = keys.shape
+    kv = replace(
+        LLAMA, num_layers=1, num_q_heads=2 * heads, num_kv_heads=heads, head_dim=dim,
+        v_head_dim=dim, dtype=keys.dtype, page_size=size,
+    )  # fmt: skip
     policy = SelectionPolicy(
         kv=kv,
         scope="query_head",
@@ -99,11 +96,6 @@ def test_more_ranges_bound_closer_and_one_of_a_token_is_exact() -> None:
         assert (found[many] < found[few] - 1e-3).any()
     exact = torch.einsum("d,psd->ps", query[0, 0], keys[:, :, 0]).amax(-1)
     assert_close(found[8][0, 0], exact)
-
-
-def test_no_ranges() -> None:
-    with pytest.raises(ValueError, match="ranges: got 0, expected at least 1"):
-        Quest(ranges=0)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn"])

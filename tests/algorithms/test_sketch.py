@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from hisparse.algorithms import build_algorithm
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
-from hisparse.config import HiSparseConfig
-from hisparse.errors import ConfigError
 from hisparse.kernels import SketchLayout, page_score, page_sketch, page_summary, sketch_score
 from hisparse.testing import Simulator
 from hisparse.types import KVSpec
+from tests.shapes import LLAMA
 
 DIM, SIZE, PAGES = 64, 16, 256
 
@@ -73,15 +72,8 @@ def test_better_than_quest_in_fewer_bytes(seed: int) -> None:
 
 
 def spec(page_size: int = SIZE, head_dim: int = DIM) -> KVSpec:
-    return KVSpec(
-        num_layers=1,
-        num_q_heads=4,
-        num_kv_heads=2,
-        head_dim=head_dim,
-        v_head_dim=head_dim,
-        dtype=torch.bfloat16,
-        page_size=page_size,
-    )
+    heads = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": head_dim, "v_head_dim": head_dim}
+    return replace(LLAMA, num_layers=1, page_size=page_size, **heads)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 576])
@@ -111,10 +103,3 @@ def test_decoding_sketches_as_a_prefill_would(scope: str) -> None:
         sims.append(sim.representations.tensors["sketch"][:, pages])
     assert sims[0].any()
     assert torch.equal(*sims)
-
-
-@pytest.mark.parametrize("detail", [-0.1, 1.5])
-def test_options_are_checked(detail: float) -> None:
-    config = HiSparseConfig(algorithm="sketch", algorithm_config={"detail": detail})
-    with pytest.raises(ConfigError, match=rf"detail: got {detail}, expected 0 to 1"):
-        build_algorithm(config)

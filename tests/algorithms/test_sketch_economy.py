@@ -14,7 +14,8 @@ from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.plan.fit import Machine, fit
 from hisparse.testing import Simulator, cases_of, run_checks
-from hisparse.types import KVSpec, Selection
+from hisparse.types import Selection
+from tests.shapes import LLAMA
 
 GIB = 1 << 30
 SCOPES = ["query_head", "kv_head", "layer"]
@@ -94,15 +95,6 @@ def test_the_page_that_a_query_looks_for_is_found(scope: str) -> None:
 
 
 def test_two_percent_on_the_device_and_the_rest_in_host_memory() -> None:
-    kv = KVSpec(
-        num_layers=32,
-        num_q_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        v_head_dim=128,
-        dtype=torch.bfloat16,
-        page_size=16,
-    )
     machine = Machine(
         device_bytes=141 * GIB,
         host_bytes=4096 * GIB,
@@ -111,10 +103,10 @@ def test_two_percent_on_the_device_and_the_rest_in_host_memory() -> None:
         mem_fraction=0.85,
     )
     default, economy = (
-        fit(HiSparseConfig(algorithm_config={"economy": on}, budget=2048), kv, machine, 131072)
+        fit(HiSparseConfig(algorithm_config={"economy": on}, budget=2048), LLAMA, machine, 131072)
         for on in (False, True)
     )
-    key_bytes = kv.token_bytes // 2
+    key_bytes = LLAMA.token_bytes // 2
     assert economy.device_bytes_per_token <= 0.02 * key_bytes < default.device_bytes_per_token
     # What the default keeps on the device lies in host memory.
     moved = economy.host_bytes_per_token - default.host_bytes_per_token

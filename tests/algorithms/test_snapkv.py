@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hisparse.algorithms import build_algorithm
 from hisparse.algorithms.snapkv import SnapKV
-from hisparse.config import HiSparseConfig
-from hisparse.errors import ConfigError
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recorder import Recorder
 
@@ -83,9 +80,3 @@ def test_a_new_request_does_not_inherit_votes() -> None:
         sim.prefill((request, 96))
         outs.append(sim.decode(request))
     assert torch.equal(*outs)
-
-
-def test_the_window_is_checked() -> None:
-    config = HiSparseConfig(algorithm="snapkv", algorithm_config={"window": 0})
-    with pytest.raises(ConfigError, match="window: got 0, expected at least 1 query"):
-        build_algorithm(config)

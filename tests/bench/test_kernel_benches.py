@@ -19,14 +19,13 @@ from hisparse.cache.swap_in import SwapIn
 from hisparse.cli import main
 from hisparse.kernels import sketch_score
 from hisparse.kernels.build import isa
-from hisparse.kernels.dispatch import implementation
+from hisparse.kernels.operation import OPERATIONS
 from hisparse_bench import busy, kernels, lru_diff, transfer
 from hisparse_bench.decode import DecodeBench, DecodeWorkload
 from hisparse_bench.lru_diff import LruDiffBench, drifting_selections
 from hisparse_bench.options import Options
-from hisparse_bench.parts import PARTS, time_parts
 from hisparse_bench.peers import reason_to_leave_out
-from hisparse_bench.timing import Candidate
+from hisparse_bench.timing import PARTS, Candidate, time_parts
 from hisparse_bench.transfer import TransferBench
 from tests.command import Command
 from tests.delayed import DelayedStreams
@@ -124,7 +123,7 @@ def test_a_part_is_counted_once_and_its_clock_is_taken_away() -> None:
     requests = DecodeBench(context=256, budget=64, page_size=8, head_dim=16)._make_requests(
         OPTIONS, 32
     )
-    work, cpu = DecodeWorkload(requests, 0.15), implementation("auto", OPTIONS.device)
+    work, cpu = DecodeWorkload(requests, 0.15), OPERATIONS["select"].module("cpu")
     with pytest.MonkeyPatch.context() as patch:
         select = cpu.select
         slow = lambda *arguments: (time.sleep(0.03), select(*arguments))[1]  # noqa: E731

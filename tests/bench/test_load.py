@@ -18,7 +18,7 @@ import pytest
 from hisparse.cli import main
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse_bench.load import bench, gate
-from hisparse_bench.load.client import _summarise
+from hisparse_bench.load.client import Prompts, _summarise
 from hisparse_bench.load.gate import (
     Distance,
     Reference,
@@ -26,11 +26,9 @@ from hisparse_bench.load.gate import (
     measure_distance,
     measure_reference,
 )
-from hisparse_bench.load.options import LoadOptions
-from hisparse_bench.load.prompts import Prompts
-from hisparse_bench.load.recipes import read_recipe, recipe_names
+from hisparse_bench.load.options import LoadOptions, read_recipe, recipe_names
 from hisparse_bench.load.report import UNCHECKED, LoadReport, LoadResult
-from hisparse_bench.load.usage import Usage
+from hisparse_bench.load.running import Usage
 from hisparse_bench.report import Case
 from tests.command import Command
 from tests.processes import is_running

@@ -18,15 +18,12 @@ from rich.progress import Progress
 
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError, HiSparseError
-from hisparse_bench.load import bench, check, status
-from hisparse_bench.load.client import LoadRun
-from hisparse_bench.load.contenders import DENSE, SGLANG_HISPARSE, Contender
+from hisparse_bench.load import bench, gate
+from hisparse_bench.load.client import LoadRun, Prompts
+from hisparse_bench.load.contenders import DENSE, SGLANG_HISPARSE, Contender, ServedModel
 from hisparse_bench.load.gate import Comparison, Distance, Reference
 from hisparse_bench.load.options import LoadOptions
-from hisparse_bench.load.prompts import Prompts
-from hisparse_bench.load.running import RunningServer
-from hisparse_bench.load.served_model import ServedModel
-from hisparse_bench.load.usage import Usage
+from hisparse_bench.load.running import RunningServer, Status, Usage
 from hisparse_bench.server import ServerClient
 from tests.command import Command
 
@@ -225,7 +222,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> type[Server]:
         "measure_distance": measure,
         "compare_answers": lambda *_: Comparison(compared=9, failure=None),
     }.items():
-        monkeypatch.setattr(check, name, found)
+        monkeypatch.setattr(gate, name, found)
     monkeypatch.setattr(bench.ServedModel, "load", lambda *_: model)
     monkeypatch.setattr(bench.Prompts, "of", lambda *_: Prompts(one_token, range(5000)))
     monkeypatch.setattr(bench.Usage, "read", lambda *_: Usage({}, 7))
@@ -287,7 +284,7 @@ def test_a_server_that_ends_during_the_check_fails_its_run_and_the_next_one_goes
             raise error
         return Comparison(compared=9, failure=None)
 
-    monkeypatch.setattr(check, "compare_answers", answer)
+    monkeypatch.setattr(gate, "compare_answers", answer)
     about = "".join(f'{x} = "x"\n' for x in ("title", "published", "cpu_says", "cpu_does_not_say"))
     run = '[[run]]\ncontext = {}\nalgorithm = ["dense", "quest"]\n'
     file = tmp_path / "two.toml"
@@ -356,8 +353,8 @@ def test_the_state_of_a_run_is_a_line_for_each_server(
 def test_what_is_left_counts_all_kinds_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """The distance from dense decoding takes minutes where answers take seconds."""
     out, now = StringIO(), 0.0
-    monkeypatch.setattr(status.time, "monotonic", lambda: now)
-    shown = status.Status(Progress(console=Console(file=out, width=200), disable=True))
+    monkeypatch.setattr("hisparse_bench.load.running.time.monotonic", lambda: now)
+    shown = Status(Progress(console=Console(file=out, width=200), disable=True))
     shown.expect(3, {"starts": 3, "answers": 400, "distance": 100})
     for name, kind, amount, minutes in (
         ("one", "answers", 100, 1), ("two", "distance", 50, 6), ("three", "answers", 0, 0)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -181,3 +188,28 @@ def test_a_wrong_address_is_one_line(line: list[str], words: str, command: Comma
 
 def test_times_have_a_unit() -> None:
     assert [parse_seconds("x", text) for text in ("30ms", "1.5 s", "500us")] == [0.03, 1.5, 0.0005]
+
+
+def test_on_a_terminal_it_draws_until_ctrl_c(serve: Any) -> None:
+    url = serve(*(page(step) for step in range(100)))
+    terminal, side = pty.openpty()
+    line = [sys.executable, "-m", "hisparse", "top", url, *QUICK]
+    process = subprocess.Popen(line, stdin=side, stdout=side, stderr=side, start_new_session=True)
+    os.close(side)
+    drawn = b""
+    while drawn.count(b"requests running") < 3:
+        drawn += os.read(terminal, 65536)
+    end, pressed = time.monotonic() + 300, 0.0
+    while process.poll() is None and time.monotonic() < end:
+        # Once in many runs an interrupt had no effect; one presses again then.
+        if time.monotonic() > pressed + 5:
+            process.send_signal(signal.SIGINT)
+            pressed = time.monotonic()
+        # A terminal that nobody reads would block it.
+        with contextlib.suppress(OSError):
+            drawn += os.read(terminal, 65536)
+    process.kill()
+    process.wait()
+    os.close(terminal)
+    assert process.returncode == 0
+    assert b"Traceback" not in drawn

@@ -19,7 +19,8 @@ from hisparse.cache import HostKVPool
 from hisparse.cache.formats import format_of
 from hisparse.cache.serializer import PageSerializer
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, build_engine, resolve
+from hisparse.engine.build import build_engine, resolve
+from hisparse.memory.costs import Resources
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from hisparse.types import KVSpec

@@ -15,7 +15,7 @@ from hisparse.algorithms import DecodeStep, Representation, SelectionPolicy
 from hisparse.cache import Counters
 from hisparse.engine.extensions.prefetch import Prefetch
 from hisparse.errors import AlgorithmError, KernelError
-from hisparse.kernels import dispatch
+from hisparse.kernels import operation
 from hisparse.testing import Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from hisparse.types import Selection
@@ -109,7 +109,7 @@ def test_where_nothing_raises_the_row_attends_its_tail_alone(
     change: Retrieve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: attention reads no page -1, which would be memory of another request."""
-    monkeypatch.setattr(dispatch, "cpu_library", lambda: None)
+    monkeypatch.setattr(operation, "cpu_library", lambda: None)
     attended = []
 
     def attend(self: TorchAdapter, q: Tensor, kv: Any, table: Tensor, *others: Any) -> Any:

@@ -15,9 +15,10 @@ from hisparse.cache import HostKVPool
 from hisparse.cache.formats import format_of
 from hisparse.cache.formats.scaled import ScaledFormat
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, build_engine, resolve
+from hisparse.engine.build import build_engine, resolve
 from hisparse.engine.capabilities import stored_spec
 from hisparse.errors import ConfigError, HiSparseError
+from hisparse.memory.costs import Resources
 from hisparse.testing import Request, Simulator
 from hisparse.types import StoredKV
 from tests.delayed import DelayedStreams, Order

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from hisparse.algorithms import DecodeStep
-from hisparse.kernels import dispatch
+from hisparse.kernels import operation
 from hisparse.testing import Simulator
 from hisparse.types import Selection
 from tests.delayed import DelayedStreams
@@ -390,7 +390,7 @@ class Requests(RuleBasedStateMachine):
 @pytest.mark.parametrize("name", ENGINES)
 def test_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "quest-reference":
-        monkeypatch.setattr(dispatch, "cpu_library", lambda: None)
+        monkeypatch.setattr(operation, "cpu_library", lambda: None)
     machine = type(name, (Requests,), {"name": name})
     steps = settings(max_examples=sized(4, 100), stateful_step_count=sized(20, 50))
     run_state_machine_as_test(machine, settings=steps)

@@ -15,9 +15,10 @@ from torch.testing import assert_close
 from hisparse.algorithms import ALGORITHMS, build_algorithm
 from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, resolve
+from hisparse.engine.build import resolve
 from hisparse.engine.capabilities import row_tokens
 from hisparse.errors import ConfigError
+from hisparse.memory.costs import Resources
 from hisparse.testing import Request, Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from hisparse.trace.reader import SelectionTrace

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from hisparse.cache import allocate
+from hisparse.kernels import operation
 from hisparse.kernels.build import cuda as build_cuda
 from hisparse.kernels.build.cache import CACHE
 from hisparse.kernels.build.compiler import digest_of, produce_from_objects
@@ -47,7 +48,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Launches]:
     """
     from triton.runtime.jit import JITFunction
 
-    from hisparse.kernels.triton import arrivals
+    from hisparse.kernels.attention import triton_splits
 
     load_guard()
     launches = Launches(PinnedMemory())
@@ -59,7 +60,8 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Launches]:
         patch.object(torch.cuda, "get_device_properties", lambda *device: properties),
         patch.object(torch.cuda, "get_device_capability", lambda *device: capability),
         patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-        patch.dict(arrivals._made, clear=True),
+        patch.dict(triton_splits._made, clear=True),
+        patch.object(operation, "why_no_triton", lambda: None),
         patch.object(torch, "as_tensor", _as_tensor),
         # It would follow from is_available: constants would be put on a real device.
         patch.object(FakeTensorMode, "avoid_device_init", True),

@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hisparse.kernels.operation import OPERATIONS
 from hisparse.testing.operations import tensors_in
 
 __all__ = ["Launch", "Launches", "WrongDevice"]
@@ -39,13 +40,6 @@ _ANSWERS: dict[str, Any] = {
     "lru_diff_scratch_bytes": 16384,
     "select_scratch_words": 4096,
     "copy_pages": True,
-}
-#: Positions of the tensors that are in host memory: pools, and the lists of the copy engine.
-_HOST_POOLS = {
-    "append_tokens": (2, 3),
-    "gather_pages": (0, 1),
-    "scatter_tokens": (2, 3),
-    "gather_tokens": (2, 3),
 }
 
 
@@ -174,16 +168,21 @@ class Launches(TorchDispatchMode):
 
     def call_cuda(self, name: str, *arguments: Any) -> Any:
         """A call of the library of CUDA kernels."""
-        for at, argument in enumerate(arguments):
-            if not isinstance(argument, Tensor) or argument.is_cuda:
+        operation = OPERATIONS.get("gather_pages" if name == "copy_pages" else name)
+        declared = operation.arguments if operation else []
+        for at, tensor in enumerate(arguments):
+            if not isinstance(tensor, Tensor) or tensor.is_cuda:
                 continue
-            on_host = at in _HOST_POOLS.get(name, ()) and argument in self.pinned
+            argument = declared[at] if at < len(declared) else None
+            on_host = argument is not None and argument.host and tensor in self.pinned
             if name == "copy_pages":
-                on_host = argument in self.pinned or at in (2, 5)
+                # The lists of the copy engine are in host memory.
+                on_host = tensor in self.pinned or at in (2, 5)
             if not on_host:
+                what = argument.name if argument else f"argument {at}"
                 raise WrongDevice(
-                    f"{name}: argument {at} {list(argument.shape)} is on {argument.device}, "
-                    "expected CUDA memory"
+                    f"{name}: {what} {list(tensor.shape)} is on {tensor.device}, expected CUDA "
+                    "memory"
                 )
         self.add(Launch(name, self._layer, _KERNELS.get(name, 1)))
         return _ANSWERS.get(name)
@@ -197,8 +196,8 @@ class Launches(TorchDispatchMode):
                     f"{kernel.__name__}: {name} {list(value.shape)} is on {value.device}, expected "
                     "CUDA memory or page-locked memory"
                 )
-        module = kernel.__module__.rpartition(".")[2]
-        name = f"triton.{module}.{kernel.__name__.strip('_')}"
+        family = kernel.__module__.split(".")[-2]
+        name = f"triton.{family}.{kernel.__name__.strip('_')}"
         self.add(Launch(name, self._layer, kernel=kernel, arguments=arguments))
 
 

@@ -27,8 +27,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # What is imported before atheris watches imports has no coverage.
     from tests.hostile.readers import Reader
 
-__all__ = ["changed", "main", "read_checked"]
-
 _FINDINGS = Path("build/fuzz")
 _WATCHED = ["hisparse", "hisparse_bench", "scripts"]
 _CONFIGURATION = "configuration"

@@ -6,8 +6,6 @@ import copy
 import random
 from typing import Any
 
-__all__ = ["VALUES", "damaged", "hostile_value", "mutated_object", "mutated_text"]
-
 #: Values of every JSON type, at the edges of what programs can take.
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 15, 16, 17, 64, 80, 96, 128, 2048, 4096, 100_000,

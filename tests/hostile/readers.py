@@ -27,8 +27,6 @@ from tests.eval.synthetic_records import record
 from tests.eval.test_eval_report import result
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
 
-__all__ = ["Reader", "Refused", "readers", "store_readers"]
-
 _RESULTS = Path(__file__).parents[2] / "bench" / "results"
 _EVENTS = b"""{"format": "hisparse cache events 1", "source": "recorded", "note": ""}
 {"timestamp": 0.0, "event": "insert", "hash_ids": [0, 1], "block_size": 16}

@@ -25,8 +25,6 @@ from hisparse.storage.record import (
 )
 from tests.hostile.mutations import mutated_object, mutated_text
 
-__all__ = ["changed_index", "is_index", "records_of", "resealed_segment"]
-
 _NUMBERS = (0, 1, 2, 63, 64, 4095, 4096, 12288, 2**16 - 1, 2**31, 2**32, 2**62, 2**63, 2**64 - 1)
 _TIMES = (float("nan"), float("inf"), -1.0, 0.0, 1e11, 1e308, 5e-324)
 _CELLS: tuple[Any, ...] = (

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, resolve
+from hisparse.engine.build import resolve
 from hisparse.errors import HiSparseError
+from hisparse.memory.costs import Resources
 from hisparse.types import KVSpec
 from tests.hostile.mutations import hostile_value, mutated_object, mutated_text
 from tests.hostile.validator import is_documented

@@ -7,10 +7,8 @@ import random
 import struct
 import zlib
 
-from hisparse.engine.trace_file import CHUNK, DONE, HEAD, MAGIC, STEP, encode_chunk
+from hisparse.trace.format import CHUNK, DONE, HEAD, MAGIC, STEP, encode_chunk
 from tests.hostile.mutations import damaged, mutated_object
-
-__all__ = ["chunks_of", "resealed"]
 
 #: Longer sections are left as they are: a change need not be large.
 _MOST_BYTES = 1 << 20

@@ -14,8 +14,6 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
-__all__ = ["is_documented"]
-
 _SCHEMA = json.loads(Path(__file__).with_name("configuration.schema.json").read_text("utf-8"))
 _VALIDATOR = Draft202012Validator(_SCHEMA)
 

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from hisparse.kernels import dispatch as _impl
-from hisparse.kernels import reference
+from hisparse.kernels import operation
 from hisparse.kernels.build import cuda as _build_cuda
-from hisparse.kernels.cuda import from_triton
+from hisparse.kernels.operation import IMPLEMENTATIONS
 from tests.kernels.fibers import build, orders
 from tests.kernels.gpu import on_gpu
-from tests.kernels.verified import Verified
+from tests.kernels.verified import verified
 
 ON_FIBERS = "cuda-on-cpu"
 UNVERIFIED = "cuda-on-cpu-unverified"
@@ -67,7 +66,11 @@ def impl(request: pytest.FixtureRequest) -> Iterator[str]:
         elif name == on_gpu.ON_GPU:
             if os.environ["HISPARSE_TEST_CUDA"] == "proxy":
                 run_proxy_on_fibers(patch)
-            patch.setitem(_impl._LOADERS, on_gpu.ON_GPU, lambda devices: Verified(on_gpu))
+            patch.setitem(
+                IMPLEMENTATIONS,
+                on_gpu.ON_GPU,
+                lambda op, place: verified(op.name, on_gpu.on_gpu(op)),
+            )
         yield name
 
 
@@ -89,9 +92,11 @@ def run_on_fibers(patch: pytest.MonkeyPatch, library: Any = None) -> None:
     library = library or build.fiber_library()
     patch.setattr(_build_cuda, "cuda_library", lambda: library)
     # Triton's kernels do not run on fibers.
-    patch.setattr(from_triton, "triton_ops", lambda: reference)
-    patch.setitem(_impl._LOADERS, ON_FIBERS, lambda devices: Verified(orders))
-    patch.setitem(_impl._LOADERS, UNVERIFIED, lambda devices: orders)
+    patch.setattr(operation, "why_no_triton", lambda: "kernels run on fibers")
+    patch.setitem(
+        IMPLEMENTATIONS, ON_FIBERS, lambda op, place: verified(op.name, orders.in_orders(op))
+    )
+    patch.setitem(IMPLEMENTATIONS, UNVERIFIED, lambda op, place: orders.in_orders(op))
 
 
 def run_proxy_on_fibers(patch: pytest.MonkeyPatch) -> None:

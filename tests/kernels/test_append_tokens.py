@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels import append_tokens, lru_diff, promote_tail
+from hisparse.kernels import TailPools, append_tokens, lru_diff, promote_tail
 from hisparse.types import PagedKV
 from tests.kernels.test_transfer import LAYOUTS, assert_same_bytes, pages
 from tests.kernels.world import i32, indexed
@@ -109,8 +109,7 @@ def test_full_tail_pages_are_copied_out(
         capacity,
         state,
         tails,
-        pools=tuple(device)[:num_pools],
-        kv_heads=kv_heads,
+        pools=TailPools(device.k, device.v if num_pools == 2 else None, kv_heads),
         impl=impl,
     )
     assert len(copies) == num_pools

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from hisparse.errors import HiSparseError, KernelError
 from hisparse.kernels import QUANTIZED, chunk_attention, key_score, paged_attention, quantize
-from hisparse.kernels.reference.quantize import read_scales
+from hisparse.kernels.quantize.reference import read_scales
 from hisparse.types import AttentionRule, PagedKV
 from tests.sizes import sized
 

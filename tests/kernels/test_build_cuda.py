@@ -8,16 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from hisparse.errors import KernelError
-from hisparse.kernels import cpu, cuda, reference
-from hisparse.kernels import dispatch as _impl
+from hisparse.kernels import operation
 from hisparse.kernels.build import compiler as _compile
 from hisparse.kernels.build import cuda as _build_cuda
 from hisparse.kernels.build.ahead import build_all
 from hisparse.kernels.build.cache import put
-from hisparse.kernels.cuda.from_triton import triton_ops
+from hisparse.kernels.operation import OPERATIONS, Place
 from scripts.compile_cuda import ARCHS, parse
 from tests.sizes import SWEEPS
 
@@ -70,36 +68,43 @@ def test_building_ahead_says_what_cannot_be_built(no_nvcc: Path) -> None:
 def test_tensors_of_cuda_go_to_the_reference_without_a_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    host, device = torch.device("cpu"), torch.device("cuda", 0)
+    pages, score = OPERATIONS["gather_pages"], OPERATIONS["page_score"]
+    both = Place("cpu, cuda:0", "cuda")
     monkeypatch.setattr(_build_cuda, "cuda_library", lambda: None)
-    assert _impl.implementation("auto", host, device) is reference
+    assert pages.implementation("auto", both) is pages.function("reference")
     with pytest.raises(KernelError, match="implementation 'cuda': the library cannot be built"):
-        _impl.implementation("cuda", device)
+        pages.implementation("cuda", both)
     monkeypatch.setattr(_build_cuda, "cuda_library", object)
-    assert _impl.implementation("auto", host, device) is cuda
+    assert pages.implementation("auto", both).__module__ == "hisparse.kernels.transfer.cuda"
+    assert score.implementation("auto", both).__module__ == "hisparse.kernels.summary.triton"
     with pytest.raises(KernelError, match="implementation 'cuda': tensors are on cpu"):
-        _impl.implementation("cuda", host)
+        pages.implementation("cuda", Place("cpu", "cpu"))
+    with pytest.raises(KernelError, match="implementation 'triton': gather_pages has none"):
+        pages.implementation("triton", both)
 
 
-def test_all_implementations_have_all_operations() -> None:
-    # Keys in host memory are scored by the CPU, and it replays traces.
-    on_cpu_only = {"graph_score", "key_score", "replay", "stack_depths"}
-    assert {*cuda.__all__, *cuda.IN_TRITON} == set(reference.__all__) - on_cpu_only
-    assert set(cpu.__all__) == set(reference.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'gather'"):
-        cuda.gather  # noqa: B018
+def test_the_gpu_has_all_operations_but_those_on_host_memory() -> None:
+    # PyTorch's operators dequantize everywhere.
+    without = {"graph_score", "key_score", "replay", "stack_depths", "dequantize"}
+    compiled = {
+        name
+        for name, each in OPERATIONS.items()
+        if each.own_module("cuda") or each.own_module("triton")
+    }
+    assert compiled == set(OPERATIONS) - without
 
 
 def test_without_triton_the_reference_does_its_work(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "hisparse.kernels.triton", None)
-    triton_ops.cache_clear()
-    assert cuda.page_summary is reference.page_summary
-    assert cuda.page_score is reference.page_score
+    monkeypatch.setitem(sys.modules, "triton", None)
+    operation.why_no_triton.cache_clear()
+    for name in ("page_summary", "page_score"):
+        each = OPERATIONS[name]
+        assert each.function("cuda") is each.function("reference")
     assert len(caplog.records) == 1
     assert "Triton kernels are off" in caplog.text
-    triton_ops.cache_clear()
+    operation.why_no_triton.cache_clear()
 
 
 def test_the_compiler_s_report_is_read() -> None:

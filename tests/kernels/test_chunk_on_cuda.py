@@ -10,8 +10,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
-from hisparse.kernels import chunk_attention, cuda, reference
-from hisparse.kernels.cuda import flash
+from hisparse.kernels import chunk_attention
+from hisparse.kernels.attention import cuda, reference
+from hisparse.kernels.attention.op import CHUNK_ATTENTION
 from hisparse.types import AttentionRule
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -35,10 +36,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         called.append("flash")
         return original(query, k, v, causal, scale)
 
-    original = flash.flash_attention
-    monkeypatch.setattr(cuda, "triton_ops", lambda: SimpleNamespace(chunk_attention=triton))
+    original = cuda.flash_attention
+    monkeypatch.setitem(CHUNK_ATTENTION._modules, "triton", SimpleNamespace(chunk_attention=triton))
     monkeypatch.setattr(cuda, "flash_attention", attend)
-    monkeypatch.setattr(flash, "_has_flash", lambda device: True)
+    monkeypatch.setattr(cuda, "_has_flash", lambda device: True)
     monkeypatch.setattr("hisparse.kernels.build.cuda.cuda_library", lambda: object())
     return called
 
@@ -93,7 +94,7 @@ def test_rows_that_are_not_aligned_are_not_given_to_pytorch(calls: list[str]) ->
 def test_a_pytorch_without_flash_attention_uses_triton(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash, "_has_flash", lambda device: False)
+    monkeypatch.setattr(cuda, "_has_flash", lambda device: False)
     with FakeTensorMode():
         q, k = (torch.empty(64, n, 128, dtype=BF16, device="cuda") for n in (8, 2))
         chunk_attention(q, k, k, causal=True)
@@ -119,7 +120,7 @@ def test_pytorch_s_operator_gets_what_it_takes(
     monkeypatch.setattr(torch.ops, "aten", aten)
     q, keys = torch.randn(45, 6, 32), 45 if causal else 80
     k, v = torch.randn(2, keys, 2, 32)
-    out, lse = flash.flash_attention(q, k, v, causal, 0.2)
+    out, lse = cuda.flash_attention(q, k, v, causal, 0.2)
     expected = reference.chunk_attention(q, k, v, causal, AttentionRule(0.2))
     assert_close(out, expected[0], rtol=1e-4, atol=1e-5)
     assert_close(lse, expected[1], rtol=1e-4, atol=1e-5)

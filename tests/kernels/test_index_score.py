@@ -35,7 +35,7 @@ def test_scores_are_the_papers_sum(
     impl: str, heads: int, dim: int, dtype: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "fp8-bytes":
-        read_as_bytes("index_score", impl, monkeypatch)
+        read_as_bytes("index", impl, monkeypatch)
         kind = "fp8"
     torch.manual_seed(0)
     keys, scales = pool(100, dim, kind)

@@ -15,8 +15,7 @@ from hisparse.kernels import (
     page_outline,
     page_sketch,
 )
-from hisparse.kernels.reference.outline import outline_values
-from hisparse.kernels.reference.sketch import sketch_keys
+from hisparse.kernels.sketch.reference import outline_values, sketch_keys
 
 
 def outlined(pages: int, heads: int, dim: int, channels: int) -> tuple[Tensor, Tensor]:

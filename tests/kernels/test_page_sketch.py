@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from hisparse.errors import KernelError
 from hisparse.kernels import SketchLayout, page_sketch, sketch_score
-from hisparse.kernels.reference.sketch import sketch_keys
-from hisparse.kernels.sketch_layout import SCALE_OFFSET
+from hisparse.kernels.sketch.layout import SCALE_OFFSET
+from hisparse.kernels.sketch.reference import sketch_keys
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHAPES = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels import page_score, page_summary, store_index_keys
-from hisparse.kernels.reference.summary import round_outward
+from hisparse.kernels.summary.reference import round_outward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -19,8 +19,8 @@ from hisparse.kernels import (
     quantize,
     sketch_score,
 )
-from hisparse.kernels.reference.quantize import read_scales
-from hisparse.kernels.reference.sketch import sketch_keys
+from hisparse.kernels.quantize.reference import read_scales
+from hisparse.kernels.sketch.reference import sketch_keys
 from hisparse.types import StoredKV
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,8 +30,7 @@ SCALE = 0.3
 def read_as_bytes(module: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As GPUs before compute capability 8.9 read e4m3."""
     if impl not in ("reference", "cpu"):
-        # The package offers functions of the same names.
-        own = importlib.import_module(f"hisparse.kernels.triton.{module}")
+        own = importlib.import_module(f"hisparse.kernels.{module}.triton")
         monkeypatch.setattr(own, "reads_e4m3", lambda device: False)
 
 
@@ -55,7 +54,7 @@ def test_page_scores_are_those_of_the_scaled_query(
 ) -> None:
     """To float32's rounding of the terms, however far apart channels are."""
     if stored == "fp8-bytes":
-        read_as_bytes("page_score", impl, monkeypatch)
+        read_as_bytes("summary", impl, monkeypatch)
         stored = "fp8"
     torch.manual_seed(0)
     spread = torch.logspace(-3, 2, dim)

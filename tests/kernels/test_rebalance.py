@@ -10,14 +10,13 @@ import torch
 from hisparse.errors import KernelError
 from hisparse.kernels import (
     RowState,
-    cuda,
-    dispatch,
+    operation,
     promote_tail,
     rebalance,
     reset_rows,
     verify_capacity,
 )
-from hisparse.kernels.cuda import lru as cuda_lru
+from hisparse.kernels.operation import IMPLEMENTATIONS
 from tests.kernels.world import World, i32
 
 
@@ -146,8 +145,8 @@ def test_the_stack_s_pages_are_given_once_when_a_plan_does_not_fit(impl: str) ->
 def test_nothing_is_read_back_from_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meta tensors have no values: whatever reads one on the host raises."""
     launched = []
-    monkeypatch.setitem(dispatch._LOADERS, "cuda", lambda devices: cuda)
-    monkeypatch.setattr(cuda_lru, "call_cuda", lambda op, *args: launched.append(op))
+    monkeypatch.setitem(IMPLEMENTATIONS, "cuda", lambda op, place: op.function("cuda"))
+    monkeypatch.setattr(operation, "call_cuda", lambda op, *args: launched.append(op))
     tables = RowState(*(torch.zeros(2, 3, 4, dtype=torch.int32, device="meta") for _ in range(3)))
     rows = torch.zeros(2, dtype=torch.int64, device="meta")
     capacity, num_free = (torch.zeros(n, dtype=torch.int32, device="meta") for n in (3, 2))
@@ -210,7 +209,7 @@ def test_bad_tensors_are_named() -> None:
         promote_tail(
             torch.tensor([0]), i32([7]), i32([1]), i32([4]), world.layer(0), world.tails[0]
         )
-    with pytest.raises(KernelError, match=r"capacity: got shape \[1\], expected \[2\]"):
+    with pytest.raises(KernelError, match=r"slot_pages: got shape \[1, 2, 4\], expected \[any, 1"):
         reset_rows(torch.tensor([0]), i32([4]), world.states)
     with pytest.raises(KernelError, match=r"free_pages: got shape \[2, 3\], expected \[1, any\]"):
         rebalance(

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hisparse.kernels import SelectRule, paged_attention, reference, select
+from hisparse.kernels import SelectRule, paged_attention, select
+from hisparse.kernels.attention import reference
 from hisparse.types import UNSCALED, AttentionRule, PagedKV, StoredKV
 from tests.kernels.gpu.on_gpu import ON_GPU
 
@@ -23,7 +24,7 @@ def split_kernels(impl: str) -> Iterator[ModuleType | None]:
     if impl != ON_GPU or os.environ.get("TRITON_INTERPRET") != "1":
         yield None
         return
-    from hisparse.kernels.triton import attention as triton_attention
+    from hisparse.kernels.attention import triton as triton_attention
 
     yield triton_attention
 

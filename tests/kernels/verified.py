@@ -11,32 +11,22 @@ from typing import Any
 
 from hisparse.kernels.verify import verify_diff, verify_indices
 
-__all__ = ["Verified"]
+__all__ = ["verified"]
 
 
-class Verified:
-    """The operations of ``module``, with their indices verified.
+def verified(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation's function, with its indices verified."""
 
-    Args:
-        module: an implementation, such as ``hisparse.kernels.cuda``.
-    """
+    def run(*args: Any) -> Any:
+        _BEFORE.get(name, lambda *args: None)(*args)
+        result = function(*args)
+        if name == "lru_diff":
+            verify_diff(result[-1], args[2])
+        if name == "diff_tables":
+            verify_diff(result[-1], args[2].capacity)
+        return result
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        op = getattr(self._module, name)
-
-        def run(*args: Any) -> Any:
-            _BEFORE.get(name, lambda *args: None)(*args)
-            result = op(*args)
-            if name == "lru_diff":
-                verify_diff(result.num_misses, args[2])
-            if name == "diff_tables":
-                verify_diff(result.num_misses, args[2].capacity)
-            return result
-
-        return run
+    return run
 
 
 def _page_table(device_pages: Any, rows: Any, slots: Any) -> None:
@@ -55,9 +45,11 @@ def _changed_rows(rows: Any, *tensors: Any) -> None:
     verify_indices("rows", rows, 0, states.slot_pages.shape[1])
 
 
-def _gather_pages(src: Any, src_pages: Any, dst: Any, dst_pages: Any, heads: int) -> None:
-    verify_indices("src_pages", src_pages, -1, src[0].shape[-4])
-    verify_indices("dst_pages", dst_pages, -1, dst[0].shape[-4])
+def _gather_pages(
+    src_k: Any, src_v: Any, src_pages: Any, dst_k: Any, dst_v: Any, dst_pages: Any, heads: int
+) -> None:
+    verify_indices("src_pages", src_pages, -1, src_k.shape[-4])
+    verify_indices("dst_pages", dst_pages, -1, dst_k.shape[-4])
 
 
 def _slots(slots: Any, pool: Any) -> None:
@@ -70,6 +62,6 @@ _BEFORE: dict[str, Callable[..., None]] = {
     "reset_rows": _changed_rows,
     "rebalance": _changed_rows,
     "gather_pages": _gather_pages,
-    "scatter_tokens": lambda new, dst, slots: _slots(slots, dst[0]),
-    "gather_tokens": lambda src, slots: _slots(slots, src[0]),
+    "scatter_tokens": lambda dst_k, dst_v, k, v, slots: _slots(slots, dst_k),
+    "gather_tokens": lambda src_k, src_v, slots: _slots(slots, src_k),
 }

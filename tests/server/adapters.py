@@ -10,8 +10,6 @@ from plugins import make_plugin
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
-__all__ = ["ADAPTER_FLAGS", "adapter_path", "write_adapter"]
-
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 #: Adapters can be loaded over HTTP, also if none is given at the start.
 ADAPTER_FLAGS = (

@@ -18,8 +18,6 @@ from tiny_models import tiny_model
 
 from hisparse_bench.server import free_port
 
-__all__ = ["Pair", "flags_of", "running"]
-
 _rooms = itertools.count(1)
 
 #: Loads the libraries by their paths: a forked server cannot change where the linker looks.

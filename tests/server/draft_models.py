@@ -12,8 +12,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from torch import Tensor
 
-__all__ = ["eagle3_head", "eagle_head", "noisy_model", "with_next_layer"]
-
 #: Counted up when the weights change, so that no old folder is taken.
 _VERSION = 1
 

@@ -6,9 +6,7 @@ import functools
 import os
 import threading
 
-from hisparse_bench.fork_server import ForkedProcess, ForkServer
-
-__all__ = ["ForkedProcess", "fork_server", "is_started"]
+from hisparse_bench.fork_server import ForkServer
 
 _lock = threading.Lock()
 

@@ -15,9 +15,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,12 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import requests
-from fork_server import ForkedProcess, fork_server
+from fork_server import fork_server
 
-from hisparse_bench.server import free_port
+from hisparse.errors import HiSparseError
+from hisparse_bench.server import ServerProcess
 
-_START_TIMEOUT_S = 300
 _REQUEST_TIMEOUT_S = 400
 _LOG_END = 6000
 
@@ -109,11 +107,11 @@ def _environment(python_path: Sequence[Path], env: Mapping[str, str]) -> dict[st
     paths = [str(p) for p in python_path]
     if os.environ.get("PYTHONPATH"):
         paths.append(os.environ["PYTHONPATH"])
-    quick = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return os.environ | quick | {"PYTHONPATH": os.pathsep.join(paths)} | dict(env)
+    quick = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return ServerProcess.cpu_environment(1) | quick | dict(env)
 
 
-class Server:
+class Server(ServerProcess):
     """A running server; use it as a context manager.
 
     Args:
@@ -142,55 +140,27 @@ class Server:
         forked: bool = True,
         line: Sequence[str] = (),
     ) -> None:
-        self._port = free_port()
-        self.url = f"http://127.0.0.1:{self._port}"
-        self._log = log
-        self._forked, self._python_path = forked, python_path
+        given = ["--device", "cpu", "--dtype", "float32", "--attention-backend", backend]
+        given += ["--skip-server-warmup", "--sleep-on-idle"]
+        given += [] if tokenizer else ["--skip-tokenizer-init"]
+        given += [] if config is None else ["--hisparse-config", json.dumps(config)]
+        super().__init__(str(model), log, [*given, *flags], path=python_path)
+        if line:
+            self._command = [*line, "--port", self.url.rpartition(":")[2]]
+        self._forked = forked
         self._env = _environment(python_path, env or {})
-        if not line:
-            line = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-            line += ["--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32"]
-            line += ["--attention-backend", backend, "--skip-server-warmup", "--enable-metrics"]
-            line += ["--sleep-on-idle", *(() if tokenizer else ("--skip-tokenizer-init",))]
-            line += [] if config is None else ["--hisparse-config", json.dumps(config)]
-            line += flags
-        self._line = [*line, "--port", str(self._port)]
-        self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
+        self._exit_code: int | None = None
 
     def __enter__(self) -> Server:
-        """Start it, as the leader of a process group of its own."""
-        self._log.write_bytes(b"")
-        if self._forked:
-            self._process = fork_server().start(
-                self._line[2:], self._env, self._python_path, self._log, self._log
-            )
-        else:
-            with self._log.open("ab") as log:
-                self._process = subprocess.Popen(
-                    self._line, env=self._env, stdout=log, stderr=log, start_new_session=True
-                )
-        try:
-            self._wait_until_up()
-        except BaseException:
-            self.stop()
-            raise
+        self._forks = fork_server() if self._forked else None
+        self.start(self._env)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def _wait_until_up(self) -> None:
-        end = time.monotonic() + _START_TIMEOUT_S
-        while time.monotonic() < end:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self._process.returncode}{self._end()}")
-            try:
-                if requests.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return
-            except requests.RequestException:
-                pass
-            time.sleep(0.2)
-        raise RuntimeError(f"the server did not come up in {_START_TIMEOUT_S} s{self._end()}")
+    def stop(self) -> None:
+        process = self._process
+        super().stop()
+        if process is not None:
+            self._exit_code = process.returncode
 
     def _end(self) -> str:
         return f"; its log ends:\n{self.log()[-_LOG_END:]}"
@@ -214,12 +184,6 @@ class Server:
                 if time.monotonic() > end:
                     raise RuntimeError(f"the server left processes behind{self._end()}")
                 time.sleep(0.05)
-
-    def stop(self) -> None:
-        """SIGKILL to its process group: SGLang looks for SIGTERM every 5 s."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
 
     def _post(self, path: str, body: Mapping[str, Any], **options: Any) -> requests.Response:
         try:
@@ -322,16 +286,11 @@ class Server:
 
     def refusal(self) -> str:
         """Start a server that should not come up: hisparse's one line in its log."""
-        try:
+        with pytest.raises(HiSparseError):
             self.__enter__()
-        except RuntimeError as error:
-            lines = [x for x in self.log().splitlines() if "hisparse: error: " in x]
-            if "the server ended with" in str(error) and self._process.returncode and lines:
-                (line,) = lines
-                return line
-            raise
-        self.stop()
-        raise RuntimeError("the server came up")
+        assert self._exit_code != 0
+        (line,) = [x for x in self.log().splitlines() if "hisparse: error: " in x]
+        return line
 
     def load_adapter(self, name: str, folder: Path) -> None:
         """Load a LoRA adapter under a name."""
@@ -340,17 +299,6 @@ class Server:
     def unload_adapter(self, name: str) -> None:
         """Forget a LoRA adapter."""
         self._post("/unload_lora_adapter", {"lora_name": name})
-
-    def flush_cache(self) -> None:
-        """Empty the radix cache; the server has to be idle, and is given time to become so."""
-        end = time.monotonic() + 60
-        while True:
-            reply = requests.post(f"{self.url}/flush_cache", timeout=30)
-            if reply.status_code == 200:
-                return
-            if time.monotonic() > end:
-                raise RuntimeError(f"flush_cache: {reply.status_code} {reply.text}{self._end()}")
-            time.sleep(0.2)
 
 
 def _request(prompt: Sequence[int] | str, max_new_tokens: int, ignore_eos: bool) -> dict[str, Any]:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from scripts.random_weights import make_plugin
 
-__all__ = ["ENV", "FLAGS", "HYBRIDS", "python_path"]
-
 #: Kinds of ``tiny_models``.
 HYBRIDS = ("qwen3_next", "lfm2", "kimi_linear")
 #: States of other layers, of running requests and of prefixes in the radix cache.

@@ -15,9 +15,6 @@ from typing import Any
 
 from hisparse_bench.server import free_port
 
-__all__ = ["LIBRARY_PATH", "TOOLS", "Master", "is_installed", "running"]
-
-
 #: What `make mooncake-tools` makes.
 TOOLS = Path(sys.prefix) / "mooncake"
 #: Where Debian's libraries are that Mooncake loads, as LD_LIBRARY_PATH has it.

@@ -9,8 +9,6 @@ import pytest
 
 from tests.sizes import MORE_SERVERS
 
-__all__ = ["MORE", "few"]
-
 #: Beside what ``make test`` runs: PART=sweeps, and what is also marked ``modes`` in PART=modes.
 MORE = [
     pytest.mark.sweeps,

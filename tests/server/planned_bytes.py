@@ -15,8 +15,6 @@ from hisparse.memory.sizing import resize, size
 from hisparse.plan.fit import Machine, fit
 from hisparse.transformers.model_shape import read_model_config, shape_per_rank
 
-__all__ = ["assert_planned"]
-
 GIB = 2**30
 
 

@@ -17,8 +17,6 @@ import requests
 
 from hisparse_bench.server import free_port
 
-__all__ = ["Prometheus", "running_prometheus"]
-
 ROOT = Path(__file__).parents[2]
 _START_TIMEOUT_S = 120
 

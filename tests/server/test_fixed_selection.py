@@ -1,18 +1,20 @@
-"""With a selection that is known, the server's logprobs are those of attention in float64 over
+"""With a selection that is known, the server's logprobs are those of transformers in float64 over
 exactly those positions. The algorithm comes from a package of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from float64_llama import Float64Llama
 from harness import Server
+from hugging_face import load
 from parts import MORE, few
 from plugins import make_plugin
 from tiny_models import tiny_model
+from torch import Tensor
 from workload import tokens
 
 PAGE = 16
@@ -82,17 +84,26 @@ def server(
         yield server
 
 
+@torch.no_grad()
+def logprobs(net: Any, ids: list[int], first: int) -> Tensor:
+    """``[len(ids), V]``, of the token after each; rows from ``first`` on attend a selection."""
+    mask = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    for row in range(first, len(ids)):
+        mask[row] = False
+        mask[row, attended(row + 1)] = True
+    return net(torch.tensor([ids]), attention_mask=mask[None, None]).logits[0].log_softmax(-1)
+
+
 def test_logprobs_are_those_of_float64_over_the_selected_positions(server: Server) -> None:
-    model = Float64Llama(tiny_model("llama"))
+    net = load(tiny_model("llama")).double()
     prompts = [tokens(n, seed=n + 600) for n in (40, 127, 300, 1001)]
     worst = sparse_effect = 0.0
     for prompt, answer in zip(
         prompts, server.generate_many(prompts, 40, top_logprobs=20), strict=True
     ):
         ids = prompt + answer.ids[:-1]
-        rows = range(len(prompt), len(ids))
-        expected = model.logprobs(ids, {row: attended(row + 1) for row in rows})[len(prompt) - 1 :]
-        dense = model.logprobs(ids, {})[len(prompt) - 1 :]
+        expected = logprobs(net, ids, first=len(prompt))[len(prompt) - 1 :]
+        dense = logprobs(net, ids, first=len(ids))[len(prompt) - 1 :]
         for step, found in enumerate(answer.top_logprobs):
             where = torch.tensor(list(found))
             got = torch.tensor(list(found.values()), dtype=torch.float64)

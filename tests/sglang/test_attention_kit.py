@@ -25,7 +25,8 @@ from sglang.srt.plugins import load_plugins
 from sglang.test.kits.attention_unittest.attention_methods import dense_attention as kit
 
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import Resources, resolve
+from hisparse.engine.build import resolve
+from hisparse.memory.costs import Resources
 from hisparse.sglang import hooks, plugin, session
 from hisparse.sglang.kv_pool import HiSparseMHAPool
 from hisparse.types import KVSpec
@@ -81,7 +82,7 @@ def host_pool(case: kit.DenseAttentionCase) -> Any:
             device_type="cpu",
         )
         setup = resolve(config, spec, dim**-0.5, resources)
-        session.start_session(session.Session(**vars(setup)))
+        session.start_session(session.ServerSession(**vars(setup)))
         return HiSparseMHAPool(**options)
 
     return make

@@ -19,10 +19,9 @@ from transformers import DeepseekV2Config, LlamaConfig
 
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import kept_tensors
-from hisparse.engine.stages import divide_layers
 from hisparse.memory.costs import host_token_bytes
 from hisparse.memory.sizing import Sizing, resize
-from hisparse.plan.fit import Machine, fit
+from hisparse.plan.fit import Machine, divide_layers, fit
 from hisparse.sglang import features, hooks, ranks, session, setup
 from hisparse.transformers.model_shape import shape_per_rank
 

@@ -14,17 +14,17 @@ import torch
 from fake_backend import ByIndex, FakeBackend
 from test_serializer import bits_at, fill, make_pool, slots_of
 
-from hisparse.cache.exact_pages import ExactPages
 from hisparse.cache.serializer import PageSerializer
+from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.options import StorageOptions
-from hisparse.sglang.features.storage import health
-from hisparse.sglang.features.storage.counters import StorageCounters
-from hisparse.sglang.features.storage.health import StorageHealth
+from hisparse.sglang.features.storage import calls
+from hisparse.sglang.features.storage.calls import StorageHealth
 from hisparse.sglang.features.storage.load import PageLoader
 from hisparse.sglang.features.storage.offload import PageWriter
-from hisparse.sglang.features.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
-from hisparse.sglang.features.storage.records import Records
+from hisparse.sglang.features.storage.page_storage import CHECKSUM_BYTES, PageStorage, RecordBuffer
+from hisparse.sglang.features.storage.records import RecordStore
 from hisparse.sglang.features.storage.setup import create_backend
+from hisparse.sglang.features.storage.state import StorageCounters
 from hisparse.storage import Namespace
 from tests.sizes import sized
 
@@ -50,13 +50,13 @@ class World:
         fill(self.pool, seed=0)
         form = PageSerializer(self.pool, 8, {})
         extra = CHECKSUM_BYTES if self.checksums else 0
-        self.form, staging = form, Staging(4, 2, form.record_bytes + extra)
+        self.form, staging = form, RecordBuffer(4, 2, form.record_bytes + extra)
         self.storage = PageStorage(self.backend, staging, checksums=self.checksums)
         self.use("some model")
-        self.exact = ExactPages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
+        self.exact = ShareablePages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         health = StorageHealth(self.counters, TIMEOUT_S)
-        self.records = Records(
-            storage=self.storage, form=form, staging=staging, health=health, counters=self.counters
+        self.records = RecordStore(
+            storage=self.storage, form=form, buffer=staging, health=health, counters=self.counters
         )
         self.loader = PageLoader(self.records, 2)
         self.writer = PageWriter(self.records, self.exact, 30)
@@ -168,8 +168,8 @@ def test_each_flipped_bit_is_found(world: World) -> None:
 
 def test_a_store_that_hangs_is_left_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first request waits for it, and the pause spares the next ones the wait."""
-    monkeypatch.setattr(health, "_PAUSE_S", 1000.0)
-    monkeypatch.setattr(health, "_MAX_PAUSE_S", 1000.0)
+    monkeypatch.setattr(calls, "_PAUSE_S", 1000.0)
+    monkeypatch.setattr(calls, "_MAX_PAUSE_S", 1000.0)
     world.store_all()
     world.backend.fault = "hang"
     began = time.monotonic()
@@ -287,8 +287,8 @@ def test_waiting_offloads_end_with_the_one_that_hangs(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They lock pages of the radix cache: one waits for the store, not each."""
-    monkeypatch.setattr(health, "_PAUSE_S", 1000.0)
-    monkeypatch.setattr(health, "_MAX_PAUSE_S", 1000.0)
+    monkeypatch.setattr(calls, "_PAUSE_S", 1000.0)
+    monkeypatch.setattr(calls, "_MAX_PAUSE_S", 1000.0)
     world.exact.set_exact(world.pages(PAGES))
     world.backend.fault = "hang"
     for key, page in zip(KEYS, PAGES, strict=True):

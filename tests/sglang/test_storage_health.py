@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from hisparse.sglang.features.storage.counters import StorageCounters
-from hisparse.sglang.features.storage.health import StorageHealth
-from hisparse.sglang.features.storage.threads import Workers
+from hisparse.sglang.features.storage.calls import StorageHealth, Workers
+from hisparse.sglang.features.storage.state import StorageCounters
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from test_storage_faults import KEYS, OTHERS, PAGES, World
 
 from hisparse.options import StorageOptions
-from hisparse.sglang.features.storage import health
+from hisparse.sglang.features.storage import calls
 from hisparse.sglang.features.storage.page_storage import unwrapped
 from hisparse.sglang.features.storage.setup import create_backend
 from tests.sizes import sized
@@ -31,8 +31,8 @@ _ROUNDS = sized(40, 1000)
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """A fifth of all calls fails, and a fourth takes longer than the limit."""
     monkeypatch.setattr(test_storage_faults, "TIMEOUT_S", 0.015)
-    monkeypatch.setattr(health, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(health, "_MAX_PAUSE_S", 0.0)
+    monkeypatch.setattr(calls, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(calls, "_MAX_PAUSE_S", 0.0)
     monkeypatch.setenv(f"{_VARIABLE}FAILURE", "0.2")
     monkeypatch.setenv(f"{_VARIABLE}DELAY", "0.02")
     backend = create_backend(StorageOptions(path=str(tmp_path)), None, 0, 1)

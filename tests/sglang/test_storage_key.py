@@ -35,7 +35,7 @@ from hisparse.sglang.features.storage.key import (
     model_fingerprint,
     rope_differences,
 )
-from hisparse.sglang.features.storage.ranks import LinkerRanks
+from hisparse.sglang.ranks import LinkerRanks
 from hisparse.storage import Namespace, page_keys
 from hisparse.transformers.model_shape import rotary_frequencies
 from hisparse.types import AttentionRule

@@ -23,14 +23,13 @@ from transformers import LlamaConfig
 from weight_updates import CheckpointEngine, Updates
 
 from hisparse.algorithms.quest import Quest
-from hisparse.cache.exact_pages import ExactPages
+from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.config import HiSparseConfig
 from hisparse.sglang import features, plugin
-from hisparse.sglang.features.storage.counters import StorageCounters
 from hisparse.sglang.features.storage.linker import HiSparseLinker
-from hisparse.sglang.features.storage.ranks import LinkerRanks
-from hisparse.sglang.features.storage.state import StorageState
-from hisparse.sglang.session import Session, start_session
+from hisparse.sglang.features.storage.state import StorageCounters, StorageState
+from hisparse.sglang.ranks import LinkerRanks
+from hisparse.sglang.session import ServerSession, start_session
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -76,12 +75,12 @@ class Server:
     ) -> None:
         self.pool = make_pool("page_head")
         fill(self.pool, seed=0)
-        exact = ExactPages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
+        exact = ShareablePages(60, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         self.exact = exact
         exact.set_exact(torch.arange(60))
         self.counters = StorageCounters()
         self.model = Model()
-        session: Any = object.__new__(Session)
+        session: Any = object.__new__(ServerSession)
         session.__dict__.update(
             spec=SimpleNamespace(latent=False, num_layers=3),
             coordinator=SimpleNamespace(

@@ -17,22 +17,22 @@ from hisparse.algorithms.dsa import DSA
 from hisparse.algorithms.quest import Quest
 from hisparse.algorithms.sketch import Sketch
 from hisparse.algorithms.snapkv import SnapKV
-from hisparse.cache.exact_pages import ExactPages
+from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.config import HiSparseConfig
 from hisparse.engine.prefill import PrefillChunk
-from hisparse.sglang.features.storage.counters import StorageCounters
+from hisparse.sglang.features.storage.calls import StorageHealth
 from hisparse.sglang.features.storage.file_storage import FileStorage
-from hisparse.sglang.features.storage.health import StorageHealth
-from hisparse.sglang.features.storage.page_storage import PageStorage, Staging
-from hisparse.sglang.features.storage.records import Records
+from hisparse.sglang.features.storage.page_storage import PageStorage, RecordBuffer
+from hisparse.sglang.features.storage.records import RecordStore
 from hisparse.sglang.features.storage.representations import (
     RepresentationFormat,
+    StoredRepresentations,
     representation_namespace,
 )
-from hisparse.sglang.features.storage.stored_representations import StoredRepresentations
+from hisparse.sglang.features.storage.state import StorageCounters
 from hisparse.storage import Namespace
 from hisparse.testing import Simulator
-from tests.engine.test_loaded_pages import LATENTS, LENGTH, PROMPT, STORED, load
+from tests.engine.test_restored_pages import LATENTS, LENGTH, PROMPT, STORED, load
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -56,17 +56,17 @@ class Storing:
         resolved = SimpleNamespace(config=config or HiSparseConfig())
         session = SimpleNamespace(coordinator=sim.coordinator, resolved=resolved)
         self.form = form = RepresentationFormat(sim.coordinator.rebuilt_entries(), PER_RECORD)
-        staging = Staging(2, 4, form.record_bytes + 100)
+        staging = RecordBuffer(2, 4, form.record_bytes + 100)
         settings = {"path": str(path), "size_bytes": None, "policy": "lru", "ttl_s": None}
         self.backend = FileStorage(SimpleNamespace(extra_config=settings), None)
         storage, counters = PageStorage(self.backend, staging, checksums=False), StorageCounters()
         health = StorageHealth(counters, 20)
-        self.records = Records(
-            storage=storage, form=form, staging=staging, health=health, counters=counters
+        self.records = RecordStore(
+            storage=storage, form=form, buffer=staging, health=health, counters=counters
         )
         namespace = representation_namespace(PAGES, session, form.record_bytes)
         num_pages = sim.manager.host.num_pages
-        self.exact = ExactPages(num_pages, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
+        self.exact = ShareablePages(num_pages, 4, 4, lambda lens: lens > 0, torch.device("cpu"))
         self.exact.set_exact(torch.arange(num_pages))
         self.stored = StoredRepresentations(self.records.within(namespace), self.exact, 1000)
 

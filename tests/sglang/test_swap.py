@@ -13,7 +13,7 @@ from fake_backend import FakeBackend
 from test_serializer import bits_at, fill, slots_of
 from test_storage_faults import KEYS, OTHERS, PAGES, READY, TIMEOUT_S, World
 
-from hisparse.sglang.features.storage import health
+from hisparse.sglang.features.storage import calls
 from hisparse.sglang.features.swap.request_swap import RequestSwap
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -54,7 +54,7 @@ class SwapWorld(World):
         return self.swap.load(rid, keys, self.pages(OTHERS[: len(keys)]), READY)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Records are removed by a thread of its own."""
+        """RecordStore are removed by a thread of its own."""
         end = time.monotonic() + 30
         while not condition():
             assert time.monotonic() < end, sorted(self.backend.records)
@@ -145,8 +145,8 @@ def test_a_request_whose_pages_do_not_come_back_computes_them(
 def test_a_store_that_hangs_delays_one_retraction(
     world: SwapWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "_PAUSE_S", 1000.0)
-    monkeypatch.setattr(health, "_MAX_PAUSE_S", 1000.0)
+    monkeypatch.setattr(calls, "_PAUSE_S", 1000.0)
+    monkeypatch.setattr(calls, "_MAX_PAUSE_S", 1000.0)
     requests = [Request(str(i)) for i in range(20)]
     world.backend.fault = "hang"
     began = time.monotonic()

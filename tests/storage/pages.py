@@ -10,8 +10,6 @@ import numpy as np
 
 from hisparse.storage import FileStore, Namespace
 
-__all__ = ["NAMESPACE", "contents", "fill", "key_of", "parts_of", "read", "segment_files"]
-
 #: A page is neither a whole number of blocks nor of words.
 NAMESPACE = Namespace(
     model="tiny", kv_dtype="bfloat16", page_size=16, rank=0, num_ranks=1, part_bytes=(5000, 7, 1)

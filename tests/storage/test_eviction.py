@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import random
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from hisparse.errors import HiSparseError
 from hisparse.storage import FileStore, segments
 from hisparse.storage.index import Index
 from tests.processes import largest_file
@@ -317,18 +315,6 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
             assert store.collect() == 0
             store.flush()
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-
-
-def test_a_disk_that_refuses_a_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(fd: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    with FileStore(tmp_path, 1 << 30) as store:
-        fill(store, [1])
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", refuse)
-            with pytest.raises(HiSparseError, match=r"^store '.*': OSError: .*Input/output error"):
-                store.flush()
 
 
 def test_an_index_that_fails_makes_pages_absent(

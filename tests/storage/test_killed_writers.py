@@ -1,6 +1,6 @@
 """SIGKILL at chosen moments: what was acknowledged is there and whole, and the store goes on.
 
-``test_lost_pages.py`` kills at random times. Here a process ends at each step of a put, of a
+``test_random_faults.py`` kills at random times. Here a process ends at each step of a put, of a
 collection and of the rebuilding of an index, where random times seldom hit.
 """
 
@@ -258,8 +258,9 @@ def test_one_that_waited_for_the_index_makes_it(
         assert all(read(store, keys))
 
 
-def test_an_index_that_lacks_pages_costs_none(tmp_path: Path) -> None:
-    """A process that is not alone brings it up to date as well."""
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside another"])
+def test_an_index_that_lacks_pages_costs_none(tmp_path: Path, alone: bool) -> None:
+    """From a backup; a process that is not alone brings it up to date as well."""
     with _open(tmp_path) as store:
         keys = fill(store, range(3))
     shutil.copy(tmp_path / "index.sqlite", tmp_path / "yesterday")
@@ -267,8 +268,10 @@ def test_an_index_that_lacks_pages_costs_none(tmp_path: Path) -> None:
         keys += fill(store, range(3, 7))
     (tmp_path / "yesterday").replace(tmp_path / "index.sqlite")
     other = os.open(tmp_path / "open.lock", os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_SH)
+    if not alone:
+        fcntl.flock(other, fcntl.LOCK_SH)
     with _open(tmp_path) as store:
+        assert not alone or store.find(NAMESPACE, keys) == 7
         keys += fill(store, range(7, 10))
     os.close(other)
     (tmp_path / "index.sqlite").unlink()

@@ -15,9 +15,7 @@ import pytest
 
 from hisparse.errors import HiSparseError
 from hisparse.storage import FileStore
-from tests.processes import run_killed
-from tests.sizes import sized
-from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read, segment_files
+from tests.storage.pages import NAMESPACE, fill, key_of, read, segment_files
 
 _BLOCK = 4096
 #: Of a record of a test page: a block of header, two of page, the second with 3,184 unused bytes.
@@ -77,24 +75,6 @@ def test_a_thousand_damaged_records_give_no_wrong_byte(tmp_path: Path) -> None:
         assert all(found[number] for number in range(1100) if number not in broken)
         assert read(store, keys) == found
         assert store.describe().pages == sum(found)
-
-
-def test_a_page_with_a_damaged_part_is_dropped(tmp_path: Path) -> None:
-    (key,) = _filled(tmp_path, 1)
-    (file,) = segment_files(tmp_path)
-    with file.open("r+b") as opened:
-        opened.seek(_BLOCK + 5000)
-        opened.write(bytes(7))
-    with FileStore(tmp_path) as store:
-        assert read(store, [key]) == [False]
-        assert store.counters["damaged"] == 1
-        assert store.find(NAMESPACE, [key]) == 0
-        # What was damaged can be stored again.
-        fill(store, [0])
-        assert read(store, [key]) == [True]
-    (tmp_path / "index.sqlite").unlink()
-    with FileStore(tmp_path) as store:
-        assert read(store, [key]) == [True]
 
 
 def test_verify_names_what_is_damaged(tmp_path: Path) -> None:
@@ -174,18 +154,6 @@ def test_an_index_is_made_anew(tmp_path: Path, harm: Callable[[Path], None]) -> 
         assert report.namespaces[0].namespace == NAMESPACE
 
 
-def test_an_index_of_yesterday_learns_of_later_pages(tmp_path: Path) -> None:
-    old = _filled(tmp_path, 5)
-    shutil.copy(tmp_path / "index.sqlite", tmp_path / "yesterday")
-    with FileStore(tmp_path, segment_bytes=7 * _RECORD) as store:
-        new = fill(store, range(5, 12))
-        assert len(segment_files(tmp_path)) == 2
-    (tmp_path / "yesterday").replace(tmp_path / "index.sqlite")
-    with FileStore(tmp_path) as store:
-        assert store.find(NAMESPACE, [*old, *new]) == 12
-        assert all(read(store, [*old, *new]))
-
-
 def test_an_index_of_before_a_collection_finds_what_was_copied(tmp_path: Path) -> None:
     keys = _filled(tmp_path, 20)
     with FileStore(tmp_path) as store:
@@ -230,7 +198,7 @@ def test_a_flush_that_failed_is_tried_again(
     with FileStore(tmp_path, segment_bytes=_RECORD) as store:
         fill(store, range(4))
         monkeypatch.setattr(os, "fsync", sync)
-        with pytest.raises(HiSparseError, match="Input/output error"):
+        with pytest.raises(HiSparseError, match=r"^store '.*': OSError: .*Input/output error"):
             store.flush()
         store.flush()
         assert set(map(str, segment_files(tmp_path))) <= synced
@@ -260,36 +228,6 @@ def test_an_index_that_is_ahead_of_the_segments(tmp_path: Path) -> None:
         assert store.describe().pages == 2
         fill(store, range(2, 15))
         assert all(read(store, keys))
-
-
-def _killed_after(folder: Path, seconds: float, seed: int) -> int:
-    """Pages that a process acknowledged before it was killed in the middle of its work."""
-
-    def put(acknowledge: Callable[[], None]) -> None:
-        store = FileStore(folder, 1 << 30, segment_bytes=40 * _RECORD)
-        for number in range(100_000):
-            key = key_of(seed + number)
-            if store.put(NAMESPACE, key, parts_of(key)):
-                acknowledge()
-
-    return run_killed(put, seconds)
-
-
-@pytest.mark.sweeps
-def test_what_was_acknowledged_outlives_sigkill(tmp_path: Path) -> None:
-    rng, keys = random.Random(0), []
-    for turn in range(sized(4, 60)):
-        acknowledged = _killed_after(tmp_path, rng.uniform(0, 0.05), 1_000_000 * turn)
-        assert acknowledged
-        keys += [key_of(1_000_000 * turn + number) for number in range(acknowledged)]
-        if turn % 3 == 2:
-            # Without the index too.
-            (tmp_path / "index.sqlite").unlink()
-        with FileStore(tmp_path) as store:
-            assert store.find(NAMESPACE, keys) == len(keys)
-            assert all(read(store, keys))
-            # Of each process one page may have been written and not acknowledged.
-            assert len(keys) <= store.describe().pages <= len(keys) + turn + 1
 
 
 @pytest.mark.parametrize("cut", [1, 100, _BLOCK, _BLOCK + 1, 2 * _BLOCK + 5, _RECORD - 1])

@@ -22,8 +22,6 @@ from hisparse.algorithms import (
 )
 from hisparse.types import KVSpec, Selection
 
-__all__ = ["FAULTS", "Right", "finds", "select"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Right(PageScoreAlgorithm):

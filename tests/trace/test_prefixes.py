@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hisparse.cli.trace_prefix import describe_prefix
 from hisparse.errors import ConfigError
 from hisparse.trace.prefix import (
     PrefixRequest,
@@ -20,7 +19,7 @@ from hisparse.trace.prefix import (
     read_prefix,
     write_prefix,
 )
-from hisparse.trace.prefix_replay import PrefixPoint, on_front, replay_prefix
+from hisparse.trace.prefix_replay import PrefixPoint, describe_prefix, on_front, replay_prefix
 from tests.command import Command
 
 

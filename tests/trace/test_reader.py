@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hisparse.engine.trace_file import (
+from hisparse.errors import ConfigError
+from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve
+from hisparse.trace.format import (
     CHUNK,
     HEAD,
     MAGIC,
@@ -23,8 +25,6 @@ from hisparse.engine.trace_file import (
     encode_steps,
     split_sections,
 )
-from hisparse.errors import ConfigError
-from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve
 from hisparse.trace.synthetic import MadeUpTrace
 
 

@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from hisparse.engine import trace_writer
 from hisparse.engine.extensions.trace import Trace
 from hisparse.engine.graphs import CapturedSteps
-from hisparse.engine.trace_file import CHUNK, MAGIC
-from hisparse.engine.trace_writer import TraceWriter
 from hisparse.errors import ConfigError
 from hisparse.testing import Simulator
 from hisparse.testing.recording import ReplayingSimulator
 from hisparse.trace import SelectionTrace, lru_curve, policy_hits
+from hisparse.trace.format import CHUNK, MAGIC
+from hisparse.trace.writer import TraceWriter
 from hisparse.types import Selection
 
 #: ``(layer, slot, seq_len) -> [H, K] pages``.
@@ -132,7 +131,7 @@ def test_a_writer_that_is_behind_drops_steps_and_counts_them(
 ) -> None:
     gate = threading.Event()
     write = TraceWriter._write_steps
-    monkeypatch.setattr(trace_writer, "_QUEUED_STEPS", 4)
+    monkeypatch.setattr("hisparse.trace.writer._QUEUED_STEPS", 4)
 
     def slowly(writer: Any, steps: Any) -> None:
         gate.wait()
@@ -154,7 +153,7 @@ def test_a_writer_that_is_behind_drops_steps_and_counts_them(
 def test_a_file_grows_no_further_than_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(trace_writer, "_CHUNK_PAGES", 1)
+    monkeypatch.setattr("hisparse.trace.writer._CHUNK_PAGES", 1)
     path = tmp_path / "a.trace"
     with caplog.at_level(logging.WARNING, "hisparse"):
         sim = Simulator(extensions={"trace": {"path": str(path), "max_bytes": 4000}})
@@ -290,7 +289,7 @@ def test_a_writer_whose_thread_has_ended_is_not_waited_for(
         gate.wait()
         raise ValueError("a fault")
 
-    monkeypatch.setattr(trace_writer, "_QUEUED_STEPS", 4)
+    monkeypatch.setattr("hisparse.trace.writer._QUEUED_STEPS", 4)
     monkeypatch.setattr(TraceWriter, "_write_steps", fail)
     sim = decoding(tmp_path / "a.trace", 8)
     gate.set()
@@ -307,7 +306,7 @@ def test_a_writer_whose_thread_has_ended_is_not_waited_for(
 def test_a_file_that_ends_early_has_its_whole_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace_writer, "_CHUNK_PAGES", 1)
+    monkeypatch.setattr("hisparse.trace.writer._CHUNK_PAGES", 1)
     path = tmp_path / "a.trace"
     close(decoding(path, 10))
     data = path.read_bytes()

@@ -132,7 +132,7 @@ def test_a_model_that_reads_a_text_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step of each layer, of a small model with random weights."""
-    from hisparse.trace.record import record_model
+    from hisparse.eval.record_trace import record_model
 
     net = model("llama")
     options: dict[str, Any] = {"settings": {"budget": 80, "algorithm": "quest"}, "note": "random"}

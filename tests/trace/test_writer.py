@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from hisparse.engine import trace_writer
-from hisparse.engine.trace_file import TraceHeader
-from hisparse.engine.trace_writer import RecordedStep, TraceWriter
 from hisparse.errors import ConfigError
 from hisparse.testing import Simulator
 from hisparse.trace import SelectionTrace
+from hisparse.trace.format import TraceHeader
+from hisparse.trace.writer import RecordedStep, TraceWriter
 
 HEADER = TraceHeader(
     source="recorded",
@@ -52,8 +51,8 @@ def test_bytes_that_wait_are_bounded_and_written_by_the_chunk(
         gate.wait()
         write(writer, steps)
 
-    monkeypatch.setattr(trace_writer, "_QUEUED_BYTES", 5 * 320)
-    monkeypatch.setattr(trace_writer, "_CHUNK_PAGES", 12 * 16)
+    monkeypatch.setattr("hisparse.trace.writer._QUEUED_BYTES", 5 * 320)
+    monkeypatch.setattr("hisparse.trace.writer._CHUNK_PAGES", 12 * 16)
     monkeypatch.setattr(TraceWriter, "_write_steps", slowly)
     path = tmp_path / "a.trace"
     writer = TraceWriter(path, HEADER, 1 << 20)

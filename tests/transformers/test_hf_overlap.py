@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hisparse.config import HiSparseConfig
-from hisparse.engine.build import EngineSetup, Resources, resolve
+from hisparse.engine.build import EngineSetup, resolve
+from hisparse.memory.costs import Resources
 from hisparse.transformers import HiSparseCache, disable, enable
 from tests.shapes import LLAMA
 from tests.transformers.hf_models import SMALL, model, prompt

@@ -13,16 +13,12 @@ from typing import Any
 from hisparse.errors import HiSparseError
 from hisparse.units import format_bytes
 from hisparse_bench.fork_server import ForkServer
-from hisparse_bench.load.check import BROKEN, Check, reason
-from hisparse_bench.load.client import Request, run_load
-from hisparse_bench.load.contenders import DENSE, Contender, contenders
+from hisparse_bench.load.client import Prompts, Request, run_load
+from hisparse_bench.load.contenders import DENSE, Contender, ServedModel, contenders
+from hisparse_bench.load.gate import BROKEN, Check, reason
 from hisparse_bench.load.options import LoadOptions, round_up
-from hisparse_bench.load.prompts import Prompts
 from hisparse_bench.load.report import UNCHECKED, LoadResult
-from hisparse_bench.load.running import RunningServer
-from hisparse_bench.load.served_model import ServedModel
-from hisparse_bench.load.status import Status
-from hisparse_bench.load.usage import Usage
+from hisparse_bench.load.running import RunningServer, Status, Usage
 from hisparse_bench.report import Case, Result
 from hisparse_bench.server import ServerClient, ServerProcess
 

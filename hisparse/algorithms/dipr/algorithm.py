@@ -24,8 +24,6 @@ from hisparse.algorithms.tail import tail_logits
 from hisparse.kernels import key_score, select
 from hisparse.types import KVSpec, Selection
 
-__all__ = ["DIPR"]
-
 logger = logging.getLogger("hisparse")
 
 #: Tokens below a hundredth of the largest softmax weight are left out.

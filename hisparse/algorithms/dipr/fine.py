@@ -15,8 +15,6 @@ from hisparse.algorithms.step import DecodeStep, PrefillStep
 from hisparse.errors import ConfigError
 from hisparse.kernels import GraphSearch, KeyGraphs, graph_score, key_score
 
-__all__ = ["LINKS_PER_TOKEN", "build_graph", "fine_scores", "link_keys", "require_faiss"]
-
 #: Links of a token in HNSW's lowest layer: twice the M that is passed to faiss.
 LINKS_PER_TOKEN = 32
 #: Candidates that faiss considers for a token's links. More are slower and change little.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-__all__ = ["IndexChoice", "IndexQuestion", "choose_index"]
-
 #: From this context length on, a graph search saves enough time to be worth its missed tokens
 #: (docs/dipr.md).
 _LONG = 65536

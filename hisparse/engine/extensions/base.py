@@ -26,8 +26,6 @@ from hisparse.engine.modes import AttentionModes
 from hisparse.errors import ConfigError
 from hisparse.types import Selection
 
-__all__ = ["Extension", "ExtensionContext", "overriding", "register_extension"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionContext:

@@ -23,8 +23,6 @@ from hisparse.engine.extensions.base import Extension, register_extension
 from hisparse.errors import ConfigError
 from hisparse.types import Selection
 
-__all__ = ["Prefetch", "PrefetchOptions"]
-
 _QUERY: Final = "prefetch.query"
 _PAGES: Final = "prefetch.pages"
 _LENGTHS: Final = "prefetch.lengths"

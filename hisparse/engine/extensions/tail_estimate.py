@@ -24,8 +24,6 @@ from hisparse.engine.extensions.base import Extension, register_extension
 from hisparse.errors import ConfigError
 from hisparse.types import PagedKV, Selection
 
-__all__ = ["TailEstimate", "TailEstimateOptions"]
-
 _MEAN_K, _MEAN_V = "tail_estimate.mean_k", "tail_estimate.mean_v"
 
 

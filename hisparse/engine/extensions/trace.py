@@ -24,13 +24,11 @@ from torch.nn.functional import pad
 from hisparse import __version__
 from hisparse.algorithms import DecodeStep, Representation, SelectionPolicy
 from hisparse.engine.extensions.base import Extension, ExtensionContext, register_extension
-from hisparse.engine.trace_file import TraceHeader
-from hisparse.engine.trace_writer import RecordedStep, TraceWriter
 from hisparse.errors import ConfigError
+from hisparse.trace.format import TraceHeader
+from hisparse.trace.writer import RecordedStep, TraceWriter
 from hisparse.types import Selection
 from hisparse.units import MemorySize, parse_memory, resolve_memory
-
-__all__ = ["Trace", "TraceOptions"]
 
 logger = logging.getLogger("hisparse")
 

@@ -32,6 +32,7 @@ __all__ = [
     "compile_library",
     "cpu_instruction_set",
     "cpu_library",
+    "cpu_sources",
     "cxx_compiler",
     "dense_rows",
 ]
@@ -86,10 +87,16 @@ def dense_rows(tensor: Tensor) -> Tensor:
 
 def build_cpu() -> Path:
     """Build the CPU kernels unless the cache has them; returns the path of the library."""
-    sources = sorted(_SOURCES.glob("*.cpp"))
+    sources, headers = cpu_sources()
     if not sources:
         raise CannotBuildError(f"no sources in {_SOURCES}")
-    return build_cpu_library("cpu", "CPU kernels", sources, headers=_SOURCES.iterdir())
+    return build_cpu_library("cpu", "CPU kernels", sources, headers=headers)
+
+
+def cpu_sources() -> tuple[list[Path], list[Path]]:
+    """The files to compile, and the headers that they include."""
+    headers = [*_SOURCES.glob("*.h"), *_SOURCES.parent.glob("arguments.h")]
+    return sorted(_SOURCES.glob("*.cpp")), headers
 
 
 def build_cpu_library(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import EngineSetup
 from hisparse.sglang.model_shape import ModelShape
-from hisparse.sglang.session import Session
+from hisparse.sglang.session import ServerSession
 from hisparse.sglang.start import ModelKind, Option, Start
 
 __all__ = ["Demand", "Feature", "Flag"]
@@ -130,7 +130,7 @@ class Feature:
     def sized(self, setup: EngineSetup, server_args: Any) -> None:
         """Lower the sizes of this process, or refuse them."""
 
-    def begin(self, session: Session, configurator: Any) -> None:
+    def begin(self, session: ServerSession, configurator: Any) -> None:
         """Add the feature's object to a session, before SGLang makes its pools."""
 
     def pool_class(self, kind: str, *, is_draft: bool) -> type | None:
@@ -146,19 +146,19 @@ class Feature:
         """What the feature adds to the methods of the target's pool."""
         return None
 
-    def built(self, session: Session, model_runner: Any) -> None:
+    def built(self, session: ServerSession, model_runner: Any) -> None:
         """Called when the engine and the attention backend are built."""
 
     def prepare_draft(self, model: Any) -> None:
         """Change SGLang's draft model before it runs."""
 
-    def store_connected(self, session: Session, linker: Any, options: Any) -> None:
+    def store_connected(self, session: ServerSession, linker: Any, options: Any) -> None:
         """Called when the store below host memory is there; ``linker`` reads and writes it."""
 
-    def batch(self, session: Session, forward_batch: Any) -> Any:
+    def batch(self, session: ServerSession, forward_batch: Any) -> Any:
         """The engine's batch of a forward in a mode of the feature's; None: another mode."""
         return None
 
-    def totals(self, session: Session) -> Mapping[str, int]:
+    def totals(self, session: ServerSession) -> Mapping[str, int]:
         """The counters since the start."""
         return {}

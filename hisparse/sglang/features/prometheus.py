@@ -9,7 +9,7 @@ from hisparse.engine.metrics import CacheStats
 from hisparse.sglang import features
 from hisparse.sglang.features.base import Feature
 from hisparse.sglang.metrics import COUNTERS, GAUGES, LAYER_COUNTERS, gauge_values
-from hisparse.sglang.session import Session, current_session
+from hisparse.sglang.session import ServerSession, current_session
 from hisparse.sglang.start import Start
 
 __all__ = ["Prometheus"]
@@ -43,7 +43,7 @@ class _Publisher:
         model_runner: SGLang's ``ModelRunner``.
     """
 
-    def __init__(self, session: Session, model_runner: Any) -> None:
+    def __init__(self, session: ServerSession, model_runner: Any) -> None:
         # prometheus_client reads PROMETHEUS_MULTIPROC_DIR on import, and SGLang sets the variable
         # only before its schedulers start.
         from prometheus_client import Counter, Gauge
@@ -112,7 +112,7 @@ class Prometheus(Feature):
         """Whether SGLang has an endpoint."""
         return bool(start.args.enable_metrics)
 
-    def built(self, session: Session, model_runner: Any) -> None:
+    def built(self, session: ServerSession, model_runner: Any) -> None:
         """Publish from now on."""
         publisher = _Publisher(session, model_runner)
         session.publishers.append(publisher.publish)

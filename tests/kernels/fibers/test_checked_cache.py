@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hisparse.errors import KernelError
-from hisparse.kernels import cpu, cuda, dispatch
+from hisparse.kernels.operation import OPERATIONS
 from hisparse.testing import Request, Simulator
 from tests.kernels.world import indexed
 
@@ -17,10 +16,9 @@ from tests.kernels.world import indexed
 @pytest.fixture
 def served_by_cuda(fibers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bookkeeping, selection and transfers by CUDA's sources, arithmetic by the CPU's."""
-    compiled = set(cuda.__all__) - {"chunk_attention"}
-    ops = {name: getattr(cpu, name) for name in cpu.__all__ if name not in compiled}
-    ops |= {name: getattr(cuda, name) for name in compiled}
-    monkeypatch.setattr(dispatch, "_module", lambda name: SimpleNamespace(**ops))
+    for operation in OPERATIONS.values():
+        if (compiled := operation.own_module("cuda")) is not None:
+            monkeypatch.setitem(operation._modules, "cpu", compiled)
 
 
 def decode_with_a_broken_order(sim: Simulator, request: Request) -> None:

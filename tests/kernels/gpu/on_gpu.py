@@ -6,22 +6,20 @@ writes back what the operation wrote. What a tensor held in between is that of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from hisparse.kernels import SelectRule, cuda
-from hisparse.kernels.cuda import IN_TRITON
+from hisparse.kernels.arguments import Arg
+from hisparse.kernels.operation import Operation
 
 ON_GPU = "cuda-on-gpu"
 #: Where copies are made; a test without a GPU changes both.
 DEVICE_MEMORY: dict[str, Any] = {"device": "cuda"}
 PINNED_MEMORY: dict[str, Any] = {"pin_memory": True}
-#: Position of the argument whose tensors stay in (pinned) host memory.
-_HOST_SIDE = {"append_tokens": 1, "gather_pages": 0, "scatter_tokens": 1, "gather_tokens": 0}
 
 
 class _Copies:
@@ -31,14 +29,8 @@ class _Copies:
         self._made: list[tuple[Tensor, Tensor]] = []
 
     def of(self, value: Any, *, pinned: bool) -> Any:
-        if isinstance(value, Tensor):
-            return self._copy(value, pinned=pinned)
-        if isinstance(value, tuple):
-            parts = [self.of(x, pinned=pinned) for x in value]
-            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-        if isinstance(value, SelectRule):
-            return replace(value, invalid_scores=self.of(value.invalid_scores, pinned=pinned))
-        return value
+        """A tensor's copy; anything else as it is."""
+        return self._copy(value, pinned=pinned) if isinstance(value, Tensor) else value
 
     def _copy(self, tensor: Tensor, *, pinned: bool) -> Tensor:
         for held, copy in self._made:
@@ -72,33 +64,19 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-def _back(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        return result.cpu()
-    if isinstance(result, tuple):
-        parts = [_back(x) for x in result]
-        return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
-    return result
+def on_gpu(operation: Operation) -> Callable[..., Any]:
+    """An operation's CUDA function, through copies on the GPU."""
+    return _through_copies(operation.function("cuda"), operation.arguments)
 
 
-OPERATIONS = (*cuda.__all__, *IN_TRITON)
-
-
-def _wrap(name: str) -> Callable[..., Any]:
+def _through_copies(function: Callable[..., Any], declared: Sequence[Arg]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         copies = _Copies()
-        host_side = _HOST_SIDE.get(name)
-        moved = [copies.of(arg, pinned=at == host_side) for at, arg in enumerate(args)]
-        result = getattr(cuda, name)(*moved)
+        leaves, structure = tree_flatten(args)
+        host = [argument.host for argument in declared] + [False] * len(leaves)
+        moved = [copies.of(x, pinned=pinned) for x, pinned in zip(leaves, host, strict=False)]
+        result = function(*tree_unflatten(moved, structure))
         copies.write_back()
-        # Results that were given to be written to are the caller's own.
-        given = args[6] if name == "lru_diff" and len(args) > 6 else None
-        return _back(result) if given is None else given
+        return tree_map_only(Tensor, Tensor.cpu, result)
 
     return run
-
-
-def __getattr__(name: str) -> Any:
-    if name in OPERATIONS:
-        return _wrap(name)
-    raise AttributeError(name)

@@ -57,9 +57,8 @@ class Build:
         Raises:
             CannotBuildError: the compiler fails or warns; its first error.
         """
-        folder = SOURCES / "cpu"
-        sources = [x if x != PARALLEL else self.parallel for x in sorted(folder.glob("*.cpp"))]
-        headers = folder.glob("*.h")
+        sources, headers = _build.cpu_sources()
+        sources = [x if x != PARALLEL else self.parallel for x in sources]
         command, link = self._compiler(_build._FLAGS)
         prefix, what = CACHE / f"kernels-{self.name}", f"kernels for {self.name}"
         return _build.compile_library(prefix, what, command, sources, headers, link)

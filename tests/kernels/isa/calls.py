@@ -10,6 +10,7 @@ spaces:
                                                     address of buffer TARGET
 ``tensor BUFFER OFFSET CODE BITS NDIM SHAPE STRIDES`` an argument; CODE and BITS are DLPack's
 ``int VALUE``, ``float VALUE``, ``bool VALUE``      an argument
+``none``                                            an argument: a tensor that is absent
 ``end``
 =================================================== ==============================================
 
@@ -99,7 +100,7 @@ class Call:
     """A kernel, its arguments, and the memory that they view before the call."""
 
     name: str
-    arguments: tuple[View | int | float | bool, ...]
+    arguments: tuple[View | int | float | bool | None, ...]
     before: tuple[bytes, ...]
     pointers: tuple[Pointer, ...]
 
@@ -122,7 +123,9 @@ class Call:
         yield b"end\n"
 
 
-def _line(argument: View | int | float | bool) -> str:
+def _line(argument: View | int | float | bool | None) -> str:
+    if argument is None:
+        return "none"
     if isinstance(argument, View):
         numbers = (argument.buffer, argument.offset, *_DTYPES[argument.dtype], len(argument.shape))
         return "tensor " + " ".join(map(str, (*numbers, *argument.shape, *argument.strides)))

@@ -26,8 +26,7 @@ def kernel_names() -> list[str]:
     names: set[str] = set()
     for file in (SOURCES / "cpu").glob("*.cpp"):
         text = file.read_text()
-        exported = re.findall(r"TVM_FFI_DLL_EXPORT_TYPED_FUNC\((\w+),", text)
-        names |= set(exported) & set(re.findall(r"\b(\w+)\(TensorView ", text))
+        names |= set(re.findall(r"HISPARSE_EXPORT_KERNEL\((\w+)\)", text))
     return sorted(names)
 
 

@@ -124,6 +124,8 @@ void read_call(std::istream& in, Call& call) {
       in >> p.buffer >> p.offset >> p.target;
     } else if (word == "tensor") {
       read_tensor(in, call);
+    } else if (word == "none") {
+      call.arguments.emplace_back(nullptr);
     } else if (word == "float") {
       double value = 0;
       in >> value;

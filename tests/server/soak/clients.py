@@ -16,8 +16,6 @@ from soak.loras import Adapters, served_adapters
 from soak.scenarios import Scenario
 from soak.traffic import Conversation, Expected, Prompt, Traffic
 
-__all__ = ["Difference", "Outcome", "send_all"]
-
 #: Kind of request to its weight; conversations come on top.
 _KINDS = {"plain": 60, "two samples": 8, "abort": 20, "disconnect": 12}
 

@@ -14,8 +14,6 @@ from adapters import write_adapter
 from disaggregated import Pair
 from harness import Server
 
-__all__ = ["Adapters", "make_adapters", "served_adapters"]
-
 #: Fewer than the adapters, so that each name gets one after the other.
 _NAMES = ("first", "second")
 

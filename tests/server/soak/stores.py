@@ -13,8 +13,6 @@ from plugins import make_plugin
 from hisparse.storage import FileStore
 from hisparse.units import parse_memory
 
-__all__ = ["count_pages", "make_ledger", "store_faults", "wait_until_still"]
-
 #: Counters of a server to the names of the report; the last ones must stay 0.
 _COUNTED = {
     "storage_offloaded_pages": "stored pages",

@@ -11,8 +11,6 @@ from pathlib import Path
 from harness import Answer, Server
 from workload import tokens
 
-__all__ = ["Conversation", "Expected", "Prompt", "Traffic", "answer_alone", "is_rounding"]
-
 #: Tokens of the prefixes that half of the prompts begin with.
 _PREFIXES = (160, 500, 1000, 1500)
 _TURNS = 3

@@ -28,7 +28,7 @@ from hisparse.sglang.features.disaggregation.transfer import (
 )
 from hisparse.sglang.hooks import around_write
 from hisparse.sglang.model_shape import ModelShape
-from hisparse.sglang.session import Session, current_session, current_state
+from hisparse.sglang.session import ServerSession, current_session, current_state
 from hisparse.sglang.start import (
     ATTENTION_REPLICAS,
     DECODE,
@@ -60,7 +60,7 @@ class _Arrivals:
         waiting: makes them ready to decode.
     """
 
-    session: Session
+    session: ServerSession
     waiting: TransferredRequests
 
     def add(self, slot: int, start: int, length: int) -> None:
@@ -277,7 +277,7 @@ class Disaggregation(Feature):
                 "requests; expected fewer extra slots"
             )
 
-    def begin(self, session: Session, configurator: Any) -> None:
+    def begin(self, session: ServerSession, configurator: Any) -> None:
         """Requests of a decode server begin when they arrive."""
         session.begins_on_alloc = not _decodes_only()
 
@@ -285,7 +285,7 @@ class Disaggregation(Feature):
         """Transfers, and copies of retracted requests."""
         return IndexerTransfers if kind == "dsa" else Transfers
 
-    def built(self, session: Session, model_runner: Any) -> None:
+    def built(self, session: ServerSession, model_runner: Any) -> None:
         """Make the requests that arrive ready to decode."""
         assert session.coordinator is not None, "the engine is built"
         if _decodes_only():

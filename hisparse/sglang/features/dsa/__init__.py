@@ -17,7 +17,7 @@ from hisparse.errors import ConfigError
 from hisparse.sglang.features.base import Feature
 from hisparse.sglang.model_shape import find_indexers, name_of
 from hisparse.sglang.names import is_requested
-from hisparse.sglang.session import Session
+from hisparse.sglang.session import ServerSession
 from hisparse.sglang.start import INDEXER, WITH_INDEXER
 from hisparse.types import IndexerInputs
 
@@ -155,7 +155,7 @@ class DeepSeekIndexer(Feature):
 
         return DraftDSAPool if is_draft else HiSparseDSAPool
 
-    def built(self, session: Session, model_runner: Any) -> None:
+    def built(self, session: ServerSession, model_runner: Any) -> None:
         """Make every indexer return its inputs instead of token indices.
 
         SGLang passes an indexer's return value to the attention backend as ``topk_indices``.

@@ -14,7 +14,7 @@ from hisparse.sglang.features.speculation import draft_model
 from hisparse.sglang.features.speculation.chains import DraftMoves, Drafts
 from hisparse.sglang.model_shape import ModelShape
 from hisparse.sglang.names import DRAFT_BACKEND
-from hisparse.sglang.session import Session, current_state
+from hisparse.sglang.session import ServerSession, current_state
 from hisparse.sglang.start import (
     ATTENTION_REPLICAS,
     EXTENSION,
@@ -224,7 +224,7 @@ class Speculation(Feature):
         """Accepted drafts of n-grams are reported as moves between slots."""
         return DraftMoves
 
-    def built(self, session: Session, model_runner: Any) -> None:
+    def built(self, session: ServerSession, model_runner: Any) -> None:
         """Keep the drafts of a forward until they are accepted or rejected."""
         session.add(Drafts(session))
         if model_runner.device == "cpu":
@@ -233,7 +233,7 @@ class Speculation(Feature):
             # SGLang would find the last slot of each request, for drafts, with Triton.
             allocation.get_last_loc_triton = allocation.get_last_loc_torch
 
-    def batch(self, session: Session, forward_batch: Any) -> Any:
+    def batch(self, session: ServerSession, forward_batch: Any) -> Any:
         """The drafts of a forward that verifies them."""
         drafts = session.get(Drafts)
         assert drafts is not None, "added with the backend"

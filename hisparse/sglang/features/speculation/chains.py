@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hisparse.engine.verify import VerifyBatch
-from hisparse.sglang.session import Session, require_session
+from hisparse.sglang.session import ServerSession, require_session
 
 __all__ = ["DraftMoves", "Drafts", "accepted_drafts", "keep_chains"]
 
@@ -24,7 +24,7 @@ class Drafts:
         session: of this rank.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: ServerSession) -> None:
         self._session = session
         self._batch: VerifyBatch | None = None
 

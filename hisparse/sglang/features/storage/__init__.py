@@ -12,11 +12,10 @@ from typing import Any
 from hisparse.config import HiSparseConfig
 from hisparse.engine.fingerprint import model_settings
 from hisparse.sglang.features.base import Feature
-from hisparse.sglang.features.storage.counters import COUNTERS
 from hisparse.sglang.features.storage.key import AdapterKeys
 from hisparse.sglang.features.storage.setup import check_told_apart, request_linker
-from hisparse.sglang.features.storage.state import StorageState
-from hisparse.sglang.session import Session, current_state
+from hisparse.sglang.features.storage.state import COUNTERS, StorageState
+from hisparse.sglang.session import ServerSession, current_state
 from hisparse.sglang.start import STORAGE, Option, Start
 
 __all__ = ["Storage", "around_request"]
@@ -89,7 +88,7 @@ class Storage(Feature):
 
         check_told_apart(resolved_view(server_args), model_config_of(server_args))
 
-    def begin(self, session: Session, configurator: Any) -> None:
+    def begin(self, session: ServerSession, configurator: Any) -> None:
         """Keep what the fingerprint of the model is made of."""
         config = configurator.model_config.hf_config
         overrides = json.loads(configurator.server_args.json_model_override_args or "{}")
@@ -101,13 +100,13 @@ class Storage(Feature):
             )
         )
 
-    def built(self, session: Session, model_runner: Any) -> None:
+    def built(self, session: ServerSession, model_runner: Any) -> None:
         """Name adapters by their content."""
         state = session.get(StorageState)
         assert state is not None, "added when the session began"
         state.adapter_key = AdapterKeys(model_runner.lora_manager).key
 
-    def totals(self, session: Session) -> Mapping[str, int]:
+    def totals(self, session: ServerSession) -> Mapping[str, int]:
         """What the storage has done."""
         state = session.get(StorageState)
         return {} if state is None else state.counters.totals()

@@ -15,11 +15,10 @@ import xxhash
 from torch import Tensor
 
 from hisparse.cache.serializer import PageSerializer
-from hisparse.engine.fingerprint import fingerprint, tensor_digests
-from hisparse.engine.page_namespace import page_namespace
-from hisparse.sglang.features.storage.ranks import LinkerRanks
+from hisparse.engine.fingerprint import fingerprint, page_namespace, tensor_digests
 from hisparse.sglang.features.storage.state import StorageState
-from hisparse.sglang.session import Session
+from hisparse.sglang.ranks import LinkerRanks
+from hisparse.sglang.session import ServerSession
 from hisparse.storage import Namespace
 
 __all__ = [
@@ -53,7 +52,7 @@ def model_fingerprint(state: StorageState) -> str:
 
 
 def make_namespace(
-    session: Session, model: str, serializer: PageSerializer, ranks: LinkerRanks
+    session: ServerSession, model: str, serializer: PageSerializer, ranks: LinkerRanks
 ) -> Namespace:
     """The namespace of this rank's pages; see :func:`page_namespace`.
 

@@ -22,21 +22,20 @@ from torch import Tensor
 from hisparse.cache.serializer import PageSerializer
 from hisparse.options import StorageOptions
 from hisparse.sglang import features
-from hisparse.sglang.features.storage.health import StorageHealth
+from hisparse.sglang.features.storage.calls import StorageHealth, Workers
 from hisparse.sglang.features.storage.key import make_namespace, model_fingerprint
 from hisparse.sglang.features.storage.load import PageLoader
 from hisparse.sglang.features.storage.offload import PageWriter
-from hisparse.sglang.features.storage.page_storage import CHECKSUM_BYTES, PageStorage, Staging
-from hisparse.sglang.features.storage.ranks import LinkerRanks
-from hisparse.sglang.features.storage.records import Records
-from hisparse.sglang.features.storage.representations import representation_namespace
-from hisparse.sglang.features.storage.setup import create_backend, read_options
-from hisparse.sglang.features.storage.state import StorageState
-from hisparse.sglang.features.storage.stored_representations import (
+from hisparse.sglang.features.storage.page_storage import CHECKSUM_BYTES, PageStorage, RecordBuffer
+from hisparse.sglang.features.storage.records import RecordStore
+from hisparse.sglang.features.storage.representations import (
     StoredRepresentations,
     make_stored_representations,
+    representation_namespace,
 )
-from hisparse.sglang.features.storage.threads import Workers
+from hisparse.sglang.features.storage.setup import create_backend, read_options
+from hisparse.sglang.features.storage.state import StorageState
+from hisparse.sglang.ranks import LinkerRanks
 from hisparse.sglang.session import errors_logged, require_session
 from hisparse.units import format_bytes
 
@@ -122,15 +121,15 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         row_bytes = record_bytes + (CHECKSUM_BYTES if checksums else 0)
         block_rows = max(1, _BLOCK_BYTES // row_bytes)
         # A block for each reader, and two for the writer.
-        staging = Staging(options.threads + 2, block_rows, row_bytes)
-        backend = create_backend(options, staging, self.ranks.rank, self.ranks.size)
-        self._storage = PageStorage(backend, staging, checksums=checksums)
+        buffer = RecordBuffer(options.threads + 2, block_rows, row_bytes)
+        backend = create_backend(options, buffer, self.ranks.rank, self.ranks.size)
+        self._storage = PageStorage(backend, buffer, checksums=checksums)
         counters = self._state.counters
         self._health = health = StorageHealth(counters, options.timeout_s)
-        self.records = Records(
+        self.records = RecordStore(
             storage=self._storage,
             form=self.form,
-            staging=staging,
+            buffer=buffer,
             health=health,
             counters=counters,
         )
@@ -148,7 +147,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             format_bytes(record_bytes),
             len(self.form.part_bytes),
             options.timeout_s,
-            format_bytes(staging.data.nbytes),
+            format_bytes(buffer.data.nbytes),
         )
         self._representations = make_stored_representations(
             self._session, options, self.records, self.namespace, self.exact, max_waiting

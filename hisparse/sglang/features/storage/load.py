@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hisparse.sglang.features.storage.records import Records
-from hisparse.sglang.features.storage.threads import Gate, Workers
+from hisparse.sglang.features.storage.calls import Gate, Workers
+from hisparse.sglang.features.storage.records import RecordStore
 
 __all__ = ["PageLoader"]
 
@@ -31,15 +31,15 @@ class PageLoader:
     """
 
     def __init__(
-        self, records: Records, threads: int, otherwise: str = "their request computes them"
+        self, records: RecordStore, threads: int, otherwise: str = "their request computes them"
     ) -> None:
         self._otherwise = otherwise
         self._storage = records.storage
         self._format = records.form
-        self._staging = records.staging
+        self._buffer = records.buffer
         self._health = records.health
         self._counters = records.counters
-        self._unread = records.unread
+        self._lost = records.lost
         self._workers = Workers(threads, "hisparse-load")
 
     def find(self, names: Sequence[str]) -> int:
@@ -47,7 +47,7 @@ class PageLoader:
         keys, found = self._storage.keys(names), 0
         if keys and self._health.is_usable(self._workers):
             found = self._health.call(self._workers, lambda: self._storage.find(keys)) or 0
-            found = self._unread.first(keys[:found])
+            found = self._lost.first(keys[:found])
         self._counters.add(found_pages=found, absent_pages=len(keys) - found)
         return found
 
@@ -66,7 +66,7 @@ class PageLoader:
         began, gate, keys = time.monotonic(), Gate(), self._storage.keys(names)
         num_bytes = len(keys) * self._format.record_bytes
         limit_s = self._health.limit_s(num_bytes)
-        rows, per_record = self._staging.block_rows, self._format.pages_per_record
+        rows, per_record = self._buffer.block_rows, self._format.pages_per_record
         calls = [
             self._workers.submit(
                 partial(
@@ -98,27 +98,27 @@ class PageLoader:
         """Read one block of records and, if all are whole, move them into the KV pool."""
         if gate.closed:
             return False
-        block = self._staging.take(self._health.timeout_s)
+        block = self._buffer.take(self._health.timeout_s)
         if block is None:
             raise TimeoutError("late calls hold all memory for records")
         try:
-            rows = self._staging.rows(block, len(keys))
+            rows = self._buffer.rows(block, len(keys))
             found = self._storage.get(keys, rows)
             if not all(found):
-                self._note_unread(keys, found)
+                self._note_lost(keys, found)
                 return False
             for event in ready:
                 event.synchronize()
             with gate.enter() as admitted:
                 if admitted:
-                    data = self._staging.data[rows.start : rows.stop, : self._format.record_bytes]
+                    data = self._buffer.data[rows.start : rows.stop, : self._format.record_bytes]
                     self._format.write(pages, data)
             return admitted
         finally:
-            self._staging.give(block)
+            self._buffer.give(block)
 
-    def _note_unread(self, keys: Sequence[str], found: Sequence[bool | None]) -> None:
-        self._unread.add(key for key, ok in zip(keys, found, strict=True) if not ok)
+    def _note_lost(self, keys: Sequence[str], found: Sequence[bool | None]) -> None:
+        self._lost.add(key for key, ok in zip(keys, found, strict=True) if not ok)
         self._counters.add(damaged_pages=found.count(False), lost_pages=found.count(None))
 
     def close(self) -> None:

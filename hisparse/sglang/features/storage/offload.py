@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hisparse.cache.exact_pages import ExactPages
+from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.errors import one_line
+from hisparse.sglang.features.storage.calls import Gate, Workers
 from hisparse.sglang.features.storage.page_storage import Keys
-from hisparse.sglang.features.storage.records import Records
-from hisparse.sglang.features.storage.threads import Gate, Workers
+from hisparse.sglang.features.storage.records import RecordStore
 
 __all__ = ["PageWriter"]
 
@@ -52,13 +52,13 @@ class PageWriter:
             finds none waiting is accepted whatever its size.
     """
 
-    def __init__(self, records: Records, exact: ExactPages, max_pages: int) -> None:
+    def __init__(self, records: RecordStore, exact: ShareablePages, max_pages: int) -> None:
         self._storage = records.storage
         self._format = records.form
-        self._staging = records.staging
+        self._buffer = records.buffer
         self._health = records.health
         self._counters = records.counters
-        self._unread = records.unread
+        self._lost = records.lost
         self._exact = exact
         self._max_pages = max_pages
         self._calls = Workers(1, "hisparse-put")
@@ -152,9 +152,9 @@ class PageWriter:
         known = self._health.call(self._calls, lambda: self._storage.find(keys))
         if known is None:
             return False
-        known = min(known, self._unread.first(keys))
+        known = min(known, self._lost.first(keys))
         self._counters.add(known_pages=known)
-        rows = self._staging.block_rows
+        rows = self._buffer.block_rows
         return all(
             self._store_block(job, first, min(first + rows, num_exact))
             for first in range(known, num_exact, rows)
@@ -166,18 +166,18 @@ class PageWriter:
 
     def _store_block(self, job: _Job, first: int, end: int) -> bool:
         """Copy records ``first`` to ``end`` of a job, then put them."""
-        block = self._staging.take(self._health.timeout_s) if self._may_call(job) else None
+        block = self._buffer.take(self._health.timeout_s) if self._may_call(job) else None
         if block is None:
             return False
-        rows, per_record = self._staging.rows(block, end - first), self._format.pages_per_record
+        rows, per_record = self._buffer.rows(block, end - first), self._format.pages_per_record
         with job.gate.enter() as admitted:
             if admitted:
                 pages = job.pages[first * per_record : end * per_record]
                 record_bytes = self._format.record_bytes
-                data = self._staging.data[rows.start : rows.stop, :record_bytes]
+                data = self._buffer.data[rows.start : rows.stop, :record_bytes]
                 self._format.read(pages, data)
         if not admitted:
-            self._staging.give(block)
+            self._buffer.give(block)
             return False
 
         def put() -> bool:
@@ -185,11 +185,11 @@ class PageWriter:
             try:
                 return not job.gate.closed and self._storage.put(job.keys[first:end], rows)
             finally:
-                self._staging.give(block)
+                self._buffer.give(block)
 
         num_bytes = (end - first) * self._format.record_bytes
         if not self._health.call(self._calls, put, num_bytes):
             return False
-        self._unread.drop(job.keys[first:end])
+        self._lost.drop(job.keys[first:end])
         self._counters.add(offloaded_pages=end - first, offloaded_bytes=num_bytes)
         return True

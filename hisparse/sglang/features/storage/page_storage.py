@@ -14,13 +14,13 @@ from torch import Tensor
 
 from hisparse.storage import Namespace
 
-__all__ = ["CHECKSUM_BYTES", "Keys", "PageStorage", "Staging", "unwrapped"]
+__all__ = ["CHECKSUM_BYTES", "Keys", "PageStorage", "RecordBuffer", "unwrapped"]
 
 #: A record of a backend that does not check what it reads ends with xxh3_128 of its key and bytes.
 CHECKSUM_BYTES: Final = 16
 
 
-class Staging:
+class RecordBuffer:
     """Host memory for records on their way; backends see it as SGLang's host pool.
 
     Backends that move memory by address register it once.
@@ -127,20 +127,20 @@ class PageStorage:
 
     Args:
         backend: SGLang's ``HiCacheStorage``.
-        staging: rows of a record and, with ``checksums``, of its checksum.
+        buffer: rows of a record and, with ``checksums``, of its checksum.
         checksums: give each record a checksum, because the backend has none.
     """
 
-    def __init__(self, backend: Any, staging: Staging, *, checksums: bool) -> None:
+    def __init__(self, backend: Any, buffer: RecordBuffer, *, checksums: bool) -> None:
         self._backend = backend
-        self._staging = staging
+        self._buffer = buffer
         self._inner = unwrapped(backend)
         self._by_index = _overrides(self._inner, "batch_get_v1")
         # The file store takes any sequence; others may want a list.
         self._takes_keys = hasattr(self._inner, "use")
         self._checks = checksums
         self._namespace: Namespace | None = None
-        backend.register_mem_pool_host(staging)
+        backend.register_mem_pool_host(buffer)
 
     def use(self, namespace: Namespace) -> None:
         """Make :meth:`keys` in ``namespace`` from now on; keys of before stay valid."""
@@ -174,7 +174,7 @@ class PageStorage:
         if self._by_index:
             found = list(self._backend.batch_get_v1(keys, torch.tensor(rows)))
         else:
-            targets = [self._staging.data[row] for row in rows]
+            targets = [self._buffer.data[row] for row in rows]
             found = [x is not None for x in self._backend.batch_get(keys, targets)]
         read = [
             self._is_whole(key, row) if ok else None
@@ -191,10 +191,10 @@ class PageStorage:
         keys = list(keys)
         if self._checks:
             for key, row in zip(keys, rows, strict=True):
-                self._staging.data[row, -CHECKSUM_BYTES:] = self._checksum(key, row)
+                self._buffer.data[row, -CHECKSUM_BYTES:] = self._checksum(key, row)
         if self._by_index:
             return all(self._backend.batch_set_v1(keys, torch.tensor(rows)))
-        return bool(self._backend.batch_set(keys, [self._staging.data[row] for row in rows]))
+        return bool(self._backend.batch_set(keys, [self._buffer.data[row] for row in rows]))
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove records; see :attr:`can_remove`."""
@@ -211,13 +211,13 @@ class PageStorage:
 
     def _checksum(self, key: str, row: int) -> Tensor:
         digest = xxhash.xxh3_128(key.encode())
-        digest.update(self._staging.data[row, :-CHECKSUM_BYTES].numpy().data)
+        digest.update(self._buffer.data[row, :-CHECKSUM_BYTES].numpy().data)
         return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
     def _is_whole(self, key: str, row: int) -> bool:
         if not self._checks:
             return True
-        stored = self._staging.data[row, -CHECKSUM_BYTES:]
+        stored = self._buffer.data[row, -CHECKSUM_BYTES:]
         return torch.equal(stored, self._checksum(key, row))
 
 

@@ -92,12 +92,12 @@ def read_options(extra_config: Any) -> StorageOptions:
     return from_options(StorageOptions, "storage", _FLAG, dict(extra_config or {}))
 
 
-def create_backend(options: StorageOptions, staging: Any, rank: int, num_ranks: int) -> Any:
+def create_backend(options: StorageOptions, buffer: Any, rank: int, num_ranks: int) -> Any:
     """SGLang's ``HiCacheStorage`` for the options.
 
     Args:
         options: of the storage.
-        staging: host memory that the backend reads and writes.
+        buffer: host memory that the backend reads and writes.
         rank: of this process, among ``num_ranks``.
         num_ranks: of the server.
 
@@ -126,7 +126,7 @@ def create_backend(options: StorageOptions, staging: Any, rank: int, num_ranks: 
         extra_config=extra,
     )
     try:
-        return StorageBackendFactory.create_backend(name, config, staging)
+        return StorageBackendFactory.create_backend(name, config, buffer)
     except HiSparseError:
         raise
     except Exception as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hisparse.sglang.features.base import Feature
-from hisparse.sglang.session import Session, current_state
+from hisparse.sglang.session import ServerSession, current_state
 from hisparse.sglang.start import STORAGE
 
 __all__ = ["Swap", "around_release_req"]
@@ -27,14 +27,14 @@ class _SwapOut:
         min_tokens: least tokens of a request that is kept.
     """
 
-    session: Session
+    session: ServerSession
     linker: Any
     swap: Any
     min_tokens: int
 
     def write(self, request: Any) -> None:
         """Write the pages of SGLang's ``Req``, if they have enough tokens."""
-        from hisparse.sglang.features.swap.retracted import RetractedPages
+        from hisparse.sglang.features.swap.request_swap import RetractedPages
 
         linker = self.linker
         if linker.rests():
@@ -71,7 +71,7 @@ class Swap(Feature):
     serves = (STORAGE,)
     hooks = {"sglang.srt.managers.schedule_batch.release_req": around_release_req}
 
-    def store_connected(self, session: Session, linker: Any, options: Any) -> None:
+    def store_connected(self, session: ServerSession, linker: Any, options: Any) -> None:
         """Keep pages in a namespace of their own; the names in it are those of one server."""
         from hisparse.sglang.features.swap.request_swap import RequestSwap
 

@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from torch import Tensor
 
-from hisparse.cache.exact_pages import ExactPages
+from hisparse.cache.shareable_pages import ShareablePages
 from hisparse.errors import one_line
+from hisparse.sglang.features.storage.calls import Workers
 from hisparse.sglang.features.storage.load import PageLoader
-from hisparse.sglang.features.storage.records import Records
-from hisparse.sglang.features.storage.threads import Workers
+from hisparse.sglang.features.storage.records import RecordStore
 
-__all__ = ["RequestSwap"]
+__all__ = ["RequestSwap", "RetractedPages"]
 
 logger = logging.getLogger("hisparse")
 
@@ -57,10 +59,10 @@ class RequestSwap:
         threads: blocks of records that are read at a time.
     """
 
-    def __init__(self, records: Records, exact: ExactPages, threads: int) -> None:
+    def __init__(self, records: RecordStore, exact: ShareablePages, threads: int) -> None:
         self._storage = records.storage
         self._format = records.form
-        self._staging = records.staging
+        self._buffer = records.buffer
         self._health = records.health
         self._counters = records.counters
         self._exact = exact
@@ -169,19 +171,19 @@ class RequestSwap:
 
     def _write(self, names: Sequence[str], pages: Tensor) -> bool:
         """Copy pages out of the KV pool, and write them; whether all are stored, and in time."""
-        keys, rows = self._storage.keys(names), self._staging.block_rows
+        keys, rows = self._storage.keys(names), self._buffer.block_rows
         limit_s = self._health.limit_s(len(keys) * self._format.record_bytes)
         end, calls = time.monotonic() + limit_s, list[Future[bool]]()
         for first in range(0, len(keys), rows):
             # Loads need blocks too, also while the store hangs.
             if len(calls) > 1 and self._health.result(calls[-2], end, limit_s) is not True:
                 return False
-            block = self._staging.take(max(0.0, end - time.monotonic()))
+            block = self._buffer.take(max(0.0, end - time.monotonic()))
             if block is None:
                 return False
             part = keys[first : first + rows]
-            used, per_record = self._staging.rows(block, len(part)), self._format.pages_per_record
-            data = self._staging.data[used.start : used.stop, : self._format.record_bytes]
+            used, per_record = self._buffer.rows(block, len(part)), self._format.pages_per_record
+            data = self._buffer.data[used.start : used.stop, : self._format.record_bytes]
             self._format.read(pages[first * per_record : (first + rows) * per_record], data)
             calls.append(self._workers.submit(partial(self._put, part, used, block)))
         return all(self._health.result(call, end, limit_s) is True for call in calls)
@@ -191,7 +193,7 @@ class RequestSwap:
         try:
             return self._storage.put(keys, rows)
         finally:
-            self._staging.give(block)
+            self._buffer.give(block)
 
     def _end(self, rid: str, swapped: _Swapped) -> None:
         """Remove the pages of a request that is gone, unless they have left or changed hands."""
@@ -219,3 +221,60 @@ class RequestSwap:
         except Exception as error:
             self._counters.add(errors=1)
             logger.warning("hisparse: storage: pages were not removed: %s", one_line(error))
+
+
+@dataclass(frozen=True)
+class RetractedPages:
+    """The whole pages of a running request that the radix cache does not hold.
+
+    Attributes:
+        request: SGLang's ``Req``.
+        first: number of the first page.
+        end: number of the page after the last one.
+        page_tokens: tokens of a page.
+    """
+
+    request: Any
+    first: int
+    end: int
+    page_tokens: int
+
+    @classmethod
+    def of(cls, request: Any, page_tokens: int) -> RetractedPages:
+        """Those of a request; none if it would compute its prompt all the same.
+
+        Args:
+            request: SGLang's ``Req``, which still has its host slots.
+            page_tokens: tokens of a page of SGLang.
+        """
+        kv = request.kv
+        # The last token's K and V may be in the works, and its query is needed anyway.
+        known = len(request.origin_input_ids) + len(request.output_ids) - 1
+        first, end = kv.cache_protected_len // page_tokens, min(kv.kv_committed_len, known)
+        starts_over = (
+            # A forward of it failed, or its K and V do not follow from its tokens.
+            request.skip_radix_cache_insert or request.input_embeds is not None
+        )
+        return cls(request, first, first if starts_over else end // page_tokens, page_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the pages."""
+        return max(0, self.end - self.first) * self.page_tokens
+
+    def slots(self, req_to_token: Tensor) -> Tensor:
+        """``[num_tokens]`` host slots.
+
+        Args:
+            req_to_token: ``[request slots, tokens]``, host slots of SGLang's requests.
+        """
+        first, end = self.first * self.page_tokens, self.end * self.page_tokens
+        return req_to_token[self.request.kv.req_pool_idx, first:end]
+
+    def hashes(self) -> list[str]:
+        """SGLang's hash of each page: of its tokens, and of all before them."""
+        request = self.request
+        tokens = (request.origin_input_ids + request.output_ids)[: self.end * self.page_tokens]
+        key = RadixKey(tokens, request.extra_key, cache_salt=request.cache_salt)
+        hashes = get_storage_hash_str(key, page_size=self.page_tokens)
+        return list(hashes[self.first :])

@@ -1,0 +1,216 @@
+"""Other implementations of the same work, timed in the same run where they can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hisparse.errors import one_line
+from hisparse.types import PagedKV
+
+
+def reason_to_leave_out(check: Callable[[], bool]) -> str:
+    """Why a peer is left out of a benchmark; "" if it runs and agrees.
+
+    Args:
+        check: runs the peer once and compares its results.
+    """
+    try:
+        return "" if check() else "its results differ"
+    except ImportError:
+        return "not installed"
+    except Exception as error:  # A peer that fails must not stop the benchmark of the others.
+        return one_line(error)
+
+
+_WORKSPACE_BYTES = 256 << 20
+
+
+def as_pages(kv: PagedKV, page_size: int) -> PagedKV:
+    """``[B, Hkv, S, D]`` as ``[B * P, page, Hkv, D]``: a request's pages one after the other."""
+    kv_heads, width = kv.k.shape[1], kv.k.shape[3]
+    return PagedKV(*(x.transpose(1, 2).reshape(-1, page_size, kv_heads, width) for x in kv))
+
+
+def flashinfer_decode(
+    pages: PagedKV, batch: int, q_heads: int, scale: float, *, tensor_cores: bool
+) -> Callable[[Tensor], Tensor]:
+    """A function ``q [B, Hq, D] -> [B, Hq, D]`` over whole contexts.
+
+    Args:
+        pages: ``[B * P, page, Hkv, D]``, from :func:`as_pages`.
+        batch: B.
+        q_heads: Hq.
+        scale: softmax scale.
+        tensor_cores: whether queries that share a KV head are multiplied as a matrix.
+
+    Raises:
+        ImportError: FlashInfer is not installed.
+    """
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    count, page_size, kv_heads, width = pages.k.shape
+    device, dtype = pages.k.device, pages.k.dtype
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=device) * (count // batch)
+    indices = torch.arange(count, dtype=torch.int32, device=device)
+    full = torch.full((batch,), page_size, dtype=torch.int32, device=device)
+    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
+    wrapper.plan(
+        ends,
+        indices,
+        full,
+        q_heads,
+        kv_heads,
+        width,
+        page_size,
+        sm_scale=scale,
+        q_data_type=dtype,
+        kv_data_type=dtype,
+    )
+    return lambda q: wrapper.run(q, tuple(pages))
+
+
+Ints = NDArray[np.int32]
+
+
+def lru_diff(
+    selection: Ints, host_pages: Ints, capacity: Ints, slot_pages: Ints, lru_order: Ints
+) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """:func:`hisparse.kernels.lru_diff`, row by row, vectorised within a row.
+
+    Args:
+        selection: ``[R, K]``.
+        host_pages: ``[R, Pmax]``.
+        capacity: ``[R]``.
+        slot_pages: ``[R, C]``, updated.
+        lru_order: ``[R, C]``, updated.
+
+    Returns:
+        ``curr_device_slots``, ``load_host_pages``, ``load_device_slots`` ``[R, K]``, ``num_hits``
+        and ``num_misses`` ``[R]``.
+    """
+    rows, width = selection.shape
+    current = np.full((rows, width), -1, np.int32)
+    load_host, load_slots = current.copy(), current.copy()
+    hits, misses = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+    slot_of = np.empty(host_pages.shape[1] + 1, np.int32)  # The last entry is for "no page".
+    first_entry = np.empty_like(slot_of)
+    for r in range(rows):
+        pages, order = selection[r], lru_order[r, : capacity[r]]
+        held = slot_pages[r, order]
+        slot_of.fill(-1)
+        slot_of[held[held >= 0]] = order[held >= 0]
+        slot_of[-1] = -1
+        # Of equal indices a scatter keeps the last one, so reverse to get a page's first entry.
+        first_entry[pages[::-1]] = np.arange(width - 1, -1, -1, dtype=np.int32)
+        is_first = (first_entry[pages] == np.arange(width)) & (pages >= 0)
+        slots = slot_of[pages]
+        new = pages[is_first & (slots < 0)]
+        selected = np.zeros(slot_pages.shape[1] + 1, np.bool_)
+        selected[slots] = True
+        is_hit = selected[order]
+        others = order[~is_hit]
+        victims = others[: new.size]
+        slot_of[new] = victims
+        current[r] = slot_of[pages]
+        load_host[r, : new.size] = host_pages[r, new]
+        load_slots[r, : new.size] = victims
+        slot_pages[r, victims] = new
+        lru_order[r, : capacity[r]] = np.concatenate([others[new.size :], victims, order[is_hit]])
+        misses[r] = new.size
+        hits[r] = np.count_nonzero(is_first) - new.size
+    return current, load_host, load_slots, hits, misses
+
+
+def fused_swap_in(
+    host: Tensor, table: Tensor, width: int, slots: int
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """A function from ``selection [R, K] int32`` to buffer rows ``[R, K]`` and the device buffer.
+
+    Args:
+        host: ``[tokens, row bytes] uint8``, pinned.
+        table: ``[R, P] int32``, host row of each token, on the device.
+        width: K.
+        slots: device slots of each request, without the one for the newest token.
+
+    Raises:
+        ImportError: SGLang is not installed, or has no such kernel.
+    """
+    from sglang.kernels.ops.kvcache.hisparse import load_cache_to_device_buffer_mla
+
+    rows, context = table.shape
+    device, row_bytes = table.device, host.shape[1]
+    held = torch.full((rows, slots + 1), -1, dtype=torch.int32, device=device)
+    places = torch.arange(rows * (slots + 1), dtype=torch.int32, device=device).view_as(held)
+    order = torch.arange(slots, dtype=torch.int16, device=device).repeat(rows, 1)
+    buffer = torch.zeros(rows * (slots + 1), row_bytes, dtype=torch.uint8, device=device)
+    found = torch.full((rows, width), -1, dtype=torch.int32, device=device)
+    host_rows, requests = table.long(), torch.arange(rows, device=device)
+    # Longer than the buffer, and so long that no selected token is the newest.
+    lengths = torch.full((rows,), max(context, slots) + 2, dtype=torch.int64, device=device)
+    real = torch.full((1,), rows, dtype=torch.int32, device=device)
+
+    def swap_in(selection: Tensor) -> tuple[Tensor, Tensor]:
+        load_cache_to_device_buffer_mla(
+            top_k_tokens=selection,
+            device_buffer_tokens=held,
+            host_cache_locs=host_rows,
+            device_buffer_locs=places,
+            host_cache=host,
+            device_buffer=buffer,
+            top_k_device_locs=found,
+            req_pool_indices=requests,
+            seq_lens=lengths,
+            lru_slots=order,
+            item_size_bytes=row_bytes,
+            num_top_k=width,
+            hot_buffer_size=slots,
+            num_real_reqs=real,
+        )
+        return found, buffer
+
+    return swap_in
+
+
+def torch_native_decode(
+    kv: PagedKV, seq_lens: Tensor, scale: float
+) -> Callable[[Tensor], Tensor] | None:
+    """A function ``q [B, Hq, D] -> [B, Hq, D]``; None if SGLang is not installed.
+
+    Args:
+        kv: ``[B, Hkv, S, D]``, S the longest context.
+        seq_lens: ``[B] int64``, tokens of each context.
+        scale: softmax scale.
+    """
+    try:
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    except ImportError:
+        return None
+    # The method uses only its arguments, so the backend needs no server.
+    backend = object.__new__(TorchNativeAttnBackend)
+    batch, kv_heads, longest, _ = kv.k.shape
+    keys, values = (x.transpose(1, 2).flatten(0, 1) for x in kv)
+    req_to_token = torch.arange(batch * longest).view(batch, longest)
+    requests = torch.arange(batch)
+
+    def decode(q: Tensor) -> Tensor:
+        out = torch.empty_like(q)
+        backend._run_sdpa_forward_decode(
+            q,
+            out,
+            keys,
+            values,
+            req_to_token,
+            requests,
+            seq_lens,
+            scaling=scale,
+            enable_gqa=q.shape[1] != kv_heads,
+        )
+        return out
+
+    return decode

@@ -1,0 +1,201 @@
+"""What an operation declares of its tensors: dtypes, shapes with names for sizes, devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hisparse.errors import KernelError
+
+__all__ = [
+    "FLOATS",
+    "Arg",
+    "Result",
+    "Shape",
+    "Size",
+    "Sizes",
+    "check_contiguous",
+    "check_divides",
+    "check_scales",
+]
+
+#: What keys, values and queries may be.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+#: Sizes by name, a tuple for a starred name; and whatever else an operation's check is told.
+Sizes = dict[str, object]
+
+_TERM = re.compile(r"(?:(\d+)\*)?(\w+)(?:\+(\d+))?")
+
+
+class Size(NamedTuple):
+    """``factor * name + more``; without a name, ``more``."""
+
+    name: str
+    factor: int
+    more: int
+
+    @classmethod
+    def parse(cls, text: str) -> Size:
+        match = _TERM.fullmatch(text)
+        assert match is not None, text
+        factor, name, more = match.groups()
+        if name.isdigit():
+            return cls("", 0, int(name))
+        return cls(name, int(factor or 1), int(more or 0))
+
+    def value(self, sizes: Mapping[str, object]) -> int | None:
+        """The size, or None if it is not known."""
+        known = sizes.get(self.name, 0 if not self.name else None)
+        return self.factor * known + self.more if isinstance(known, int) else None
+
+
+class Shape:
+    """Sizes of a tensor.
+
+    Args:
+        text: sizes separated by spaces, such as "B Hkv 2*D": a number, a name, or a name times or
+            plus a number. "_" is any size. A starred name comes first and stands for any number of
+            sizes. A name stands for the same size wherever it occurs in an operation.
+    """
+
+    def __init__(self, text: str) -> None:
+        terms = text.split()
+        self._star = terms.pop(0)[1:] if text.startswith("*") else ""
+        self.sizes = [Size.parse(term) for term in terms]
+
+    def fits(self, shape: tuple[int, ...], sizes: Sizes) -> bool:
+        """Whether a tensor's shape is this one; if so, the names that are new are added."""
+        lead = len(shape) - len(self.sizes)
+        if lead < 0 or (lead and not self._star):
+            return False
+        named = self._star not in ("", "_")
+        found: Sizes = {self._star: tuple(shape[:lead])} if named else {}
+        for want, size in zip(self.sizes, shape[lead:], strict=True):
+            expected = want.value(sizes)
+            if expected is None:
+                if want.name != "_" and want.factor == 1:
+                    found[want.name] = size - want.more
+            elif size != expected:
+                return False
+        if named and sizes.get(self._star, shape[:lead]) != tuple(shape[:lead]):
+            return False
+        sizes.update(found)
+        return True
+
+    def text(self, sizes: Mapping[str, object]) -> str:
+        """The sizes for a message: those that are known, and "any" for the others."""
+        lead = sizes.get(self._star, ()) if self._star else ()
+        assert isinstance(lead, tuple)
+        known = [*lead, *(size.value(sizes) for size in self.sizes)]
+        return ", ".join("any" if size is None else str(size) for size in known)
+
+
+class Arg:
+    """A tensor that an operation takes.
+
+    Args:
+        name: for messages.
+        dtype: the dtype, those that are allowed, or the name of a tensor before it that has the
+            same; None: any.
+        shape: sizes, see :class:`Shape`.
+        on: where it lies: names of tensors on the same device, or "cpu". Default: as the
+            operation says; empty: anywhere.
+        optional: whether it may be None.
+        written: whether the operation writes to it.
+        host: whether it may be page-locked host memory where others are on a GPU.
+        layout: what a native kernel needs: dense "rows", "all" dense, or "any". A copy takes the
+            place of what is not so, unless the operation writes to it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dtype: torch.dtype | Sequence[torch.dtype] | str | None,
+        shape: str,
+        *,
+        on: tuple[str, ...] | None = None,
+        optional: bool = False,
+        written: bool = False,
+        host: bool = False,
+        layout: Literal["rows", "all", "any"] = "rows",
+    ) -> None:
+        self.name = name
+        self.dtypes = (dtype,) if isinstance(dtype, torch.dtype) else dtype
+        self.shape = Shape(shape)
+        self.on = on
+        self.optional = optional
+        self.written = written
+        self.host = host
+        self.layout = "any" if written else layout
+
+    def check(
+        self, tensor: Tensor, known: Mapping[str, Tensor | None], sizes: Sizes, place: str
+    ) -> None:
+        """Raise ``KernelError`` unless dtype, shape and device fit; adds the sizes that it names.
+
+        Args:
+            tensor: the tensor.
+            known: the operation's tensors by name.
+            sizes: of the tensors before it.
+            place: the tensor on whose device it is unless its declaration says otherwise.
+        """
+        dtypes = self.dtypes
+        if isinstance(dtypes, str):
+            same = known[dtypes]
+            dtypes = None if same is None else (same.dtype,)
+        if dtypes is not None and tensor.dtype not in dtypes:
+            listed = ", ".join(map(str, dtypes))
+            expected = listed if len(dtypes) == 1 else f"one of {listed}"
+            raise KernelError(f"{self.name}: got dtype {tensor.dtype}, expected {expected}")
+        if not self.shape.fits(tensor.shape, sizes):
+            raise KernelError(
+                f"{self.name}: got shape {list(tensor.shape)}, expected [{self.shape.text(sizes)}]"
+            )
+        names = (place,) if self.on is None else self.on
+        places = (torch.device("cpu") if name == "cpu" else known[name] for name in names)
+        allowed = [p.device if isinstance(p, Tensor) else p for p in places if p is not None]
+        if allowed and tensor.device not in allowed:
+            expected = " or ".join(dict.fromkeys(map(str, allowed)))
+            raise KernelError(f"{self.name}: got device {tensor.device}, expected {expected}")
+
+
+class Result(NamedTuple):
+    """A tensor that a native kernel writes its result to; it is allocated for each call.
+
+    Attributes:
+        name: of the tensor.
+        dtype: the dtype, or the name of a tensor that has the same.
+        shape: sizes, see :class:`Shape`.
+    """
+
+    name: str
+    dtype: torch.dtype | str
+    shape: str
+
+
+def check_contiguous(name: str, tensor: Tensor) -> None:
+    """Raise ``KernelError`` unless the tensor is contiguous. A declaration has no strides."""
+    if not tensor.is_contiguous():
+        got = list(tensor.stride())
+        raise KernelError(f"{name}: got strides {got}, expected a contiguous tensor")
+
+
+def check_divides(name: str, heads: int, query_heads: int) -> None:
+    """Raise ``KernelError`` unless a tensor's KV heads divide the query heads."""
+    if heads == 0 or query_heads % heads:
+        raise KernelError(
+            f"{name}: got {heads} heads, expected a divisor of the {query_heads} query heads"
+        )
+
+
+def check_scales(stored: Tensor, scales: Tensor | None) -> None:
+    """Raise ``KernelError`` unless there are scales for float8_e4m3fn, and for nothing else."""
+    needed = stored.dtype == torch.float8_e4m3fn
+    if needed != (scales is not None):
+        got, expected = ("None", "them") if needed else ("them", "None")
+        raise KernelError(f"scales: got {got}, expected {expected} for {stored.dtype}")

@@ -1,0 +1,126 @@
+"""Splits of a row's attention: how many there are, and how the program that ends last merges."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hisparse.kernels.triton_common import rounded
+
+__all__ = ["arrival_counters", "merge_last", "merged_at_once", "num_splits"]
+
+#: Tokens of a split at least; shorter splits cost more to merge than they save.
+_MIN_SPLIT_TOKENS = 128
+#: Elements that a program merges at once: 32 registers a thread with 4 warps.
+_MERGED_AT_ONCE = 4096
+#: Counters of a device at least: 64 KiB, more than most configurations ever need.
+_MIN_COUNTERS = 1 << 14
+
+#: By device, all that were made: a captured graph holds the address of those it was captured with.
+_made: dict[torch.device, list[Tensor]] = {}
+
+
+def num_splits(
+    device: torch.device, programs: int, at_once: int, most_tokens: int, token_partials: float
+) -> int:
+    """Splits of each row, without reading the lengths.
+
+    As many as run at the same time: rounded up, a second wave of few programs would run alone. The
+    program that merges a block reads no more for it than for its own split.
+
+    Args:
+        device: of the tensors.
+        programs: programs without splits.
+        at_once: programs that a multiprocessor runs at once, at least.
+        most_tokens: tokens that a row can have.
+        token_partials: bytes of a token's keys and values over those of a program's partial result.
+    """
+    processors = 1
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = at_once * processors // max(programs, 1)
+    balanced = math.isqrt(int(most_tokens * token_partials))
+    return max(1, min(wanted, balanced, -(-most_tokens // _MIN_SPLIT_TOKENS)))
+
+
+def merged_at_once(elements: int) -> int:
+    """Splits that a program merges at once, each with so many elements of a partial result."""
+    return max(1, _MERGED_AT_ONCE // elements)
+
+
+def arrival_counters(count: int, device: torch.device) -> Tensor:
+    """At least ``count`` counters, ``[n] int32``, all 0 between launches.
+
+    A kernel that counts leaves them at 0. Kernels that count have to run one after the other, so on
+    one stream of a device: the forward's.
+    """
+    made = _made.setdefault(device, [])
+    if not made or made[-1].numel() < count:
+        size = max(_MIN_COUNTERS, 1 << (count - 1).bit_length())
+        counters = torch.zeros(size, dtype=torch.int32, device=device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Not zero until the graph replays, so only this graph may use them.
+            return counters
+        made.append(counters)
+    return made[-1]
+
+
+@triton.jit
+def merge_last(
+    results,  # out [R, Q, Dv] and lse [R, Q]
+    partials,  # of splits: [R, splits, Q, Dv] and [R, splits, Q]
+    arrival,  # of this block of queries: its splits that have ended
+    block,  # the row, the first query, and a count of queries that may be beyond the last
+    queries,
+    splits,
+    VALUE: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    MERGED: tl.constexpr,
+):
+    """Merge the splits of a block of queries in the program that ends last.
+
+    Each program releases what all of its threads stored, and the last one acquires it. The order
+    of summation is that of the splits, whichever ends last. The counter is 0 again for the next
+    launch.
+    """
+    out, lse = results
+    partial, lses = partials
+    row, first, count = block
+    tl.debug_barrier()
+    ended = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
+    if ended == splits - 1:
+        member, dim = tl.arange(0, MEMBERS), tl.arange(0, VALUE_BLOCK)
+        asked = member < count
+        highest = tl.full((MEMBERS,), -float("inf"), tl.float32)
+        total = tl.zeros((MEMBERS,), tl.float32)
+        acc = tl.zeros((MEMBERS, VALUE_BLOCK), tl.float32)
+        for start in range(0, splits, MERGED):
+            split = start + tl.arange(0, MERGED)
+            there = (split < splits)[:, None] & asked[None, :]
+            at = (row * splits + split)[:, None] * queries + first + member[None, :]
+            parts = tl.load(lses + at, mask=there, other=-float("inf"))
+            x = tl.load(
+                partial + at[:, :, None] * VALUE + dim[None, None, :],
+                mask=there[:, :, None] & (dim < VALUE)[None, None, :],
+                other=0.0,
+            )
+            top = tl.maximum(highest, tl.max(parts, axis=0))
+            shift = tl.where(top == -float("inf"), 0.0, top)
+            weights = tl.exp(parts - shift[None, :])
+            shrink = tl.exp(highest - shift)
+            total = total * shrink + tl.sum(weights, axis=0)
+            acc = acc * shrink[:, None] + tl.sum(x * weights[:, :, None], axis=0)
+            highest = top
+        some = tl.where(total > 0, total, 1.0)
+        target = row * queries + first + member
+        shown = asked[:, None] & (dim < VALUE)[None, :]
+        merged = rounded(acc / some[:, None], out.dtype.element_ty)
+        tl.store(out + target[:, None] * VALUE + dim[None, :], merged, mask=shown)
+        summed = tl.where(total > 0, highest + tl.log(some), -float("inf"))
+        tl.store(lse + target, summed, mask=asked)
+        tl.store(arrival, 0)

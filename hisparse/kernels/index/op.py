@@ -1,0 +1,109 @@
+"""Scores of tokens by a model's own indexer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse.kernels.arguments import FLOATS, Arg, check_contiguous, check_scales
+from hisparse.kernels.operation import Operation
+from hisparse.types import IndexerInputs
+
+__all__ = ["index_score", "store_index_keys"]
+
+_KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+
+
+def _scales_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    check_scales(tensors["keys"], tensors["scales"])
+
+
+INDEX_SCORE = Operation(
+    __name__,
+    "index_score",
+    Arg("new.queries", FLOATS, "B Hi Di"),
+    Arg("new.keys", FLOATS, "B Di"),
+    Arg("new.weights", FLOATS, "B Hi"),
+    Arg("keys", _KEY_DTYPES, "pages Di"),
+    Arg("host_page_table", torch.int32, "B P"),
+    Arg("num_pages", torch.int32, "B"),
+    Arg("scales", torch.float32, "pages", optional=True),
+    also=_scales_fit,
+)
+STORE_INDEX_KEYS = Operation(
+    __name__,
+    "store_index_keys",
+    Arg("new", FLOATS, "T Di"),
+    Arg("keys", _KEY_DTYPES, "pages Di", written=True),
+    Arg("host_pages", (torch.int32, torch.int64), "T"),
+    Arg("scales", torch.float32, "pages", optional=True, written=True),
+    also=_scales_fit,
+)
+
+
+def index_score(
+    new: IndexerInputs,
+    keys: Tensor,
+    host_page_table: Tensor,
+    num_pages: Tensor,
+    *,
+    scales: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """DeepSeek-V3.2's index scores of all tokens, ``sum_h weights_h * relu(queries_h . key)``.
+
+    https://arxiv.org/abs/2512.02556, equation 1. Pages have one token. The last token is the new
+    one, whose key is not stored yet.
+
+    Args:
+        new: inputs of one new token for each of B requests: ``queries [B, Hi, Di]``,
+            ``keys [B, Di]`` and ``weights [B, Hi]``, float32, bfloat16 or float16.
+        keys: ``[host pages, Di]`` float32, bfloat16 or float8_e4m3fn, from
+            :func:`store_index_keys`.
+        host_page_table: ``[B, P] int32``.
+        num_pages: ``[B] int32``, tokens of each request before the new one; less than P.
+        scales: ``[host pages] float32``, factors of the keys. float8_e4m3fn needs them, the other
+            dtypes have none.
+        impl: "auto", or an implementation's name.
+
+    Returns:
+        ``[B, 1, P] float32``, higher is kept; the new token's score at ``num_pages``, anything
+        behind it.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    run = INDEX_SCORE(impl, *new, keys, host_page_table, num_pages, scales)
+    scores: Tensor = run(new, keys, host_page_table, num_pages, scales)
+    return scores
+
+
+def store_index_keys(
+    new: Tensor,
+    keys: Tensor,
+    host_pages: Tensor,
+    *,
+    scales: Tensor | None = None,
+    impl: str = "auto",
+) -> None:
+    """Store keys of a model's own indexer; in eight bits, each has a power of two as scale.
+
+    Args:
+        new: ``[T, Di]`` float32, bfloat16 or float16.
+        keys: ``[host pages, Di]`` float32, bfloat16 or float8_e4m3fn. Written to.
+        host_pages: ``[T]`` int32 or int64, entry of ``keys`` for each token. A GPU skips 0, the
+            padding page. If an entry stands twice, either token may win.
+        scales: ``[host pages] float32``, contiguous, factors of the keys. Written to.
+            float8_e4m3fn needs them, the other dtypes have none.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device, or the scales are not contiguous.
+    """
+    run = STORE_INDEX_KEYS(impl, new, keys, host_pages, scales)
+    if scales is not None:
+        check_contiguous("scales", scales)
+    run(new, keys, host_pages, scales)

@@ -1,0 +1,214 @@
+"""Which selected pages are resident, what gives way to the others, and the step's page tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse.errors import KernelError
+from hisparse.kernels.arguments import Arg, Result
+from hisparse.kernels.lru.tables import DecodeRows, DiffTables, LruDiff, RowState
+from hisparse.kernels.operation import Operation
+
+__all__ = [
+    "DecodeRows",
+    "DiffTables",
+    "LruDiff",
+    "RowState",
+    "diff_tables",
+    "lru_diff",
+    "page_table",
+]
+
+_I32, _I64 = torch.int32, torch.int64
+#: A layer's :class:`RowState`.
+_STATE = (
+    Arg("slot_pages", _I32, "NR C", written=True),
+    Arg("lru_order", _I32, "NR C", written=True),
+    Arg("device_pages", _I32, "NR C"),
+    Arg("page_slots", _I32, "NR _", optional=True, written=True),
+)
+
+
+def _rows_share_tables(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    rows, requests = sizes["R"], sizes["T"]
+    if (rows % requests if requests else rows) != 0:
+        raise KernelError(
+            f"host_page_table: got {requests} rows, expected a divisor of the selection's {rows}"
+        )
+
+
+def _selection_fits(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    selection, width = tensors["selection"], sizes["width"]
+    if (selection is None) != (tensors["lengths"] is None):
+        raise KernelError("selection: got it without lengths or lengths without it, expected both")
+    if selection is None and width is None:
+        raise KernelError("width: got none without a selection, expected the most pages of a row")
+    if selection is not None and width is not None and width < selection.shape[1]:
+        raise KernelError(f"width: got {width}, expected at least {selection.shape[1]}")
+    _rows_share_tables(tensors, sizes)
+
+
+LRU_DIFF = Operation(
+    __name__,
+    "lru_diff",
+    Arg("selection", _I32, "R K"),
+    Arg("host_page_table", _I32, "T Pmax"),
+    Arg("capacity", _I32, "R"),
+    Arg("num_real_rows", _I32, "1"),
+    *_STATE,
+    Arg("rows", _I64, "R"),
+    Arg("num_pages", _I32, "T", optional=True),
+    Result("curr_device_slots", _I32, "R K"),
+    Result("load_host_pages", _I32, "R K"),
+    Result("load_device_slots", _I32, "R K"),
+    Result("num_hits", _I32, "R"),
+    Result("num_misses", _I32, "R"),
+    also=_rows_share_tables,
+)
+DIFF_TABLES = Operation(
+    __name__,
+    "diff_tables",
+    Arg("selection", _I32, "R _", optional=True),
+    Arg("lengths", _I32, "R", optional=True),
+    Arg("rows", _I64, "R"),
+    Arg("capacity", _I32, "R"),
+    Arg("num_real_rows", _I32, "1"),
+    Arg("host_page_table", _I32, "T Pmax"),
+    Arg("num_pages", _I32, "T"),
+    Arg("tail_pages", _I32, "R"),
+    Arg("tail_lens", _I32, "R"),
+    Arg("dense", torch.bool, "T", optional=True),
+    Arg("malformed", _I64, "1", optional=True, written=True),
+    *_STATE,
+    Result("attended", _I32, "R K+1"),
+    Result("seq_lens", _I32, "R"),
+    Result("loads", _I32, "R K"),
+    Result("load_host_pages", _I32, "R K"),
+    Result("num_hits", _I32, "R"),
+    Result("num_misses", _I32, "R"),
+    on="rows",
+    values=("width",),
+    also=_selection_fits,
+)
+PAGE_TABLE = Operation(
+    __name__,
+    "page_table",
+    Arg("device_pages", _I32, "_ _"),
+    Arg("rows", _I64, "R"),
+    Arg("slots", _I32, "R K"),
+    Result("table", _I32, "R K"),
+)
+
+
+def lru_diff(
+    selection: Tensor,
+    host_page_table: Tensor,
+    capacity: Tensor,
+    num_real_rows: Tensor,
+    state: RowState,
+    *,
+    rows: Tensor | None = None,
+    num_pages: Tensor | None = None,
+    impl: str = "auto",
+) -> LruDiff:
+    """Find the resident ones of the selected pages, and choose the slots to load the others to.
+
+    The tables of ``state`` are updated in place: the order becomes survivors in their old order,
+    then slots just loaded in load order, then hits in their old order. A CUDA kernel leaves a row
+    that cannot be served as it is, with -1 misses; :func:`hisparse.kernels.verify_diff` reports
+    such rows.
+
+    Args:
+        selection: ``[R, K] int32``, page indices; -1 and duplicates may stand anywhere.
+        host_page_table: ``[T, Pmax] int32``, host page of each page index; R is a multiple of T
+            and row r uses table row ``r // (R // T)``, so that heads share a request's table.
+        capacity: ``[R] int32``, slots of each row, at least the unique pages of its selection.
+        num_real_rows: ``[1] int32``; rows from there on are padding: -1 out, nothing changed.
+        state: tables of the layer.
+        rows: ``[R] int64``, state row of each row; the first R state rows if None. Requests with
+            the same state rows follow each other, and are served in that order. On CUDA no row
+            stands twice.
+        num_pages: ``[T] int32``, pages of each request; a row that selects others cannot be
+            served. None: Pmax for each.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device, or there is no such
+            implementation.
+    """
+    if rows is None:
+        rows = _first_rows(selection, state)
+    tensors = (selection, host_page_table, capacity, num_real_rows, *state, rows, num_pages)
+    run = LRU_DIFF(impl, *tensors)
+    return LruDiff(*run(*tensors[:4], state, rows, num_pages))
+
+
+def _first_rows(selection: Tensor, state: RowState) -> Tensor:
+    """One state row after the other."""
+    count, held = len(selection), len(state.slot_pages)
+    if count > held:
+        raise KernelError(f"slot_pages: got {held} rows, expected {count} or more")
+    return torch.arange(count, device=selection.device)
+
+
+def diff_tables(
+    selection: Tensor | None,
+    lengths: Tensor | None,
+    rows: DecodeRows,
+    state: RowState,
+    *,
+    page_size: int,
+    width: int | None = None,
+    tail_below: int | None = None,
+    impl: str = "auto",
+) -> DiffTables:
+    """:func:`hisparse.kernels.lru_diff`, and the device pages to attend and to load.
+
+    On a GPU, a row whose selection cannot be served, or lacks a page at one of the first
+    ``lengths`` entries, attends its tail page alone. On a CPU the first is an error here, and the
+    second one in attention.
+
+    Args:
+        selection: ``[R, n] int32``, selected pages, -1 padded; None: every page of every request.
+        lengths: ``[R] int32``, pages of each selection; None with ``selection``.
+        rows: the rows, and what is known of their requests.
+        state: tables of the layer.
+        page_size: S, tokens.
+        width: K, entries of the results, at least n; None: n. Dense requests have at most K pages.
+        tail_below: the tail page is attended only beside fewer pages than this, and in dense
+            requests; None: always.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device, or, on a CPU, a row cannot be
+            served.
+    """
+    run = DIFF_TABLES(impl, selection, lengths, *rows, *state, values=(width,))
+    if width is None:
+        assert selection is not None, "checked"
+        width = selection.shape[1]
+    tail_below = width + 1 if tail_below is None else tail_below
+    return DiffTables(*run(selection, lengths, rows, state, page_size, width, tail_below))
+
+
+def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor, *, impl: str = "auto") -> Tensor:
+    """Look up the device pages behind slots.
+
+    Args:
+        device_pages: ``[NR, C] int32``, of the rows' state.
+        rows: ``[R] int64``, state row of each row.
+        slots: ``[R, K] int32``, -1 for none.
+        impl: "auto", or an implementation's name.
+
+    Returns:
+        ``[R, K] int32``, -1 where ``slots`` is -1.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    table: Tensor = PAGE_TABLE(impl, device_pages, rows, slots)(device_pages, rows, slots)
+    return table

@@ -1,0 +1,197 @@
+"""Eight-bit keys, values and latents in Triton.
+
+A launch serves the keys of a step and another one its values; pages of latents are decoded in one.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hisparse.kernels.quantize.reference import pack_latents
+from hisparse.kernels.quantize.rules import RULES, LatentRow
+from hisparse.types import StoredKV
+
+__all__ = ["decode_latents", "encode_latents", "quantize", "to_e4m3"]
+
+#: Elements of a program; small, so that a step's few vectors make many programs.
+_ELEMENTS = 1024
+#: The same where latents are decoded.
+_DECODED = 4096
+
+
+def quantize(k: Tensor, v: Tensor, dtype: torch.dtype) -> StoredKV:
+    """See :func:`hisparse.kernels.quantize`."""
+    scales = torch.empty((*k.shape[:-1], 2), dtype=torch.uint8, device=k.device)
+    codes = [torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k, v)]
+    rule = RULES[dtype]
+    for which, (x, to) in enumerate(zip((k, v), codes, strict=True)):
+        vectors = x.reshape(-1, *x.shape[-2:])
+        vectors = vectors if vectors.stride(-1) == 1 else vectors.contiguous()
+        count, width = vectors.shape[0] * vectors.shape[1], vectors.shape[2]
+        if count == 0:
+            continue
+        block = triton.next_power_of_2(width)
+        step = max(1, _ELEMENTS // block)
+        _quantize_kernel[(triton.cdiv(count, step),)](
+            vectors,
+            # As bytes, because some GPUs that Triton compiles for do not have e4m3.
+            to if dtype == torch.int8 else to.view(torch.uint8),
+            scales,
+            *vectors.stride()[:2],
+            vectors.shape[1],
+            count,
+            which,
+            CARRY=rule.carry,
+            EXPONENT=rule.exponent,
+            LEAST_SCALE=rule.least_scale,
+            LARGEST_HALF=rule.largest_half,
+            WIDTH=width,
+            WIDTH_BLOCK=block,
+            VECTORS=step,
+        )
+    return StoredKV(codes[0], codes[1], scales)
+
+
+@triton.jit
+def to_e4m3(x):
+    """Round to e4m3, ties to even; ``x`` is below 432, infinite or NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    positive = bits & 0x7FFFFFFF
+    # Drops 20 bits of the fraction; 120 is the difference of the exponents' biases.
+    normal = (positive - (120 << 23) + 0x7FFFF + ((positive >> 20) & 1)) >> 20
+    # Subnormal ones are multiples of 2 ** -9: so are all numbers next to 2 ** 14.
+    beside = positive.to(tl.float32, bitcast=True) + 16384.0
+    subnormal = beside.to(tl.int32, bitcast=True) - (141 << 23)
+    number = tl.where(positive < (121 << 23), subnormal, normal)
+    beyond = tl.where(positive > 0x7F800000, 0x7F, 0x7E)  # NaN, infinity
+    number = tl.where(positive < 0x7F800000, number, beyond)
+    return (((bits >> 24) & 0x80) | number).to(tl.uint8)
+
+
+@triton.jit
+def _to_int8(x):
+    """Round to integers, ties to even, of magnitudes up to 127; NaN becomes 0."""
+    x = tl.where(x > 127.0, 127.0, tl.where(x < -127.0, -127.0, tl.where(x == x, x, 0.0)))
+    # Adding 3 * 2 ** 22 leaves no bits for a fraction; the integer stands in the low bits.
+    return ((x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
+
+
+@triton.jit
+def _quantize_kernel(
+    vectors,  # [T, H, D]
+    codes,  # [T, H, D]
+    scales,  # [T, H, 2]
+    stride_token,
+    stride_head,
+    heads,
+    count,
+    which,
+    CARRY: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    LEAST_SCALE: tl.constexpr,
+    LARGEST_HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_BLOCK: tl.constexpr,
+    VECTORS: tl.constexpr,
+):
+    vector = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
+    dim, live = tl.arange(0, WIDTH_BLOCK), vector < count
+    seen = live[:, None] & (dim < WIDTH)[None, :]
+    place = vectors + vector // heads * stride_token + vector % heads * stride_head
+    x = tl.load(place[:, None] + dim[None, :], mask=seen, other=0.0).to(tl.float32)
+    if vectors.dtype.element_ty == tl.float16:
+        # Not tl.clamp, which would not keep NaN.
+        x = tl.where(x > LARGEST_HALF, LARGEST_HALF, tl.where(x < -LARGEST_HALF, -LARGEST_HALF, x))
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    # See rules.py.
+    scale = tl.maximum(((largest + CARRY) >> 23) - EXPONENT, LEAST_SCALE)
+    inverse = ((254 - scale) << 23).to(tl.float32, bitcast=True)
+    place = codes + vector * WIDTH
+    x *= inverse[:, None]
+    codes_of = _to_int8(x) if codes.dtype.element_ty == tl.int8 else to_e4m3(x)
+    tl.store(place[:, None] + dim[None, :], codes_of, mask=seen)
+    tl.store(scales + vector * 2 + which, scale.to(tl.uint8), mask=live)
+
+
+def encode_latents(latents: Tensor, row: LatentRow) -> Tensor:
+    """See :func:`hisparse.kernels.encode_latents`."""
+    tiles = latents[..., : row.rank].unflatten(-1, (row.num_tiles, row.tile))
+    stored = quantize(tiles, tiles[..., :1], torch.float8_e4m3fn)
+    assert stored.scales is not None, "quantize returns scales"
+    return pack_latents(latents, stored.k, stored.scales[..., 0], row)
+
+
+def decode_latents(pages: Tensor, table: Tensor, out: Tensor, row: LatentRow) -> None:
+    """See :func:`hisparse.kernels.decode_latents`."""
+    count, size = table.shape[0], pages.shape[1]
+    if count * size == 0:
+        return
+    block = triton.next_power_of_2(row.rank)
+    tokens = max(1, _DECODED // block)
+    _decode_kernel[(triton.cdiv(count * size, tokens),)](
+        pages,
+        table.contiguous(),
+        out,
+        *pages.stride()[:2],
+        count * size,
+        RANK=row.rank,
+        RANK_BLOCK=block,
+        TILE=row.tile,
+        ROPE=row.rope,
+        ROPE_BLOCK=max(1, triton.next_power_of_2(row.rope)),
+        SCALES_AT=row.scales_at,
+        ROPE_AT=row.rope_at,
+        SIZE=size,
+        TOKENS=tokens,
+    )
+
+
+@triton.jit
+def _decode_kernel(
+    pages,  # [N, S, bytes]
+    table,  # [n]
+    out,  # [n, S, rank + rope]
+    stride_page,
+    stride_token,
+    count,
+    RANK: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    ROPE_AT: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    live = token < count
+    page = tl.load(table + token // SIZE, mask=live, other=-1).to(tl.int64)
+    live = live & (page >= 0)
+    source = pages + page * stride_page + token % SIZE * stride_token
+    target = out + token * (RANK + ROPE)
+    dim = tl.arange(0, RANK_BLOCK)
+    seen = live[:, None] & (dim < RANK)[None, :]
+    codes = tl.load(source[:, None] + dim[None, :], mask=seen, other=0)
+    # A float32 that is 2 ** -120 times the code: the difference of the exponents' biases.
+    bits = codes.to(tl.int32)
+    numbers = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True)
+    # A scale lies at a multiple of four bytes.
+    scale = (source + SCALES_AT).to(tl.pointer_type(tl.float32))
+    factor = tl.load(scale[:, None] + (dim // TILE)[None, :], mask=seen, other=0.0)
+    # NaN has no number: its code has all bits set.
+    nan = (bits & 0x7F) == 0x7F
+    numbers = tl.where(nan, float("nan"), numbers * 2.0**120 * factor)
+    tl.store(target[:, None] + dim[None, :], numbers.to(out.dtype.element_ty), mask=seen)
+    if ROPE > 0:
+        part = tl.arange(0, ROPE_BLOCK)
+        shown = live[:, None] & (part < ROPE)[None, :]
+        halves = (source + ROPE_AT).to(tl.pointer_type(tl.int16))
+        raw = tl.load(halves[:, None] + part[None, :], mask=shown, other=0).to(tl.int32)
+        rope = (raw << 16).to(tl.float32, bitcast=True)
+        tl.store(
+            target[:, None] + (RANK + part)[None, :], rope.to(out.dtype.element_ty), mask=shown
+        )

@@ -1,0 +1,209 @@
+"""Changes to rows outside ``lru_diff``: for capacity, reuse and full tail pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hisparse.errors import KernelError
+from hisparse.kernels.arguments import Arg, Sizes
+from hisparse.kernels.lru.tables import RowState
+from hisparse.kernels.operation import Operation
+
+__all__ = ["TailPools", "drop_pages", "promote_tail", "rebalance", "reset_rows"]
+
+_I32, _I64 = torch.int32, torch.int64
+
+
+class TailPools(NamedTuple):
+    """Pools of device pages, ``[N, Hr, S, D]``.
+
+    Attributes:
+        k, v: keys and values; None: those are not copied. Hr is the number of KV heads, or 1 if a
+            row has one head.
+        kv_heads: Hkv.
+    """
+
+    k: Tensor | None = None
+    v: Tensor | None = None
+    kv_heads: int = 1
+
+
+_NO_POOLS = TailPools()
+
+
+def _tables(shape: str) -> tuple[Arg, ...]:
+    """A :class:`RowState`, of one layer or of all."""
+    names = ("slot_pages", "lru_order", "device_pages")
+    return (
+        *(Arg(name, _I32, f"{shape} C", written=True) for name in names),
+        Arg("page_slots", _I32, f"{shape} _", optional=True, written=True),
+    )
+
+
+def _rows_have_requests(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    rows, requests = sizes["R"], sizes["T"]
+    if (rows % requests if requests else rows) != 0:
+        raise KernelError(
+            f"page_index: got {requests} requests, expected a divisor of the {rows} rows"
+        )
+    heads = sizes["kv_heads"] if rows == requests else 1
+    for name in ("pools.k", "pools.v"):
+        pool = tensors[name]
+        if pool is not None and pool.shape[1] != heads:
+            expected = f"[any, {heads}, any, any]"
+            raise KernelError(f"{name}: got shape {list(pool.shape)}, expected {expected}")
+
+
+PROMOTE_TAIL = Operation(
+    __name__,
+    "promote_tail",
+    Arg("rows", _I64, "R"),
+    Arg("page_index", _I32, "T"),
+    Arg("filled", torch.bool, "R"),
+    Arg("capacity", _I32, "R"),
+    *_tables("NR"),
+    Arg("tail_pages", _I32, "NR", written=True),
+    Arg("pools.k", None, "_ _ _ _", optional=True, layout="any"),
+    Arg("pools.v", None, "_ _ _ _", optional=True, layout="any"),
+    values=("kv_heads",),
+    also=_rows_have_requests,
+)
+RESET_ROWS = Operation(
+    __name__,
+    "reset_rows",
+    Arg("rows", _I64, "M"),
+    Arg("capacity", _I32, "NR"),
+    *_tables("L NR"),
+)
+REBALANCE = Operation(
+    __name__,
+    "rebalance",
+    Arg("rows", _I64, "M"),
+    Arg("new_capacity", _I32, "M"),
+    Arg("capacity", _I32, "NR", written=True),
+    *_tables("L NR"),
+    Arg("free_pages", _I32, "L _", written=True),
+    Arg("num_free", _I32, "L", written=True),
+)
+
+
+def promote_tail(
+    rows: Tensor,
+    page_index: Tensor,
+    filled: Tensor,
+    capacity: Tensor,
+    state: RowState,
+    tail_pages: Tensor,
+    *,
+    pools: TailPools = _NO_POOLS,
+    impl: str = "auto",
+) -> tuple[Tensor, ...]:
+    """Let full tail pages enter the LRU as hottest, in place of the coldest slot's page.
+
+    Device page ids are exchanged: the evicted page's memory becomes the row's next tail page.
+
+    Args:
+        rows: ``[R] int64``, state rows, unique; row r belongs to request ``r // (R // T)``.
+        page_index: ``[T] int32``, index of each request's tail page in its sequence.
+        filled: ``[R] bool``; other rows stay as they are, as do rows without capacity.
+        capacity: ``[R] int32``.
+        state: tables of the layer.
+        tail_pages: ``[NR] int32``, device page of each state row's tail.
+        pools: device pages whose full tail pages are copied.
+        impl: "auto", or an implementation's name.
+
+    Returns:
+        copies of the full tail pages, ``[T, Hkv, S, D]`` for each pool; a GPU leaves the entries of
+        requests whose tail page is not full uninitialised.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    tensors = (rows, page_index, filled, capacity, *state, tail_pages, pools.k, pools.v)
+    run = PROMOTE_TAIL(impl, *tensors, values=(pools.kv_heads,))
+    copies: tuple[Tensor, ...] = run(*tensors[:4], state, tail_pages, pools)
+    return copies
+
+
+def reset_rows(rows: Tensor, capacity: Tensor, states: RowState, *, impl: str = "auto") -> None:
+    """Empty the slots of rows, in all layers; rows keep their capacity and device pages.
+
+    Args:
+        rows: ``[M] int64``, state rows.
+        capacity: ``[NR] int32``.
+        states: tables of all layers, ``[L, NR, C]`` each.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    RESET_ROWS(impl, rows, capacity, *states)(rows, capacity, states)
+
+
+def drop_pages(rows: Tensor, stale: Tensor, states: RowState) -> None:
+    """Empty the slots that hold certain pages, in all layers; these slots become the coldest.
+
+    Runs once after some prefills, so PyTorch's operations serve all devices.
+
+    Args:
+        rows: ``[M] int64``, state rows, unique.
+        stale: ``[P] bool``, the page indices to drop; pages from P on stay.
+        states: tables of all layers, ``[L, NR, C]`` each.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    sizes: Sizes = {}
+    Arg("rows", _I64, "M").check(rows, {"rows": rows}, sizes, "rows")
+    Arg("stale", torch.bool, "P").check(stale, {"rows": rows}, sizes, "rows")
+    held, order = states.slot_pages[:, rows], states.lru_order[:, rows]
+    # The last entry is for empty slots and for pages that stay.
+    kept = torch.nn.functional.pad(~stale, (0, 1), value=True)
+    held = held.where(kept[held.long().clamp(-1, len(stale))], -1)
+    is_empty = held.gather(2, order.long().clamp(min=0)) < 0
+    rank = torch.where(order < 0, 2, torch.where(is_empty, 0, 1))
+    states.lru_order[:, rows] = order.gather(2, rank.argsort(dim=2, stable=True))
+    states.slot_pages[:, rows] = held
+
+
+def rebalance(
+    rows: Tensor,
+    new_capacity: Tensor,
+    capacity: Tensor,
+    states: RowState,
+    free_pages: Tensor,
+    num_free: Tensor,
+    *,
+    impl: str = "auto",
+) -> None:
+    """Change the capacity of rows, in all layers; no K/V bytes move.
+
+    Shrinks come before grows, each in the order of ``rows``. A shrinking row drops its coldest
+    slots and pushes their device pages, cold to hot, onto the free stack; a growing row pops its
+    new pages one by one. A changed row's slots are renumbered ``0..n-1`` from cold to hot, newly
+    gained empty slots first. A row whose capacity stays is left alone.
+
+    The caller plans on the host, so nothing is read back from the device. A plan that does not fit
+    changes less: a row whose new capacity is outside 0 to C stays as it is, and so does the first
+    row that asks for more pages than are free, with all rows that grow after it.
+    :func:`hisparse.kernels.verify_capacity` reports such rows.
+
+    Args:
+        rows: ``[M] int64``, state rows, unique.
+        new_capacity: ``[M] int32``, 0 to C.
+        capacity: ``[NR] int32``, updated.
+        states: tables of all layers, ``[L, NR, C]`` each.
+        free_pages: ``[L, N] int32``, stack of free device pages: the first ``num_free`` of a layer.
+        num_free: ``[L] int32``, the same for every layer; updated.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    run = REBALANCE(impl, rows, new_capacity, capacity, *states, free_pages, num_free)
+    if rows.numel():
+        run(rows, new_capacity, capacity, states, free_pages, num_free)

@@ -1,0 +1,131 @@
+"""Choosing a number of pages that varies with the query, in Triton."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hisparse.errors import KernelError
+from hisparse.kernels.select.op import SelectRule
+from hisparse.kernels.select.reference import best_pages
+
+__all__ = ["select"]
+
+_SCORES_PER_STEP = 1024
+
+
+def select(
+    scores: Tensor,
+    num_pages: Tensor,
+    forced: Tensor | None,
+    rest: Tensor | None,
+    invalid_scores: Tensor | None,
+    rule: SelectRule,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`hisparse.kernels.select`; heads agree in Triton, PyTorch chooses.
+
+    Raises:
+        KernelError: the selection has a fixed length, which is for CUDA C++.
+    """
+    near = rule.within is not None
+    if rule.mass is None and not near:
+        raise KernelError(
+            "implementation 'triton': got a rule without mass and within, expected one of them "
+            "(choices: auto, cuda, reference)"
+        )
+    scores = scores.float()
+    batch, given, width = scores.shape
+    heads = min(given, rule.heads)
+    combined = scores.new_empty(batch, heads, width)
+    group_block = triton.next_power_of_2(given // heads)
+    if combined.numel():
+        _share_kernel[(heads, batch)](
+            scores.contiguous(),
+            scores.new_full((batch, given), -torch.inf) if rest is None else rest.contiguous(),
+            num_pages,
+            combined,
+            # Not written to where there is no counter.
+            num_pages if invalid_scores is None else invalid_scores,
+            width,
+            heads,
+            COUNTED=invalid_scores is not None,
+            SELECTIONS=rule.heads // heads,
+            NEAR=near,
+            GROUP=given // heads,
+            GROUP_BLOCK=group_block,
+            STEP=max(16, _SCORES_PER_STEP // group_block),
+        )
+    combined = combined.repeat_interleave(rule.heads // heads, dim=1)
+    return best_pages(combined, num_pages, forced, rule, given)
+
+
+@triton.jit
+def _finite(x):
+    """NaN as -inf, and inf as the largest float32, so that a difference of scores is no NaN."""
+    return tl.where(x == x, tl.minimum(x, 3.4028234663852886e38), -float("inf"))
+
+
+@triton.jit
+def _is_invalid(x):
+    """NaN or +inf."""
+    return (x <= 3.4028234663852886e38) == 0
+
+
+@triton.jit
+def _share_kernel(
+    scores,  # [B, H * GROUP, P]
+    rest,  # [B, H * GROUP]
+    num_pages,  # [B]
+    combined,  # [B, H, P]
+    invalid_scores,  # [1], if COUNTED
+    width,
+    heads,
+    COUNTED: tl.constexpr,
+    SELECTIONS: tl.constexpr,
+    NEAR: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Combine a group's heads into one score per page.
+
+    If NEAR, the largest over heads of a page's score minus the head's best score; else the sum over
+    heads of each head's softmax over the pages and the rest.
+    """
+    head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    count = tl.load(num_pages + request)
+    row = request * heads + head
+    member, at = tl.arange(0, GROUP_BLOCK), tl.arange(0, STEP)
+    source = scores + (row * GROUP + member[:, None]) * width
+    present = (member < GROUP)[:, None]
+    beside = tl.load(rest + row * GROUP + member, mask=member < GROUP, other=-float("inf"))
+    invalid = tl.zeros((STEP,), tl.int32) + tl.max(_is_invalid(beside).to(tl.int32), axis=0)
+    highest = _finite(beside)
+    total = tl.where(highest == -float("inf"), 0.0, 1.0)
+    # -inf everywhere: there is no maximum to subtract.
+    top = tl.where(highest == -float("inf"), 0.0, highest)
+    for start in range(0, width, STEP):
+        page = start + at[None, :]
+        x = _finite(tl.load(source + page, mask=present & (page < count), other=-float("inf")))
+        higher = tl.maximum(highest, tl.max(x, axis=1))
+        top = tl.where(higher == -float("inf"), 0.0, higher)
+        total = total * tl.exp(highest - top) + tl.sum(tl.exp(x - top[:, None]), axis=1)
+        highest = higher
+    scale = 1.0 / tl.where(total > 0, total, 1.0)
+    for start in range(0, width, STEP):
+        page = start + at
+        seen = present & (page < count)[None, :]
+        x = tl.load(source + page[None, :], mask=seen, other=-float("inf"))
+        # Here, for the loop above has no registers left.
+        invalid |= tl.max(_is_invalid(x).to(tl.int32), axis=0)
+        x = _finite(x)
+        if NEAR:
+            found = tl.max(x - top[:, None], axis=0)
+        else:
+            found = tl.sum(tl.exp(x - top[:, None]) * scale[:, None], axis=0)
+        tl.store(combined + row * width + page, found, mask=page < width)
+    if COUNTED:
+        changed = (tl.max(invalid, axis=0) > 0) & (count > 0)
+        tl.atomic_add(invalid_scores, SELECTIONS, mask=changed)

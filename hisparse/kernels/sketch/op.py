@@ -1,0 +1,240 @@
+"""Sketches and outlines of pages, a few bytes that approximate all keys of a page, and scores."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from hisparse.errors import KernelError
+from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
+from hisparse.kernels.operation import Operation
+from hisparse.kernels.quantize.rules import check_stored
+from hisparse.kernels.sketch.layout import SketchLayout, outline_bytes
+from hisparse.types import StoredKV
+
+__all__ = [
+    "SketchLayout",
+    "TailPages",
+    "outline_bytes",
+    "outline_score",
+    "page_sketch",
+    "sketch_score",
+]
+
+_I32 = torch.int32
+
+
+class TailPages(NamedTuple):
+    """Tail pages in the device pool, one a row.
+
+    Attributes:
+        kv: ``[N, Hr, S, D]`` pages, see :class:`hisparse.types.StoredKV`.
+        pages: ``[R] int32``, the page of each row. The rows of a request lie side by side: one with
+            the keys of all heads (Hr = Hkv), or one or more for each KV head (Hr = 1).
+        lens: ``[R] int32``, tokens of each page.
+    """
+
+    kv: StoredKV
+    pages: Tensor
+    lens: Tensor
+
+
+@functools.cache
+def _sizes(layout: SketchLayout) -> tuple[int, ...]:
+    """The values of an operation's check."""
+    channels, dim = layout.num_channels, layout.dim
+    if not 0 <= channels <= dim:
+        raise KernelError(f"layout: got {channels} detailed channels, expected 0 to {dim}")
+    return dim, layout.page_size, layout.num_bytes
+
+
+def _sketches_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    kv_heads = sizes["Hkv"]
+    check_divides("sketches", kv_heads, sizes["Hq"])
+    k, scales = tensors["tail.kv.k"], tensors["tail.kv.scales"]
+    if k is None:
+        return
+    check_stored("tail.kv.k", k, scales)
+    rows, batch, own = sizes["R"], sizes["B"], k.shape[1]
+    heads = rows // batch if batch else 1
+    one_row, row_a_head = heads == 1 and own == kv_heads, heads % kv_heads == 0 and own == 1
+    if rows != heads * batch or not (one_row or row_a_head):
+        raise KernelError(
+            f"tail.pages: got {rows} pages of {own} heads, expected {batch} pages of {kv_heads} "
+            f"heads, or a multiple of {batch * kv_heads} pages of one head"
+        )
+
+
+def _outlines_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    num_bytes = outline_bytes(sizes["D"])
+    if sizes["bytes"] != num_bytes:
+        got = list(tensors["outlines"].shape)
+        raise KernelError(f"outlines: got shape {got}, expected [any, any, {num_bytes}]")
+    check_divides("outlines", sizes["Hkv"], sizes["Hq"])
+
+
+PAGE_SKETCH = Operation(
+    __name__,
+    "page_sketch",
+    Arg("keys", FLOATS, "N S Hkv D"),
+    Arg("sketches", torch.uint8, "_ Hkv bytes", written=True),
+    Arg("host_pages", (_I32, torch.int64), "N"),
+    values=("D", "S", "bytes"),
+)
+SKETCH_SCORE = Operation(
+    __name__,
+    "sketch_score",
+    Arg("query", FLOATS, "B Hq D", layout="all"),
+    Arg("sketches", torch.uint8, "_ Hkv bytes", layout="any"),
+    Arg("host_page_table", _I32, "B P"),
+    Arg("num_pages", _I32, "B", layout="all"),
+    Arg("tail.kv.k", None, "N Hr tail D", optional=True, layout="any"),
+    Arg("tail.kv.scales", torch.uint8, "N Hr tail 2", optional=True, layout="any"),
+    Arg("tail.pages", _I32, "R", optional=True),
+    Arg("tail.lens", _I32, "R", optional=True),
+    Result("scores", "query", "B Hq P"),
+    values=("D", "S", "bytes"),
+    also=_sketches_fit,
+)
+OUTLINE_SCORE = Operation(
+    __name__,
+    "outline_score",
+    Arg("query", torch.float32, "B Hq D", layout="all"),
+    Arg("outlines", torch.uint8, "_ Hkv bytes", layout="all"),
+    Arg("host_page_table", _I32, "B P"),
+    Arg("num_pages", _I32, "B", layout="all"),
+    Result("scores", torch.float32, "B Hq P"),
+    also=_outlines_fit,
+)
+
+
+def page_sketch(
+    keys: Tensor,
+    sketches: Tensor,
+    host_pages: Tensor,
+    layout: SketchLayout,
+    *,
+    impl: str = "auto",
+) -> None:
+    """Store the sketch of each page's keys, from which the page is scored.
+
+    Every channel has one value for the page: the mean of its keys or, for the
+    ``layout.num_channels`` channels that vary most, the middle of their range. Those channels have
+    two bits for each token besides. A page's sketch depends on its keys alone, and all
+    implementations give the same bytes.
+
+    Args:
+        keys: ``[P, S, Hkv, D]``, float32, bfloat16 or float16; any strides.
+        sketches: ``[host pages, Hkv, bytes] uint8``, in ``layout``. Written to.
+        host_pages: ``[P]`` int32 or int64, entry of ``sketches`` for each page; -1 is skipped,
+            and a GPU skips 0 too, the padding page. If an entry stands twice, either page may win.
+        layout: of the bytes.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device, or a page is beyond the sketches.
+    """
+    run = PAGE_SKETCH(impl, keys, sketches, host_pages, values=_sizes(layout))
+    run(keys, sketches, host_pages, layout)
+
+
+@overload
+def sketch_score(
+    query: Tensor,
+    sketches: Tensor,
+    host_page_table: Tensor,
+    num_pages: Tensor,
+    layout: SketchLayout,
+    *,
+    scale: float = 1.0,
+    tail: None = None,
+    impl: str = "auto",
+) -> Tensor: ...
+
+
+@overload
+def sketch_score(
+    query: Tensor,
+    sketches: Tensor,
+    host_page_table: Tensor,
+    num_pages: Tensor,
+    layout: SketchLayout,
+    *,
+    scale: float = 1.0,
+    tail: TailPages,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]: ...
+
+
+def sketch_score(
+    query: Tensor,
+    sketches: Tensor,
+    host_page_table: Tensor,
+    num_pages: Tensor,
+    layout: SketchLayout,
+    *,
+    scale: float = 1.0,
+    tail: TailPages | None = None,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The log of the sum of e^(q.k) over a page's tokens, with k read from the page's sketch.
+
+    C++ rounds the query and the scales of the detailed channels to whole numbers of 8 bits. That
+    moves scores by about a tenth of what the sketch itself is off by.
+
+    Args:
+        query: ``[B, Hq, D]``, float32, bfloat16 or float16; any strides.
+        sketches: ``[host pages, Hkv, bytes] uint8``, from :func:`page_sketch`.
+        host_page_table: ``[B, P] int32``.
+        num_pages: ``[B] int32``, pages of each request.
+        layout: of the bytes.
+        scale: multiplies q.k, such as the softmax scale.
+        tail: the requests' tail pages. None: their log-sum-exp is not wanted.
+        impl: "auto", or an implementation's name.
+
+    Returns:
+        ``[B, Hq, P] float32``, -inf beyond a request's pages; higher is more attention. With
+        ``tail`` also the log-sum-exp of the logits of the tail page's tokens ``[B, Hq] float32``,
+        whose keys are exact.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device, or a page is beyond the sketches.
+    """
+    tensors = (query, sketches, host_page_table, num_pages)
+    kv = (None, None) if tail is None else (tail.kv.k, tail.kv.scales)
+    tails = (None, None) if tail is None else (tail.pages, tail.lens)
+    run = SKETCH_SCORE(impl, *tensors, *kv, *tails, values=_sizes(layout))
+    scores, lse = run(*tensors, tail, layout, scale)
+    return scores if tail is None else (scores, lse)
+
+
+def outline_score(
+    query: Tensor,
+    outlines: Tensor,
+    host_page_table: Tensor,
+    num_pages: Tensor,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """q.k of every page, with one k for all tokens of the page, read from its outline.
+
+    Args:
+        query: ``[B, Hq, D] float32``, times the softmax scale.
+        outlines: ``[host pages, Hkv, bytes] uint8``, see :func:`outline_bytes`.
+        host_page_table: ``[B, P] int32``.
+        num_pages: ``[B] int32``, pages of each request.
+        impl: "auto", or an implementation's name.
+
+    Returns:
+        ``[B, Hq, P] float32``, -inf beyond a request's pages.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device, or a page is beyond the outlines.
+    """
+    tensors = (query, outlines, host_page_table, num_pages)
+    scores: Tensor = OUTLINE_SCORE(impl, *tensors)(*tensors)
+    return scores

@@ -1,0 +1,123 @@
+"""Channel-wise ranges of the keys of pages, and scores by them (Quest)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse.errors import KernelError
+from hisparse.kernels.arguments import (
+    FLOATS,
+    Arg,
+    Result,
+    check_contiguous,
+    check_divides,
+    check_scales,
+)
+from hisparse.kernels.operation import Operation
+
+__all__ = ["page_score", "page_summary"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+
+
+def _ranges_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    ranges, size = sizes["ranges"], sizes["S"]
+    if ranges == 0 or size % ranges:
+        raise KernelError(f"summaries: got {ranges} ranges, expected a divisor of {size} tokens")
+    check_scales(tensors["summaries"], tensors["scales"])
+
+
+PAGE_SUMMARY = Operation(
+    __name__,
+    "page_summary",
+    Arg("keys", FLOATS, "N S Hkv D"),
+    Arg("summaries", _DTYPES, "pages ranges Hkv 2*D", written=True),
+    Arg("host_pages", (torch.int32, torch.int64), "N"),
+    Arg("scales", torch.float32, "pages ranges Hkv", optional=True, written=True),
+    also=_ranges_fit,
+)
+PAGE_SCORE = Operation(
+    __name__,
+    "page_score",
+    Arg("query", FLOATS, "B Hq D", layout="all"),
+    Arg("summaries", _DTYPES, "pages ranges Hkv 2*D", layout="all"),
+    Arg("host_page_table", torch.int32, "B P"),
+    Arg("num_pages", torch.int32, "B", layout="all"),
+    Arg("scales", torch.float32, "pages ranges Hkv", optional=True, layout="all"),
+    Result("scores", "query", "B Hq P"),
+    also=lambda tensors, sizes: check_divides("summaries", sizes["Hkv"], sizes["Hq"]),
+)
+
+
+def page_summary(
+    keys: Tensor,
+    summaries: Tensor,
+    host_pages: Tensor,
+    *,
+    scales: Tensor | None = None,
+    impl: str = "auto",
+) -> None:
+    """Store the maxima and minima of the keys in each of a page's ranges, consecutive tokens.
+
+    They bound every q.k in the range: Quest's page metadata; https://arxiv.org/abs/2406.10774,
+    section 3.3. Where the summaries' dtype cannot hold a value, a maximum is rounded up and a
+    minimum down, so that the bound still holds. float8_e4m3fn is scaled by a power of two.
+
+    Args:
+        keys: ``[P, S, Hkv, D]`` float32, bfloat16 or float16; any strides. The ranges divide S.
+        summaries: ``[host pages, ranges, Hkv, 2D]``, float32, bfloat16 or float8_e4m3fn; maxima,
+            then minima. Written to.
+        host_pages: ``[P]`` int32 or int64, entry of ``summaries`` for each page. -1 is skipped, and
+            a GPU skips 0 too, the padding page. If an entry stands twice, either page may win.
+        scales: ``[host pages, ranges, Hkv] float32``, contiguous, factors of the summaries. Written
+            to. float8_e4m3fn needs them, the other dtypes have none.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device, the scales are not contiguous, or
+            a page is beyond the summaries.
+    """
+    run = PAGE_SUMMARY(impl, keys, summaries, host_pages, scales)
+    if scales is not None:
+        check_contiguous("scales", scales)
+    run(keys, summaries, host_pages, scales)
+
+
+def page_score(
+    query: Tensor,
+    summaries: Tensor,
+    host_page_table: Tensor,
+    num_pages: Tensor,
+    *,
+    scales: Tensor | None = None,
+    scale: float = 1.0,
+    impl: str = "auto",
+) -> Tensor:
+    """Quest's criticality: the largest q.k that a page's key ranges allow.
+
+    A range allows ``sum_d max(q_d * high_d, q_d * low_d)``; https://arxiv.org/abs/2406.10774,
+    section 3.3. A page allows the largest of its ranges.
+
+    Args:
+        query: ``[B, Hq, D]`` float32, bfloat16 or float16; any strides.
+        summaries: ``[host pages, ranges, Hkv, 2D]``, float32, bfloat16 or float8_e4m3fn; for each
+            range the channel-wise maxima of its keys, then their minima.
+        host_page_table: ``[B, P] int32``.
+        num_pages: ``[B] int32``, pages of each request.
+        scales: ``[host pages, ranges, Hkv] float32``, positive factors of the summaries. None: 1.
+        scale: multiplies the scores; positive, such as the softmax scale.
+        impl: "auto", or an implementation's name.
+
+    Returns:
+        ``[B, Hq, P] float32``, -inf beyond a request's pages; higher is more critical.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    tensors = (query, summaries, host_page_table, num_pages, scales)
+    scores: Tensor = PAGE_SCORE(impl, *tensors)(*tensors, scale)
+    return scores

@@ -1,0 +1,113 @@
+"""Ranges of keys, and scores by them, in plain PyTorch: the oracle of all implementations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hisparse.kernels.attention.reference import scaled_query
+
+__all__ = ["page_score", "page_summary", "round_outward"]
+
+_FP8_LEAST_NORMAL = 2.0**-6
+#: Added to a float's bits, it carries into the exponent if the fraction is above that of 448, the
+#: largest number of float8_e4m3fn.
+_CARRY = 0x1FFFFF
+
+
+def page_summary(
+    keys: Tensor, summaries: Tensor, host_pages: Tensor, scales: Tensor | None
+) -> None:
+    """See :func:`hisparse.kernels.page_summary`."""
+    if scales is None:
+        stored = (host_pages >= 0).nonzero()[:, 0]
+        keys, host_pages = keys[stored], host_pages[stored]
+    own = keys.unflatten(1, (summaries.shape[1], -1)).float()
+    # A CPU serves with fp8 summaries: no operator may wait. So -1 is written to the padding page.
+    high, low, where = own.amax(dim=2), own.amin(dim=2), host_pages.long().clamp(min=0)
+    if scales is not None:
+        high, low, scales[where] = _scaled_to_fp8(high, low)
+    high = round_outward(high, summaries.dtype, up=True)
+    low = round_outward(low, summaries.dtype, up=False)
+    summaries[where] = torch.cat([high, low], dim=-1)
+
+
+def page_score(
+    query: Tensor,
+    summaries: Tensor,
+    host_page_table: Tensor,
+    num_pages: Tensor,
+    scales: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """See :func:`hisparse.kernels.page_score`."""
+    query = scaled_query(query, scale)
+    pages, (ranges, kv_heads) = host_page_table.long(), summaries.shape[1:3]
+    own = summaries[pages].flatten(1, 2).to(query.dtype)  # [B, P * ranges, Hkv, 2D]
+    if scales is not None:
+        own = own * scales[pages].flatten(1, 2)[..., None]
+    signed = torch.cat([query.clamp(min=0), query.clamp(max=0)], dim=-1)
+    signed = signed.unflatten(1, (kv_heads, -1))
+    bounds = (signed @ own.permute(0, 2, 3, 1)).flatten(1, 2)
+    scores = bounds.unflatten(-1, (-1, ranges)).amax(-1)
+    page = torch.arange(scores.shape[-1], device=scores.device)
+    masked: Tensor = scores.masked_fill_((page >= num_pages[:, None])[:, None], -torch.inf)
+    return masked
+
+
+def _scaled_to_fp8(high: Tensor, low: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Divide maxima and minima ``[..., D]`` by a power of two, so that all are within +-448.
+
+    Returns:
+        maxima, minima and the powers ``[...] float32``, 2^-100 to 2^100.
+    """
+    largest = torch.maximum(high.abs(), low.abs()).amax(-1, keepdim=True)
+    exponent = (((largest.view(torch.int32) + _CARRY) >> 23) - 8).clamp_(27, 227)
+    # Dividing by a power of two is exact.
+    scale = (exponent << 23).view(torch.float32)
+    high, low = high / scale, low / scale
+    high, low = _outside_subnormals(high, low), -_outside_subnormals(-low, -high)
+    return high, low, scale[..., 0]
+
+
+def _outside_subnormals(high: Tensor, low: Tensor) -> Tensor:
+    """Raise maxima that are subnormal in float8_e4m3fn to its least normal number, or to zero.
+
+    Processors multiply subnormal numbers a hundred times slower. Where the minimum is subnormal as
+    well, the maximum stays: that channel's range is tiny, and would grow too much.
+    """
+    raised = (high.abs() < _FP8_LEAST_NORMAL) & (low.abs() >= _FP8_LEAST_NORMAL)
+    return torch.where(raised, _FP8_LEAST_NORMAL * (high > 0), high)
+
+
+def round_outward(x: Tensor, dtype: torch.dtype, *, up: bool) -> Tensor:
+    """Convert to a narrower dtype; the result is never below ``x`` if ``up``, else never above.
+
+    Args:
+        x: ``float32``, any shape.
+        dtype: float32, bfloat16 or float8_e4m3fn; for the last, x has to be within +-448.
+        up: direction.
+    """
+    if dtype == torch.float32:
+        return x
+    if dtype == torch.float8_e4m3fn:
+        return _round_outward_fp8(x, up)
+    # The upper half of a float32 is a bfloat16, rounded towards zero.
+    bits = x.contiguous().view(torch.int32)
+    away = ((bits & 0xFFFF) != 0) & ((x > 0) if up else (x < 0))
+    return ((bits >> 16) + away).to(torch.int16).view(torch.bfloat16)
+
+
+def _round_outward_fp8(x: Tensor, up: bool) -> Tensor:
+    nearest = x.contiguous().to(torch.float8_e4m3fn)
+    read = nearest.float()
+    short = read < x if up else read > x
+    # One more in the bits is a step away from zero; a bound on the other side of zero steps
+    # towards it.
+    towards_zero = (read < 0) if up else (read > 0)
+    bits = nearest.view(torch.uint8).to(torch.int16)
+    stepped = torch.where(towards_zero, bits - 1, bits + 1)
+    # A zero of the other sign steps to the first number on this side.
+    other_zero, next_value = (0x80, 0x01) if up else (0x00, 0x81)
+    stepped = torch.where(bits == other_zero, next_value, stepped)
+    return torch.where(short, stepped, bits).to(torch.uint8).view(torch.float8_e4m3fn)

@@ -1,0 +1,215 @@
+"""Moving pages and tokens between host and device.
+
+Pools are one layer's ``[P, H, S, D]`` or all layers' ``[L, P, H, S, D]``. With all layers' pools, a
+call moves the same pages or tokens in every layer. Where V is a view of K, as with MLA, whose
+values are the first columns of its keys, only K is moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hisparse.errors import KernelError
+from hisparse.kernels.arguments import Arg
+from hisparse.kernels.operation import Operation
+from hisparse.types import PagedKV
+
+__all__ = ["append_tokens", "gather_pages", "gather_tokens", "scatter_tokens"]
+
+_I32, _I64 = torch.int32, torch.int64
+_LISTS = ("cpu", "src.k", "dst.k")
+
+
+def _pages_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    src_k, src_v, dst_k, dst_v = (tensors[x] for x in ("src.k", "src.v", "dst.k", "dst.v"))
+    for name, to, of in (("dst.k", dst_k, src_k), ("dst.v", dst_v, src_v)):
+        if to.dtype != of.dtype or not _can_hold(to.shape, of.shape):
+            raise KernelError(
+                f"{name}: got pages {list(to.shape)} of {to.dtype}, expected those of the "
+                f"source, {list(of.shape)} of {of.dtype}, in any number, or one head of them"
+            )
+    if src_k.shape[-3] != src_v.shape[-3] or dst_k.shape[-3] != dst_v.shape[-3]:
+        raise KernelError(
+            f"v: got {src_v.shape[-3]} heads to {dst_v.shape[-3]}, expected those of k, "
+            f"{src_k.shape[-3]} to {dst_k.shape[-3]}"
+        )
+
+
+def _can_hold(to: torch.Size, of: torch.Size) -> bool:
+    """Whether pages of shape ``to`` can hold pages of shape ``of``, or one head of them."""
+    if len(to) != len(of) or len(to) not in (4, 5) or to[:-4] != of[:-4]:
+        return False
+    return to[-2:] == of[-2:] and to[-3] in (1, of[-3])
+
+
+def _tail_slots_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    rows, tokens, heads = sizes["R"], sizes["T"], sizes["H"]
+    each = rows // max(tokens, 1)
+    if (rows % tokens if tokens else rows) != 0 or (each > 1 and each % heads):
+        raise KernelError(
+            f"tail_slots: got {rows} for {tokens} tokens of {heads} heads, expected one each, or a "
+            "multiple of the heads"
+        )
+    want = heads if each <= 1 else 1
+    for name in ("device.k", "device.v"):
+        shape = tensors[name].shape
+        if shape[1] != want:
+            expected = f"[any, {want}, {shape[2]}, {shape[3]}]"
+            raise KernelError(f"{name}: got shape {list(shape)}, expected {expected}")
+
+
+GATHER_PAGES = Operation(
+    __name__,
+    "gather_pages",
+    Arg("src.k", None, "*_", on=(), host=True, layout="any"),
+    Arg("src.v", None, "*_", on=("src.k",), host=True, layout="any"),
+    Arg("src_pages", _I32, "R K", on=_LISTS),
+    Arg("dst.k", None, "*_", on=(), written=True),
+    Arg("dst.v", None, "*_", on=("dst.k",), written=True),
+    Arg("dst_pages", _I32, "R K", on=_LISTS),
+    also=_pages_fit,
+)
+SCATTER_TOKENS = Operation(
+    __name__,
+    "scatter_tokens",
+    Arg("dst.k", None, "*L _ Hk _ Dk", on=(), host=True, written=True),
+    Arg("dst.v", None, "*L _ Hv _ Dv", on=("dst.k",), host=True, written=True),
+    Arg("k", "dst.k", "*L T Hk Dk", on=(), layout="any"),
+    Arg("v", "dst.v", "*L T Hv Dv", on=("k",), layout="any"),
+    Arg("slots", _I64, "T", on=("cpu", "k", "dst.k")),
+)
+APPEND_TOKENS = Operation(
+    __name__,
+    "append_tokens",
+    Arg("host.k", None, "_ H S Dk", on=(), host=True, written=True),
+    Arg("host.v", None, "_ H S Dv", on=("host.k",), host=True, written=True),
+    Arg("k", "host.k", "T H Dk", on=(), layout="any"),
+    Arg("v", "host.v", "T H Dv", on=("k",), layout="any"),
+    Arg("host_slots", _I64, "T", on=("cpu", "k", "host.k")),
+    Arg("device.k", "host.k", "_ _ S Dk", on=(), written=True),
+    Arg("device.v", "host.v", "_ _ S Dv", on=("device.k",), written=True),
+    Arg("tail_slots", _I64, "R", on=("device.k",)),
+    also=_tail_slots_fit,
+)
+GATHER_TOKENS = Operation(
+    __name__,
+    "gather_tokens",
+    Arg("src.k", None, "*_", on=(), host=True, layout="any"),
+    Arg("src.v", None, "*_", on=("src.k",), host=True, layout="any"),
+    Arg("slots", _I64, "T", on=()),
+)
+
+
+def gather_pages(
+    src: PagedKV,
+    src_pages: Tensor,
+    dst: PagedKV,
+    dst_pages: Tensor,
+    *,
+    heads: int = 1,
+    impl: str = "auto",
+) -> None:
+    """Copy page ``src_pages[r, i]`` to page ``dst_pages[r, i]`` wherever both are >= 0.
+
+    Args:
+        src: ``[Psrc, Hs, S, D]`` or ``[L, Psrc, Hs, S, D]`` pages, any strides.
+        src_pages: ``[R, K] int32``, on the CPU or on the device of a pool.
+        dst: ``[Pdst, Hd, S, D]`` or ``[L, Pdst, Hd, S, D]`` pages, any strides. Written to. Hd is
+            Hs, or 1: then row r gets head ``r % heads * Hs // heads``.
+        dst_pages: ``[R, K] int32``, on the CPU or on the device of a pool; no page twice.
+        heads: rows per request.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device, or ``heads`` is not positive.
+    """
+    run = GATHER_PAGES(impl, *src, src_pages, *dst, dst_pages)
+    if heads < 1:
+        raise KernelError(f"heads: got {heads}, expected 1 or more")
+    shared = _shares_memory(src) and _shares_memory(dst)
+    src_v, dst_v = (None, None) if shared else (src.v, dst.v)
+    run(src.k, src_v, src_pages, dst.k, dst_v, dst_pages, heads)
+
+
+def scatter_tokens(
+    k: Tensor, v: Tensor, dst: PagedKV, slots: Tensor, *, impl: str = "auto"
+) -> None:
+    """Write token t to page ``slots[t] // S``, offset ``slots[t] % S``, all heads.
+
+    Args:
+        k: ``[T, H, Dk]`` or ``[L, T, H, Dk]``, any strides.
+        v: ``[T, H, Dv]`` or ``[L, T, H, Dv]``, any strides; not read where ``dst.v`` is a view of
+            ``dst.k``.
+        dst: ``[P, H, S, D]`` or ``[L, P, H, S, D]`` pages, any strides. Written to.
+        slots: ``[T] int64``, 0 or more; if a slot stands twice, either token may win. On the CPU,
+            or on the device of ``k`` or ``dst``.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    run = SCATTER_TOKENS(impl, *dst, k, v, slots)
+    new_v, dst_v = (None, None) if _shares_memory(dst) else (v, dst.v)
+    run(dst.k, dst_v, k, new_v, slots)
+
+
+def append_tokens(
+    k: Tensor,
+    v: Tensor,
+    host: PagedKV,
+    host_slots: Tensor,
+    device: PagedKV,
+    tail_slots: Tensor,
+    *,
+    impl: str = "auto",
+) -> None:
+    """Write each request's new token to its host slot and to the tail pages of its rows.
+
+    Args:
+        k: ``[T, H, Dk]``, any strides.
+        v: ``[T, H, Dv]``, any strides; not read where ``host.v`` is a view of ``host.k``.
+        host: ``[P, H, S, D]`` pages, any strides. Written to.
+        host_slots: ``[T] int64``, page times S, plus the offset in it.
+        device: ``[N, Hr, S, D]`` pages, any strides. Written to. Hr is H, or 1: then row r of R
+            gets head ``r % (R // T) * H // (R // T)``.
+        tail_slots: ``[R] int64``, as ``host_slots``; no slot twice.
+        impl: "auto", or an implementation's name.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    run = APPEND_TOKENS(impl, *host, k, v, host_slots, *device, tail_slots)
+    values: tuple[Tensor | None, ...] = (v, host.v, device.v)
+    if _shares_memory(host) and _shares_memory(device):
+        values = (None, None, None)
+    new_v, host_v, device_v = values
+    run(host.k, host_v, k, new_v, host_slots, device.k, device_v, tail_slots)
+
+
+def gather_tokens(src: PagedKV, slots: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
+    """Read tokens from pages.
+
+    Args:
+        src: ``[P, H, S, D]`` or ``[L, P, H, S, D]`` pages, any strides.
+        slots: ``[T] int64``, 0 or more.
+        impl: "auto", or an implementation's name.
+
+    Returns:
+        K ``[T, H, Dk]`` and V ``[T, H, Dv]``, or ``[L, T, H, D]``, on the pages' device or that of
+        ``slots``; V is a view of K where ``src.v`` is a view of ``src.k``.
+
+    Raises:
+        KernelError: a tensor has another shape, dtype or device.
+    """
+    run = GATHER_TOKENS(impl, *src, slots)
+    k, v = run(src.k, None if _shares_memory(src) else src.v, slots)
+    return k, k[..., : src.v.shape[-1]] if v is None else v
+
+
+def _shares_memory(kv: PagedKV) -> bool:
+    """Whether V is a view of K's first columns."""
+    return kv.v.data_ptr() == kv.k.data_ptr() and kv.v.shape[-1] <= kv.k.shape[-1]

@@ -1,0 +1,115 @@
+"""Moving pages and tokens in plain PyTorch: the oracle of the other implementations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "append_tokens",
+    "gather_pages",
+    "gather_tokens",
+    "new_tokens",
+    "row_tokens",
+    "scatter_tokens",
+]
+
+
+def gather_pages(
+    src_k: Tensor,
+    src_v: Tensor | None,
+    src_pages: Tensor,
+    dst_k: Tensor,
+    dst_v: Tensor | None,
+    dst_pages: Tensor,
+    heads: int,
+) -> None:
+    """See :func:`hisparse.kernels.gather_pages`; without values only keys are moved."""
+    # The sign bit of the disjunction is set where either is negative.
+    moved = ((src_pages | dst_pages).flatten() >= 0).nonzero()[:, 0]
+    source = src_pages.flatten()[moved].to(src_k.device).long()
+    target = dst_pages.flatten()[moved].to(dst_k.device).long()
+    src_heads = src_k.shape[-3]
+    row = moved // max(src_pages.shape[1], 1)
+    head = (row % heads * src_heads // heads).to(source.device)
+    for src_kv, dst_kv in zip(_layers(src_k, src_v), _layers(dst_k, dst_v), strict=True):
+        if dst_kv.shape[1] == src_heads:
+            dst_kv.index_copy_(0, target, src_kv.index_select(0, source).to(dst_kv.device))
+        else:
+            dst_kv[:, 0].index_copy_(0, target, src_kv[source, head].to(dst_kv.device))
+
+
+def scatter_tokens(
+    dst_k: Tensor, dst_v: Tensor | None, k: Tensor, v: Tensor | None, slots: Tensor
+) -> None:
+    """See :func:`hisparse.kernels.scatter_tokens`."""
+    slots = slots.to(dst_k.device)
+    for pages_kv, tokens in ((dst_k, k), (dst_v, v)):
+        if pages_kv is not None and tokens is not None:
+            size = pages_kv.shape[-2]
+            pages_kv[..., slots // size, :, slots % size, :] = _token_first(tokens, pages_kv)
+
+
+def append_tokens(
+    host_k: Tensor,
+    host_v: Tensor | None,
+    k: Tensor,
+    v: Tensor | None,
+    host_slots: Tensor,
+    device_k: Tensor,
+    device_v: Tensor | None,
+    tail_slots: Tensor,
+) -> None:
+    """See :func:`hisparse.kernels.append_tokens`."""
+    scatter_tokens(host_k, host_v, k, v, host_slots)
+    k, v = row_tokens(k, v, len(tail_slots))
+    scatter_tokens(device_k, device_v, k, v, tail_slots)
+
+
+def row_tokens(k: Tensor, v: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor | None]:
+    """``[T, Hkv, D]`` -> ``[R, 1, D]``, the KV head of each row; with one row a request, as is."""
+    heads = num_rows // max(len(k), 1)
+    if heads <= 1:
+        return k, v
+    copies = heads // k.shape[1]
+
+    def each(x: Tensor) -> Tensor:
+        repeated = x if copies == 1 else x.repeat_interleave(copies, dim=1)
+        return repeated.reshape(-1, 1, x.shape[-1])
+
+    return each(k), None if v is None else each(v)
+
+
+def gather_tokens(
+    src_k: Tensor, src_v: Tensor | None, slots: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """See :func:`hisparse.kernels.gather_tokens`."""
+    slots = slots.to(src_k.device)
+    size = src_k.shape[-2]
+
+    def read(pages_kv: Tensor) -> Tensor:
+        x = pages_kv[..., slots // size, :, slots % size, :]
+        # PyTorch puts the dimension of separated indices first.
+        return x if x.ndim == 3 else x.transpose(0, 1)
+
+    return read(src_k), None if src_v is None else read(src_v)
+
+
+def new_tokens(pages_kv: Tensor, slots: Tensor) -> Tensor:
+    """Uninitialised tokens of pages, ``[T, H, D]`` or ``[L, T, H, D]``, where the slots lie."""
+    *layers, _, heads, _, width = pages_kv.shape
+    shape = (*layers, slots.shape[0], heads, width)
+    return torch.empty(shape, dtype=pages_kv.dtype, device=slots.device)
+
+
+def _layers(*pools: Tensor | None) -> list[Tensor]:
+    """``[P, H, S, D]`` of every pool and layer."""
+    # PyTorch's index_copy_ has no float8.
+    some = (x for x in pools if x is not None)
+    as_bytes = (x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in some)
+    return [each for pool in as_bytes for each in (pool if pool.ndim == 5 else [pool])]
+
+
+def _token_first(tokens: Tensor, pages_kv: Tensor) -> Tensor:
+    moved = tokens if tokens.ndim == 3 else tokens.transpose(0, 1)
+    return moved.to(pages_kv.device)

@@ -1,0 +1,142 @@
+"""What Triton kernels of several families use: operands of products, rounding, a GPU's limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = [
+    "INTERPRETED",
+    "LARGEST_SHARED",
+    "cap_logits",
+    "dot_parts",
+    "from_e4m3",
+    "load_query",
+    "num_parts",
+    "power_of",
+    "powers_of_queries",
+    "reads_e4m3",
+    "rounded",
+    "shared_bytes",
+]
+
+#: Of sm_80. GPUs with less (sm_86, sm_89, sm_120) have 99 KiB.
+LARGEST_SHARED = 163 << 10
+#: Whether kernels run in Triton's interpreter. It multiplies bfloat16 matrices as if they were
+#: integers, so kernels multiply them as float32 there.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take."""
+    if device.type != "cuda":
+        return LARGEST_SHARED
+    about: Any = torch.cuda.get_device_properties(device)
+    return int(about.shared_memory_per_block_optin)
+
+
+@triton.jit
+def rounded(x, kind: tl.constexpr):
+    """Round float32 to the nearest of ``kind``; the interpreter would truncate to bfloat16."""
+    if INTERPRETED and kind == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        # It converts what is left below a bfloat16 of 0 to another number: nothing may be left.
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(kind)
+
+
+@triton.jit
+def cap_logits(logits, CAP: tl.constexpr):
+    """``CAP * tanh(logits / CAP)`` by an exponential that cannot overflow; Triton has no tanh."""
+    decay = tl.exp(tl.abs(logits) * (-2.0 / CAP))
+    capped = CAP * (1.0 - decay) / (1.0 + decay)
+    return tl.where(logits < 0, -capped, capped)
+
+
+def num_parts(query: torch.dtype, narrow: torch.dtype) -> int:
+    """Numbers of the dtype ``narrow`` whose sum is a number of a query, to 22 bits at least.
+
+    A product of two bfloat16 or float16 numbers is exact in float32.
+    """
+    if narrow == torch.float32:
+        return 1
+    if narrow == torch.float16:
+        return 2 if query == torch.float32 else 1
+    return {torch.float32: 3, torch.float16: 2, torch.bfloat16: 1}[query]
+
+
+def reads_e4m3(device: torch.device) -> bool:
+    """Whether GPUs such as ``device`` convert e4m3 by an instruction; others read it as bytes."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@triton.jit
+def from_e4m3(x):
+    """Convert e4m3 bytes to float16, times 2^-8, the difference of the exponents' biases."""
+    bits = x.to(tl.int16)
+    return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def power_of(largest, TOP: tl.constexpr):
+    """Powers of two 2^n and 2^-n, for which ``largest * 2^n`` is in [2^TOP, 2^(TOP + 1)).
+
+    float16 has few exponents. A query under such a power has its largest number near float16's
+    end, so that numbers of down to 2^-31 of it keep all 8 bits of a bfloat16.
+    """
+    exponent = tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, TOP + 1)
+    up = (254 + TOP - exponent) << 23
+    down = (exponent - TOP) << 23
+    return up.to(tl.float32, bitcast=True), down.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_query(asking, start, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
+    """``[Q, DIM_BLOCK] float32``, channels of queries.
+
+    Args:
+        asking: the place of each query's first channel, the stride of channels, and whether it is
+            a query of the model: ``([Q], scalar, [Q])``.
+        start: first channel.
+        DIM: channels of a query; others are 0.
+        DIM_BLOCK: channels that are loaded.
+    """
+    source, stride, asked = asking
+    dim = start + tl.arange(0, DIM_BLOCK)
+    there = asked[:, None] & (dim < DIM)[None, :]
+    q = tl.load(source[:, None] + (dim * stride)[None, :], mask=there, other=0.0)
+    return q.to(tl.float32)
+
+
+@triton.jit
+def powers_of_queries(asking, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
+    """``[Q]`` each: powers of two under which float16 holds the queries, and their inverses."""
+    largest = tl.zeros(asking[2].shape, tl.float32)
+    for start in range(0, DIM, DIM_BLOCK):
+        q = load_query(asking, start, DIM, DIM_BLOCK)
+        largest = tl.maximum(largest, tl.max(tl.abs(q), axis=1))
+    return power_of(largest, 14)
+
+
+@triton.jit
+def dot_parts(keys, query, acc, kind: tl.constexpr, PARTS: tl.constexpr):
+    """``acc + keys [N, K] @ query [Q, K].T``, the query split into PARTS numbers of ``kind``.
+
+    Args:
+        keys: of ``kind``, or float32 for bfloat16 in the interpreter.
+        query: float32.
+        acc: ``[N, Q] float32``.
+        kind: dtype of the products' factors.
+        PARTS: see :func:`num_parts`.
+    """
+    left = query
+    for part in tl.static_range(PARTS):
+        now = rounded(left, kind)
+        acc = tl.dot(keys, tl.trans(now.to(keys.dtype)), acc, input_precision="tf32x3")
+        if part + 1 < PARTS:
+            left -= now.to(tl.float32)
+    return acc

@@ -1,0 +1,301 @@
+"""What ``hisparse plan`` shows: a row for each configuration and context."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+from hisparse.algorithms import build_algorithm
+from hisparse.config import HiSparseConfig
+from hisparse.engine.capabilities import check_indexer
+from hisparse.errors import ConfigError
+from hisparse.memory.host import free_host_memory
+from hisparse.plan.estimate import GPUS, estimate_token
+from hisparse.plan.fit import Capacity, Machine, divide_layers, fit, refuse
+from hisparse.sglang import features
+from hisparse.sglang.start import Start
+from hisparse.units import format_bytes, resolve_memory
+
+#: Fraction of a GPU for weights and KV cache. The printed command sets it on the server.
+_MEM_FRACTION = 0.85
+
+_ASSUMPTIONS = (
+    "A batch fits (see above), and every request has the whole context. hits: share of its "
+    "selected pages that are on the device.",
+    "Kernels reach 0.9 of the GPU's published bandwidth, and nvbandwidth's rates on the link. "
+    "Steps are captured in CUDA graphs. What overlap and prefetch hide is left out.",
+    "The rest of the model takes the time to read all weights of a GPU once. Arithmetic, which "
+    "counts from a few hundred requests on, and exchanges between GPUs are left out.",
+)
+_PIPELINE = "Ranks of a pipeline follow each other; what they do for other requests is left out."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The flags of ``hisparse plan``; sizes are texts such as "141GiB", None where they are found.
+
+    Attributes:
+        context: tokens of a request; empty: the longest that the model supports.
+        algorithm, budget: each with each; empty: the default.
+        config: whole configurations, as JSON or "@FILE".
+        device_memory, host_memory, weights: sizes.
+        kv_cache_dtype: dtype of K and V; None: that of the configurations.
+        tp, pp, dp: GPUs of a layer, parts of a pipeline, replicas.
+        gpu: a name of ``GPUS``, for the estimate.
+        batch, hit_ratio: requests at once and share of pages on the device, for the estimate.
+    """
+
+    context: Sequence[int]
+    algorithm: Sequence[str]
+    budget: Sequence[int]
+    config: Sequence[str]
+    device_memory: str | None
+    host_memory: str | None
+    weights: str | None
+    kv_cache_dtype: str | None
+    tp: int
+    pp: int
+    dp: int
+    gpu: str
+    batch: Sequence[int]
+    hit_ratio: Sequence[float]
+
+
+def make_rows(asked: Asked, model: Any, folder: str) -> tuple[list[dict[str, Any]], Machine]:
+    """A row for each configuration and context, as in ``--json``, and the machine.
+
+    Args:
+        asked: the flags.
+        model: configuration of transformers.
+        folder: of the model, for the command to start.
+
+    Raises:
+        ConfigError: a flag is wrong, or every configuration is refused.
+    """
+    capacities, machine = _fit_all(asked, model)
+    rows = [
+        _describe(x, machine, folder) | {"estimates": _estimate(x, machine, asked)}
+        for x in capacities
+    ]
+    return rows, machine
+
+
+def assumptions(machine: Machine) -> tuple[str, ...]:
+    """What the estimate assumes."""
+    return (*_ASSUMPTIONS, _PIPELINE) if machine.stages else _ASSUMPTIONS
+
+
+def about(asked: Asked, machine: Machine) -> dict[str, Any]:
+    """What all rows are for."""
+    return {
+        "tp": machine.tp,
+        "pp": max(1, len(machine.stages)),
+        "dp": machine.dp,
+        "device_memory_bytes": machine.device_bytes,
+        "host_memory_bytes": machine.host_bytes,
+        "weight_bytes": machine.weight_bytes,
+        "mem_fraction_static": machine.mem_fraction,
+    }
+
+
+def _fit_all(asked: Asked, model: Any) -> tuple[list[Capacity], Machine]:
+    """One capacity for each configuration and context.
+
+    Settings that this model or machine cannot serve get a capacity of no requests.
+
+    Raises:
+        ConfigError: an argument is wrong, or every configuration is refused.
+    """
+    from hisparse.transformers.model_shape import count_weight_bytes, shape_per_rank
+
+    for flag, number in (("--tp", asked.tp), ("--pp", asked.pp), ("--dp", asked.dp)):
+        if number < 1:
+            raise ConfigError(f"{flag}: got {number}, expected at least 1")
+    shape = shape_per_rank(model, 1, asked.tp)
+    if asked.pp > shape.num_layers:
+        raise ConfigError(
+            f"--pp: got {asked.pp}, expected at most {shape.num_layers}, the model's layers"
+        )
+    contexts = _contexts(asked.context, model)
+    machine = Machine(
+        device_bytes=_device_bytes(asked.device_memory),
+        host_bytes=_size("--host-memory", asked.host_memory) or free_host_memory(),
+        tp=asked.tp,
+        weight_bytes=_size("--weights", asked.weights) or count_weight_bytes(model, shape.dtype),
+        mem_fraction=_MEM_FRACTION,
+        dp=asked.dp,
+        stages=divide_layers(shape.num_layers, asked.pp) if asked.pp > 1 else (),
+    )
+    has_indexer, capacities = shape.index_head_dim > 0, []
+    for config in _configs(asked, model, has_indexer=has_indexer):
+        build_algorithm(config)
+        spec = shape_per_rank(model, config.page_size, asked.tp)
+        for context in contexts:
+            try:
+                _check_served(config, asked)
+                check_indexer(model.model_type, config, has_indexer=has_indexer)
+                capacity = fit(config, spec, machine, context)
+            except ConfigError as error:
+                capacity = refuse(config, spec, machine, context, str(error))
+            capacities.append(capacity)
+    if all(capacity.limit is None for capacity in capacities):
+        raise ConfigError("; ".join(dict.fromkeys(c.message for c in capacities)))
+    return capacities, machine
+
+
+def _check_served(config: HiSparseConfig, asked: Asked) -> None:
+    """Raise ``ConfigError`` if the server would refuse the printed command."""
+    flags = SimpleNamespace(
+        tp_size=asked.tp,
+        dp_size=asked.dp,
+        pp_size=asked.pp,
+        attn_dp_size=1,
+        enable_dp_attention=False,
+        enable_unified_cache_external_linker=False,
+        disaggregation_mode="null",
+        speculative_algorithm=None,
+    )
+    features.check_start(Start(args=flags, config=config, device="cuda"))
+
+
+def _contexts(asked: Sequence[int], model: Any) -> list[int]:
+    from hisparse.transformers.model_shape import text_config
+
+    longest: int | None = getattr(text_config(model), "max_position_embeddings", None)
+    contexts = list(asked) or ([longest] if longest else [])
+    if not contexts:
+        raise ConfigError(
+            "--context: got nothing, and the model's configuration has no max_position_embeddings; "
+            "expected numbers such as 4096 or 256,512"
+        )
+    if longest and max(contexts) > longest:
+        raise ConfigError(
+            f"--context: got {max(contexts)}, expected at most {longest}, "
+            f"max_position_embeddings of this {model.model_type} model"
+        )
+    return contexts
+
+
+def _configs(asked: Asked, model: Any, *, has_indexer: bool) -> list[HiSparseConfig]:
+    """Every algorithm with every budget, and each ``--config``; without these, the defaults."""
+    from hisparse.transformers.model_shape import text_config
+
+    # As in the server, the flag and the key are one setting; "auto" leaves the key as it is.
+    flag = asked.kv_cache_dtype
+    stored: dict[str, Any] = {"kv_cache_dtype": flag} if flag not in (None, "auto") else {}
+    whole = [replace(HiSparseConfig.parse(text), **stored) for text in asked.config]
+    if whole and not (asked.algorithm or asked.budget):
+        return whole
+    defaults: dict[str, Any] = {}
+    if has_indexer:
+        # The selection that the model was trained with.
+        defaults = {"algorithm": "dsa", "page_size": 1, "num_sink_pages": 0}
+        defaults |= {"num_recent_pages": 0, "budget": text_config(model).index_topk}
+    configs = []
+    algorithms: Sequence[str | None] = asked.algorithm or [None]
+    budgets: Sequence[int | None] = asked.budget or [None]
+    for pair in product(algorithms, budgets):
+        given = {k: v for k, v in zip(("algorithm", "budget"), pair, strict=True) if v is not None}
+        configs.append(HiSparseConfig.from_dict(defaults | given | stored))
+    return configs + whole
+
+
+def _size(flag: str, text: str | None) -> int | None:
+    return None if text is None else resolve_memory(text, 2**63, flag)
+
+
+def _device_bytes(text: str | None) -> int:
+    import torch
+
+    if text is not None:
+        return resolve_memory(text, 2**63, "--device-memory")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "--device-memory: got nothing, and PyTorch finds no CUDA GPU here; expected the memory "
+            "of one GPU, such as 80GiB or 141GiB"
+        )
+    total: int = torch.cuda.mem_get_info()[1]
+    return total
+
+
+def _describe(capacity: Capacity, machine: Machine, folder: str) -> dict[str, Any]:
+    sizing, config = capacity.sizing, capacity.config
+    return {
+        "algorithm": config.algorithm,
+        "budget": config.budget,
+        "context": capacity.context,
+        "bytes_per_token": capacity.token_bytes,
+        "dense": {"max_requests": capacity.dense_max_requests},
+        "hisparse": {
+            "max_requests": capacity.max_requests,
+            "device_bytes_per_request": capacity.device_bytes_per_request,
+            "host_bytes_per_request": capacity.host_bytes_per_request,
+            "device_bytes_per_token": capacity.device_bytes_per_token,
+            "host_bytes_per_token": capacity.host_bytes_per_token,
+            "kv_tokens": 0 if sizing is None else sizing.kv_tokens,
+            "limit": capacity.limit,
+            "message": capacity.message,
+        },
+        "command": _launch_line(capacity, machine, folder) if capacity.max_requests else None,
+    }
+
+
+def _estimate(capacity: Capacity, machine: Machine, asked: Asked) -> list[dict[str, Any]]:
+    """Times per token for each batch and hit ratio; none if the settings are refused."""
+    if capacity.limit is None:
+        return []
+    found = {}
+    for batch, hits in product(asked.batch, asked.hit_ratio):
+        estimate = estimate_token(
+            capacity.config,
+            capacity.spec,
+            GPUS[asked.gpu],
+            context=capacity.context,
+            batch=batch,
+            hit_ratio=hits,
+            weight_bytes=-(-machine.weight_bytes // machine.tp),
+        )
+        # A context that is on the device as a whole has one hit ratio, 1.
+        found[batch, estimate.hit_ratio] = {
+            "batch": batch,
+            "hit_ratio": estimate.hit_ratio,
+            "dense_ms_per_token": float(f"{estimate.dense_ms:.4g}"),
+            "hisparse_ms_per_token": float(f"{estimate.hisparse_ms:.4g}"),
+        }
+    return list(found.values())
+
+
+def _launch_line(capacity: Capacity, machine: Machine, folder: str) -> str:
+    default = HiSparseConfig().effective()
+    settings = {k: v for k, v in capacity.config.effective().items() if v != default[k]}
+    words = ["python", "-m", "sglang.launch_server", "--model-path", folder]
+    words += ["--tp", str(machine.tp)] if machine.tp > 1 else []
+    words += ["--pp-size", str(len(machine.stages))] if machine.stages else []
+    words += ["--dp-size", str(machine.dp)] if machine.dp > 1 else []
+    words += ["--context-length", str(capacity.context)]
+    words += ["--mem-fraction-static", f"{machine.mem_fraction:g}"]
+    words += ["--max-running-requests", str(capacity.max_requests)]
+    words += ["--attention-backend", "hisparse", "--hisparse-config", json.dumps(settings)]
+    return shlex.join(words)
+
+
+def explain(rows: Sequence[dict[str, Any]], machine: Machine) -> str:
+    """What the columns of the table mean, with sizes of this machine and model."""
+    count = machine.tp * max(1, len(machine.stages))
+    gpus = f"each of {count} GPUs" if count > 1 else "a GPU"
+    if machine.stages:
+        gpus += f" (with {max(machine.stages)} layers, the most of a rank)"
+    where = f" in each of {machine.dp} replicas" if machine.dp > 1 else ""
+    return (
+        f"dense, hisparse: requests that run at once{where}. device, host: bytes that one takes "
+        f"with hisparse, on {gpus} of {format_bytes(machine.device_bytes)} and in host memory. "
+        "limit: the memory that is too small for one more request. K and V of a token take "
+        f"{format_bytes(rows[0]['bytes_per_token'])}, all weights "
+        f"{format_bytes(machine.weight_bytes)}. Weights and KV cache get "
+        f"{machine.mem_fraction:.0%} of a GPU, activations and CUDA graphs the rest."
+    )

@@ -1,0 +1,179 @@
+"""Calls to a store that may fail, hang or be slow.
+
+They run in threads with a time limit; a store that failed is left alone for a while, and late calls
+are kept out of the KV pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as LateError
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any, Final, TypeVar
+
+from hisparse.errors import one_line
+from hisparse.sglang.features.storage.state import StorageCounters
+
+__all__ = ["Gate", "StorageHealth", "Workers"]
+
+logger = logging.getLogger("hisparse")
+
+T = TypeVar("T")
+
+#: A store has so many bytes a second for a call, on top of ``timeout_s``.
+_MIN_RATE: Final = 256 * 2**20
+#: Seconds without calls after a fault; doubled by each further fault up to the second number.
+_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
+
+
+class Workers:
+    """Daemon threads that run tasks in the order in which they came.
+
+    A process that ends does not wait for them, so a task that hangs for ever does no harm there.
+
+    Args:
+        count: number of threads.
+        name: of the threads.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._began: dict[int, float] = {}
+        self._threads = [
+            threading.Thread(target=self._run, daemon=True, name=f"{name}-{i}")
+            for i in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, task: Callable[[], T]) -> Future[T]:
+        """Run ``task`` in one of the threads."""
+        future: Future[T] = Future()
+        self._tasks.put((future, task))
+        return future
+
+    def are_stuck(self, after_s: float) -> bool:
+        """Whether each thread has been in one task for longer than ``after_s`` seconds."""
+        now = time.monotonic()
+        began = list(self._began.values())
+        return len(began) == len(self._threads) and all(now - t > after_s for t in began)
+
+    def close(self) -> None:
+        """End the threads after the tasks so far; does not wait."""
+        for _ in self._threads:
+            self._tasks.put(None)
+
+    def _run(self) -> None:
+        me = threading.get_ident()
+        while (entry := self._tasks.get()) is not None:
+            future, task = entry
+            self._began[me] = time.monotonic()
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+            finally:
+                del self._began[me]
+
+
+class Gate:
+    """Admits threads to the memory of some host pages until it is closed.
+
+    Whoever closes it knows that no thread reads or writes these pages from then on.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether nobody is admitted any more."""
+        return self._closed
+
+    @contextmanager
+    def enter(self) -> Iterator[bool]:
+        """Yields whether the caller is admitted; it leaves at the end of the block."""
+        with self._changed:
+            admitted = not self._closed
+            self._inside += admitted
+        try:
+            yield admitted
+        finally:
+            with self._changed:
+                self._inside -= admitted
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Admit nobody any more, and wait until those inside have left."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: self._inside == 0)
+
+
+class StorageHealth:
+    """Runs calls in threads, and leaves a store alone for a while after it failed or was late.
+
+    Args:
+        counters: counts late calls and errors.
+        timeout_s: limit of a call that moves no bytes, in seconds.
+    """
+
+    def __init__(self, counters: StorageCounters, timeout_s: float) -> None:
+        self._counters = counters
+        self.timeout_s = timeout_s
+        self._pause_s = 0.0
+        self._resume_at = 0.0
+
+    def is_usable(self, workers: Workers) -> bool:
+        """Whether to call the store: no pause lasts, and ``workers`` are not all in late calls."""
+        return time.monotonic() >= self._resume_at and not workers.are_stuck(self.timeout_s)
+
+    def limit_s(self, num_bytes: int) -> float:
+        """Time limit of a call that moves ``num_bytes``, in seconds."""
+        return self.timeout_s + num_bytes / _MIN_RATE
+
+    def call(self, workers: Workers, task: Callable[[], T], num_bytes: int = 0) -> T | None:
+        """The result of ``task``, run by ``workers``; None: it failed or was late."""
+        limit_s = self.limit_s(num_bytes)
+        return self.result(workers.submit(task), time.monotonic() + limit_s, limit_s)
+
+    def result(self, future: Future[T], end: float, limit_s: float) -> T | None:
+        """The result of a call; None: it failed, or was not there at the time ``end``.
+
+        Args:
+            future: the call.
+            end: of the monotonic clock, seconds.
+            limit_s: how long the call had, for the log.
+        """
+        try:
+            found = future.result(max(0.0, end - time.monotonic()))
+        except Exception as error:
+            # A backend may raise the same type for a time limit of its own.
+            if not isinstance(error, LateError) or (future.done() and future.exception() is error):
+                self._counters.add(errors=1)
+                self._pause(one_line(error))
+                return None
+            self._counters.add(late_calls=1)
+            self._pause(f"a call took more than {limit_s:.1f} s (timeout_s is {self.timeout_s:g})")
+            return None
+        self._pause_s = 0.0
+        return found
+
+    def _pause(self, why: str) -> None:
+        # Calls that were under way together fail together.
+        if time.monotonic() < self._resume_at:
+            return
+        self._pause_s = min(2 * self._pause_s or _PAUSE_S, _MAX_PAUSE_S)
+        self._resume_at = time.monotonic() + self._pause_s
+        logger.warning(
+            "hisparse: storage: %s; prompts are computed without the store for %.0f s",
+            why,
+            self._pause_s,
+        )
