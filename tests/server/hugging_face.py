@@ -23,18 +23,23 @@ def load(model: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **options).eval()
 
 
-def greedy(net: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
-    """The most likely ``count`` tokens after a prompt, over its end too."""
+def greedy_batch(net: Any, prompts: list[list[int]], count: int, **options: Any) -> list[list[int]]:
+    """The most likely ``count`` tokens after prompts of one length, over their ends too."""
     out = net.generate(
-        torch.tensor([prompt]),
+        torch.tensor(prompts),
         max_new_tokens=count,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
         **options,
     )
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
+    found: list[list[int]] = out[:, len(prompts[0]) :].tolist()
+    return found
+
+
+def greedy(net: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
+    """The same of one prompt."""
+    return greedy_batch(net, [prompt], count, **options)[0]
 
 
 def sparse_tokens(

@@ -108,17 +108,12 @@ def test_a_transformers_cache_gives_the_tokens_of_another_model(kind: str, log_d
 
 
 def test_a_shared_prefix_gives_what_each_gives_alone(server: Server) -> None:
-    expected = []
-    for prompt in SHARED.prompts:
-        server.flush_cache()
-        expected.append(server.generate(prompt, NEW_TOKENS))
-    assert [a.cached for a in expected] == [0, 0, 0]
-    server.flush_cache()
+    expected = alone(server, SHARED.prompts, NEW_TOKENS)
     one_by_one = [server.generate(p, NEW_TOKENS) for p in SHARED.prompts]
     assert [a.cached for a in one_by_one] == [0, 992, 992]
-    assert [a.ids for a in one_by_one] == [a.ids for a in expected]
+    assert [a.ids for a in one_by_one] == expected
     together = server.generate_many(SHARED.prompts * 2, NEW_TOKENS)
-    assert [a.ids for a in together] == [a.ids for a in expected] * 2
+    assert [a.ids for a in together] == expected * 2
 
 
 def test_nothing_is_held_when_all_requests_have_ended(server: Server) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pages import NAMESPACE, fill, key_of, parts_of, read
 
 from hisparse.errors import ConfigError, HiSparseError
 from hisparse.storage import Contexts, FileStore, page_keys
+from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
 
 KEYS = [key_of(i) for i in range(20)]
 BRANCH = [*KEYS[:7], *(key_of(i) for i in range(100, 110))]
