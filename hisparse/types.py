@@ -32,18 +32,6 @@ from torch import Tensor
 
 from hisparse.errors import HiSparseError
 
-__all__ = [
-    "UNSCALED",
-    "AttentionRule",
-    "HostLayout",
-    "IndexerInputs",
-    "KVSpec",
-    "PagedKV",
-    "Selection",
-    "SelectionScope",
-    "StoredKV",
-]
-
 SelectionScope = Literal["layer", "kv_head", "query_head"]
 HostLayout = Literal["layer_first", "page_first", "page_head"]
 
@@ -60,10 +48,9 @@ class KVSpec:
         v_head_dim: Dv, elements.
         dtype: dtype of keys and values as the model computes them and algorithms see them.
         page_size: S, tokens.
-        latent: whether values are the first Dv columns of the keys and are not stored separately,
-            as in MLA.
+        latent: whether it attends latents (MLA): values are the first Dv columns of the keys.
         index_head_dim: Di of the model's own indexer; 0: the model has no indexer.
-        kv_cache_dtype: how keys and values are stored: a name in ``hisparse.config.KV_FORMATS``.
+        kv_cache_dtype: how keys and values are stored, a name in ``hisparse.config.KV_FORMATS``.
         logit_cap: see :class:`AttentionRule`; the same in all layers.
         windows: for each layer the tokens that a query attends, its own included; 0: all up to its
             own. Empty: 0 in all layers.

@@ -18,8 +18,6 @@ from hisparse.cache.page_lock import LockedMemory, is_readable_in_place, memlock
 from hisparse.errors import CapacityError, one_line
 from hisparse.units import format_bytes
 
-__all__ = ["NodeRanks", "map_together", "zeros"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)

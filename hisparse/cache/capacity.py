@@ -8,8 +8,6 @@ import numpy as np
 
 from hisparse.errors import CapacityError, HiSparseError
 
-__all__ = ["RowCapacities"]
-
 
 class RowCapacities:
     """Divides the device pages of a layer among live requests; all layers get the same numbers.

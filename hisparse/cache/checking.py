@@ -11,8 +11,6 @@ from hisparse.cache.host_pool import HostKVPool
 from hisparse.errors import HiSparseError, shorten
 from hisparse.types import Selection, StoredKV
 
-__all__ = ["check_resident", "check_selection"]
-
 
 def check_selection(layer_id: int, selection: Selection, step: DecodeStep) -> None:
     """Check that pages are in range, ascending (so unique), and padded with -1 at the end.

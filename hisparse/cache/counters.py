@@ -8,8 +8,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["Counters"]
-
 #: Counters that every engine sums on the device.
 _ON_DEVICE = (
     "hit_pages",

@@ -9,8 +9,6 @@ from hisparse.cache.formats import format_of
 from hisparse.kernels import RowState
 from hisparse.types import KVSpec, PagedKV, StoredKV
 
-__all__ = ["DevicePool"]
-
 
 class DevicePool:
     """One pool of device pages per layer, shared by all rows, and every row's LRU tables.

@@ -9,8 +9,6 @@ from hisparse.cache.allocate import NodeRanks, zeros
 from hisparse.cache.formats import StoredPart, format_of
 from hisparse.types import HostLayout, KVSpec, PagedKV, StoredKV
 
-__all__ = ["HOST_LAYOUTS", "HostKVPool"]
-
 #: Order of the dimensions in memory, slowest first, of keys and of values each.
 HOST_LAYOUTS: dict[HostLayout, str] = {
     "layer_first": "LPSHD",

@@ -18,8 +18,6 @@ from hisparse.kernels import (
 )
 from hisparse.types import PagedKV, StoredKV
 
-__all__ = ["KVReadWrite", "append_tokens", "move_pages", "read_tokens", "write_tokens"]
-
 
 def write_tokens(new: StoredKV, dst: StoredKV, slots: Tensor) -> None:
     """Write tokens ``[T, H, D]`` to ``slots [T] int64`` of pages ``[P, H, S, D]``."""

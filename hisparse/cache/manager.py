@@ -20,8 +20,6 @@ from hisparse.cache.swap_in import PageTable, SwapIn, Wanted
 from hisparse.kernels import TailPools, promote_tail
 from hisparse.types import Selection
 
-__all__ = ["SparseKVCacheManager"]
-
 
 class SparseKVCacheManager:
     """Keeps a working set of each request's pages on the device.

@@ -21,8 +21,6 @@ from torch import Tensor
 from hisparse.kernels.transfer.cuda import PIECE_BYTES
 from hisparse.units import format_bytes
 
-__all__ = ["LockedMemory", "is_readable_in_place", "memlock_limit", "page_lock"]
-
 #: ``cudaHostRegisterPortable | cudaHostRegisterMapped``: kernels of any device read it in place.
 _FLAGS = 1 | 2
 #: ``CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM``.

@@ -12,8 +12,6 @@ from hisparse.cache.capacity import RowCapacities
 from hisparse.cache.device_pool import DevicePool
 from hisparse.kernels import drop_pages, rebalance, reset_rows, verify_capacity
 
-__all__ = ["Residency"]
-
 
 class Residency:
     """Applies resets and capacity changes to the device tables.

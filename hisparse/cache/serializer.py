@@ -16,8 +16,6 @@ from torch import Tensor
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.kv_io import read_tokens, write_tokens
 
-__all__ = ["FORMAT_VERSION", "PageSerializer"]
-
 #: Counted up when the order of bytes changes.
 FORMAT_VERSION: Final = 1
 #: Layers are grouped into parts of at least so many bytes, each with a checksum of its own.

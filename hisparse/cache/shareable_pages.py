@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["ShareablePages"]
-
 
 class ShareablePages:
     """One flag for each host page, written by the forwards that write the page.

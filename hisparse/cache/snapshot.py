@@ -11,8 +11,6 @@ from hisparse.cache.device_pool import DevicePool
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.kv_io import move_pages
 
-__all__ = ["RowSnapshot", "read_changed", "restore_rows", "save_rows"]
-
 
 @dataclass(frozen=True)
 class RowSnapshot:

@@ -14,8 +14,6 @@ from hisparse.cache.kv_io import move_pages
 from hisparse.cache.streams import Pending, SideStreams
 from hisparse.types import PagedKV, StoredKV
 
-__all__ = ["Staging", "Tile"]
-
 
 class Tile(NamedTuple):
     """Pages of one request that are read together.

@@ -14,16 +14,6 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
-__all__ = [
-    "CudaStreams",
-    "InlineStreams",
-    "Lane",
-    "Pending",
-    "Ready",
-    "SideStreams",
-    "make_streams",
-]
-
 #: A lane runs its work in the order of the starts. "read" copies from host memory to the device,
 #: "write" from the device to host memory: a link carries both directions at once. "early_read" is
 #: for a later layer or step, so that reads for the current layer do not queue behind it.

@@ -28,8 +28,6 @@ from hisparse.kernels import (
 )
 from hisparse.types import Selection, StoredKV
 
-__all__ = ["PageTable", "SwapIn", "Wanted"]
-
 
 class PageTable(NamedTuple):
     """The device pages that each row attends over.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from hisparse.errors import ConfigError, unknown_name
 from hisparse.eval.report import check_matplotlib
 from hisparse.kernels import POLICIES
 from hisparse.trace import SelectionTrace, lru_curve
-from hisparse.trace.cache_events import describe_events, is_event_file
 from hisparse.trace.prefix import read_prefix
 from hisparse.trace.prefix_replay import PrefixPoint, are_prefixes, describe_prefix, replay_all
 from hisparse.trace.replay import USUAL_BUFFERS, describe, overlaps, replay_trace, tokens_for
@@ -118,12 +117,9 @@ def _origin(action: str) -> dict[str, Any]:
 
 def _show(arguments: argparse.Namespace) -> int:
     found = []
-    if all(map(is_event_file, arguments.files)):
-        found = list(map(describe_events, arguments.files))
-        return _print_prefixes("show", arguments, found, _print_events)
     if are_prefixes(arguments.files):
         found = [describe_prefix(x, read_prefix(x)) for x in arguments.files]
-        return _print_prefixes("show", arguments, found, _print_prefix)
+        return _print_prefixes("show", arguments, found)
     for file in arguments.files:
         with SelectionTrace(file) as trace:
             found.append(describe(file, trace) | overlaps(trace))
@@ -175,7 +171,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         _refuse(arguments, ("--device-buffer-size", "--policy", "--by", "--plot"), "prefix traces")
         ttls = arguments.ttl or [None]
         found = [replay_all(x, arguments.capacity, ttls) for x in arguments.files]
-        return _print_prefixes("replay", arguments, found, _print_prefix)
+        return _print_prefixes("replay", arguments, found)
     _refuse(arguments, ("--capacity", "--ttl"), "traces of selections")
     policies = list(dict.fromkeys(arguments.policy or ["lru"]))
     for policy in policies:
@@ -265,12 +261,11 @@ def _print_prefixes(
     action: str,
     arguments: argparse.Namespace,
     found: list[dict[str, Any]],
-    print_all: Callable[[list[dict[str, Any]]], None],
 ) -> int:
     if arguments.json:
         print(json.dumps(_origin(action) | {"traces": found}, indent=2))
     else:
-        print_all(found)
+        _print_prefix(found)
     return 0
 
 
@@ -309,20 +304,3 @@ def _print_prefix(found: Sequence[dict[str, Any]]) -> None:
             "capacity, peak: tokens that the cache may hold, and held at most. hits: prompt tokens "
             "that it held. *: no other cache holds at most as much and hits at least as often.",
         )
-
-
-def _print_events(found: Sequence[dict[str, Any]]) -> None:
-    """What each file of cache events holds."""
-    console = Console(highlight=False)
-    for about in found:
-        console.print(f"[bold]{about['file']}[/bold]", soft_wrap=True)
-        age, lost = about["median_age_s"], about["lost_messages"]
-        text = (
-            f"recorded: {about['note']}. In {about['seconds']:,.0f} s the cache inserted "
-            f"{about['inserted']:,} blocks, {about['inserted_again']:,} of them after it had "
-            f"evicted them, evicted {about['evicted']:,} and cleared {about['cleared']:,}. It held "
-            f"at most {about['most_tokens']:,} tokens"
-            + ("." if age is None else f", an evicted block for {age:,.1f} s (median).")
-            + (f" Messages are missing in {lost:,} places." if lost else "")
-        )
-        print_paragraph(console, text)

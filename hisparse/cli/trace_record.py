@@ -14,7 +14,6 @@ from hisparse.cli.arguments import names, number
 from hisparse.config import HiSparseConfig
 from hisparse.errors import ConfigError
 from hisparse.options import parse_object, read_text
-from hisparse.trace.cache_events import record_events
 from hisparse.trace.prefix import convert_sglang, make_up_sessions, write_prefix
 from hisparse.trace.synthetic import MadeUpTrace
 
@@ -61,10 +60,6 @@ def add_parser(actions: Any) -> None:
     text = "what SGLang wrote with --export-metrics-to-file; texts need --model; none is kept"
     add("--exported", type=Path, nargs="+", metavar="FILE", help=text)
     add("--block-size", type=number, metavar="N", help=f"tokens ({_BLOCK})")
-    add = parser.add_argument_group("of a server's prefix cache").add_argument
-    text = "where the server publishes (--kv-events-config); until interrupted, or for --seconds"
-    add("--kv-events", metavar="ENDPOINT", help=text)
-    add("--seconds", type=number, metavar="N", help="how long to record the events")
     parser.set_defaults(run=_run)
 
 
@@ -81,7 +76,6 @@ _KINDS = {
     ),
     "--turns": ("synthetic", "turns", "context", "requests", "zipf", "seed"),
     "--exported": ("exported", "block_size", "model"),
-    "--kv-events": ("kv_events", "seconds"),
 }
 
 
@@ -89,8 +83,6 @@ def _run(arguments: argparse.Namespace) -> int:
     kind = ""
     if arguments.exported is not None:
         kind = "--exported"
-    elif arguments.kv_events is not None:
-        kind = "--kv-events"
     elif arguments.synthetic:
         kind = "--synthetic" if arguments.turns is None else "--turns"
     _check_flags(arguments, kind)
@@ -100,8 +92,6 @@ def _run(arguments: argparse.Namespace) -> int:
             setattr(arguments, name, value)
     if kind == "--exported":
         return _convert(arguments)
-    if kind == "--kv-events":
-        return _listen(arguments)
     return _make_up(arguments) if arguments.synthetic else _record(arguments, budget)
 
 
@@ -158,24 +148,6 @@ def _convert(arguments: argparse.Namespace) -> int:
 
     size = arguments.block_size or _BLOCK
     write_prefix(arguments.out, convert_sglang(arguments.exported, size, tokenize))
-    print(arguments.out)
-    return 0
-
-
-def _listen(arguments: argparse.Namespace) -> int:
-    with Console(stderr=True).status(f"waiting for events of {arguments.kv_events}") as status:
-        count = record_events(
-            arguments.kv_events,
-            arguments.out,
-            seconds=arguments.seconds,
-            progress=lambda count: status.update(f"{count:,} events"),
-        )
-    if not count:
-        arguments.out.unlink()
-        raise ConfigError(
-            f"--kv-events: got nothing from {arguments.kv_events}, expected the endpoint of a "
-            "running server's --kv-events-config"
-        )
     print(arguments.out)
     return 0
 

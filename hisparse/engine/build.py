@@ -233,7 +233,7 @@ def build_engine(
     algorithm = setup.algorithm
     # A head that selects for itself needs no others, a model's own indexer is on every rank, and an
     # algorithm that keeps queries of the prompt keeps those of this rank's heads.
-    shared = spec.latent and setup.policy.heads == 1
+    shared = host.format.shares_values and setup.policy.heads == 1
     shared = shared and not (algorithm.indexer or algorithm.query_window)
     return build(
         setup.resolved,

@@ -26,8 +26,6 @@ from hisparse.sglang.names import BACKEND
 from hisparse.sglang.start import WITH_INDEXER, Start
 from hisparse.units import resolve_memory
 
-__all__ = ["check_after_resolution", "prepare_before_resolution", "read_config"]
-
 logger = logging.getLogger("hisparse")
 
 #: Flags of SGLang that no feature reads.

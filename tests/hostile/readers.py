@@ -19,7 +19,6 @@ from hisparse.eval.results import Records
 from hisparse.options import read_text
 from hisparse.storage import FileStore, Namespace
 from hisparse.trace import SelectionTrace, adjacent_overlap, lru_curve, policy_hits
-from hisparse.trace.cache_events import read_events, summarize
 from hisparse.trace.prefix import convert_sglang, make_up_sessions, read_prefix, write_prefix
 from hisparse.trace.prefix_replay import replay_prefix
 from hisparse.trace.synthetic import MadeUpTrace
@@ -28,11 +27,6 @@ from tests.eval.test_eval_report import result
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
 
 _RESULTS = Path(__file__).parents[2] / "bench" / "results"
-_EVENTS = b"""{"format": "hisparse cache events 1", "source": "recorded", "note": ""}
-{"timestamp": 0.0, "event": "insert", "hash_ids": [0, 1], "block_size": 16}
-{"timestamp": 9.5, "event": "evict", "hash_ids": [1]}
-{"timestamp": 12, "event": "clear", "hash_ids": []}
-"""
 
 
 class Refused(Exception):
@@ -113,7 +107,6 @@ def _prefixes(folder: Path) -> list[Reader]:
             (folder / "made.jsonl").read_bytes(),
             lambda path: replay_prefix(read_prefix(path), 4096, 60.0),
         ),
-        _reader("cache events", _EVENTS, lambda path: summarize(read_events(path)[1])),
         _reader("exported", json.dumps(exported).encode(), lambda p: convert_sglang([p], 64, None)),
     ]
 

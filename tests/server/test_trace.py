@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,10 +15,8 @@ from workload import tokens
 
 from hisparse.errors import ConfigError
 from hisparse.trace import SelectionTrace, lru_curve, policy_hits
-from hisparse.trace.cache_events import read_events, summarize
 from hisparse.trace.prefix import PrefixTrace, convert_sglang
 from hisparse.trace.prefix_replay import replay_prefix
-from hisparse_bench.server import free_port
 from tests.sizes import SWEEPS
 
 PAGE, BUDGET, PROMPT, STEPS = 16, 128, 800, 24
@@ -37,21 +31,6 @@ def config(path: Path) -> dict[str, object]:
         "device_memory": "14MB",
         "trace": str(path),
     }
-
-
-def send_until_heard(server: Server, path: Path) -> int:
-    """Send requests until the recorder, which connects when the server is up, has heard of one.
-
-    Returns:
-        How many were sent.
-    """
-    for sent in range(1, 61):
-        server.generate(tokens(PAGE, seed=2 + sent), 1)
-        for _ in range(10):
-            if path.exists() and len(path.read_text().splitlines()) > 1:
-                return sent
-            time.sleep(0.1)
-    raise AssertionError("no event was recorded")
 
 
 def wait_for_steps(path: Path, count: int) -> None:
@@ -74,38 +53,18 @@ def exported(folder: Path, count: int) -> PrefixTrace:
     raise AssertionError(f"the server exported fewer than {count} requests")
 
 
-@contextmanager
-def listening(endpoint: str, path: Path) -> Iterator[None]:
-    """``hisparse trace record --kv-events``, interrupted in the end as by Ctrl-C."""
-    command = [sys.executable, "-m", "hisparse", "trace", "record", "--kv-events", endpoint]
-    recorder = subprocess.Popen([*command, "--out", str(path)])
-    try:
-        yield
-        recorder.send_signal(signal.SIGINT)
-        assert recorder.wait(60) == 0
-    finally:
-        recorder.kill()
-        recorder.wait()
-
-
 def test_a_server_records_selections_and_prefixes(log_dir: Path, tmp_path: Path) -> None:
-    path, folder, listened = tmp_path / "server.trace", tmp_path / "requests", tmp_path / "events"
-    port = free_port()
+    path, folder = tmp_path / "server.trace", tmp_path / "requests"
     flags = ("--max-total-tokens", "8000", "--export-metrics-to-file")
     flags += ("--export-metrics-to-file-dir", str(folder), "--enable-metrics")
-    publisher = {"publisher": "zmq", "endpoint": f"tcp://*:{port}", "topic": ""}
-    flags += ("--kv-events-config", json.dumps(publisher))
     prompt, other = tokens(PROMPT, seed=1), tokens(PROMPT, seed=2)
-    with (
-        listening(f"tcp://127.0.0.1:{port}", listened),
-        Server(tiny_model("llama"), log_dir / "trace.log", *flags, config=config(path)) as server,
-    ):
-        before = send_until_heard(server, listened)
+    log = log_dir / "trace.log"
+    with Server(tiny_model("llama"), log, *flags, config=config(path)) as server:
         for ids in (prompt, other, prompt):
             server.generate(ids, STEPS)
         handed, dropped = server.counted("trace_steps", "trace_dropped_steps")
         selected = sum(server.counted("hit_pages", "miss_pages"))
-        requests = exported(folder, before + 3).requests[before:]
+        requests = exported(folder, 3).requests
         wait_for_steps(path, int(handed))
     # The server was killed.
     with SelectionTrace(path) as trace:
@@ -125,12 +84,6 @@ def test_a_server_records_selections_and_prefixes(log_dir: Path, tmp_path: Path)
     found = replay_prefix(
         PrefixTrace(source="recorded", note="", block_size=PAGE, requests=requests), None, None
     )
-    _, events = read_events(listened)
-    inserted = [event for event in events if event.event == "insert"]
-    assert {event.block_size for event in inserted} == {PAGE}
-    # The blocks of two prompts and of the answers to them; the third request finds its blocks.
-    assert summarize(events)["inserted"] >= 2 * PROMPT // PAGE
-    assert summarize(events)["inserted_again"] == 0
     # A server computes the last token of a prompt anew, and so its page.
     assert again.cached_length == PROMPT - PAGE
     assert found.hit_ratio == PROMPT / (3 * PROMPT)

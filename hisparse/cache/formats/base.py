@@ -16,8 +16,6 @@ from hisparse.config import KV_FORMATS
 from hisparse.registry import Registry
 from hisparse.types import AttentionRule, KVSpec, PagedKV, StoredKV
 
-__all__ = ["LATENT_FORMATS", "KVFormat", "StoredPart", "format_of", "sglang_choices"]
-
 #: Formats of latents (MLA) by ``kv_cache_dtype``. Those of all other models: ``KV_FORMATS``.
 LATENT_FORMATS: Registry[KVFormat] = Registry(
     "kv_cache_dtype of latents (MLA)",

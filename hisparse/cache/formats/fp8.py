@@ -7,8 +7,6 @@ import torch
 from hisparse.cache.formats.scaled import ScaledFormat
 from hisparse.config import KV_FORMATS
 
-__all__ = ["FP8"]
-
 
 @KV_FORMATS.register("fp8_e4m3")
 class FP8(ScaledFormat):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from hisparse.cache.formats.base import LATENT_FORMATS
 from hisparse.cache.formats.plain import Plain
 
-__all__ = ["Latent"]
-
 
 @LATENT_FORMATS.register("auto")
 class Latent(Plain):

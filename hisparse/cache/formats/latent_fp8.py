@@ -13,8 +13,6 @@ from hisparse.cache.formats.base import LATENT_FORMATS, KVFormat
 from hisparse.kernels import LatentRow, decode_latents, encode_latents
 from hisparse.types import AttentionRule, PagedKV, StoredKV
 
-__all__ = ["LatentFP8"]
-
 
 @LATENT_FORMATS.register("fp8_e4m3")
 class LatentFP8(KVFormat):

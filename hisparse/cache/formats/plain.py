@@ -9,8 +9,6 @@ from hisparse.cache.formats.base import KVFormat
 from hisparse.config import KV_FORMATS
 from hisparse.types import PagedKV, StoredKV
 
-__all__ = ["Plain"]
-
 
 @KV_FORMATS.register("auto")
 class Plain(KVFormat):

@@ -12,8 +12,6 @@ from hisparse.cache.formats.base import KVFormat
 from hisparse.kernels import dequantize, quantize
 from hisparse.types import AttentionRule, PagedKV, StoredKV
 
-__all__ = ["ScaledFormat"]
-
 
 class ScaledFormat(KVFormat):
     """One scale for each token's key and value of a head. Kernels multiply by it as they attend.
