@@ -32,18 +32,6 @@ from torch import Tensor
 
 from hisparse.errors import HiSparseError
 
-__all__ = [
-    "UNSCALED",
-    "AttentionRule",
-    "HostLayout",
-    "IndexerInputs",
-    "KVSpec",
-    "PagedKV",
-    "Selection",
-    "SelectionScope",
-    "StoredKV",
-]
-
 SelectionScope = Literal["layer", "kv_head", "query_head"]
 HostLayout = Literal["layer_first", "page_first", "page_head"]
 

@@ -15,8 +15,6 @@ from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.registry import Registry
 from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
 
-__all__ = ["ADAPTERS", "Attended", "BackendAdapter", "TableLimits", "merge_attended"]
-
 
 class Attended(NamedTuple):
     """Attention over a part of the keys. :func:`merge_attended` merges two parts.

@@ -12,8 +12,6 @@ from hisparse.errors import ConfigError
 from hisparse.kernels.device_limits import DeviceLimits
 from hisparse.types import AttentionRule, KVSpec, SelectionScope
 
-__all__ = ["ChosenAdapter", "choose_adapter"]
-
 #: Adapters by device type in order of preference, each with the reason for the choice. Libraries
 #: come after the project's kernels until they have run on a GPU (``make gpu-check``). The
 #: configuration key ``adapter`` overrides the order.

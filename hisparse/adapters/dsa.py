@@ -23,8 +23,6 @@ from hisparse.adapters.libraries import compute_capability_major, import_functio
 from hisparse.adapters.triton import TritonAdapter
 from hisparse.types import AttentionRule, PagedKV, SelectionScope
 
-__all__ = ["DSAAdapter", "FlashMLACall", "make_flash_mla_call"]
-
 logger = logging.getLogger(__name__)
 
 #: Widths of keys and values that FlashMLA supports, which are DeepSeek's.

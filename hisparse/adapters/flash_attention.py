@@ -23,8 +23,6 @@ from hisparse.adapters.torch import TorchAdapter
 from hisparse.errors import ConfigError
 from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope
 
-__all__ = ["FlashAttentionAdapter", "FlashAttentionCall", "make_flash_attention_call"]
-
 _MODULES = ("sgl_kernel.flash_attn", "flash_attn_interface")
 #: Major compute capabilities that FlashAttention 3 is built for.
 _CAPABILITIES = (8, 9)

@@ -29,8 +29,6 @@ from hisparse.adapters.torch import TorchAdapter
 from hisparse.errors import ConfigError
 from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope
 
-__all__ = ["FlashInferAdapter"]
-
 _WRAPPER = "BatchDecodeWithPagedKVCacheWrapper"
 _PREFILL = "single_prefill_with_kv_cache"
 _WIDTHS = (64, 128, 256)

@@ -11,8 +11,6 @@ from torch import Tensor
 from hisparse.adapters.libraries import token_major
 from hisparse.types import AttentionRule, PagedKV
 
-__all__ = ["FlashInferCall", "FlashInferWrapper", "make_flashinfer_call", "rule_options"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FlashInferCall:

@@ -14,14 +14,6 @@ from torch import Tensor
 from hisparse.adapters.base import Attended
 from hisparse.types import AttentionRule
 
-__all__ = [
-    "compute_capability_major",
-    "import_function",
-    "prefill_in_window",
-    "to_attended",
-    "token_major",
-]
-
 
 def token_major(pages: Tensor) -> Tensor:
     """View pages ``[N, Hr, S, D]`` as ``[N, S, Hr, D]``.

@@ -10,8 +10,6 @@ from torch import Tensor
 from hisparse.kernels import cap_logits
 from hisparse.types import AttentionRule
 
-__all__ = ["attend_masked", "mask_all_but"]
-
 #: Queries per block, which limits the memory of the logits.
 _QUERY_BLOCK = 512
 

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from hisparse.adapters.base import Attended
 
-__all__ = ["add_sinks"]
-
 
 def add_sinks(attended: Attended, sinks: Tensor) -> Attended:
     """Let a logit without a value join the softmax, as in gpt-oss.

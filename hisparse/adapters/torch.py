@@ -12,8 +12,6 @@ from hisparse.kernels.device_limits import DeviceLimits, attention_shared_bytes
 from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
 from hisparse.units import format_bytes
 
-__all__ = ["TorchAdapter"]
-
 
 @ADAPTERS.register("torch")
 class TorchAdapter(BackendAdapter):

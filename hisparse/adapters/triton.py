@@ -15,8 +15,6 @@ from hisparse.adapters.torch import TorchAdapter
 from hisparse.kernels import paged_attention
 from hisparse.types import AttentionRule, PagedKV, StoredKV
 
-__all__ = ["TritonAdapter"]
-
 
 @ADAPTERS.register("triton")
 class TritonAdapter(TorchAdapter):

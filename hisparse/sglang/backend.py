@@ -22,8 +22,6 @@ from hisparse.sglang.session import require_session
 from hisparse.sglang.setup import build_coordinator
 from hisparse.types import IndexerInputs
 
-__all__ = ["HiSparseAttnBackend"]
-
 logger = logging.getLogger("hisparse")
 
 

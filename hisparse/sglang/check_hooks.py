@@ -18,8 +18,6 @@ from typing import Any
 from hisparse.errors import HiSparseError
 from hisparse.sglang import features, install, names, plugin
 
-__all__ = ["find_problems", "signature_mismatch", "used_names"]
-
 
 def signature_mismatch(wrapper: Callable[..., Any], original: Callable[..., Any]) -> str | None:
     """Compare the signature of a hook with the SGLang function that the hook wraps.

@@ -13,14 +13,6 @@ from hisparse.sglang.names import is_requested
 from hisparse.sglang.session import current_session, errors_logged, start_session
 from hisparse.sglang.setup import make_session
 
-__all__ = [
-    "HOOKS",
-    "around_get_kv_pool_cls",
-    "around_init_new",
-    "around_profile_available_bytes",
-    "around_write",
-]
-
 logger = logging.getLogger("hisparse")
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 from hisparse.errors import PluginError
 
-__all__ = ["does_not_fit", "install", "original_of", "register", "verify"]
-
 #: SGLang's functions before the hooks wrapped them, by dotted name.
 _originals: dict[str, object] = {}
 

@@ -16,8 +16,6 @@ from hisparse.cache.kv_io import write_tokens
 from hisparse.errors import HiSparseError
 from hisparse.sglang.session import errors_logged, require_session
 
-__all__ = ["POOLS", "HiSparseMHAPool", "HiSparseMLAPool", "LatentPool", "reject"]
-
 _USE_BACKEND = "only models that attend through SGLang's attention backend are served"
 
 

@@ -10,8 +10,6 @@ from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.metrics import CacheStats
 from hisparse.sglang.session import ServerSession
 
-__all__ = ["COUNTERS", "GAUGES", "LAYER_COUNTERS", "MetricsReporter", "gauge_values"]
-
 logger = logging.getLogger("hisparse")
 
 #: Seconds between two log lines and between two updates of the metrics while requests run. The end

@@ -10,8 +10,6 @@ import torch
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec
 
-__all__ = ["ModelShape", "find_indexers", "hybrid_layers", "name_of", "read_model_shape"]
-
 
 class ModelShape(NamedTuple):
     """A model's attention on this rank.

@@ -11,8 +11,6 @@ from hisparse.sglang import features, install
 from hisparse.sglang.model_shape import name_of
 from hisparse.sglang.names import BACKEND, is_requested
 
-__all__ = ["around_model_specific_adjustments", "stand_in", "use_absorbed_mla"]
-
 _FLAGS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 

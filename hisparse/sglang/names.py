@@ -9,16 +9,6 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-__all__ = [
-    "BACKEND",
-    "DRAFT_BACKEND",
-    "MEMBERS",
-    "RELEASE",
-    "installed_release",
-    "is_requested",
-    "is_supported",
-]
-
 #: The release of SGLang that hisparse supports.
 RELEASE: Final = "0.5.23"
 

@@ -17,8 +17,6 @@ from hisparse.errors import HiSparseError, PluginError
 from hisparse.sglang import features, install
 from hisparse.sglang.names import BACKEND, RELEASE, is_requested, is_supported
 
-__all__ = ["hooks_in_use", "install_hooks", "register"]
-
 _launched_by_command_line = False
 
 

@@ -11,18 +11,6 @@ from torch import Tensor
 
 from hisparse.cache.allocate import NodeRanks
 
-__all__ = [
-    "LinkerRanks",
-    "attention_replicas",
-    "gather_queries",
-    "latent_ranks",
-    "layer_share",
-    "layers_of_ranks",
-    "least_of_ranks",
-    "num_replicas",
-    "pipeline_size",
-]
-
 
 def attention_replicas() -> int:
     """Parts into which the ranks of a model divide its requests (``--attn-dp-size``)."""

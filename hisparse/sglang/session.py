@@ -16,15 +16,6 @@ from hisparse.engine.coordinator import SparseCoordinator
 from hisparse.engine.metrics import CacheStats
 from hisparse.errors import HiSparseError
 
-__all__ = [
-    "ServerSession",
-    "current_session",
-    "current_state",
-    "errors_logged",
-    "require_session",
-    "start_session",
-]
-
 logger = logging.getLogger("hisparse")
 
 T = TypeVar("T")

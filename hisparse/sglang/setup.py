@@ -32,8 +32,6 @@ from hisparse.sglang.session import ServerSession
 from hisparse.types import KVSpec
 from hisparse.units import parse_memory, resolve_memory
 
-__all__ = ["build_coordinator", "make_session"]
-
 logger = logging.getLogger("hisparse")
 
 

@@ -13,8 +13,6 @@ from hisparse.algorithms import ALGORITHMS, build_algorithm
 from hisparse.config import EXTENSIONS, HiSparseConfig
 from hisparse.sglang.model_shape import hybrid_layers
 
-__all__ = ["ModelKind", "Option", "Start", "above_one", "flag_set"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Start:

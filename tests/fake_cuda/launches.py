@@ -191,11 +191,12 @@ class Launches(TorchDispatchMode):
         """In place of ``triton.JITFunction.run``."""
         arguments = dict(zip(kernel.arg_names, args, strict=False)) | options
         for name, value in arguments.items():
-            if isinstance(value, Tensor) and not value.is_cuda and value not in self.pinned:
-                raise WrongDevice(
-                    f"{kernel.__name__}: {name} {list(value.shape)} is on {value.device}, expected "
-                    "CUDA memory or page-locked memory"
-                )
+            for tensor in tensors_in(value):
+                if not tensor.is_cuda and tensor not in self.pinned:
+                    raise WrongDevice(
+                        f"{kernel.__name__}: {name} {list(tensor.shape)} is on {tensor.device}, "
+                        "expected CUDA memory or page-locked memory"
+                    )
         family = kernel.__module__.split(".")[-2]
         name = f"triton.{family}.{kernel.__name__.strip('_')}"
         self.add(Launch(name, self._layer, kernel=kernel, arguments=arguments))

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -34,17 +35,17 @@ class Variant:
 
     Attributes:
         module, name: of the kernel.
-        signature: type of each parameter, "constexpr" for constants.
-        constants: values by position.
-        attributes: what is known of other parameters, by position.
+        signature: type of each parameter, "constexpr" for constants; in a tuple, too.
+        constants: values by position, of parameters and in tuples.
+        attributes: what is known of others, by position.
         options: warps and stages.
     """
 
     module: str
     name: str
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[int, Any], ...]
-    attributes: tuple[tuple[int, int], ...]
+    signature: tuple[tuple[str, Any], ...]
+    constants: tuple[tuple[tuple[int, ...], Any], ...]
+    attributes: tuple[tuple[tuple[int, ...], int], ...]
     options: tuple[tuple[str, int], ...]
 
     @property
@@ -55,11 +56,12 @@ class Variant:
     def __str__(self) -> str:
         """The kernel, the dtypes of its tensors, and the constants that its code names."""
         given = [name for name, _ in self.signature]
-        named = {given[at]: value for at, value in self.constants}
+        named = {given[at[0]]: value for at, value in self.constants if len(at) == 1}
         upper = [
             f"{n}={int(v)}" for n, v in named.items() if n.isupper() and v not in (False, None)
         ]
-        dtypes = dict.fromkeys(t[1:] for _, t in self.signature if t[:1] == "*" and t != "*i32")
+        types = tree_leaves(tuple(given for _, given in self.signature))
+        dtypes = dict.fromkeys(t[1:] for t in types if t[:1] == "*" and t != "*i32")
         title = f"{self.module.rpartition('.')[2]}.{self.name.strip('_')}"
         return " ".join([title, ",".join(dtypes), *upper])
 
@@ -199,7 +201,7 @@ def _variant(launch: Launch, arch: int) -> Variant:
         kernel.__module__,
         kernel.__name__,
         tuple(signature.items()),
-        tuple((at, value) for (at,), value in constants.items()),
-        tuple((at, 16) for (at,), given in attributes.items() if given),
+        tuple(constants.items()),
+        tuple((at, 16) for at, given in attributes.items() if given),
         tuple((name, value) for name, value in arguments.items() if name not in signature),
     )

@@ -41,7 +41,7 @@ def with_heads_of_256(variant: Variant, dtype: torch.dtype) -> Variant:
     changed = dict.fromkeys(WIDTHS, 256) | options
     return replace(
         variant,
-        constants=tuple((at, changed.get(given[at], value)) for at, value in variant.constants),
+        constants=tuple((at, changed.get(given[at[0]], value)) for at, value in variant.constants),
         options=tuple((name, options[name]) for name in ("num_warps", "num_stages")),
     )
 

@@ -91,8 +91,8 @@ def compile_one(variant: Variant, arch: int) -> Usage:
     source = ASTSource(
         fn=variant.kernel,
         signature=dict(variant.signature),
-        constexprs={(at,): value for at, value in variant.constants},
-        attrs={(at,): [["tt.divisibility", by]] for at, by in variant.attributes},
+        constexprs=dict(variant.constants),
+        attrs={at: [["tt.divisibility", by]] for at, by in variant.attributes},
     )
     log = io.StringIO()
     # What a cache holds has no report.

@@ -7,6 +7,8 @@ https://arxiv.org/abs/2205.14135 has the idea.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -55,76 +57,85 @@ def paged_attention(
     limit. It multiplies pages in eight bits as bfloat16, which is exact, and applies their scales
     to logits and weights.
     """
-    rows, queries, width = query.shape
-    heads, size = kv.k.shape[1:3]
-    value_width = kv.v.shape[-1]
-    group = queries // heads
-    query_block = min(max(_MIN_DOT, triton.next_power_of_2(group)), _MAX_QUERIES)
-    blocks = heads * triton.cdiv(group, query_block)
-    members = min(triton.next_power_of_2(group), query_block)
-    same_place = kv.v.data_ptr() == kv.k.data_ptr() and kv.v.stride() == kv.k.stride()
-    shared = same_place and value_width < width
-    first = value_width if shared else width
-    token_bytes = kv.k.element_size() * (width if shared else width + value_width)
+    rows, queries, _ = query.shape
+    sizes = _sizes(query, kv)
+    heads, value = kv.k.shape[1], sizes["VALUE"]
+    blocks = heads * triton.cdiv(sizes["GROUP"], sizes["QUERIES"])
     splits = num_splits(
         query.device,
         rows * blocks,
-        1 if first > 128 else 2,
-        page_table.shape[1] * size,
-        token_bytes / (4 * members * value_width),
+        1 if sizes["FIRST"] > 128 else 2,
+        page_table.shape[1] * sizes["SIZE"],
+        _token_bytes(kv, sizes) / (4 * sizes["MEMBERS"] * value),
     )
-    out = query.new_empty(rows, queries, value_width)
+    out = query.new_empty(rows, queries, value)
     lse = query.new_empty(rows, queries, dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
     shape = (rows, splits, queries) if splits > 1 else (0, 0, 0)
-    partial = lse.new_empty(*shape, value_width)
-    scaled, fp8 = kv.scales is not None, kv.k.dtype == torch.float8_e4m3fn
+    partials = (lse.new_empty(*shape, value), lse.new_empty(shape))
     # Read as bytes, because some GPUs that Triton compiles for do not have this format.
-    k, v = (x.view(torch.uint8) if fp8 else x for x in kv.kv)
-    scales = seq_lens if kv.scales is None else kv.scales
-    dtype = torch.bfloat16 if scaled else kv.k.dtype
-    value_block = max(_MIN_DOT, triton.next_power_of_2(value_width))
+    e4m3 = kv.k.dtype == torch.float8_e4m3fn
+    k, v = (x.view(torch.uint8) if e4m3 else x for x in kv.kv)
+    # Where there are no scales, none are read.
+    scales = (seq_lens, 0, 0, 0) if kv.scales is None else (kv.scales, *kv.scales.stride()[:3])
     _attend_kernel[(splits, blocks, rows)](
-        query,
-        k,
-        v,
+        (query, *query.stride()),
+        (k, *k.stride()[:3]),
+        (v, *v.stride()[:3]),
         scales,
-        page_table,
+        (page_table, *page_table.stride()),
         seq_lens,
-        out,
-        lse,
-        partial,
-        lse.new_empty(shape),
+        (out, lse),
+        partials,
         arrival_counters(rows * blocks, query.device) if splits > 1 else seq_lens,
         rule.scale,
-        *query.stride(),
-        *kv.k.stride()[:3],
-        *kv.v.stride()[:3],
-        *(scales.stride()[:3] if scaled else (0, 0, 0)),
-        *page_table.stride(),
         queries,
         splits,
-        GROUP=group,
-        QUERIES=query_block,
-        WIDTH=width,
-        FIRST=first,
-        FIRST_BLOCK=max(_MIN_DOT, triton.next_power_of_2(first)),
-        REST_BLOCK=max(_MIN_DOT, triton.next_power_of_2(width - first)) if shared else 0,
-        VALUE=value_width,
-        VALUE_BLOCK=value_block,
-        SAME=kv.v.stride() == kv.k.stride(),
-        SIZE=size,
-        EXACT=not shared and dtype != torch.float32 and query.dtype != dtype,
-        SCALED=scaled,
         SPLIT=splits > 1,
-        MEMBERS=members,
-        MERGED=merged_at_once(members * value_block),
         LOGIT_CAP=float(rule.logit_cap),
         WINDOW=rule.window,
-        **launch_options(first, kv.k.dtype, shared_bytes(query.device)),
+        **sizes,
+        **launch_options(sizes["FIRST"], kv.k.dtype, shared_bytes(query.device)),
     )
     return out, lse
+
+
+def _sizes(query: Tensor, kv: StoredKV) -> dict[str, int]:
+    """Constants that follow from tensors."""
+    queries, width = query.shape[1:]
+    heads, size = kv.k.shape[1:3]
+    value = kv.v.shape[-1]
+    same = kv.v.stride() == kv.k.stride()
+    # Values are the first columns of keys: these are read once.
+    shared = same and kv.v.data_ptr() == kv.k.data_ptr() and value < width
+    group, first = queries // heads, value if shared else width
+    query_block = min(max(_MIN_DOT, triton.next_power_of_2(group)), _MAX_QUERIES)
+    members = min(triton.next_power_of_2(group), query_block)
+    value_block = max(_MIN_DOT, triton.next_power_of_2(value))
+    dtype = kv.k.dtype if kv.scales is None else torch.bfloat16
+    return {
+        "GROUP": group,
+        "QUERIES": query_block,
+        "WIDTH": width,
+        "FIRST": first,
+        "FIRST_BLOCK": max(_MIN_DOT, triton.next_power_of_2(first)),
+        "REST_BLOCK": max(_MIN_DOT, triton.next_power_of_2(width - first)) if shared else 0,
+        "VALUE": value,
+        "VALUE_BLOCK": value_block,
+        "SAME": same,
+        "SIZE": size,
+        "EXACT": not shared and dtype != torch.float32 and query.dtype != dtype,
+        "SCALED": kv.scales is not None,
+        "MEMBERS": members,
+        "MERGED": merged_at_once(members * value_block),
+    }
+
+
+def _token_bytes(kv: StoredKV, sizes: Mapping[str, int]) -> int:
+    """Bytes of a token's keys and values that a program reads."""
+    values = 0 if sizes["REST_BLOCK"] else sizes["VALUE"]
+    return kv.k.element_size() * (sizes["WIDTH"] + values)
 
 
 def launch_options(
@@ -180,6 +191,16 @@ def _load_pages(entries, stride, token, start, end, SIZE: tl.constexpr, TOKENS: 
 
 
 @triton.jit
+def _load_query(query, row, head, asked, START: tl.constexpr, END: tl.constexpr, dim):
+    """``[QUERIES, channels] float32``, channels from START on; those from END on are 0."""
+    data, stride_row, stride_head, stride_dim = query
+    source = data + row * stride_row + head[:, None] * stride_head
+    channel = START + dim
+    seen = asked[:, None] & (channel < END)[None, :]
+    return tl.load(source + channel[None, :] * stride_dim, mask=seen, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _query_parts(q, narrow: tl.constexpr, kind: tl.constexpr, EXACT: tl.constexpr):
     """Numbers of ``narrow`` whose sum is ``q``: three if EXACT, or else one, which rounds it."""
     high = rounded(q, narrow)
@@ -209,33 +230,30 @@ def _load_tokens(
 
 
 @triton.jit
+def _range_of_split(length, split, splits, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """The first token of a split, the one behind its last, and the oldest that is attended."""
+    oldest, base = 0, 0
+    if WINDOW > 0:
+        # Steps begin at multiples of TOKENS, so that a step's pages are whole.
+        oldest = tl.maximum(length - WINDOW, 0)
+        base = oldest // TOKENS * TOKENS
+    share = tl.cdiv(tl.cdiv(length - base, splits), TOKENS) * TOKENS
+    begin = base + split * share
+    return begin, tl.minimum(begin + share, length), oldest
+
+
+@triton.jit
 def _attend_kernel(
-    query,  # [R, Q, Dk]
-    keys,  # [N, Hr, S, Dk]
-    values,  # [N, Hr, S, Dv]
-    scales,  # [N, Hr, S, 2], if SCALED
-    page_table,  # [R, P]
+    query,  # [R, Q, Dk], and its strides
+    keys,  # [N, Hr, S, Dk], and its strides of pages, heads and tokens
+    values,  # [N, Hr, S, Dv], and the same
+    scales,  # [N, Hr, S, 2], and the same, if SCALED
+    page_table,  # [R, P], and its strides
     seq_lens,  # [R]
-    out,  # [R, Q, Dv]
-    lse,  # [R, Q]
-    partial,  # [R, splits, Q, Dv], if SPLIT
-    lses,  # [R, splits, Q], if SPLIT
+    results,  # out [R, Q, Dv] and lse [R, Q]
+    partials,  # of splits, if SPLIT: [R, splits, Q, Dv] and [R, splits, Q]
     arrivals,  # [R, blocks of queries], 0, if SPLIT
     scale,  # softmax scale
-    query_row,
-    query_head,
-    query_dim,
-    key_page,
-    key_head,
-    key_token,
-    value_page,
-    value_head,
-    value_token,
-    scale_page,
-    scale_head,
-    scale_token,
-    table_row,
-    table_entry,
     queries,
     splits,
     GROUP: tl.constexpr,
@@ -257,43 +275,33 @@ def _attend_kernel(
     LOGIT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    key_data, key_page, key_head, key_token = keys
+    value_data, value_page, value_head, value_token = values
+    scale_data, scale_page, scale_head, scale_token = scales
+    table, table_row, table_entry = page_table
+    row = tl.program_id(2).to(tl.int64)
     blocks: tl.constexpr = (GROUP + QUERIES - 1) // QUERIES
     head = (tl.program_id(1) // blocks).to(tl.int64)
     block = tl.program_id(1) % blocks * QUERIES
     member = block + tl.arange(0, QUERIES)
-    asked = member < GROUP
+    asked, own = member < GROUP, head * GROUP + member
     first, dim = tl.arange(0, FIRST_BLOCK), tl.arange(0, VALUE_BLOCK)
-    narrow: tl.constexpr = tl.bfloat16 if SCALED else keys.dtype.element_ty
+    narrow: tl.constexpr = tl.bfloat16 if SCALED else key_data.dtype.element_ty
     kind: tl.constexpr = tl.float32 if INTERPRETED else narrow
-    source = query + row * query_row + (head * GROUP + member)[:, None] * query_head
-    seen_q = asked[:, None] & (first < FIRST)[None, :]
-    q = tl.load(source + first[None, :] * query_dim, mask=seen_q, other=0.0).to(tl.float32)
+    q = _load_query(query, row, own, asked, 0, FIRST, first)
     parts = _query_parts(q, narrow, kind, EXACT)
     if REST_BLOCK > 0:
         rest = tl.arange(0, REST_BLOCK)
-        more = asked[:, None] & (rest < WIDTH - FIRST)[None, :]
-        others = source + (FIRST + rest)[None, :] * query_dim
-        q_rest = tl.load(others, mask=more, other=0.0).to(tl.float32)
-        q_rest = rounded(q_rest, narrow).to(kind)
-    length = tl.load(seq_lens + row)
-    if WINDOW > 0:
-        # Steps begin at multiples of TOKENS, so that a step's pages are whole.
-        oldest = tl.maximum(length - WINDOW, 0)
-        base = oldest // TOKENS * TOKENS
-        share = tl.cdiv(tl.cdiv(length - base, splits), TOKENS) * TOKENS
-        begin = base + split * share
-    else:
-        share = tl.cdiv(tl.cdiv(length, splits), TOKENS) * TOKENS
-        begin = split * share
-    end = tl.minimum(begin + share, length)
+        q_rest = rounded(_load_query(query, row, own, asked, FIRST, WIDTH, rest), narrow).to(kind)
+    length, split = tl.load(seq_lens + row), tl.program_id(0)
+    begin, end, oldest = _range_of_split(length, split, splits, TOKENS, WINDOW)
     highest = tl.full((QUERIES,), -float("inf"), tl.float32)
     # Added up over the tokens of a step at the end: a sum over threads in each step costs barriers.
     totals = tl.zeros((QUERIES, TOKENS), tl.float32)
     acc = tl.zeros((QUERIES, VALUE_BLOCK), tl.float32)
-    keys += head * key_head
-    values += head * value_head
-    entries = page_table + row * table_row
+    key_data += head * key_head
+    value_data += head * value_head
+    entries = table + row * table_row
     token = begin + tl.arange(0, TOKENS)
     page = _load_pages(entries, table_entry, token, begin, end, SIZE, TOKENS)
     for start in range(begin, end, TOKENS):
@@ -308,20 +316,20 @@ def _attend_kernel(
         # while the steps before it compute.
         page = _load_pages(entries, table_entry, token + TOKENS, start + TOKENS, end, SIZE, TOKENS)
         place = at * key_page + inside * key_token
-        k = _load_tokens(keys + place, live, first, FIRST, kind, SCALED)
+        k = _load_tokens(key_data + place, live, first, FIRST, kind, SCALED)
         logits = tl.dot(parts[0], tl.trans(k), input_precision="ieee")
         for part in tl.static_range(1, len(parts)):
             logits += tl.dot(parts[part], tl.trans(k), input_precision="ieee")
         if REST_BLOCK > 0:
-            k_rest = _load_tokens(keys + place + FIRST, live, rest, WIDTH - FIRST, kind, False)
+            k_rest = _load_tokens(key_data + place + FIRST, live, rest, WIDTH - FIRST, kind, False)
             logits += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
             v = k
         else:
             place = place if SAME else at * value_page + inside * value_token
-            v = _load_tokens(values + place, live, dim, VALUE, kind, SCALED)
+            v = _load_tokens(value_data + place, live, dim, VALUE, kind, SCALED)
         logits *= scale
         if SCALED:
-            spot = scales + at * scale_page + head * scale_head + inside * scale_token
+            spot = scale_data + at * scale_page + head * scale_head + inside * scale_token
             logits *= _load_scale(spot, live)[None, :]
         if LOGIT_CAP > 0:
             logits = cap_logits(logits, LOGIT_CAP)
@@ -338,30 +346,32 @@ def _attend_kernel(
             low = rounded(weights - high.to(tl.float32), narrow)
             acc += tl.dot(low.to(kind), v, input_precision="ieee")
         highest = top
-    total = tl.sum(totals, axis=1)
-    # Without a token the sum is 0: the output is 0 and its log-sum-exp -inf.
-    some = tl.where(total > 0, total, 1.0)
-    acc = acc * tl.where(total > 0, 1.0 / some, 0.0)[:, None]
-    summed = tl.where(total > 0, highest + tl.log(some), -float("inf"))
-    shown = asked[:, None] & (dim < VALUE)[None, :]
+    acc, summed = _normalized(acc, tl.sum(totals, axis=1), highest)
     if SPLIT:
-        target = (row * splits + split) * queries + head * GROUP + member
-        tl.store(partial + target[:, None] * VALUE + dim[None, :], acc, mask=shown)
-        tl.store(lses + target, summed, mask=asked)
+        _store(partials, (row * splits + split) * queries + own, acc, summed, asked, VALUE)
+        arrival = arrivals + row * tl.num_programs(1) + tl.program_id(1)
+        which = (row, head * GROUP + block, GROUP - block)
         merge_last(
-            (out, lse),
-            (partial, lses),
-            arrivals + row * tl.num_programs(1) + tl.program_id(1),
-            (row, head * GROUP + block, GROUP - block),
-            queries,
-            splits,
-            VALUE,
-            VALUE_BLOCK,
-            MEMBERS,
-            MERGED,
+            results, partials, arrival, which, queries, splits, VALUE, VALUE_BLOCK, MEMBERS, MERGED
         )
     else:
-        target = row * queries + head * GROUP + member
-        shaped = rounded(acc, out.dtype.element_ty)
-        tl.store(out + target[:, None] * VALUE + dim[None, :], shaped, mask=shown)
-        tl.store(lse + target, summed, mask=asked)
+        _store(results, row * queries + own, acc, summed, asked, VALUE)
+
+
+@triton.jit
+def _normalized(acc, total, highest):
+    """The output and its log-sum-exp: without a token 0 and -inf."""
+    some = tl.where(total > 0, total, 1.0)
+    acc = acc * tl.where(total > 0, 1.0 / some, 0.0)[:, None]
+    return acc, tl.where(total > 0, highest + tl.log(some), -float("inf"))
+
+
+@triton.jit
+def _store(to, target, acc, summed, asked, VALUE: tl.constexpr):
+    """Write the outputs and log-sum-exps of queries."""
+    out, lse = to
+    dim = tl.arange(0, acc.shape[1])
+    shown = asked[:, None] & (dim < VALUE)[None, :]
+    shaped = rounded(acc, out.dtype.element_ty)
+    tl.store(out + target[:, None] * VALUE + dim[None, :], shaped, mask=shown)
+    tl.store(lse + target, summed, mask=asked)

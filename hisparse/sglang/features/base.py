@@ -13,8 +13,6 @@ from hisparse.sglang.model_shape import ModelShape
 from hisparse.sglang.session import ServerSession
 from hisparse.sglang.start import ModelKind, Option, Start
 
-__all__ = ["Demand", "Feature", "Flag"]
-
 
 @dataclass(frozen=True)
 class Flag:

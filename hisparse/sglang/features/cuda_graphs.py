@@ -12,8 +12,6 @@ from hisparse.sglang.session import current_session, errors_logged
 from hisparse.sglang.start import CUDA_GRAPHS, Start
 from hisparse.units import format_bytes
 
-__all__ = ["CudaGraphs", "around_can_run_graph", "around_capture"]
-
 logger = logging.getLogger("hisparse")
 
 

@@ -20,8 +20,6 @@ from hisparse.sglang.models import stand_in
 from hisparse.sglang.session import current_session, errors_logged
 from hisparse.sglang.start import HYBRID
 
-__all__ = ["Hybrids", "around_attn_backend_wrapper", "check_attending"]
-
 logger = logging.getLogger("hisparse")
 
 #: SGLang's checks of hybrids see this backend in place of hisparse. All of them accept it.

@@ -12,8 +12,6 @@ from hisparse.sglang.metrics import COUNTERS, GAUGES, LAYER_COUNTERS, gauge_valu
 from hisparse.sglang.session import ServerSession, current_session
 from hisparse.sglang.start import Start
 
-__all__ = ["Prometheus"]
-
 
 def _around_flush_cache(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Update the metrics after a flush, which frees the radix cache's host slots."""

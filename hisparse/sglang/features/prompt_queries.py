@@ -9,8 +9,6 @@ from hisparse.sglang.features.base import Feature
 from hisparse.sglang.session import current_session
 from hisparse.sglang.start import PROMPT_QUERIES
 
-__all__ = ["PromptQueries"]
-
 
 def _around_compute_max_prefix_len(
     original: Callable[..., int], request: Any, input_len: int

@@ -26,8 +26,6 @@ from hisparse.sglang.start import (
 )
 from hisparse.units import resolve_memory
 
-__all__ = ["Replicas"]
-
 
 class Replicas(Feature):
     """Host memory is divided among replicas, and layers among the stages of a pipeline."""

@@ -14,17 +14,6 @@ from hisparse.errors import HiSparseError
 from hisparse.sglang.session import errors_logged, require_session
 from hisparse.types import StoredKV
 
-__all__ = [
-    "Buffers",
-    "IndexerTransfers",
-    "TokenCopies",
-    "Transfers",
-    "copy_tokens",
-    "entry_buffers",
-    "kv_buffers",
-    "scale_buffers",
-]
-
 
 class Buffers(NamedTuple):
     """Memory that a transfer engine registers, one entry a buffer.

@@ -9,8 +9,6 @@ from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MLATokenToKVPool
 
 from hisparse.sglang.kv_pool import LatentPool, reject
 
-__all__ = ["DraftDSAPool", "HiSparseDSAPool"]
-
 
 class HiSparseDSAPool(LatentPool, DSATokenToKVPool):  # type: ignore[misc]
     """Latents in host memory."""

@@ -11,8 +11,6 @@ from torch import Tensor
 from hisparse.engine.verify import VerifyBatch
 from hisparse.sglang.session import ServerSession, require_session
 
-__all__ = ["DraftMoves", "Drafts", "accepted_drafts", "keep_chains"]
-
 #: What SGLang fills up drafts of n-grams with, and a token that no model generates.
 _FILLER, _NO_TOKEN = 0, -1
 

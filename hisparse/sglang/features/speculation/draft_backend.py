@@ -15,8 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hisparse.sglang.names import DRAFT_BACKEND
 
-__all__ = ["DraftAttnBackend", "DraftSteps"]
-
 #: Queries that attend at once, which bounds the mask.
 _QUERIES = 512
 

@@ -16,15 +16,6 @@ from hisparse.sglang.models import use_absorbed_mla
 from hisparse.sglang.names import DRAFT_BACKEND
 from hisparse.types import KVSpec
 
-__all__ = [
-    "around_create_decode_backend",
-    "around_create_draft_extend_backend",
-    "around_init_lm_head",
-    "draft_token_bytes",
-    "make_draft_backend",
-    "sglang_draft_bytes",
-]
-
 
 def draft_token_bytes(configurator: Any) -> int:
     """Device memory of one token in the draft model's own pool, all its layers; 0: no such model.

@@ -19,8 +19,6 @@ from typing import Any, Final, TypeVar
 from hisparse.errors import one_line
 from hisparse.sglang.features.storage.state import StorageCounters
 
-__all__ = ["Gate", "StorageHealth", "Workers"]
-
 logger = logging.getLogger("hisparse")
 
 T = TypeVar("T")

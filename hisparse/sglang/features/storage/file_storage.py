@@ -13,8 +13,6 @@ from torch import Tensor
 from hisparse.sglang.features.storage.page_storage import Keys
 from hisparse.storage import FileStore, Namespace
 
-__all__ = ["FileStorage"]
-
 
 class FileStorage(HiCacheStorage):  # type: ignore[misc]
     """Keeps records in a :class:`FileStore`. A key is "NAMESPACE-PAGE", both hexadecimal.

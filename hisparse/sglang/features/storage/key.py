@@ -21,13 +21,6 @@ from hisparse.sglang.ranks import LinkerRanks
 from hisparse.sglang.session import ServerSession
 from hisparse.storage import Namespace
 
-__all__ = [
-    "AdapterKeys",
-    "make_namespace",
-    "model_fingerprint",
-    "rope_differences",
-]
-
 logger = logging.getLogger("hisparse")
 
 #: Cosines and sines may differ by so much: SGLang keeps some tables in bfloat16.

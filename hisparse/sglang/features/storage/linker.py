@@ -39,8 +39,6 @@ from hisparse.sglang.ranks import LinkerRanks
 from hisparse.sglang.session import errors_logged, require_session
 from hisparse.units import format_bytes
 
-__all__ = ["HiSparseLinker"]
-
 logger = logging.getLogger("hisparse")
 
 #: Bytes of a block: what one call reads or writes.

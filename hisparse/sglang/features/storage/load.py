@@ -13,8 +13,6 @@ from torch import Tensor
 from hisparse.sglang.features.storage.calls import Gate, Workers
 from hisparse.sglang.features.storage.records import RecordStore
 
-__all__ = ["PageLoader"]
-
 logger = logging.getLogger("hisparse")
 
 

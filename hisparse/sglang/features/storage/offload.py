@@ -18,8 +18,6 @@ from hisparse.sglang.features.storage.calls import Gate, Workers
 from hisparse.sglang.features.storage.page_storage import Keys
 from hisparse.sglang.features.storage.records import RecordStore
 
-__all__ = ["PageWriter"]
-
 logger = logging.getLogger("hisparse")
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from hisparse.storage import Namespace
 
-__all__ = ["CHECKSUM_BYTES", "Keys", "PageStorage", "RecordBuffer", "unwrapped"]
-
 #: A record of a backend that does not check what it reads ends with xxh3_128 of its key and bytes.
 CHECKSUM_BYTES: Final = 16
 

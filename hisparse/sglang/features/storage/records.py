@@ -16,8 +16,6 @@ from hisparse.sglang.features.storage.page_storage import PageStorage, RecordBuf
 from hisparse.sglang.features.storage.state import StorageCounters
 from hisparse.storage import Namespace
 
-__all__ = ["LostKeys", "RecordFormat", "RecordStore"]
-
 #: Seconds for which a record counts as absent, and the most such records.
 _SECONDS: Final = 60.0
 _MAX_KEYS: Final = 65536

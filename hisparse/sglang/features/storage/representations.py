@@ -25,13 +25,6 @@ from hisparse.sglang.features.storage.records import RecordStore
 from hisparse.sglang.features.storage.state import StorageCounters
 from hisparse.storage import Namespace
 
-__all__ = [
-    "RepresentationFormat",
-    "StoredRepresentations",
-    "make_stored_representations",
-    "representation_namespace",
-]
-
 logger = logging.getLogger("hisparse")
 
 #: Counted up when the order of bytes changes, or what an algorithm's entries mean.

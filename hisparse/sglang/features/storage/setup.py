@@ -12,8 +12,6 @@ from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
 from hisparse.options import StorageOptions, from_options
 from hisparse.storage import size_in_bytes
 
-__all__ = ["check_told_apart", "create_backend", "read_options", "request_linker"]
-
 _LINKER: Final = {
     "linker": "HiSparseLinker",
     "linker_module_path": "hisparse.sglang.features.storage.linker",

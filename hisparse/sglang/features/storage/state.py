@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-__all__ = ["COUNTERS", "StorageCounters", "StorageState"]
-
 logger = logging.getLogger("hisparse")
 
 #: Name of each counter, and what it counts.

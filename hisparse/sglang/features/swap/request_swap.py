@@ -24,8 +24,6 @@ from hisparse.sglang.features.storage.calls import Workers
 from hisparse.sglang.features.storage.load import PageLoader
 from hisparse.sglang.features.storage.records import RecordStore
 
-__all__ = ["RequestSwap", "RetractedPages"]
-
 logger = logging.getLogger("hisparse")
 
 #: Pages that a server could not remove, because it was killed, are removed by one that starts or
