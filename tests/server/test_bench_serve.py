@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from harness import Server
 from tiny_models import VOCAB, with_tokenizer
 
-from hisparse.cli import main
+from tests.command import Command
 
 CONFIG = {"budget": 96, "host_memory": "1GiB", "device_memory": "64MB"}
 LIMITS = ("--max-total-tokens", "4000", "--max-running-requests", "4")
@@ -30,10 +29,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_dense_and_sparse_under_the_same_load(
-    model: Path, text: Path, log_dir: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, text: Path, log_dir: Path, command: Command
 ) -> None:
     flags = ["--model", str(model), "--text", str(text), "--output", "6", "--requests", "4"]
-    flags += ["--slo-ttft", "3600s", "--slo-tpot", "1us", "--shared-prefix", "0.5", "--json"]
+    flags += ["--slo-ttft", "3600s", "--slo-tpot", "1us", "--shared-prefix", "0.5"]
     with (
         Server(model, log_dir / "load-dense.log", *LIMITS, backend="torch_native", tokenizer=True)
         as dense,
@@ -41,12 +40,10 @@ def test_dense_and_sparse_under_the_same_load(
         as sparse,
     ):  # fmt: skip
         both = [*flags, "--url", f"{dense.url},{sparse.url}", "--context", "64,300"]
-        assert main(["bench", "serve", *both, "--concurrency", "2"]) == 0
-        report = json.loads(capsys.readouterr().out)
+        report = command.json("bench", "serve", *both, "--concurrency", "2")
         # Longer than its KV cache: refused, and counted.
         alone = ["--url", sparse.url, "--context", "4100", "--rate", "50", "--requests", "2"]
-        assert main(["bench", "serve", *flags, *alone]) == 0
-        refused = json.loads(capsys.readouterr().out)
+        refused = command.json("bench", "serve", *flags, *alone)
     short, long = report["cases"]
     assert (short["gate"], long["gate"]) == ("passed", "passed")
     for case in (short, long):

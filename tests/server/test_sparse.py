@@ -18,7 +18,6 @@ from settings import SPARSE
 from tiny_models import CONTEXT, KV_HEADS, TOKEN_BYTES, tiny_model
 from workload import NEW_TOKENS, PROMPTS, SHARED, DenseTokens, tokens
 
-from hisparse.cli import main
 from tests.command import Command
 
 BUDGET = SPARSE["budget"]
@@ -188,16 +187,13 @@ def test_every_panel_of_the_dashboard_has_data(server: Server, tmp_path: Path) -
         assert not prometheus.query('{__name__=~"hisparse[:_]no_such_metric"}')
 
 
-def test_top_shows_what_a_server_does(
-    server: Server, command: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_top_shows_what_a_server_does(server: Server, command: Command) -> None:
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(server.generate_many, PROMPTS.prompts[-2:], 400)
         while server.metrics()["sglang:num_running_reqs"] < 2:
             assert not running.done()
-        assert main(["top", server.url, "--json", "--interval", "500ms"]) == 0
+        found = command.json("top", server.url, "--interval", "500ms")
         running.result()
-    found = json.loads(capsys.readouterr().out)
     assert found["requests"]["running"] == 2
     assert found["tokens"]["host"]["total"] == 40000
     assert sum(map(len, PROMPTS.prompts[-2:])) <= found["tokens"]["host"]["used"] < 40000
