@@ -255,22 +255,23 @@ class HiSparseConfig:
         return cls.core_keys() + list(EXTENSIONS)
 
     @classmethod
-    def parse(cls, text: str | None) -> HiSparseConfig:
+    def parse(cls, text: str | None, **flags: Any) -> HiSparseConfig:
         """Parse a JSON object or, given ``@path``, a file with a JSON object.
 
         Args:
             text: value of ``--hisparse-config``; None or "": the defaults.
+            flags: settings that other flags give; they win.
 
         Raises:
             ConfigError: the file cannot be read, or the text is not a valid object of settings.
         """
         text = (text or "").strip(" \t\r\n")  # What JSON calls white space.
         if not text:
-            return cls()
+            return cls.from_dict(flags)
         flag, example = "--hisparse-config", '{"budget": 2048}, or @file.json'
         if text.startswith("@"):
-            return cls.from_dict(read_object(text[1:], flag, example))
-        return cls.from_dict(parse_object(text, flag, example))
+            return cls.from_dict(read_object(text[1:], flag, example) | flags)
+        return cls.from_dict(parse_object(text, flag, example) | flags)
 
     @property
     def server_page_size(self) -> int:

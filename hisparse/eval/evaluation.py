@@ -13,7 +13,7 @@ from torch import Tensor
 from hisparse.algorithms import build_algorithm, entry_bytes
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import kept_tensors
-from hisparse.engine.capabilities import choose_scope, row_tokens
+from hisparse.engine.capabilities import choose_scope
 from hisparse.errors import ConfigError, HiSparseError, one_line
 from hisparse.eval.documents import CONTINUE, TASKS, Document, Item, make_document
 from hisparse.eval.method import DENSE, Method
@@ -35,8 +35,8 @@ def with_smallest_buffer(model: Any, config: HiSparseConfig) -> HiSparseConfig:
     if build_algorithm(config).variable_lengths:
         smallest = config.min_row_tokens
     spec, _ = read_model_shape(model, config.page_size)
-    config = replace(config, device_buffer_size=smallest, max_row_capacity=None)
-    tokens = row_tokens(config, spec)
+    window = -(-spec.widest_window // spec.page_size) * spec.page_size
+    tokens = max(smallest, window)
     return replace(config, device_buffer_size=tokens, max_row_capacity=tokens)
 
 

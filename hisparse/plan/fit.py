@@ -13,7 +13,7 @@ from hisparse.errors import CapacityError, ConfigError
 from hisparse.memory.costs import Resources
 from hisparse.memory.sizing import Sizing, SizingLimit, resize, size
 from hisparse.types import KVSpec
-from hisparse.units import format_bytes, resolve_memory
+from hisparse.units import MemorySize, format_bytes, resolve_memory
 
 _MIB = 2**20
 #: ``--chunked-prefill-size``, as SGLang sets it on a GPU of 80 GB.
@@ -61,7 +61,8 @@ class Capacity:
     """How many requests of one length fit a replica.
 
     Attributes:
-        config: the settings, with ``host_memory`` as an absolute size, of all replicas.
+        config: the settings.
+        host_memory: the setting ``host_memory`` to start with, of all replicas.
         context: tokens of a request, prompt and answer.
         spec: the model's shape on one rank, with the layers of all ranks of a pipeline.
         num_layers: layers of the rank with the most.
@@ -74,6 +75,7 @@ class Capacity:
     """
 
     config: HiSparseConfig
+    host_memory: MemorySize
     context: int
     spec: KVSpec
     num_layers: int
@@ -158,7 +160,8 @@ def fit(config: HiSparseConfig, spec: KVSpec, machine: Machine, context: int) ->
         message = str(error)
         limit = "host_memory" if message.startswith("host_memory") else "device_memory"
     return Capacity(
-        config=replace(config, host_memory=f"{max(1, pool) * machine.dp}MiB"),
+        config=config,
+        host_memory=f"{max(1, pool) * machine.dp}MiB",
         context=context,
         spec=spec,
         num_layers=max(machine.stages, default=spec.num_layers),
@@ -177,6 +180,7 @@ def refuse(
     page = config.server_page_size
     return Capacity(
         config=config,
+        host_memory=config.host_memory,
         context=context,
         spec=spec,
         num_layers=max(machine.stages, default=spec.num_layers),

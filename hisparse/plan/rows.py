@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -188,7 +188,7 @@ def _configs(asked: Asked, model: Any, *, has_indexer: bool) -> list[HiSparseCon
     # As in the server, the flag and the key are one setting; "auto" leaves the key as it is.
     flag = asked.kv_cache_dtype
     stored: dict[str, Any] = {"kv_cache_dtype": flag} if flag not in (None, "auto") else {}
-    whole = [replace(HiSparseConfig.parse(text), **stored) for text in asked.config]
+    whole = [HiSparseConfig.parse(text, **stored) for text in asked.config]
     if whole and not (asked.algorithm or asked.budget):
         return whole
     defaults: dict[str, Any] = {}
@@ -272,7 +272,8 @@ def _estimate(capacity: Capacity, machine: Machine, asked: Asked) -> list[dict[s
 
 def _launch_line(capacity: Capacity, machine: Machine, folder: str) -> str:
     default = HiSparseConfig().effective()
-    settings = {k: v for k, v in capacity.config.effective().items() if v != default[k]}
+    chosen = capacity.config.effective() | {"host_memory": capacity.host_memory}
+    settings = {k: v for k, v in chosen.items() if v != default[k]}
     words = ["python", "-m", "sglang.launch_server", "--model-path", folder]
     words += ["--tp", str(machine.tp)] if machine.tp > 1 else []
     words += ["--pp-size", str(len(machine.stages))] if machine.stages else []

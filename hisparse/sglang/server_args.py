@@ -63,9 +63,10 @@ def read_config(server_args: Any) -> HiSparseConfig:
     Raises:
         ConfigError: a setting is invalid, or contradicts ``--kv-cache-dtype``.
     """
-    config, flag = HiSparseConfig.parse(server_args.hisparse_config), server_args.kv_cache_dtype
+    text, flag = server_args.hisparse_config, server_args.kv_cache_dtype
     if flag in sglang_choices():
-        return replace(config, kv_cache_dtype=flag)
+        return HiSparseConfig.parse(text, kv_cache_dtype=flag)
+    config = HiSparseConfig.parse(text)
     if config.kv_cache_dtype != "auto" and flag not in (None, "auto"):
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype} but --kv-cache-dtype is {flag}; expected "

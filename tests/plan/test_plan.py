@@ -60,7 +60,7 @@ def again(capacity: Capacity, requests: int, pool_mib: int) -> tuple[int, int]:
 
 
 def pool_mib(capacity: Capacity) -> int:
-    return int(str(capacity.config.host_memory).removesuffix("MiB"))
+    return int(str(capacity.host_memory).removesuffix("MiB"))
 
 
 @pytest.mark.parametrize("algorithm", ["quest", "sketch", "streaming"])

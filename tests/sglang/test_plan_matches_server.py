@@ -115,7 +115,7 @@ def test_sizes_are_those_of_the_server(
 
     stand_in(monkeypatch, machine, planned.max_requests)
     text = f'{{"algorithm": "{algorithm}", "budget": 1024, '
-    text += f'"host_memory": "{planned.config.host_memory}", '
+    text += f'"host_memory": "{planned.host_memory}", '
     text += f'"cuda_graph": {json.dumps(cuda_graph)}}}'
     pool_bytes = hooks.around_profile_available_bytes(
         lambda *_: machine.cache_bytes, configurator(loaded(tp), text, kv_cache_dtype), 0
@@ -145,7 +145,7 @@ def test_replicas_divide_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     late = Machine(host_bytes=20 * GIB, tp=2, dp=4, **sizes)
     stand_in(monkeypatch, late, planned.max_requests)
-    mib = int(str(planned.config.host_memory).removesuffix("MiB"))
+    mib = int(str(planned.host_memory).removesuffix("MiB"))
     text = f'{{"algorithm": "quest", "budget": 1024, "host_memory": {mib * 2**20}}}'
     hooks.around_profile_available_bytes(
         lambda *_: machine.cache_bytes, configurator(loaded(2), text), 0
@@ -180,7 +180,7 @@ def test_a_pipeline_divides_layers_and_host_memory(
     )
     every = SimpleNamespace(world_size=tp * len(stages), rank_in_group=0)
     text = '{"algorithm": "quest", "budget": 1024, "dense_layers": [2], '
-    text += f'"host_memory": "{planned.config.host_memory}"}}'
+    text += f'"host_memory": "{planned.host_memory}"}}'
     served, first = list[Sizing](), 0
     monkeypatch.setattr(parallel_state, "get_world_group", lambda: every)
     for own in stages:
@@ -229,7 +229,7 @@ def test_ranks_of_a_node_share_the_latents_of_mla(
     config = HiSparseConfig.from_dict(settings | {"host_memory": "8GiB"})
     planned = fit(config, shape_per_rank(MLA, 16, tp), machine, 32768)
     stand_in(monkeypatch, machine, planned.max_requests)
-    text = json.dumps(settings | {"host_memory": planned.config.host_memory})
+    text = json.dumps(settings | {"host_memory": planned.host_memory})
     hooks.around_profile_available_bytes(
         lambda *_: machine.cache_bytes, configurator(loaded_mla(tp), text), 0
     )
