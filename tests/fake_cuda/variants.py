@@ -62,7 +62,7 @@ class Variant:
         ]
         types = tree_leaves(tuple(given for _, given in self.signature))
         dtypes = dict.fromkeys(t[1:] for t in types if t[:1] == "*" and t != "*i32")
-        title = f"{self.module.rpartition('.')[2]}.{self.name.strip('_')}"
+        title = f"{self.module.split('.')[-2]}.{self.name.strip('_')}"
         return " ".join([title, ",".join(dtypes), *upper])
 
 

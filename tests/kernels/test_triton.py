@@ -68,7 +68,7 @@ def test_what_the_engine_launches_compiles_without_spills(archs: str) -> None:
     # Each GPU's format of summaries is among them, and K and V in eight bits. Queries are bf16.
     for arch in archs.split():
         formats = "bf16,fp32" if arch == "80" else "bf16,fp8e4nv,fp32"
-        kernel = f"page_score.score_kernel {formats}"
+        kernel = f"summary.score_kernel {formats}"
         assert any(line.startswith(f"sm_{arch}") and kernel in line for line in table)
     assert any(" attention.attend_kernel" in line and "SCALED=1" in line for line in table)
 

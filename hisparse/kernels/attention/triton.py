@@ -74,9 +74,7 @@ def paged_attention(
         return out, lse
     shape = (rows, splits, queries) if splits > 1 else (0, 0, 0)
     partials = (lse.new_empty(*shape, value), lse.new_empty(shape))
-    # Read as bytes, because some GPUs that Triton compiles for do not have this format.
-    e4m3 = kv.k.dtype == torch.float8_e4m3fn
-    k, v = (x.view(torch.uint8) if e4m3 else x for x in kv.kv)
+    k, v = map(_readable, kv.kv)
     # Where there are no scales, none are read.
     scales = (seq_lens, 0, 0, 0) if kv.scales is None else (kv.scales, *kv.scales.stride()[:3])
     _attend_kernel[(splits, blocks, rows)](
@@ -130,6 +128,11 @@ def _sizes(query: Tensor, kv: StoredKV) -> dict[str, int]:
         "MEMBERS": members,
         "MERGED": merged_at_once(members * value_block),
     }
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Bytes in place of e4m3, which some GPUs that Triton compiles for do not have."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def _token_bytes(kv: StoredKV, sizes: Mapping[str, int]) -> int:
