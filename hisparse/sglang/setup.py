@@ -68,23 +68,18 @@ def make_session(configurator: Any, device_bytes: int) -> tuple[ServerSession, i
     host_bytes, device_bytes = _memory(config, configurator, device_bytes, spec.num_layers)
     demands = [feature.demand(configurator, shape) for feature in enabled]
     request_slots = sum(x.request_slots for x in demands)
-    setup = resolve(
-        config,
-        spec,
-        shape.scale,
-        Resources(
-            host_bytes=host_bytes,
-            device_bytes=device_bytes,
-            context_length=context_length + sum(x.context_tokens for x in demands),
-            max_requests=_max_requests(request_slots),
-            device_type=configurator.device,
-            device=device_limits(configurator.device),
-            node_ranks=ranks.size,
-            chunk_tokens=_chunk_tokens(configurator),
-            draft_token_bytes=sum(x.device_token_bytes for x in demands),
-        ),
-        layers,
+    resources = Resources(
+        host_bytes=host_bytes,
+        device_bytes=device_bytes,
+        context_length=context_length + sum(x.context_tokens for x in demands),
+        max_requests=_max_requests(request_slots),
+        device_type=configurator.device,
+        device=device_limits(configurator.device),
+        node_ranks=ranks.size,
+        chunk_tokens=_chunk_tokens(configurator),
+        draft_token_bytes=sum(x.device_token_bytes for x in demands),
     )
+    setup = resolve(config, spec, shape.scale, resources, layers)
     for feature in enabled:
         feature.sized(setup, args)
     session = ServerSession(

@@ -17,7 +17,7 @@ from hisparse.errors import ConfigError
 
 if TYPE_CHECKING:
     from hisparse.sglang.features.base import Feature
-    from hisparse.sglang.start import Start
+    from hisparse.sglang.start import ModelKind, Option, Start
 
 __all__ = ["IN_USE", "all_features", "check_start", "enable", "enabled", "for_model"]
 
@@ -53,13 +53,8 @@ def check_start(start: Start) -> None:
     """
     from hisparse.sglang.start import SERVED_BY_FEATURES
 
-    installed = {feature.name for feature in all_features()}
     for option in SERVED_BY_FEATURES:
-        if option.feature not in installed and (got := option.given(start)):
-            raise ConfigError(
-                f"{got} needs the feature {option.feature!r} of hisparse.sglang, which is not "
-                f"installed; expected {option.expected}"
-            )
+        _check_installed(option, option.given(start))
     for feature in all_features():
         for option, others in feature.excludes.items():
             flag, _, value = option.given(start).partition(" ")
@@ -83,11 +78,15 @@ def for_model(model_config: Any, name: str) -> tuple[Feature, ...]:
     """
     from hisparse.sglang.start import MODEL_KINDS
 
-    installed = {feature.name for feature in all_features()}
     for kind in MODEL_KINDS:
-        if kind.feature not in installed and kind.found(model_config):
-            raise ConfigError(
-                f"{name} needs the feature {kind.feature!r} of hisparse.sglang, which is not "
-                f"installed; expected {kind.expected}"
-            )
+        _check_installed(kind, name if kind.found(model_config) else "")
     return tuple(feature for feature in all_features() if feature.is_for(model_config))
+
+
+def _check_installed(served: Option | ModelKind, got: str) -> None:
+    """Require the feature that serves what a server is started with; "": it is not."""
+    if got and served.feature not in {feature.name for feature in all_features()}:
+        raise ConfigError(
+            f"{got} needs the feature {served.feature!r} of hisparse.sglang, which is not "
+            f"installed; expected {served.expected}"
+        )

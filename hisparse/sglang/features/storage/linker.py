@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
@@ -47,25 +47,6 @@ _BLOCK_BYTES = 8 * 2**20
 _MAX_WAITING = 0.5
 
 
-class OwnPages(Protocol):
-    """Pages in the store that one request alone can load. Pages are named by their hashes."""
-
-    def first(self, rid: str, hashes: Sequence[str]) -> int:
-        """Place of the first page that a request has of its own; their number if it has none."""
-
-    def find(self, rid: str, hashes: Sequence[str]) -> int:
-        """Length of the longest prefix of ``hashes`` that the request can load."""
-
-    def load(self, rid: str, hashes: Sequence[str], pages: Tensor, ready: Sequence[Any]) -> bool:
-        """Load them into host pages; whether all have arrived."""
-
-    def reset(self) -> None:
-        """Remove all pages."""
-
-    def close(self) -> None:
-        """Remove all pages, and end the threads."""
-
-
 class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
     """Finds, loads and stores pages of hisparse's KV pools.
 
@@ -82,7 +63,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         exact: flags of pages.
         records: of pages that servers share.
         namespace: of these records, for the weights that the model has now.
-        own_pages: pages that one request alone can load; None: there are none.
+        own_pages: finds and loads pages that one request alone can load; None: there are none.
     """
 
     def __init__(
@@ -101,7 +82,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         state = session.get(StorageState)
         assert state is not None, "the session of a server with a linker has it"
         self._state = state
-        self.own_pages: OwnPages | None = None
+        self.own_pages: Any = None
         self.layer_done_counter = LayerWiseLoadCounter(session.spec.num_layers)
         self.ranks = LinkerRanks.of(params, shared=pool.host.format.shares_values)
         coordinator = session.coordinator
@@ -229,7 +210,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self.exact.set_exact(pages[:end])
         if self.own_pages is None or first == len(names):
             return True
-        return self.own_pages.load(rid, names[first:], pages[end:], ready)
+        return bool(self.own_pages.load(rid, names[first:], pages[end:], ready))
 
     def _add_loaded(self, names: list[str], pages: Tensor, ready: Sequence[Any]) -> None:
         """Load the representations of the pages ``names``; the others are built."""
