@@ -14,10 +14,8 @@ DevicePages pages_of(const TensorView& device_pages) {
 }  // namespace
 
 void page_table(Arguments& in) {
-  const TensorView device_pages = in.tensor();
-  const TensorView rows = in.tensor();
-  const TensorView slots = in.tensor();
-  const TensorView table = in.tensor();
+  const TensorView device_pages = in.tensor(), rows = in.tensor(), slots = in.tensor(),
+                   table = in.tensor();
   if (table.numel() == 0) return;
   const PageTableParams p{pages_of(device_pages),
                           data_of<const int64_t>(rows, "rows"),

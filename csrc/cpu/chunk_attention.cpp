@@ -285,15 +285,11 @@ Tokens tokens_of(const TensorView& t, const char* name) {
 }
 
 void chunk_attention(Arguments& in) {
-  const TensorView query = in.tensor();
-  const TensorView k = in.tensor();
-  const TensorView v = in.tensor();
-  const TensorView out = in.tensor();
-  const TensorView lse = in.tensor();
+  const TensorView query = in.tensor(), k = in.tensor(), v = in.tensor(), out = in.tensor(),
+                   lse = in.tensor();
   const auto causal = in.number<bool>();
   const auto logit_cap = in.number<double>();
-  const auto window = in.number<int64_t>();
-  const auto first_key = in.number<int64_t>();
+  const auto window = in.number<int64_t>(), first_key = in.number<int64_t>();
   ChunkParams p;
   p.query = data_of<const float>(query, "query");
   p.keys = tokens_of(k, "k");

@@ -148,17 +148,11 @@ bool run(const GraphScoreParams& p) {
 }
 
 void graph_score(Arguments& in) {
-  const TensorView query = in.tensor();
-  const TensorView keys = in.tensor();
-  const TensorView host_page_table = in.tensor();
-  const TensorView num_pages = in.tensor();
-  const TensorView links = in.tensor();
-  const TensorView tokens = in.tensor();
-  const TensorView best = in.tensor();
-  const TensorView scores = in.tensor();
-  const auto links_per_token = in.number<int64_t>();
-  const auto entry_stride = in.number<int64_t>();
-  const auto threshold = in.number<int64_t>();
+  const TensorView query = in.tensor(), keys = in.tensor(), host_page_table = in.tensor(),
+                   num_pages = in.tensor(), links = in.tensor(), tokens = in.tensor(),
+                   best = in.tensor(), scores = in.tensor();
+  const auto links_per_token = in.number<int64_t>(), entry_stride = in.number<int64_t>(),
+             threshold = in.number<int64_t>();
   const auto within = in.number<double>();
   GraphScoreParams p;
   p.query = data_of<const float>(query, "query");

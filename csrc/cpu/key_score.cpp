@@ -108,10 +108,8 @@ bool run(const KeyScoreParams& p) {
 }
 
 void key_score(Arguments& in) {
-  const TensorView query = in.tensor();
-  const TensorView keys = in.tensor();
-  const TensorView host_page_table = in.tensor();
-  const TensorView num_pages = in.tensor();
+  const TensorView query = in.tensor(), keys = in.tensor(), host_page_table = in.tensor(),
+                   num_pages = in.tensor();
   const uint8_t* wanted = in.data_or_null<const uint8_t>("pages");
   const TensorView scores = in.tensor();
   const auto sums = in.number<bool>();

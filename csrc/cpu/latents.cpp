@@ -68,12 +68,9 @@ void decode_row(const uint8_t* x, const Row& row, Out* out) {
 }
 
 void encode_latents(Arguments& in) {
-  const TensorView latents = in.tensor();
-  const TensorView out = in.tensor();
-  const auto rank = in.number<int64_t>();
-  const auto tile = in.number<int64_t>();
-  const auto scales_at = in.number<int64_t>();
-  const auto rope_at = in.number<int64_t>();
+  const TensorView latents = in.tensor(), out = in.tensor();
+  const auto rank = in.number<int64_t>(), tile = in.number<int64_t>(),
+             scales_at = in.number<int64_t>(), rope_at = in.number<int64_t>();
   const int64_t count = latents.size(0), width = latents.size(1);
   if (count == 0) return;
   const Row row{static_cast<int32_t>(rank), static_cast<int32_t>(tile),
@@ -118,13 +115,9 @@ bool decode_pages(const TensorView& pages, const TensorView& table, const Row& r
 }
 
 void decode_latents(Arguments& in) {
-  const TensorView pages = in.tensor();
-  const TensorView table = in.tensor();
-  const TensorView out = in.tensor();
-  const auto rank = in.number<int64_t>();
-  const auto tile = in.number<int64_t>();
-  const auto scales_at = in.number<int64_t>();
-  const auto rope_at = in.number<int64_t>();
+  const TensorView pages = in.tensor(), table = in.tensor(), out = in.tensor();
+  const auto rank = in.number<int64_t>(), tile = in.number<int64_t>(),
+             scales_at = in.number<int64_t>(), rope_at = in.number<int64_t>();
   require_unit_stride(pages, "pages");
   const Row row{static_cast<int32_t>(rank), static_cast<int32_t>(tile),
                 static_cast<int32_t>(scales_at), static_cast<int32_t>(rope_at),

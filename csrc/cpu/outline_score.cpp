@@ -119,11 +119,8 @@ bool score_run(const OutlineScoreParams& p, int64_t b, int64_t first) {
 }
 
 void outline_score(Arguments& in) {
-  const TensorView query = in.tensor();
-  const TensorView outlines = in.tensor();
-  const TensorView host_page_table = in.tensor();
-  const TensorView num_pages = in.tensor();
-  const TensorView scores = in.tensor();
+  const TensorView query = in.tensor(), outlines = in.tensor(), host_page_table = in.tensor(),
+                   num_pages = in.tensor(), scores = in.tensor();
   OutlineScoreParams p;
   p.query = data_of<const float>(query, "query");
   p.outlines = data_of<const uint8_t>(outlines, "outlines");

@@ -164,8 +164,7 @@ std::vector<float> split_signs(const float* query, int64_t count, int32_t dim, f
 
 void page_score(Arguments& in) {
   PageScoreParams p;
-  const TensorView query = in.tensor();
-  const TensorView summaries = in.tensor();
+  const TensorView query = in.tensor(), summaries = in.tensor();
   p.host_pages = rows_of<const int32_t>(in.tensor(), "host_page_table");
   p.num_pages = in.data<const int32_t>("num_pages");
   p.scales = in.data_or_null<const float>("scales");

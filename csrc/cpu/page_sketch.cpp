@@ -170,9 +170,7 @@ void run(const PageSketchParams& p) {
 }
 
 void page_sketch(Arguments& in) {
-  const TensorView keys = in.tensor();
-  const TensorView sketches = in.tensor();
-  const TensorView host_pages = in.tensor();
+  const TensorView keys = in.tensor(), sketches = in.tensor(), host_pages = in.tensor();
   const auto num_channels = in.number<int64_t>();
   require_unit_stride(keys, "keys");
   PageSketchParams p;

@@ -119,9 +119,7 @@ void run(const PageSummaryParams& p) {
 }
 
 void page_summary(Arguments& in) {
-  const TensorView keys = in.tensor();
-  const TensorView summaries = in.tensor();
-  const TensorView host_pages = in.tensor();
+  const TensorView keys = in.tensor(), summaries = in.tensor(), host_pages = in.tensor();
   require_unit_stride(keys, "keys");
   PageSummaryParams p;
   const int64_t bytes = keys.dtype().bits / 8;

@@ -314,14 +314,10 @@ void require_lengths(const AttentionParams& p) {
 }
 
 void paged_attention(Arguments& in) {
-  const TensorView query = in.tensor();
-  const TensorView k = in.tensor();
-  const TensorView v = in.tensor();
+  const TensorView query = in.tensor(), k = in.tensor(), v = in.tensor();
   const std::optional<TensorView> scales = in.optional();
-  const TensorView page_table = in.tensor();
-  const TensorView seq_lens = in.tensor();
-  const TensorView out = in.tensor();
-  const TensorView lse = in.tensor();
+  const TensorView page_table = in.tensor(), seq_lens = in.tensor(), out = in.tensor(),
+                   lse = in.tensor();
   const auto logit_cap = in.number<double>();
   const auto window = in.number<int64_t>();
   AttentionParams p;

@@ -214,11 +214,8 @@ class Stack {
 };
 
 void stack_depths(Arguments& in) {
-  const TensorView pages = in.tensor();
-  const TensorView offsets = in.tensor();
-  const TensorView streams = in.tensor();
-  const TensorView full_pages = in.tensor();
-  const TensorView histogram = in.tensor();
+  const TensorView pages = in.tensor(), offsets = in.tensor(), streams = in.tensor(),
+                   full_pages = in.tensor(), histogram = in.tensor();
   const auto num_pages = in.number<int64_t>();
   const Trace trace(pages, offsets, streams, full_pages, num_pages);
   const Rows<int64_t> counts = rows_of<int64_t>(histogram, "histogram");
@@ -308,14 +305,9 @@ void replay_with(const Trace& trace, const int32_t* sizes, int64_t num_sizes, Ro
 }
 
 void replay(Arguments& in) {
-  const TensorView pages = in.tensor();
-  const TensorView offsets = in.tensor();
-  const TensorView streams = in.tensor();
-  const TensorView full_pages = in.tensor();
-  const TensorView sizes = in.tensor();
-  const TensorView hits = in.tensor();
-  const auto num_pages = in.number<int64_t>();
-  const auto policy = in.number<int64_t>();
+  const TensorView pages = in.tensor(), offsets = in.tensor(), streams = in.tensor(),
+                   full_pages = in.tensor(), sizes = in.tensor(), hits = in.tensor();
+  const auto num_pages = in.number<int64_t>(), policy = in.number<int64_t>();
   const Trace trace(pages, offsets, streams, full_pages, num_pages);
   const Rows<int64_t> out = rows_of<int64_t>(hits, "hits");
   const int32_t* each = data_of<const int32_t>(sizes, "sizes");

@@ -275,14 +275,10 @@ bool score_all(const SketchScoreParams& p, const Layout& layout, const Queries& 
 }
 
 void sketch_score(Arguments& in) {
-  const TensorView query = in.tensor();
-  const TensorView sketches = in.tensor();
-  const TensorView host_page_table = in.tensor();
-  const TensorView num_pages = in.tensor();
-  const TensorView scores = in.tensor();
-  const auto dim = in.number<int64_t>();
-  const auto page_size = in.number<int64_t>();
-  const auto num_channels = in.number<int64_t>();
+  const TensorView query = in.tensor(), sketches = in.tensor(), host_page_table = in.tensor(),
+                   num_pages = in.tensor(), scores = in.tensor();
+  const auto dim = in.number<int64_t>(), page_size = in.number<int64_t>(),
+             num_channels = in.number<int64_t>();
   SketchScoreParams p;
   p.query = data_of<const float>(query, "query");
   p.sketches = {static_cast<const uint8_t*>(sketches.data_ptr()), sketches.stride(0)};

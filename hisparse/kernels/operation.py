@@ -17,14 +17,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError, unknown_name
-from hisparse.kernels.arguments import Arg, Result, Sizes
+from hisparse.kernels.arguments import Arg, Result, Shape, Sizes
 from hisparse.kernels.build import cuda as build_cuda
 from hisparse.kernels.build.cpu import call_cpu, cpu_library
 from hisparse.kernels.build.cuda import call_cuda
-from hisparse.kernels.results import allocator
 
 __all__ = ["IMPLEMENTATIONS", "OPERATIONS", "Operation", "Place", "why_no_triton"]
 
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _MAX_PASSED = 4096
 
 Implementation = Callable[..., Any]
+_Allocator = Callable[[Sequence[Tensor | None], Mapping[str, int]], "tuple[Tensor, ...]"]
 
 
 class Place(NamedTuple):
@@ -84,7 +85,7 @@ class Operation:
         layouts = ((i, x.layout) for i, x in enumerate(self.arguments))
         self._layouts = [(i, layout) for i, layout in layouts if layout != "any"]
         results = [x for x in arguments if isinstance(x, Result)]
-        self._new_results = allocator(self.arguments, results)
+        self._new_results = _allocator(self.arguments, results)
         self._values = values
         self._on = on or self.arguments[0].name
         self._also = also
@@ -218,6 +219,57 @@ class Operation:
             if layout == "all" or tensor.stride(-1) != 1:
                 given[index] = tensor.contiguous()
         return given
+
+
+def _allocator(arguments: Sequence[Arg], results: Sequence[Result]) -> _Allocator:
+    """Compile a function that returns uninitialised results.
+
+    As Python text, for a loop over declarations would take longer than PyTorch's allocations. Those
+    are cheapest after a tensor of the same shape and dtype, and dear if a dtype has to be given.
+
+    Args:
+        arguments: the tensors that an operation takes.
+        results: the tensors that it returns.
+
+    Returns:
+        a function of a call's tensors, of which the last ones may be left out, and of the sizes
+        that no tensor has.
+    """
+    known: dict[str, tuple[Any, Shape]] = {
+        f"given[{i}]": (x.dtypes, x.shape) for i, x in enumerate(arguments) if not x.optional
+    }
+    made = []
+    for number, result in enumerate(results):
+        shape = Shape(result.shape)
+        dtype = result.dtype if isinstance(result.dtype, str) else (result.dtype,)
+        same = [text for text, (dtypes, _) in known.items() if dtypes == dtype]
+        if isinstance(dtype, str):
+            named = [i for i, x in enumerate(arguments) if x.name == dtype]
+            same = [*same, *(f"given[{i}]" for i in named)]
+        alike = [name for name in same if known[name][1].sizes == shape.sizes]
+        sizes = ", ".join(_size(known, *size) for size in shape.sizes)
+        if alike:
+            text = f"torch.empty_like({alike[0]})"
+        elif same:
+            text = f"{same[0]}.new_empty({sizes})"
+        else:
+            where = next(iter(known))
+            text = f"torch.empty(({sizes},), dtype={result.dtype}, device={where}.device)"
+        made.append(f"(r{number} := {text})")
+        known[f"r{number}"] = (dtype, shape)
+    text = f"lambda given, sizes: ({''.join(f'{x}, ' for x in made)})"
+    compiled: _Allocator = eval(text, {"torch": torch})
+    return compiled
+
+
+def _size(known: Mapping[str, tuple[Any, Shape]], name: str, factor: int, more: int) -> str:
+    """The text of a size."""
+    text = f"sizes[{name!r}]"
+    for tensor, (_, shape) in known.items():
+        for dim, size in enumerate(shape.sizes):
+            if size == (name, 1, 0):
+                text = f"{tensor}.shape[{dim - len(shape.sizes)}]"
+    return f"{factor} * {text} + {more}" if (factor, more) != (1, 0) else text
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from hisparse.errors import KernelError
 from hisparse.kernels import SketchLayout, page_sketch, sketch_score
-from hisparse.kernels.sketch.layout import SCALE_OFFSET
+from hisparse.kernels.sketch.op import SCALE_OFFSET
 from hisparse.kernels.sketch.reference import sketch_keys
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hisparse.kernels.lru.op import DIFF_TABLES, LRU_DIFF, PAGE_TABLE
+from hisparse.kernels.lru.op import DIFF_TABLES, LRU_DIFF, PAGE_TABLE, DecodeRows, RowState
 from hisparse.kernels.lru.reference import with_dense_requests
-from hisparse.kernels.lru.tables import DecodeRows, RowState
 
 __all__ = ["diff_tables", "lru_diff", "page_table"]
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels.build.cuda import call_cuda
-from hisparse.kernels.lru.op import DIFF_TABLES, LRU_DIFF, PAGE_TABLE
-from hisparse.kernels.lru.tables import DecodeRows, RowState
+from hisparse.kernels.lru.op import DIFF_TABLES, LRU_DIFF, PAGE_TABLE, DecodeRows, RowState
 
 __all__ = ["diff_tables", "lru_diff", "page_table"]
 

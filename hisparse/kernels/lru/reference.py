@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hisparse.kernels.lru.tables import DecodeRows, DiffTables, LruDiff, RowState
+from hisparse.kernels.lru.op import DecodeRows, DiffTables, LruDiff, RowState
 
 __all__ = ["diff_tables", "lru_diff", "page_table", "with_dense_requests"]
 

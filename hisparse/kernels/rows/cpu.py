@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hisparse.kernels.lru.tables import RowState
+from hisparse.kernels.lru.op import RowState
 from hisparse.kernels.rows.op import PROMOTE_TAIL, REBALANCE, TailPools
 from hisparse.kernels.rows.reference import copy_tails
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.kernels.lru.tables import RowState
+from hisparse.kernels.lru.op import RowState
 from hisparse.kernels.rows.op import PROMOTE_TAIL, REBALANCE, RESET_ROWS, TailPools
 
 __all__ = ["promote_tail", "rebalance", "reset_rows"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import Arg, Sizes
-from hisparse.kernels.lru.tables import RowState
+from hisparse.kernels.lru.op import RowState
 from hisparse.kernels.operation import Operation
 
 __all__ = ["TailPools", "drop_pages", "promote_tail", "rebalance", "reset_rows"]

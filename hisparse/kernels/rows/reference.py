@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.kernels.lru.tables import RowState
+from hisparse.kernels.lru.op import RowState
 from hisparse.kernels.rows.op import TailPools
 
 __all__ = ["copy_tails", "promote_tail", "rebalance", "reset_rows"]

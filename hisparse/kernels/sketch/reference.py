@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels.attention.reference import paged_attention, scaled_query
-from hisparse.kernels.sketch.layout import BLOCK, SCALE_OFFSET, SketchLayout
-from hisparse.kernels.sketch.op import TailPages
+from hisparse.kernels.sketch.op import BLOCK, SCALE_OFFSET, SketchLayout, TailPages
 
 __all__ = [
     "outline_score",

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse.kernels.sketch.layout import SCALE_OFFSET, SketchLayout
+from hisparse.kernels.sketch.op import SCALE_OFFSET, SketchLayout
 from hisparse.kernels.sketch.triton_parts import scale_of
 from hisparse.kernels.sketch.triton_score import sketch_score
 

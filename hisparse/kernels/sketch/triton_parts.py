@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse.kernels.sketch.layout import SCALE_OFFSET
-from hisparse.kernels.sketch.op import TailPages
+from hisparse.kernels.sketch.op import SCALE_OFFSET, TailPages
 from hisparse.kernels.triton_common import (
     INTERPRETED,
     dot_parts,

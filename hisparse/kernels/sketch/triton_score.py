@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hisparse.kernels.sketch.layout import SketchLayout
-from hisparse.kernels.sketch.op import TailPages
+from hisparse.kernels.sketch.op import SketchLayout, TailPages
 from hisparse.kernels.sketch.triton_parts import find_tail_lse, scale_of, tail_arguments
 from hisparse.kernels.triton_common import dot_parts, load_query, num_parts, powers_of_queries
 
