@@ -156,7 +156,6 @@ _DECODE = {
     "page-size": (16, "tokens of a page"),
 }
 _MODEL = {name: _DECODE[name] for name in ("q-heads", "kv-heads", "head-dim", "page-size")}
-_BUSY = {"processes": (1, "processes that keep a core busy each")} | _DECODE
 _STEP = {
     "context": (8192, "tokens of each request"),
     "budget": (1024, "tokens attended per step"),
@@ -185,13 +184,12 @@ def _add_kernel_parsers(benches: Any) -> None:
     decode = _add(benches, "decode", "attention of one layer, with selection and swap-in", _DECODE)
     step = _add(benches, "step", "a decode step of several layers, with and without overlap", _STEP)
     prefill = _add(benches, "prefill", "a chunk over a prefix, with and without overlap", _PREFILL)
-    busy = _add(benches, "busy", "a decode step while other processes keep cores busy", _BUSY)
     text = "CPU kernels against the processor's limits: multiply-adds and memory"
     _add(benches, "kernels", text, _KERNELS)
-    for parser in (decode, busy, step, prefill):
+    for parser in (decode, step, prefill):
         help_text = "dtype of K and V (float32)"
         parser.add_argument("--dtype", default="float32", metavar="NAME", help=help_text)
-    for parser in (decode, busy, step):
+    for parser in (decode, step):
         name = HiSparseConfig.algorithm
         help_text = f"the algorithm, any registered one ({name})"
         parser.add_argument("--algorithm", default=name, metavar="NAME", help=help_text)
@@ -251,7 +249,6 @@ def _limits(name: str, values: dict[str, Any], options: Options) -> Report:
 
 
 def _bench(name: str) -> Callable[..., Any]:
-    from hisparse_bench.busy import BusyBench
     from hisparse_bench.decode import DecodeBench
     from hisparse_bench.lru_diff import LruDiffBench
     from hisparse_bench.prefill import PrefillBench
@@ -264,7 +261,6 @@ def _bench(name: str) -> Callable[..., Any]:
         "transfer": TransferBench,
         "swap-in": SwapInBench,
         "decode": DecodeBench,
-        "busy": BusyBench,
         "step": StepBench,
         "prefill": PrefillBench,
     }[name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from hisparse.cli import main
 from hisparse.kernels import sketch_score
 from hisparse.kernels.build import isa
 from hisparse.kernels.operation import OPERATIONS
-from hisparse_bench import busy, kernels, lru_diff, transfer
+from hisparse_bench import kernels, lru_diff, transfer
 from hisparse_bench.decode import DecodeBench, DecodeWorkload
 from hisparse_bench.lru_diff import LruDiffBench, drifting_selections
 from hisparse_bench.options import Options
@@ -31,7 +30,6 @@ from tests.command import Command
 from tests.delayed import DelayedStreams
 from tests.engine.test_overlap import Forgetful
 from tests.kernels.lru_oracle import LruOracle
-from tests.processes import is_running
 
 T = TypeVar("T")
 
@@ -207,41 +205,6 @@ def test_a_wrong_kernel_has_no_share_of_a_limit(
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_busy_cores_beside_a_quiet_machine(
-    monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
-    before, running = torch.get_num_threads(), []
-    start = subprocess.Popen
-
-    def popen(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
-        child = start(*arguments, **options)
-        if "-S" in arguments[0]:  # The commit is asked of git.
-            running.append(child)
-        return child
-
-    monkeypatch.setattr(busy.subprocess, "Popen", popen)
-    flags = [*SMALL["decode"], "--steps", "8", "--processes", "2"]
-    (case,) = command.json("bench", "busy", *flags)["cases"]
-    assert (case["gate"], case["params"]["processes"]) == ("passed", 2)
-    assert [x["impl"] for x in case["results"]] == ["busy", "quiet", "quiet_1_thread"]
-    assert case["ratios"]["busy/quiet_1_thread"] > 0
-    assert torch.get_num_threads() == before
-    assert len(running) == 8
-    assert all(child.returncode is not None for child in running)
-
-
-def test_a_spinning_process_ends_with_its_parent() -> None:
-    code = (
-        "import os; from hisparse_bench.busy import busy_cores\n"
-        "with busy_cores(1) as (child,): print(child.pid, flush=True); os._exit(0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    end = time.monotonic() + 10
-    while is_running(int(done.stdout)):
-        assert time.monotonic() < end, "the child still runs"
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("bench", OVERLAP)
 def test_with_and_without_overlap_in_one_run(bench: str, command: Command) -> None:
     (case,) = command.json("bench", bench, *OVERLAP[bench], "--steps", "4")["cases"]
@@ -345,7 +308,6 @@ def test_a_peer_is_left_out_with_the_reason() -> None:
             ["kernels", "--budget", "100"],
             "--budget: got 100, expected a multiple of --page-size 16",
         ),
-        (["busy", "--processes", "0"], "--processes: got 0, expected more than 0"),
         (["step", "--algorithm", "dsa"], "algorithm 'dsa' cannot do page_size 16"),
         (["step", "--algorithm", "dsa", "--page-size", "1"], "'dsa' asks the model's indexer"),
         (["serve", "--isa", "sse9"], "--isa: got 'sse9', expected an instruction set (choices: n"),
