@@ -1,4 +1,21 @@
-"""What pages share, their keys, and the record of a page in a segment."""
+"""What pages share, their keys, and the record of a page in a segment.
+
+A record is one block of header, then the parts, padded to a block. Little-endian; offsets in
+bytes::
+
+    0   8  magic; its last byte is the version of the format
+    8   8  xxh3_64 of bytes 16 to 4096
+    16  16 key of the namespace
+    32  8  bytes of the record, header and padding included: a multiple of 4096
+    40  8  when it was written, seconds since 1970 (float64)
+    48  2  number of parts
+    50  2  bytes of the page's key
+    52  4  bytes of the namespace's text
+    56     sizes of the parts (8 bytes each), xxh3_64 of the parts (8 bytes each), the page's key,
+           the namespace's text (JSON), zeros to 4096
+
+The namespace's text is there so that an index can be rebuilt from segments alone.
+"""
 
 from __future__ import annotations
 
