@@ -39,7 +39,10 @@ def as_pages(kv: PagedKV, page_size: int) -> PagedKV:
 def flashinfer_decode(
     pages: PagedKV, batch: int, q_heads: int, scale: float, *, tensor_cores: bool
 ) -> Callable[[Tensor], Tensor]:
-    """A function ``q [B, Hq, D] -> [B, Hq, D]`` over whole contexts.
+    """A function ``q [B, Hq, D] -> [B, Hq, D]`` over whole contexts; CUDA only.
+
+    It has not been run on a GPU yet: the benchmark compares its output with SDPA's and leaves it
+    out if they differ.
 
     Args:
         pages: ``[B * P, page, Hkv, D]``, from :func:`as_pages`.
@@ -131,6 +134,10 @@ def fused_swap_in(
     host: Tensor, table: Tensor, width: int, slots: int
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """A function from ``selection [R, K] int32`` to buffer rows ``[R, K]`` and the device buffer.
+
+    SGLang's own HiSparse: one fused kernel for bookkeeping and copies; CUDA only. Written after
+    SGLang 0.5.23's coordinator and not run on a GPU yet: the benchmark compares the pages that it
+    loads with the host pool and leaves it out if they differ.
 
     Args:
         host: ``[tokens, row bytes] uint8``, pinned.

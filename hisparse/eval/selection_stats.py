@@ -33,7 +33,10 @@ class _Rows(NamedTuple):
 
 
 class LruStacks:
-    """The stack of each layer and row, cut at a depth.
+    """The stack of each layer and row, cut at a depth: hit ratios of every buffer in one pass.
+
+    A stack holds pages in the order of last use. A buffer of C pages holds the first C of the
+    stack, so a page at depth d hits in every buffer with C > d (Mattson et al., 1970).
 
     Args:
         depth: pages that a stack holds, at least.

@@ -24,7 +24,7 @@ from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
 from hisparse.private_files import NotPrivateError, PrivateFolder, lock_holder
 from hisparse.storage.context_tree import contexts_path
 from hisparse.storage.index import Index
-from hisparse.storage.record import BLOCK_BYTES
+from hisparse.storage.namespace import BLOCK_BYTES
 from hisparse.storage.schema import is_refusal
 from hisparse.storage.segments import SEGMENT_NAME, Segments, locked
 

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from hisparse.storage.namespace import Namespace
+from hisparse.storage.namespace import Header, Namespace, key_bytes, record_bytes
 from hisparse.storage.prefix import PrefixSearch
-from hisparse.storage.record import Header, key_bytes, record_bytes
 from hisparse.storage.report import NamespaceUse
 from hisparse.storage.schema import (
     COLUMNS,

@@ -1,11 +1,31 @@
-"""What pages must have in common to be exchanged."""
+"""What pages share, their keys, and the record of a page in a segment.
+
+A record is one block of header, then the parts, padded to a block. Little-endian; offsets in
+bytes::
+
+    0   8  magic; its last byte is the version of the format
+    8   8  xxh3_64 of bytes 16 to 4096
+    16  16 key of the namespace
+    32  8  bytes of the record, header and padding included: a multiple of 4096
+    40  8  when it was written, seconds since 1970 (float64)
+    48  2  number of parts
+    50  2  bytes of the page's key
+    52  4  bytes of the namespace's text
+    56     sizes of the parts (8 bytes each), xxh3_64 of the parts (8 bytes each), the page's key,
+           the namespace's text (JSON), zeros to 4096
+
+The namespace's text is there so that an index can be rebuilt from segments alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import struct
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 import xxhash
@@ -120,3 +140,118 @@ class Namespace:
         """
         found = parse_object(text, "namespace", '{"model": "...", ...}')
         return from_options(cls, "namespace", "namespace", found)
+
+
+#: Records begin and end at multiples of this, where a lost one's successor is looked for.
+BLOCK_BYTES: Final = 4096
+MAX_KEY_BYTES: Final = 64
+_MAGIC: Final = b"hiSpage\x01"
+_FIXED: Final = struct.Struct("<8sQ16sQdHHI")
+_CHECKED_FROM: Final = 16
+#: A time beyond it, or none at all, is not from a clock.
+END_OF_TIME: Final = 1e11
+_CHECKSUM: Final = struct.Struct("<8sQ")
+
+
+@dataclass(frozen=True)
+class Header:
+    """The header of a record.
+
+    Attributes:
+        namespace: of the page.
+        key: of the page.
+        num_bytes: of the record.
+        written: seconds since 1970.
+    """
+
+    namespace: Namespace
+    key: bytes
+    num_bytes: int
+    written: float
+
+
+def key_bytes(key: str) -> bytes:
+    """The bytes of a hexadecimal key.
+
+    Raises:
+        ConfigError: the key is malformed.
+    """
+    try:
+        found = bytes.fromhex(key)
+    except (ValueError, TypeError):
+        found = b""
+    if not 0 < len(found) <= MAX_KEY_BYTES or 2 * len(found) != len(key):
+        expected = f"2 to {2 * MAX_KEY_BYTES} hexadecimal digits, an even number"
+        raise ConfigError(f"key: got {quoted(key)}, expected {expected}")
+    return found
+
+
+def checksum(part: memoryview) -> int:
+    """xxh3_64 of a part."""
+    return xxhash.xxh3_64_intdigest(part)
+
+
+def record_bytes(page_bytes: int) -> int:
+    """Bytes of a record, in whole blocks."""
+    return BLOCK_BYTES * (1 + -(-page_bytes // BLOCK_BYTES))
+
+
+def make_header(namespace: Namespace, key: bytes, checksums: Sequence[int], now: float) -> bytes:
+    """The header of a record that is written at the time ``now``."""
+    text, count = namespace.text.encode(), len(checksums)
+    fixed = _FIXED.pack(
+        _MAGIC, 0, namespace.key_bytes, record_bytes(namespace.page_bytes), now,
+        count, len(key), len(text),
+    )  # fmt: skip
+    numbers = struct.pack(f"<{2 * count}Q", *namespace.part_bytes, *checksums)
+    block = bytearray((fixed + numbers + key + text).ljust(BLOCK_BYTES, b"\0"))
+    _CHECKSUM.pack_into(block, 0, _MAGIC, _block_checksum(block))
+    return bytes(block)
+
+
+def _block_checksum(block: bytes | bytearray | memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(memoryview(block)[_CHECKED_FROM:BLOCK_BYTES])
+
+
+def _is_whole(block: bytes | bytearray | memoryview) -> bool:
+    return len(block) >= BLOCK_BYTES and _CHECKSUM.unpack_from(block) == (
+        _MAGIC,
+        _block_checksum(block),
+    )
+
+
+def checksums_in(
+    block: bytes | bytearray | memoryview, namespace: Namespace, key: bytes
+) -> tuple[int, ...] | None:
+    """The checksums of the parts, or None if the block is not the header of this page."""
+    if not _is_whole(block):
+        return None
+    _, _, namespace_key, _, _, count, key_size, _ = _FIXED.unpack_from(block)
+    if namespace_key != namespace.key_bytes or count != len(namespace.part_bytes):
+        return None
+    start = _FIXED.size + 16 * count
+    if bytes(block[start : start + key_size]) != key:
+        return None
+    return struct.unpack_from(f"<{count}Q", block, _FIXED.size + 8 * count)
+
+
+def read_header(block: bytes) -> Header | None:
+    """The header in a block of a segment, or None if there is none that can be trusted."""
+    if not _is_whole(block):
+        return None
+    _, _, namespace_key, num_bytes, written, count, key_size, text_size = _FIXED.unpack_from(block)
+    start = _FIXED.size + 16 * count
+    key = bytes(block[start : start + key_size])
+    try:
+        text = bytes(block[start + key_size :][:text_size]).decode()
+        namespace = Namespace.parse(text)
+    except ValueError:  # ConfigError and UnicodeDecodeError are ValueErrors.
+        return None
+    fits = (
+        namespace.key_bytes == namespace_key
+        and len(namespace.part_bytes) == count
+        and record_bytes(namespace.page_bytes) == num_bytes
+        and 0 < len(key) == key_size <= MAX_KEY_BYTES
+        and 0 <= written < END_OF_TIME
+    )
+    return Header(namespace, key, num_bytes, written) if fits else None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, Final
 
-from hisparse.storage.record import MAX_KEY_BYTES, key_bytes
+from hisparse.storage.namespace import MAX_KEY_BYTES, key_bytes
 
 #: Records that a run spans: the fewest, and the most. It grows while all its pages are wanted.
 _FEW, _MANY = 64, 8192

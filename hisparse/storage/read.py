@@ -12,9 +12,9 @@ from typing import Final
 from hisparse.errors import one_line
 from hisparse.storage.folder import Folder
 from hisparse.storage.index import Row
-from hisparse.storage.namespace import Namespace
-from hisparse.storage.record import (
+from hisparse.storage.namespace import (
     BLOCK_BYTES,
+    Namespace,
     checksum,
     checksums_in,
     read_header,

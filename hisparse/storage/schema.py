@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Iterator
 from typing import Final
 
-from hisparse.storage.record import BLOCK_BYTES, END_OF_TIME
+from hisparse.storage.namespace import BLOCK_BYTES, END_OF_TIME
 
 #: What tables there are: an index with others is made anew.
 TABLES: Final = "SELECT type, name, sql FROM sqlite_master ORDER BY type, name"

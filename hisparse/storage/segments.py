@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from hisparse.private_files import NotPrivateError, PrivateFolder
-from hisparse.storage.record import BLOCK_BYTES, Header, read_header
+from hisparse.storage.namespace import BLOCK_BYTES, Header, read_header
 
 logger = logging.getLogger(__name__)
 

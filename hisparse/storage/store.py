@@ -17,9 +17,8 @@ from hisparse.storage.collect import MIN_LIVE_RATIO, Collector
 from hisparse.storage.folder import Folder
 from hisparse.storage.index import Row
 from hisparse.storage.limits import Limits
-from hisparse.storage.namespace import Namespace
+from hisparse.storage.namespace import Namespace, checksum, key_bytes, make_header, record_bytes
 from hisparse.storage.read import Reader
-from hisparse.storage.record import checksum, key_bytes, make_header, record_bytes
 from hisparse.storage.report import Counters, StoreReport, VerifyReport
 from hisparse.storage.segments import SegmentWriter
 

@@ -1,4 +1,10 @@
-"""Checks of selections, and of what a decode step may do."""
+"""Checks of selections, and of the methods that run in every decode step.
+
+The checks run on a CPU, so they look for signs of what would be slow or wrong on a GPU: a read of a
+tensor's value stands for a wait for the device, a changing list of operations for a CUDA graph that
+cannot be replayed, and bytes of new tensors for the work of an allocator. They see the operations
+of PyTorch and not what compiled kernels do.
+"""
 
 from __future__ import annotations
 

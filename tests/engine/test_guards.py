@@ -206,7 +206,7 @@ def test_an_exception_names_the_method_and_keeps_its_cause(
     line = r"got KeyError: 'planted' \(test_guards.py, line \d+\), expected no exception"
     with pytest.raises(AlgorithmError, match=line) as error:
         decode(Right(), 12)
-    assert f"Right (faulty_algorithms), {where}: got" in str(error.value)
+    assert f"Right ({Right.__module__}), {where}: got" in str(error.value)
     assert isinstance(error.value.__cause__, KeyError)
 
 

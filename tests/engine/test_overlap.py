@@ -203,7 +203,7 @@ READS_BACK = {"algorithm": SnapKV(window=4)}
     ("function", "settings"),
     [
         pytest.param("Staging._start", {}, id="a-tile-of-a-prefix"),
-        pytest.param("Prefill.attention", READS_BACK, id="a-write-that-is-read-back"),
+        pytest.param("Prefill.run", READS_BACK, id="a-write-that-is-read-back"),
     ],
 )
 def test_a_forgotten_join_shows(function: str, settings: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from hisparse.storage.record import (
+from hisparse.storage.namespace import (
     _CHECKSUM,
     _FIXED,
     _MAGIC,

@@ -18,7 +18,7 @@ import pytest
 from hisparse.cli import main
 from hisparse.errors import ConfigError
 from hisparse.storage import FileStore, Namespace
-from hisparse.storage.record import BLOCK_BYTES, read_header
+from hisparse.storage.namespace import BLOCK_BYTES, read_header
 from tests.hostile.fuzz import read_checked
 from tests.hostile.mutations import VALUES, mutated_object, mutated_text
 from tests.hostile.readers import store_readers

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hisparse.storage import FileStore, prefix
-from hisparse.storage.record import BLOCK_BYTES, Header, record_bytes
+from hisparse.storage.namespace import BLOCK_BYTES, Header, record_bytes
 from tests.sizes import sized
 from tests.storage.pages import NAMESPACE, fill, key_of, parts_of, read
 

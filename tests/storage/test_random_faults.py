@@ -28,7 +28,7 @@ from typing import Any
 from hisparse.errors import HiSparseError
 from hisparse.storage import FileStore, report, segments
 from hisparse.storage.index import Index
-from hisparse.storage.record import BLOCK_BYTES, read_header
+from hisparse.storage.namespace import BLOCK_BYTES, read_header
 from tests.processes import largest_file
 from tests.sizes import FAULTS
 from tests.storage.pages import NAMESPACE, key_of, parts_of, read, segment_files
