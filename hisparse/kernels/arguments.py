@@ -18,6 +18,7 @@ __all__ = [
     "Shape",
     "Size",
     "Sizes",
+    "check_all",
     "check_contiguous",
     "check_divides",
     "check_scales",
@@ -59,19 +60,21 @@ class Shape:
 
     Args:
         text: sizes separated by spaces, such as "B Hkv 2*D": a number, a name, or a name times or
-            plus a number. "_" is any size. A starred name comes first and stands for any number of
-            sizes. A name stands for the same size wherever it occurs in an operation.
+            plus a number. "_" is any size. The first may be a starred name, which stands for any
+            number of sizes, or "?name" for one size or none. A name stands for the same size
+            wherever it occurs in an operation.
     """
 
     def __init__(self, text: str) -> None:
         terms = text.split()
-        self._star = terms.pop(0)[1:] if text.startswith("*") else ""
+        self._star = terms.pop(0)[1:] if text.startswith(("*", "?")) else ""
+        self._one_more = text.startswith("?")
         self.sizes = [Size.parse(term) for term in terms]
 
     def fits(self, shape: tuple[int, ...], sizes: Sizes) -> bool:
         """Whether a tensor's shape is this one; if so, the names that are new are added."""
         lead = len(shape) - len(self.sizes)
-        if lead < 0 or (lead and not self._star):
+        if lead < 0 or (lead and not self._star) or (lead > 1 and self._one_more):
             return False
         named = self._star not in ("", "_")
         found: Sizes = {self._star: tuple(shape[:lead])} if named else {}
@@ -176,6 +179,27 @@ class Result(NamedTuple):
     name: str
     dtype: torch.dtype | str
     shape: str
+
+
+def check_all(
+    arguments: Sequence[Arg], tensors: Sequence[Tensor | None], sizes: Sizes, place: str
+) -> dict[str, Tensor | None]:
+    """Check tensors against their declarations, in order; adds the sizes that they name.
+
+    Returns:
+        the tensors by name.
+
+    Raises:
+        KernelError: a tensor that is not optional is None, or :meth:`Arg.check` refuses one.
+    """
+    known = {x.name: tensor for x, tensor in zip(arguments, tensors, strict=True)}
+    for argument in arguments:
+        tensor = known[argument.name]
+        if tensor is not None:
+            argument.check(tensor, known, sizes, place)
+        elif not argument.optional:
+            raise KernelError(f"{argument.name}: got None, expected a tensor")
+    return known
 
 
 def check_contiguous(name: str, tensor: Tensor) -> None:

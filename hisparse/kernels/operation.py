@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError, unknown_name
-from hisparse.kernels.arguments import Arg, Result, Shape, Sizes
+from hisparse.kernels.arguments import Arg, Result, Shape, Sizes, check_all
 from hisparse.kernels.build import cuda as build_cuda
 from hisparse.kernels.build.cpu import call_cpu, cpu_library
 from hisparse.kernels.build.cuda import call_cuda
@@ -142,14 +142,8 @@ class Operation:
         return found
 
     def _check(self, tensors: Sequence[Tensor | None], values: Sequence[Any]) -> None:
-        known = dict(zip((x.name for x in self.arguments), tensors, strict=True))
         sizes: Sizes = dict(zip(self._values, values, strict=True))
-        for argument in self.arguments:
-            tensor = known[argument.name]
-            if tensor is not None:
-                argument.check(tensor, known, sizes, self._on)
-            elif not argument.optional:
-                raise KernelError(f"{argument.name}: got None, expected a tensor")
+        known = check_all(self.arguments, tensors, sizes, self._on)
         if self._also is not None:
             self._also(known, sizes)
 

@@ -48,3 +48,12 @@ def test_a_tensor_that_does_not_fit_is_refused(stale: Tensor) -> None:
     states, _ = make_states(1, 1, 4)
     with pytest.raises(KernelError, match="stale"):
         drop_pages(torch.tensor([0]), stale, states)
+
+
+@pytest.mark.parametrize("table", ["slot_pages", "lru_order", "device_pages"])
+def test_a_table_that_does_not_fit_is_refused(table: str) -> None:
+    states, _ = make_states(1, 1, 4)
+    stale = torch.zeros(4, dtype=torch.bool)
+    for wrong in (getattr(states, table).long(), torch.zeros((1, 1, 3), dtype=torch.int32)):
+        with pytest.raises(KernelError, match=rf"(slot_pages|lru_order|{table}): got"):
+            drop_pages(torch.tensor([0]), stale, states._replace(**{table: wrong}))

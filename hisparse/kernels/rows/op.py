@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hisparse.errors import KernelError
-from hisparse.kernels.arguments import Arg, Sizes
+from hisparse.kernels.arguments import Arg, check_all
 from hisparse.kernels.lru.op import RowState
 from hisparse.kernels.operation import Operation
 
@@ -91,6 +91,9 @@ REBALANCE = Operation(
 )
 
 
+_DROP_PAGES = (Arg("rows", _I64, "M"), Arg("stale", torch.bool, "P"), *_tables("L NR"))
+
+
 def promote_tail(
     rows: Tensor,
     page_index: Tensor,
@@ -157,9 +160,7 @@ def drop_pages(rows: Tensor, stale: Tensor, states: RowState) -> None:
     Raises:
         KernelError: a tensor has another shape, dtype or device.
     """
-    sizes: Sizes = {}
-    Arg("rows", _I64, "M").check(rows, {"rows": rows}, sizes, "rows")
-    Arg("stale", torch.bool, "P").check(stale, {"rows": rows}, sizes, "rows")
+    check_all(_DROP_PAGES, (rows, stale, *states), {}, "rows")
     held, order = states.slot_pages[:, rows], states.lru_order[:, rows]
     # The last entry is for empty slots and for pages that stay.
     kept = torch.nn.functional.pad(~stale, (0, 1), value=True)

@@ -24,26 +24,12 @@ _I32, _I64 = torch.int32, torch.int64
 _LISTS = ("cpu", "src.k", "dst.k")
 
 
-def _pages_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
-    src_k, src_v, dst_k, dst_v = (tensors[x] for x in ("src.k", "src.v", "dst.k", "dst.v"))
-    for name, to, of in (("dst.k", dst_k, src_k), ("dst.v", dst_v, src_v)):
-        if to.dtype != of.dtype or not _can_hold(to.shape, of.shape):
-            raise KernelError(
-                f"{name}: got pages {list(to.shape)} of {to.dtype}, expected those of the "
-                f"source, {list(of.shape)} of {of.dtype}, in any number, or one head of them"
-            )
-    if src_k.shape[-3] != src_v.shape[-3] or dst_k.shape[-3] != dst_v.shape[-3]:
+def _heads_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
+    got, stored = sizes["Hd"], sizes["Hs"]
+    if got != stored and not (got == 1 and stored > 1):
         raise KernelError(
-            f"v: got {src_v.shape[-3]} heads to {dst_v.shape[-3]}, expected those of k, "
-            f"{src_k.shape[-3]} to {dst_k.shape[-3]}"
+            f"dst.k: got pages of {got} heads, expected those of the source, {stored}, or 1 head"
         )
-
-
-def _can_hold(to: torch.Size, of: torch.Size) -> bool:
-    """Whether pages of shape ``to`` can hold pages of shape ``of``, or one head of them."""
-    if len(to) != len(of) or len(to) not in (4, 5) or to[:-4] != of[:-4]:
-        return False
-    return to[-2:] == of[-2:] and to[-3] in (1, of[-3])
 
 
 def _tail_slots_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
@@ -55,51 +41,50 @@ def _tail_slots_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> Non
             "multiple of the heads"
         )
     want = heads if each <= 1 else 1
-    for name in ("device.k", "device.v"):
-        shape = tensors[name].shape
-        if shape[1] != want:
-            expected = f"[any, {want}, {shape[2]}, {shape[3]}]"
-            raise KernelError(f"{name}: got shape {list(shape)}, expected {expected}")
+    if sizes["Hr"] != want:
+        shape = tensors["device.k"].shape
+        expected = f"[any, {want}, {shape[2]}, {shape[3]}]"
+        raise KernelError(f"device.k: got shape {list(shape)}, expected {expected}")
 
 
 GATHER_PAGES = Operation(
     __name__,
     "gather_pages",
-    Arg("src.k", None, "*_", on=(), host=True, layout="any"),
-    Arg("src.v", None, "*_", on=("src.k",), host=True, layout="any"),
+    Arg("src.k", None, "?L Ps Hs S Dk", on=(), host=True, layout="any"),
+    Arg("src.v", None, "?L Ps Hs S Dv", on=("src.k",), host=True, layout="any"),
     Arg("src_pages", _I32, "R K", on=_LISTS),
-    Arg("dst.k", None, "*_", on=(), written=True),
-    Arg("dst.v", None, "*_", on=("dst.k",), written=True),
+    Arg("dst.k", "src.k", "?L Pd Hd S Dk", on=(), written=True),
+    Arg("dst.v", "src.v", "?L Pd Hd S Dv", on=("dst.k",), written=True),
     Arg("dst_pages", _I32, "R K", on=_LISTS),
-    also=_pages_fit,
+    also=_heads_fit,
 )
 SCATTER_TOKENS = Operation(
     __name__,
     "scatter_tokens",
-    Arg("dst.k", None, "*L _ Hk _ Dk", on=(), host=True, written=True),
-    Arg("dst.v", None, "*L _ Hv _ Dv", on=("dst.k",), host=True, written=True),
-    Arg("k", "dst.k", "*L T Hk Dk", on=(), layout="any"),
-    Arg("v", "dst.v", "*L T Hv Dv", on=("k",), layout="any"),
+    Arg("dst.k", None, "?L P H S Dk", on=(), host=True, written=True),
+    Arg("dst.v", None, "?L P H S Dv", on=("dst.k",), host=True, written=True),
+    Arg("k", "dst.k", "?L T H Dk", on=(), layout="any"),
+    Arg("v", "dst.v", "?L T H Dv", on=("k",), layout="any"),
     Arg("slots", _I64, "T", on=("cpu", "k", "dst.k")),
 )
 APPEND_TOKENS = Operation(
     __name__,
     "append_tokens",
-    Arg("host.k", None, "_ H S Dk", on=(), host=True, written=True),
-    Arg("host.v", None, "_ H S Dv", on=("host.k",), host=True, written=True),
+    Arg("host.k", None, "P H S Dk", on=(), host=True, written=True),
+    Arg("host.v", None, "P H S Dv", on=("host.k",), host=True, written=True),
     Arg("k", "host.k", "T H Dk", on=(), layout="any"),
     Arg("v", "host.v", "T H Dv", on=("k",), layout="any"),
     Arg("host_slots", _I64, "T", on=("cpu", "k", "host.k")),
-    Arg("device.k", "host.k", "_ _ S Dk", on=(), written=True),
-    Arg("device.v", "host.v", "_ _ S Dv", on=("device.k",), written=True),
+    Arg("device.k", "host.k", "N Hr S Dk", on=(), written=True),
+    Arg("device.v", "host.v", "N Hr S Dv", on=("device.k",), written=True),
     Arg("tail_slots", _I64, "R", on=("device.k",)),
     also=_tail_slots_fit,
 )
 GATHER_TOKENS = Operation(
     __name__,
     "gather_tokens",
-    Arg("src.k", None, "*_", on=(), host=True, layout="any"),
-    Arg("src.v", None, "*_", on=("src.k",), host=True, layout="any"),
+    Arg("src.k", None, "?L P H S Dk", on=(), host=True, layout="any"),
+    Arg("src.v", None, "?L P H S Dv", on=("src.k",), host=True, layout="any"),
     Arg("slots", _I64, "T", on=()),
 )
 
