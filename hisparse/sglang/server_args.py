@@ -15,7 +15,7 @@ import torch
 
 from hisparse.algorithms import build_algorithm
 from hisparse.cache.formats import LATENT_FORMATS, sglang_choices
-from hisparse.config import HiSparseConfig
+from hisparse.config import KV_FORMATS, HiSparseConfig
 from hisparse.engine.capabilities import check_capabilities, check_indexer, choose_scope
 from hisparse.errors import ConfigError
 from hisparse.memory.host import free_host_memory
@@ -231,9 +231,8 @@ def _check_model(server_args: Any, config: HiSparseConfig) -> None:
             f"{name} has {model.attention_arch.name} attention; expected MHA, GQA or MLA"
         )
     latent = model.attention_arch == AttentionArch.MLA
-    choose_scope(config, latent=latent)
-    if latent:
-        LATENT_FORMATS.get(config.kv_cache_dtype)
+    formats = LATENT_FORMATS if latent else KV_FORMATS
+    choose_scope(config, formats.get(config.kv_cache_dtype))
     check_indexer(name, config, has_indexer=WITH_INDEXER.found(model))
     if model.is_hybrid_swa:
         raise ConfigError(
