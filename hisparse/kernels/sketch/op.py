@@ -12,7 +12,7 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
 from hisparse.kernels.operation import Operation
-from hisparse.kernels.quantize.rules import check_stored
+from hisparse.kernels.quantize.rules import STORED, check_scales
 from hisparse.types import StoredKV
 
 __all__ = [
@@ -125,7 +125,7 @@ def _sketches_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     k, scales = tensors["tail.kv.k"], tensors["tail.kv.scales"]
     if k is None:
         return
-    check_stored("tail.kv.k", k, scales)
+    check_scales("tail.kv.scales", k, scales)
     rows, batch, own = sizes["R"], sizes["B"], k.shape[1]
     heads = rows // batch if batch else 1
     one_row, row_a_head = heads == 1 and own == kv_heads, heads % kv_heads == 0 and own == 1
@@ -159,7 +159,7 @@ SKETCH_SCORE = Operation(
     Arg("sketches", torch.uint8, "_ Hkv bytes", layout="any"),
     Arg("host_page_table", _I32, "B P"),
     Arg("num_pages", _I32, "B", layout="all"),
-    Arg("tail.kv.k", None, "N Hr tail D", optional=True, layout="any"),
+    Arg("tail.kv.k", STORED, "N Hr tail D", optional=True, layout="any"),
     Arg("tail.kv.scales", torch.uint8, "N Hr tail 2", optional=True, layout="any"),
     Arg("tail.pages", _I32, "R", optional=True),
     Arg("tail.lens", _I32, "R", optional=True),
