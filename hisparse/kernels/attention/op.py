@@ -138,3 +138,8 @@ def chunk_attention(
         rule = AttentionRule(rule.scale, rule.logit_cap)
     out, lse = run(query, k, v, causal, rule, first_key)
     return out, lse
+
+
+def scaled_query(query: Tensor, scale: float) -> Tensor:
+    """``query`` in float32, times ``scale``; the tensor itself if neither changes it."""
+    return query.float() if scale == 1 else query.float() * scale

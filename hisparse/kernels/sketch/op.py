@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -305,3 +305,11 @@ def outline_score(
     tensors = (query, outlines, host_page_table, num_pages)
     scores: Tensor = OUTLINE_SCORE(impl, *tensors)(*tensors)
     return scores
+
+
+def tail_lse(query: Tensor, tail: TailPages, attend: Callable[..., tuple[Tensor, ...]]) -> Tensor:
+    """Log-sum-exp of the tail pages' logits, ``[B, Hq]``, by an implementation of attention."""
+    # Attention over a table of one page. Its output is not wanted, but costs little.
+    rows = query.reshape(tail.pages.shape[0], -1, query.shape[-1])
+    lse = attend(rows, tail.kv, tail.pages[:, None], tail.lens)[1]
+    return lse.view(query.shape[:2])
