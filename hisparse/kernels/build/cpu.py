@@ -165,7 +165,7 @@ def compile_library(
         command: the compiler and its flags.
         sources: C++ files.
         headers: headers that the sources include; the names of all objects change with them.
-        link: flags for linking, behind the objects.
+        link: flags for linking, after the objects.
 
     Returns:
         the path of the library.

@@ -71,8 +71,8 @@ def index_score(
         impl: "auto", or an implementation's name.
 
     Returns:
-        ``[B, 1, P] float32``, higher is kept; the new token's score at ``num_pages``, anything
-        behind it.
+        ``[B, 1, P] float32``, higher is kept; the new token's score at ``num_pages``; the
+        scores after it mean nothing.
 
     Raises:
         KernelError: a tensor has another shape, dtype or device.

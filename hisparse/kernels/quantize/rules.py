@@ -98,7 +98,7 @@ class LatentRow(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Byte behind the rotary channels."""
+        """Byte after the rotary channels."""
         return self.rope_at + 2 * self.rope
 
     @property

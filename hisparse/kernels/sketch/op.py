@@ -190,8 +190,8 @@ def page_sketch(
     """Store the sketch of each page's keys, from which the page is scored.
 
     Every channel has one value for the page: the mean of its keys or, for the
-    ``layout.num_channels`` channels that vary most, the middle of their range. Those channels have
-    two bits for each token besides. A page's sketch depends on its keys alone, and all
+    ``layout.num_channels`` channels that vary most, the middle of their range. Those channels
+    also have two bits for each token. A page's sketch depends on its keys alone, and all
     implementations give the same bytes.
 
     Args:
