@@ -42,6 +42,8 @@ class DSA(BaseSparseAlgorithm):
     page_sizes: ClassVar[tuple[int, ...] | None] = (1,)
     indexer: ClassVar[bool] = True
     ranks_tail: ClassVar[bool] = True
+    captured_launches: ClassVar[int] = 8
+    eager_launches: ClassVar[int] = 8
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         width = policy.kv.index_head_dim

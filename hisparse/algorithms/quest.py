@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ class Quest(RankedPagesAlgorithm):
             holds; float8_e4m3fn stores a power of two as scale for each range and head. None:
             float8_e4m3fn, or bfloat16 on GPUs without fp8 (before compute capability 8.9).
     """
+
+    captured_launches: ClassVar[int] = 8
+    eager_launches: ClassVar[int] = 6
+    score_instructions: ClassVar[int] = 89
 
     ranges: int = 4
     summary_dtype: Literal["bfloat16", "float32", "float8_e4m3fn"] | None = None

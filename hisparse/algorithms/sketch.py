@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +46,10 @@ class Sketch(BaseSparseAlgorithm):
             a byte a channel: about 2% of bf16 keys. A step then chooses candidates by outlines,
             eight for each page that it attends, and ranks them by their sketches.
     """
+
+    captured_launches: ClassVar[int] = 8
+    eager_launches: ClassVar[int] = 6
+    score_instructions: ClassVar[int] = 1300
 
     detail: float = 0.3125
     economy: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from hisparse.algorithms.step import DecodeStep, SelectionPolicy
 @dataclass(frozen=True, kw_only=True)
 class Streaming(RankedPagesAlgorithm):
     """Keeps the first pages and the most recent ones, whatever the query. A baseline."""
+
+    captured_launches: ClassVar[int] = 6
+    eager_launches: ClassVar[int] = 5
 
     def representations(self, policy: SelectionPolicy) -> dict[str, Representation]:
         return {}

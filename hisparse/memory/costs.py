@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hisparse.adapters import BackendAdapter, TableLimits
 from hisparse.algorithms import (
@@ -107,21 +108,31 @@ def make_sizing_request(
         draft_page_bytes=spec.page_size * resources.draft_token_bytes,
     )
 
-    def workspace(max_requests: int) -> int:
-        context_pages = -(-request.context_length // request.page_size)
-        tables = attended_tables(
-            resolved,
-            policy,
-            max_requests=max_requests,
-            max_row_pages=request.max_row_pages,
-            tile_pages=tile_pages(config, spec, request.staging_bytes),
-        )
-        tables += extra_tables(max_requests, context_pages)
-        decoded = max_requests * stored.attend_bytes(policy.max_pages)
-        return prefill + decoded + adapter.workspace_bytes(spec, tables)
+    by_power = (1 << power for power in range(_WORKSPACES))
+    workspace = partial(_workspace_bytes, request, resolved, policy, adapter, extra_tables)
+    return replace(request, workspace_bytes=tuple(prefill + workspace(most) for most in by_power))
 
-    by_power = tuple(workspace(1 << power) for power in range(_WORKSPACES))
-    return replace(request, workspace_bytes=by_power)
+
+def _workspace_bytes(
+    request: SizingRequest,
+    resolved: Resolved,
+    policy: SelectionPolicy,
+    adapter: type[BackendAdapter],
+    extra_tables: ExtraTables,
+    max_requests: int,
+) -> int:
+    """Device memory for decoded pages and the adapter's workspace of ``max_requests``."""
+    context_pages = -(-request.context_length // request.page_size)
+    tables = attended_tables(
+        resolved,
+        policy,
+        max_requests=max_requests,
+        max_row_pages=request.max_row_pages,
+        tile_pages=tile_pages(resolved.config, policy.kv, request.staging_bytes),
+    )
+    tables += extra_tables(max_requests, context_pages)
+    decoded = max_requests * format_of(policy.kv).attend_bytes(policy.max_pages)
+    return decoded + adapter.workspace_bytes(policy.kv, tables)
 
 
 def prefill_bytes(kv: KVSpec, tokens: int) -> int:

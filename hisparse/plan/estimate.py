@@ -51,24 +51,10 @@ GPUS: Final[Mapping[str, Hardware]] = {
 #: the smallest attention kernel (vllm-project/flash-attention, pull request 63).
 _LAUNCH_US, _ATTENTION_US = 2.0, 11.0
 
-#: Kernels of a captured layer that selects; docs/kernels.md has the counts, and
-#: tests/fake_cuda/test_launches.py holds them. "custom" has only ``summarize`` and ``score``.
-LAUNCHES: Final[Mapping[str, int]] = {
-    "quest": 8,
-    "sketch": 8,
-    "streaming": 6,
-    "dsa": 8,
-    "oracle": 12,
-    "snapkv": 18,
-    "topp": 189,
-    "custom": 11,
-}
 #: With representations in host memory, whose candidates PyTorch's operators collect.
 _ECONOMY_LAUNCHES: Final = 44
 #: More in eight bits; fewer in a layer without a selection of its own; dense attention.
 _ENCODED_LAUNCHES, _SELECT_LAUNCHES, _DENSE_LAUNCHES = 16, 2, 2
-#: Instructions that scoring starts for each KiB of representations, where they are counted.
-_SCORE_INSTRUCTIONS: Final = {"quest": 89, "sketch": 1300}
 #: Candidates for each attended page whose entries lie in host memory (``sketch`` with ``economy``).
 _HOST_CANDIDATES: Final = 8
 
@@ -151,8 +137,8 @@ class _Step:
         kept = kept_tensors(config, algorithm, policy)
         self._score_bytes = batch * pages * entry_bytes(kept, "page")
         self._host_bytes = batch * min(pages, candidates) * entry_bytes(kept, "page", "host")
-        counted = LAUNCHES.get(config.algorithm, LAUNCHES["custom"])
-        counted = _ECONOMY_LAUNCHES if self._host_bytes else counted
+        self._score_instructions = algorithm.score_instructions
+        counted = _ECONOMY_LAUNCHES if self._host_bytes else algorithm.captured_launches
         self._launches = counted + _ENCODED_LAUNCHES * self._format.encoded
 
     def layer_us(self, layer: int) -> float:
@@ -184,7 +170,7 @@ class _Step:
         return _DENSE_LAUNCHES * _LAUNCH_US + attention
 
     def _scores_us(self) -> float:
-        starts = self._score_bytes / 1024 * _SCORE_INSTRUCTIONS.get(self._config.algorithm, 0)
+        starts = self._score_bytes / 1024 * self._score_instructions
         issue = starts / (4000 * self._hardware.clocks)
         on_device = max(_us(self._score_bytes, self._hardware.hbm), issue)
         return on_device + _us(self._host_bytes, self._hardware.read)

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from hisparse.algorithms import BaseSparseAlgorithm, DecodeStep, PageScoreAlgorithm
 from hisparse.types import KVSpec, Selection
 from tests.fake_cuda.device import fake_cuda
-from tests.fake_cuda.engine import CONTEXT, LAYER, MODELS, FakeEngine, model
-from tests.fake_cuda.test_launches import BOUNDS, algorithm_of
+from tests.fake_cuda.engine import LAYER, MODELS, FakeEngine, model
+from tests.fake_cuda.test_launches import NAMES, algorithm_of, context_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def taken_and_charged(
 
 def cases() -> Iterator[tuple[str, str]]:
     # The blocks in which topp decodes keys are of one size, whatever the requests.
-    for name in [*(name for name in BOUNDS if name != "topp"), "mean_key"]:
+    for name in [*(name for name in NAMES if name != "topp"), "mean_key"]:
         yield from ((name, kind) for kind in MODELS if (name, kind) != ("dsa", "GQA"))
 
 
@@ -104,7 +104,7 @@ def cases() -> Iterator[tuple[str, str]]:
 def test_what_a_captured_step_takes_is_charged(name: str, kind: str) -> None:
     """A start that fits would otherwise run out of memory while SGLang captures."""
     algorithm = MeanKey() if name == "mean_key" else algorithm_of(name)
-    context = BOUNDS[name].context if name in BOUNDS else CONTEXT
+    context = context_of(name)
     taken, charged, scores = taken_and_charged(algorithm, kind, context)
     # The scores, small tensors of a selection, and what layers share are in SGLang's own reserve.
     assert taken <= charged + 1.2 * scores

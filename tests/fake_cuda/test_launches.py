@@ -15,41 +15,21 @@ import torch
 
 from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm, build_algorithm
 from hisparse.config import HiSparseConfig
-from hisparse.plan.estimate import LAUNCHES
 from hisparse.types import SelectionScope
 from tests.fake_cuda.custom import Custom
 from tests.fake_cuda.device import CUDA, fake_cuda
 from tests.fake_cuda.engine import CONTEXT, LAYER, MODELS, FakeEngine, model
 from tests.fake_cuda.launches import WrongDevice
 
-
-class Bound(NamedTuple):
-    """The most kernels that one layer may launch.
-
-    Attributes:
-        captured: in a step of a CUDA graph.
-        eager: in an eager step that fills no tail page.
-        context: tokens; shorter where an algorithm launches more in longer contexts.
-    """
-
-    captured: int
-    eager: int
-    context: int = CONTEXT
+#: Without those that read keys in host memory, which are refused on a GPU.
+NAMES = [name for name in ALGORITHMS if not ALGORITHMS.get(name).reads_host_keys] + ["custom"]
+#: Tokens, where an algorithm launches more in longer contexts.
+_SHORT = {"oracle": 4096, "snapkv": 4096, "topp": 4096}
 
 
-#: By algorithm: what was counted. At most 8 for the first four, and 12 for a custom one.
-BOUNDS = {
-    "quest": Bound(8, 6),
-    "sketch": Bound(8, 6),
-    "streaming": Bound(6, 5),
-    "dsa": Bound(8, 8),
-    "custom": Bound(11, 7),
-    "oracle": Bound(12, 10, 4096),
-    "snapkv": Bound(18, 17, 4096),
-    "topp": Bound(189, 168, 4096),
-}
-#: They read keys in host memory, and are refused on a GPU.
-ON_CPU_ONLY = {"dipr"}
+def context_of(name: str) -> int:
+    """Tokens with which the launches of an algorithm are counted."""
+    return _SHORT.get(name, CONTEXT)
 
 
 def algorithm_of(name: str) -> BaseSparseAlgorithm:
@@ -57,9 +37,9 @@ def algorithm_of(name: str) -> BaseSparseAlgorithm:
 
 
 def cases() -> Iterator[tuple[str, str, SelectionScope]]:
-    for name in BOUNDS:
+    for name in NAMES:
         for kind in MODELS:
-            if kind == "GQA" and name == "dsa":
+            if kind == "GQA" and algorithm_of(name).indexer:
                 continue
             # MLA has one KV head: both scopes are the same.
             scopes = ("layer",) if kind == "MLA" else ("layer", "kv_head")
@@ -80,7 +60,7 @@ def count(name: str, kind: str, scope: SelectionScope) -> Counts:
     """Run the forwards of one case."""
     algorithm = algorithm_of(name)
     sizes = algorithm.page_sizes
-    spec, context = model(kind, sizes and sizes[0]), BOUNDS[name].context
+    spec, context = model(kind, sizes and sizes[0]), context_of(name)
     with fake_cuda() as launches:
         engine = FakeEngine(launches, algorithm, spec, scope, context=context)
         found = []
@@ -95,22 +75,14 @@ def listed(counts: Counter[str]) -> str:
     return "\n".join(f"{number:5} {name}" for name, number in counts.most_common())
 
 
-def test_plan_estimates_with_the_launches_that_are_counted() -> None:
-    assert {name: bound.captured for name, bound in BOUNDS.items()} == LAUNCHES
-
-
-def test_every_algorithm_has_a_bound() -> None:
-    assert set(BOUNDS) == set(ALGORITHMS) - ON_CPU_ONLY | {"custom"}
-    assert all(ALGORITHMS.get(name).reads_host_keys for name in ON_CPU_ONLY)
-
-
 @pytest.mark.parametrize(("name", "kind", "scope"), list(cases()))
-def test_a_layer_launches_no_more_than_its_bound(
+def test_a_layer_launches_no_more_than_its_algorithm_says(
     name: str, kind: str, scope: SelectionScope
 ) -> None:
-    counts, bound = count(name, kind, scope), BOUNDS[name]
-    for step in ("captured", "eager"):
-        got, most = getattr(counts, step), getattr(bound, step)
+    counts, algorithm = count(name, kind, scope), algorithm_of(name)
+    bounds = {"captured": algorithm.captured_launches, "eager": algorithm.eager_launches}
+    for step, most in bounds.items():
+        got = getattr(counts, step)
         assert got.total() <= most, f"{got.total()} in {step} steps, at most {most}:\n{listed(got)}"
     assert counts.prefill
 

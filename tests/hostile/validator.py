@@ -1,7 +1,7 @@
 """Says whether a text is a configuration, from what docs/configuration.md promises alone.
 
 Nothing here comes from the parser: JSON is read by Python, types and ranges are a JSON schema, and
-the rules between keys are those of the page's table.
+the rules between keys are those of the page's table. The names of algorithms are the registered.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 
+from hisparse.algorithms import ALGORITHMS
+
 _SCHEMA = json.loads(Path(__file__).with_name("configuration.schema.json").read_text("utf-8"))
+_SCHEMA["properties"]["algorithm"] = {"enum": list(ALGORITHMS)}
 _VALIDATOR = Draft202012Validator(_SCHEMA)
 
 
