@@ -18,7 +18,8 @@ N     device pages of one layer's pool
 C     most device slots of a row (``max_row_capacity / S``)
 ====  ==========================================================================
 
-Page indices, slots and page ids are int32; -1 marks an empty entry.
+Page indices, slots and page ids are int32; -1 marks an empty entry. Queries, keys and values (q, k
+and v) whose dtype is not given have the dtype of the model.
 """
 
 from __future__ import annotations

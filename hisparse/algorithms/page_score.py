@@ -32,7 +32,8 @@ class RankedPagesAlgorithm(BaseSparseAlgorithm):
         Args:
             keys: ``[P, S, Hkv, D]``.
             layer_id: layer number.
-            host_pages: ``[P]``; the padding page 0 may occur more than once.
+            host_pages: ``[P]``, int32 in prefill and int64 in decode; the padding page 0 may occur
+                more than once.
             stored: representations by name, to be written at ``host_pages``.
         """
 

@@ -30,9 +30,6 @@ T = TypeVar("T")
 #: "window", over the last tokens, in a layer that attends no others.
 AttentionMode = Literal["sparse", "resident", "streamed", "window"]
 
-#: The name under which a step keeps the selection of the current group of layers.
-SELECTION = "selection of the group"
-
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionPolicy:
@@ -172,6 +169,19 @@ class KVReader(Protocol):
         ...
 
 
+@dataclass
+class StepCache:
+    """What one layer of a step found for the layers after it. It ends with the step.
+
+    Attributes:
+        selection: what the layers of the current group attend; None before the first one selects.
+        values: what :meth:`DecodeStep.once` computed, by the algorithm's name for it.
+    """
+
+    selection: Selection | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeStep:
     """Requests of a decode step: what selection, residency and attention know of them.
@@ -206,7 +216,7 @@ class DecodeStep:
             after the other; None: each request has one. Only the last token may fill a page.
         by_mode: the requests of a whole batch by attention mode, in layers that attend sparsely.
         dense_by_mode: the same, in layers that are always dense.
-        found: what was found :meth:`once`, by name.
+        cache: what layers pass on; the only attribute that changes during a step.
     """
 
     policy: SelectionPolicy
@@ -232,7 +242,7 @@ class DecodeStep:
     last: DecodeStep | None = None
     by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
     dense_by_mode: Mapping[AttentionMode, DecodeStep] = field(default_factory=dict)
-    found: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    cache: StepCache = field(default_factory=StepCache, init=False, compare=False, repr=False)
 
     @cached_property
     def forced_pages(self) -> Tensor:
@@ -249,15 +259,10 @@ class DecodeStep:
             name: of the value, among those of the algorithm.
             find: computes it.
         """
-        if name not in self.found:
-            self.found[name] = find()
-        found: T = self.found[name]
+        if name not in self.cache.values:
+            self.cache.values[name] = find()
+        found: T = self.cache.values[name]
         return found
-
-    @property
-    def selection(self) -> Selection | None:
-        """What the layers of the current group attend; None before the first layer selects."""
-        return self.found.get(SELECTION)
 
     @property
     def seq_lens(self) -> Tensor:
@@ -345,8 +350,8 @@ class DecodeStep:
         return rows, torch.where(full, page, 0).long()
 
     def with_indexer(self, indexer: IndexerInputs) -> DecodeStep:
-        """The same requests in one layer, by the inputs of the whole batch; keeps :attr:`found`."""
-        # Not replace, which would drop what was found.
+        """The same requests in one layer, by the inputs of the whole batch; shares the cache."""
+        # Not replace, which would give the layer an empty cache.
         step = copy(self)
         inputs = indexer if self.index is None else indexer.take(self.index)
         object.__setattr__(step, "indexer", inputs)

@@ -17,7 +17,7 @@ def tail_logits(query: Tensor, layer_id: int, step: DecodeStep) -> Tensor:
         step: the step.
 
     Returns:
-        ``[B, Hq, S] float32``, -inf behind the first ``step.tail_lens`` tokens.
+        ``[B, Hq, S] float32``, -inf after the first ``step.tail_lens`` tokens.
     """
     keys = step.tail_keys(layer_id).permute(0, 2, 3, 1).float()
     grouped = query.float().unflatten(1, (keys.shape[1], -1))

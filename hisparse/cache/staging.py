@@ -22,7 +22,7 @@ class Tile(NamedTuple):
         layer_id: layer number.
         owner: identifies the request within a forward.
         first: index of the first page in the sequence.
-        end: position after the last token that is used. A write behind that position may run while
+        end: position after the last token that is used. A write after that position may run while
             the tile is copied.
         host_pages: ``[P] int32``; a tensor in host memory lets the copy engine move the pages.
     """

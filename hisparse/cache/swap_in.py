@@ -33,7 +33,7 @@ class PageTable(NamedTuple):
     """The device pages that each row attends over.
 
     Attributes:
-        pages: ``[R, P] int32``, device pages, the tail page last; -1 behind it.
+        pages: ``[R, P] int32``, device pages, the tail page last, then -1.
         seq_lens: ``[R] int32``, tokens; every page but the tail page is full.
     """
 

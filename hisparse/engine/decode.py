@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hisparse.adapters import Attended, add_sinks, merge_attended
 from hisparse.algorithms import DecodeStep
-from hisparse.algorithms.step import SELECTION, AttentionMode
+from hisparse.algorithms.step import AttentionMode
 from hisparse.cache import PageTable, Tile
 from hisparse.engine.components import Components
 from hisparse.engine.contract import blame, call, require_selection, retrieve
@@ -129,10 +129,10 @@ class DecodeLayer:
     def _select(self, layer_id: int, q: Tensor, step: DecodeStep) -> Selection:
         """The pages that a layer attends; the first layer of a group scores and selects them."""
         if not self._modes.selects(layer_id):
-            assert step.selection is not None, "the first layer of a group selects"
-            return step.selection
+            assert step.cache.selection is not None, "the first layer of a group selects"
+            return step.cache.selection
         selection = self._retrieve(layer_id, q, step)
-        step.found[SELECTION] = selection
+        step.cache.selection = selection
         return selection
 
     def _retrieve(self, layer_id: int, q: Tensor, step: DecodeStep) -> Selection:

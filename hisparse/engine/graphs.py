@@ -15,7 +15,7 @@ from hisparse.engine.coordinator import SparseCoordinator
 class StaticBatch:
     """The inputs of a CUDA graph of a decode step, for all batch sizes; written before each replay.
 
-    Rows behind the requests are padding: one token in request slot 0 and host page 0, which no
+    Rows after the requests are padding: one token in request slot 0 and host page 0, which no
     request uses. :meth:`SizingRequest.captured_bytes` accounts for it.
 
     Args:

@@ -64,7 +64,7 @@ class Prefill:
         self._manager = components.manager
         self._storing = overriding("store_pages", components.extensions)
         self._moving: list[Pending[None]] = []
-        # Keys and values of a prefix and its chunk, one behind the other; all layers share them.
+        # Keys and values of a prefix and its chunk, one after the other; all layers share them.
         self._joined: dict[str, Tensor] = {}
 
     def run(
@@ -322,7 +322,7 @@ class Prefill:
         return adapter.attend_prefill(q, k, v, rule, causal=causal, first_key=first_key)
 
     def _join(self, name: str, prefix: Tensor, chunk: Tensor) -> Tensor:
-        """``[t, Hkv, D]`` and ``[T, Hkv, D]`` one behind the other, valid until the next call."""
+        """``[t, Hkv, D]`` and ``[T, Hkv, D]`` one after the other, valid until the next call."""
         first, count = len(prefix), len(prefix) + len(chunk)
         buffer = self._joined.get(name)
         if buffer is None or len(buffer) < count:

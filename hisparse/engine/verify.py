@@ -258,7 +258,7 @@ class _Verification:
         step.tail_slots[layer_id] = step.row_tails[layer_id] * size + (step.row_tail_lens - 1)
 
     def _filled_pages(self, requests: list[int]) -> Tensor | None:
-        """``[b, W] int64``, host pages that drafts can fill, 0 behind them; None: none."""
+        """``[b, W] int64``, host pages that drafts can fill, padded with 0; None: none."""
         batch, size = self._batch, self._manager.host.kv.page_size
         first, end = (x[requests] // size for x in (batch.seq_lens_cpu, batch.longest))
         most = int((batch.longest // size - batch.seq_lens_cpu // size).max())
@@ -350,7 +350,7 @@ class _Undo:
         self.index = self._upload(places, torch.int64)
         heads = torch.arange(step.policy.heads, device=step.rows.device)
         self._rows = (self.index[:, None] * len(heads) + heads).flatten()
-        # Until a page is filled, later tokens are only written behind the accepted ones.
+        # Until a page is filled, later tokens are only written after the accepted ones.
         tails = batch.seq_lens_cpu[requests] // size
         moved = (batch.longest[requests] // size > tails) & (ends % size > 0)
         self._tail_index = self._upload(np.where(moved, ends // size, -1), torch.int32)

@@ -126,7 +126,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
     def can_replay(self, forward_batch: Any) -> bool:
         """Whether a graph serves this step. Fills the graph's buffers with the step's requests.
 
-        SGLang asks at the start of the forward, on its stream, and else runs the step eagerly.
+        SGLang asks at the start of the forward, on its stream. If none does, the step runs eagerly.
         """
         assert self._graphs is not None, "SGLang calls init_cuda_graph_state first"
         if self._all_have_failed():
@@ -141,7 +141,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         self._graphs.begin(forward_batch.batch_size)
 
     def slots_cpu(self) -> Tensor:
-        """``[B]`` request slots, read on the host without a device sync.
+        """``[B] int64`` request slots, read on the host without a device sync.
 
         SGLang pads its own copy in the forward batch, where ranks exchange tokens of experts.
         """
@@ -153,7 +153,7 @@ class HiSparseAttnBackend(AttentionBackend):  # type: ignore[misc]
         """``[B, pages] int32`` host pages, copied: the scheduler rewrites its table meanwhile.
 
         Args:
-            slots: ``[B]`` request slots on the device.
+            slots: ``[B] int64`` request slots on the device.
             num_tokens: tokens of the longest request.
         """
         size = self._spec.page_size

@@ -61,7 +61,7 @@ def does_not_fit(what: str) -> str:
 
 
 def _resolve(target: str) -> object:
-    """The object behind a dotted name, or None if the name does not exist."""
+    """The object of a dotted name, or None if the name does not exist."""
     try:
         found: object = pkgutil.resolve_name(target)
     except (ImportError, AttributeError):

@@ -85,7 +85,7 @@ class Collector:
 
         Args:
             min_live_ratio: segments with less live bytes than this share of theirs are copied.
-            room: bytes that are wanted besides what is there.
+            room: bytes that are wanted in addition to those that are free.
 
         Returns:
             Bytes given back; 0 if another thread or process is at it.

@@ -36,7 +36,7 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
 
     Pages are appended to segments, large files; each process has a segment of its own. An SQLite
     file beside them says where each page is; it is rebuilt from the segments when it is absent,
-    damaged or behind them. Every page that is read is checked, so damage turns into absence.
+    damaged or out of date. Every page that is read is checked, so damage turns into absence.
 
     What is promised:
 

@@ -179,7 +179,7 @@ class SelectionTrace:
             else:
                 raise self._error(f"has a chunk of an unknown kind at byte {start - CHUNK.size}")
         if self.end is not None and at != len(self._data):
-            raise self._error("has bytes behind its end")
+            raise self._error("has bytes after its end")
         if not found:
             raise self._error("has no selections")
         visits = Visits(*(np.concatenate(column) for column in zip(*found, strict=True)))

@@ -32,8 +32,8 @@ logger = logging.getLogger("hisparse")
 #: always wait.
 _QUEUED_STEPS = 64
 _QUEUED_BYTES = 256 << 20
-#: Pages of a chunk, padding included. Besides what waits, the writer holds the steps of one chunk,
-#: or one step that takes several, and a few copies of a chunk.
+#: Pages of a chunk, padding included. In addition to what waits, the writer holds the steps of one
+#: chunk, or one step that takes several, and a few copies of a chunk.
 _CHUNK_PAGES = 1 << 20
 #: A process that is killed loses no more than this.
 _FLUSH_S = 1.0

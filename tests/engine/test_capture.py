@@ -96,8 +96,8 @@ class LayerReader(Extension):
 
     def before_layer(self, layer_id: int, step: DecodeStep) -> None:
         if layer_id:
-            assert step.selection is not None
-            self.lengths.append(step.selection.lengths.clone())
+            assert step.cache.selection is not None
+            self.lengths.append(step.cache.selection.lengths.clone())
 
 
 class AttentionReader(LayerReader):

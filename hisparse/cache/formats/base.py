@@ -51,7 +51,7 @@ class KVFormat(ABC):
         kv: as given.
     """
 
-    #: Whether stored numbers are others than the model's: algorithms then cannot read host memory.
+    #: Whether K and V are stored encoded; algorithms then cannot read them in host memory.
     encoded: ClassVar[bool] = True
     #: Bytes of scales of a token and KV head that are stored apart from K and V.
     num_scales: ClassVar[int] = 0

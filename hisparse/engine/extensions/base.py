@@ -102,15 +102,16 @@ class Extension:
         Args:
             layer_id: layer number.
             keys, values: ``[P, S, Hkv, D]``. On a GPU, entries without a page are uninitialised.
-            host_pages: ``[P]``; the padding page 0 for entries without a page.
+            host_pages: ``[P]``, int32 in prefill and int64 in decode; the padding page 0 for
+                entries without a page.
         """
 
     def before_step(self, slots: np.ndarray, seq_lens: np.ndarray, sparse: np.ndarray) -> None:
         """Called on the host before a decode step, captured or not.
 
         Args:
-            slots: ``[B]``, request slots.
-            seq_lens: ``[B]``, tokens of each request, the new one included.
+            slots: ``[B] int64``, request slots.
+            seq_lens: ``[B] int64``, tokens of each request, the new one included.
             sparse: ``[B] bool``, requests that attend what the algorithm selects.
         """
 

@@ -139,7 +139,7 @@ def decode_latents(
 
     Args:
         pages: ``[N, S, num_bytes] uint8``; the rows of a page may have any stride.
-        table: ``[n] int32``, pages to decode; of others than pages (-1), ``out`` gets any numbers.
+        table: ``[n] int32``, pages to decode; where it is -1, ``out`` gets any numbers.
         row: the order of the bytes.
         out: ``[n, S, rank + rope]`` float32, bfloat16 or float16, contiguous. Written to.
         impl: "auto", or an implementation's name.

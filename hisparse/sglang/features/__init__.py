@@ -1,6 +1,6 @@
-"""What a server can do besides the plain way: a file or a folder for each feature.
+"""Optional features of a server: a file or a folder for each feature.
 
-Each can be deleted: what it serves, which ``start.py`` lists, is refused then. The names of those
+Each can be deleted: what it serves, which ``start.py`` lists, is then refused. The names of those
 that are on are passed to child processes in the environment.
 """
 

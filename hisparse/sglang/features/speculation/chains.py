@@ -78,9 +78,10 @@ class DraftMoves:
         Nothing moves: the drafts are chains, whose K and V are where their positions have them.
 
         Args:
-            tgt_loc: ``[T]``, host slots of the positions of accepted tokens, request by request,
-                then zeros.
-            src_loc: ``[T]``, the host slots where the forward left their K and V, the same ones.
+            tgt_loc: ``[T] int64``, host slots of the positions of accepted tokens, request by
+                request, then zeros.
+            src_loc: ``[T] int64``, the host slots where the forward left their K and V, the same
+                ones.
         """
         drafts = require_session().get(Drafts)
         assert drafts is not None, "the backend is built before it verifies"

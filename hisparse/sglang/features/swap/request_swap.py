@@ -261,10 +261,10 @@ class RetractedPages:
         return max(0, self.end - self.first) * self.page_tokens
 
     def slots(self, req_to_token: Tensor) -> Tensor:
-        """``[num_tokens]`` host slots.
+        """``[num_tokens] int32`` host slots.
 
         Args:
-            req_to_token: ``[request slots, tokens]``, host slots of SGLang's requests.
+            req_to_token: ``[request slots, tokens] int32``, host slots of SGLang's requests.
         """
         first, end = self.first * self.page_tokens, self.end * self.page_tokens
         return req_to_token[self.request.kv.req_pool_idx, first:end]
