@@ -297,7 +297,8 @@ class Resolved:
     """The settings of one rank once the model, the device and the adapter have decided the rest.
 
     Attributes:
-        config: what the user has set; what stands below holds instead of its values there.
+        config: what the user has set. Its ``device_buffer_size``, ``dense_layers``,
+            ``selection_scope`` and ``host_layout`` do not hold: the values below do.
         device_buffer_size: tokens that each row's device pages hold at least: also a window.
         dense_layers: among this rank's layers, counted from its first one.
         scope: selection scope.

@@ -48,7 +48,7 @@ class HostKVPool:
     ) -> None:
         self.kv = kv
         self.format = format_of(kv)
-        self._ranks = ranks if self.format.shares_values else None
+        self._ranks = ranks if self.format.replicated else None
         self.num_pages = num_pages
         self.layout = layout
         pools = [self._allocate(part, pin=pin) for part in self.format.parts]

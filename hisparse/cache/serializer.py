@@ -60,7 +60,8 @@ class PageSerializer:
     def describe(self) -> str:
         """Dtypes and shapes of a record, for the key: another description is another format."""
         kv, form = self._host.kv, self._host.format
-        values = 0 if form.shares_values else kv.v_head_dim
+        # 0 of a format that stores no values apart.
+        values = sum(part.width for part in form.parts if part.name == "v")
         shape = [kv.num_layers, kv.num_kv_heads, kv.head_dim, values]
         return " ".join([form.name, str(shape), *self._kinds])
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hisparse.cache.formats import KVFormat, format_of
 from hisparse.cache.host_pool import HostKVPool
 from hisparse.cache.kv_io import move_pages
 from hisparse.cache.streams import Pending, SideStreams
@@ -69,14 +67,11 @@ class Staging:
         self._streams = streams
         self._num_pages = num_pages
         self._format = host.format
-
-        def tile(form: KVFormat) -> StoredKV:
-            return form.join(form.new_pages((num_pages,), form.kv.num_kv_heads, device))
-
-        self._buffers = [tile(host.format) for _ in range(num_buffers)]
-        # What is stored in another dtype is decoded into a separate tile.
-        plain = format_of(replace(host.kv, kv_cache_dtype="auto"))
-        self._decoded = tile(plain).kv if host.format.encoded else None
+        form, heads = host.format, host.kv.num_kv_heads
+        self._buffers = [
+            form.join(form.new_pages((num_pages,), heads, device)) for _ in range(num_buffers)
+        ]
+        self._decoded = form.decoded_pages(num_pages, device)
         staged = torch.arange(num_pages, dtype=torch.int32)
         # By the device of a tile's page numbers.
         self._staged = {"cpu": staged, device.type: staged.to(device)}

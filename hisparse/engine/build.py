@@ -157,7 +157,7 @@ def resolve(
         CapacityError: the memory is too small for one request.
     """
     check_capabilities(config, resources.device_type)
-    scope = choose_scope(config, latent=spec.latent)
+    scope = choose_scope(config, format_of(spec))
     algorithm = build_algorithm(config)
     policy = make_policy(config, algorithm, spec, scale, scope)
     length, host_bytes = resources.context_length, resources.host_bytes
@@ -233,7 +233,7 @@ def build_engine(
     algorithm = setup.algorithm
     # A head that selects for itself needs no others, a model's own indexer is on every rank, and an
     # algorithm that keeps queries of the prompt keeps those of this rank's heads.
-    shared = host.format.shares_values and setup.policy.heads == 1
+    shared = host.format.replicated and setup.policy.heads == 1
     shared = shared and not (algorithm.indexer or algorithm.query_window)
     return build(
         setup.resolved,

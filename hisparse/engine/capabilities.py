@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hisparse.adapters import ADAPTERS, choose_adapter
 from hisparse.algorithms import ALGORITHMS, BaseSparseAlgorithm
-from hisparse.cache.formats import format_of
+from hisparse.cache.formats import KVFormat, format_of
 from hisparse.config import KV_FORMATS, HiSparseConfig, Resolved
 from hisparse.errors import ConfigError
 from hisparse.types import KVSpec, SelectionScope
@@ -56,12 +56,14 @@ def check_capabilities(config: HiSparseConfig, device_type: str) -> None:
     choose_adapter(device_type, None, config.selection_scope, config.adapter, scaled=scaled)
 
 
-def choose_scope(config: HiSparseConfig, *, latent: bool = False) -> SelectionScope:
-    """The requested scope, or else the best scope that both algorithm and adapter support.
+def choose_scope(
+    config: HiSparseConfig, form: KVFormat | type[KVFormat] = KVFormat
+) -> SelectionScope:
+    """The requested scope, or else the best one of algorithm, adapter and storage format.
 
     Args:
         config: names the algorithm, the adapter and the scope.
-        latent: whether the model has one latent for all query heads (MLA).
+        form: how K and V are stored; default: a format without limits.
 
     Raises:
         ConfigError: no such scope; the message names the algorithms that support it.
@@ -69,8 +71,8 @@ def choose_scope(config: HiSparseConfig, *, latent: bool = False) -> SelectionSc
     adapter, wanted = ADAPTERS.get(config.adapter or "torch"), config.selection_scope
 
     def scopes_of(name: str) -> list[SelectionScope]:
-        both = [scope for scope in ALGORITHMS.get(name).scopes if scope in adapter.scopes]
-        return [scope for scope in both if not (latent and scope == "query_head")]
+        possible = set(adapter.scopes) & set(form.scopes)
+        return [scope for scope in ALGORITHMS.get(name).scopes if scope in possible]
 
     choices = scopes_of(config.algorithm)
     if wanted is None and choices:
@@ -79,7 +81,7 @@ def choose_scope(config: HiSparseConfig, *, latent: bool = False) -> SelectionSc
         others = [n for n in ALGORITHMS if (wanted in scopes_of(n) if wanted else scopes_of(n))]
         raise ConfigError(
             f"selection_scope {wanted!r} does not go with algorithm {config.algorithm!r}, adapter "
-            f"{config.adapter or 'torch'!r}{' and latent attention (MLA)' if latent else ''} "
+            f"{config.adapter or 'torch'!r}{form.attention and f' and {form.attention}'} "
             f"(choices: {', '.join(choices) or 'none'}; algorithms that can: "
             f"{', '.join(others) or 'none'})"
         )

@@ -17,7 +17,7 @@ from hisparse.cache.streams import Lane, Pending
 from hisparse.engine.components import Components
 from hisparse.engine.contract import call, check_positions
 from hisparse.engine.extensions.base import overriding
-from hisparse.types import AttentionRule, IndexerInputs, PagedKV
+from hisparse.types import AttentionRule, IndexerInputs, PagedKV, StoredKV
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,9 +285,9 @@ class Prefill:
         first = chunk.start
         if len(tiles) == 1 and positions is None and q.device.type == "cpu":
             first, keys, values = next(prefix)
-            k = self._join("keys", keys, k)
-            in_keys, width = self._manager.host.format.shares_values, v.shape[-1]
-            v = k[..., :width] if in_keys else self._join("values", values, v)
+            plain = self._manager.host.format.plain
+            old, new = plain.split(StoredKV(keys, values)), plain.split(StoredKV(k, v))
+            k, v = plain.join([self._join(*x) for x in zip(("k", "v"), old, new, strict=False)]).kv
         if positions is not None:
             positions = positions - chunk.start
         attended = self._attend_keys(q, k, v, rule, first - chunk.start, positions, causal=True)

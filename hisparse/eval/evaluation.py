@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hisparse.algorithms import build_algorithm, entry_bytes
+from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import kept_tensors
 from hisparse.engine.capabilities import choose_scope
@@ -45,7 +46,7 @@ def rows_that_fit(model: Any, config: HiSparseConfig) -> int:
     from hisparse.transformers.model_shape import read_model_shape
 
     spec, _ = read_model_shape(model, config.page_size)
-    heads = spec.selection_heads(choose_scope(config, latent=spec.latent))
+    heads = spec.selection_heads(choose_scope(config, format_of(spec)))
     # With a selection per query head, each query head has its own copy of its KV head's pages.
     copies = max(1, heads // spec.num_kv_heads)
     row_bytes = config.min_row_tokens * spec.token_bytes * copies

@@ -173,12 +173,7 @@ def write_reports(files: Sequence[Path], results: Sequence[dict[str, Any]], line
 
 def _write_reports(files: Sequence[Path], results: Sequence[dict[str, Any]], line: str) -> None:
     for file in files:
-        if file.suffix == ".html":
-            from hisparse.eval.report import to_html
-
-            page = to_html(results, line)
-        else:
-            page = to_markdown(results, line)
+        page = to_html(results, line) if file.suffix == ".html" else to_markdown(results, line)
         _write(file, page)
 
 

@@ -84,8 +84,7 @@ def make_sizing_request(
     stored_heads = spec.num_kv_heads if policy.heads == 1 else 1
     prefill = prefill_bytes(spec, min(resources.chunk_tokens, resources.context_length))
     staging_bytes = config.staging_bytes or _default_staging_bytes(spec, resources.device_bytes)
-    # Ranks of an MLA model share one copy.
-    copies = resources.node_ranks if stored.shares_values else 1
+    copies = resources.node_ranks if stored.replicated else 1
     request = SizingRequest(
         kv_token_bytes=-(-stored.token_bytes // copies) + host_token_bytes,
         representation_page_bytes=entry_bytes(kept, "page") * num_selecting,

@@ -114,7 +114,7 @@ class _Step:
         batch: int,
         hit_ratio: float,
     ) -> None:
-        algorithm, scope = build_algorithm(config), choose_scope(config, latent=spec.latent)
+        algorithm, scope = build_algorithm(config), choose_scope(config, format_of(spec))
         policy = make_policy(config, algorithm, spec, spec.head_dim**-0.5, scope)
         self._config, self._spec, self._hardware = config, spec, hardware
         self._format = format_of(spec)

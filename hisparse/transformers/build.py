@@ -10,6 +10,7 @@ import torch
 
 from hisparse.algorithms import build_algorithm
 from hisparse.cache import HostKVPool
+from hisparse.cache.formats import format_of
 from hisparse.config import HiSparseConfig
 from hisparse.engine.build import (
     EngineSetup,
@@ -95,9 +96,9 @@ def build_store(
     row_pages = -(-max_length // spec.page_size)
     num_pages = _num_pages(config, spec, limits, row_pages)
     needed = (num_pages + 1) * spec.page_size
-    scope = choose_scope(config, latent=spec.latent)
+    scope = choose_scope(config, format_of(spec))
     kept = kept_tensors(config, algorithm, make_policy(config, algorithm, spec, scale, scope))
-    needed *= spec.token_bytes + host_token_bytes(algorithm, kept, spec)
+    needed *= format_of(spec).token_bytes + host_token_bytes(algorithm, kept, spec)
     host_bytes, device_bytes = _memory(config, needed, device)
     setup = resolve(
         config,

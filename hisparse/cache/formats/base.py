@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, cached_property
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from hisparse.adapters import Attended, BackendAdapter
 from hisparse.cache.allocate import zeros
 from hisparse.config import KV_FORMATS
 from hisparse.registry import Registry
-from hisparse.types import AttentionRule, KVSpec, PagedKV, StoredKV
+from hisparse.types import AttentionRule, KVSpec, PagedKV, SelectionScope, StoredKV
 
 #: Formats of latents (MLA) by ``kv_cache_dtype``. Those of all other models: ``KV_FORMATS``.
 LATENT_FORMATS: Registry[KVFormat] = Registry(
@@ -55,8 +56,12 @@ class KVFormat(ABC):
     encoded: ClassVar[bool] = True
     #: Bytes of scales of a token and KV head that are stored apart from K and V.
     num_scales: ClassVar[int] = 0
-    #: Whether values are the first columns of the keys, and not stored apart (MLA).
-    shares_values: ClassVar[bool] = False
+    #: Selection scopes of attention over its pages.
+    scopes: ClassVar[tuple[SelectionScope, ...]] = get_args(SelectionScope)
+    #: Whether all ranks of tensor parallelism store the same bytes: those of a node share one copy.
+    replicated: ClassVar[bool] = False
+    #: The attention whose K and V it stores, in messages; "": MHA and GQA.
+    attention: ClassVar[str] = ""
     #: Dtype of SGLang's own pool if ``--kv-cache-dtype`` has this choice; None: it has not.
     sglang_dtype: ClassVar[torch.dtype | None] = None
 
@@ -81,9 +86,8 @@ class KVFormat(ABC):
     @cached_property
     def parts(self) -> tuple[StoredPart, ...]:
         """The tensors that have memory of their own, in the order of a store."""
-        parts = [StoredPart("k", self.key_width, self.dtype)]
-        if not self.shares_values:
-            parts.append(StoredPart("v", self.kv.v_head_dim, self.dtype))
+        widths = {"k": self.key_width, "v": self.kv.v_head_dim}
+        parts = [StoredPart(name, width, self.dtype) for name, width in widths.items()]
         if self.num_scales:
             parts.append(StoredPart("scales", self.num_scales, torch.uint8))
         return tuple(parts)
@@ -103,10 +107,20 @@ class KVFormat(ABC):
         """Bytes of K and V of one token in all layers."""
         return self.kv.num_layers * self.layer_token_bytes
 
+    @cached_property
+    def plain(self) -> KVFormat:
+        """The format of the same K and V in the model's dtype."""
+        return format_of(replace(self.kv, kv_cache_dtype="auto"))
+
     @property
     def decoded_token_bytes(self) -> int:
         """Bytes of one token in one layer that is decoded into memory of its own; 0: none is."""
-        return self.kv.token_bytes // self.kv.num_layers if self.encoded else 0
+        return self.plain.layer_token_bytes
+
+    def decoded_pages(self, count: int, device: torch.device) -> PagedKV | None:
+        """Memory that ``count`` pages are decoded into; None: K and V are read as stored."""
+        plain = self.plain
+        return plain.join(plain.new_pages((count,), self.kv.num_kv_heads, device)).kv
 
     @property
     def dense_token_bytes(self) -> int:
@@ -129,10 +143,7 @@ class KVFormat(ABC):
 
     def join(self, tensors: Sequence[Tensor]) -> StoredKV:
         """The tensors of :attr:`parts`, ``[..., width]`` each, as K, V and scales."""
-        named = {part.name: x for part, x in zip(self.parts, tensors, strict=True)}
-        if self.shares_values:
-            named["v"] = named["k"][..., : self.kv.v_head_dim]
-        return StoredKV(**named)
+        return StoredKV(*tensors)
 
     def split(self, stored: StoredKV) -> tuple[Tensor, ...]:
         """The tensors of :attr:`parts`."""

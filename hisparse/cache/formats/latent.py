@@ -1,13 +1,34 @@
-"""Latents in the model's dtype (MLA): the key of a token is its only tensor."""
+"""Latents (MLA): the key of a token is its only tensor."""
 
 from __future__ import annotations
 
-from hisparse.cache.formats.base import LATENT_FORMATS
+from collections.abc import Sequence
+from functools import cached_property
+from typing import ClassVar
+
+from torch import Tensor
+
+from hisparse.cache.formats.base import LATENT_FORMATS, KVFormat, StoredPart
 from hisparse.cache.formats.plain import Plain
+from hisparse.types import SelectionScope, StoredKV
+
+
+class LatentFormat(KVFormat):
+    """The value is the first columns of the key; one latent serves all query heads."""
+
+    scopes: ClassVar[tuple[SelectionScope, ...]] = ("layer", "kv_head")
+    replicated = True
+    attention = "latent attention (MLA)"
+
+    @cached_property
+    def parts(self) -> tuple[StoredPart, ...]:
+        return (StoredPart("k", self.key_width, self.dtype),)
+
+    def join(self, tensors: Sequence[Tensor]) -> StoredKV:
+        (k,) = tensors
+        return StoredKV(k, k[..., : self.kv.v_head_dim])
 
 
 @LATENT_FORMATS.register("auto")
-class Latent(Plain):
-    """The value is the first columns of the key."""
-
-    shares_values = True
+class Latent(LatentFormat, Plain):
+    """Nothing is converted."""

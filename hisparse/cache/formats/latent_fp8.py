@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from hisparse.adapters import Attended, BackendAdapter, merge_attended
-from hisparse.cache.formats.base import LATENT_FORMATS, KVFormat
+from hisparse.cache.formats.base import LATENT_FORMATS
+from hisparse.cache.formats.latent import LatentFormat
 from hisparse.kernels import LatentRow, decode_latents, encode_latents
 from hisparse.types import AttentionRule, PagedKV, StoredKV
 
 
 @LATENT_FORMATS.register("fp8_e4m3")
-class LatentFP8(KVFormat):
+class LatentFP8(LatentFormat):
     """A token is one row of codes, scales and rotary channels, which kernels decode before use."""
 
     name = "fp8_ds_mla"
     dtype = torch.uint8
-    shares_values = True
     sglang_dtype = torch.float8_e4m3fn
 
     @cached_property

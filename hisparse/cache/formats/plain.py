@@ -15,6 +15,7 @@ class Plain(KVFormat):
     """Nothing is converted."""
 
     encoded = False
+    decoded_token_bytes = 0
 
     @property
     def name(self) -> str:
@@ -26,6 +27,9 @@ class Plain(KVFormat):
 
     def encode(self, k: Tensor, v: Tensor) -> StoredKV:
         return StoredKV(k, v)
+
+    def decoded_pages(self, count: int, device: torch.device) -> PagedKV | None:
+        return None
 
     def decode(self, stored: StoredKV, out: PagedKV | None = None) -> PagedKV:
         return stored.kv

@@ -52,10 +52,8 @@ class TailEstimate(Extension):
     ) -> dict[str, Representation]:
         """Mean key and mean value of each page; values that are a part of the keys are not kept."""
         kv = policy.kv
-        state = {_MEAN_K: Representation((kv.num_kv_heads, kv.head_dim), kv.dtype)}
-        if not format_of(kv).shares_values:
-            state[_MEAN_V] = Representation((kv.num_kv_heads, kv.v_head_dim), kv.dtype)
-        return state
+        means = zip((_MEAN_K, _MEAN_V), format_of(kv).plain.parts, strict=False)
+        return {name: Representation((kv.num_kv_heads, x.width), x.dtype) for name, x in means}
 
     @classmethod
     def attended_tables(

@@ -47,9 +47,8 @@ def kv_buffers(host: HostKVPool, page_tokens: int) -> Buffers:
             "'layer_first', the layout of SGLang's own pools"
         )
     layers = range(host.kv.num_layers)
-    parts = [host.layer(layer).k for layer in layers]
-    if not host.format.shares_values:
-        parts += [host.layer(layer).v for layer in layers]
+    names = [part.name for part in host.format.parts if part.name != "scales"]
+    parts = [getattr(host.layer(layer), name) for name in names for layer in layers]
     return _buffers(parts, page_tokens // host.kv.page_size)
 
 

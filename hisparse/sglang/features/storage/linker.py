@@ -84,7 +84,7 @@ class HiSparseLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._state = state
         self.own_pages: Any = None
         self.layer_done_counter = LayerWiseLoadCounter(session.spec.num_layers)
-        self.ranks = LinkerRanks.of(params, shared=pool.host.format.shares_values)
+        self.ranks = LinkerRanks.of(params, shared=pool.host.format.replicated)
         coordinator = session.coordinator
         assert coordinator is not None, "SGLang builds the attention backend before the cache"
         self.exact, self._loaded = coordinator.share_pages()
