@@ -63,8 +63,11 @@ void run(const TensorView& k, const TensorView& v, const TensorView& k_codes,
 void quantize(Arguments& in) {
   const TensorView k = in.tensor(), v = in.tensor(), k_codes = in.tensor(), v_codes = in.tensor(),
                    scales = in.tensor();
-  const bool integers = k_codes.dtype().code == kDLInt;
-  (integers ? run<ToInt8> : run<ToE4M3>)(k, v, k_codes, v_codes, scales);
+  const auto code = k_codes.dtype().code;
+  if (code == kDLInt) return run<ToInt8>(k, v, k_codes, v_codes, scales);
+  if (code == kDLFloat8_e4m3fn) return run<ToE4M3>(k, v, k_codes, v_codes, scales);
+  TVM_FFI_THROW(ValueError) << "codes: got DLPack's dtype " << static_cast<int>(code)
+                            << ", expected int8 or float8_e4m3fn";
 }
 
 HISPARSE_EXPORT_KERNEL(quantize)

@@ -1,5 +1,5 @@
 // Numbers in eight bits under a power of two for each vector. Scales are derived as in
-// hisparse/kernels/reference/quantize.py.
+// hisparse/kernels/quantize/rules.py.
 #pragma once
 
 #include "simd.h"

@@ -14,8 +14,3 @@ class FP8(ScaledFormat):
 
     dtype = torch.float8_e4m3fn
     sglang_dtype = torch.float8_e4m3fn
-
-    @property
-    def dense_token_bytes(self) -> int:
-        # SGLang stores no scales.
-        return self.token_bytes - self.num_scales * self.kv.num_kv_heads * self.kv.num_layers

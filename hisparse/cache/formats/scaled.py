@@ -26,6 +26,13 @@ class ScaledFormat(KVFormat):
     def name(self) -> str:
         return self.kv.kv_cache_dtype
 
+    @property
+    def dense_token_bytes(self) -> int:
+        if self.sglang_dtype is None:
+            return super().dense_token_bytes
+        # SGLang stores no scales.
+        return self.token_bytes - self.num_scales * self.kv.num_kv_heads * self.kv.num_layers
+
     def encode(self, k: Tensor, v: Tensor) -> StoredKV:
         return quantize(k, v, self.dtype)
 

@@ -228,7 +228,7 @@ def _load_tokens(
 ):
     """``[TOKENS, channels]``, keys or values; channels from COUNT on are 0."""
     seen = live[:, None] if dim.shape[0] == COUNT else live[:, None] & (dim < COUNT)[None, :]
-    x = tl.load(source[:, None] + dim[None, :], mask=seen, other=0)
+    x = tl.load(source[:, None] + dim[None, :], mask=seen, other=0.0)
     return (_from_codes(x) if SCALED else x).to(kind)
 
 

@@ -29,12 +29,15 @@ class ScaleRule(NamedTuple):
     """How the scale of a vector follows from its largest magnitude.
 
     Attributes:
-        carry: added to a float's bits, it carries into the exponent from some fraction on. So the
+        carry: added to a float's bits, it carries into the exponent from some fraction on: the one
+            halfway between the dtype's largest number and the next that it would have. So the
             largest magnitude of a scaled vector stays below twice the least that it can be. Both
             bounds lie halfway between two numbers of the dtype: rounding stays inside, and a
             decoded vector gets the same scale again.
-        exponent: of the largest magnitude after scaling, where ``carry`` does not carry.
-        least_scale: scales the least number of the dtype to that of float16, 2 ** -24.
+        exponent: of the largest magnitude after scaling, where ``carry`` does not carry; that of
+            the dtype's largest number.
+        least_scale: scales the least number of the dtype to that of float16, 2 ** -24. It is 103
+            less the binary logarithm of the dtype's least number.
         largest_half: the largest of float16 that is stored; the next number under its scale is
             beyond float16.
     """

@@ -41,6 +41,7 @@ _DTYPES = {
     torch.float64: (2, 64),
     torch.bfloat16: (4, 16),
     torch.bool: (6, 8),
+    torch.int8: (0, 8),
     torch.float8_e4m3fn: (10, 8),
 }
 
