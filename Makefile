@@ -36,8 +36,7 @@
 # make wheel   dist/*.whl from the last commit: the same commit gives the same bytes
 # make audit   known vulnerabilities of the pinned packages
 # make licences   docs/licences.md, the licences of the packages that hisparse needs
-# make docs    docs/configuration.md from the code, and the plots of docs/images/ from bench/results/
-#              from bench/results
+# make docs    docs/configuration.md from the code, and the plots of docs/images/ from bench/results
 # make clean   delete what the others made in this folder (models stay in ~/.cache/hisparse)
 
 .DEFAULT_GOAL := demo

@@ -9,6 +9,7 @@ from hisparse.kernels.attention.op import *
 from hisparse.kernels.attention.reference import cap_logits as cap_logits
 from hisparse.kernels.index.op import *
 from hisparse.kernels.index.reference import chunk_index_score as chunk_index_score
+from hisparse.kernels.indices import *
 from hisparse.kernels.keys.op import *
 from hisparse.kernels.lru.op import *
 from hisparse.kernels.quantize.op import *
@@ -20,4 +21,3 @@ from hisparse.kernels.sketch.reference import page_outline as page_outline
 from hisparse.kernels.summary.op import *
 from hisparse.kernels.threads import *
 from hisparse.kernels.transfer.op import *
-from hisparse.kernels.verify import *

@@ -21,7 +21,6 @@ __all__ = [
     "check_all",
     "check_contiguous",
     "check_divides",
-    "check_scales",
 ]
 
 #: What keys, values and queries may be.
@@ -215,11 +214,3 @@ def check_divides(name: str, heads: int, query_heads: int) -> None:
         raise KernelError(
             f"{name}: got {heads} heads, expected a divisor of the {query_heads} query heads"
         )
-
-
-def check_scales(stored: Tensor, scales: Tensor | None) -> None:
-    """Raise ``KernelError`` unless there are scales for float8_e4m3fn, and for nothing else."""
-    needed = stored.dtype == torch.float8_e4m3fn
-    if needed != (scales is not None):
-        got, expected = ("None", "them") if needed else ("them", "None")
-        raise KernelError(f"scales: got {got}, expected {expected} for {stored.dtype}")

@@ -65,7 +65,7 @@ class Operation:
         declared_in: name of the module that declares it; the implementations lie beside that.
         name: of its functions, and of its native kernels.
         arguments: the tensors that it takes, then those that a native kernel returns.
-        values: names of what the check gets beside tensors.
+        values: names of what the check gets in addition to tensors.
         on: the tensor on whose device the others are; the first one if None.
         also: a further check, of the tensors by name and of the sizes and values by name. It may
             look at nothing of a tensor but dtype, shape and device.
@@ -179,7 +179,7 @@ class Operation:
 
         Args:
             tensors: as declared; the last ones may be left out.
-            more: what the kernel takes besides, such as numbers.
+            more: what else the kernel takes, such as numbers.
             sizes: those of the results that no tensor has.
 
         Returns:
@@ -218,8 +218,9 @@ class Operation:
 def _allocator(arguments: Sequence[Arg], results: Sequence[Result]) -> _Allocator:
     """Compile a function that returns uninitialised results.
 
-    As Python text, for a loop over declarations would take longer than PyTorch's allocations. Those
-    are cheapest after a tensor of the same shape and dtype, and dear if a dtype has to be given.
+    The function is made from Python text, because a loop over declarations would take longer than
+    PyTorch's allocations. An allocation is fastest with ``empty_like``, next with ``new_empty``,
+    and slowest where a dtype has to be given.
 
     Args:
         arguments: the tensors that an operation takes.

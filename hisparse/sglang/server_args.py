@@ -64,10 +64,10 @@ def read_config(server_args: Any) -> HiSparseConfig:
         ConfigError: a setting is invalid, or contradicts ``--kv-cache-dtype``.
     """
     text, flag = server_args.hisparse_config, server_args.kv_cache_dtype
-    if flag in sglang_choices():
-        return HiSparseConfig.parse(text, kv_cache_dtype=flag)
     config = HiSparseConfig.parse(text)
-    if config.kv_cache_dtype != "auto" and flag not in (None, "auto"):
+    if config.kv_cache_dtype == "auto" and flag in sglang_choices():
+        return HiSparseConfig.parse(text, kv_cache_dtype=flag)
+    if config.kv_cache_dtype != "auto" and flag not in (None, "auto", config.kv_cache_dtype):
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype} but --kv-cache-dtype is {flag}; expected "
             "equal values, or only one of the two"
@@ -221,7 +221,8 @@ def _check_model(server_args: Any, config: HiSparseConfig) -> None:
         ConfigError: names the model's property and what hisparse serves instead.
     """
     from sglang.srt.arg_groups.overrides import model_config_of
-    from sglang.srt.configs.model_config import AttentionArch
+    from sglang.srt.configs.dots3 import Dots3Config
+    from sglang.srt.configs.model_config import AttentionArch, is_minimax_sparse
 
     model = model_config_of(server_args)
     name = name_of(model)
@@ -244,6 +245,11 @@ def _check_model(server_args: Any, config: HiSparseConfig) -> None:
         raise ConfigError(
             f"--kv-cache-dtype is {server_args.kv_cache_dtype} but {name} runs in {model.dtype}; "
             "hisparse stores K and V in the model's dtype or in eight bits: use auto or fp8_e4m3"
+        )
+    if is_minimax_sparse(model.hf_config) or isinstance(model.hf_text_config, Dots3Config):
+        raise ConfigError(
+            f"SGLang serves {name} with an attention backend of its own; expected a model whose "
+            "attention a backend can be chosen for"
         )
     if model.is_encoder_decoder:
         raise ConfigError(f"{name} is an encoder-decoder model; expected a decoder")

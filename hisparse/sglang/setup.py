@@ -13,12 +13,13 @@ from hisparse.config import HiSparseConfig
 from hisparse.engine.build import build_engine, resolve
 from hisparse.engine.capabilities import stored_spec
 from hisparse.engine.coordinator import SparseCoordinator
+from hisparse.errors import ConfigError
 from hisparse.kernels.device_limits import device_limits
 from hisparse.memory.costs import Resources
 from hisparse.memory.host import free_host_memory
 from hisparse.memory.sizing import resize
 from hisparse.sglang import features
-from hisparse.sglang.model_shape import hybrid_layers, read_model_shape
+from hisparse.sglang.model_shape import hybrid_layers, name_of, read_model_shape
 from hisparse.sglang.ranks import (
     attention_replicas,
     gather_queries,
@@ -53,8 +54,10 @@ def make_session(configurator: Any, device_bytes: int) -> tuple[ServerSession, i
     dtype = configurator.kv_cache_dtype
     for name, quantized in sglang_choices().items():
         if dtype == quantized:
-            # The model's own configuration requests such a KV cache.
-            config, dtype = replace(config, kv_cache_dtype=name), configurator.model_config.dtype
+            # The model's own configuration requests such a KV cache; the key overrules it.
+            dtype = configurator.model_config.dtype
+            if config.kv_cache_dtype == "auto":
+                config = replace(config, kv_cache_dtype=name)
     for feature in enabled:
         config = feature.process_config(config, args)
     context_length = configurator.model_config.context_len
@@ -155,6 +158,13 @@ def build_coordinator(session: ServerSession, model_runner: Any) -> SparseCoordi
         model_runner: SGLang's ``ModelRunner``, after it built the pools.
     """
     pool, rows = session.pool, model_runner.req_to_token_pool
+    found = model_runner.token_to_kv_pool
+    # SGLang keeps the pool of a hybrid in one that has the states of its other layers, too.
+    if getattr(found, "full_kv_pool", found) is not pool:
+        raise ConfigError(
+            f"SGLang keeps the K and V of {name_of(model_runner.model_config)} in "
+            f"{type(found).__name__}; expected a model with one pool of K and V"
+        )
     # --max-total-tokens and --max-running-requests may have lowered the sizes. Slot 0 is padding.
     num_slots = rows.req_to_token.shape[0]
     session.sizing = resize(session.sizing, kv_tokens=pool.size, max_requests=num_slots - 1)

@@ -1,7 +1,7 @@
 """An implementation that raises where the CUDA operations leave an index alone.
 
 The CPU operations refuse an index that is out of range; the CUDA operations skip it, and
-``hisparse.kernels.verify`` reports it. With both, one suite covers every implementation.
+``hisparse.kernels.indices`` reports it. With both, one suite covers every implementation.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hisparse.kernels.verify import verify_diff, verify_indices
+from hisparse.kernels.indices import verify_diff, verify_indices
 
 __all__ = ["verified"]
 

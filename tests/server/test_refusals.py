@@ -92,6 +92,8 @@ REFUSED: list[Refused] = [
     ("--kv-cache-dtype fp8_e4m3", {"algorithm": "dipr"},
      "algorithm 'dipr' cannot do kv_cache_dtype fp8_e4m3; algorithms that can: "),
     ("--kv-cache-dtype bf16", FP8, "kv_cache_dtype is fp8_e4m3 but --kv-cache-dtype is bf16"),
+    ("--kv-cache-dtype fp8_e4m3", {"kv_cache_dtype": "int8"},
+     "kv_cache_dtype is int8 but --kv-cache-dtype is fp8_e4m3"),
     ("", {"kv_cache_dtype": "fp8_e5m2"},
      "unknown kv_cache_dtype 'fp8_e5m2'; did you mean 'fp8_e4m3'?"),
     # Prefill and decode servers.
@@ -192,6 +194,12 @@ def test_heads_that_differ_between_layers(
 ) -> None:
     model = changed_llama(tmp_path, **change)
     assert f"LlamaForCausalLM has layers with {words}; " in refusal(model=model)
+
+
+def test_a_model_with_an_attention_backend_of_its_own(tmp_path: Path) -> None:
+    """SGLang puts its backend in the place of ours when the model is loaded."""
+    model = changed_llama(tmp_path, architectures=["MiniMaxM3SparseForCausalLM"])
+    assert "MiniMaxM3SparseForCausalLM with an attention backend of its own" in refusal(model=model)
 
 
 LONGROPE = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from hisparse.cache.formats import format_of
-from hisparse.transformers import DB, disable, enable
+from hisparse.transformers import DB, build, disable, enable
 from tests.transformers.hf_models import ROOMY, SMALL, continuation, left_padded, model, prompt
 
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
@@ -43,6 +43,24 @@ def test_tokens_are_those_of_dense_attention_over_rounded_k_and_v(
     monkeypatch.setattr(DynamicLayer, "update", rounded)
     assert continuation(net, ids, 40, attention_mask=mask) == ours
     assert ours != exact, "eight bits show in 120 tokens"
+
+
+@DTYPES
+def test_memory_is_asked_for_what_is_stored(
+    net: Any, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, memory = [], build._memory
+
+    def recorded(config: Any, needed: int, device: torch.device) -> tuple[int, int]:
+        asked.append(needed)
+        return memory(config, needed, device)
+
+    monkeypatch.setattr(build, "_memory", recorded)
+    for settings in (ROOMY, ROOMY | {"kv_cache_dtype": dtype}):
+        enable(net, settings, max_length=400)
+        disable(net)
+    plain, stored = asked
+    assert stored < plain / 3, "float32 has four bytes, a code one and a part of a scale"
 
 
 def test_a_later_turn_a_fork_and_a_store_read_the_same_values(net: Any, tmp_path: Path) -> None:

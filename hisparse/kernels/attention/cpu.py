@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hisparse.kernels.attention.op import CHUNK_ATTENTION, PAGED_ATTENTION
-from hisparse.kernels.attention.reference import scaled_query
+from hisparse.kernels.attention.op import CHUNK_ATTENTION, PAGED_ATTENTION, scaled_query
 from hisparse.types import UNSCALED, AttentionRule, StoredKV
 
 __all__ = ["chunk_attention", "paged_attention"]

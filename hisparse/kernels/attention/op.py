@@ -11,14 +11,14 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
 from hisparse.kernels.operation import Operation
-from hisparse.kernels.quantize.rules import check_stored
+from hisparse.kernels.quantize.rules import STORED, check_scales
 from hisparse.types import UNSCALED, AttentionRule, PagedKV, StoredKV
 
 __all__ = ["chunk_attention", "paged_attention"]
 
 
 def _pages_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
-    check_stored("kv.k", tensors["kv.k"], tensors["kv.scales"])
+    check_scales("kv.scales", tensors["kv.k"], tensors["kv.scales"])
     queries, heads = sizes["Q"], sizes["Hr"]
     if heads == 0 or queries % heads:
         raise KernelError(f"query: got {queries} heads, expected a multiple of the pages' {heads}")
@@ -38,7 +38,7 @@ PAGED_ATTENTION = Operation(
     __name__,
     "paged_attention",
     Arg("query", FLOATS, "R Q Dk", layout="all"),
-    Arg("kv.k", None, "N Hr S Dk", layout="any"),
+    Arg("kv.k", STORED, "N Hr S Dk", layout="any"),
     Arg("kv.v", "kv.k", "N Hr S Dv", layout="any"),
     Arg("kv.scales", torch.uint8, "N Hr S 2", optional=True, layout="any"),
     Arg("page_table", torch.int32, "R P", layout="any"),
@@ -138,3 +138,8 @@ def chunk_attention(
         rule = AttentionRule(rule.scale, rule.logit_cap)
     out, lse = run(query, k, v, causal, rule, first_key)
     return out, lse
+
+
+def scaled_query(query: Tensor, scale: float) -> Tensor:
+    """``query`` in float32, times ``scale``; the tensor itself if neither changes it."""
+    return query.float() if scale == 1 else query.float() * scale

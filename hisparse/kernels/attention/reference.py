@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hisparse.kernels.attention.op import scaled_query
 from hisparse.kernels.quantize.reference import read_scales
 from hisparse.types import UNSCALED, AttentionRule, StoredKV
 
-__all__ = ["cap_logits", "chunk_attention", "paged_attention", "scaled_query"]
+__all__ = ["cap_logits", "chunk_attention", "paged_attention"]
 
 #: Queries per block of a chunk, which limits the memory of the logits.
 _QUERY_BLOCK = 512
@@ -87,11 +88,6 @@ def chunk_attention(
         out[start:end] = block.flatten(0, 1).transpose(0, 1)
         lse[start:end] = block_lse.flatten(0, 1).transpose(0, 1)
     return out, lse
-
-
-def scaled_query(query: Tensor, scale: float) -> Tensor:
-    """``query`` in float32, times ``scale``; the tensor itself if neither changes it."""
-    return query.float() if scale == 1 else query.float() * scale
 
 
 def cap_logits(logits: Tensor, cap: float) -> Tensor:

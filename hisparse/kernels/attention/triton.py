@@ -234,7 +234,7 @@ def _load_tokens(
 
 @triton.jit
 def _range_of_split(length, split, splits, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
-    """The first token of a split, the one behind its last, and the oldest that is attended."""
+    """The first token of a split, the one after its last, and the oldest that is attended."""
     oldest, base = 0, 0
     if WINDOW > 0:
         # Steps begin at multiples of TOKENS, so that a step's pages are whole.

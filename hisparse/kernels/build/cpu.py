@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from hisparse.errors import KernelError
 from hisparse.kernels.build.cache import CACHE
 from hisparse.kernels.build.compiler import (
@@ -34,7 +32,6 @@ __all__ = [
     "cpu_library",
     "cpu_sources",
     "cxx_compiler",
-    "dense_rows",
 ]
 
 logger = logging.getLogger(__name__)
@@ -78,11 +75,6 @@ def call_cpu(name: str, *arguments: object) -> None:
         getattr(cpu_library(), name)(*arguments)
     except ValueError as error:
         raise KernelError(str(error)) from None
-
-
-def dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it if its last dimension is strided."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def build_cpu() -> Path:
@@ -139,7 +131,7 @@ def compile_library(
         command: the compiler and its flags.
         sources: C++ files.
         headers: headers that the sources include; the names of all objects change with them.
-        link: flags for linking, behind the objects.
+        link: flags for linking, after the objects.
 
     Returns:
         the path of the library.

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hisparse.kernels.arguments import FLOATS, Arg, check_contiguous, check_scales
+from hisparse.kernels.arguments import FLOATS, Arg, check_contiguous
 from hisparse.kernels.operation import Operation
+from hisparse.kernels.quantize.rules import check_scales
 from hisparse.types import IndexerInputs
 
 __all__ = ["index_score", "store_index_keys"]
@@ -18,7 +19,7 @@ _KEY_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 
 
 def _scales_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
-    check_scales(tensors["keys"], tensors["scales"])
+    check_scales("scales", tensors["keys"], tensors["scales"])
 
 
 INDEX_SCORE = Operation(
@@ -70,8 +71,8 @@ def index_score(
         impl: "auto", or an implementation's name.
 
     Returns:
-        ``[B, 1, P] float32``, higher is kept; the new token's score at ``num_pages``, anything
-        behind it.
+        ``[B, 1, P] float32``, higher is kept; the new token's score at ``num_pages``; the
+        scores after it mean nothing.
 
     Raises:
         KernelError: a tensor has another shape, dtype or device.

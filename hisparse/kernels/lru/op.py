@@ -31,7 +31,7 @@ class RowState(NamedTuple):
     Attributes:
         slot_pages: ``[NR, C] int32``, page index in the sequence that a slot holds, -1 if empty.
         lru_order: ``[NR, C] int32``, slots from cold to hot; -1 from the row's capacity on.
-        device_pages: ``[NR, C] int32``, device page behind a slot; -1 from the capacity on.
+        device_pages: ``[NR, C] int32``, device page of a slot; -1 from the capacity on.
         page_slots: ``[NR, Pmax] int32``, where CUDA's operations look for a page: the slot of every
             resident page; entries of other pages mean nothing. None on a CPU, whose operations
             search ``slot_pages``.
@@ -299,7 +299,7 @@ def diff_tables(
 
 
 def page_table(device_pages: Tensor, rows: Tensor, slots: Tensor, *, impl: str = "auto") -> Tensor:
-    """Look up the device pages behind slots.
+    """Look up the device pages of slots.
 
     Args:
         device_pages: ``[NR, C] int32``, of the rows' state.

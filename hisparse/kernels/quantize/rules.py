@@ -11,7 +11,15 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS
 
-__all__ = ["FRACTION_BITS", "QUANTIZED", "RULES", "LatentRow", "ScaleRule", "check_stored"]
+__all__ = [
+    "FRACTION_BITS",
+    "QUANTIZED",
+    "RULES",
+    "STORED",
+    "LatentRow",
+    "ScaleRule",
+    "check_scales",
+]
 
 #: Bits of a float32 are its exponent, biased by 127, and 23 bits of fraction.
 FRACTION_BITS = 23
@@ -45,6 +53,8 @@ RULES = {
 }
 #: Dtypes of keys and values that have scales: float8_e4m3fn and int8.
 QUANTIZED = tuple(RULES)
+#: What stored keys and values may be.
+STORED = (*FLOATS, *QUANTIZED)
 
 
 class LatentRow(NamedTuple):
@@ -88,7 +98,7 @@ class LatentRow(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Byte behind the rotary channels."""
+        """Byte after the rotary channels."""
         return self.rope_at + 2 * self.rope
 
     @property
@@ -97,15 +107,15 @@ class LatentRow(NamedTuple):
         return -(-self.end // 16) * 16
 
 
-def check_stored(name: str, stored: Tensor, scales: Tensor | None) -> None:
-    """Raise ``KernelError`` unless the dtype is one with scales, if there are scales, else a float.
+def check_scales(name: str, stored: Tensor, scales: Tensor | None) -> None:
+    """Raise ``KernelError`` unless dtypes in eight bits have scales, and no other dtype has.
 
     Args:
-        name: of the tensor, for the message.
-        stored: keys or values.
-        scales: their scales, if any.
+        name: of the scales, for the message.
+        stored: what they scale.
+        scales: the scales, if any.
     """
-    allowed = FLOATS if scales is None else QUANTIZED
-    if stored.dtype not in allowed:
-        expected = ", ".join(map(str, allowed))
-        raise KernelError(f"{name}: got dtype {stored.dtype}, expected one of {expected}")
+    needed = stored.dtype in QUANTIZED
+    if needed != (scales is not None):
+        got, expected = ("None", "them") if needed else ("them", "None")
+        raise KernelError(f"{name}: got {got}, expected {expected} for {stored.dtype}")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hisparse.kernels.lru.op import RowState
-from hisparse.kernels.rows.op import PROMOTE_TAIL, REBALANCE, TailPools
-from hisparse.kernels.rows.reference import copy_tails
+from hisparse.kernels.rows.op import PROMOTE_TAIL, REBALANCE, TailPools, copy_tails
 
 __all__ = ["promote_tail", "rebalance"]
 

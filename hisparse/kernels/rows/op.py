@@ -208,3 +208,14 @@ def rebalance(
     run = REBALANCE(impl, rows, new_capacity, capacity, *states, free_pages, num_free)
     if rows.numel():
         run(rows, new_capacity, capacity, states, free_pages, num_free)
+
+
+def copy_tails(pools: TailPools, tails: Tensor, num_requests: int) -> tuple[Tensor, ...]:
+    """Pages ``tails [R]`` of each pool, as ``[T, Hkv, S, D]``."""
+    copies = tuple(pool[tails.long()] for pool in (pools.k, pools.v) if pool is not None)
+    heads = len(tails) // max(num_requests, 1)
+    if heads <= 1:
+        return copies
+    # Rows of one KV head have the same bytes.
+    shape = (-1, pools.kv_heads, heads // pools.kv_heads)
+    return tuple(x.unflatten(0, shape)[:, :, 0, 0] for x in copies)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from hisparse.kernels.lru.op import RowState
-from hisparse.kernels.rows.op import TailPools
+from hisparse.kernels.rows.op import TailPools, copy_tails
 
-__all__ = ["copy_tails", "promote_tail", "rebalance", "reset_rows"]
+__all__ = ["promote_tail", "rebalance", "reset_rows"]
 
 
 def promote_tail(
@@ -38,17 +38,6 @@ def promote_tail(
     held = state.slot_pages[rows, coldest]
     state.slot_pages[rows, coldest] = torch.where(apply, page_index, held)
     return copies
-
-
-def copy_tails(pools: TailPools, tails: Tensor, num_requests: int) -> tuple[Tensor, ...]:
-    """Pages ``tails [R]`` of each pool, as ``[T, Hkv, S, D]``."""
-    copies = tuple(pool[tails.long()] for pool in (pools.k, pools.v) if pool is not None)
-    heads = len(tails) // max(num_requests, 1)
-    if heads <= 1:
-        return copies
-    # Rows of one KV head have the same bytes.
-    shape = (-1, pools.kv_heads, heads // pools.kv_heads)
-    return tuple(x.unflatten(0, shape)[:, :, 0, 0] for x in copies)
 
 
 def reset_rows(rows: Tensor, capacity: Tensor, states: RowState) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from hisparse.kernels.attention.cpu import paged_attention
-from hisparse.kernels.attention.reference import scaled_query
+from hisparse.kernels.attention.op import scaled_query
 from hisparse.kernels.sketch.op import (
     OUTLINE_SCORE,
     PAGE_SKETCH,
     SKETCH_SCORE,
     SketchLayout,
     TailPages,
+    tail_lse,
 )
-from hisparse.kernels.sketch.reference import tail_lse
 
 __all__ = ["outline_score", "page_sketch", "sketch_score"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from hisparse.errors import KernelError
 from hisparse.kernels.arguments import FLOATS, Arg, Result, check_divides
 from hisparse.kernels.operation import Operation
-from hisparse.kernels.quantize.rules import check_stored
+from hisparse.kernels.quantize.rules import STORED, check_scales
 from hisparse.types import StoredKV
 
 __all__ = [
@@ -125,7 +125,7 @@ def _sketches_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     k, scales = tensors["tail.kv.k"], tensors["tail.kv.scales"]
     if k is None:
         return
-    check_stored("tail.kv.k", k, scales)
+    check_scales("tail.kv.scales", k, scales)
     rows, batch, own = sizes["R"], sizes["B"], k.shape[1]
     heads = rows // batch if batch else 1
     one_row, row_a_head = heads == 1 and own == kv_heads, heads % kv_heads == 0 and own == 1
@@ -159,7 +159,7 @@ SKETCH_SCORE = Operation(
     Arg("sketches", torch.uint8, "_ Hkv bytes", layout="any"),
     Arg("host_page_table", _I32, "B P"),
     Arg("num_pages", _I32, "B", layout="all"),
-    Arg("tail.kv.k", None, "N Hr tail D", optional=True, layout="any"),
+    Arg("tail.kv.k", STORED, "N Hr tail D", optional=True, layout="any"),
     Arg("tail.kv.scales", torch.uint8, "N Hr tail 2", optional=True, layout="any"),
     Arg("tail.pages", _I32, "R", optional=True),
     Arg("tail.lens", _I32, "R", optional=True),
@@ -190,8 +190,8 @@ def page_sketch(
     """Store the sketch of each page's keys, from which the page is scored.
 
     Every channel has one value for the page: the mean of its keys or, for the
-    ``layout.num_channels`` channels that vary most, the middle of their range. Those channels have
-    two bits for each token besides. A page's sketch depends on its keys alone, and all
+    ``layout.num_channels`` channels that vary most, the middle of their range. Those channels
+    also have two bits for each token. A page's sketch depends on its keys alone, and all
     implementations give the same bytes.
 
     Args:
@@ -305,3 +305,11 @@ def outline_score(
     tensors = (query, outlines, host_page_table, num_pages)
     scores: Tensor = OUTLINE_SCORE(impl, *tensors)(*tensors)
     return scores
+
+
+def tail_lse(query: Tensor, tail: TailPages, attend: Callable[..., tuple[Tensor, ...]]) -> Tensor:
+    """Log-sum-exp of the tail pages' logits, ``[B, Hq]``, by an implementation of attention."""
+    # Attention over a table of one page. Its output is not wanted, but costs little.
+    rows = query.reshape(tail.pages.shape[0], -1, query.shape[-1])
+    lse = attend(rows, tail.kv, tail.pages[:, None], tail.lens)[1]
+    return lse.view(query.shape[:2])

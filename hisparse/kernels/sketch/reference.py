@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from hisparse.kernels.attention.reference import paged_attention, scaled_query
-from hisparse.kernels.sketch.op import BLOCK, SCALE_OFFSET, SketchLayout, TailPages
+from hisparse.kernels.attention.op import scaled_query
+from hisparse.kernels.attention.reference import paged_attention
+from hisparse.kernels.sketch.op import BLOCK, SCALE_OFFSET, SketchLayout, TailPages, tail_lse
 
 __all__ = [
     "outline_score",
@@ -17,7 +16,6 @@ __all__ = [
     "page_sketch",
     "sketch_keys",
     "sketch_score",
-    "tail_lse",
 ]
 
 
@@ -44,14 +42,6 @@ def sketch_score(
     page = torch.arange(scores.shape[-1], device=scores.device)
     masked: Tensor = scores.masked_fill((page >= num_pages[:, None])[:, None], -torch.inf)
     return masked, None if tail is None else tail_lse(query, tail, paged_attention)
-
-
-def tail_lse(query: Tensor, tail: TailPages, attend: Callable[..., tuple[Tensor, ...]]) -> Tensor:
-    """Log-sum-exp of the tail pages' logits, ``[B, Hq]``, by an implementation of attention."""
-    # Attention over a table of one page. Its output is not wanted, but costs little.
-    rows = query.reshape(tail.pages.shape[0], -1, query.shape[-1])
-    lse = attend(rows, tail.kv, tail.pages[:, None], tail.lens)[1]
-    return lse.view(query.shape[:2])
 
 
 def sketch_keys(sketches: Tensor, layout: SketchLayout) -> Tensor:

@@ -89,7 +89,7 @@ def launch_options(dim: int, group: int) -> dict[str, int]:
 
 
 def _loaded(sketches: Tensor, layout: SketchLayout) -> int:
-    """Bytes of codes in a load: 4 if those of each channel are one word, behind its D bytes.
+    """Bytes of codes in a load: 4 if those of each channel are one word, after its D bytes.
 
     With more words a program would unroll four bytes in a loop, which takes too many registers.
     """

@@ -15,9 +15,9 @@ from hisparse.kernels.arguments import (
     Result,
     check_contiguous,
     check_divides,
-    check_scales,
 )
 from hisparse.kernels.operation import Operation
+from hisparse.kernels.quantize.rules import check_scales
 
 __all__ = ["page_score", "page_summary"]
 
@@ -28,7 +28,7 @@ def _ranges_fit(tensors: Mapping[str, Any], sizes: Mapping[str, Any]) -> None:
     ranges, size = sizes["ranges"], sizes["S"]
     if ranges == 0 or size % ranges:
         raise KernelError(f"summaries: got {ranges} ranges, expected a divisor of {size} tokens")
-    check_scales(tensors["summaries"], tensors["scales"])
+    check_scales("scales", tensors["summaries"], tensors["scales"])
 
 
 PAGE_SUMMARY = Operation(

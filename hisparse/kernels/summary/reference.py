@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hisparse.kernels.attention.reference import scaled_query
+from hisparse.kernels.attention.op import scaled_query
 
 __all__ = ["page_score", "page_summary", "round_outward"]
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hisparse.kernels.transfer.op import GATHER_PAGES, GATHER_TOKENS, SCATTER_TOKENS
-from hisparse.kernels.transfer.reference import new_tokens, row_tokens
+from hisparse.kernels.transfer.op import (
+    GATHER_PAGES,
+    GATHER_TOKENS,
+    SCATTER_TOKENS,
+    new_tokens,
+    row_tokens,
+)
 
 __all__ = ["append_tokens", "gather_pages", "gather_tokens", "scatter_tokens"]
 

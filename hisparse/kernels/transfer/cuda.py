@@ -11,8 +11,8 @@ from hisparse.kernels.transfer.op import (
     GATHER_PAGES,
     GATHER_TOKENS,
     SCATTER_TOKENS,
+    new_tokens,
 )
-from hisparse.kernels.transfer.reference import new_tokens
 
 __all__ = [
     "PIECE_BYTES",

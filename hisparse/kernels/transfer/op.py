@@ -198,3 +198,24 @@ def gather_tokens(src: PagedKV, slots: Tensor, *, impl: str = "auto") -> tuple[T
 def _shares_memory(kv: PagedKV) -> bool:
     """Whether V is a view of K's first columns."""
     return kv.v.data_ptr() == kv.k.data_ptr() and kv.v.shape[-1] <= kv.k.shape[-1]
+
+
+def row_tokens(k: Tensor, v: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor | None]:
+    """``[T, Hkv, D]`` -> ``[R, 1, D]``, the KV head of each row; with one row a request, as is."""
+    heads = num_rows // max(len(k), 1)
+    if heads <= 1:
+        return k, v
+    copies = heads // k.shape[1]
+
+    def each(x: Tensor) -> Tensor:
+        repeated = x if copies == 1 else x.repeat_interleave(copies, dim=1)
+        return repeated.reshape(-1, 1, x.shape[-1])
+
+    return each(k), None if v is None else each(v)
+
+
+def new_tokens(pages_kv: Tensor, slots: Tensor) -> Tensor:
+    """Uninitialised tokens of pages, ``[T, H, D]`` or ``[L, T, H, D]``, where the slots lie."""
+    *layers, _, heads, _, width = pages_kv.shape
+    shape = (*layers, slots.shape[0], heads, width)
+    return torch.empty(shape, dtype=pages_kv.dtype, device=slots.device)

@@ -5,14 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = [
-    "append_tokens",
-    "gather_pages",
-    "gather_tokens",
-    "new_tokens",
-    "row_tokens",
-    "scatter_tokens",
-]
+from hisparse.kernels.transfer.op import row_tokens
+
+__all__ = ["append_tokens", "gather_pages", "gather_tokens", "scatter_tokens"]
 
 
 def gather_pages(
@@ -66,20 +61,6 @@ def append_tokens(
     scatter_tokens(device_k, device_v, k, v, tail_slots)
 
 
-def row_tokens(k: Tensor, v: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor | None]:
-    """``[T, Hkv, D]`` -> ``[R, 1, D]``, the KV head of each row; with one row a request, as is."""
-    heads = num_rows // max(len(k), 1)
-    if heads <= 1:
-        return k, v
-    copies = heads // k.shape[1]
-
-    def each(x: Tensor) -> Tensor:
-        repeated = x if copies == 1 else x.repeat_interleave(copies, dim=1)
-        return repeated.reshape(-1, 1, x.shape[-1])
-
-    return each(k), None if v is None else each(v)
-
-
 def gather_tokens(
     src_k: Tensor, src_v: Tensor | None, slots: Tensor
 ) -> tuple[Tensor, Tensor | None]:
@@ -93,13 +74,6 @@ def gather_tokens(
         return x if x.ndim == 3 else x.transpose(0, 1)
 
     return read(src_k), None if src_v is None else read(src_v)
-
-
-def new_tokens(pages_kv: Tensor, slots: Tensor) -> Tensor:
-    """Uninitialised tokens of pages, ``[T, H, D]`` or ``[L, T, H, D]``, where the slots lie."""
-    *layers, _, heads, _, width = pages_kv.shape
-    shape = (*layers, slots.shape[0], heads, width)
-    return torch.empty(shape, dtype=pages_kv.dtype, device=slots.device)
 
 
 def _layers(*pools: Tensor | None) -> list[Tensor]:

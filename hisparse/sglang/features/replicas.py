@@ -44,7 +44,7 @@ class Replicas(Feature):
             # Replicas start at times of their own, and each finds less free than the one before it.
             host_bytes = resolve_memory(config.host_memory, free_host_memory(), "host_memory")
             config = replace(config, host_memory=host_bytes)
-        if ATTENTION_REPLICAS.given(start) or start.args.enable_dp_attention:
+        if ATTENTION_REPLICAS.given(start):
             # Whether a captured step can serve a step depends on its requests, and all ranks would
             # have to agree on it.
             config = replace(config, cuda_graph=False)

@@ -218,7 +218,9 @@ class Speculation(Feature):
 
     def sized(self, setup: EngineSetup, server_args: Any) -> None:
         """Require an algorithm whose state can be undone."""
-        check_rollback(setup, server_args.speculative_algorithm)
+        # SGLang may have switched drafts off while it resolved its arguments.
+        if server_args.speculative_algorithm is not None:
+            check_rollback(setup, server_args.speculative_algorithm)
 
     def pool_mixin(self, kind: str) -> type | None:
         """Accepted drafts of n-grams are reported as moves between slots."""

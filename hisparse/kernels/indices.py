@@ -1,4 +1,4 @@
-"""Checks that read tensors on the device, for whoever looks for a fault.
+"""Checks of indices, which read tensors on the device to find a fault.
 
 On a GPU no kernel follows an index out of a tensor. A kernel leaves such an entry, or a whole row,
 as it is, and reports nothing, because a report would wait for the device. These functions wait and
