@@ -5,13 +5,13 @@ from hisparse.adapters.base import (
     Attended,
     BackendAdapter,
     TableLimits,
+    add_sinks,
     merge_attended,
 )
 from hisparse.adapters.choose import ChosenAdapter, choose_adapter
 from hisparse.adapters.dsa import DSAAdapter
 from hisparse.adapters.flash_attention import FlashAttentionAdapter
 from hisparse.adapters.flashinfer import FlashInferAdapter
-from hisparse.adapters.sinks import add_sinks
 from hisparse.adapters.torch import TorchAdapter
 from hisparse.adapters.triton import TritonAdapter
 

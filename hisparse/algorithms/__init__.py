@@ -15,9 +15,8 @@ from hisparse.algorithms.base import (
     entry_bytes,
     register_algorithm,
 )
-from hisparse.algorithms.page_score import PageScoreAlgorithm, RankedPagesAlgorithm
+from hisparse.algorithms.page_score import PageScoreAlgorithm, RankedPagesAlgorithm, tail_logits
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
-from hisparse.algorithms.tail import tail_logits
 from hisparse.types import KVSpec, Selection, SelectionScope
 
 __all__ = [

@@ -27,7 +27,7 @@ Status = Literal["ok", "warning", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class Finding:
     """The result of a check.
 
     Attributes:
@@ -57,13 +57,13 @@ _OPTIONAL = (
 )
 
 
-def python() -> list[Check]:
+def python() -> list[Finding]:
     """The interpreter."""
     found = f"{platform.python_version()}, {sys.executable}"
-    return [Check(name="python", status="ok", message=found)]
+    return [Finding(name="python", status="ok", message=found)]
 
 
-def torch_version() -> list[Check]:
+def torch_version() -> list[Finding]:
     """The installed torch, and the one that SGLang asks for."""
     import torch
 
@@ -74,8 +74,8 @@ def torch_version() -> list[Check]:
         message += f"; sglang {names.installed_release()} asks for torch {wanted}"
         if torch.version.cuda:
             remedy = f"its CUDA kernels are built for that torch: pip install torch=={wanted}"
-            return [Check(name="torch", status="warning", message=message, remedy=remedy)]
-    return [Check(name="torch", status="ok", message=message)]
+            return [Finding(name="torch", status="warning", message=message, remedy=remedy)]
+    return [Finding(name="torch", status="ok", message=message)]
 
 
 def sglang_pin(package: str) -> str | None:
@@ -88,37 +88,37 @@ def sglang_pin(package: str) -> str | None:
     return next((match[1] for line in lines if (match := pin.match(line))), None)
 
 
-def sglang_version() -> list[Check]:
+def sglang_version() -> list[Finding]:
     """Whether the installed SGLang is the release that hisparse supports."""
     found = names.installed_release()
     if found is not None and names.is_supported(found):
-        return [Check(name="sglang", status="ok", message=f"{found}, the supported release")]
+        return [Finding(name="sglang", status="ok", message=f"{found}, the supported release")]
     message = f"got {found or 'none'}, expected {names.RELEASE}"
     remedy = f"pip install sglang=={names.RELEASE}"
-    return [Check(name="sglang", status="error", message=message, remedy=remedy)]
+    return [Finding(name="sglang", status="error", message=message, remedy=remedy)]
 
 
-def plugin_visible() -> list[Check]:
+def plugin_visible() -> list[Finding]:
     """Whether SGLang finds the entry point, and ``SGLANG_PLUGINS`` allows it."""
     found = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "hisparse"]
     if not found:
         message = "the entry point hisparse of the group sglang.srt.plugins is not installed"
         remedy = "install the package (pip install .) instead of putting it on PYTHONPATH"
-        return [Check(name="plugin", status="error", message=message, remedy=remedy)]
+        return [Finding(name="plugin", status="error", message=message, remedy=remedy)]
     allowed = os.environ.get("SGLANG_PLUGINS", "")
     if allowed and "hisparse" not in [name.strip() for name in allowed.split(",")]:
         return [
-            Check(
+            Finding(
                 name="plugin",
                 status="error",
                 message=f"SGLANG_PLUGINS is {allowed!r}, which excludes hisparse",
                 remedy=f"export SGLANG_PLUGINS={allowed},hisparse, or unset it",
             )
         ]
-    return [Check(name="plugin", status="ok", message=f"entry point {found[0].value}")]
+    return [Finding(name="plugin", status="ok", message=f"entry point {found[0].value}")]
 
 
-def optional_packages() -> list[Check]:
+def optional_packages() -> list[Finding]:
     """Packages that only parts of hisparse need."""
     found, absent = [], []
     for name, use in _OPTIONAL:
@@ -127,18 +127,18 @@ def optional_packages() -> list[Check]:
         except PackageNotFoundError:
             absent.append(f"{name} ({use})")
     message = "; ".join((", ".join(found) or "none", f"without {', '.join(absent) or 'none'}"))
-    return [Check(name="optional packages", status="ok", message=message)]
+    return [Finding(name="optional packages", status="ok", message=message)]
 
 
 _TIMEOUT_S = 120
 
 
-def hooks() -> list[Check]:
+def hooks() -> list[Finding]:
     """Load the plug-in as SGLang does, in a process of its own."""
     found_release = names.installed_release()
     if found_release is None or not names.is_supported(found_release):
         message = f"not checked: sglang {names.RELEASE} is not installed"
-        return [Check(name="hooks", status="warning", message=message)]
+        return [Finding(name="hooks", status="warning", message=message)]
     import torch
 
     environment = os.environ | {"SGLANG_PLUGINS": "hisparse", "OMP_NUM_THREADS": "1"}
@@ -155,12 +155,12 @@ def hooks() -> list[Check]:
     except (IndexError, ValueError):
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         message = f"SGLang cannot be imported: {last[:300]}"
-        return [Check(name="hooks", status="error", message=message, remedy=_packages())]
+        return [Finding(name="hooks", status="error", message=message, remedy=_packages())]
     problems = found["problems"]
     if problems:
         return [_broken(problem) for problem in problems]
     message = f"all {found['hooks']} hooks fit, and the {found['used']} other names in use exist"
-    return [Check(name="hooks", status="ok", message=message)]
+    return [Finding(name="hooks", status="ok", message=message)]
 
 
 def _packages() -> str:
@@ -171,9 +171,9 @@ def _packages() -> str:
     return f"{asks}: {wanted}" if wanted else asks
 
 
-def _broken(message: str) -> Check:
+def _broken(message: str) -> Finding:
     remedy = f"install sglang {names.RELEASE}, complete"
-    return Check(name="hooks", status="error", message=message, remedy=remedy)
+    return Finding(name="hooks", status="error", message=message, remedy=remedy)
 
 
 #: With less free memory, a server can hardly hold its own processes.
@@ -182,67 +182,67 @@ _LITTLE_BYTES = 4 * 2**30
 _NODES = Path("/sys/devices/system/node")
 
 
-def device() -> list[Check]:
+def device() -> list[Finding]:
     """The GPUs that PyTorch finds."""
     import torch
 
     if not torch.cuda.is_available():
         message = "PyTorch finds no CUDA GPU, so SGLang serves on the CPU, which is for tests only"
         remedy = "on a machine with a GPU: check nvidia-smi, and that torch is a CUDA build"
-        return [Check(name="device", status="warning", message=message, remedy=remedy)]
+        return [Finding(name="device", status="warning", message=message, remedy=remedy)]
     checks = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         free = format_bytes(torch.cuda.mem_get_info(index)[0])
         message = f"{about.name}, sm_{about.major}{about.minor}, {free} free of "
         message += format_bytes(about.total_memory)
-        checks.append(Check(name=f"device {index}", status="ok", message=message))
+        checks.append(Finding(name=f"device {index}", status="ok", message=message))
     return checks
 
 
-def pinned_memory() -> list[Check]:
+def pinned_memory() -> list[Finding]:
     """Whether host memory can be pinned for a GPU."""
     import torch
 
     message = f"ulimit -l is {memlock_limit()}"
     if not torch.cuda.is_available():
         message += "; without a GPU nothing is pinned"
-        return [Check(name="pinned memory", status="ok", message=message)]
+        return [Finding(name="pinned memory", status="ok", message=message)]
     try:
         zeros([2**26], torch.uint8, torch.device("cpu"), pin=True)
     except CapacityError as error:
         message += f"; 64 MiB could not be pinned: {error}"
         remedy = "ulimit -l unlimited; in a container --ulimit memlock=-1"
-        return [Check(name="pinned memory", status="error", message=message, remedy=remedy)]
+        return [Finding(name="pinned memory", status="error", message=message, remedy=remedy)]
     message += "; 64 MiB could be pinned"
-    return [Check(name="pinned memory", status="ok", message=message)]
+    return [Finding(name="pinned memory", status="ok", message=message)]
 
 
-def host_memory() -> list[Check]:
+def host_memory() -> list[Finding]:
     """Free host memory, and how much of it a server takes by default."""
     free, default = free_host_memory(), HiSparseConfig().host_memory
     pool = format_bytes(resolve_memory(default, free, "host_memory"))
     message = f"{format_bytes(free)} free; host_memory {default} would take {pool} for the KV cache"
     if free < _LITTLE_BYTES:
         remedy = "free some memory, or set host_memory and --max-total-tokens"
-        return [Check(name="host memory", status="warning", message=message, remedy=remedy)]
-    return [Check(name="host memory", status="ok", message=message)]
+        return [Finding(name="host memory", status="warning", message=message, remedy=remedy)]
+    return [Finding(name="host memory", status="ok", message=message)]
 
 
-def numa(nodes: Path = _NODES) -> list[Check]:
+def numa(nodes: Path = _NODES) -> list[Finding]:
     """NUMA nodes and their free memory."""
     sizes = {}
     for meminfo in nodes.glob("node[0-9]*/meminfo"):
         if match := re.search(r"MemFree:\s+(\d+) kB", meminfo.read_text()):
             sizes[int(meminfo.parent.name.removeprefix("node"))] = 1024 * int(match[1])
     if len(sizes) < 2:
-        return [Check(name="numa", status="ok", message="one node")]
+        return [Finding(name="numa", status="ok", message="one node")]
     message = ", ".join(f"node {node}: {format_bytes(sizes[node])} free" for node in sorted(sizes))
     remedy = "start the server with numactl --interleave=all, or bound to the node of its GPUs"
-    return [Check(name="numa", status="warning", message=message, remedy=remedy)]
+    return [Finding(name="numa", status="warning", message=message, remedy=remedy)]
 
 
-def cpu_kernels() -> list[Check]:
+def cpu_kernels() -> list[Finding]:
     """Find or build the C++ kernels."""
     from hisparse.kernels.build.cpu import build_cpu, cpu_instruction_set
     from hisparse.kernels.build.isa import VARIABLE, chosen_isa
@@ -256,7 +256,7 @@ def cpu_kernels() -> list[Check]:
     return [_built("CPU kernels", build, remedy)]
 
 
-def cuda_kernels() -> list[Check]:
+def cuda_kernels() -> list[Finding]:
     """Find or build the CUDA kernels for the GPU of this machine."""
     import torch
 
@@ -264,39 +264,39 @@ def cuda_kernels() -> list[Check]:
 
     if not torch.cuda.is_available():
         message = f"not used: there is no GPU to build for; nvcc: {find_nvcc() or 'not found'}"
-        return [Check(name="CUDA kernels", status="ok", message=message)]
+        return [Finding(name="CUDA kernels", status="ok", message=message)]
     remedy = "install nvcc (CUDA_HOME names its toolkit) and apache-tvm-ffi"
     return [_built("CUDA kernels", lambda: f"CUDA C++: {build_cuda()}", remedy)]
 
 
-def triton_kernels() -> list[Check]:
+def triton_kernels() -> list[Finding]:
     """Whether the Triton kernels run, which score, select and attend on a GPU."""
     import torch
 
     if not torch.cuda.is_available():
         message = "not used: there is no GPU"
-        return [Check(name="Triton kernels", status="ok", message=message)]
+        return [Finding(name="Triton kernels", status="ok", message=message)]
     try:
         import triton
     except ImportError as error:
         message = f"slower PyTorch code is used instead: {error}"
         remedy = "pip install triton"
-        return [Check(name="Triton kernels", status="warning", message=message, remedy=remedy)]
-    return [Check(name="Triton kernels", status="ok", message=f"Triton {triton.__version__}")]
+        return [Finding(name="Triton kernels", status="warning", message=message, remedy=remedy)]
+    return [Finding(name="Triton kernels", status="ok", message=f"Triton {triton.__version__}")]
 
 
-def _built(name: str, build: Callable[[], str], remedy: str) -> Check:
+def _built(name: str, build: Callable[[], str], remedy: str) -> Finding:
     from hisparse.kernels.build.compiler import CannotBuildError
 
     try:
         message = build()
     except (ImportError, OSError, CannotBuildError) as error:
         message = f"slower PyTorch code is used instead: {error}"
-        return Check(name=name, status="warning", message=message, remedy=remedy)
-    return Check(name=name, status="ok", message=message)
+        return Finding(name=name, status="warning", message=message, remedy=remedy)
+    return Finding(name=name, status="ok", message=message)
 
 
-def adapters() -> list[Check]:
+def adapters() -> list[Finding]:
     """The attention libraries that work on this machine."""
     import torch
 
@@ -314,7 +314,7 @@ def adapters() -> list[Check]:
         else:
             not_here.append(f"{name} ({why})")
     message = f"usable: {', '.join(works) or 'none'}; not usable: {', '.join(not_here) or 'none'}"
-    return [Check(name="adapters", status="ok" if works else "error", message=message)]
+    return [Finding(name="adapters", status="ok" if works else "error", message=message)]
 
 
 def _missing(adapter: type) -> str | None:
@@ -325,7 +325,7 @@ def _missing(adapter: type) -> str | None:
     return why
 
 
-_CheckFunction = Callable[[], list[Check]]
+_CheckFunction = Callable[[], list[Finding]]
 
 _CHECKS: tuple[_CheckFunction, ...] = (
     python,
@@ -345,16 +345,16 @@ _CHECKS: tuple[_CheckFunction, ...] = (
 )
 
 
-def run_checks(checks: Sequence[_CheckFunction] = _CHECKS) -> list[Check]:
+def run_checks(checks: Sequence[_CheckFunction] = _CHECKS) -> list[Finding]:
     """All results, in a fixed order; an exception in a check becomes an error."""
     with ThreadPoolExecutor(len(checks)) as pool:
         return [result for results in pool.map(_guarded, checks) for result in results]
 
 
-def _guarded(check: _CheckFunction) -> list[Check]:
+def _guarded(check: _CheckFunction) -> list[Finding]:
     try:
         return check()
     except Exception as error:
         name = check.__name__.replace("_", " ")
         remedy = "a broken package, or a bug of hisparse: please report it"
-        return [Check(name=name, status="error", message=one_line(error), remedy=remedy)]
+        return [Finding(name=name, status="error", message=one_line(error), remedy=remedy)]

@@ -221,12 +221,13 @@ class DecodeLayer:
         kv, manager = self._policy.kv, self._manager
         out = q.new_empty(*q.shape[:-1], kv.v_head_dim, dtype=torch.float32)
         attended: Attended | None = None
+        seq_lens = step.seq_lens
         tiles = self._tiles(layer_id, step)
         for tile, next_tile in zip(tiles, [*tiles[1:], None], strict=True):
             request, count = slice(~tile.owner, ~tile.owner + 1), tile.host_pages.numel()
             pages = manager.read_prefix(tile, next_tile)
             table = torch.arange(count, dtype=torch.int32, device=q.device)[None]
-            lens = step.seq_lens[request] - tile.first * kv.page_size
+            lens = seq_lens[request] - tile.first * kv.page_size
             lens = lens.clamp(0, count * kv.page_size)
             num_bytes = count * kv.page_size * manager.host.format.layer_token_bytes
             manager.counters.add("streamed_decode_bytes", num_bytes)

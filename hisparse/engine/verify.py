@@ -251,11 +251,11 @@ class _Verification:
         """Read a layer's tail pages again: an earlier step of this forward may change them."""
         device = self._manager.device
         steps = [step, step.last, *step.by_mode.values(), *step.dense_by_mode.values()]
-        for each in steps:
-            if each is not None:
-                each.row_tails[layer_id] = device.tail_pages[layer_id, each.rows]
-        size = device.kv.page_size
-        step.tail_slots[layer_id] = step.row_tails[layer_id] * size + (step.row_tail_lens - 1)
+        # Steps that are not divided share their tensors.
+        for each in {id(x.row_tails): x for x in steps if x is not None}.values():
+            each.row_tails[layer_id] = device.tail_pages[layer_id, each.rows]
+        tails = step.row_tails[layer_id].long() * device.kv.page_size
+        step.tail_slots[layer_id] = tails + (step.row_tail_lens - 1)
 
     def _filled_pages(self, requests: list[int]) -> Tensor | None:
         """``[b, W] int64``, host pages that drafts can fill, padded with 0; None: none."""

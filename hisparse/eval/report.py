@@ -13,7 +13,7 @@ from hisparse.errors import ConfigError, one_line, quoted
 from hisparse.eval.divergence import pareto_lines
 from hisparse.eval.method import DENSE
 from hisparse.eval.plots import Style, make_styles, report_plots, to_svg
-from hisparse.eval.results import Result
+from hisparse.eval.results import EvalResult
 from hisparse.eval.tables import FIGURES, Cell, Table, make_tables
 from hisparse.options import check_fields, read_object
 
@@ -202,7 +202,7 @@ def read_result(file: Path) -> dict[str, Any]:
     result = read_object(file, "--from", '{"command": "eval", ...}')
     where = f"--from {str(file)!r}"
     try:
-        check_fields(where, result, Result)
+        check_fields(where, result, EvalResult)
         for name in ("cells", "summary"):
             for i, line in enumerate(result[name]):
                 _check_line(f"{where}: {name}[{i}]", line)

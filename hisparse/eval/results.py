@@ -139,7 +139,7 @@ class SummaryLine(TypedDict):
     bytes_per_token: float
 
 
-class Result(TypedDict):
+class EvalResult(TypedDict):
     """The object that ``hisparse eval --json`` prints of its own tasks."""
 
     command: Literal["eval"]
@@ -155,7 +155,7 @@ class Result(TypedDict):
     summary: list[SummaryLine]
 
 
-class Item(TypedDict):
+class ItemLine(TypedDict):
     """One question, passage or continuation of a document."""
 
     task: str
@@ -174,7 +174,7 @@ class RecordLine(TypedDict):
     algorithm: str
     bytes_per_token: float
     kl: list[float]
-    items: list[Item]
+    items: list[ItemLine]
 
 
 #: Tasks on which the dense model scores lower are shown in grey and do not rank methods.

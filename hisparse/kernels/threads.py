@@ -28,9 +28,11 @@ class serial_operators:
 
     def __init__(self, device: torch.device) -> None:
         self._library: Any = cpu_library() if device.type == "cpu" else None
+        #: Threads before each entry that has not ended.
+        self._before: list[int] = []
 
     def __enter__(self) -> None:
-        self._before: int = 1 if self._library is None else self._library.hold_openmp()
+        self._before.append(1 if self._library is None else self._library.hold_openmp())
 
     def __exit__(
         self,
@@ -38,5 +40,6 @@ class serial_operators:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._before > 1:
-            self._library.release_openmp(self._before)
+        before = self._before.pop()
+        if before > 1:
+            self._library.release_openmp(before)

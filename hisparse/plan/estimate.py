@@ -95,14 +95,14 @@ def estimate_token(
             smallest device buffer holds all of the context.
         weight_bytes: weights of a GPU; 0: the time of attention alone.
     """
-    step = _Step(config, spec, hardware, context, batch, hit_ratio)
+    step = _StepTimes(config, spec, hardware, context, batch, hit_ratio)
     layers, weights_us = range(spec.num_layers), _us(weight_bytes, hardware.hbm)
     dense_us = weights_us + sum(map(step.dense_layer_us, layers))
     ours_us = weights_us + sum(map(step.layer_us, layers))
     return TokenEstimate(step.hit_ratio, dense_us / 1000, ours_us / 1000)
 
 
-class _Step:
+class _StepTimes:
     """Times of the layers of one step."""
 
     def __init__(

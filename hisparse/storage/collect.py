@@ -14,9 +14,9 @@ from hisparse.errors import HiSparseError, one_line
 from hisparse.storage.context_tree import ContextTree, contexts_path
 from hisparse.storage.folder import Folder
 from hisparse.storage.index import Index, Row
-from hisparse.storage.limits import Limits
+from hisparse.storage.limits import StoreLimits
 from hisparse.storage.read import Reader
-from hisparse.storage.report import Counters
+from hisparse.storage.report import StoreCounters
 from hisparse.storage.segments import SegmentWriter, locked
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ class Collector:
         folder: Folder,
         reader: Reader,
         writer: SegmentWriter,
-        limits: Limits,
-        counters: Counters,
+        limits: StoreLimits,
+        counters: StoreCounters,
         clock: Callable[[], float],
     ) -> None:
         self._folder, self._reader, self._writer = folder, reader, writer

@@ -26,7 +26,7 @@ from hisparse.storage.schema import (
     is_refusal,
     transaction,
 )
-from hisparse.storage.segments import Place
+from hisparse.storage.segments import RecordPlace
 from hisparse.storage.uses import RecentUses
 
 #: Keys of one statement; SQLite's own limit is higher.
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
     namespace: int
     key: bytes
-    place: Place
+    place: RecordPlace
     num_bytes: int
     used: int
 
@@ -239,12 +239,12 @@ class Index:
         rows = self._all(f"SELECT {COLUMNS}, used FROM pages WHERE {rule}", values)
         last = self._uses.last
         return [
-            Row(ns, key, Place(*place), size, max(used, last((ns, key))))
+            Row(ns, key, RecordPlace(*place), size, max(used, last((ns, key))))
             for ns, key, *place, size, used in rows
         ]
 
     def add(
-        self, namespace: Namespace, key: bytes, place: Place, num_bytes: int, now: float
+        self, namespace: Namespace, key: bytes, place: RecordPlace, num_bytes: int, now: float
     ) -> bool:
         """Add a page that was just written; False if there is one already."""
         with self.transaction() as database:
@@ -264,7 +264,7 @@ class Index:
                 values = [number, header.key, segment, offset, header.num_bytes]
                 database.execute(INSERT + OR_REPLACE, [*values, written, int(written)])
 
-    def move(self, row: Row, place: Place) -> None:
+    def move(self, row: Row, place: RecordPlace) -> None:
         """Set the place of a page that was copied, unless it was dropped meanwhile."""
         with self.transaction() as database:
             self._extend(place.segment, place.offset + row.num_bytes)

@@ -17,7 +17,7 @@ POLICIES: Final = ("lru", "lfu", "ttl")
 
 
 @dataclass(frozen=True)
-class Limits:
+class StoreLimits:
     """How large a store may grow, and which pages leave first; see :class:`FileStore`.
 
     Raises:

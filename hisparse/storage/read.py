@@ -20,7 +20,7 @@ from hisparse.storage.namespace import (
     read_header,
     record_bytes,
 )
-from hisparse.storage.report import Counters, Damage, VerifyReport
+from hisparse.storage.report import Damage, StoreCounters, VerifyReport
 from hisparse.storage.segments import OpenSegment
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Reader:
         counters: of the store.
     """
 
-    def __init__(self, folder: Folder, counters: Counters) -> None:
+    def __init__(self, folder: Folder, counters: StoreCounters) -> None:
         self._folder, self._counters = folder, counters
 
     def read(self, namespace: Namespace, jobs: Sequence[tuple[int, Row, memoryview]]) -> list[int]:

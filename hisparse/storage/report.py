@@ -20,7 +20,7 @@ _COUNTERS: Final = (
 _QUIET_S: Final = 60.0
 
 
-class Counters:
+class StoreCounters:
     """What :attr:`FileStore.counters` says. Its methods may be called from any thread."""
 
     def __init__(self) -> None:

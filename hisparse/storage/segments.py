@@ -28,7 +28,7 @@ _MAX_OPEN: Final = 128
 _MAX_UNSYNCED: Final = 4
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """Where a record is: the number of its segment, and its offset in bytes."""
 
     segment: int
@@ -248,7 +248,7 @@ class SegmentWriter:
         self._segments, self._segment_bytes, self._ends = segments, segment_bytes, ends
         self._fd: int | None = None
         #: Where the next record goes.
-        self._next = Place(0, 0)
+        self._next = RecordPlace(0, 0)
         #: Sealed files that are not on the disk yet.
         self._unsynced: list[int] = []
         self._flushing = threading.Lock()
@@ -263,7 +263,7 @@ class SegmentWriter:
         """Whether the next record begins another segment."""
         return self._next.offset >= self._segment_bytes
 
-    def append(self, views: Sequence[memoryview], *, adopt: bool) -> Place:
+    def append(self, views: Sequence[memoryview], *, adopt: bool) -> RecordPlace:
         """Append a record; nothing is left of it if that fails.
 
         Args:
@@ -284,10 +284,10 @@ class SegmentWriter:
         except OSError:
             self.undo(place)
             raise
-        self._next = Place(place.segment, place.offset + size + len(padding))
+        self._next = RecordPlace(place.segment, place.offset + size + len(padding))
         return place
 
-    def undo(self, place: Place) -> None:
+    def undo(self, place: RecordPlace) -> None:
         """Cut off what was appended last, at ``place``."""
         if self._fd is not None:
             with contextlib.suppress(OSError):
@@ -371,7 +371,7 @@ class SegmentWriter:
             # More bytes are pages that the index lacks, or half a record, which a killed writer
             # left and whose header would hide what is appended after it.
             if _lock(fd, folder, name) and os.fstat(fd).st_size == end:
-                self._fd, self._next = fd, Place(segment, end)
+                self._fd, self._next = fd, RecordPlace(segment, end)
                 return fd
         finally:
             if self._fd != fd:

@@ -16,10 +16,10 @@ from hisparse.errors import ConfigError, HiSparseError, one_line, quoted
 from hisparse.storage.collect import MIN_LIVE_RATIO, Collector
 from hisparse.storage.folder import Folder
 from hisparse.storage.index import Row
-from hisparse.storage.limits import Limits
+from hisparse.storage.limits import StoreLimits
 from hisparse.storage.namespace import Namespace, checksum, key_bytes, make_header, record_bytes
 from hisparse.storage.read import Reader
-from hisparse.storage.report import Counters, StoreReport, VerifyReport
+from hisparse.storage.report import StoreCounters, StoreReport, VerifyReport
 from hisparse.storage.segments import SegmentWriter
 
 if TYPE_CHECKING:
@@ -85,13 +85,13 @@ class FileStore(contextlib.AbstractContextManager["FileStore"]):
         for name, value in (("segment_bytes", segment_bytes), ("threads", threads)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: got {value}, expected at least 1")
-        self._limits = Limits(size_bytes, policy, ttl_s, high_water, low_water)
+        self._limits = StoreLimits(size_bytes, policy, ttl_s, high_water, low_water)
         self._folder = Folder(Path(path), create=create)
         self._closed = False
         self._clock, self._threads = clock, threads
         segment_bytes = segment_bytes or self._limits.default_segment_bytes
         self._writer = SegmentWriter(self._folder.segments, segment_bytes, self._folder.index.ends)
-        self._counters = Counters()
+        self._counters = StoreCounters()
         self._reader = Reader(self._folder, self._counters)
         self._collector = Collector(
             self._folder, self._reader, self._writer, self._limits, self._counters, clock

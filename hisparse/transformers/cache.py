@@ -16,7 +16,7 @@ from hisparse.engine.metrics import CacheStats
 from hisparse.errors import CapacityError, HiSparseError
 from hisparse.transformers.attention import tag_keys
 from hisparse.transformers.build import Limits, build_store, read_config
-from hisparse.transformers.forward import Forward, begin_forward, check_layer, read_mask
+from hisparse.transformers.forward import ForwardState, begin_forward, check_layer, read_mask
 from hisparse.transformers.rows import Rows, RowStore
 from hisparse.types import AttentionRule
 
@@ -108,7 +108,7 @@ class HiSparseCache(BaseCache):
         self._lengths = np.zeros(0, dtype=np.int64)
         self._is_token = np.zeros((0, 0), dtype=np.bool_)
         self._columns = 0
-        self._forward: Forward | None = None
+        self._forward: ForwardState | None = None
         self._updated_layer: int | None = None
         #: ``[B, n] int64``, token ids of the first n columns if a store had them, else None.
         self.token_ids: Tensor | None = None

@@ -132,7 +132,7 @@ def _not_tokens(got: str) -> ConfigError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forward:
+class ForwardState:
     """State that all layers of a forward share.
 
     Attributes:
@@ -181,7 +181,7 @@ class Forward:
 
 def begin_forward(
     store: RowStore, slots: np.ndarray, lengths: np.ndarray, is_token: np.ndarray
-) -> Forward:
+) -> ForwardState:
     """Allocate host pages for the new tokens and begin the coordinator's forward.
 
     A forward of one column is a decode step; a forward of more columns is part of a prompt.
@@ -210,7 +210,7 @@ def begin_forward(
         except BaseException:
             store.shrink(slots, new_lengths, lengths)
             raise
-    return Forward(store=store, is_token=is_token, lengths=new_lengths, index=index)
+    return ForwardState(store=store, is_token=is_token, lengths=new_lengths, index=index)
 
 
 def _decode_batch(

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from hisparse.adapters import ADAPTERS, TorchAdapter
 from hisparse.adapters.dsa import make_flash_mla_call
 from hisparse.adapters.flash_attention import make_flash_attention_call
-from hisparse.adapters.flashinfer_wrapper import make_flashinfer_call
+from hisparse.adapters.flashinfer import make_flashinfer_call
 from hisparse.testing.operations import no_sync
 from tests.adapters.cases import Case, cases
 from tests.adapters.interpreter import Interpreter

@@ -13,12 +13,12 @@ import pytest
 
 from hisparse import doctor
 from hisparse.cli import main
-from hisparse.doctor import Check, checks
+from hisparse.doctor import Finding, checks
 from hisparse.kernels.build import cpu, isa
 from hisparse.sglang import names
 
 
-def only(look: Callable[[], list[Check]]) -> Check:
+def only(look: Callable[[], list[Finding]]) -> Finding:
     (found,) = look()
     assert "\n" not in found.message + found.remedy
     return found
@@ -140,7 +140,7 @@ def test_little_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_check_raises_is_a_finding() -> None:
-    def broken_thing() -> list[Check]:
+    def broken_thing() -> list[Finding]:
         raise OSError("first\nsecond")
 
     found = checks.run_checks([checks.python, broken_thing])
@@ -151,9 +151,9 @@ def test_what_a_check_raises_is_a_finding() -> None:
 def test_a_table_names_the_remedy_and_errors_make_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = [Check(name="one", status="warning", message="so", remedy="do this")]
+    found = [Finding(name="one", status="warning", message="so", remedy="do this")]
     monkeypatch.setattr(doctor, "run_checks", lambda: found)
     assert main(["doctor"]) == 0
     assert "-> do this" in capsys.readouterr().out
-    found.append(Check(name="two", status="error", message="no"))
+    found.append(Finding(name="two", status="error", message="no"))
     assert main(["doctor"]) == 1

@@ -88,12 +88,13 @@ def test_transfers_of_many_pages_and_tokens() -> None:
     assert all(map(torch.equal, gather_tokens(copy, slots, impl="reference"), tokens))
 
 
-def test_operators_are_serial_inside_only_and_kernels_keep_their_threads() -> None:
+@pytest.mark.parametrize("same", [False, True])
+def test_operators_are_serial_inside_only_and_kernels_keep_their_threads(same: bool) -> None:
     """The second, nested use must not end the first."""
-    cpu = torch.device("cpu")
+    outer = serial_operators(torch.device("cpu"))
     expected = trace(1, "reference", 2)
-    with serial_operators(cpu):
-        with serial_operators(cpu):
+    with outer:
+        with outer if same else serial_operators(torch.device("cpu")):
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 1
         got = trace(1, "cpu", 2)

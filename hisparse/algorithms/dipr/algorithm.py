@@ -19,8 +19,8 @@ from hisparse.algorithms.dipr.fine import (
     require_faiss,
 )
 from hisparse.algorithms.dipr.optimizer import IndexQuestion, choose_index
+from hisparse.algorithms.page_score import tail_logits
 from hisparse.algorithms.step import DecodeStep, PrefillStep, SelectionPolicy
-from hisparse.algorithms.tail import tail_logits
 from hisparse.kernels import key_score, select
 from hisparse.types import KVSpec, Selection
 
